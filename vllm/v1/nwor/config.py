@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NworConfig: the only reader of the `VLLM_NWOR_*` environment variables.
+
+A value that is not allowed raises `NworConfigError`, which names the variable, the
+value and what is allowed; it never silently means the default.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Mode(enum.Enum):
+    """What happens to the KV entries of draft tokens.
+
+    OFF: vanilla vLLM, nothing is wrapped.
+    COW: old bytes are logged before the forward, rejected slots restored after it.
+    STAGE: drafts stay out of the cache until accepted where the attention backend
+        has a staged path; the other KV-cache groups use COW.
+    """
+
+    OFF = "off"
+    STAGE = "stage"
+    COW = "cow"
+
+
+class NworConfigError(ValueError):
+    """A `VLLM_NWOR_*` variable holds a value that is not allowed."""
+
+
+MODE = "VLLM_NWOR_MODE"
+EMIT_METRICS = "VLLM_NWOR_EMIT_METRICS"
+STRICT = "VLLM_NWOR_STRICT"
+DEBUG_SYNC = "VLLM_NWOR_DEBUG_SYNC"
+MAX_LOG_ROWS = "VLLM_NWOR_MAX_LOG_ROWS"
+ENV_NAMES = (MODE, EMIT_METRICS, STRICT, DEBUG_SYNC, MAX_LOG_ROWS)
+
+
+@dataclass(frozen=True)
+class NworConfig:
+    """One process's settings; README.md has the table of variables."""
+
+    mode: Mode = Mode.OFF
+    emit_metrics: bool = True
+    strict: bool = False
+    debug_sync: bool = False
+    max_log_rows: int | None = None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> NworConfig:
+        """Reads `env` (default: this process's environment).
+
+        Raises:
+            NworConfigError: naming the variable, its value and the allowed ones.
+        """
+        env = os.environ if env is None else env
+        return cls(
+            mode=_mode(env),
+            emit_metrics=_switch(env, EMIT_METRICS, default=True),
+            strict=_switch(env, STRICT, default=False),
+            debug_sync=_switch(env, DEBUG_SYNC, default=False),
+            max_log_rows=_rows(env),
+        )
+
+
+def _mode(env: Mapping[str, str]) -> Mode:
+    value = env.get(MODE, Mode.OFF.value)
+    try:
+        return Mode(value)
+    except ValueError:
+        allowed = ", ".join(mode.value for mode in Mode)
+        raise NworConfigError(
+            f"{MODE}={value!r} is not allowed; allowed values: {allowed}"
+        ) from None
+
+
+def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
+    value = env.get(name, "1" if default else "0")
+    if value not in ("0", "1"):
+        raise NworConfigError(f"{name}={value!r} is not allowed; allowed values: 0, 1")
+    return value == "1"
+
+
+def _rows(env: Mapping[str, str]) -> int | None:
+    value = env.get(MAX_LOG_ROWS, "")
+    if value == "":
+        return None
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise NworConfigError(
+            f"{MAX_LOG_ROWS}={value!r} is not allowed; allowed values: empty (no cap) "
+            "or a whole number of rows, at least 1"
+        )
+    return int(value)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""register(): vLLM's way into this package (entry point `vllm.general_plugins`).
+
+vLLM calls it once in every process it starts: front end, engine core, workers. With
+`VLLM_NWOR_MODE` off it makes the variables known to vLLM and returns: nothing is
+wrapped and no import hook is left pending. Otherwise it leaves post-import hooks, so
+that a process which never imports a model runner never pays for one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+
+from vllm.v1.nwor.config import ENV_NAMES, Mode, NworConfig
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+TRIED_VLLM_VERSIONS = ("0.26.0", "0.32.0")
+
+# Module of vLLM -> the function of ours that hooks it, "module:function".
+HOOKS = {
+    "vllm.v1.worker.gpu_model_runner": "vllm.v1.nwor.hooks.runner_v1:install",
+    "vllm.v1.core.sched.scheduler": "vllm.v1.nwor.hooks.stats:install_scheduler",
+    "vllm.v1.metrics.loggers": "vllm.v1.nwor.hooks.stats:install_loggers",
+}
+
+_registered = False
+
+
+def register() -> None:
+    """Reads the mode and, unless it is off, arranges for vLLM to be hooked.
+
+    Idempotent. Raises NworConfigError on a bad `VLLM_NWOR_*` value, in any mode: vLLM
+    passes it on and does not start.
+    """
+    global _registered
+    _declare_variables()
+    config = NworConfig.from_env()
+    if config.mode is Mode.OFF or _registered:
+        return
+    _check_host()
+    import wrapt
+
+    for module_name, hook in HOOKS.items():
+        wrapt.register_post_import_hook(_guarded(hook), module_name)
+    _registered = True
+
+
+def _declare_variables() -> None:
+    """Makes vLLM accept our variables, with a getter that hides their values: its
+    compile cache key then is the same in every mode."""
+    import vllm.envs as envs
+
+    for name in ENV_NAMES:
+        envs.environment_variables.setdefault(name, lambda: None)
+
+
+def _check_host() -> None:
+    import vllm
+
+    if getattr(vllm, "__file__", None) is None:
+        raise RuntimeError(
+            "vllm-nwor: `import vllm` finds an empty namespace instead of vLLM "
+            "(vLLM is missing, or installed editable through a setuptools finder); "
+            "install a vLLM wheel, or vLLM with --config-settings editable_mode=compat"
+        )
+    version = getattr(vllm, "__version__", "unknown")
+    if version.split("+")[0] not in TRIED_VLLM_VERSIONS:
+        logger.warning(
+            "NWOR has not been tried with vLLM %s (tried: %s); it runs if every "
+            "signature it relies on matches",
+            version,
+            ", ".join(TRIED_VLLM_VERSIONS),
+        )
+
+
+def _guarded(hook: str) -> Callable[[ModuleType], None]:
+    """A post-import hook that refuses an unknown host with one line, or raises under
+    VLLM_NWOR_STRICT."""
+    module_name, function_name = hook.split(":")
+
+    def run(module: ModuleType) -> None:
+        from vllm.v1.nwor.hooks._wrap import HostMismatch
+
+        try:
+            getattr(import_module(module_name), function_name)(module)
+        except HostMismatch as mismatch:
+            if NworConfig.from_env().strict:
+                raise
+            logger.error("NWOR is off for %s: %s", module.__name__, mismatch)
+
+    return run

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step's verification windows look like to the manager and the ops.
+
+A verification window is one request's draft rows in one step: a target token that is
+always kept, then k drafts. vLLM's own metadata tensors are taken as they are, so that
+nothing is gathered, copied or synchronised on the host's side.
+
+Worked example: three requests with k = 2, 0, 1 drafts give `cu_num_logits` = [3, 4, 6];
+draft rows are entries 1, 2 (request 0) and 5 (request 2) of `logits_indices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationWindows:
+    """All windows of one step.
+
+    num_drafts: upper bound, known to the host, of the number of drafts in the step.
+    logits_indices: [num_logits] int32 or int64, device: batch rows that get logits,
+        1 + k for each request, in request order.
+    cu_num_logits: [num_reqs] int32, device: inclusive cumulative number of them.
+    slot_mappings: one [>= num_tokens] int64 device tensor for each KV-cache group id:
+        the slot of each batch row, -1 for padding.
+    """
+
+    num_drafts: int
+    logits_indices: torch.Tensor
+    cu_num_logits: torch.Tensor
+    slot_mappings: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledIds:
+    """Acceptance as the V1 rejection sampler reports it.
+
+    sampled_token_ids: [num_reqs, max_spec_len + 1] int32, device. An id is valid if it
+        is not -1 and below `vocab_size`; a request accepted (valid ids - 1) drafts.
+    """
+
+    sampled_token_ids: torch.Tensor
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class NumRejected:
+    """Acceptance as the V2 runner reports it.
+
+    num_rejected: [num_reqs] int32, device: a request's last so many drafts fell.
+    """
+
+    num_rejected: torch.Tensor
+
+
+Acceptance = SampledIds | NumRejected
