@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the native library, `_nwor_C.so`, with CMake and Ninja.
+
+setup.py uses it for wheels and editable installs, the Makefile (as a program) to
+bring the checkout's library up to date; a build with nothing to do takes a fraction
+of a second. Each configuration has a build directory of its own, so that switching
+between CPU and CUDA recompiles nothing, and the result is moved to its place by a
+rename: a process that has the old library loaded keeps it whole.
+
+It does not choose compilers or flags; CMakeLists.txt does.
+
+Environment: NWOR_CUDA (AUTO, ON, OFF; AUTO means: if nvcc is on PATH) and
+NWOR_CUDA_ARCHS (a CMake list such as "90" or "80;90"; empty for the default).
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "_nwor_C.so"
+CUDA_CHOICES = ("AUTO", "ON", "OFF")
+
+
+class NativeBuildError(RuntimeError):
+    """The library cannot be built here; the message says what to change."""
+
+
+def cuda_choice() -> str:
+    """NWOR_CUDA resolved to "ON" or "OFF"."""
+    choice = os.environ.get("NWOR_CUDA", "").upper() or "AUTO"
+    if choice not in CUDA_CHOICES:
+        raise NativeBuildError(
+            f"NWOR_CUDA={choice!r} is not allowed: use one of {', '.join(CUDA_CHOICES)}"
+        )
+    if choice == "AUTO":
+        return "ON" if shutil.which("nvcc") else "OFF"
+    return choice
+
+
+def torch_dir() -> Path:
+    """The directory of the installed torch package (found, not imported)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise NativeBuildError(
+            f"torch is not installed for {sys.executable}; its headers are needed. "
+            "Install torch first, then build with: pip install --no-build-isolation ."
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def find_tool(name: str) -> str:
+    """A program of this Python environment, else of PATH."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise NativeBuildError(f"{name} is missing; install it with: pip install {name}")
+    return found
+
+
+def build(output_dir: Path, build_root: Path = ROOT / "build") -> bool:
+    """Builds the library and puts it into output_dir.
+
+    Returns whether the file there changed. Raises NativeBuildError when something
+    is missing, subprocess.CalledProcessError when CMake or a compiler fails.
+    """
+    cuda = cuda_choice()
+    archs = os.environ.get("NWOR_CUDA_ARCHS", "") if cuda == "ON" else ""
+    name = "-".join(["native", cuda.lower(), *re.findall(r"\w+", archs)])
+    build_dir = build_root / name
+    staged = build_dir / "out"
+    cmake = find_tool("cmake")
+    options = {
+        "TORCH_DIR": str(torch_dir()),
+        "NWOR_OUTPUT_DIR": str(staged),
+        "NWOR_CUDA": cuda,
+    }
+    if archs:
+        options["NWOR_CUDA_ARCHS"] = archs
+    command = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
+    command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
+    command += [f"-D{key}={value}" for key, value in options.items()]
+    # Written only after CMake succeeded: an interrupted configure is done again.
+    stamp = build_dir / "configured.txt"
+    if not stamp.is_file() or stamp.read_text() != "\n".join(command):
+        subprocess.run(command, check=True)
+        stamp.write_text("\n".join(command))
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    subprocess.run([cmake, "--build", str(build_dir), "-j", jobs], check=True)
+    return _install(staged / LIBRARY, output_dir)
+
+
+def _install(library: Path, output_dir: Path) -> bool:
+    """Copies the library if its bytes differ, by a rename; whether it did."""
+    target = output_dir / LIBRARY
+    if target.is_file() and filecmp.cmp(library, target, shallow=False):
+        return False
+    output_dir.mkdir(parents=True, exist_ok=True)
+    temporary = output_dir / f".{LIBRARY}.{os.getpid()}"
+    shutil.copyfile(library, temporary)
+    temporary.chmod(0o755)
+    temporary.replace(target)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=ROOT / "vllm" / "v1" / "nwor",
+        help="where the library goes (default: beside the Python files)",
+    )
+    parser.add_argument("--build-root", type=Path, default=ROOT / "build")
+    args = parser.parse_args()
+    try:
+        build(args.output_dir.resolve(), args.build_root.resolve())
+    except NativeBuildError as error:
+        print(f"native build: {error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"native build: `{Path(error.cmd[0]).name}` failed", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
