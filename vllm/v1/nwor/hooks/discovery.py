@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model runner can be protected, and how: the manager for a runner.
+
+Reads the runner after vLLM has bound its KV cache. What is not understood is refused by
+name, a KV-cache group at a time: a group is protected whole or not at all, because half
+a token restored would be worse than none. Drafters' layers are left alone; layers that
+share another layer's cache are covered by it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm.v1.nwor import ops
+from vllm.v1.nwor.config import Mode, NworConfig
+from vllm.v1.nwor.draft_manager import DraftCommitManager, LayerCache, NworError
+from vllm.v1.nwor.kv_layout import KVLayout, LayoutRefused
+from vllm.v1.nwor.kv_probe import probe_layout
+from vllm.v1.nwor.report import GroupInfo
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+# Drafters that have attention layers of their own say which in this attribute
+# (a V1 drafter, a V2 speculator); the others have none.
+DRAFT_LAYER_ATTRIBUTES = ("_draft_attn_layer_names", "draft_attn_layer_names")
+
+
+class GroupRefused(ValueError):
+    """A KV-cache group that NWOR leaves to vanilla vLLM; the text says why."""
+
+
+def build(
+    runner: Any, config: NworConfig, drafter: Any
+) -> tuple[DraftCommitManager | None, list[GroupInfo]]:
+    """The manager for `runner`, whose KV cache has just been bound, and what became of
+    each KV-cache group. No manager if nothing can or needs to be protected.
+
+    drafter: the runner's proposer of drafts, or None.
+
+    Raises:
+        NworError: under VLLM_NWOR_STRICT, if a group is refused.
+    """
+    groups = runner.kv_cache_config.kv_cache_groups
+    requested = config.mode.value
+    refusal = _config_refusal(runner.vllm_config)
+    if refusal is None:
+        try:
+            ops.load(require_cuda=runner.device.type == "cuda")
+        except ops.NworOpsUnavailable as missing:
+            refusal = str(missing)
+    protected: list[tuple[int, list[LayerCache]]] = []
+    infos: list[GroupInfo] = []
+    layouts = _LayoutCache(runner)
+    for gid, group in enumerate(groups):
+        try:
+            if refusal is not None:
+                raise GroupRefused(refusal)
+            layers = _target_layers(runner, gid, group, drafter, layouts)
+        except (GroupRefused, LayoutRefused) as refused:
+            infos.append(GroupInfo(gid, requested, Mode.OFF.value, str(refused)))
+            continue
+        if layers:
+            protected.append((gid, layers))
+            infos.append(
+                GroupInfo(gid, requested, Mode.COW.value, _cow_reason(config, layers))
+            )
+    manager = None
+    if protected:
+        capacity = _capacity(runner.vllm_config, config)
+        manager = DraftCommitManager(config, protected, capacity)
+    _announce(config, infos, manager)
+    return manager, infos
+
+
+def _config_refusal(vllm_config: Any) -> str | None:
+    """Why this configuration as a whole cannot be protected, or None."""
+    parallel = vllm_config.parallel_config
+    if vllm_config.speculative_config is None:
+        return "no speculative decoding is configured"
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            return f"{name} is {size}; only 1 is supported"
+    return None
+
+
+def _target_layers(
+    runner: Any, gid: int, group: Any, drafter: Any, layouts: _LayoutCache
+) -> list[LayerCache]:
+    """The layers of KV-cache group `gid` to protect, each cache once."""
+    draft_names = _draft_layer_names(runner.vllm_config, drafter)
+    modules = runner.compilation_config.static_forward_context
+    layers: list[LayerCache] = []
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name in group.layer_names:
+        if name in draft_names:
+            continue
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.kv_cache_specs[name]
+        _check_spec(name, spec)
+        kv_cache = modules[name].kv_cache
+        if not isinstance(kv_cache, torch.Tensor):
+            raise GroupRefused(
+                f"layer {name} has a {type(kv_cache).__name__} for a KV cache; "
+                "expected one tensor"
+            )
+        identity = (kv_cache.data_ptr(), kv_cache.stride())
+        if identity in seen:
+            continue
+        seen.add(identity)
+        layout = layouts.get(name, modules[name], kv_cache, spec)
+        layers.append(LayerCache(name, kv_cache, layout))
+    return layers
+
+
+def _check_spec(name: str, spec: Any) -> None:
+    """Refuses specs whose cache is not one slot for each token."""
+    kind = type(spec).__name__
+    if not isinstance(spec, AttentionSpec):
+        raise GroupRefused(f"layer {name} has a {kind}, which is not slot based")
+    if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
+        raise GroupRefused(f"layer {name} has a {kind}, which drafts never write")
+    compressed = (
+        getattr(spec, "tokens_per_state", 1) != 1
+        or getattr(spec, "storage_block_size", spec.block_size) != spec.block_size
+        or not getattr(spec, "uses_slot_mapping", True)
+    )
+    if compressed:
+        raise GroupRefused(f"layer {name} has a compressed or ring-shaped {kind}")
+
+
+def _draft_layer_names(vllm_config: Any, drafter: Any) -> frozenset[str]:
+    """Names of the attention layers that belong to the drafter.
+
+    Raises:
+        GroupRefused: a drafter that runs a model, but does not say which layers.
+    """
+    for attribute in DRAFT_LAYER_ATTRIBUTES:
+        names = getattr(drafter, attribute, None)
+        if names is not None:
+            return frozenset(names)
+    speculative = vllm_config.speculative_config
+    if speculative.use_eagle() or speculative.uses_draft_model():
+        raise GroupRefused(
+            f"{type(drafter).__name__} does not say which attention layers are its own"
+        )
+    return frozenset()
+
+
+class _LayoutCache:
+    """Layouts by what determines them, so that each kind is probed once."""
+
+    def __init__(self, runner: Any) -> None:
+        self._dtype = runner.vllm_config.model_config.dtype
+        self._known: dict[Any, KVLayout] = {}
+
+    def get(self, name: str, layer: Any, kv_cache: torch.Tensor, spec: Any) -> KVLayout:
+        key = (
+            type(layer.impl),
+            getattr(layer.impl, "kv_cache_dtype", None),
+            getattr(layer, "isa", None),
+            type(spec),
+            kv_cache.dtype,
+            tuple(kv_cache.shape),
+            kv_cache.stride(),
+        )
+        if key not in self._known:
+            try:
+                self._known[key] = probe_layout(layer, kv_cache, self._dtype)
+            except LayoutRefused as refused:
+                raise LayoutRefused(f"layer {name}: {refused}") from refused
+        layout = self._known[key]
+        if layout.runs is not None and kv_cache.device.type != "cpu":
+            raise LayoutRefused(
+                f"layer {name}: {type(layer.impl).__name__} packs its slots; only rows "
+                f"are supported on {kv_cache.device.type}"
+            )
+        return layout
+
+
+def _cow_reason(config: NworConfig, layers: list[LayerCache]) -> str:
+    packed = any(layer.layout.runs is not None for layer in layers)
+    shape = f"{len(layers)} layers, {'packed slots' if packed else 'rows'}"
+    if config.mode is Mode.STAGE:
+        return f"the attention backend has no staged path; {shape}"
+    return shape
+
+
+def _capacity(vllm_config: Any, config: NworConfig) -> int:
+    """Rows of the undo log: the drafts that one step can hold at most."""
+    scheduler = vllm_config.scheduler_config
+    rows = min(
+        scheduler.max_num_seqs * vllm_config.speculative_config.num_speculative_tokens,
+        scheduler.max_num_batched_tokens,
+    )
+    return min(rows, config.max_log_rows or rows)
+
+
+def _announce(
+    config: NworConfig, infos: list[GroupInfo], manager: DraftCommitManager | None
+) -> None:
+    """One line at start-up; raises under STRICT if a group is refused."""
+    groups = "; ".join(
+        f"group {info.group}: {info.resolved} ({info.reason})" for info in infos
+    )
+    refused = [info for info in infos if info.resolved == Mode.OFF.value]
+    if refused and config.strict:
+        raise NworError(f"NWOR {config.mode.value} requested, refused: {groups}")
+    size = ""
+    if manager is not None:
+        size = (
+            f"; undo log: {manager.capacity} drafts, "
+            f"{manager.log_bytes / 2**20:.1f} MiB"
+        )
+    log = logger.warning if refused else logger.info
+    log("NWOR %s requested; %s%s", config.mode.value, groups, size)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on vLLM's V1 model runner (the CPU runner inherits from it).
+
+A step, and where the hooks sit:
+
+    execute_model      a log that nobody committed is dropped
+      _calc_spec_decode_metadata   which rows of the batch are drafts: remembered
+      _model_forward   begin: the old bytes are logged, then the forward runs
+    sample_tokens
+      _sample          rejection sampling, then commit; after it come the drafter, the
+                       connector's saves and the fence that lets blocks be reused
+                       the step's counts are attached to the output
+
+Dummy runs, warm-up and graph capture call the model directly and pass none of the
+begin/commit pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm.v1.nwor.config import Mode, NworConfig
+from vllm.v1.nwor.draft_manager import STALE_LOG, DraftCommitManager
+from vllm.v1.nwor.hooks import stats
+from vllm.v1.nwor.hooks._wrap import HookTarget, argument, install_all
+from vllm.v1.nwor.report import Report
+from vllm.v1.nwor.window import SampledIds, VerificationWindows
+
+MODULE = "vllm.v1.worker.gpu_model_runner"
+
+INITIALIZE = HookTarget(
+    MODULE,
+    "GPUModelRunner.initialize_kv_cache",
+    ("self", "kv_cache_config", "is_profiling"),
+    why="the caches are bound here: probe them, allocate the log",
+    delete_when="vLLM offers a callback once KV caches are bound",
+)
+EXECUTE = HookTarget(
+    MODULE,
+    "GPUModelRunner.execute_model",
+    ("self", "scheduler_output"),
+    why="a step starts: a log left by a failed step is dropped",
+    delete_when="vLLM tells a runner that a step was abandoned",
+)
+METADATA = HookTarget(
+    MODULE,
+    "GPUModelRunner._calc_spec_decode_metadata",
+    ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
+    why="the only place that knows which rows are drafts before the forward",
+    delete_when="spec_decode_metadata is in the forward context",
+)
+FORWARD = HookTarget(
+    MODULE,
+    "GPUModelRunner._model_forward",
+    ("self",),
+    why="begin: after zeroing, block copies and loads, before the first write",
+    delete_when="vLLM has a pre-forward callback for real steps",
+)
+SAMPLE = HookTarget(
+    MODULE,
+    "GPUModelRunner._sample",
+    ("self", "logits", "spec_decode_metadata"),
+    why="commit: the first moment the accepted drafts are known, before the drafter",
+    delete_when="vLLM has a callback after rejection sampling",
+)
+OUTPUT = HookTarget(
+    MODULE,
+    "GPUModelRunner.sample_tokens",
+    ("self", "grammar_output"),
+    why="the step's output carries the counts to the scheduler",
+    delete_when="ModelRunnerOutput has a field for extensions",
+)
+LEDGER = (INITIALIZE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
+
+
+class RunnerState:
+    """What NWOR keeps on a runner, as its attribute `nwor_state`.
+
+    manager: None if nothing is protected. windows: of the step being prepared.
+    """
+
+    def __init__(self, manager: DraftCommitManager | None, report: Report) -> None:
+        self.manager = manager
+        self.report = report
+        self.windows: VerificationWindows | None = None
+
+
+def install(module: ModuleType) -> None:
+    """Wraps the V1 runner in `module`. Raises HostMismatch if it is not as expected."""
+    install_all(
+        module,
+        {
+            INITIALIZE: _initialize_kv_cache,
+            EXECUTE: _execute_model,
+            METADATA: _calc_spec_decode_metadata,
+            FORWARD: _model_forward,
+            SAMPLE: _sample,
+            OUTPUT: _sample_tokens,
+        },
+    )
+
+
+def _state(runner: Any) -> RunnerState | None:
+    state: RunnerState | None = runner.__dict__.get("nwor_state")
+    return state
+
+
+def _initialize_kv_cache(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    runner.nwor_state = None
+    result = wrapped(*args, **kwargs)
+    config = NworConfig.from_env()
+    if config.mode is Mode.OFF or argument(INITIALIZE, "is_profiling", args, kwargs):
+        return result
+    from vllm.v1.nwor.hooks.discovery import build
+
+    manager, infos = build(runner, config, getattr(runner, "drafter", None))
+    runner.nwor_state = RunnerState(manager, Report(infos, manager))
+    return result
+
+
+def _execute_model(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    state = _state(runner)
+    if state is not None and state.manager is not None:
+        state.windows = None
+        state.manager.abort(STALE_LOG)
+    return wrapped(*args, **kwargs)
+
+
+def _calc_spec_decode_metadata(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    metadata = wrapped(*args, **kwargs)
+    state = _state(runner)
+    if state is not None and state.manager is not None:
+        tables = runner.input_batch.block_table
+        state.windows = VerificationWindows(
+            num_drafts=sum(metadata.num_draft_tokens),
+            logits_indices=metadata.logits_indices,
+            cu_num_logits=metadata.cu_num_sampled_tokens,
+            slot_mappings=[table.slot_mapping.gpu for table in tables.block_tables],
+        )
+    return metadata
+
+
+def _model_forward(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    state = _state(runner)
+    if state is not None and state.windows is not None:
+        assert state.manager is not None
+        state.manager.begin(state.windows)
+        state.windows = None
+    return wrapped(*args, **kwargs)
+
+
+def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
+    output = wrapped(*args, **kwargs)
+    state = _state(runner)
+    if state is not None and state.manager is not None:
+        acceptance = SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
+        if state.manager.commit(acceptance):
+            state.report.publish()
+    return output
+
+
+def _sample_tokens(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    output = wrapped(*args, **kwargs)
+    state = _state(runner)
+    if state is not None:
+        source = state.report.source()
+        stats.attach(output, lambda: state.report.payload(source))
+    return output

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probing: which bytes does a backend's own writer change for one slot?
+
+A 2-block scratch cache of the layer's dtype, inner shape and stride order is written
+through a copy of the layer's attention implementation: one payload into one slot, once
+on a background of 0x00 bytes and once on 0xFF. A payload byte differs from at least one
+of them, so the bytes that changed in either run are exactly the slot's. The result is
+compared with the row formula; where it differs it becomes a run list.
+
+The live implementation is never called: some keep the first cache they see. Runs at
+start-up only: it allocates and waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+
+from vllm.v1.nwor.kv_layout import KVLayout, LayoutRefused, packed_layout, row_layout
+
+BACKGROUNDS = (0x00, 0xFF)
+# Attributes that an implementation derives from the first cache it sees.
+CACHE_DERIVED = ("_k_scale_cache", "_v_scale_cache")
+
+
+def probe_layout(
+    layer: Any, kv_cache: torch.Tensor, activation_dtype: torch.dtype
+) -> KVLayout:
+    """The proven layout of `kv_cache`, the cache bound to attention layer `layer`.
+
+    layer: vLLM's attention layer; `layer.impl` writes keys and values into the cache.
+    kv_cache: [B, H, N, C] or [B, N, C], any dtype and strides; not touched.
+    activation_dtype: dtype of the keys and values that the model hands the writer.
+
+    Raises:
+        LayoutRefused: the implementation has no separate writer, or its slots are
+            neither rows nor a packing that can be copied.
+    """
+    impl = _detached(layer.impl)
+    rows = row_layout(kv_cache)
+    scratch, raw = _scratch(kv_cache)
+    block_bytes = raw.numel() // 2
+    block_size = rows.block_size
+    masks = torch.stack(
+        [
+            _changed_bytes(impl, layer, scratch, raw, slot, activation_dtype)
+            for slot in range(block_size)
+        ]
+    )
+    if bool(masks[:, block_bytes:].any()):
+        raise LayoutRefused("a slot of block 0 has bytes in block 1")
+    last = _changed_bytes(
+        impl, layer, scratch, raw, 2 * block_size - 1, activation_dtype
+    )
+    masks = masks[:, :block_bytes]
+    if not torch.equal(last[block_bytes:], masks[-1]) or last[:block_bytes].any():
+        raise LayoutRefused("slots do not repeat from one block to the next")
+    if not bool(masks.any(dim=1).all()):
+        raise LayoutRefused("the writer left a slot untouched")
+    scratch_rows = row_layout(scratch)
+    if all(
+        torch.equal(masks[slot], scratch_rows.byte_mask(slot, block_bytes))
+        for slot in range(block_size)
+    ):
+        return rows
+    return packed_layout(masks, kv_cache)
+
+
+def _detached(impl: Any) -> Any:
+    """A copy of an implementation that has seen no cache yet."""
+    twin = copy.copy(impl)
+    for name in CACHE_DERIVED:
+        if hasattr(twin, name):
+            setattr(twin, name, None)
+    return twin
+
+
+def _scratch(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A dense 2-block cache with the stride order of `kv_cache`, block outermost, and
+    its bytes ([2 * block_bytes] uint8). Where the real cache has another dimension
+    outermost, the row formula still holds with the real strides."""
+    inner = sorted(range(1, kv_cache.dim()), key=lambda d: -kv_cache.stride(d))
+    shape = (2, *kv_cache.shape[1:])
+    strides = [0] * kv_cache.dim()
+    step = 1
+    for dim in reversed([0, *inner]):
+        strides[dim] = step
+        step *= shape[dim]
+    raw = torch.empty(
+        step * kv_cache.element_size(), dtype=torch.uint8, device=kv_cache.device
+    )
+    return raw.view(kv_cache.dtype).as_strided(shape, strides), raw
+
+
+def _changed_bytes(
+    impl: Any,
+    layer: Any,
+    scratch: torch.Tensor,
+    raw: torch.Tensor,
+    slot: int,
+    activation_dtype: torch.dtype,
+) -> torch.Tensor:
+    """[raw.numel()] bool, cpu: the bytes that writing one token to `slot` changes."""
+    changed = torch.zeros(raw.numel(), dtype=torch.bool)
+    slot_mapping = torch.tensor([slot], dtype=torch.int64, device=raw.device)
+    for background in BACKGROUNDS:
+        raw.fill_(background)
+        _write(impl, layer, scratch, slot_mapping, activation_dtype)
+        changed |= (raw != background).cpu()
+    return changed
+
+
+def _write(
+    impl: Any,
+    layer: Any,
+    scratch: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    activation_dtype: torch.dtype,
+) -> None:
+    """One token through the backend's writer; two signatures exist in vLLM."""
+    writer = getattr(impl, "do_kv_cache_update", None)
+    if writer is None:
+        raise LayoutRefused(
+            f"{type(impl).__name__} has no do_kv_cache_update: it writes the cache "
+            "inside its forward, where it cannot be probed"
+        )
+
+    def payload(value: float, *shape: int) -> torch.Tensor:
+        return torch.full(
+            (1, *shape), value, dtype=activation_dtype, device=scratch.device
+        )
+
+    params = tuple(inspect.signature(writer).parameters)
+    if params[:4] == ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"):
+        writer(
+            payload(1.0, layer.kv_lora_rank),
+            payload(-2.0, 1, layer.qk_rope_head_dim),
+            scratch,
+            slot_mapping,
+            impl.kv_cache_dtype,
+            layer._k_scale,
+        )
+    elif params == ("layer", "key", "value", "kv_cache", "slot_mapping"):
+        head_size_v = getattr(layer, "head_size_v", layer.head_size)
+        writer(
+            layer,
+            payload(1.0, layer.num_kv_heads, layer.head_size),
+            payload(-2.0, layer.num_kv_heads, head_size_v),
+            scratch,
+            slot_mapping,
+        )
+    else:
+        raise LayoutRefused(
+            f"{type(impl).__name__}.do_kv_cache_update has parameters "
+            f"({', '.join(params)}), which no probe knows"
+        )
