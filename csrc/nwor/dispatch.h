@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From checked arguments to the launcher of their device. On CUDA: with the
+// device current and on PyTorch's current stream.
+#pragma once
+
+#include <type_traits>
+
+#include "check.h"
+#include "tensor_args.h"
+
+#ifdef NWOR_CUDA
+#include <torch/csrc/stable/accelerator.h>
+
+// Weak, so that this library also loads where PyTorch has no CUDA.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#endif
+
+namespace nwor {
+
+template <typename Args>
+using CudaLauncher = void (*)(const Args& args, int device, void* stream);
+
+// on_cuda is not used, and null, in a build without CUDA.
+template <typename Args>
+void dispatch(const TensorArgs& tensors, const Args& args, void (*on_cpu)(const Args&),
+              [[maybe_unused]] std::common_type_t<CudaLauncher<Args>> on_cuda) {
+  if (!tensors.on_cuda()) {
+    on_cpu(args);
+    return;
+  }
+#ifdef NWOR_CUDA
+  const int device = tensors.device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  NWOR_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
+                 aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+             tensors.op(), "this PyTorch has no current CUDA stream; must be a ",
+             "build of PyTorch with CUDA");
+  on_cuda(args, device, stream);
+#else
+  refuse(tensors.op(), "tensors are on CUDA; this library was built for the ",
+         "CPU only, build it again where nvcc is installed");
+#endif
+}
+
+}  // namespace nwor
+
+#ifdef NWOR_CUDA
+#define NWOR_DISPATCH(tensors, args, launcher) \
+  ::nwor::dispatch(tensors, args, launcher##_cpu, launcher##_cuda)
+#else
+#define NWOR_DISPATCH(tensors, args, launcher) \
+  ::nwor::dispatch(tensors, args, launcher##_cpu, nullptr)
+#endif

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensor_args.h"
+
+#include <sstream>
+#include <string>
+
+#include "check.h"
+
+namespace nwor {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+int32_t device_type_of(const Tensor& tensor) {
+  int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type;
+}
+
+std::string device_name(int32_t type, int32_t index) {
+  if (type == aoti_torch_device_type_cpu()) {
+    return "cpu";
+  }
+  std::ostringstream text;
+  if (type == aoti_torch_device_type_cuda()) {
+    text << "cuda:" << index;
+  } else {
+    text << "device type " << type;
+  }
+  return text.str();
+}
+
+std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    text << (i ? ", " : "") << tensor.size(i);
+  }
+  text << "]";
+  return text.str();
+}
+
+uint8_t* bytes_of(const Tensor& tensor) {
+  return static_cast<uint8_t*>(tensor.data_ptr());
+}
+
+int64_t element_bytes_of(const Tensor& tensor) {
+  return static_cast<int64_t>(tensor.element_size());
+}
+
+}  // namespace
+
+TensorArgs::TensorArgs(const char* op, const char* name, const Tensor& reference)
+    : op_(op),
+      reference_name_(name),
+      device_type_(device_type_of(reference)),
+      device_index_(reference.get_device_index()),
+      cpu_type_(aoti_torch_device_type_cpu()) {}
+
+void TensorArgs::same_device(const char* name, const Tensor& tensor) const {
+  const int32_t type = device_type_of(tensor);
+  const int32_t index = tensor.get_device_index();
+  NWOR_CHECK(type == device_type_ && (!on_cuda() || index == device_index_), op_, name,
+             " is on ", device_name(type, index), "; must be on ",
+             device_name(device_type_, device_index_), ", where ", reference_name_,
+             " is");
+}
+
+void TensorArgs::array_of(const char* name, const Tensor& tensor, ScalarType dtype,
+                          int64_t num_dims) const {
+  same_device(name, tensor);
+  NWOR_CHECK(tensor.scalar_type() == dtype, op_, name, " has dtype ",
+             torch::headeronly::toString(tensor.scalar_type()), "; must be ",
+             torch::headeronly::toString(dtype));
+  NWOR_CHECK(tensor.dim() == num_dims, op_, name, " has shape ", shape_of(tensor),
+             "; must have ", num_dims, " dimensions");
+}
+
+void TensorArgs::array(const char* name, const Tensor& tensor, ScalarType dtype,
+                       int64_t num_dims) const {
+  array_of(name, tensor, dtype, num_dims);
+  NWOR_CHECK(tensor.is_contiguous(), op_, name, " has shape ", shape_of(tensor),
+             " and is not contiguous; must be");
+}
+
+void TensorArgs::size_is(const char* name, const Tensor& tensor, int64_t dim,
+                         int64_t size, const char* meaning) const {
+  NWOR_CHECK(tensor.size(dim) == size, op_, name, " has shape ", shape_of(tensor),
+             "; dimension ", dim, " must be ", size, ", ", meaning);
+}
+
+void TensorArgs::same_dtype(const char* name, const Tensor& tensor,
+                            const char* other_name, const Tensor& other) const {
+  NWOR_CHECK(tensor.scalar_type() == other.scalar_type(), op_, name, " has dtype ",
+             torch::headeronly::toString(tensor.scalar_type()), " and ", other_name,
+             " has dtype ", torch::headeronly::toString(other.scalar_type()),
+             "; must be the same, a quantised cache is not supported");
+}
+
+void TensorArgs::num_drafts(int64_t num_drafts, int64_t capacity,
+                            const char* buffer) const {
+  NWOR_CHECK(num_drafts >= 0 && num_drafts <= capacity, op_, "num_drafts is ",
+             num_drafts, "; must be between 0 and ", capacity, ", the capacity of ",
+             buffer);
+}
+
+LayerTable TensorArgs::table(const Tensor& table) const {
+  array("table", table, ScalarType::Long, 2);
+  size_is("table", table, 1, kNumTableColumns, "its columns");
+  NWOR_CHECK(table.size(0) > 0, op_,
+             "table has shape [0, 9]; must have a row for each layer");
+  return {static_cast<const LayerRow*>(table.data_ptr()), table.size(0)};
+}
+
+RunList TensorArgs::runs(const OptionalTensor& runs) const {
+  if (!runs.has_value()) {
+    return {nullptr, 0, 0};
+  }
+  NWOR_CHECK(!on_cuda(), op_,
+             "runs is given; must be None on CUDA: packed layouts are "
+             "supported on the CPU only");
+  array("runs", *runs, ScalarType::Int, 3);
+  size_is("runs", *runs, 2, 2, "offset and length");
+  NWOR_CHECK(runs->size(0) > 0 && runs->size(1) > 0, op_, "runs has shape ",
+             shape_of(*runs), "; must have a slot and a run");
+  return {static_cast<const int32_t*>(runs->data_ptr()), runs->size(0), runs->size(1)};
+}
+
+BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_indices,
+                               const Tensor& cu_num_logits) const {
+  array("slot_mapping", slot_mapping, ScalarType::Long, 1);
+  const bool is_int64 = logits_indices.scalar_type() == ScalarType::Long;
+  NWOR_CHECK(is_int64 || logits_indices.scalar_type() == ScalarType::Int, op_,
+             "logits_indices has dtype ",
+             torch::headeronly::toString(logits_indices.scalar_type()),
+             "; must be Int or Long");
+  array("logits_indices", logits_indices, logits_indices.scalar_type(), 1);
+  array("cu_num_logits", cu_num_logits, ScalarType::Int, 1);
+  return {static_cast<const int64_t*>(slot_mapping.data_ptr()),
+          slot_mapping.size(0),
+          {logits_indices.data_ptr(), is_int64},
+          logits_indices.size(0),
+          static_cast<const int32_t*>(cu_num_logits.data_ptr()),
+          cu_num_logits.size(0)};
+}
+
+void TensorArgs::log_entries(const Tensor& log_slots, const Tensor& log_windows,
+                             int64_t capacity, const char* buffer) const {
+  array("log_slots", log_slots, ScalarType::Long, 1);
+  array("log_windows", log_windows, ScalarType::Int, 2);
+  size_is("log_slots", log_slots, 0, capacity, buffer);
+  size_is("log_windows", log_windows, 0, capacity, buffer);
+  size_is("log_windows", log_windows, 1, 3, "request, position, drafts");
+}
+
+UndoLog TensorArgs::undo_log(const Tensor& undo_log, const Tensor& log_slots,
+                             const Tensor& log_windows) const {
+  array_of("undo_log", undo_log, ScalarType::Byte, 2);
+  NWOR_CHECK(undo_log.size(1) == 0 || undo_log.stride(1) == 1, op_,
+             "undo_log has stride ", undo_log.stride(1), " in dimension 1; must be 1");
+  NWOR_CHECK(undo_log.size(0) <= 1 || undo_log.stride(0) >= undo_log.size(1), op_,
+             "undo_log has stride ", undo_log.stride(0),
+             " in dimension 0; must be at least ", undo_log.size(1),
+             ", rows must not overlap");
+  log_entries(log_slots, log_windows, undo_log.size(0), "the capacity of undo_log");
+  return {bytes_of(undo_log), undo_log.stride(0), undo_log.size(1),
+          static_cast<int64_t*>(log_slots.data_ptr()),
+          static_cast<int32_t*>(log_windows.data_ptr())};
+}
+
+Acceptance TensorArgs::acceptance(const OptionalTensor& sampled_token_ids,
+                                  int64_t vocab_size,
+                                  const OptionalTensor& num_rejected) const {
+  NWOR_CHECK(sampled_token_ids.has_value() != num_rejected.has_value(), op_,
+             sampled_token_ids.has_value() ? "both" : "neither",
+             " of sampled_token_ids and num_rejected given; must be exactly "
+             "one");
+  Acceptance result{};
+  if (num_rejected.has_value()) {
+    array("num_rejected", *num_rejected, ScalarType::Int, 1);
+    result.num_rejected = static_cast<const int32_t*>(num_rejected->data_ptr());
+    result.num_reqs = num_rejected->size(0);
+    return result;
+  }
+  array_of("sampled_token_ids", *sampled_token_ids, ScalarType::Int, 2);
+  NWOR_CHECK(sampled_token_ids->size(1) > 0, op_, "sampled_token_ids has shape ",
+             shape_of(*sampled_token_ids), "; must have a column");
+  NWOR_CHECK(vocab_size > 0, op_, "vocab_size is ", vocab_size, "; must be at least 1");
+  result.sampled_token_ids = static_cast<const int32_t*>(sampled_token_ids->data_ptr());
+  result.row_stride = sampled_token_ids->stride(0);
+  result.column_stride = sampled_token_ids->stride(1);
+  result.num_columns = sampled_token_ids->size(1);
+  result.vocab_size = vocab_size;
+  result.num_reqs = sampled_token_ids->size(0);
+  return result;
+}
+
+HeadRows TensorArgs::head_rows(const char* name, const Tensor& tensor) const {
+  same_device(name, tensor);
+  NWOR_CHECK(tensor.dim() == 3, op_, name, " has shape ", shape_of(tensor),
+             "; must be [rows, heads, head size]");
+  const int64_t element_bytes = element_bytes_of(tensor);
+  return {bytes_of(tensor),
+          tensor.stride(0) * element_bytes,
+          tensor.stride(1) * element_bytes,
+          tensor.stride(2) * element_bytes,
+          tensor.size(1),
+          tensor.size(2)};
+}
+
+PagedRows TensorArgs::paged_rows(const char* name, const Tensor& tensor) const {
+  same_device(name, tensor);
+  NWOR_CHECK(tensor.dim() == 4, op_, name, " has shape ", shape_of(tensor),
+             "; must be [blocks, heads, block size, head size]");
+  NWOR_CHECK(tensor.size(0) > 0 && tensor.size(2) > 0, op_, name, " has shape ",
+             shape_of(tensor), "; must have a block and a slot");
+  const int64_t element_bytes = element_bytes_of(tensor);
+  return {{bytes_of(tensor), tensor.stride(2) * element_bytes,
+           tensor.stride(1) * element_bytes, tensor.stride(3) * element_bytes,
+           tensor.size(1), tensor.size(3)},
+          tensor.stride(0) * element_bytes,
+          tensor.size(0),
+          tensor.size(2)};
+}
+
+}  // namespace nwor

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From tensors to launcher arguments: dtype, device, shape and stride checks,
+// then raw pointers. No value of a tensor is read here.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "launch.h"
+
+namespace nwor {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Checks the arguments of one call: each is named, and all share a device.
+class TensorArgs {
+ public:
+  // `reference` is the tensor whose device the others must share.
+  TensorArgs(const char* op, const char* name, const Tensor& reference);
+
+  const char* op() const { return op_; }
+  bool on_cuda() const { return device_type_ != cpu_type_; }
+  int device_index() const { return device_index_; }
+
+  void same_device(const char* name, const Tensor& tensor) const;
+  // Same device, dtype and number of dimensions; array() also: contiguous.
+  void array(const char* name, const Tensor& tensor,
+             torch::headeronly::ScalarType dtype, int64_t num_dims) const;
+  void array_of(const char* name, const Tensor& tensor,
+                torch::headeronly::ScalarType dtype, int64_t num_dims) const;
+  void size_is(const char* name, const Tensor& tensor, int64_t dim, int64_t size,
+               const char* meaning) const;
+  void same_dtype(const char* name, const Tensor& tensor, const char* other_name,
+                  const Tensor& other) const;
+  void num_drafts(int64_t num_drafts, int64_t capacity, const char* buffer) const;
+
+  LayerTable table(const Tensor& table) const;
+  RunList runs(const OptionalTensor& runs) const;
+  BatchWindows batch(const Tensor& slot_mapping, const Tensor& logits_indices,
+                     const Tensor& cu_num_logits) const;
+  // log_slots [>= capacity] and log_windows [>= capacity, 3].
+  void log_entries(const Tensor& log_slots, const Tensor& log_windows, int64_t capacity,
+                   const char* buffer) const;
+  UndoLog undo_log(const Tensor& undo_log, const Tensor& log_slots,
+                   const Tensor& log_windows) const;
+  Acceptance acceptance(const OptionalTensor& sampled_token_ids, int64_t vocab_size,
+                        const OptionalTensor& num_rejected) const;
+  // [rows, heads, head_size], any strides.
+  HeadRows head_rows(const char* name, const Tensor& tensor) const;
+  // [blocks, heads, block_size, head_size], any strides.
+  PagedRows paged_rows(const char* name, const Tensor& tensor) const;
+
+ private:
+  const char* op_;
+  const char* reference_name_;
+  int32_t device_type_;
+  int32_t device_index_;
+  int32_t cpu_type_;
+};
+
+}  // namespace nwor

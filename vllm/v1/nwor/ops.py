@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native ops: loads the library, registers fakes, and wraps each op with types.
+
+The ops live in `torch.ops._C_cache_ops`; csrc/nwor/ implements them for the CPU and for
+CUDA with the same schemas. All of them copy bytes, blind to dtypes. None allocates or
+waits for the device: on CUDA each is one launch on the current stream, and may run in a
+captured graph; on the CPU a call returns when the copy is done, having checked every
+value before the first byte is written. On CUDA only what the host knows is checked;
+drafts whose slot is out of range are left alone, and counted as `invalid_slots`.
+
+A wrapper hides what it reads and writes behind a table of addresses: PyTorch cannot see
+that log_cache_slots reads the caches and restore_rejected_drafts writes them. Who holds
+the table keeps the caches alive, and keeps the two calls out of anything that reorders
+ops by their schemas. The `_single` forms say honestly what they mutate.
+
+Words: a draft's place in a batch follows from `cu_num_logits`, the inclusive cumulative
+number of logits rows; a request has 1 + k rows, the first of which is no draft. With
+k = [2, 0, 1] it is [3, 4, 6]: drafts 0 and 1 are rows 1 and 2, draft 2 is row 5.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Columns of a layer table, int64 [num_layers, 9], in bytes unless they count.
+TABLE_COLUMNS = (
+    "base",  # address of the layer's first byte
+    "block_stride",
+    "slot_stride",
+    "head_stride",
+    "num_heads",
+    "run_bytes",
+    "block_size",  # slots per block
+    "num_blocks",
+    "log_offset",  # of this layer's bytes in a row of the undo log
+)
+
+# Columns of a row of counters, int64 [6].
+COUNTER_COLUMNS = (
+    "windows",
+    "staged",
+    "committed",
+    "rejected",
+    "restored_bytes",
+    "invalid_slots",
+)
+
+# log_slots entries that are no slot: padding or no draft; refused on the device.
+PAD_SLOT = -1
+INVALID_SLOT = -2
+
+LIBRARY = Path(__file__).with_name("_nwor_C.so")
+
+_NAMESPACE = "_C_cache_ops"
+_OPS = (
+    "log_cache_slots",
+    "log_cache_slots.single",
+    "restore_rejected_drafts",
+    "restore_rejected_drafts.single",
+    "stage",
+    "commit_draft_layer",
+)
+# Set on torch's namespace object, for a second copy of this module.
+_FAKES_MARK = "nwor_fakes_registered"
+
+
+class NworOpsUnavailable(RuntimeError):
+    """The native library, or its part for the device asked for, is not there."""
+
+
+def load(device_type: str = "cpu") -> None:
+    """Makes the ops available; does nothing the second time.
+
+    device_type: "cpu" or "cuda", where the ops shall run.
+
+    Raises:
+        NworOpsUnavailable: the library is missing, cannot be loaded, or was built
+            without CUDA and device_type asks for it. Nothing is guessed or built.
+    """
+    _load_library()
+    if device_type == "cuda" and not has_cuda():
+        raise NworOpsUnavailable(
+            f"{LIBRARY} has no CUDA code; build it again with nvcc on PATH: "
+            "NWOR_CUDA=ON pip install --no-build-isolation --no-deps ."
+        )
+    if device_type not in ("cpu", "cuda"):
+        raise NworOpsUnavailable(f"device_type is {device_type!r}; must be cpu or cuda")
+
+
+def has_cuda() -> bool:
+    """Whether the loaded library has CUDA code (not: whether there is a GPU)."""
+    _load_library()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"{_NAMESPACE}::log_cache_slots", "CUDA"
+    )
+
+
+@cache
+def _load_library() -> None:
+    namespace = getattr(torch.ops, _NAMESPACE)
+    # Two libraries with the same op end the process without an exception.
+    if not hasattr(namespace, "log_cache_slots"):
+        if not LIBRARY.is_file():
+            raise NworOpsUnavailable(
+                f"{LIBRARY} does not exist; build it: "
+                "pip install --no-build-isolation --no-deps ."
+            )
+        try:
+            torch.ops.load_library(str(LIBRARY))
+        except OSError as error:
+            raise NworOpsUnavailable(
+                f"{LIBRARY} cannot be loaded ({error}); build it again with the "
+                f"installed torch {torch.__version__}: "
+                "pip install --no-build-isolation --no-deps ."
+            ) from error
+    if not hasattr(namespace, _FAKES_MARK):
+        for name in _OPS:
+            torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
+        setattr(namespace, _FAKES_MARK, True)
+
+
+def _no_result(*_args: object) -> None:
+    """Fake of every op: they mutate their arguments and return nothing."""
+
+
+@cache
+def _overload(name: str) -> torch._ops.OpOverload:
+    """The op `name` or `name.overload`, without the search by argument types."""
+    _load_library()
+    packet, _, overload = name.partition(".")
+    return getattr(
+        getattr(getattr(torch.ops, _NAMESPACE), packet), overload or "default"
+    )
+
+
+def log_cache_slots(
+    table: Tensor,
+    runs: Tensor | None,
+    slot_mapping: Tensor,
+    logits_indices: Tensor,
+    cu_num_logits: Tensor,
+    undo_log: Tensor,
+    log_slots: Tensor,
+    log_windows: Tensor,
+    num_drafts: int,
+) -> None:
+    """Copies the bytes at all draft slots, of all layers, to the undo log.
+
+    All tensors on one device, contiguous unless said.
+    table: [num_layers, 9] int64, TABLE_COLUMNS; every layer has as many slots.
+    runs: [block_size, num_runs, 2] int32, (offset in block, length) of the runs of each
+        slot of a packed layout; CPU only. None: the table describes rows.
+    slot_mapping: [>= num_tokens] int64. logits_indices: [num_logits] int32 or int64,
+        rows of slot_mapping. cu_num_logits: [num_reqs] int32.
+    undo_log: [capacity, log_row_bytes] uint8, rows may be strided. Mutated: draft d,
+        layer l at row d from log_offset[l], runs one after another.
+    log_slots: [capacity] int64. Mutated: the draft's slot; PAD_SLOT for padding.
+    log_windows: [capacity, 3] int32. Mutated: (request, position, drafts of its window).
+    num_drafts: an upper bound of the number of drafts, known to the host; entries from
+        the true number on become (PAD_SLOT, (-1, -1, 0)). 0 does nothing. On CUDA
+        drafts beyond it are not logged.
+
+    Raises:
+        RuntimeError: a bad argument; it names the argument, its value and the rule.
+    """
+    _overload("log_cache_slots")(
+        table,
+        runs,
+        slot_mapping,
+        logits_indices,
+        cu_num_logits,
+        undo_log,
+        log_slots,
+        log_windows,
+        num_drafts,
+    )
+
+
+def restore_rejected_drafts(
+    table: Tensor,
+    runs: Tensor | None,
+    undo_log: Tensor,
+    log_slots: Tensor,
+    log_windows: Tensor,
+    sampled_token_ids: Tensor | None,
+    vocab_size: int,
+    num_rejected: Tensor | None,
+    counters: Tensor,
+    num_drafts: int,
+) -> None:
+    """Copies the rejected drafts' old bytes back to all layers, and counts.
+
+    table, runs, undo_log, log_slots, log_windows, num_drafts: as log_cache_slots left
+        them. Mutated: the caches behind the table, at rejected slots only.
+    sampled_token_ids: [num_reqs, >= 1] int32, any strides: a token is valid if it is
+        not -1 and below vocab_size; n valid ones accept n - 1 drafts of the window.
+    num_rejected: [num_reqs] int32: rejected drafts of each window. Exactly one of the
+        two is given. A draft is rejected if its position is not below the number of
+        accepted ones.
+    counters: [6] int64, COUNTER_COLUMNS. Mutated: added to.
+
+    Raises:
+        RuntimeError: a bad argument; it names the argument, its value and the rule.
+    """
+    _overload("restore_rejected_drafts")(
+        table,
+        runs,
+        undo_log,
+        log_slots,
+        log_windows,
+        sampled_token_ids,
+        vocab_size,
+        num_rejected,
+        counters,
+        num_drafts,
+    )
+
+
+def log_cache_slots_single(kv_cache: Tensor, slots: Tensor, undo_log: Tensor) -> None:
+    """log_cache_slots for one cache and given slots: the naive form, for tests.
+
+    kv_cache: [blocks, heads, block_size, size] with any strides but 1 in the last
+        dimension, or [blocks, block_size, size]; any dtype.
+    slots: [num_slots] int64; PAD_SLOT is skipped.
+    undo_log: [>= num_slots, bytes of a slot] uint8. Mutated: row i, heads in order.
+    """
+    _overload("log_cache_slots.single")(kv_cache, slots, undo_log)
+
+
+def restore_rejected_drafts_single(
+    kv_cache: Tensor, slots: Tensor, rejected_mask: Tensor, undo_log: Tensor
+) -> None:
+    """restore_rejected_drafts for one cache: the naive form, for tests.
+
+    kv_cache, slots, undo_log: as log_cache_slots_single. kv_cache is mutated.
+    rejected_mask: [num_slots] bool; True: copy row i back to slots[i].
+    """
+    _overload("restore_rejected_drafts.single")(
+        kv_cache, slots, rejected_mask, undo_log
+    )
+
+
+def stage(
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    logits_indices: Tensor,
+    cu_num_logits: Tensor,
+    staging_key: Tensor,
+    staging_value: Tensor,
+    log_slots: Tensor,
+    log_windows: Tensor,
+    num_drafts: int,
+) -> None:
+    """Copies one layer's draft keys and values to the staging buffers, unquantised.
+
+    key, value: [num_tokens, heads, head_size], any strides, one dtype. A padded batch
+        may have more rows than slot_mapping.
+    slot_mapping, logits_indices, cu_num_logits, log_slots, log_windows, num_drafts: as
+        in log_cache_slots. Slots are only kept here; commit_draft_layer checks them.
+    staging_key, staging_value: [capacity, heads, head_size], the dtype of key. Mutated:
+        row d, unless the slot of draft d is padding.
+    """
+    _overload("stage")(
+        key,
+        value,
+        slot_mapping,
+        logits_indices,
+        cu_num_logits,
+        staging_key,
+        staging_value,
+        log_slots,
+        log_windows,
+        num_drafts,
+    )
+
+
+def commit_draft_layer(
+    staging_key: Tensor,
+    staging_value: Tensor,
+    log_slots: Tensor,
+    log_windows: Tensor,
+    sampled_token_ids: Tensor | None,
+    vocab_size: int,
+    num_rejected: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_drafts: int,
+) -> None:
+    """Copies the accepted drafts of one layer from the staging buffers to the cache.
+
+    staging_key, staging_value, log_slots, log_windows, num_drafts: as stage left them.
+    sampled_token_ids, vocab_size, num_rejected: as in restore_rejected_drafts.
+    key_cache, value_cache: [blocks, heads, block_size, head_size], any strides, the
+        dtype of staging_key. Mutated: the slots of accepted drafts. On CUDA a slot out
+        of range is left alone.
+    """
+    _overload("commit_draft_layer")(
+        staging_key,
+        staging_value,
+        log_slots,
+        log_windows,
+        sampled_token_ids,
+        vocab_size,
+        num_rejected,
+        key_cache,
+        value_cache,
+        num_drafts,
+    )
