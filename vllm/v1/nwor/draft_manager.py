@@ -92,18 +92,14 @@ class GroupLog:
     """
 
     def __init__(
-        self, group_id: int, layers: Sequence[LayerCache], capacity: int
+        self, group_id: int, layers: Sequence[LayerCache], undo_log: torch.Tensor
     ) -> None:
-        if not layers:
-            raise ValueError(f"KV-cache group {group_id} has no layers to protect")
         self.group_id = group_id
         self.layers = tuple(layers)
-        self.bytes_per_draft = sum(layer.layout.slot_bytes for layer in layers)
-        device = layers[0].kv_cache.device
+        capacity, self.bytes_per_draft = undo_log.shape
+        device = undo_log.device
         self.tables = _copy_tables(self.layers, device)
-        self.undo_log = torch.empty(
-            (capacity, self.bytes_per_draft), dtype=torch.uint8, device=device
-        )
+        self.undo_log = undo_log
         self.log_slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self.log_windows = torch.zeros((capacity, 3), dtype=torch.int32, device=device)
 
@@ -124,20 +120,43 @@ class DraftCommitManager:
         config: NworConfig,
         groups: Sequence[tuple[int, Sequence[LayerCache]]],
         capacity: int,
+        storage: torch.Tensor | None = None,
         ops: Any = native_ops,
     ) -> None:
-        """groups: (KV-cache group id, its layers), at least one.
+        """groups: (KV-cache group id, its layers), at least one, each with layers.
 
+        storage: [num_bytes] uint8, device: memory for the undo log; what does not fit
+            lowers the capacity. None allocates it.
         ops: the seam where tests inject faults; `vllm.v1.nwor.ops` otherwise.
+
+        Raises:
+            ValueError: nothing to protect, or no room for a single draft.
         """
+        if not groups or not all(layers for _, layers in groups):
+            raise ValueError("groups is empty or has one without layers to protect")
+        widths = [
+            sum(layer.layout.slot_bytes for layer in layers) for _, layers in groups
+        ]
+        self.device = groups[0][1][0].kv_cache.device
+        if storage is None:
+            storage = torch.empty(
+                capacity * sum(widths), dtype=torch.uint8, device=self.device
+            )
+        capacity = min(capacity, storage.numel() // sum(widths))
         if capacity < 1:
-            raise ValueError(f"capacity is {capacity}; expected at least 1 draft")
-        if not groups:
-            raise ValueError("groups is empty; expected at least one KV-cache group")
+            raise ValueError(
+                f"capacity is {capacity} drafts of {sum(widths)} bytes; expected at "
+                "least 1"
+            )
         self.config = config
         self.capacity = capacity
-        self.groups = [GroupLog(gid, layers, capacity) for gid, layers in groups]
-        self.device = self.groups[0].undo_log.device
+        parts = storage[: capacity * sum(widths)].split(
+            [capacity * width for width in widths]
+        )
+        self.groups = [
+            GroupLog(gid, layers, part.view(capacity, width))
+            for (gid, layers), part, width in zip(groups, parts, widths, strict=True)
+        ]
         self._launches = [
             (group, part) for group in self.groups for part in group.tables
         ]

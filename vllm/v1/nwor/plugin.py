@@ -23,6 +23,7 @@ TRIED_VLLM_VERSIONS = ("0.26.0", "0.32.0")
 # Module of vLLM -> the function of ours that hooks it, "module:function".
 HOOKS = {
     "vllm.v1.worker.gpu_model_runner": "vllm.v1.nwor.hooks.runner_v1:install",
+    "vllm.v1.worker.gpu.model_runner": "vllm.v1.nwor.hooks.runner_v2:install",
     "vllm.v1.core.sched.scheduler": "vllm.v1.nwor.hooks.stats:install_scheduler",
     "vllm.v1.metrics.loggers": "vllm.v1.nwor.hooks.stats:install_loggers",
 }

@@ -2,12 +2,12 @@
 """Report: what a runner tells the scheduler about its windows, step by step.
 
 The commit kernels count on the device. On CUDA each commit is followed by a copy of the
-counters to a slot of a ring of pinned memory, on the same stream; vLLM's output copy
-waits for that stream, so the slot can be read as soon as the step's output can, without
-waiting for anything. On the CPU the counters are read where they are.
+counters to the next slot of a ring of pinned memory, on the same stream; vLLM's output
+copy waits for that stream, so the slot can be read as soon as the step's output can,
+without waiting for anything. On the CPU the counters are read where they are.
 
-The payload is a plain dict of increments since the last one (it travels pickled on
-vLLM's ModelRunnerOutput; `hooks.stats` attaches it and takes it from there).
+A step's counts are the difference between two neighbouring slots, so that steps whose
+output nobody reads (vLLM's warm-up requests) are not counted in the next one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from vllm.v1.nwor.ops import COUNTER_COLUMNS
 WINDOWS, STAGED, COMMITTED, REJECTED, RESTORED_BYTES, INVALID_SLOTS = range(
     len(COUNTER_COLUMNS)
 )
+# Steps between a commit and the reading of its output: vLLM keeps at most two batches
+# in flight without pipeline parallelism; one slot more holds the step before.
+RING_SLOTS = 8
 
 
 @dataclass(frozen=True)
@@ -40,72 +43,85 @@ class GroupInfo:
     reason: str
 
 
-class Report:
-    """Turns a manager's counters into one payload a step.
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Where the counters before and after one step's commit can be read.
 
-    depth: steps that can be in flight between a commit and the reading of its output.
+    before, after: [num_launches, 6] int64, cpu.
     """
 
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+class Report:
+    """Turns a manager's counters into one payload a step."""
+
     def __init__(
-        self,
-        infos: Sequence[GroupInfo],
-        manager: DraftCommitManager | None,
-        depth: int = 4,
+        self, infos: Sequence[GroupInfo], manager: DraftCommitManager | None
     ) -> None:
         self._infos: list[dict[str, Any]] | None = [asdict(info) for info in infos]
         self._manager = manager
-        self._totals = [0] * len(COUNTER_COLUMNS)
-        self._fallbacks: dict[str, int] = {}
-        self._slot = 0
-        self._ring: torch.Tensor | None = None
-        if manager is not None and manager.device.type != "cpu":
+        self._reported_fallbacks: dict[str, int] = {}
+        self._step: StepCounts | None = None
+        if manager is not None:
+            pinned = manager.device.type != "cpu"
             self._ring = torch.zeros(
-                (depth, *manager.counters.shape), dtype=torch.int64, pin_memory=True
-            )
+                (RING_SLOTS, *manager.counters.shape),
+                dtype=torch.int64,
+                pin_memory=pinned,
+            ).unbind()
+            self._slot = 0
 
     def publish(self) -> None:
         """Enqueues the copy of the counters; call after a commit, on its stream."""
-        if self._ring is None or self._manager is None:
-            return
-        self._slot = (self._slot + 1) % len(self._ring)
-        self._ring[self._slot].copy_(self._manager.counters, non_blocking=True)
+        assert self._manager is not None
+        before = self._ring[self._slot]
+        self._slot = (self._slot + 1) % RING_SLOTS
+        after = self._ring[self._slot]
+        after.copy_(self._manager.counters, non_blocking=True)
+        self._step = StepCounts(before, after)
 
-    def source(self) -> torch.Tensor | None:
-        """The counters of the latest commit, [num_tables, 6] int64 on the host: to be
-        read once that step's output is there."""
-        if self._manager is None:
-            return None
-        return self._manager.counters if self._ring is None else self._ring[self._slot]
+    def take_step(self) -> StepCounts | None:
+        """The counts published in this step, or None; forgets them."""
+        step, self._step = self._step, None
+        return step
 
-    def payload(self, source: torch.Tensor | None) -> dict[str, Any] | None:
-        """The increments up to `source`, or None if there is nothing to tell.
+    def payload(self, step: StepCounts | None) -> dict[str, Any] | None:
+        """What to tell the scheduler with a step's output, or None for nothing.
 
-        source: what `source()` returned in the step that is reported. Does not wait.
+        step: what `take_step()` gave in that step. Does not wait: to be called once
+        the step's output is there.
         """
         payload: dict[str, Any] = {}
-        if source is not None and self._manager is not None:
-            rows = source.tolist()
-            totals = list(rows[0])
-            totals[RESTORED_BYTES] = sum(row[RESTORED_BYTES] for row in rows)
-            steps = [new - old for new, old in zip(totals, self._totals, strict=True)]
-            self._totals = totals
-            fallbacks = {
-                reason: count - self._fallbacks.get(reason, 0)
-                for reason, count in self._manager.fallbacks.items()
-                if count != self._fallbacks.get(reason, 0)
+        fallbacks = self._new_fallbacks()
+        if step is not None or fallbacks:
+            counts = [0] * len(COUNTER_COLUMNS)
+            if step is not None:
+                by_launch = (step.after - step.before).tolist()
+                counts = by_launch[0]
+                counts[RESTORED_BYTES] = sum(row[RESTORED_BYTES] for row in by_launch)
+            payload = {
+                "windows": counts[WINDOWS],
+                "tokens_staged": counts[STAGED],
+                "tokens_accepted": counts[COMMITTED],
+                "tokens_rejected": counts[REJECTED],
+                "restored_bytes": counts[RESTORED_BYTES],
+                "breaches": counts[INVALID_SLOTS],
+                "fallbacks": fallbacks,
             }
-            self._fallbacks = dict(self._manager.fallbacks)
-            if any(steps) or fallbacks:
-                payload = {
-                    "windows": steps[WINDOWS],
-                    "tokens_staged": steps[STAGED],
-                    "tokens_accepted": steps[COMMITTED],
-                    "tokens_rejected": steps[REJECTED],
-                    "restored_bytes": steps[RESTORED_BYTES],
-                    "breaches": steps[INVALID_SLOTS],
-                    "fallbacks": fallbacks,
-                }
         if self._infos is not None:
             payload["info"] = self._infos
             self._infos = None
         return payload or None
+
+    def _new_fallbacks(self) -> dict[str, int]:
+        if self._manager is None:
+            return {}
+        totals = dict(self._manager.fallbacks)
+        known, self._reported_fallbacks = self._reported_fallbacks, totals
+        return {
+            reason: count - known.get(reason, 0)
+            for reason, count in totals.items()
+            if count != known.get(reason, 0)
+        }

@@ -27,14 +27,14 @@ class VerificationWindows:
     logits_indices: [num_logits] int32 or int64, device: batch rows that get logits,
         1 + k for each request, in request order.
     cu_num_logits: [num_reqs] int32, device: inclusive cumulative number of them.
-    slot_mappings: one [>= num_tokens] int64 device tensor for each KV-cache group id:
+    slot_mappings: for each KV-cache group id, [>= num_tokens] int64, device:
         the slot of each batch row, -1 for padding.
     """
 
     num_drafts: int
     logits_indices: torch.Tensor
     cu_num_logits: torch.Tensor
-    slot_mappings: Sequence[torch.Tensor]
+    slot_mappings: Sequence[torch.Tensor] | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,12 @@ class GroupRefused(ValueError):
 
 
 def build(
-    runner: Any, config: NworConfig, drafter: Any
+    runner: Any, config: NworConfig, storage: torch.Tensor | None
 ) -> tuple[DraftCommitManager | None, list[GroupInfo]]:
     """The manager for `runner`, whose KV cache has just been bound, and what became of
     each KV-cache group. No manager if nothing can or needs to be protected.
 
-    drafter: the runner's proposer of drafts, or None.
+    storage: memory that `reserve` took for the undo log, or None to allocate it.
 
     Raises:
         NworError: under VLLM_NWOR_STRICT, if a group is refused.
@@ -64,7 +64,7 @@ def build(
         try:
             if refusal is not None:
                 raise GroupRefused(refusal)
-            layers = _target_layers(runner, gid, group, drafter, layouts)
+            layers = _target_layers(runner, group, layouts)
         except (GroupRefused, LayoutRefused) as refused:
             infos.append(GroupInfo(gid, requested, Mode.OFF.value, str(refused)))
             continue
@@ -76,9 +76,30 @@ def build(
     manager = None
     if protected:
         capacity = _capacity(runner.vllm_config, config)
-        manager = DraftCommitManager(config, protected, capacity)
+        manager = DraftCommitManager(config, protected, capacity, storage)
     _announce(config, infos, manager)
     return manager, infos
+
+
+def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
+    """Memory for the undo log, before vLLM sizes the KV cache; None if none is needed.
+
+    Returns [num_bytes] uint8 on the runner's device: a row of each target layer's
+    slot for every draft that a step can hold, from the layers' KV-cache specs.
+    """
+    if _config_refusal(runner.vllm_config) is not None:
+        return None
+    try:
+        draft_names = _draft_layer_names(runner)
+    except GroupRefused:
+        return None
+    slot_bytes = sum(
+        spec.page_size_bytes // spec.block_size
+        for name, spec in runner.get_kv_cache_spec().items()
+        if isinstance(spec, AttentionSpec) and name not in draft_names
+    )
+    num_bytes = slot_bytes * _capacity(runner.vllm_config, config)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=runner.device)
 
 
 def _config_refusal(vllm_config: Any) -> str | None:
@@ -97,11 +118,9 @@ def _config_refusal(vllm_config: Any) -> str | None:
     return None
 
 
-def _target_layers(
-    runner: Any, gid: int, group: Any, drafter: Any, layouts: _LayoutCache
-) -> list[LayerCache]:
-    """The layers of KV-cache group `gid` to protect, each cache once."""
-    draft_names = _draft_layer_names(runner.vllm_config, drafter)
+def _target_layers(runner: Any, group: Any, layouts: _LayoutCache) -> list[LayerCache]:
+    """The layers of a KV-cache group that are to be protected, each cache once."""
+    draft_names = _draft_layer_names(runner)
     modules = runner.compilation_config.static_forward_context
     layers: list[LayerCache] = []
     seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -143,17 +162,18 @@ def _check_spec(name: str, spec: Any) -> None:
         raise GroupRefused(f"layer {name} has a compressed or ring-shaped {kind}")
 
 
-def _draft_layer_names(vllm_config: Any, drafter: Any) -> frozenset[str]:
-    """Names of the attention layers that belong to the drafter.
+def _draft_layer_names(runner: Any) -> frozenset[str]:
+    """Names of the attention layers that belong to the runner's drafter.
 
     Raises:
         GroupRefused: a drafter that runs a model, but does not say which layers.
     """
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     for attribute in DRAFT_LAYER_ATTRIBUTES:
         names = getattr(drafter, attribute, None)
         if names is not None:
             return frozenset(names)
-    speculative = vllm_config.speculative_config
+    speculative = runner.vllm_config.speculative_config
     if speculative.use_eagle() or speculative.uses_draft_model():
         raise GroupRefused(
             f"{type(drafter).__name__} does not say which attention layers are its own"

@@ -21,11 +21,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vllm.v1.nwor.config import Mode, NworConfig
-from vllm.v1.nwor.draft_manager import STALE_LOG, DraftCommitManager
-from vllm.v1.nwor.hooks import stats
-from vllm.v1.nwor.hooks._wrap import HookTarget, argument, install_all
-from vllm.v1.nwor.report import Report
+from vllm.v1.nwor.hooks import runner as shared
+from vllm.v1.nwor.hooks._wrap import HookTarget, install_all
 from vllm.v1.nwor.window import SampledIds, VerificationWindows
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -34,8 +31,15 @@ INITIALIZE = HookTarget(
     MODULE,
     "GPUModelRunner.initialize_kv_cache",
     ("self", "kv_cache_config", "is_profiling"),
-    why="the caches are bound here: probe them, allocate the log",
+    why="the caches are bound here: probe them, fill the tables",
     delete_when="vLLM offers a callback once KV caches are bound",
+)
+PROFILE = HookTarget(
+    MODULE,
+    "GPUModelRunner.profile_run",
+    ("self",),
+    why="the log's memory is taken while vLLM measures what is left for the KV cache",
+    delete_when="vLLM lets plugins announce memory they need",
 )
 EXECUTE = HookTarget(
     MODULE,
@@ -72,19 +76,7 @@ OUTPUT = HookTarget(
     why="the step's output carries the counts to the scheduler",
     delete_when="ModelRunnerOutput has a field for extensions",
 )
-LEDGER = (INITIALIZE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
-
-
-class RunnerState:
-    """What NWOR keeps on a runner, as its attribute `nwor_state`.
-
-    manager: None if nothing is protected. windows: of the step being prepared.
-    """
-
-    def __init__(self, manager: DraftCommitManager | None, report: Report) -> None:
-        self.manager = manager
-        self.report = report
-        self.windows: VerificationWindows | None = None
+LEDGER = (INITIALIZE, PROFILE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
 
 
 def install(module: ModuleType) -> None:
@@ -92,51 +84,22 @@ def install(module: ModuleType) -> None:
     install_all(
         module,
         {
-            INITIALIZE: _initialize_kv_cache,
-            EXECUTE: _execute_model,
+            INITIALIZE: shared.initialize_kv_cache,
+            PROFILE: shared.profile_run,
+            EXECUTE: shared.execute_model,
             METADATA: _calc_spec_decode_metadata,
             FORWARD: _model_forward,
             SAMPLE: _sample,
-            OUTPUT: _sample_tokens,
+            OUTPUT: shared.sample_tokens,
         },
     )
-
-
-def _state(runner: Any) -> RunnerState | None:
-    state: RunnerState | None = runner.__dict__.get("nwor_state")
-    return state
-
-
-def _initialize_kv_cache(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    runner.nwor_state = None
-    result = wrapped(*args, **kwargs)
-    config = NworConfig.from_env()
-    if config.mode is Mode.OFF or argument(INITIALIZE, "is_profiling", args, kwargs):
-        return result
-    from vllm.v1.nwor.hooks.discovery import build
-
-    manager, infos = build(runner, config, getattr(runner, "drafter", None))
-    runner.nwor_state = RunnerState(manager, Report(infos, manager))
-    return result
-
-
-def _execute_model(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    state = _state(runner)
-    if state is not None and state.manager is not None:
-        state.windows = None
-        state.manager.abort(STALE_LOG)
-    return wrapped(*args, **kwargs)
 
 
 def _calc_spec_decode_metadata(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
     metadata = wrapped(*args, **kwargs)
-    state = _state(runner)
+    state = shared.state_of(runner)
     if state is not None and state.manager is not None:
         tables = runner.input_batch.block_table
         state.windows = VerificationWindows(
@@ -151,7 +114,7 @@ def _calc_spec_decode_metadata(
 def _model_forward(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
-    state = _state(runner)
+    state = shared.state_of(runner)
     if state is not None and state.windows is not None:
         assert state.manager is not None
         state.manager.begin(state.windows)
@@ -161,20 +124,9 @@ def _model_forward(
 
 def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
     output = wrapped(*args, **kwargs)
-    state = _state(runner)
+    state = shared.state_of(runner)
     if state is not None and state.manager is not None:
         acceptance = SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
         if state.manager.commit(acceptance):
             state.report.publish()
-    return output
-
-
-def _sample_tokens(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    output = wrapped(*args, **kwargs)
-    state = _state(runner)
-    if state is not None:
-        source = state.report.source()
-        stats.attach(output, lambda: state.report.payload(source))
     return output

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NworConfig: defaults, allowed values, and the exact sentence for a bad one."""
+
+import pytest
+
+from vllm.v1.nwor.config import Mode, NworConfig, NworConfigError
+
+
+def test_an_empty_environment_means_off_with_metrics():
+    config = NworConfig.from_env({})
+
+    assert config == NworConfig(Mode.OFF, True, False, False, None)
+
+
+def test_every_variable_is_read():
+    config = NworConfig.from_env(
+        {
+            "VLLM_NWOR_MODE": "stage",
+            "VLLM_NWOR_EMIT_METRICS": "0",
+            "VLLM_NWOR_STRICT": "1",
+            "VLLM_NWOR_DEBUG_SYNC": "1",
+            "VLLM_NWOR_MAX_LOG_ROWS": "64",
+        }
+    )
+
+    assert config == NworConfig(Mode.STAGE, False, True, True, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("VLLM_NWOR_MODE", "on", "off, stage, cow"),
+        ("VLLM_NWOR_MODE", "", "off, stage, cow"),
+        ("VLLM_NWOR_MODE", "COW", "off, stage, cow"),
+        ("VLLM_NWOR_EMIT_METRICS", "yes", "0, 1"),
+        ("VLLM_NWOR_STRICT", "", "0, 1"),
+        ("VLLM_NWOR_DEBUG_SYNC", "2", "0, 1"),
+        (
+            "VLLM_NWOR_MAX_LOG_ROWS",
+            "0",
+            "empty (no cap) or a whole number of rows, at least 1",
+        ),
+        (
+            "VLLM_NWOR_MAX_LOG_ROWS",
+            "-5",
+            "empty (no cap) or a whole number of rows, at least 1",
+        ),
+        (
+            "VLLM_NWOR_MAX_LOG_ROWS",
+            "1e3",
+            "empty (no cap) or a whole number of rows, at least 1",
+        ),
+    ],
+)
+def test_a_bad_value_names_variable_value_and_allowed_ones(name, value, allowed):
+    with pytest.raises(NworConfigError) as error:
+        NworConfig.from_env({name: value})
+
+    assert str(error.value) == (
+        f"{name}={value!r} is not allowed; allowed values: {allowed}"
+    )
