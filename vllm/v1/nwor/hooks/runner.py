@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks of both model runners share: a runner's state, start-up, the output.
+
+The undo log is allocated where vLLM's memory accounting sees it: on CUDA during
+`profile_run`, before the KV cache is sized; on the CPU, where an eager engine never
+profiles, when the caches are bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.nwor.config import Mode, NworConfig
+from vllm.v1.nwor.draft_manager import STALE_LOG, DraftCommitManager
+from vllm.v1.nwor.hooks import stats
+from vllm.v1.nwor.report import GroupInfo, Report
+from vllm.v1.nwor.window import VerificationWindows
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+
+class RunnerState:
+    """What NWOR keeps on a runner, as its attribute `nwor_state`.
+
+    manager: None if nothing is protected. infos: what became of each KV-cache group.
+    windows: those of the step being prepared (V1), None outside of it.
+    """
+
+    def __init__(
+        self, manager: DraftCommitManager | None, infos: list[GroupInfo]
+    ) -> None:
+        self.manager = manager
+        self.infos = infos
+        self.report = Report(infos, manager)
+        self.windows: VerificationWindows | None = None
+
+
+def state_of(runner: Any) -> RunnerState | None:
+    """The state that `initialize_kv_cache` left on a runner; None if NWOR is off."""
+    state: RunnerState | None = runner.__dict__.get("nwor_state")
+    return state
+
+
+def initialize_kv_cache(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    """Wrapper: builds the manager once the real caches are bound. vLLM also calls
+    this with a throw-away cache while profiling; that one is left alone."""
+    runner.nwor_state = None
+    result = wrapped(*args, **kwargs)
+    config = NworConfig.from_env()
+    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+    if config.mode is Mode.OFF or is_profiling:
+        return result
+    from vllm.v1.nwor.hooks.discovery import build
+
+    storage = runner.__dict__.pop("nwor_log_storage", None)
+    manager, infos = build(runner, config, storage)
+    runner.nwor_state = RunnerState(manager, infos)
+    return result
+
+
+def profile_run(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    """Wrapper: reserves the undo log's memory while vLLM measures what is left for
+    the KV cache."""
+    config = NworConfig.from_env()
+    if config.mode is not Mode.OFF and runner.device.type != "cpu":
+        from vllm.v1.nwor.hooks.discovery import reserve
+
+        runner.nwor_log_storage = reserve(runner, config)
+    return wrapped(*args, **kwargs)
+
+
+def execute_model(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    """Wrapper: a log that the last step did not commit is dropped."""
+    state = state_of(runner)
+    if state is not None and state.manager is not None:
+        state.windows = None
+        state.manager.abort(STALE_LOG)
+    return wrapped(*args, **kwargs)
+
+
+def sample_tokens(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    """Wrapper: the step's output carries its counts."""
+    output = wrapped(*args, **kwargs)
+    state = state_of(runner)
+    if state is not None:
+        step = state.report.take_step()
+        stats.attach(output, lambda: state.report.payload(step))
+    return output

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on vLLM's V2 model runner.
+
+A step, and where the hooks sit:
+
+    execute_model      a log that nobody committed is dropped
+      prepare_attn     slots are computed, then begin: the old bytes are logged. A full
+                       CUDA graph is replayed later without a forward context, so this
+                       is the last place before the forward that every path passes.
+    sample_tokens
+      sample           rejection sampling, then commit; after it come the output copy,
+                       the drafter and the connector's saves
+                       the step's counts are attached to the output
+
+The slot ids are copied into the log by begin, because the drafter computes its own into
+the same buffer. Dummy runs and graph capture use other methods. vLLM's kernel warm-up
+sends made-up requests through the real ones: they are protected, and not counted,
+because nobody reads their output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm.v1.nwor.hooks import runner as shared
+from vllm.v1.nwor.hooks._wrap import HookTarget, argument, install_all
+from vllm.v1.nwor.window import NumRejected, VerificationWindows
+
+MODULE = "vllm.v1.worker.gpu.model_runner"
+
+INITIALIZE = HookTarget(
+    MODULE,
+    "GPUModelRunner.initialize_kv_cache",
+    ("self", "kv_cache_config"),
+    why="the caches are bound here: probe them, fill the tables",
+    delete_when="vLLM offers a callback once KV caches are bound",
+)
+PROFILE = HookTarget(
+    MODULE,
+    "GPUModelRunner.profile_run",
+    ("self",),
+    why="the log's memory is taken while vLLM measures what is left for the KV cache",
+    delete_when="vLLM lets plugins announce memory they need",
+)
+EXECUTE = HookTarget(
+    MODULE,
+    "GPUModelRunner.execute_model",
+    ("self", "scheduler_output"),
+    why="a step starts: a log left by a failed step is dropped",
+    delete_when="vLLM tells a runner that a step was abandoned",
+)
+PREPARE = HookTarget(
+    MODULE,
+    "GPUModelRunner.prepare_attn",
+    ("self", "input_batch"),
+    why="begin: the slots are known and the forward has not started",
+    delete_when="vLLM has a pre-forward callback for real steps",
+)
+SAMPLE = HookTarget(
+    MODULE,
+    "GPUModelRunner.sample",
+    ("self", "hidden_states", "input_batch", "grammar_output"),
+    why="commit: the first moment num_rejected is known, before the output copy",
+    delete_when="vLLM has a callback after rejection sampling",
+)
+OUTPUT = HookTarget(
+    MODULE,
+    "GPUModelRunner.sample_tokens",
+    ("self", "grammar_output"),
+    why="the step's output carries the counts to the scheduler",
+    delete_when="ModelRunnerOutput has a field for extensions",
+)
+LEDGER = (INITIALIZE, PROFILE, EXECUTE, PREPARE, SAMPLE, OUTPUT)
+
+
+def install(module: ModuleType) -> None:
+    """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
+    install_all(
+        module,
+        {
+            INITIALIZE: shared.initialize_kv_cache,
+            PROFILE: shared.profile_run,
+            EXECUTE: shared.execute_model,
+            PREPARE: _prepare_attn,
+            SAMPLE: _sample,
+            OUTPUT: shared.sample_tokens,
+        },
+    )
+
+
+def _prepare_attn(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    result = wrapped(*args, **kwargs)
+    state = shared.state_of(runner)
+    if state is not None and state.manager is not None:
+        batch = argument(PREPARE, "input_batch", args, kwargs)
+        if batch.num_draft_tokens > 0:
+            _, slot_mappings = result
+            state.manager.begin(
+                VerificationWindows(
+                    num_drafts=batch.num_draft_tokens,
+                    logits_indices=batch.logits_indices,
+                    cu_num_logits=batch.cu_num_logits[1:],
+                    slot_mappings=slot_mappings,
+                )
+            )
+    return result
+
+
+def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    state = shared.state_of(runner)
+    if state is not None and state.manager is not None:
+        _, _, num_rejected = result
+        if state.manager.commit(NumRejected(num_rejected)):
+            state.report.publish()
+    return result
