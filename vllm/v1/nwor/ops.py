@@ -159,7 +159,7 @@ def log_cache_slots(
     undo_log: [capacity, log_row_bytes] uint8, rows may be strided. Mutated: draft d,
         layer l at row d from log_offset[l], runs one after another.
     log_slots: [capacity] int64. Mutated: the draft's slot; PAD_SLOT for padding.
-    log_windows: [capacity, 3] int32. Mutated: (request, position, drafts of its window).
+    log_windows: [capacity, 3] int32. Mutated: (request, position, drafts in window).
     num_drafts: an upper bound of the number of drafts, known to the host; entries from
         the true number on become (PAD_SLOT, (-1, -1, 0)). 0 does nothing. On CUDA
         drafts beyond it are not logged.
