@@ -157,7 +157,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="make this one and what it needs; may be given several times",
     )
+    parser.add_argument(
+        "--path",
+        choices=list(RECIPES),
+        metavar="NAME",
+        help="print where this one lies, and stop",
+    )
     args = parser.parse_args(argv)
+    if args.path:
+        print(model_path(args.path))
+        return 0
     if args.list:
         for recipe in RECIPES.values():
             state = "made" if is_current(recipe, model_path(recipe.name)) else "-"

@@ -1,0 +1,91 @@
+# Every command of this project. `make` alone lists them; nothing need be installed or
+# activated first. The tools in tools/ do the work and say what they do.
+
+PYTHON ?= python3
+# What `make bench` writes: RESULTS=results to renew the committed files.
+RESULTS ?= bench-out
+# More arguments for pytest (make test) or bench_vllm.py (make bench).
+ARGS ?=
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+PY := .venv/bin/python
+SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.cuh' '*.cpp' '*.cu')
+SCRIPTS := .ci/run tools/check_system.sh
+MODEL := smollm2-135m
+SPECULATION := {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+
+# CUDA code (ON, OFF, or AUTO: if nvcc is found) is not needed to run on a CPU, so the
+# checkout's library goes without unless told otherwise; wheels have it if possible.
+WHEEL_CUDA := $(or $(NWOR_CUDA),AUTO)
+export NWOR_CUDA ?= OFF
+export PYTHON
+# Byte code makes every start of vLLM several seconds faster.
+unexport PYTHONDONTWRITEBYTECODE
+# Models are local, and nothing is reported anywhere.
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+# In GiB; the models here are small.
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help bench test serve lint format wheel setup models lock deps clean distclean
+
+help: ## list the commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) \
+		| sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+bench: models ## compare speed and outputs with NWOR off and on; writes bench-out/
+	@mkdir -p $(RESULTS)
+	$(PY) bench_vllm.py --json $(RESULTS)/bench_cpu.json \
+		--plot $(RESULTS)/bench_cpu.png $(ARGS)
+
+test: models ## run the tests; ARGS="-k name" for some of them
+	$(PY) -m pytest -m "not nightly" $(ARGS)
+
+serve: models ## OpenAI-compatible server on port 8000 with NWOR on
+	VLLM_NWOR_MODE=$${VLLM_NWOR_MODE-stage} .venv/bin/vllm serve \
+		"$$($(PY) tools/make_models.py --path $(MODEL))" \
+		--served-model-name $(MODEL) --host $(HOST) --port $(PORT) \
+		--enforce-eager --max-model-len 2048 --max-num-seqs 16 \
+		--override-generation-config '{"temperature": 0}' \
+		--speculative-config '$(SPECULATION)' $(ARGS)
+
+lint: setup ## check style and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
+	@for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+
+format: setup ## apply the style
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+	$(if $(SOURCES),.venv/bin/clang-format -i $(SOURCES))
+
+wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
+	NWOR_CUDA=$(WHEEL_CUDA) $(PY) -m pip wheel . -w dist --no-deps \
+		--no-build-isolation
+
+setup: ## make .venv and the native library, or bring them up to date
+	@tools/check_system.sh
+	@$(PYTHON) tools/setup_env.py
+	@$(PY) tools/native.py
+
+models: setup ## make the models that tests and benchmarks use
+	@$(PY) tools/make_models.py
+
+lock: setup ## resolve requirements/cpu.txt anew
+	@$(PYTHON) tools/setup_env.py --lock
+
+deps: ## install what the system lacks (apt-get)
+	@tools/check_system.sh --install
+
+clean: ## remove what builds and runs left, but not .venv nor the models
+	rm -rf build dist bench-out *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+		.hypothesis vllm/v1/nwor/_nwor_C.so
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv
+	rm -rf .venv

