@@ -1,0 +1,838 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters without an engine: attaching, identities, the report's way to Prometheus.
+
+The scheduler and the stat loggers are small stand-ins with vLLM's signatures; outputs
+and Prometheus objects are the real ones. That vLLM itself behaves like the stand-ins is
+the subject of tests/integration/test_stats_inprocess.py.
+"""
+
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+from types import ModuleType, SimpleNamespace
+
+import prometheus_client
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+)
+
+import vllm.v1.nwor.metrics as metrics
+from vllm.v1.nwor.hooks import stats
+from vllm.v1.nwor.hooks._wrap import HostMismatch
+from vllm.v1.nwor.metrics import (
+    COUNTERS,
+    DraftCount,
+    NworPrometheus,
+    NworStats,
+    ScheduledWindows,
+    WorkerRecord,
+)
+
+BONUS = 7
+INFO = [{"group": 0, "requested": "stage", "resolved": "cow", "reason": "no path"}]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    for name in ("VLLM_NWOR_STRICT", "VLLM_NWOR_EMIT_METRICS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(stats, "_logged", set())
+    monkeypatch.setattr(stats, "_info", {})
+
+
+# --- attach ---------------------------------------------------------------------------
+
+
+def plain_output():
+    return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+
+
+class LateOutput(AsyncModelRunnerOutput):
+    def __init__(self, output, log=None):
+        self.output, self.log = output, log if log is not None else []
+
+    def get_output(self):
+        self.log.append("device done")
+        if isinstance(self.output, Exception):
+            raise self.output
+        return self.output
+
+
+def test_a_plain_output_carries_the_payload_to_another_process():
+    output = plain_output()
+
+    stats.attach(output, lambda: {"windows": 1})
+
+    assert pickle.loads(pickle.dumps(output)).nwor_stats == {"windows": 1}
+
+
+def test_an_asynchronous_output_reads_the_payload_when_the_device_is_done():
+    log = []
+    late = LateOutput(plain_output(), log)
+
+    stats.attach(late, lambda: log.append("payload") or {"windows": 2})
+
+    assert log == []
+    assert isinstance(late, LateOutput)
+    assert late.get_output().nwor_stats == {"windows": 2}
+    assert log == ["device done", "payload"]
+
+
+def test_an_asynchronous_output_that_nobody_asks_for_dies_at_once():
+    late = LateOutput(plain_output())
+    stats.attach(late, lambda: {"windows": 1})
+    alive = weakref.ref(late)
+
+    gc.disable()
+    try:
+        del late
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_step_without_news_leaves_the_output_as_it_was():
+    output = plain_output()
+
+    stats.attach(output, lambda: None)
+
+    assert output.__dict__ == plain_output().__dict__
+
+
+@pytest.mark.parametrize("wrap", [lambda output: output, LateOutput])
+def test_the_shared_empty_output_is_never_touched_and_nothing_is_lost(wrap):
+    result = wrap(EMPTY_MODEL_RUNNER_OUTPUT)
+
+    stats.attach(result, lambda: pytest.fail("the payload was read, and is lost"))
+
+    if result is not EMPTY_MODEL_RUNNER_OUTPUT:
+        assert result.get_output() is EMPTY_MODEL_RUNNER_OUTPUT
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "nwor_stats")
+
+
+@pytest.mark.parametrize("result", [None, 3, object()])
+def test_attach_never_raises_whatever_the_runner_returned(result):
+    stats.attach(result, lambda: {"windows": 1})
+
+
+@pytest.mark.parametrize("wrap", [lambda output: output, LateOutput])
+def test_counts_that_cannot_be_read_become_a_breach_and_no_token_is_lost(wrap):
+    output = plain_output()
+    result = wrap(output)
+
+    stats.attach(result, lambda: 1 // 0)
+
+    assert (result if result is output else result.get_output()) is output
+    assert output.nwor_stats == {"breaches": 1}
+
+
+def test_an_error_of_the_device_stays_vllms_own():
+    late = LateOutput(RuntimeError("device lost"))
+    stats.attach(late, lambda: {"windows": 1})
+
+    with pytest.raises(RuntimeError, match="device lost"):
+        late.get_output()
+
+
+# --- the identities -------------------------------------------------------------------
+
+
+def totals(nwor_stats):
+    return nwor_stats.take_report()
+
+
+def partition_holds(report):
+    parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
+    assert all(report[name] >= 0 for name in COUNTERS)
+    return report["tokens_staged"] == sum(report[part] for part in parts)
+
+
+def scheduled(windows, counted):
+    """windows: request -> (drafts, accepted or None if its row is empty)."""
+    step = ScheduledWindows.from_step(
+        {rid: [5] * drafts for rid, (drafts, _) in windows.items()},
+        {rid: row for row, rid in enumerate(windows)},
+        [
+            [] if accepted is None else [5] * accepted + [BONUS]
+            for _, accepted in windows.values()
+        ],
+        1,
+    )
+    for rid in counted:
+        step.count(*windows[rid])
+    return step
+
+
+def record(windows, staged, accepted, **more):
+    return WorkerRecord(windows, staged, accepted, staged - accepted, **more)
+
+
+def add(step_record, step, draft_count=DraftCount.EXACT):
+    breaches = []
+    nwor_stats = NworStats(draft_count, lambda kind, found: breaches.append(kind))
+    nwor_stats.add_step(step_record, step)
+    report = totals(nwor_stats)
+    assert report["breaches"] == len(breaches)
+    assert partition_holds(report)
+    return report, breaches
+
+
+def test_a_dropped_window_is_neither_committed_nor_rejected():
+    # a: 4 drafts, 1 accepted, counted. b: 3 drafts, 2 accepted, finished in flight.
+    report, breaches = add(
+        record(2, 7, 3, restored_bytes=640),
+        scheduled({"a": (4, 1), "b": (3, 2)}, counted="a"),
+    )
+
+    assert breaches == []
+    assert report == {
+        "windows": 2,
+        "tokens_staged": 7,
+        "committed_tokens": 1,
+        "rejected_tokens": 3,
+        "dropped_drafts": 3,
+        "restored_bytes": 640,
+        "breaches": 0,
+        "fallbacks": {},
+    }
+
+
+def test_a_row_that_vllm_cleared_leaves_its_acceptance_open():
+    step = scheduled({"a": (4, 1), "b": (3, None)}, counted="a")
+
+    assert [add(record(2, 7, n), step)[1] for n in (0, 1, 4, 5)] == [
+        ["accepted"],
+        [],
+        [],
+        ["accepted"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "kinds"),
+    [
+        (WorkerRecord(2, 7, 3, 5), ["split"]),
+        (record(3, 7, 3), ["windows"]),
+        (record(1, 7, 3), ["windows"]),
+        (record(2, 8, 3), ["drafts"]),
+        (record(2, 6, 3), ["drafts"]),
+        (record(2, 7, 2), ["accepted"]),
+        (record(2, 7, 4), ["accepted"]),
+        (record(2, 7, 3, breaches=2), ["worker"]),
+    ],
+)
+def test_each_identity_that_fails_is_a_breach_by_name(found, kinds):
+    nwor_stats = NworStats(DraftCount.EXACT, lambda kind, found: seen.append(kind))
+    seen = []
+
+    nwor_stats.add_step(found, scheduled({"a": (4, 1), "b": (3, 2)}, counted="a"))
+
+    assert seen == kinds
+    report = totals(nwor_stats)
+    assert report["breaches"] == max(1, found.breaches)
+    assert partition_holds(report)
+
+
+def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
+    # ngram_gpu: 8 scheduled and counted by vLLM, 5 run; all of window b went.
+    step = scheduled({"a": (4, 1), "b": (4, 0)}, counted="ab")
+    run = record(1, 5, 1)
+
+    report, breaches = add(run, step, DraftCount.UPPER_BOUND)
+
+    assert breaches == []
+    assert (report["committed_tokens"], report["rejected_tokens"]) == (1, 4)
+    assert report["dropped_drafts"] == 0
+    assert add(run, step)[1] == ["windows", "drafts"]
+    assert add(record(3, 9, 1), step, DraftCount.UPPER_BOUND)[1] == [
+        "windows",
+        "drafts",
+    ]
+
+
+def test_a_step_that_ran_as_vanilla_counts_only_its_reason():
+    report, breaches = add(
+        WorkerRecord(fallbacks={"over_capacity": 1}),
+        scheduled({"a": (4, 2)}, counted="a"),
+    )
+
+    assert breaches == []
+    assert report["fallbacks"] == {"over_capacity": 1}
+    assert sum(report[name] for name in COUNTERS) == 0
+
+
+def test_info_is_reported_when_it_is_new():
+    nwor_stats = NworStats(DraftCount.EXACT, lambda kind, found: None)
+    reports = []
+    for info in (INFO, INFO, [{**INFO[0], "resolved": "off"}]):
+        nwor_stats.add_step(WorkerRecord(info=info), ScheduledWindows())
+        reports.append(totals(nwor_stats).get("info"))
+
+    assert reports == [INFO, None, [{**INFO[0], "resolved": "off"}]]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"windows": -1},
+        {"tokens_staged": 1.0},
+        {"restored_bytes": None},
+        {"tokens_comitted": 3},
+        {"fallbacks": 3},
+        {"fallbacks": {"over_capacity": -1}},
+        {"info": [{"group": 0}]},
+    ],
+)
+def test_a_payload_of_another_version_is_named(payload):
+    (name, value) = next(iter(payload.items()))
+    named = next(iter(value)) if name == "fallbacks" and value != 3 else name
+    with pytest.raises(metrics.PayloadError, match=named):
+        WorkerRecord.from_payload(payload)
+
+
+# --- the scheduler's hooks ------------------------------------------------------------
+
+
+class Step(SimpleNamespace):
+    """One step: windows is request -> (drafts, accepted, fate).
+
+    fate: "counted"; "gone": finished in flight, its ids are there but vLLM skips it;
+    "cleared": vLLM emptied its row; "stops": counted, then vLLM cuts its ids.
+    """
+
+    @property
+    def output(self):
+        return ModelRunnerOutput(
+            req_ids=list(self.windows),
+            req_id_to_index={rid: row for row, rid in enumerate(self.windows)},
+            sampled_token_ids=[
+                [] if fate == "cleared" else [5] * accepted + [BONUS]
+                for _, accepted, fate in self.windows.values()
+            ],
+        )
+
+    @property
+    def payload(self):
+        drafts = [window[0] for window in self.windows.values() if window[0]]
+        accepted = sum(window[1] for window in self.windows.values())
+        return {
+            "windows": len(drafts),
+            "tokens_staged": sum(drafts),
+            "tokens_accepted": accepted,
+            "tokens_rejected": sum(drafts) - accepted,
+            "restored_bytes": 64 * (sum(drafts) - accepted),
+        }
+
+
+def scheduler_module():
+    module = ModuleType("scheduler")
+
+    class Scheduler:
+        """Counts and skips as vLLM's scheduler does, in the fewest lines."""
+
+        num_sampled_tokens_per_step = 1
+
+        def __init__(self, method="ngram"):
+            self.vllm_config = SimpleNamespace(
+                speculative_config=SimpleNamespace(method=method)
+            )
+            self.log_stats = True
+            self.counted = SimpleNamespace(windows=0, drafts=0, accepted=0)
+            self.connector_stats = None
+            self.unfinished = True
+            self.front_end = []
+
+        def has_unfinished_requests(self):
+            return self.unfinished
+
+        def update_from_output(self, scheduler_output, model_runner_output):
+            outputs = []
+            for rid, (_, _, fate) in scheduler_output.step.windows.items():
+                row = model_runner_output.req_id_to_index[rid]
+                ids = model_runner_output.sampled_token_ids[row]
+                if fate == "gone":
+                    continue
+                drafts = scheduler_output.scheduled_spec_decode_tokens.get(rid)
+                if drafts and ids:
+                    self.make_spec_decoding_stats(
+                        None,
+                        num_draft_tokens=len(drafts),
+                        num_accepted_tokens=len(ids) - 1,
+                        num_invalid_spec_tokens={rid: 1},
+                        request_id=rid,
+                    )
+                if fate == "stops":
+                    del ids[1:]
+                outputs.append(rid)
+            found = SimpleNamespace(kv_connector_stats=self.connector_stats)
+            return {
+                3: SimpleNamespace(outputs=[], scheduler_stats=None),
+                0: SimpleNamespace(
+                    outputs=outputs, scheduler_stats=found if self.log_stats else None
+                ),
+            }
+
+        def make_spec_decoding_stats(
+            self,
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        ):
+            self.counted.windows += 1
+            self.counted.drafts += num_draft_tokens
+            self.counted.accepted += num_accepted_tokens
+
+    module.Scheduler = Scheduler
+    return module
+
+
+def hooked_scheduler(**arguments):
+    module = scheduler_module()
+    stats.install_scheduler(module)
+    return module.Scheduler(**arguments)
+
+
+def run(scheduler, step, payload="truth"):
+    """Runs one step; returns the report that leaves with it, or None."""
+    output = step.output
+    if payload == "truth":
+        payload = step.payload
+    if payload is not None:
+        output.nwor_stats = payload
+    scheduler_output = SimpleNamespace(
+        step=step,
+        scheduled_spec_decode_tokens={
+            rid: [5] * drafts for rid, (drafts, _, _) in step.windows.items() if drafts
+        },
+    )
+    outputs = scheduler.update_from_output(scheduler_output, model_runner_output=output)
+    found = outputs[0].scheduler_stats
+    if found is None or not found.kv_connector_stats:
+        return None
+    return found.kv_connector_stats.get("nwor")
+
+
+MIXED = Step(
+    windows={
+        "a": (4, 2, "counted"),
+        "b": (4, 3, "gone"),
+        "c": (3, 3, "stops"),
+        "d": (2, 1, "cleared"),
+        "e": (0, 0, "counted"),
+    }
+)
+
+
+def test_windows_that_vllm_skips_are_dropped_and_the_others_are_its_own_numbers():
+    scheduler = hooked_scheduler()
+
+    report = run(scheduler, MIXED)
+
+    assert report["breaches"] == 0
+    assert report["windows"] == 4
+    assert report["committed_tokens"] == scheduler.counted.accepted == 5
+    assert report["rejected_tokens"] == scheduler.counted.drafts - 5 == 2
+    assert report["dropped_drafts"] == 4 + 2
+    assert report["restored_bytes"] == 64 * 4
+
+
+def test_a_step_without_a_record_counts_nothing_and_is_no_breach():
+    scheduler = hooked_scheduler()
+
+    assert run(scheduler, MIXED, payload=None) is None
+    assert scheduler.counted.accepted == 5
+
+
+def test_counts_wait_until_statistics_are_on():
+    scheduler = hooked_scheduler()
+    scheduler.log_stats = False
+    assert run(scheduler, MIXED) is None
+    scheduler.log_stats = True
+
+    assert run(scheduler, MIXED)["tokens_staged"] == 2 * 13
+    assert run(scheduler, MIXED, payload=None) is None
+
+
+def test_a_report_does_not_leave_without_outputs_while_others_will_come():
+    scheduler = hooked_scheduler()
+    silent = Step(windows={"b": (4, 3, "gone")})
+
+    assert run(scheduler, silent) is None
+    scheduler.unfinished = False
+    assert run(scheduler, silent)["dropped_drafts"] == 8
+
+
+def test_the_connectors_own_statistics_are_kept_and_not_written_to():
+    scheduler = hooked_scheduler()
+    scheduler.connector_stats = own = {"num_saved": 3}
+
+    assert run(scheduler, MIXED)["windows"] == 4
+    assert own == {"num_saved": 3}
+
+
+def test_a_record_that_belongs_to_another_step_is_found_out():
+    scheduler = hooked_scheduler()
+    late = Step(windows={"a": (3, 1, "counted")})
+
+    report = run(scheduler, MIXED, payload=late.payload)
+
+    assert report["breaches"] == 3  # windows, drafts, accepted
+    assert partition_holds(report)
+
+
+@pytest.mark.parametrize("payload", [{"windows": "many"}, ["windows"]])
+def test_a_bad_payload_is_a_breach_or_raises_when_strict(payload, monkeypatch, caplog):
+    scheduler = hooked_scheduler()
+
+    assert run(scheduler, MIXED, payload)["breaches"] == 1
+    assert run(scheduler, MIXED, payload)["breaches"] == 1
+    assert scheduler.counted.windows == 4
+    assert len([r for r in caplog.records if "breach" in r.message]) == 1
+
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
+    with pytest.raises((metrics.PayloadError, AttributeError)):
+        run(scheduler, MIXED, payload)
+
+
+def test_a_step_that_vllm_fails_to_process_leaves_nothing_behind():
+    scheduler = hooked_scheduler()
+    broken = Step(windows={"a": (3, 1, "counted")})
+    output = broken.output
+    output.nwor_stats = broken.payload
+    with pytest.raises(AttributeError):
+        scheduler.update_from_output(
+            SimpleNamespace(scheduled_spec_decode_tokens={"a": [5] * 3}), output
+        )
+
+    scheduler.make_spec_decoding_stats(None, 3, 1, None, "a")
+
+    assert run(scheduler, MIXED)["committed_tokens"] == 5
+
+
+def test_ngram_gpu_may_run_fewer_drafts_than_were_scheduled():
+    trimmed = Step(windows={"a": (2, 1, "counted")}).payload
+    step = Step(windows={"a": (4, 1, "counted")})
+
+    assert run(hooked_scheduler(method="ngram_gpu"), step, trimmed)["breaches"] == 0
+    assert run(hooked_scheduler(method="ngram"), step, trimmed)["breaches"] == 1
+
+
+WINDOWS = st.dictionaries(
+    st.sampled_from("abcdefgh"),
+    st.integers(0, 5).flatmap(
+        lambda drafts: st.tuples(
+            st.just(drafts),
+            st.integers(0, drafts),
+            st.sampled_from(["counted", "gone", "cleared", "stops"]),
+        )
+    ),
+    max_size=6,
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            WINDOWS,
+            st.booleans(),  # statistics on
+            st.booleans(),  # ran as vanilla
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_is_aborted_the_totals_add_up(steps):
+    scheduler = hooked_scheduler()
+    expected = dict.fromkeys(COUNTERS, 0)
+    found = dict.fromkeys(COUNTERS, 0)
+    idle = Step(windows={})
+    for windows, log_stats, vanilla in [*steps, ({}, True, True)]:
+        step = Step(windows=windows)
+        scheduler.log_stats = log_stats
+        before = vars(scheduler.counted).copy()
+        scheduler.unfinished = step != idle
+        report = run(scheduler, step, None if vanilla else "truth")
+        if not vanilla:
+            drafts = scheduler.counted.drafts - before["drafts"]
+            accepted = scheduler.counted.accepted - before["accepted"]
+            truth = step.payload
+            expected["windows"] += truth["windows"]
+            expected["tokens_staged"] += truth["tokens_staged"]
+            expected["committed_tokens"] += accepted
+            expected["rejected_tokens"] += drafts - accepted
+            expected["dropped_drafts"] += truth["tokens_staged"] - drafts
+            expected["restored_bytes"] += truth["restored_bytes"]
+        for name in COUNTERS if report else ():
+            found[name] += report[name]
+
+    assert found == expected
+    assert partition_holds(found)
+
+
+@given(
+    WINDOWS.filter(lambda windows: any(window[0] for window in windows.values())),
+    st.sampled_from(["windows", "tokens_staged", "tokens_accepted", "tokens_rejected"]),
+    st.sampled_from([-2, -1, 1, 2]),
+)
+def test_one_wrong_number_of_the_worker_never_passes(windows, name, error):
+    step = Step(windows=windows)
+    payload = step.payload
+    payload[name] = max(payload[name] + error, 0)
+    if payload == step.payload or not payload["windows"] + payload["tokens_staged"]:
+        return  # zero less one is zero; nothing at all is a step run as vanilla
+
+    report = run(
+        hooked_scheduler(), Step(windows={**windows, "z": (0, 0, "counted")}), payload
+    )
+
+    assert report["breaches"] >= 1
+    assert partition_holds(report)
+
+
+# --- the front end --------------------------------------------------------------------
+
+
+def loggers_module():
+    module = ModuleType("loggers")
+    registry = prometheus_client.CollectorRegistry()
+
+    def counter(**arguments):
+        return prometheus_client.Counter(**arguments, registry=registry)
+
+    def gauge(**arguments):
+        return prometheus_client.Gauge(**arguments, registry=registry)
+
+    class PrometheusStatLogger:
+        _counter_cls = staticmethod(counter)
+        _gauge_cls = staticmethod(gauge)
+
+        def __init__(self, vllm_config, engine_indexes=None):
+            for collector in list(registry._collector_to_names):
+                registry.unregister(collector)
+            self.per_engine_labelvalues = {
+                engine: ["tiny", str(engine)] for engine in engine_indexes or [0]
+            }
+
+    class StatLoggerManager:
+        def __init__(self, engine_indexes=(0,)):
+            self.stat_loggers = [
+                SimpleNamespace(),
+                module.PrometheusStatLogger(None, engine_indexes),
+            ]
+            self.recorded = []
+
+        def record(
+            self,
+            scheduler_stats,
+            iteration_stats,
+            mm_cache_stats=None,
+            engine_idx=None,
+        ):
+            self.recorded.append(scheduler_stats and scheduler_stats.kv_connector_stats)
+
+    module.PrometheusStatLogger = PrometheusStatLogger
+    module.StatLoggerManager = StatLoggerManager
+    module.registry = registry
+    return module
+
+
+def hooked_loggers():
+    module = loggers_module()
+    stats.install_loggers(module)
+    return module
+
+
+def report_of(**counts):
+    return {**dict.fromkeys(COUNTERS, 0), "fallbacks": {}, **counts}
+
+
+def recorded(manager, kv_connector_stats, **arguments):
+    """Records a SchedulerStats; returns what vLLM's own loggers saw of it."""
+    found = SimpleNamespace(kv_connector_stats=kv_connector_stats)
+    manager.record(found, None, **arguments)
+    return manager.recorded[-1]
+
+
+def value(registry, name, engine=0, **labels):
+    labels = {"model_name": "tiny", "engine": str(engine), **labels}
+    return registry.get_sample_value(f"vllm:nwor_{name}", labels)
+
+
+def test_counters_exist_at_zero_with_vllms_labels():
+    module = hooked_loggers()
+    module.StatLoggerManager((0, 1))
+
+    for name in COUNTERS:
+        assert value(module.registry, f"{name}_total", engine=1) == 0
+
+
+def test_a_report_is_taken_out_and_counted_for_its_engine():
+    module = hooked_loggers()
+    manager = module.StatLoggerManager((0, 1))
+    report = report_of(windows=2, restored_bytes=10, fallbacks={"over_capacity": 3})
+
+    assert recorded(manager, {"nwor": report}, engine_idx=1) is None
+    assert recorded(manager, {"nwor": report, "own": 1}, engine_idx=1) == {"own": 1}
+
+    assert value(module.registry, "windows_total", 1) == 4
+    assert value(module.registry, "restored_bytes_total", 1) == 20
+    assert value(module.registry, "windows_total", 0) == 0
+    assert value(module.registry, "fallbacks_total", 1, reason="over_capacity") == 6
+
+
+def test_records_without_a_report_pass_untouched():
+    manager = hooked_loggers().StatLoggerManager()
+    own = {"num_saved": 1}
+
+    assert recorded(manager, own) is own
+    assert recorded(manager, None) is None
+    manager.record(None, None)
+    assert manager.recorded[-1] is None
+
+
+def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
+    manager = hooked_loggers().StatLoggerManager()
+    reports = {"nwor": report_of(windows=1)}
+
+    assert recorded(manager, reports, engine_idx=9) is None
+
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
+    with pytest.raises(KeyError):
+        recorded(manager, reports, engine_idx=9)
+
+
+def info_labels(resolved):
+    return {
+        "requested": "stage",
+        "resolved": resolved,
+        "reason": "no path",
+        "group": "0",
+    }
+
+
+def test_info_is_shown_once_for_each_group_and_an_old_row_goes_to_zero():
+    module = hooked_loggers()
+    manager = module.StatLoggerManager()
+
+    recorded(manager, {"nwor": report_of(info=INFO)})
+    recorded(manager, {"nwor": report_of(windows=1)})
+    assert value(module.registry, "info", **info_labels("cow")) == 1
+
+    recorded(manager, {"nwor": report_of(info=[{**INFO[0], "resolved": "off"}])})
+    assert value(module.registry, "info", **info_labels("off")) == 1
+    assert value(module.registry, "info", **info_labels("cow")) == 0
+
+
+def test_loggers_created_anew_start_at_zero_and_still_know_the_info():
+    module = hooked_loggers()
+    recorded(module.StatLoggerManager(), {"nwor": report_of(windows=5, info=INFO)})
+
+    manager = module.StatLoggerManager()
+
+    assert value(module.registry, "windows_total") == 0
+    recorded(manager, {"nwor": report_of(windows=1)})
+    assert value(module.registry, "windows_total") == 1
+    assert value(module.registry, "info", **info_labels("cow")) == 1
+
+
+def test_a_new_engines_first_report_replaces_the_info_of_the_one_before():
+    module = hooked_loggers()
+    recorded(module.StatLoggerManager(), {"nwor": report_of(info=INFO)})
+
+    manager = module.StatLoggerManager()
+    recorded(manager, {"nwor": report_of(info=[{**INFO[0], "resolved": "stage"}])})
+
+    assert value(module.registry, "info", **info_labels("stage")) == 1
+    assert value(module.registry, "info", **info_labels("cow")) is None
+
+
+def test_emit_metrics_0_creates_nothing_and_still_protects_vllms_loggers(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "0")
+    module = hooked_loggers()
+    manager = module.StatLoggerManager()
+
+    assert recorded(manager, {"nwor": report_of(windows=1)}) is None
+    assert list(module.registry.collect()) == []
+    assert run(hooked_scheduler(), MIXED) is None
+
+
+def test_a_host_with_other_signatures_is_refused_by_name():
+    scheduler, loggers = scheduler_module(), loggers_module()
+    scheduler.Scheduler.make_spec_decoding_stats = lambda self, num_drafts: None
+    loggers.StatLoggerManager.record = lambda self, everything: None
+
+    with pytest.raises(HostMismatch, match="make_spec_decoding_stats has parameters"):
+        stats.install_scheduler(scheduler)
+    with pytest.raises(HostMismatch, match="record has parameters"):
+        stats.install_loggers(loggers)
+
+
+API_SERVER = """
+import importlib.util, sys
+import prometheus_client
+spec = importlib.util.spec_from_file_location("metrics", sys.argv[1])
+metrics = importlib.util.module_from_spec(spec)
+sys.modules["metrics"] = metrics
+spec.loader.exec_module(metrics)
+prometheus = metrics.NworPrometheus(
+    prometheus_client.Counter, prometheus_client.Gauge, {0: ["tiny", "0"]}
+)
+counts = dict.fromkeys(metrics.COUNTERS, int(sys.argv[2]))
+prometheus.add({**counts, "fallbacks": {"over_capacity": 1}}, 0)
+if sys.argv[3:]:
+    info = dict(group=0, requested="stage", resolved="cow", reason="no path")
+    prometheus.set_info([info], 0)
+"""
+
+
+def test_several_api_servers_add_up(tmp_path):
+    for arguments in (["3", "info"], ["4"]):
+        subprocess.run(
+            [sys.executable, "-c", API_SERVER, metrics.__file__, *arguments],
+            env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+            check=True,
+            timeout=60,
+        )
+    registry = prometheus_client.CollectorRegistry()
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    MultiProcessCollector(registry, path=str(tmp_path))
+
+    assert value(registry, "windows_total") == 7
+    assert value(registry, "fallbacks_total", reason="over_capacity") == 2
+    assert value(registry, "info", **info_labels("cow")) == 1
+
+
+def test_objects_need_nothing_but_classes_like_prometheus_clients():
+    made = []
+
+    class RayLike:
+        def __init__(self, name, documentation="", labelnames=None, **multiprocess):
+            self.name, self.labelnames = name, labelnames
+            made.append(name)
+
+        def labels(self, *values):
+            assert len(values) == len(self.labelnames)
+            return self
+
+        def inc(self, amount):
+            assert amount > 0
+
+        def set(self, amount):
+            assert amount in (0, 1)
+
+    prometheus = NworPrometheus(RayLike, RayLike, {0: ["tiny", "0"]})
+    prometheus.add(report_of(windows=1, fallbacks={"over_capacity": 1}), 0)
+    prometheus.set_info(INFO, 0)
+
+    assert sorted(made) == sorted(
+        f"vllm:nwor_{name}" for name in [*COUNTERS, "fallbacks", "info"]
+    )

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of the counters: worker -> scheduler -> front end -> Prometheus.
+
+    worker     `attach` puts a payload on the step's own ModelRunnerOutput
+    scheduler  update_from_output: payload and the scheduler's counts meet (`NworStats`)
+               make_spec_decoding_stats: called once for each window vLLM counts
+               the increments leave in kv_connector_stats["nwor"] of the SchedulerStats,
+               the only free-form field that reaches the front end in all versions
+    front end  StatLoggerManager.record: takes them out again, before vLLM's own loggers
+               (which know KV connectors only) see them, and bumps the counters
+               PrometheusStatLogger.__init__: creates the counters
+
+Each of these may be another process; with several API servers a report goes to one of
+them. An engine's reports carry its index. All processes of a deployment must have NWOR
+on: a front end without it would hand a report to vLLM's KV connector logging.
+
+A failure here costs numbers, never tokens: it is logged once, and counted as a breach
+where there is a counter (VLLM_NWOR_STRICT=1 raises instead). Nothing here decides what
+the worker does.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+from vllm.v1.nwor.config import NworConfig
+from vllm.v1.nwor.hooks._wrap import (
+    HookTarget,
+    HostMismatch,
+    Wrapper,
+    argument,
+    check,
+    install_all,
+)
+from vllm.v1.nwor.metrics import (
+    DraftCount,
+    NworPrometheus,
+    NworStats,
+    PayloadError,
+    ScheduledWindows,
+    WorkerRecord,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+LOGGERS = "vllm.v1.metrics.loggers"
+REPORT_KEY = "nwor"
+
+UPDATE = HookTarget(
+    SCHEDULER,
+    "Scheduler.update_from_output",
+    ("self", "scheduler_output", "model_runner_output"),
+    why="a step's output meets what the scheduler counts; the report leaves with it",
+    delete_when="ModelRunnerOutput and SchedulerStats have fields for extensions",
+)
+COUNT = HookTarget(
+    SCHEDULER,
+    "Scheduler.make_spec_decoding_stats",
+    (
+        "self",
+        "spec_decoding_stats",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_invalid_spec_tokens",
+        "request_id",
+    ),
+    why="called once for each window that vLLM counts, also when statistics are off",
+    delete_when="SchedulerStats says which windows were counted",
+)
+RECORD = HookTarget(
+    LOGGERS,
+    "StatLoggerManager.record",
+    ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+    why="the only way of a SchedulerStats to the loggers: the report is taken out",
+    delete_when="SchedulerStats has a field for extensions",
+)
+CREATE = HookTarget(
+    LOGGERS,
+    "PrometheusStatLogger.__init__",
+    ("self", "vllm_config", "engine_indexes"),
+    why="it unregisters all vllm: metrics, so that ours must be created after it",
+    delete_when="vLLM has a registry of metrics for plugins",
+)
+LEDGER = (UPDATE, COUNT, RECORD, CREATE)
+
+
+def install_scheduler(module: ModuleType) -> None:
+    """Wraps the scheduler in `module`, unless VLLM_NWOR_EMIT_METRICS is 0.
+
+    Raises:
+        HostMismatch: if it is not as expected; nothing was wrapped.
+    """
+    if NworConfig.from_env().emit_metrics:
+        install_all(
+            module, {UPDATE: _update_from_output, COUNT: _make_spec_decoding_stats}
+        )
+
+
+def install_loggers(module: ModuleType) -> None:
+    """Wraps the loggers in `module`. With VLLM_NWOR_EMIT_METRICS=0 no counter is
+    created, and reports (of an engine that was started otherwise) are thrown away.
+
+    Raises:
+        HostMismatch: if they are not as expected; nothing was wrapped.
+    """
+    wrappers: dict[HookTarget, Wrapper] = {RECORD: _record}
+    if NworConfig.from_env().emit_metrics:
+        wrappers[CREATE] = _create_prometheus
+    install_all(module, wrappers)
+
+
+# --- worker ---------------------------------------------------------------------------
+
+
+def attach(result: Any, payload_fn: Callable[[], Mapping[str, Any] | None]) -> None:
+    """Makes a step's output carry a payload to the scheduler; never raises.
+
+    result: what the runner's sample_tokens returned. A ModelRunnerOutput gets the
+        payload now, as its attribute `nwor_stats`. An asynchronous output gets it in
+        its get_output, perhaps in another thread: until then the device may still be
+        counting. Nothing else (None, vLLM's shared empty output) gets one.
+    payload_fn: returns the payload, a plain dict of `WorkerRecord`'s fields, or None if
+        there is nothing to tell. It is called at most once, when the output is final,
+        and must not wait for the device.
+    """
+    if result is None:
+        return
+    try:
+        if hasattr(result, "get_output"):
+            # A subclass instead of an attribute that holds a bound method: no reference
+            # cycle keeps the output's tensors alive when nobody asks for it.
+            result.__dict__["nwor_payload_fn"] = payload_fn
+            output_class: Any = type(result)
+            result.__class__ = _reporting_class(output_class)
+        else:
+            _set_payload(result, payload_fn)
+    except Exception:
+        _log_once("attach", f"no statistics on a {type(result).__name__}")
+
+
+@cache
+def _reporting_class(output_class: type) -> type:
+    """`output_class` whose get_output sets the payload that `attach` left there."""
+
+    def get_output(self: Any) -> Any:
+        output = output_class.get_output(self)  # type: ignore[attr-defined]
+        payload_fn = self.__dict__.pop("nwor_payload_fn", None)
+        if payload_fn is not None:
+            _set_payload(output, payload_fn)
+        return output
+
+    namespace = {
+        "__slots__": (),
+        "__module__": output_class.__module__,
+        "__doc__": output_class.__doc__,
+        "get_output": get_output,
+    }
+    return type(output_class)(output_class.__name__, (output_class,), namespace)
+
+
+def _set_payload(
+    output: Any, payload_fn: Callable[[], Mapping[str, Any] | None]
+) -> None:
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    if output is None or output is EMPTY_MODEL_RUNNER_OUTPUT:
+        return
+    payload: Mapping[str, Any] | None
+    try:
+        payload = payload_fn()
+    except Exception:
+        _log_once("payload", "a step's counts could not be read")
+        payload = {"breaches": 1}
+    if payload:
+        output.nwor_stats = dict(payload)
+
+
+# --- scheduler ------------------------------------------------------------------------
+
+
+class _SchedulerState:
+    """What we keep on a Scheduler. step: the output being processed, else None."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.stats = NworStats(_draft_count(scheduler), _log_breach)
+        self.step: ScheduledWindows | None = None
+
+
+def _state(scheduler: Any) -> _SchedulerState:
+    state: _SchedulerState | None = scheduler.__dict__.get("nwor_state")
+    if state is None:
+        state = scheduler.nwor_state = _SchedulerState(scheduler)
+    return state
+
+
+def _draft_count(scheduler: Any) -> DraftCount:
+    config = getattr(scheduler, "vllm_config", None)
+    speculative = getattr(config, "speculative_config", None)
+    trims = getattr(speculative, "method", None) == "ngram_gpu" or getattr(
+        speculative, "enable_adaptive_verification", False
+    )
+    return DraftCount.UPPER_BOUND if trims else DraftCount.EXACT
+
+
+def _make_spec_decoding_stats(
+    wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
+) -> Any:
+    step = _state(scheduler).step
+    if step is not None:
+        step.count(
+            argument(COUNT, "num_draft_tokens", args, kwargs),
+            argument(COUNT, "num_accepted_tokens", args, kwargs),
+        )
+    return wrapped(*args, **kwargs)
+
+
+def _update_from_output(
+    wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
+) -> Any:
+    state = _state(scheduler)
+    output = argument(UPDATE, "model_runner_output", args, kwargs)
+    payload = getattr(output, "nwor_stats", None)
+    record = None
+    if payload is not None:
+        record = _guarded(state.stats, WorkerRecord.from_payload, payload)
+        scheduler_output = argument(UPDATE, "scheduler_output", args, kwargs)
+        state.step = _guarded(
+            state.stats, _scheduled_windows, scheduler, scheduler_output, output
+        )
+    try:
+        engine_outputs = wrapped(*args, **kwargs)
+    finally:
+        step, state.step = state.step, None
+    if record is not None and step is not None:
+        _guarded(state.stats, state.stats.add_step, record, step)
+    _guarded(state.stats, _send_report, scheduler, state.stats, engine_outputs)
+    return engine_outputs
+
+
+def _scheduled_windows(
+    scheduler: Any, scheduler_output: Any, output: Any
+) -> ScheduledWindows:
+    return ScheduledWindows.from_step(
+        scheduler_output.scheduled_spec_decode_tokens,
+        output.req_id_to_index,
+        output.sampled_token_ids,
+        scheduler.num_sampled_tokens_per_step,
+    )
+
+
+def _send_report(
+    scheduler: Any, stats: NworStats, engine_outputs: Mapping[int, Any]
+) -> None:
+    """Puts what is pending on the one output that carries a SchedulerStats. There is
+    none while statistics are off: the counts wait."""
+    if not stats.pending:
+        return
+    for engine_output in engine_outputs.values():
+        scheduler_stats = engine_output.scheduler_stats
+        if scheduler_stats is None:
+            continue
+        # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
+        # wait for the next ones, unless there is nothing left that could make any.
+        if not engine_output.outputs and scheduler.has_unfinished_requests():
+            return
+        if _front_end_understands():
+            scheduler_stats.kv_connector_stats = {
+                **(scheduler_stats.kv_connector_stats or {}),
+                REPORT_KEY: stats.take_report(),
+            }
+        return
+
+
+@cache
+def _front_end_understands() -> bool:
+    """Whether this vLLM's loggers are those that we can take a report out of."""
+    import vllm.v1.metrics.loggers as loggers
+
+    try:
+        check(RECORD, loggers)
+    except HostMismatch as mismatch:
+        logger.error("NWOR reports no metrics: %s", mismatch)
+        return False
+    return True
+
+
+def _guarded(stats: NworStats, action: Callable[..., T], *args: Any) -> T | None:
+    """action(*args); a failure is a breach, unless VLLM_NWOR_STRICT lets it pass."""
+    try:
+        return action(*args)
+    except Exception as error:
+        if NworConfig.from_env().strict:
+            raise
+        kind = "payload" if isinstance(error, PayloadError) else "internal"
+        stats.breach(kind, repr(error))
+        return None
+
+
+def _log_breach(kind: str, found: str) -> None:
+    _log_once(f"breach_{kind}", f"breach of the {kind} identity: {found}")
+
+
+# --- front end ------------------------------------------------------------------------
+
+# Engine index -> rows of vllm:nwor_info that came last. An engine sends them once, but
+# loggers are created anew while it runs (elastic expert parallelism).
+_info: dict[int, Any] = {}
+
+
+def _create_prometheus(
+    wrapped: Callable[..., Any], stat_logger: Any, args: Any, kwargs: Any
+) -> None:
+    wrapped(*args, **kwargs)
+    try:
+        stat_logger.nwor_prometheus = NworPrometheus(
+            stat_logger._counter_cls,
+            stat_logger._gauge_cls,
+            stat_logger.per_engine_labelvalues,
+        )
+    except Exception:
+        if NworConfig.from_env().strict:
+            raise
+        _log_once("create", "no vllm:nwor metrics")
+
+
+def _record(wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
+    report = _pop_report(argument(RECORD, "scheduler_stats", args, kwargs))
+    if report is not None:
+        try:
+            _bump(manager, report, argument(RECORD, "engine_idx", args, kwargs) or 0)
+        except Exception:
+            if NworConfig.from_env().strict:
+                raise
+            _log_once("record", f"a report was lost: {report}")
+    return wrapped(*args, **kwargs)
+
+
+def _pop_report(scheduler_stats: Any) -> dict[str, Any] | None:
+    """Takes our report out of a SchedulerStats, which then is as vLLM made it."""
+    stats = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
+    if not stats or REPORT_KEY not in stats:
+        return None
+    others = {key: value for key, value in stats.items() if key != REPORT_KEY}
+    scheduler_stats.kv_connector_stats = others or None
+    report: dict[str, Any] = stats[REPORT_KEY]
+    return report
+
+
+def _bump(manager: Any, report: dict[str, Any], engine: int) -> None:
+    if "info" in report:
+        _info[engine] = report["info"]
+    for stat_logger in manager.stat_loggers:
+        prometheus = getattr(stat_logger, "nwor_prometheus", None)
+        if prometheus is None:
+            continue
+        prometheus.add(report, engine)
+        if engine in _info and ("info" in report or not prometheus.has_info(engine)):
+            prometheus.set_info(_info[engine], engine)
+
+
+# --------------------------------------------------------------------------------------
+
+_logged: set[str] = set()
+
+
+def _log_once(key: str, message: str) -> None:
+    """Logs the first message of this kind in this process, with the exception that is
+    being handled, if any."""
+    if key in _logged:
+        return
+    _logged.add(key)
+    handling = sys.exc_info()[0] is not None
+    logger.error("NWOR statistics: %s (logged once)", message, exc_info=handling)

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker's windows did, tied to what the scheduler counted.
+
+The worker counts verification windows on the device; the scheduler counts drafts and
+accepted tokens by itself. Here the two meet, one ModelRunnerOutput at a time: a
+`WorkerRecord` belongs to exactly the step whose output carried it, so every identity
+is exact for each step, also when outputs arrive late.
+
+A *dropped* window is one that the worker ran and the scheduler never counted: its
+request finished or was aborted in flight, failed to load its KV, or its output was
+stale. Which windows those are is not guessed: all that were scheduled, less those
+that vLLM called `make_spec_decoding_stats` for.
+
+What holds for the totals, always (a breach only moves tokens between the parts):
+
+    tokens_staged == committed_tokens + rejected_tokens + dropped_drafts
+
+and, as long as no breach is counted and no step ran as vanilla vLLM:
+
+    committed_tokens == vllm:spec_decode_num_accepted_tokens
+    rejected_tokens  == drafts counted (grammar-invalid ones too) - accepted
+
+This module holds the arithmetic and makes the Prometheus objects; it imports neither
+vLLM nor torch and reads no environment. `hooks.stats` brings it the numbers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# The counters of a report, and the help text of the Prometheus counter of each.
+COUNTERS = {
+    "windows": "Verification windows that NWOR protected.",
+    "tokens_staged": "Draft tokens in those windows.",
+    "committed_tokens": "Draft tokens accepted and kept.",
+    "rejected_tokens": "Draft tokens rejected and undone.",
+    "dropped_drafts": "Draft tokens of windows that the scheduler never counted.",
+    "restored_bytes": "KV-cache bytes put back at rejected slots (of one worker).",
+    "breaches": "Identities between worker and scheduler that did not hold.",
+}
+FALLBACKS_HELP = "Steps that ran as vanilla vLLM, by reason."
+INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
+INFO_LABELS = ("requested", "resolved", "reason", "group")
+ENGINE_LABELS = ("model_name", "engine")
+
+
+class PayloadError(ValueError):
+    """A worker's payload is not what this version of NWOR sends."""
+
+
+class DraftCount(enum.Enum):
+    """How the scheduler's number of drafts bounds what the worker runs.
+
+    EXACT: the worker runs every draft that was scheduled.
+    UPPER_BOUND: the worker drops some before the forward (ngram_gpu, adaptive
+        verification); vLLM counts those as drafted and rejected, we do not count them.
+    """
+
+    EXACT = "exact"
+    UPPER_BOUND = "upper bound"
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """The increments one ModelRunnerOutput brings from the worker.
+
+    staged = accepted + rejected drafts in `windows` windows. No windows: the step had
+    no drafts, or ran as vanilla vLLM (then `fallbacks` says why).
+    """
+
+    windows: int = 0
+    tokens_staged: int = 0
+    tokens_accepted: int = 0
+    tokens_rejected: int = 0
+    restored_bytes: int = 0
+    breaches: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    info: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> WorkerRecord:
+        """Reads the plain dict that travelled on the output.
+
+        Raises:
+            PayloadError: naming the key that is unknown, or whose value is not allowed.
+        """
+        if unknown := sorted(payload.keys() - cls.__dataclass_fields__.keys()):
+            raise PayloadError(f"payload has unknown keys {unknown}")
+        record = cls(**payload)
+        if not isinstance(record.fallbacks, Mapping):
+            raise PayloadError(f"fallbacks is {record.fallbacks!r}; expected a mapping")
+        for row in record.info:
+            if not isinstance(row, Mapping) or set(row) != set(INFO_LABELS):
+                raise PayloadError(f"info has {row!r}; expected keys {INFO_LABELS}")
+        counts = {name: getattr(record, name) for name in _WORKER_COUNTS}
+        for name, value in [*counts.items(), *record.fallbacks.items()]:
+            if type(value) is not int or value < 0:
+                raise PayloadError(f"{name} is {value!r}; expected an integer >= 0")
+        return record
+
+
+_WORKER_COUNTS = (
+    "windows",
+    "tokens_staged",
+    "tokens_accepted",
+    "tokens_rejected",
+    "restored_bytes",
+    "breaches",
+)
+
+
+@dataclass
+class ScheduledWindows:
+    """One step's windows as the scheduler knows them.
+
+    Build it before vLLM processes the output (it cuts the token lists of requests that
+    stop), then call `count` for every window that vLLM counts.
+
+    least_accepted, most_accepted: drafts accepted in all windows, dropped ones too.
+    """
+
+    num_windows: int = 0
+    num_drafts: int = 0
+    least_accepted: int = 0
+    most_accepted: int = 0
+    num_counted_drafts: int = 0
+    num_counted_accepted: int = 0
+
+    @classmethod
+    def from_step(
+        cls,
+        spec_token_ids: Mapping[str, Sequence[int]],
+        req_id_to_index: Mapping[str, int],
+        sampled_token_ids: Sequence[Sequence[int]] | None,
+        num_sampled_per_step: int,
+    ) -> ScheduledWindows:
+        """spec_token_ids: the drafts scheduled for each request. sampled_token_ids: the
+        output's ids for each row; an empty row says nothing about what was accepted
+        (vLLM clears the rows of discarded requests), nor does a missing one.
+        num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
+        """
+        step = cls()
+        for request_id, drafts in spec_token_ids.items():
+            if not drafts:
+                continue
+            step.num_windows += 1
+            step.num_drafts += len(drafts)
+            row = req_id_to_index.get(request_id)
+            ids = (
+                sampled_token_ids[row] if sampled_token_ids and row is not None else ()
+            )
+            num_accepted = max(len(ids) - num_sampled_per_step, 0)
+            step.least_accepted += num_accepted
+            step.most_accepted += num_accepted if ids else len(drafts)
+        return step
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """vLLM counts one window: its drafts, grammar-invalid ones included."""
+        self.num_counted_drafts += num_drafts
+        self.num_counted_accepted += num_accepted
+
+
+class NworStats:
+    """One scheduler's counts, and the increments not yet reported to the front end.
+
+    report_breach: called with a kind and the numbers found; every breach is counted,
+        whatever it does.
+    """
+
+    def __init__(
+        self, draft_count: DraftCount, report_breach: Callable[[str, str], None]
+    ) -> None:
+        self._draft_count = draft_count
+        self._report_breach = report_breach
+        self._known_info: list[dict[str, Any]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._fallbacks: dict[str, int] = {}
+        self._info: list[dict[str, Any]] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to report."""
+        return any(self._counts.values()) or bool(self._fallbacks or self._info)
+
+    def take_report(self) -> dict[str, Any]:
+        """The increments since the last report, as plain data, with "info" if it is
+        new; they are forgotten here."""
+        report: dict[str, Any] = {**self._counts, "fallbacks": self._fallbacks}
+        if self._info is not None:
+            report["info"] = self._info
+        self._clear()
+        return report
+
+    def breach(self, kind: str, found: str) -> None:
+        self._counts["breaches"] += 1
+        self._report_breach(kind, found)
+
+    def add_step(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
+        """Adds one processed output: what the worker sent with it, and its windows."""
+        for reason, num in record.fallbacks.items():
+            self._fallbacks[reason] = self._fallbacks.get(reason, 0) + num
+        info = [dict(row) for row in record.info]
+        if info and info != self._known_info:
+            self._known_info = self._info = info
+        self._counts["restored_bytes"] += record.restored_bytes
+        if record.breaches:
+            self._counts["breaches"] += record.breaches - 1
+            self.breach("worker", f"the worker reported {record.breaches}")
+        if record.windows == 0 and record.tokens_staged == 0:
+            return
+        self._check(record, scheduled)
+        # The parts add up whatever was found: committed and dropped are clipped, and
+        # rejected is the rest. Drafts that the worker left out (UPPER_BOUND) are taken
+        # from the rejected ones, then from the dropped ones; drafts it ran beyond what
+        # was scheduled (a breach) are dropped ones.
+        staged = record.tokens_staged
+        committed = min(scheduled.num_counted_accepted, staged)
+        uncounted = max(scheduled.num_drafts, staged) - scheduled.num_counted_drafts
+        dropped = min(max(uncounted, 0), staged - committed)
+        self._counts["windows"] += record.windows
+        self._counts["tokens_staged"] += staged
+        self._counts["committed_tokens"] += committed
+        self._counts["dropped_drafts"] += dropped
+        self._counts["rejected_tokens"] += staged - committed - dropped
+
+    def _check(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
+        staged, accepted = record.tokens_staged, record.tokens_accepted
+        if accepted + record.tokens_rejected != staged:
+            self.breach(
+                "split",
+                f"{accepted} accepted + {record.tokens_rejected} rejected drafts are "
+                f"not {staged} staged",
+            )
+        for what, found, num_scheduled in (
+            ("windows", record.windows, scheduled.num_windows),
+            ("drafts", staged, scheduled.num_drafts),
+        ):
+            fewer = found < num_scheduled and self._draft_count is DraftCount.EXACT
+            if fewer or found > num_scheduled:
+                self.breach(what, f"{found} {what} run, {num_scheduled} scheduled")
+        if not scheduled.least_accepted <= accepted <= scheduled.most_accepted:
+            self.breach(
+                "accepted",
+                f"{accepted} drafts accepted on the device, "
+                f"{scheduled.least_accepted} to {scheduled.most_accepted} by its "
+                f"output, {scheduled.num_counted_accepted} in windows counted",
+            )
+
+
+class NworPrometheus:
+    """vLLM's Prometheus objects for our counters, for one stat logger.
+
+    counter_cls, gauge_cls: prometheus_client's, or Ray's stand-ins for them.
+    label_values: engine index -> values of ENGINE_LABELS.
+    Objects of the same names must have been unregistered before (vLLM does).
+    """
+
+    def __init__(
+        self,
+        counter_cls: Callable[..., Any],
+        gauge_cls: Callable[..., Any],
+        label_values: Mapping[int, Sequence[object]],
+    ) -> None:
+        labels = list(ENGINE_LABELS)
+        self._label_values = label_values
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, text in COUNTERS.items():
+            counter = counter_cls(
+                name=f"vllm:nwor_{name}", documentation=text, labelnames=labels
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values)
+                for engine, values in label_values.items()
+            }
+        self._fallbacks = counter_cls(
+            name="vllm:nwor_fallbacks",
+            documentation=FALLBACKS_HELP,
+            labelnames=[*labels, "reason"],
+        )
+        self._info_gauge = gauge_cls(
+            name="vllm:nwor_info",
+            documentation=INFO_HELP,
+            labelnames=[*labels, *INFO_LABELS],
+            multiprocess_mode="mostrecent",
+        )
+        self._info: dict[int, Sequence[Mapping[str, Any]]] = {}
+
+    def has_info(self, engine: int) -> bool:
+        return engine in self._info
+
+    def add(self, report: Mapping[str, Any], engine: int) -> None:
+        """Adds the increments of `NworStats.take_report` for engine index `engine`."""
+        for name, counters in self._counters.items():
+            if num := report[name]:
+                counters[engine].inc(num)
+        for reason, num in report["fallbacks"].items():
+            self._fallbacks.labels(*self._label_values[engine], reason).inc(num)
+
+    def set_info(self, rows: Sequence[Mapping[str, Any]], engine: int) -> None:
+        """One series at 1 for each row (INFO_LABELS); rows shown before go to 0."""
+        for value, shown in ((0, self._info.get(engine, ())), (1, rows)):
+            for row in shown:
+                values = [str(row[label]) for label in INFO_LABELS]
+                self._info_gauge.labels(*self._label_values[engine], *values).set(value)
+        self._info[engine] = rows
