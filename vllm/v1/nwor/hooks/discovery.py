@@ -54,7 +54,7 @@ def build(
     refusal = _config_refusal(runner.vllm_config)
     if refusal is None:
         try:
-            ops.load(require_cuda=runner.device.type == "cuda")
+            ops.load(runner.device.type)
         except ops.NworOpsUnavailable as missing:
             refusal = str(missing)
     protected: list[tuple[int, list[LayerCache]]] = []

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""register(): what a process gets in each mode, and what an unknown host is told."""
+
+import logging
+from types import ModuleType
+
+import pytest
+import vllm
+import wrapt
+from vllm import envs
+
+from vllm.v1.nwor import plugin
+from vllm.v1.nwor.config import ENV_NAMES, NworConfigError
+from vllm.v1.nwor.hooks._wrap import HostMismatch
+
+
+@pytest.fixture
+def pending(monkeypatch):
+    """Modules for which a post-import hook was left, in order."""
+    names: list[str] = []
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(
+        wrapt, "register_post_import_hook", lambda hook, name: names.append(name)
+    )
+    for name in ENV_NAMES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delitem(envs.environment_variables, name, raising=False)
+    return names
+
+
+@pytest.fixture
+def messages():
+    """The texts that our logger was given, whatever vLLM does with its handlers."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    plugin.logger.addHandler(handler)
+    yield texts
+    plugin.logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("mode", [None, "off"])
+def test_off_leaves_no_hook_pending(mode, pending, monkeypatch):
+    if mode is not None:
+        monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+
+    plugin.register()
+
+    assert pending == []
+
+
+@pytest.mark.parametrize("mode", ["stage", "cow"])
+def test_on_hooks_runners_scheduler_and_loggers_once(mode, pending, monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+
+    plugin.register()
+    plugin.register()
+
+    assert pending == [
+        "vllm.v1.worker.gpu_model_runner",
+        "vllm.v1.worker.gpu.model_runner",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.metrics.loggers",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["off", "stage"])
+def test_vllm_knows_our_variables_and_not_their_values(mode, pending, monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+
+    plugin.register()
+
+    assert [envs.environment_variables[name]() for name in ENV_NAMES] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("VLLM_NWOR_MODE", "on", "off, stage, cow"),
+        ("VLLM_NWOR_STRICT", "maybe", "0, 1"),
+    ],
+)
+def test_a_bad_value_stops_the_start_in_any_mode(
+    name, value, allowed, pending, monkeypatch
+):
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(NworConfigError) as error:
+        plugin.register()
+
+    assert str(error.value) == (
+        f"{name}={value!r} is not allowed; allowed values: {allowed}"
+    )
+    assert pending == []
+
+
+def test_a_version_nobody_has_tried_gets_one_warning(pending, monkeypatch, messages):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setattr(vllm, "__version__", "9.9.9")
+
+    plugin.register()
+    plugin.register()
+
+    assert messages == [
+        "NWOR has not been tried with vLLM 9.9.9 (tried: 0.26.0, 0.32.0); it runs if "
+        "every signature it relies on matches"
+    ]
+    assert len(pending) == 4
+
+
+def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setattr(vllm, "__file__", None)
+
+    with pytest.raises(RuntimeError, match="finds an empty namespace instead of vLLM"):
+        plugin.register()
+
+    assert pending == []
+
+
+MISMATCH = (
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache has parameters "
+    "(self, config); expected it to begin with (self, kv_cache_config, is_profiling)"
+)
+
+
+@pytest.fixture
+def unknown_host():
+    """A runner module whose first hooked method has other parameters."""
+    host = ModuleType("vllm.v1.worker.gpu_model_runner")
+
+    class GPUModelRunner:
+        def initialize_kv_cache(self, config): ...
+
+        def execute_model(self, scheduler_output): ...
+
+    host.GPUModelRunner = GPUModelRunner
+    return host
+
+
+def install(host):
+    plugin._guarded(plugin.HOOKS["vllm.v1.worker.gpu_model_runner"])(host)
+
+
+def test_an_unknown_signature_is_refused_by_name_and_nothing_is_wrapped(
+    unknown_host, monkeypatch, messages
+):
+    monkeypatch.delenv("VLLM_NWOR_STRICT", raising=False)
+    before = dict(vars(unknown_host.GPUModelRunner))
+
+    install(unknown_host)
+
+    assert messages == [
+        f"NWOR is off for vllm.v1.worker.gpu_model_runner: {MISMATCH}"
+    ]
+    assert dict(vars(unknown_host.GPUModelRunner)) == before
+
+
+def test_an_unknown_signature_raises_under_strict(unknown_host, monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
+
+    with pytest.raises(HostMismatch) as error:
+        install(unknown_host)
+
+    assert str(error.value) == MISMATCH
