@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# nwor_add_cuda(target): the CUDA sources, if NWOR_CUDA says so.
+# nwor_add_cuda(target): the CUDA sources, if NWOR_CUDA says so. The CUDA runtime is
+# linked in, so that the same library loads where there is none.
 
 set(NWOR_CUDA AUTO CACHE STRING "AUTO (by nvcc), ON or OFF")
 set_property(CACHE NWOR_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -9,14 +10,51 @@ set(NWOR_CUDA_ARCHS "80;90;100;120" CACHE STRING "CUDA compute capabilities")
 if(NOT NWOR_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "NWOR_CUDA is '${NWOR_CUDA}'; must be AUTO, ON or OFF.")
 endif()
+set(NWOR_USE_CUDA OFF)
 if(NOT NWOR_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
-  if(NOT CMAKE_CUDA_COMPILER AND NWOR_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "NWOR_CUDA is ON and nvcc was not found; put it on "
-      "PATH, set CUDACXX, or give -DNWOR_CUDA=OFF.")
+  if(CMAKE_CUDA_COMPILER)
+    set(NWOR_USE_CUDA ON)
+  elseif(NWOR_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "NWOR_CUDA is ON and nvcc was not found; put it on PATH, set "
+      "CUDACXX, or give -DNWOR_CUDA=OFF.")
   endif()
 endif()
 
+if(NWOR_USE_CUDA)
+  # Leave out what this nvcc does not know yet, or no longer.
+  execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch
+    OUTPUT_VARIABLE known_archs)
+  set(CMAKE_CUDA_ARCHITECTURES "")
+  foreach(arch IN LISTS NWOR_CUDA_ARCHS)
+    if(known_archs MATCHES "compute_${arch}[^0-9a-z]")
+      list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-real)
+      set(newest_arch ${arch})
+    else()
+      message(WARNING "NWOR_CUDA_ARCHS: this nvcc cannot build for ${arch}; left out.")
+    endif()
+  endforeach()
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    message(FATAL_ERROR "NWOR_CUDA_ARCHS is '${NWOR_CUDA_ARCHS}'; this nvcc can build "
+      "for none of them, it knows: ${known_archs}")
+  endif()
+  # Later GPUs compile the newest architecture's PTX.
+  list(APPEND CMAKE_CUDA_ARCHITECTURES ${newest_arch}-virtual)
+  enable_language(CUDA)
+  set(CMAKE_CUDA_STANDARD 17)
+  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+endif()
+message(STATUS "nwor: CUDA ${NWOR_USE_CUDA} ${CMAKE_CUDA_ARCHITECTURES}")
+
 function(nwor_add_cuda target)
+  if(NOT NWOR_USE_CUDA)
+    return()
+  endif()
+  target_sources(${target} PRIVATE
+    csrc/nwor/cow_cuda.cu csrc/nwor/single_cuda.cu csrc/nwor/stage_cuda.cu)
+  # USE_CUDA: PyTorch's headers then declare the current stream.
+  target_compile_definitions(${target} PRIVATE NWOR_CUDA USE_CUDA)
+  set_target_properties(${target} PROPERTIES
+    CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
 endfunction()

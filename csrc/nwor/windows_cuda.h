@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Window arithmetic by a whole warp, on top of window.h: the same predicates, with the
+// 32 lanes looking at 32 entries at once, because each look is a wait for memory.
+// All lanes must call these, with the same arguments; all get the same result.
+#pragma once
+
+#include "cuda_support.h"
+#include "window.h"
+
+namespace nwor {
+
+// find_draft of window.h. Narrows [low, high], which holds the smallest r with
+// d < drafts_through(r), to the first of 32 segments whose last entry is beyond d.
+__device__ inline DraftPlace find_draft_by_warp(const BatchWindows& batch, int64_t d) {
+  const int lane = threadIdx.x % kWarpThreads;
+  int64_t low = 0;
+  int64_t high = batch.num_reqs;
+  while (low < high) {
+    const int64_t step = (high - low + kWarpThreads - 1) / kWarpThreads;
+    int64_t last = low + (lane + 1) * step - 1;
+    last = last < high ? last : high - 1;
+    const unsigned beyond =
+        __ballot_sync(kFullWarp, d < drafts_through(batch.cu_num_logits, last));
+    if (beyond == 0) {
+      low = high;
+      break;
+    }
+    const int segment = __ffs(beyond) - 1;
+    const int64_t segment_last = low + (segment + 1) * step - 1;
+    high = segment_last < high ? segment_last : high - 1;
+    low += segment * step;
+  }
+  return low == batch.num_reqs ? no_draft()
+                               : place_in_request(batch.cu_num_logits, low, d);
+}
+
+// The slot of a draft; kPadSlot, or kInvalidSlot where an index is out of range.
+__device__ inline int64_t slot_of(const BatchWindows& batch, const DraftPlace& place,
+                                  int64_t num_slots) {
+  if (place.request < 0) {
+    return kPadSlot;
+  }
+  if (place.logits_row >= batch.num_logits) {
+    return kInvalidSlot;
+  }
+  const int64_t token = batch.logits_indices.at(place.logits_row);
+  if (token < 0 || token >= batch.num_tokens) {
+    return kInvalidSlot;
+  }
+  const int64_t slot = batch.slot_mapping[token];
+  return slot >= kPadSlot && slot < num_slots ? slot : kInvalidSlot;
+}
+
+__device__ inline void write_log_entry(int64_t* log_slots, int32_t* log_windows,
+                                       int64_t draft, const DraftPlace& place,
+                                       int64_t slot) {
+  log_slots[draft] = slot;
+  log_windows[3 * draft] = place.request;
+  log_windows[3 * draft + 1] = place.position;
+  log_windows[3 * draft + 2] = place.num_drafts;
+}
+
+// num_accepted of window.h.
+__device__ inline int64_t num_accepted_by_warp(const Acceptance& acceptance,
+                                               int64_t request, int64_t num_drafts) {
+  if (acceptance.num_rejected != nullptr) {
+    return num_drafts - acceptance.num_rejected[request];
+  }
+  int64_t num_valid = 0;
+  for (int64_t first = 0; first < acceptance.num_columns; first += kWarpThreads) {
+    const int64_t column = first + threadIdx.x % kWarpThreads;
+    const bool valid =
+        column < acceptance.num_columns && acceptance.is_valid(request, column);
+    num_valid += __popc(__ballot_sync(kFullWarp, valid));
+  }
+  return num_valid > 0 ? num_valid - 1 : 0;
+}
+
+}  // namespace nwor
