@@ -16,6 +16,7 @@ NWOR_CUDA_ARCHS (a CMake list such as "90" or "80;90"; empty for the default).
 from __future__ import annotations
 
 import argparse
+import fcntl
 import filecmp
 import importlib.util
 import os
@@ -80,7 +81,6 @@ def build(output_dir: Path, build_root: Path = ROOT / "build") -> bool:
     name = "-".join(["native", cuda.lower(), *re.findall(r"\w+", archs)])
     build_dir = build_root / name
     staged = build_dir / "out"
-    cmake = find_tool("cmake")
     options = {
         "TORCH_DIR": str(torch_dir()),
         "NWOR_OUTPUT_DIR": str(staged),
@@ -88,17 +88,28 @@ def build(output_dir: Path, build_root: Path = ROOT / "build") -> bool:
     }
     if archs:
         options["NWOR_CUDA_ARCHS"] = archs
-    command = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
+    command = [find_tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
     command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
     command += [f"-D{key}={value}" for key, value in options.items()]
+    build_dir.mkdir(parents=True, exist_ok=True)
+    with open(build_dir / "lock", "w") as lock:
+        # Ninja does not expect another one in its directory.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _run_cmake(command, build_dir)
+        return _install(staged / LIBRARY, output_dir)
+
+
+def _run_cmake(command: list[str], build_dir: Path) -> None:
+    """Configures, if that was not done with this command, and builds."""
     # Written only after CMake succeeded: an interrupted configure is done again.
     stamp = build_dir / "configured.txt"
     if not stamp.is_file() or stamp.read_text() != "\n".join(command):
+        (build_dir / "CMakeCache.txt").unlink(missing_ok=True)
         subprocess.run(command, check=True)
         stamp.write_text("\n".join(command))
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-    subprocess.run([cmake, "--build", str(build_dir), "-j", jobs], check=True)
-    return _install(staged / LIBRARY, output_dir)
+    build = [command[0], "--build", str(build_dir), "-j", jobs, "--", "--quiet"]
+    subprocess.run(build, check=True)
 
 
 def _install(library: Path, output_dir: Path) -> bool:

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools behind make: what the system lacks, the environment, the models.
+
+Set-up is tested by its decisions, with the commands it would run recorded; that the
+commands work is shown by this suite running at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools import gguf_to_hf, make_models, model_recipes, setup_env
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK_SYSTEM = ROOT / "tools" / "check_system.sh"
+
+# --- check_system.sh ---
+
+# What makes a Python lack something, run before check_system's own script.
+LACKING = {
+    "libnuma1": "import ctypes; ctypes.CDLL = lambda name: open('/nonexistent')",
+    "python3-dev": "import sysconfig; sysconfig.get_path = lambda name: '/nonexistent'",
+    "python3-venv": "import importlib.util as u; u.find_spec = lambda name: None",
+    "python3": "import sys; sys.version_info = (3, 10, 13)",
+}
+
+
+def check_system(
+    tmp_path: Path, *, without: str = "", prelude: str = ""
+) -> tuple[int, list[str]]:
+    """Exit status and error lines with a PATH that holds only what we put there."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("id", "cut", "make", "g++"):
+        if name != without:
+            (commands / name).symlink_to(shutil.which(name) or "/bin/true")
+    python = commands / "python3"
+    script = f"import sys; {prelude or 'pass'}\nexec(sys.stdin.read())"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{script}"\n')
+    python.chmod(0o755)
+    if without == "no-python":
+        python.unlink()
+    env = {"PATH": str(commands), "LD_LIBRARY_PATH": ""}
+    result = subprocess.run(
+        ["/bin/sh", str(CHECK_SYSTEM)], env=env, capture_output=True, text=True
+    )
+    assert result.stdout == ""
+    return result.returncode, result.stderr.splitlines()
+
+
+def test_complete_system_passes_silently(tmp_path: Path) -> None:
+    assert check_system(tmp_path) == (0, [])
+
+
+@pytest.mark.parametrize("package", ["make", "g++", *LACKING, "no-python"])
+def test_missing_thing_is_one_line_with_its_command(
+    tmp_path: Path, package: str
+) -> None:
+    prelude = LACKING.get(package, "")
+    status, lines = check_system(tmp_path, without=package, prelude=prelude)
+    assert status == 1
+    line, hint = lines
+    assert line.startswith("missing: ")
+    assert line.endswith(
+        f"apt-get install -y {package.replace('no-python', 'python3')}"
+    )
+    assert "make deps" in hint
+
+
+# --- setup_env.py ---
+
+
+@pytest.fixture
+def checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A checkout's files in tmp_path, which setup_env takes for its own."""
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    for name, value in list(vars(setup_env).items()):
+        if isinstance(value, Path):
+            moved = tmp_path / value.relative_to(ROOT)
+            monkeypatch.setattr(setup_env, name, moved)
+    return tmp_path
+
+
+Recorder = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Recorder:
+    """Runs set-up with the commands replaced; fails at the one with `fail_at`."""
+
+    def run_setup(fail_at: str = "") -> list[str]:
+        done: list[str] = []
+
+        def run(command: list[str | Path], **extra_env: str) -> None:
+            words = [str(part) for part in command]
+            step = next(
+                step
+                for step, word in (
+                    ("venv", "venv"),
+                    ("packages", "--override"),
+                    ("editable", "-e"),
+                    ("uv", str(setup_env.UV)),
+                )
+                if word in words
+            )
+            if step == fail_at:
+                raise KeyboardInterrupt
+            if step == "venv":
+                setup_env.PYTHON.parent.mkdir(parents=True)
+                setup_env.PYTHON.touch()
+            if step == "editable":
+                site = setup_env.VENV / "lib" / "python3.11" / "site-packages"
+                (site / "vllm_nwor-0.1.0.dist-info").mkdir(parents=True, exist_ok=True)
+            done.append(step)
+
+        monkeypatch.setattr(setup_env, "run", run)
+        monkeypatch.setattr(setup_env, "pip_index_url", lambda: "")
+        try:
+            setup_env.setup()
+        except KeyboardInterrupt:
+            done.append("interrupted")
+        return done
+
+    return run_setup
+
+
+def test_setup_runs_once(record: Recorder) -> None:
+    assert record("") == ["venv", "uv", "packages", "editable"]
+    assert record("") == []
+
+
+def test_setup_follows_its_files(record: Recorder, checkout: Path) -> None:
+    record("")
+    (checkout / "setup.py").write_text("changed")
+    assert record("") == ["editable"]
+    (checkout / "requirements" / "cpu.txt").write_text("changed")
+    assert record("") == ["uv", "packages", "editable"]
+    (dist_info,) = checkout.glob(".venv/lib/*/site-packages/*.dist-info")
+    dist_info.rmdir()
+    assert "editable" in record("")
+
+
+@pytest.mark.parametrize("step", ["venv", "uv", "packages", "editable"])
+def test_interrupted_setup_starts_over(record: Recorder, step: str) -> None:
+    assert record(step)[-1] == "interrupted"
+    assert setup_env.found_stamp() == {}
+    (setup_env.VENV / "half-written").touch()
+    assert record("") == ["venv", "uv", "packages", "editable"]
+    assert not (setup_env.VENV / "half-written").exists()
+    assert setup_env.found_stamp() == setup_env.wanted_stamp()
+
+
+def test_interrupted_update_starts_over(record: Recorder, checkout: Path) -> None:
+    record("")
+    (checkout / "requirements" / "cpu.txt").write_text("changed")
+    assert record("packages") == ["uv", "interrupted"]
+    assert record("")[0] == "venv"
+
+
+def test_environment_made_by_hand_is_completed(record: Recorder) -> None:
+    setup_env.PYTHON.parent.mkdir(parents=True)
+    setup_env.PYTHON.touch()
+    assert record("") == ["uv", "packages", "editable"]
+
+
+def test_uv_is_told_what_pip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1/simple")
+    monkeypatch.setenv("PIP_CERT", "/some/cert.pem")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
+    monkeypatch.setattr(setup_env, "PYTHON", Path(sys.executable))
+    env = setup_env.uv_environment()
+    assert env["UV_DEFAULT_INDEX"] == "http://127.0.0.1/simple"
+    assert env["SSL_CERT_FILE"] == "/some/cert.pem"
+    assert setup_env.find_links() == ["--find-links", "/a", "--find-links", "/b"]
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert setup_env.find_links() == []
+
+
+# --- make_models.py ---
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder; its models' folder is returned."""
+    monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers a model "m" of one file; `error` is raised half-way through."""
+
+    def register(content: str, error: BaseException | None = None) -> None:
+        def make(recipe, out, models, progress) -> None:
+            (out / "weights").write_text(content[:2])
+            if error is not None:
+                raise error
+            (out / "weights").write_text(content)
+
+        recipe = model_recipes.Recipe("m", "", make, spec={"content": content})
+        monkeypatch.setitem(make_models.RECIPES, "m", recipe)
+
+    return register
+
+
+def test_unknown_model_is_refused(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        make_models.main(["--only", "gpt-5"])
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert "gpt-5" in message
+    assert "smollm2-135m" in message
+    assert not cache.exists()
+
+
+def test_model_is_made_once_and_again_when_its_recipe_changes(
+    cache: Path, tiny_recipe: Callable[..., None]
+) -> None:
+    tiny_recipe("first")
+    assert make_models.main(["--only", "m"]) == 0
+    made = (cache / "m" / "weights").stat()
+    assert make_models.main(["--only", "m"]) == 0
+    assert (cache / "m" / "weights").stat() == made
+    tiny_recipe("second")
+    assert make_models.main(["--only", "m"]) == 0
+    assert (cache / "m" / "weights").read_text() == "second"
+    # A file cut short is noticed, too.
+    (cache / "m" / "weights").write_text("sec")
+    assert make_models.main(["--only", "m"]) == 0
+    assert (cache / "m" / "weights").read_text() == "second"
+
+
+def test_interrupted_model_leaves_nothing_half_written(
+    cache: Path, tiny_recipe: Callable[..., None]
+) -> None:
+    tiny_recipe("first", KeyboardInterrupt())
+    assert make_models.main(["--only", "m"]) == 130
+    assert sorted(path.name for path in cache.iterdir()) == [".lock"]
+    tiny_recipe("first")
+    make_models.main(["--only", "m"])
+    tiny_recipe("second", model_recipes.RecipeError("no"))
+    assert make_models.main(["--only", "m"]) == 1
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", "m"]
+    assert (cache / "m" / "weights").read_text() == "first"
+
+
+def test_killed_build_is_cleared_away(
+    cache: Path, tiny_recipe: Callable[..., None]
+) -> None:
+    leftover = cache / ".tmp-m-1"
+    leftover.mkdir(parents=True)
+    (leftover / "weights").write_text("half")
+    tiny_recipe("first")
+    assert make_models.main(["--only", "m"]) == 0
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", "m"]
+
+
+def test_unpermute_rope_undoes_the_order_of_gguf() -> None:
+    num_heads, head_dim, hidden = 3, 8, 5
+    weight = np.arange(num_heads * head_dim * hidden).reshape(-1, hidden)
+    # GGUF's row 2i of a head is Hugging Face's row i, its row 2i + 1 row i + 4.
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    rows = [head * head_dim + row for head in range(num_heads) for row in order]
+    restored = gguf_to_hf.unpermute_rope(weight[rows], num_heads)
+    assert np.array_equal(restored, weight)
+
+
+def test_draft_keeps_the_other_layers_in_order() -> None:
+    from safetensors import safe_open
+
+    target = make_models.model_path("smollm2-135m")
+    draft = make_models.model_path("smollm2-draft-26")
+    config = json.loads((draft / "config.json").read_text())
+    assert config["num_hidden_layers"] == 26
+    names = ("mlp.up_proj.weight", "self_attn.q_proj.weight")
+    with (
+        safe_open(target / "model.safetensors", framework="pt") as whole,
+        safe_open(draft / "model.safetensors", framework="pt") as part,
+    ):
+        # Layers 5, 7, 12 and 27 are left out.
+        for new, old in ((4, 4), (5, 6), (6, 8), (10, 13), (23, 26), (25, 29)):
+            for name in names:
+                ours = part.get_tensor(f"model.layers.{new}.{name}")
+                theirs = whole.get_tensor(f"model.layers.{old}.{name}")
+                assert ours.equal(theirs)
+
+
+@pytest.mark.slow
+def test_converted_model_speaks_english() -> None:
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+chat = [{"role": "user", "content": "What is the capital of France?"}]
+inputs = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+print(tokenizer.decode(tokens[0][inputs["input_ids"].shape[1]:]))
+"""
+    path = make_models.model_path("smollm2-135m")
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "The capital of France is Paris.<|im_end|>"
