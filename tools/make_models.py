@@ -98,12 +98,11 @@ def build_lock(models: Path) -> Iterator[None]:
         except BlockingIOError:
             print("models: waiting for another process that makes them", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        _remove_leftovers(models)
         yield
 
 
 def _remove_leftovers(models: Path) -> None:
-    """What killed builds left; call only while holding the lock."""
+    """What this build or a killed one left; only for who holds the lock."""
     for path in models.glob(".tmp-*"):
         shutil.rmtree(path)
 

@@ -55,7 +55,7 @@ def wanted_stamp() -> dict[str, str]:
 
 def found_stamp() -> dict[str, str]:
     """The stamp of the environment that is there; empty if it is not complete."""
-    if UNFINISHED.exists() or not PYTHON.exists() or not STAMP.is_file():
+    if not PYTHON.exists() or not STAMP.is_file():
         return {}
     if not list(VENV.glob("lib/python3*/site-packages/vllm_nwor-*.dist-info")):
         return {}
