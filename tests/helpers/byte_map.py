@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slot owns which byte of a CPU_ATTN cache, from the layout's formulas.
+
+Written from vLLM's packing rules, not from NWOR's probing. `probed_owners` finds the
+same by experiment with vLLM's own writer; a test holds the two against each other.
+
+A block of a layer is, for each head, a page of two regions, K then V, of N * D
+elements each (N slots a block, D the head size). Element d of the token at offset o:
+
+    vec, vec16   K: d * N + o              (a column for each token)
+                 V: o * D + d              (a row for each token)
+    amx          K: pairs of dims:   ((o // 16) * (8 * D) + (d // 2) * 16 + o % 16) * 2
+                                     + d % 2
+                 V: pairs of tokens: (d // 16) * (16 * N) + (o // 2) * 32
+                                     + (d % 16) * 2 + o % 2
+
+Example: vec, N = 32, D = 64, bf16: K's element d = 3 of o = 5 is element 101 of the
+page, bytes 202 and 203; V's is element 2048 + 323.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def owners(layer: Any) -> torch.Tensor:
+    """The offset in its block, 0..N-1, of the slot that owns each byte of a block.
+
+    Returns [num_heads, page bytes of a head] int64. Raises NotImplementedError for an
+    instruction set whose packing is not known here.
+    """
+    _, num_heads, block_size, width = layer.kv_cache.shape
+    head_size, itemsize = width // 2, layer.kv_cache.element_size()
+    token = np.arange(block_size)[:, None]
+    dim = np.arange(head_size)[None, :]
+    if layer.isa in ("vec", "vec16"):
+        key = dim * block_size + token
+        value = token * head_size + dim
+    elif layer.isa == "amx":
+        pair = (token // 16) * (8 * head_size) + (dim // 2) * 16 + token % 16
+        key = pair * 2 + dim % 2
+        value = (
+            (dim // 16) * (16 * block_size)
+            + (token // 2) * 32
+            + (dim % 16) * 2
+            + token % 2
+        )
+    else:
+        raise NotImplementedError(f"no packing rule for isa {layer.isa!r}")
+    region = block_size * head_size
+    page = np.full(2 * region, -1)
+    page[key] = token
+    page[region + value] = token
+    assert (page >= 0).all(), "the formula leaves bytes without an owner"
+    return torch.from_numpy(page.repeat(itemsize)).expand(num_heads, -1).contiguous()
+
+
+def probed_owners(layer: Any) -> torch.Tensor:
+    """The same by experiment: vLLM's writer puts one token into a block of 0x00 bytes
+    and into one of 0xFF bytes; a byte that changed in either is its own.
+
+    Returns [num_heads, page bytes of a head] int64, -1 where no write changed it.
+    Writes into a scratch, not into the layer's cache.
+    """
+    _, num_heads, block_size, width = layer.kv_cache.shape
+    shape = (1, num_heads, block_size, width)
+    found = torch.full((num_heads, block_size * width), -1)
+    itemsize = layer.kv_cache.element_size()
+    found = found.repeat_interleave(itemsize, dim=1)
+    dtype = torch.bfloat16
+    for offset in range(block_size):
+        payload = torch.full((1, num_heads, width // 2), 1.2578125, dtype=dtype)
+        changed = torch.zeros_like(found, dtype=torch.bool)
+        for background in (0x00, 0xFF):
+            raw = torch.full((found.numel(),), background, dtype=torch.uint8)
+            scratch = raw.view(layer.kv_cache.dtype).view(shape)
+            slot = torch.tensor([offset])
+            layer.impl.do_kv_cache_update(layer, payload, -payload, scratch, slot)
+            changed |= raw.view_as(found) != background
+        assert (found[changed] == -1).all(), "two slots own one byte"
+        found[changed] = offset
+    return found
+
+
+def block_bytes(kv_cache: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
+    """One layer's bytes in `storage` (or in a copy of it) as a view
+    [num_blocks, num_heads, page bytes] uint8.
+
+    kv_cache: [num_blocks, num_heads, N, 2 * D], any strides as long as a head's page
+    is contiguous. storage: [bytes] uint8.
+    """
+    num_blocks, num_heads, block_size, width = kv_cache.shape
+    assert kv_cache.stride()[2:] == (width, 1), "a head's page is not contiguous"
+    itemsize = kv_cache.element_size()
+    return storage.as_strided(
+        (num_blocks, num_heads, block_size * width * itemsize),
+        (kv_cache.stride(0) * itemsize, kv_cache.stride(1) * itemsize, 1),
+        kv_cache.storage_offset() * itemsize,
+    )

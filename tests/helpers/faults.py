@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one seam through which tests make NWOR's ops fail: the manager's op module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.helpers.engine import Engine
+
+
+class _ReplacedOps:
+    """An op module with some functions replaced; the others pass through."""
+
+    def __init__(self, ops: Any, replacements: dict[str, Any]) -> None:
+        self._ops = ops
+        self.__dict__.update(replacements)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+
+@contextmanager
+def replaced_ops(engine: Engine, **replacements: Any) -> Iterator[None]:
+    """`engine` calls the given functions in place of NWOR's ops of those names."""
+    manager = engine.manager
+    ops = manager._ops
+    for name in replacements:
+        assert callable(getattr(ops, name)), f"NWOR has no op {name}"
+    manager._ops = _ReplacedOps(ops, replacements)
+    try:
+        yield
+    finally:
+        manager._ops = ops
