@@ -13,7 +13,7 @@ using torch::headeronly::ScalarType;
 
 int32_t device_type_of(const Tensor& tensor) {
   int32_t type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
   return type;
 }
 
