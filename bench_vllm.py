@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding on real vLLM with and without NWOR.
+
+    python bench_vllm.py                                    off against nwor
+    python bench_vllm.py --mode nwor --batch-size 1 --num-speculative-tokens 48
+    python bench_vllm.py --help
+
+`--mode compare` (the default) runs the same requests in one engine with NWOR idle and
+active, in pairs, beside control pairs that are idle in both. It prints no speed unless
+all outputs are equal token by token. What it does not do: judge a speed-up by
+speculation, or measure memory bandwidth (bench_kernels.py does).
+
+Exit status: 0 done; 1 outputs differ, or vLLM does not run; 2 a bad argument, nothing
+was written; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ab, device, environment, plot, prompts, report, summary
+from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
+from benchmarks.engine import Engine, EngineFailed
+from benchmarks.files import write_json, write_whole
+from benchmarks.runs import Run
+from benchmarks.settings import find_models, prepare_process
+
+ROOT = Path(__file__).resolve().parent
+TRUE_OFF_RUNS = 3
+# Arguments, each with a value, that `off` in a process of its own must not get.
+_COMPARE_ONLY = ("--plot", "--pairs-until-ci", "--json")
+
+
+class Bar:
+    """A progress bar on stderr; a line now and then if that is no terminal."""
+
+    def __init__(self, what: str, total: int) -> None:
+        from tqdm import tqdm
+
+        calm = 0.1 if sys.stderr.isatty() else 15
+        self._bar = tqdm(
+            total=total, desc=what, unit="run", mininterval=calm, file=sys.stderr
+        )
+        self._started = False
+
+    def __call__(self, what: str) -> None:
+        """The run `what` starts, so the one before has ended."""
+        if self._started:
+            self._bar.update()
+        self._started = True
+        if self._bar.n >= (self._bar.total or 0):
+            self._bar.total = self._bar.n + 1
+        self._bar.set_postfix_str(what)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """The last run has ended, well unless there is an error."""
+        if self._started and error is None:
+            self._bar.update()
+        self._bar.set_postfix_str("")
+        self._bar.close()
+
+
+def note(text: str) -> None:
+    """Says on stderr what takes time now."""
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command that was given, without directories of this machine."""
+    return shlex.join(["python", PROGRAM, *argv])
+
+
+def true_off_arguments(argv: Sequence[str], output: Path) -> list[str]:
+    """`argv` for a process that runs the same requests with mode off."""
+    kept: list[str] = []
+    skip = False
+    for argument in argv:
+        if skip:
+            skip = False
+        elif argument in _COMPARE_ONLY:
+            skip = True
+        elif not argument.startswith(tuple(f"{name}=" for name in _COMPARE_ONLY)):
+            kept.append(argument)
+    kept += ["--mode", "off", "--repeats", str(TRUE_OFF_RUNS), "--keep-tokens"]
+    return [*kept, "--json", str(output)]
+
+
+def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
+    """The result of mode off in a process of its own, where NWOR is never loaded.
+
+    Raises:
+        EngineFailed: that process failed; its own words are on stderr.
+    """
+    note("off in a process of its own")
+    with tempfile.TemporaryDirectory(prefix="nwor-bench-") as directory:
+        output = Path(directory) / "off.json"
+        command = [sys.executable, str(ROOT / PROGRAM)]
+        command += true_off_arguments(argv, output)
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise EngineFailed(
+                f"off in a process of its own ended with status {done.returncode}"
+            )
+        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return result
+
+
+def run_alike(run: Callable[[bool], Run], options: Options) -> list[Run]:
+    """`--repeats` runs in one mode, after a warm-up that is not counted."""
+    active = options.nwor_mode != "off"
+    runs = []
+    with Bar(options.mode, options.repeats + 1) as bar:
+        bar("warm-up")
+        first = run(active)
+        for number in range(1, options.repeats + 1):
+            bar(f"{options.mode} {number}")
+            runs.append(run(active))
+            ab.check_outputs(
+                first.outputs, runs[-1].outputs, "the warm-up", f"run {number}"
+            )
+    return runs
+
+
+def base_result(
+    options: Options, argv: Sequence[str], engine: Engine, env: dict[str, Any]
+) -> dict[str, Any]:
+    """What all modes' results have in common; `outputs` and numbers come later."""
+    found = engine.report()
+    arguments = asdict(options)
+    for name in ("json", "plot", "prompts", "model", "draft_model"):
+        del arguments[name]
+    return {
+        "kind": "bench_vllm",
+        "schema": 1,
+        "mode": options.mode,
+        "against": options.against,
+        "command": command_line(argv),
+        "environment": env,
+        "arguments": arguments,
+        "model": engine.target.label,
+        "draft_model": engine.drafter.label if engine.drafter else None,
+        "prompt_tokens": [len(ids) for wave in engine.waves for ids in wave],
+        "engine": {
+            name: found[name]
+            for name in (
+                "kv_blocks",
+                "kv_block_tokens",
+                "groups",
+                "log_bytes_per_draft",
+                "log_bytes",
+                "fallbacks",
+            )
+        }
+        | {"start_s": engine.start_s},
+    }
+
+
+def bench(options: Options, argv: Sequence[str], on: str) -> dict[str, Any]:
+    """Runs what the options ask for and returns the result, ready for JSON."""
+    comparing = options.mode == COMPARE
+    warnings = environment.warnings(on)
+    true_off = run_true_off(argv) if comparing and options.true_off else None
+    prepare_process(options, on)
+    note("starting vLLM")
+    engine = Engine(options, on)
+    env = environment.describe(on, ROOT)
+    if comparing:
+        with Bar("compare", 2 + 4 * options.repeats) as bar:
+            pairs = ab.compare(
+                engine.run,
+                options.repeats,
+                options.pairs_until_ci,
+                options.max_pairs,
+                bar,
+                None if true_off is None else true_off["outputs"]["tokens"],
+            )
+        tokens = pairs[0].reference.outputs
+        num_runs = 2 + 2 * len(pairs)
+        samples = {kind.value: summary.pair_samples(pairs, kind) for kind in ab.Kind}
+        numbers = summary.comparison(pairs, options.pairs_until_ci)
+    else:
+        runs = run_alike(engine.run, options)
+        tokens, num_runs = runs[0].outputs, len(runs) + 1
+        samples = {"runs": [summary.sample(run) for run in runs]}
+        numbers = summary.single(runs)
+    result = base_result(options, argv, engine, env)
+    engine.close()
+    result["warnings"] = warnings
+    result["outputs"] = summary.outputs(tokens, options.keep_tokens)
+    result["outputs"]["num_runs"] = num_runs
+    result["samples"], result["summary"] = samples, numbers
+    if true_off is not None:
+        result["true_off"] = {
+            "speed": true_off["summary"]["test"],
+            "kv_blocks": true_off["engine"]["kv_blocks"],
+            "samples": true_off["samples"]["runs"],
+        }
+    return result
+
+
+def check_plot(options: Options) -> None:
+    """Refuses --plot before the work where it cannot be drawn after it."""
+    if options.plot is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise BadArgument(
+            f"argument --plot: '{options.plot}' cannot be drawn, matplotlib is not "
+            "installed; allowed here: --json, which tools/render_results.py can draw"
+        ) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = parse(argv)
+        on = device.resolve(options)
+        find_models(options)
+        prompts.read(options.prompts)
+        check_plot(options)
+        result = bench(options, argv, on)
+    except BadArgument as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except ab.OutputsDiffer as error:
+        print(
+            f"{PROGRAM}: no speed is printed, outputs differ: {error}", file=sys.stderr
+        )
+        return 1
+    except EngineFailed as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    print(report.text(result))
+    try:
+        if options.json is not None:
+            write_json(options.json, result)
+        if options.plot is not None:
+            write_whole(options.plot, lambda path: plot.draw(result, path))
+    except OSError as error:
+        print(f"{PROGRAM}: a result was not written: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # vLLM's threads and finalisers have nothing left to do that is worth waiting for.
+    os._exit(status)

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of bench_vllm.py, one noun a file.
+
+    arguments, values, device   what was asked, and whether it can be done here
+    prompts, models, settings   what vLLM is given
+    engine, runs                an engine, and what one run on it gives
+    ab, intervals               off against on in pairs, and how sure a median is
+    environment, summary        what goes to the JSON file
+    report, tables, plot        what is made from the JSON file
+    files                       writing whole or not at all
+
+Not installed with the package; nothing in `vllm.v1.nwor` imports it.
+"""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine in this process, and timed runs of the same requests on it.
+
+The engine core shares the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), prefix caching is
+off and all requests of a wave are added, in the same order, before the first step: two
+runs then make the same batches. Each run starts from the same seeds. NWOR is switched
+between runs by `NworWorkerExtension`, never during one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import prompts as prompt_source
+from benchmarks import runs
+from benchmarks.arguments import BadArgument, Options
+from benchmarks.runs import Run
+from benchmarks.settings import engine_arguments, find_models
+
+# Steps that may still be in flight when the last request has finished.
+_DRAIN_STEPS = 4
+
+_SPEC = "vllm:spec_decode_num_"
+
+
+class EngineFailed(Exception):
+    """vLLM did not start, or does not run as the bench needs."""
+
+
+class Engine:
+    """A started engine with its encoded requests.
+
+    kv_blocks: blocks of the KV cache. waves: token ids of the prompts of each wave.
+    """
+
+    def __init__(self, options: Options, device: str) -> None:
+        """Starts vLLM. Call prepare_process first.
+
+        Raises:
+            EngineFailed: vLLM refused; its sentence is in the message.
+            BadArgument: models or prompts that cannot be used.
+        """
+        self.options = options
+        self.target, self.drafter = find_models(options)
+        texts = prompt_source.read(options.prompts)
+        arguments = engine_arguments(options, device, self.target, self.drafter)
+        from vllm import EngineArgs, LLMEngine
+
+        started = time.perf_counter()
+        try:
+            config = EngineArgs(**arguments)
+            self._engine = LLMEngine.from_engine_args(config)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise EngineFailed(f"vLLM did not start: {_sentence(error)}") from error
+        self.start_s = time.perf_counter() - started
+        self.kv_blocks: int = self.report()["kv_blocks"]
+        self.waves = self._encode(texts)
+        self._num_runs = 0
+        self._switch(False)
+        gc.collect()
+        gc.freeze()
+
+    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+        options, size = self.options, self.options.batch_size
+        config = self._engine.model_config
+        if self.target.random_weights:
+            vocabulary = config.get_vocab_size()
+            ids = prompt_source.random_ids(size, vocabulary, options.seed)
+        else:
+            if options.prompts is None:
+                texts = texts[:size]
+            ids = prompt_source.encode(texts, self._engine.get_tokenizer())
+        if options.context is not None:
+            ids = [prompt_source.to_length(prompt, options.context) for prompt in ids]
+        longest = max(len(prompt) for prompt in ids) + options.max_tokens
+        if longest > config.max_model_len:
+            raise BadArgument(
+                f"argument --max-tokens: '{options.max_tokens}' with the longest "
+                f"prompt makes {longest} tokens; allowed values: at most "
+                f"{config.max_model_len} tokens in all (--max-model-len)"
+            )
+        ids = prompt_source.fill(ids, size)
+        return [ids[at : at + size] for at in range(0, len(ids), size)]
+
+    def rpc(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of NworWorkerExtension on all workers; the first's result."""
+        return self._engine.collective_rpc(method, args=arguments)[0]
+
+    def report(self) -> dict[str, Any]:
+        """NworWorkerExtension.nwor_report of the first worker."""
+        report: dict[str, Any] = self.rpc("nwor_report")
+        return report
+
+    def run(self, active: bool) -> Run:
+        """Runs all requests once, with NWOR active or idle.
+
+        Raises:
+            EngineFailed: NWOR is not in this engine, but `active` asks for it.
+        """
+        self._switch(active)
+        self.rpc("nwor_reseed", self.options.seed)
+        gc.collect()
+        before, spec_before = self.report(), self._spec_counters()
+        self._num_runs += 1
+        outputs: list[list[int]] = []
+        latency_s: list[float] = []
+        step_s: list[float] = []
+        for wave in self.waves:
+            self._wave(wave, outputs, latency_s, step_s)
+        after, spec_after = self.report(), self._spec_counters()
+        return Run(
+            outputs=outputs,
+            seconds=sum(step_s),
+            latency_s=latency_s,
+            step_s=step_s,
+            drafts=runs.drafts(spec_before, spec_after),
+            nwor=runs.nwor_done(before, after) if active else None,
+        )
+
+    def _switch(self, active: bool) -> None:
+        if self.rpc("nwor_set_active", active) is not active:
+            raise EngineFailed(
+                "NWOR is not active in this engine "
+                f"(VLLM_NWOR_MODE={os.environ['VLLM_NWOR_MODE']}): {self.why_not()}"
+            )
+
+    def why_not(self) -> str:
+        """The reasons that the runner recorded for the modes of its groups."""
+        reasons = {
+            f"{info['requested']} resolved to {info['resolved']}, {info['reason']}"
+            for info in self.report()["groups"]
+        }
+        return "; ".join(sorted(reasons)) or "the plugin did not hook the model runner"
+
+    def _wave(
+        self,
+        wave: Sequence[list[int]],
+        outputs: list[list[int]],
+        latency_s: list[float],
+        step_s: list[float],
+    ) -> None:
+        """Adds the requests of one wave, then steps until all have finished."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options, engine = self.options, self._engine
+        first = len(outputs)
+        for index, ids in enumerate(wave, first):
+            parameters = SamplingParams(
+                temperature=options.temperature,
+                max_tokens=options.max_tokens,
+                seed=options.seed + index,
+                ignore_eos=options.ignore_eos or self.target.random_weights,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": ids}
+            engine.add_request(f"{self._num_runs}-{index}", prompt, parameters)
+        finished: dict[int, tuple[list[int], float]] = {}
+        begin = before = time.perf_counter()
+        while engine.has_unfinished_requests():
+            done = engine.step()
+            now = time.perf_counter()
+            step_s.append(now - before)
+            before = now
+            for output in done:
+                if output.finished:
+                    index = int(output.request_id.split("-")[1])
+                    ids = list(output.outputs[0].token_ids)
+                    finished[index] = (ids, now - begin)
+        for _ in range(_DRAIN_STEPS):
+            engine.step()
+        for index in range(first, first + len(wave)):
+            outputs.append(finished[index][0])
+            latency_s.append(finished[index][1])
+
+    def _spec_counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = {}
+        for metric in self._engine.get_metrics():
+            if metric.name.startswith(_SPEC):
+                name = metric.name.removeprefix(_SPEC)
+                values = getattr(metric, "values", None)
+                counters[name] = metric.value if values is None else list(values)
+        return counters
+
+    def close(self) -> None:
+        """Stops the engine and gives back its memory."""
+        with contextlib.suppress(AttributeError):
+            self._engine.engine_core.shutdown()
+        del self._engine
+
+
+def _sentence(error: BaseException) -> str:
+    """The last line of an error that says something, without pydantic's appendix."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if "pydantic.dev" not in line]
+    return lines[-1] if lines else type(error).__name__

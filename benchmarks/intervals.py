@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Medians, percentiles and bootstrap intervals of small samples.
+
+The interval is the percentile bootstrap of the median: the sample is drawn again with
+replacement many times, and the middle 90 % of the medians is the interval. It says how
+well the median is known from this run's pairs; it does not say what another machine, or
+this one on another day, would give.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+
+CONFIDENCE = 0.90
+NUM_RESAMPLES = 5000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its bootstrap interval [low, high]."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def reach(self) -> float:
+        """How far the interval goes from its median, on its longer side."""
+        return max(self.high - self.median, self.median - self.low)
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two closed intervals have a point in common."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks (numpy's default).
+
+    Example: the 95th percentile of 1, 2, 3, 4, 5 lies at rank 0.95 * 4 = 3.8, which is
+    4 + 0.8 * (5 - 4) = 4.8.
+    """
+    if not values:
+        raise ValueError("values is empty; a percentile needs at least one value")
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent is {percent}; expected 0 to 100")
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    below = int(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
+
+
+def median_interval(
+    values: Sequence[float],
+    confidence: float = CONFIDENCE,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """The median of `values` and its percentile bootstrap interval.
+
+    The resampling has a seed of its own, so that the same values always give the same
+    interval.
+    """
+    if not values:
+        raise ValueError("values is empty; an interval needs at least one value")
+    drawn = numpy.random.default_rng(seed).choice(
+        numpy.asarray(values, dtype=float), (num_resamples, len(values))
+    )
+    medians = numpy.median(drawn, axis=1).tolist()
+    tail = (1 - confidence) / 2 * 100
+    return Interval(
+        median=statistics.median(values),
+        low=percentile(medians, tail),
+        high=percentile(medians, 100 - tail),
+    )

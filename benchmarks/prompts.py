@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests' prompts: built-in texts, the user's file, or token ids of a set length.
+
+The built-in texts ask for repeating, editing and summarising, where drafts by ngram
+have something to find. With random weights there is no tokenizer and no meaning: the
+prompt is then a run of ids that repeats, so that ngram finds something there too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.arguments import BadArgument
+
+BUILT_IN = Path(__file__).with_name("prompts.json")
+RANDOM_PROMPT_TOKENS = 256
+_PHRASE_TOKENS = 24
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+def read(path: Path | None) -> list[str]:
+    """The texts in `path`, or the built-in ones.
+
+    Raises:
+        BadArgument: the file cannot be read as its suffix says, or holds no prompt.
+    """
+    source = BUILT_IN if path is None else path
+    try:
+        text = source.read_text(encoding="utf-8")
+        if source.suffix == ".txt":
+            found = [part.strip() for part in text.split("\n\n") if part.strip()]
+        elif source.suffix == ".json":
+            found = json.loads(text)
+        else:
+            lines = [line for line in text.splitlines() if line.strip()]
+            found = [json.loads(line)["prompt"] for line in lines]
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise BadArgument(
+            f"argument --prompts: '{path}' cannot be read as {source.suffix} "
+            f"({error}); allowed values: .txt with paragraphs parted by empty lines, "
+            '.json with a list of strings, .jsonl with lines of {"prompt": ...}'
+        ) from error
+    if not isinstance(found, list) or not found:
+        raise BadArgument(
+            f"argument --prompts: '{path}' holds no prompts; allowed values: a file "
+            "with at least one"
+        )
+    for number, prompt in enumerate(found, 1):
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise BadArgument(
+                f"argument --prompts: prompt {number} of '{path}' is {prompt!r}; "
+                "allowed values: text that is not empty"
+            )
+    return found
+
+
+def encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each text, in the model's chat form if it has one."""
+    if tokenizer.chat_template is None:
+        return [list(tokenizer.encode(text)) for text in texts]
+    encoded = []
+    for text in texts:
+        form = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        encoded.append(list(tokenizer.encode(form, add_special_tokens=False)))
+    return encoded
+
+
+def random_ids(num_prompts: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """`num_prompts` prompts of RANDOM_PROMPT_TOKENS ids: a phrase, again and again."""
+    draw = random.Random(seed)
+    prompts = []
+    for _ in range(num_prompts):
+        phrase = [draw.randrange(3, vocab_size) for _ in range(_PHRASE_TOKENS)]
+        prompts.append(to_length(phrase, RANDOM_PROMPT_TOKENS))
+    return prompts
+
+
+def to_length(ids: Sequence[int], length: int) -> list[int]:
+    """The first `length` ids of `ids` repeated without end."""
+    repeats = -(-length // len(ids))
+    return (list(ids) * repeats)[:length]
+
+
+def fill(prompts: Sequence[list[int]], batch_size: int) -> list[list[int]]:
+    """At least one whole batch: the prompts, from the start again as often as needed,
+    up to the next multiple of `batch_size`, so that every wave is full."""
+    waves = -(-len(prompts) // batch_size)
+    return [prompts[i % len(prompts)] for i in range(waves * batch_size)]

@@ -1,0 +1,607 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench_vllm.py, its parts, the worker extension and tools/render_results.py.
+
+No engine runs here: a stand-in gives runs with known tokens and times. That a real
+engine makes such runs is for the e2e tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmarks import ab, device, files, intervals, models, plot, prompts, report
+from benchmarks.arguments import BadArgument, parse
+from benchmarks.engine import EngineFailed
+from benchmarks.runs import Drafts, NworDone, Run
+
+import bench_vllm
+from vllm.v1.nwor import worker_extension
+from vllm.v1.nwor.report import GroupInfo
+
+ROOT = Path(bench_vllm.__file__).parent
+TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
+
+
+def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
+    done = NworDone(
+        windows=5,
+        staged=20,
+        committed=12,
+        rejected=8,
+        invalid_slots=0,
+        restored_bytes=800,
+        logged_bytes=2000,
+        begin_us=[10.0, 30.0],
+        commit_us=[5.0, 15.0],
+    )
+    return Run(
+        outputs=[list(ids) for ids in tokens],
+        seconds=seconds,
+        latency_s=[seconds / 2, seconds],
+        step_s=[seconds / 2, seconds / 2],
+        drafts=Drafts(5, 20, 12, [5, 4, 2, 1]),
+        nwor=done if active else None,
+    )
+
+
+class FakeEngine:
+    """Stands in for benchmarks.engine.Engine; `run_with` makes each run."""
+
+    run_with: Callable[[bool], Run] = staticmethod(make_run)
+
+    def __init__(self, options, on) -> None:
+        self.target = models.Model("somewhere", "fake-model", False)
+        self.drafter = None
+        self.waves = [[[1, 2], [3, 4, 5]]]
+        self.start_s = 0.1
+
+    def run(self, active: bool) -> Run:
+        return type(self).run_with(active)
+
+    def report(self):
+        return {
+            "kv_blocks": 64,
+            "kv_block_tokens": [16],
+            "groups": [
+                {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
+            ],
+            "log_bytes_per_draft": 100,
+            "log_bytes": 1600,
+            "fallbacks": {},
+        }
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_engine(monkeypatch, tmp_path):
+    """main() with a stand-in engine on the device cpu, in an empty directory."""
+
+    class Engine(FakeEngine):
+        pass
+
+    monkeypatch.setattr(device, "built_for", lambda: "cpu")
+    monkeypatch.setattr(bench_vllm, "Engine", Engine)
+    monkeypatch.setattr(bench_vllm, "find_models", lambda options: None)
+    monkeypatch.setattr(bench_vllm, "prepare_process", lambda options, on: None)
+    monkeypatch.chdir(tmp_path)
+    return Engine
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["--mode", "fast"],
+            "argument --mode: 'fast' is not allowed; allowed values: off, nwor, stage, "
+            "cow, compare",
+        ),
+        (
+            ["--batch-size", "0"],
+            "argument --batch-size: '0' is not allowed; allowed values: whole numbers "
+            "from 1 up",
+        ),
+        (
+            ["--num-speculative-tokens", "4.5"],
+            "argument --num-speculative-tokens: '4.5' is not allowed; allowed values: "
+            "whole numbers from 1 up",
+        ),
+        (
+            ["--repeats", "6"],
+            "argument --repeats: '6' is not allowed with --mode compare; allowed "
+            "values: whole numbers from 7 up",
+        ),
+        (
+            ["--acceptance", "0.5,0.6"],
+            "argument --acceptance: '0.5,0.6' is not allowed; allowed values: one "
+            "number from 0 to 1 for each draft position, separated by commas, none "
+            "above the one before it",
+        ),
+        (
+            ["--acceptance", "0.8,0.6"],
+            "argument --acceptance: '0.8,0.6' has 2 rates; allowed values: 4 rates, "
+            "one for each of --num-speculative-tokens 4",
+        ),
+        (
+            ["--acceptance", "0.8,0.6,0.4,0.2"],
+            "argument --acceptance: '0.8,0.6,0.4,0.2' asks for synthetic rejection "
+            "sampling, which vLLM's CPU kernels refuse; allowed on the device cuda "
+            "only",
+        ),
+        (
+            ["--temperature", "0.8"],
+            "argument --temperature: '0.8' is not allowed on the device cpu, where "
+            "vLLM reads uninitialised memory when it samples with speculation; "
+            "allowed values: 0",
+        ),
+        (
+            ["--device", "cuda"],
+            "argument --device: 'cuda' cannot be had, the installed vLLM is built for "
+            "cpu; allowed values: auto, cpu",
+        ),
+        (
+            ["--method", "eagle"],
+            "argument --draft-model: none was given for --method eagle; allowed "
+            "values: a directory, a Hugging Face name, or shape:NAME",
+        ),
+        (
+            ["--draft-model", "x/y"],
+            "argument --draft-model: 'x/y' is not allowed with --method ngram; allowed "
+            "with: --method draft_model, eagle, eagle3, medusa, mlp_speculator",
+        ),
+        (
+            ["--prompts", "none.txt"],
+            "argument --prompts: 'none.txt' is not a file; allowed values: an existing "
+            "file whose name ends in .txt, .json or .jsonl",
+        ),
+        (
+            ["--json", "out.txt"],
+            "argument --json: 'out.txt' is not allowed; allowed values: a file name "
+            "that ends in .json",
+        ),
+        (
+            ["--mode", "off", "--plot", "a.png"],
+            "argument --plot: 'a.png' is not allowed with --mode off; allowed with: "
+            "--mode compare",
+        ),
+        (
+            ["--hf-overrides", "[1]"],
+            "argument --hf-overrides: '[1]' is not allowed; allowed values: a JSON "
+            "object such as '{\"num_hidden_layers\": 4}'",
+        ),
+        (
+            ["--max-model-len", "100", "--context", "90"],
+            "argument --max-model-len: '100' is not allowed with --context 90 and "
+            "--max-tokens 64; allowed values: whole numbers from 154 up",
+        ),
+        (
+            ["--gpu-memory-utilization", "1.5"],
+            "argument --gpu-memory-utilization: '1.5' is not allowed; allowed values: "
+            "numbers above 0 up to 1",
+        ),
+    ],
+)
+def test_bad_argument_is_one_sentence_and_status_2(
+    argv, sentence, fake_engine, capsys, tmp_path
+):
+    output = [] if "--json" in argv else ["--json", "out.json"]
+    assert bench_vllm.main([*argv, *output]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"bench_vllm.py: {sentence}\n"
+    assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_that_are_not_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
+    with pytest.raises(BadArgument, match=r"make_models\.py --only smollm2-135m"):
+        models.find("--model", None, models.TARGET)
+    with pytest.raises(BadArgument, match=r"'shape:x' .* shape:llama-8b, shape:llama"):
+        models.find("--model", "shape:x", models.TARGET)
+    with pytest.raises(BadArgument, match=r"'\./x' holds no config\.json"):
+        models.find("--model", "./x", models.TARGET)
+    shape = models.find("--model", "shape:tiny", models.TARGET)
+    written = json.loads((Path(shape.location) / "config.json").read_text())
+    assert shape.random_weights
+    assert written == models.SHAPES["tiny"]
+    assert models.find("--model", "owner/name", "").location == "owner/name"
+
+
+def test_mission_command_is_understood():
+    options = parse(
+        ["--mode", "nwor", "--batch-size", "1", "--num-speculative-tokens", "48"]
+    )
+    assert (options.nwor_mode, options.batch_size) == ("stage", 1)
+    assert (options.num_speculative_tokens, options.repeats) == (48, 3)
+    assert parse(["--against", "cow"]).nwor_mode == "cow"
+
+
+# --- prompts
+
+
+def test_prompt_files(tmp_path):
+    contents = {
+        "a.txt": "one\n\n\ntwo\nlines\n",
+        "a.json": '["one", "two\\nlines"]',
+        "a.jsonl": '{"prompt": "one"}\n\n{"prompt": "two\\nlines"}\n',
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+        assert prompts.read(tmp_path / name) == ["one", "two\nlines"]
+    for name, content, why in (
+        ("b.json", '["one", 2]', "prompt 2 of .* is 2"),
+        ("b.jsonl", '{"text": "one"}', "cannot be read as .jsonl"),
+        ("b.txt", "\n\n", "holds no prompts"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(BadArgument, match=why):
+            prompts.read(tmp_path / name)
+    assert len(prompts.read(None)) == 8
+
+
+def test_requests_fill_whole_batches():
+    assert prompts.fill([[1], [2], [3]], 2) == [[1], [2], [3], [1]]
+    assert prompts.fill([[1], [2]], 5) == [[1], [2], [1], [2], [1]]
+    assert prompts.to_length([1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+    ids = prompts.random_ids(2, 100, seed=3)
+    assert ids == prompts.random_ids(2, 100, seed=3)
+    assert ids[0] != ids[1]
+
+
+# --- statistics
+
+
+def test_percentiles_are_numpys():
+    values = [3.0, 9.0, 1.0, 4.0, 4.5, 100.0]
+    for percent in (0, 5, 50, 95, 100):
+        expected = float(np.percentile(values, percent))
+        assert intervals.percentile(values, percent) == pytest.approx(expected)
+
+
+def test_interval_of_seven_values_is_the_known_one():
+    """The bootstrap median of 7 ordered values is at most the j-th with probability
+    P(Binomial(7, j / 7) >= 4): 0.009 for j = 1 and 0.098 for j = 2, so that the 5th
+    percentile is the second value and, by symmetry, the 95th the sixth."""
+    found = intervals.median_interval([7, 3, 1, 5, 2, 6, 4])
+    assert (found.low, found.median, found.high) == (2, 4, 6)
+    assert found.reach == 2
+    assert found.overlaps(intervals.Interval(7, 6, 8))
+    assert not found.overlaps(intervals.Interval(7, 6.5, 8))
+    constant = intervals.median_interval([2.5] * 7)
+    assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
+
+
+# --- writing
+
+
+def test_interrupted_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "new" / "out.json"
+    files.write_json(path, {"a": [1, 2]})
+    old = path.read_bytes()
+
+    def interrupted(temporary: Path) -> None:
+        temporary.write_text('{"half": ')
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.write_whole(path, interrupted)
+    assert path.read_bytes() == old
+    assert os.listdir(path.parent) == ["out.json"]
+
+
+def test_json_text_keeps_values_and_short_lists():
+    content = {"a": [1, 2.5, None], "b": ["x [1,\n 2]", "y"], "c": [[1, 2], []]}
+    assert json.loads(files.json_text(content)) == content
+    assert '"a": [1, 2.5, null]' in files.json_text(content)
+
+
+# --- pairs
+
+
+def test_order_is_abba_with_controls_between():
+    actives = []
+
+    def run(active: bool) -> Run:
+        actives.append(active)
+        return make_run(active)
+
+    pairs = ab.compare(run, 3, None, 60, lambda what: None)
+    warm_up, counted = actives[:2], actives[2:]
+    assert warm_up == [False, True]
+    off, on = False, True
+    assert counted == [off, on, off, off, on, off, off, off, off, on, off, off]
+    kinds = [pair.kind for pair in pairs]
+    assert kinds == [ab.Kind.NWOR, ab.Kind.CONTROL] * 3
+    assert [pair.test_first for pair in pairs] == [off, off, on, on, off, off]
+
+
+def test_ratio_is_test_over_reference_in_either_order():
+    """nwor takes 2 s and off 1 s; then in control pairs the second run takes 4 s."""
+    pairs = ab.compare(
+        lambda active: make_run(active, 2.0 if active else 1.0),
+        2,
+        None,
+        60,
+        lambda what: None,
+    )
+    assert [pair.ratio for pair in pairs] == [0.5, 1.0, 0.5, 1.0]
+    seconds = iter([1.0] * 2 + [1.0, 1.0, 1.0, 4.0] * 2)
+    pairs = ab.compare(
+        lambda active: make_run(active, next(seconds)), 2, None, 60, lambda what: None
+    )
+    assert [pair.ratio for pair in pairs] == [1.0, 0.25, 1.0, 4.0]
+
+
+@pytest.mark.parametrize(("noise", "num_pairs"), [(0.0, 7), (0.5, 12)])
+def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
+    draw = random.Random(1)
+    pairs = ab.compare(
+        lambda active: make_run(active, 1 + noise * draw.random()),
+        7,
+        0.005,
+        12,
+        lambda what: None,
+    )
+    assert len(pairs) == 2 * num_pairs
+
+
+def test_first_difference_is_named():
+    expected = [[1, 2, 3], [4, 5]]
+    ab.check_outputs(expected, [[1, 2, 3], [4, 5]], "off", "nwor")
+    with pytest.raises(ab.OutputsDiffer) as error:
+        ab.check_outputs(expected, [[1, 2, 3], [4, 6]], "off", "nwor")
+    assert str(error.value) == (
+        "request 1 differs at output token 1: off gave token 5, nwor gave token 6"
+    )
+    with pytest.raises(ab.OutputsDiffer, match="nwor gave its end after 2 tokens"):
+        ab.check_outputs(expected, [[1, 2], [4, 5]], "off", "nwor")
+
+
+# --- the whole command
+
+
+def compare_arguments(*more: str) -> list[str]:
+    files_to_write = ["--json", "results/a.json", "--plot", "results/a.png"]
+    return ["--no-true-off", *files_to_write, *more]
+
+
+def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
+    seconds = iter([1.0, 2.0, 2.0, 1.0] * 8)
+    fake_engine.run_with = staticmethod(lambda a: make_run(a, next(seconds)))
+    assert bench_vllm.main(compare_arguments()) == 0
+    printed = capsys.readouterr().out
+    heads = ["environment", "warnings", "check", "acceptance", "speed", "what NWOR"]
+    places = [printed.index(head) for head in heads]
+    assert places == sorted(places)
+    result = json.loads((tmp_path / "results/a.json").read_text())
+    assert len(result["samples"]["nwor"]) == len(result["samples"]["control"]) == 7
+    summary = result["summary"]
+    assert summary["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
+    assert summary["nwor"]["staged"] == 7 * 20
+    assert summary["nwor"]["logged_bytes"] == 7 * 2000
+    # Medians of (10, 30) and (5, 15) us are 20 and 10; half-second and second steps.
+    host = summary["nwor"]["host"]
+    assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
+    image = tmp_path / "results/a.png"
+    assert plot.digest_of(image) == plot.samples_digest(result)
+    assert sorted(os.listdir(tmp_path / "results")) == ["a.json", "a.png"]
+
+
+def test_differing_outputs_print_no_speed(fake_engine, capsys, tmp_path):
+    num_runs = 0
+
+    def run(active: bool) -> Run:
+        nonlocal num_runs
+        num_runs += 1
+        changed = [[11, 12, 13], [21, 22, 99, 24]]
+        return make_run(active, tokens=changed if num_runs == 7 else TOKENS)
+
+    fake_engine.run_with = staticmethod(run)
+    assert bench_vllm.main(compare_arguments()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1] == (
+        "bench_vllm.py: no speed is printed, outputs differ: request 1 differs at "
+        "output token 2: off gave token 23, run 1 (nwor) of nwor pair 2 gave token 99"
+    )
+    assert num_runs == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_difference_from_a_true_off_engine_is_refused(fake_engine, capsys, monkeypatch):
+    other = {"outputs": {"tokens": [[11, 12, 13], [21, 22, 23, 7]]}}
+    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: other)
+    assert bench_vllm.main([]) == 1
+    assert "an engine without NWOR gave token 7, off gave token 24" in (
+        capsys.readouterr().err
+    )
+
+
+def test_engine_that_does_not_start_is_status_1(fake_engine, capsys, tmp_path):
+    def run(active: bool) -> Run:
+        raise EngineFailed("NWOR is not active in this engine: because")
+
+    fake_engine.run_with = staticmethod(run)
+    assert bench_vllm.main(["--mode", "cow", "--json", "a.json"]) == 1
+    assert "bench_vllm.py: NWOR is not active" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_true_off_gets_the_same_requests():
+    argv = ["--plot", "a.png", "--json=b.json", "--batch-size", "2", "--max-tokens=9"]
+    found = bench_vllm.true_off_arguments(argv, Path("off.json"))
+    options = parse(found)
+    assert (options.batch_size, options.max_tokens) == (2, 9)
+    assert (options.mode, options.nwor_mode) == ("off", "off")
+    assert options.json == Path("off.json")
+    assert options.plot is None
+
+
+# --- the README
+
+
+@pytest.fixture
+def render():
+    spec = importlib.util.spec_from_file_location(
+        "render_results", ROOT / "tools" / "render_results.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
+    assert bench_vllm.main(compare_arguments()) == 0
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    arguments = ["--readme", str(readme), "--results", str(results)]
+    blocks = "".join(
+        f"text\n<!-- results: {what} -->\n<!-- /results -->\n"
+        for what in ("a.json all", "a.json plot", "*.json cells")
+    )
+    readme.write_text(blocks)
+    assert render.main([*arguments, "--check"]) == 1
+    assert readme.read_text() == blocks
+    assert render.main(arguments) == 0
+    assert render.main([*arguments, "--check"]) == 0
+    rendered = readme.read_text()
+    assert "| nwor / off | 1.0000 |" in rendered
+    assert "![nwor against off, each pair's ratio](results/a.png)" in rendered
+
+    readme.write_text(rendered.replace("| windows | 35 |", "| windows | 36 |"))
+    capsys.readouterr()
+    assert render.main([*arguments, "--check"]) == 1
+    assert capsys.readouterr().err == (
+        "README.md is not what results/ says: block 'a.json all'; run: python "
+        "tools/render_results.py\n"
+    )
+    readme.write_text(rendered)
+    result = json.loads((results / "a.json").read_text())
+    result["samples"]["nwor"][0]["ratio"] = 0.9
+    files.write_json(results / "a.json", result)
+    assert render.main([*arguments, "--check"]) == 1
+    assert "README.md is not what results/ says: a.png;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        ("<!-- results: a.json all -->", "has no '<!-- /results -->' after it"),
+        ("<!-- /results -->", "or the other way round"),
+        (
+            "<!-- results: a.json pie -->\n<!-- /results -->",
+            "block 'a.json pie': expected FILE and a view",
+        ),
+        (
+            "<!-- results: a.json all -->\n<!-- /results -->",
+            "block 'a.json all': a.json cannot be read",
+        ),
+    ],
+)
+def test_unusable_block_is_named(block, why, render, capsys, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(block + "\n")
+    status = render.main(["--readme", str(readme), "--results", str(tmp_path)])
+    assert status == 2
+    assert why in capsys.readouterr().err
+    assert readme.read_text() == block + "\n"
+
+
+def test_histogram_joins_equal_neighbours():
+    found = {
+        "windows": 4,
+        "drafted": 16,
+        "accepted": 6,
+        "accepted_per_position": [2, 2, 1, 1],
+        "per_position": [0.5, 0.5, 0.25, 0.25],
+    }
+    rows = report.acceptance_table({"summary": {"acceptance": found}}).rows
+    assert [row[:3] for row in rows] == [
+        ("1 to 2", "2", "50.0 %"),
+        ("3 to 4", "1", "25.0 %"),
+    ]
+
+
+# --- the worker extension
+
+
+class Worker(worker_extension.NworWorkerExtension):
+    """The extension on a runner of plain objects."""
+
+    def __init__(self, state) -> None:
+        group = types.SimpleNamespace(
+            kv_cache_spec=types.SimpleNamespace(block_size=16)
+        )
+        self.model_runner = types.SimpleNamespace(
+            kv_cache_config=types.SimpleNamespace(
+                num_blocks=64, kv_cache_groups=[group]
+            ),
+            nwor_state=state,
+        )
+
+
+def test_extension_without_a_manager():
+    worker = Worker(None)
+    assert worker.nwor_set_active(True) is False
+    report_ = worker.nwor_report()
+    assert (report_["kv_blocks"], report_["kv_block_tokens"]) == (64, [16])
+    assert report_["present"] is False
+    assert report_["groups"] == []
+    refused = GroupInfo(0, "cow", "off", "unknown layout")
+    worker = Worker(types.SimpleNamespace(manager=None, infos=[refused]))
+    assert worker.nwor_report()["groups"][0]["reason"] == "unknown layout"
+
+
+def test_extension_switches_reports_and_forgets_host_times():
+    manager = types.SimpleNamespace(
+        active=True,
+        host_times=None,
+        counters=torch.tensor([[2, 6, 4, 2, 100, 0], [2, 6, 4, 2, 50, 0]]),
+        log_bytes_per_draft=75,
+        log_bytes=750,
+        fallbacks={"stale_log": 1},
+    )
+    worker = Worker(types.SimpleNamespace(manager=manager, infos=[]))
+    assert worker.nwor_set_active(False) is False
+    assert manager.host_times is None
+    assert worker.nwor_set_active(True) is True
+    manager.host_times.begin_ns.append(1500)
+    found = worker.nwor_report()
+    assert found["counters"] == {
+        "windows": 2,
+        "staged": 6,
+        "committed": 4,
+        "rejected": 2,
+        "restored_bytes": 150,
+        "invalid_slots": 0,
+    }
+    assert found["begin_ns"] == [1500]
+    assert found["fallbacks"] == {"stale_log": 1}
+    assert worker.nwor_report()["begin_ns"] == []
+
+
+def test_extension_reseeds_every_generator():
+    worker = Worker(None)
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    worker.nwor_reseed(5)
+    first = draw()
+    assert draw() != first
+    worker.nwor_reseed(5)
+    assert draw() == first

@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Puts tables and plots from results/*.json into README.md; --check tells if they are.
+
+A block of the README between two comments belongs to this script:
+
+    <!-- results: bench_cpu.json speed -->
+    ...
+    <!-- /results -->
+
+The first names a file in results/ and a view. Views of one file: machine, speed, ratio,
+acceptance, nwor, words, plot, all. View of several (the name may hold *): cells, a line
+a file. A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the
+samples it shows are no longer the file's.
+
+No number is typed into the README by hand, and this script computes none: all come from
+bench_vllm.py. Exit status: 0 done, or up to date; 1 --check found a difference; 2 a
+block or file that cannot be used, nothing was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import plot, report  # noqa: E402
+from benchmarks.files import write_whole  # noqa: E402
+from benchmarks.tables import Table, number  # noqa: E402
+
+COMMAND = "python tools/render_results.py"
+OPEN = re.compile(r"<!-- results: (?P<what>.*?) -->")
+BLOCK = re.compile(
+    r"(?P<open><!-- results: (?P<what>[^\n]*?) -->\n)(?P<body>.*?)"
+    r"(?P<close><!-- /results -->)",
+    re.DOTALL,
+)
+Result = dict[str, Any]
+
+
+class BadBlock(Exception):
+    """A block or a file cannot be used; the message is a whole sentence."""
+
+
+def machine(result: Result) -> str:
+    """Where, when and with what command it was measured."""
+    found = dict(line.split(None, 1) for line in report.environment_lines(result))
+    return (
+        f"{found['date']}: {found['run']}. {found['machine']}; {found['versions']}; "
+        f"commit {found['commit']}.\n\n```\n{found['command']}\n```"
+    )
+
+
+def words(result: Result) -> str:
+    """The check of the outputs and the comparison in words."""
+    lines = [report.outputs_line(result), *report.verdict_lines(result)]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _nwor(result: Result) -> str:
+    table = report.nwor_table(result)
+    if table is None:
+        raise BadBlock("the view nwor needs a file measured with NWOR on")
+    return table.markdown()
+
+
+def _ratio(result: Result) -> str:
+    if result["mode"] != "compare":
+        raise BadBlock(f"the view ratio needs mode compare, not {result['mode']}")
+    return report.ratio_table(result).markdown()
+
+
+def _all(result: Result) -> str:
+    parts = [machine(result), report.speed_table(result).markdown()]
+    if result["mode"] == "compare":
+        parts.append(_ratio(result))
+    if result["summary"]["nwor"] is not None:
+        parts.append(_nwor(result))
+    parts += [report.acceptance_table(result).markdown(), words(result)]
+    return "\n\n".join(parts)
+
+
+VIEWS: dict[str, Callable[[Result], str]] = {
+    "machine": machine,
+    "speed": lambda result: report.speed_table(result).markdown(),
+    "ratio": _ratio,
+    "acceptance": lambda result: report.acceptance_table(result).markdown(),
+    "nwor": _nwor,
+    "words": words,
+    "all": _all,
+}
+PLOT, CELLS = "plot", "cells"
+
+
+def cells(results: Sequence[Result]) -> str:
+    """A line a file: what was compared, its ratio beside the control's, host time."""
+    rows = []
+    for result in results:
+        args, summary = result["arguments"], result["summary"]
+        if result["mode"] != "compare":
+            raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
+        ratio, host = summary["ratio"], summary["nwor"]["host"]
+        shown = [
+            f"{one['median']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
+            for one in (ratio["nwor"], ratio["control"])
+        ]
+        variables = result["environment"]["variables"]
+        runner = {"0": "V1", "1": "V2"}.get(
+            variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
+        )
+        drafts = summary["acceptance"]
+        rows.append(
+            (
+                result["model"],
+                f"{args['method']}, {args['num_speculative_tokens']}",
+                runner,
+                str(args["batch_size"]),
+                str(args["context"] or max(result["prompt_tokens"])),
+                f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
+                *shown,
+                number(ratio["num_pairs"]),
+                "none"
+                if host is None
+                else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
+            )
+        )
+    head = (
+        "model",
+        "method, drafts",
+        "runner",
+        "batch",
+        "prompt",
+        "accepted",
+        "nwor / off (90 %)",
+        "off / off (90 %)",
+        "pairs",
+        "begin + commit",
+    )
+    return Table("", head, rows).markdown()
+
+
+def load(path: Path) -> Result:
+    """The result in `path`. Raises BadBlock if it is none of bench_vllm.py's."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadBlock(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(result, dict) or result.get("kind") != "bench_vllm":
+        raise BadBlock(f"{path.name} is not a result of bench_vllm.py")
+    return result
+
+
+class Renderer:
+    """Renders blocks; `stale_plots` collects those that are to be drawn.
+
+    results: folder of the JSON files. link: how the README names that folder.
+    """
+
+    def __init__(self, results: Path, link: str) -> None:
+        self.results = results
+        self.link = link
+        self.stale_plots: dict[Path, Result] = {}
+
+    def readme(self, text: str) -> str:
+        """`text` with every block rendered.
+
+        Raises:
+            BadBlock: naming the block and why it cannot be rendered.
+        """
+        num_open = len(OPEN.findall(text))
+        if num_open != len(BLOCK.findall(text)) or num_open != text.count(
+            "<!-- /results -->"
+        ):
+            raise BadBlock(
+                "a '<!-- results: FILE VIEW -->' has no '<!-- /results -->' after it, "
+                "or the other way round"
+            )
+        return BLOCK.sub(self._block, text)
+
+    def _block(self, match: re.Match[str]) -> str:
+        what = match["what"]
+        try:
+            body = self.view(*self._parse(what))
+        except BadBlock as error:
+            raise BadBlock(f"block '{what}': {error}") from error
+        return f"{match['open']}{body}\n{match['close']}"
+
+    def _parse(self, what: str) -> tuple[str, str]:
+        parts = what.split()
+        known = [*VIEWS, PLOT, CELLS]
+        if len(parts) != 2 or parts[1] not in known:
+            raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
+        return parts[0], parts[1]
+
+    def view(self, file: str, view: str) -> str:
+        """Markdown of one view. Raises BadBlock."""
+        if view == CELLS:
+            paths = sorted(self.results.glob(file))
+            if not paths:
+                raise BadBlock(f"no file in results/ matches {file}")
+            return cells([load(path) for path in paths])
+        result = load(self.results / file)
+        if view != PLOT:
+            return VIEWS[view](result)
+        if result["mode"] != "compare":
+            raise BadBlock(f"a plot needs mode compare, not {result['mode']}")
+        image = (self.results / file).with_suffix(".png")
+        if not image.is_file() or plot.digest_of(image) != plot.samples_digest(result):
+            self.stale_plots[image] = result
+        name = f"{result['against']} against off, each pair's ratio"
+        return f"![{name}]({self.link}/{image.name})"
+
+
+def run(readme: Path, results: Path, check: bool) -> int:
+    """Renders or checks; returns the exit status. Raises BadBlock."""
+    old = readme.read_text(encoding="utf-8")
+    renderer = Renderer(results, results.name)
+    new = renderer.readme(old)
+    stale = [path.name for path in renderer.stale_plots]
+    if check:
+        blocks = zip(BLOCK.finditer(old), BLOCK.finditer(new), strict=True)
+        stale += [f"block '{a['what']}'" for a, b in blocks if a["body"] != b["body"]]
+        if stale:
+            print(
+                f"{readme.name} is not what results/ says: {', '.join(stale)}; run: "
+                f"{COMMAND}",
+                file=sys.stderr,
+            )
+            return 1
+        print(f"{readme.name} is up to date with results/")
+        return 0
+    for path, result in renderer.stale_plots.items():
+        write_whole(path, functools.partial(plot.draw, result))
+    if new != old:
+        write_whole(readme, lambda temporary: _write(temporary, new))
+    print(f"{readme.name}: {len(OPEN.findall(new))} blocks, {len(stale)} plots drawn")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    args = parser.parse_args(argv)
+    try:
+        return run(args.readme, args.results, args.check)
+    except (BadBlock, OSError) as error:
+        print(f"render_results: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NworWorkerExtension: methods for benches and tests, called by `collective_rpc`.
+
+Give vLLM `worker_extension_cls="vllm.v1.nwor.worker_extension.NworWorkerExtension"` and
+call them with `collective_rpc("nwor_report")` and so on, between steps and never during
+one. They work in every mode, `off` included, where they say that there is no manager.
+Nothing that serves requests uses this class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.nwor.draft_manager import DraftCommitManager
+
+
+class NworWorkerExtension:
+    """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
+
+    model_runner: Any
+
+    def nwor_set_active(self, active: bool) -> bool:
+        """Makes the hooks of this worker work (True) or idle (False); returns which of
+        both they do now: False whenever nothing is protected here. The first call with
+        True also begins to keep host times."""
+        manager = _manager(self.model_runner)
+        if manager is None:
+            return False
+        if active and manager.host_times is None:
+            from vllm.v1.nwor.draft_manager import HostTimes
+
+            manager.host_times = HostTimes()
+        manager.active = active
+        return active
+
+    def nwor_reseed(self, seed: int) -> None:
+        """Seeds every generator that a step may draw from: Python's, numpy's, and
+        torch's on the CPU and on all GPUs. Requests' own generators are seeded by
+        their sampling parameters."""
+        import numpy
+        import torch
+
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def nwor_report(self) -> dict[str, Any]:
+        """What NWOR has done here so far, as plain values.
+
+        Waits for the device, because the counters are read from it.
+
+        Returns:
+            kv_blocks: blocks of the KV cache, in every mode.
+            kv_block_tokens: slots a block, of each KV-cache group.
+            present, active: whether there is a manager, and whether it works.
+            groups: group, requested, resolved, reason of each KV-cache group.
+            counters: by name, since start-up; tokens as the first launch of a commit
+                counted them, bytes summed over all launches.
+            log_bytes_per_draft, log_bytes: bytes logged for a draft; size of the log.
+            fallbacks: windows that ran as vanilla vLLM, by reason.
+            begin_ns, commit_ns: host times since the last report.
+        """
+        runner = self.model_runner
+        config = runner.kv_cache_config
+        manager = _manager(runner)
+        report: dict[str, Any] = {
+            "kv_blocks": config.num_blocks,
+            "kv_block_tokens": [
+                group.kv_cache_spec.block_size for group in config.kv_cache_groups
+            ],
+            "present": manager is not None,
+            "active": manager is not None and manager.active,
+            "groups": _groups(runner),
+            "counters": {},
+            "log_bytes_per_draft": 0,
+            "log_bytes": 0,
+            "fallbacks": {},
+            "begin_ns": [],
+            "commit_ns": [],
+        }
+        if manager is not None:
+            report["counters"] = _counters(manager)
+            report["log_bytes_per_draft"] = manager.log_bytes_per_draft
+            report["log_bytes"] = manager.log_bytes
+            report["fallbacks"] = dict(manager.fallbacks)
+            times = manager.host_times
+            if times is not None:
+                report["begin_ns"] = times.begin_ns[:]
+                report["commit_ns"] = times.commit_ns[:]
+                times.begin_ns.clear()
+                times.commit_ns.clear()
+        return report
+
+
+def _manager(runner: Any) -> DraftCommitManager | None:
+    """The manager that the hooks left on `runner`, None if nothing is protected."""
+    state = getattr(runner, "nwor_state", None)
+    manager: DraftCommitManager | None = None if state is None else state.manager
+    return manager
+
+
+def _groups(runner: Any) -> list[dict[str, Any]]:
+    state = getattr(runner, "nwor_state", None)
+    return [] if state is None else [dataclasses.asdict(info) for info in state.infos]
+
+
+def _counters(manager: DraftCommitManager) -> dict[str, int]:
+    """The manager's [num_tables, 6] counters by column name."""
+    from vllm.v1.nwor.ops import COUNTER_COLUMNS
+
+    rows = manager.counters.tolist()
+    counters = dict(zip(COUNTER_COLUMNS, rows[0], strict=True))
+    column = COUNTER_COLUMNS.index("restored_bytes")
+    counters["restored_bytes"] = sum(row[column] for row in rows)
+    return counters
