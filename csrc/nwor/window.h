@@ -47,7 +47,8 @@ NWOR_HOST_DEVICE inline DraftPlace no_draft() {
   return {-1, -1, 0, -1};
 }
 
-// Number of drafts of requests 0 to r, r included.
+// Number of drafts of requests 0 to r, r included. The request of draft d is the
+// smallest r with d < drafts_through(r).
 NWOR_HOST_DEVICE inline int64_t drafts_through(const int32_t* cu_num_logits,
                                                int64_t r) {
   return static_cast<int64_t>(cu_num_logits[r]) - (r + 1);
@@ -60,22 +61,6 @@ NWOR_HOST_DEVICE inline DraftPlace place_in_request(const int32_t* cu_num_logits
   const int64_t num_drafts = cu_num_logits[r] - first_row - 1;
   return {static_cast<int32_t>(r), static_cast<int32_t>(d - (first_row - r)),
           static_cast<int32_t>(num_drafts), d + r + 1};
-}
-
-// Place of draft d: its request is the smallest r with d < drafts_through(r).
-NWOR_HOST_DEVICE inline DraftPlace find_draft(const BatchWindows& batch, int64_t d) {
-  int64_t low = 0;
-  int64_t high = batch.num_reqs;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (d < drafts_through(batch.cu_num_logits, middle)) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return low == batch.num_reqs ? no_draft()
-                               : place_in_request(batch.cu_num_logits, low, d);
 }
 
 // What the sampler decided. Exactly one of the two pointers is set.

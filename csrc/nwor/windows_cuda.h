@@ -10,8 +10,9 @@
 
 namespace nwor {
 
-// find_draft of window.h. Narrows [low, high], which holds the smallest r with
+// The place of draft d. Narrows [low, high], which holds the smallest r with
 // d < drafts_through(r), to the first of 32 segments whose last entry is beyond d.
+// high == num_reqs to the end: d is not a draft.
 __device__ inline DraftPlace find_draft_by_warp(const BatchWindows& batch, int64_t d) {
   const int lane = threadIdx.x % kWarpThreads;
   int64_t low = 0;

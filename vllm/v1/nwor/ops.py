@@ -67,6 +67,10 @@ _OPS = (
 # Set on torch's namespace object, for a second copy of this module.
 _FAKES_MARK = "nwor_fakes_registered"
 
+# The ops by name, once loaded: no search by argument types at each call, and nothing
+# that torch.compile could not trace.
+_OVERLOADS: dict[str, torch._ops.OpOverload] = {}
+
 
 class NworOpsUnavailable(RuntimeError):
     """The native library, or its part for the device asked for, is not there."""
@@ -121,20 +125,20 @@ def _load_library() -> None:
         for name in _OPS:
             torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
         setattr(namespace, _FAKES_MARK, True)
+    for name in _OPS:
+        packet, _, overload = name.partition(".")
+        _OVERLOADS[name] = getattr(getattr(namespace, packet), overload or "default")
 
 
 def _no_result(*_args: object) -> None:
     """Fake of every op: they mutate their arguments and return nothing."""
 
 
-@cache
 def _overload(name: str) -> torch._ops.OpOverload:
-    """The op `name` or `name.overload`, without the search by argument types."""
-    _load_library()
-    packet, _, overload = name.partition(".")
-    return getattr(
-        getattr(getattr(torch.ops, _NAMESPACE), packet), overload or "default"
-    )
+    """The op `name` or `name.overload`; loads the library if load() has not."""
+    if name not in _OVERLOADS:
+        _load_library()
+    return _OVERLOADS[name]
 
 
 def log_cache_slots(

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypothesis strategies: any layout, any window, any acceptance."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from tests.kernels.reference import PAD, Batch, Layout, packed_layout, row_layout
+
+
+@st.composite
+def row_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
+    """NHD, HND, one run a slot (MLA), and blocks that hold several layers, with any
+    padding between runs, slots, heads and blocks: odd numbers included."""
+    num_heads = draw(st.integers(1, 5))
+    run_bytes = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 128, 144])))
+    padding = st.one_of(st.just(0), st.integers(0, 24))
+    run_stride = run_bytes + draw(padding)
+    order = draw(st.sampled_from(["NHD", "HND", "HEADS_OUTSIDE"]))
+    if order == "NHD":
+        head_stride = run_stride
+        slot_stride = num_heads * head_stride + draw(padding)
+        block_stride = block_size * slot_stride + draw(padding)
+    elif order == "HND":
+        slot_stride = run_stride
+        head_stride = block_size * slot_stride + draw(padding)
+        block_stride = num_heads * head_stride + draw(padding)
+    else:
+        # Heads outermost: a block's bytes are all over the allocation.
+        slot_stride = run_stride
+        block_stride = block_size * slot_stride + draw(padding)
+        head_stride = num_blocks * block_stride + draw(padding)
+    return row_layout(
+        num_blocks,
+        block_size,
+        num_heads,
+        run_bytes,
+        block_stride,
+        head_stride,
+        slot_stride,
+    )
+
+
+@st.composite
+def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
+    """Column-major, interleaved in small units (as AMX packs), or any permutation of
+    a block's bytes among its slots."""
+    kind = draw(st.sampled_from(["columns", "interleaved", "permutation"]))
+    slot_of = torch.arange(block_size)
+    if kind == "columns":
+        element = draw(st.sampled_from([1, 2, 4]))
+        dims, tail = draw(st.integers(1, 6)), draw(st.integers(1, 20))
+        keys = slot_of.repeat_interleave(element).repeat(dims)
+        owner = torch.cat([keys, slot_of.repeat_interleave(tail)])
+    elif kind == "interleaved":
+        unit, times = draw(st.sampled_from([4, 8, 16])), draw(st.integers(1, 4))
+        owner = slot_of.repeat_interleave(unit).repeat(times)
+    else:
+        owner = slot_of.repeat(draw(st.integers(1, 24)))
+        seed = draw(st.integers(0, 1 << 16))
+        generator = torch.Generator().manual_seed(seed)
+        owner = owner[torch.randperm(owner.numel(), generator=generator)]
+    return packed_layout(num_blocks, owner)
+
+
+@st.composite
+def batches(draw: st.DrawFn, num_slots: int) -> Batch:
+    """Windows of 0 to 5 drafts; slots anywhere, also the same one twice (requests that
+    share blocks), and padding; any number of them accepted."""
+    slot = st.one_of(st.integers(0, num_slots - 1), st.just(PAD))
+    window = st.lists(slot, max_size=5)
+    slots = draw(st.lists(window, max_size=40 if draw(st.booleans()) else 4))
+    accepted = [draw(st.integers(0, len(drafts))) for drafts in slots]
+    return Batch(tuple(map(tuple, slots)), tuple(accepted))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""log_cache_slots and restore_rejected_drafts against the reference, byte for byte
+(guarantees 1 and 2 of the design, as far as the kernels can give them)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.reference import (
+    PAD,
+    Batch,
+    Layer,
+    Log,
+    make_table,
+    packed_layout,
+    row_bytes_of,
+    row_layout,
+)
+from tests.kernels.strategies import batches, packed_layouts, row_layouts
+from tests.kernels.transaction import AcceptanceForm, check_transaction, log, restore
+
+ANY_EXAMPLE = settings(
+    max_examples=80,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
+)
+FORMS = st.sampled_from(list(AcceptanceForm))
+INDEX_DTYPES = st.sampled_from([torch.int32, torch.int64])
+
+
+def nhd(num_blocks=3, block_size=16, num_heads=4, run_bytes=64):
+    slot = num_heads * run_bytes
+    return row_layout(
+        num_blocks, block_size, num_heads, run_bytes, block_size * slot, run_bytes, slot
+    )
+
+
+def hnd(num_blocks=3, block_size=16, num_heads=4, run_bytes=64):
+    head = block_size * run_bytes
+    return row_layout(
+        num_blocks, block_size, num_heads, run_bytes, num_heads * head, head, run_bytes
+    )
+
+
+def mla(num_blocks=3, block_size=16, run_bytes=1152):
+    return nhd(num_blocks, block_size, 1, run_bytes)
+
+
+def column_major(num_blocks=3, block_size=16, dims=8):
+    """K in columns of two-byte elements, then V in rows: CPU_ATTN's `vec`."""
+    slots = torch.arange(block_size)
+    keys = slots.repeat_interleave(2).repeat(dims)
+    return packed_layout(
+        num_blocks, torch.cat([keys, slots.repeat_interleave(2 * dims)])
+    )
+
+
+def one_step(device, layouts, batch, *, misalignment=0, **kwargs):
+    layers = [
+        Layer(layout, device, seed, misalignment) for seed, layout in enumerate(layouts)
+    ]
+    tables = make_table(layers, device)
+    capacity = len(batch.flat_slots) + kwargs.get("extra_drafts", 0) + 1
+    undo = Log.poisoned(capacity, row_bytes_of(tables), device)
+    check_transaction(tables, undo, batch, **kwargs)
+
+
+# The worked example of DESIGN and ops.py, with a padded slot: k = [2, 0, 1].
+EXAMPLE = Batch(slots=((20, 21), (), (PAD,)), accepted=(1, 0, 0))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("form", AcceptanceForm)
+@pytest.mark.parametrize("layout", [nhd, hnd, mla])
+def test_rejected_slots_get_their_bytes_back(device, layout, form):
+    batch = Batch(slots=((0, 1, 2, 3), (47, PAD, 45), (), (17,)), accepted=(2, 0, 0, 1))
+    one_step(device, [layout()] * 3, batch, form=form)
+
+
+@pytest.mark.parametrize("run_bytes", [1, 2, 3, 4, 8, 16, 24, 33, 130, 272])
+@pytest.mark.parametrize(
+    "misalignment", [pytest.param(0, marks=pytest.mark.sanitizer), 1, 8]
+)
+def test_every_access_width(device, run_bytes, misalignment):
+    layouts = [nhd(run_bytes=run_bytes), hnd(run_bytes=run_bytes)]
+    one_step(device, layouts, EXAMPLE, misalignment=misalignment)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("extra_drafts", [0, 1, 40])
+def test_num_drafts_may_be_an_upper_bound(device, extra_drafts):
+    one_step(device, [nhd()] * 2, EXAMPLE, extra_drafts=extra_drafts)
+
+
+@pytest.mark.sanitizer
+def test_no_drafts_touch_nothing(device):
+    nothing = Batch(slots=((), ()), accepted=(0, 0))
+    one_step(device, [nhd()], nothing)
+    one_step(device, [nhd()], nothing, extra_drafts=3)
+    one_step(device, [nhd()], Batch(slots=(), accepted=()), extra_drafts=2)
+
+
+def test_duplicated_slots_of_shared_blocks(device):
+    # Two requests of one prefix draft into the same slots; one of them accepts.
+    batch = Batch(slots=((5, 6), (5, 6)), accepted=(2, 0))
+    one_step(device, [nhd(), hnd()], batch)
+
+
+def test_column_major_runs_share_cache_lines():
+    batch = Batch(slots=((3, 4, 5, 6), (31, 32), (4,)), accepted=(1, 1, 0))
+    one_step(torch.device("cpu"), [column_major()] * 3, batch)
+
+
+@pytest.mark.parametrize("num_requests", [31, 32, 33, 64, 1025])
+def test_the_request_of_a_draft_is_found_in_large_batches(device, num_requests):
+    layout = nhd(num_blocks=num_requests, num_heads=1, run_bytes=16)
+    drafts = [request % 4 for request in range(num_requests)]
+    slots = tuple(
+        tuple(range(16 * request, 16 * request + k)) for request, k in enumerate(drafts)
+    )
+    batch = Batch(slots, tuple(k // 2 for k in drafts))
+    layers = [Layer(layout, device, 7)]
+    tables = make_table(layers, device)
+    undo = Log.poisoned(sum(drafts), row_bytes_of(tables), device)
+    check_transaction(tables, undo, batch)
+
+
+def test_many_columns_of_sampled_tokens(device):
+    # More columns than a warp has lanes, the valid ones not in front: they count.
+    tables = make_table([Layer(nhd(), device, 3)], device)
+    undo = Log.poisoned(2, row_bytes_of(tables), device)
+    batch = Batch(slots=((8, 9),), accepted=(1,))
+    log(tables, undo, batch.metadata(device, torch.int64, 0), 2)
+    tokens = torch.full((1, 70), -1, dtype=torch.int32, device=device)
+    tokens[0, 33] = tokens[0, 69] = 4
+    tables.layers[0].memory.zero_()
+    counters = torch.zeros(6, dtype=torch.int64, device=device)
+    restore(tables, undo, (tokens, 10, None), counters, 2)
+    assert counters.tolist() == [1, 2, 1, 1, 256, 0]
+
+
+def test_two_tables_share_a_log(device):
+    # One KV-cache group, two layouts: two calls, each with its part of every row.
+    first = make_table([Layer(nhd(), device, 1)], device)
+    second = make_table([Layer(hnd(), device, 2)], device, first_offset=256)
+    undo = Log.poisoned(4, row_bytes_of(second), device)
+    metadata = EXAMPLE.metadata(device, torch.int32, 0)
+    before = [t.layers[0].memory.clone() for t in (first, second)]
+    for tables in (first, second):
+        log(tables, undo, metadata, 3)
+    for tables in (first, second):
+        tables.layers[0].memory.zero_()
+    all_rejected = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    counters = torch.zeros(2, 6, dtype=torch.int64, device=device)
+    for tables, row in zip((first, second), counters.unbind(), strict=True):
+        restore(tables, undo, (None, 0, all_rejected), row, 3)
+    for tables, old in zip((first, second), before, strict=True):
+        layer = tables.layers[0]
+        wanted = torch.zeros_like(layer.memory)
+        index = layer.index([20, 21]).flatten().to(device)
+        wanted[index] = old[index]
+        assert torch.equal(layer.memory, wanted)
+    assert counters.tolist() == [[2, 3, 0, 3, 512, 0]] * 2
+
+
+@ANY_EXAMPLE
+@given(data=st.data())
+def test_any_rows(device, data):
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    num_blocks = data.draw(st.integers(1, 4))
+    layouts = data.draw(
+        st.lists(row_layouts(block_size, num_blocks), min_size=1, max_size=4)
+    )
+    _any_step(device, data, layouts)
+
+
+@ANY_EXAMPLE
+@given(data=st.data())
+def test_any_packing(data):
+    block_size = data.draw(st.sampled_from([1, 4, 32]))
+    layout = data.draw(packed_layouts(block_size, data.draw(st.integers(1, 4))))
+    _any_step(torch.device("cpu"), data, [layout] * data.draw(st.integers(1, 3)))
+
+
+def _any_step(device, data, layouts):
+    seed = data.draw(st.integers(0, 1000))
+    small = st.one_of(st.just(0), st.integers(0, 20))
+    layers = [
+        Layer(layout, device, seed + number, misalignment=data.draw(small))
+        for number, layout in enumerate(layouts)
+    ]
+    tables = make_table(layers, device, data.draw(small), data.draw(small))
+    batch = data.draw(batches(layouts[0].num_slots))
+    extra_drafts = data.draw(st.integers(0, 3))
+    undo = Log.poisoned(
+        len(batch.flat_slots) + extra_drafts + data.draw(st.integers(0, 2)),
+        row_bytes_of(tables) + data.draw(small),
+        device,
+        padding=data.draw(small),
+        misalignment=data.draw(small),
+    )
+    check_transaction(
+        tables,
+        undo,
+        batch,
+        form=data.draw(FORMS),
+        index_dtype=data.draw(INDEX_DTYPES),
+        extra_drafts=extra_drafts,
+        seed=seed,
+    )

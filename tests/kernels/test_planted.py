@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds broken on purpose: shows that a sanitizer run would notice. It passes only in
+the sense that the sanitizer must report an error; without one it says nothing.
+
+On CUDA run it as
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 NWOR_PLANTED=1 compute-sanitizer \
+        --error-exitcode 9 python -m pytest tests/kernels/test_planted.py
+and expect exit status 9. Caching must be off: within its larger blocks an overrun hits
+memory that is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.kernels.reference import Batch, Layer, Log, make_table, row_bytes_of
+from tests.kernels.test_log_restore import nhd
+from tests.kernels.transaction import log
+from vllm.v1.nwor import ops
+
+
+@pytest.mark.planted
+@pytest.mark.skipif(
+    os.environ.get("NWOR_PLANTED") != "1", reason="NWOR_PLANTED=1 is not set"
+)
+def test_a_table_that_lies_about_its_blocks(device):
+    layers = [Layer(nhd(num_blocks=1), device, 0)]
+    tables = make_table(layers, device)
+    # The table says 4096 blocks; the allocation has one.
+    tables.table[0, ops.TABLE_COLUMNS.index("num_blocks")] = 4096
+    undo = Log.poisoned(1, row_bytes_of(tables), device)
+    batch = Batch(slots=((16 * 4096 - 1,),), accepted=(0,))
+    log(tables, undo, batch.metadata(device, torch.int32, 0), 1)
+    if device.type == "cuda":
+        torch.cuda.synchronize()

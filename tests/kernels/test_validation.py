@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal names the op, the argument, its value and what is allowed, and is made
+before the first byte is written. CUDA refuses what the host can know; what only the
+device knows is left alone and counted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.kernels.reference import PAD, Batch, Layer, Log, make_table, row_bytes_of
+from tests.kernels.test_log_restore import column_major, nhd
+from vllm.v1.nwor import ops
+
+LOG_NAMES = (
+    "table",
+    "runs",
+    "slot_mapping",
+    "logits_indices",
+    "cu_num_logits",
+    "undo_log",
+    "log_slots",
+    "log_windows",
+    "num_drafts",
+)
+RESTORE_NAMES = (
+    "table",
+    "runs",
+    "undo_log",
+    "log_slots",
+    "log_windows",
+    "sampled_token_ids",
+    "vocab_size",
+    "num_rejected",
+    "counters",
+    "num_drafts",
+)
+TABLE = {name: column for column, name in enumerate(ops.TABLE_COLUMNS)}
+
+
+def int32(values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class Step:
+    """Good arguments of both ops, for 2 layers and 3 drafts, by name."""
+
+    def __init__(self, device, layout=None):
+        layout = layout or nhd()
+        self.layers = [Layer(layout, device, seed) for seed in range(2)]
+        self.tables = make_table(self.layers, device)
+        batch = Batch(slots=((3, 4), (20,)), accepted=(1, 0))
+        self.undo = Log.poisoned(5, row_bytes_of(self.tables), device)
+        mapping, indices, cumulative = batch.metadata(device, torch.int32, 0)
+        self.log = {
+            "table": self.tables.table,
+            "runs": self.tables.runs,
+            "slot_mapping": mapping,
+            "logits_indices": indices,
+            "cu_num_logits": cumulative,
+            "undo_log": self.undo.undo_log,
+            "log_slots": self.undo.slots,
+            "log_windows": self.undo.windows,
+            "num_drafts": 3,
+        }
+        self.restore = {
+            "table": self.tables.table,
+            "runs": self.tables.runs,
+            "undo_log": self.undo.undo_log,
+            "log_slots": torch.tensor([3, 4, 20, 0, 0], device=device),
+            "log_windows": int32(
+                [[0, 0, 2], [0, 1, 2], [1, 0, 1], [-1, -1, 0], [-1, -1, 0]], device
+            ),
+            "sampled_token_ids": int32([[1, 2, -1], [1, -1, -1]], device),
+            "vocab_size": 10,
+            "num_rejected": None,
+            "counters": torch.zeros(6, dtype=torch.int64, device=device),
+            "num_drafts": 3,
+        }
+
+    def snapshot(self):
+        tensors = [layer.memory for layer in self.layers]
+        tensors += [self.undo.memory, self.undo.slots, self.undo.windows]
+        tensors.append(self.restore["counters"])
+        return [tensor.cpu().clone() for tensor in tensors]
+
+    def refuses(self, op, message, **changes):
+        """With `changes`, the call must say `message` and write nothing."""
+        arguments = {**getattr(self, op), **changes}
+        function = ops.log_cache_slots if op == "log" else ops.restore_rejected_drafts
+        before = self.snapshot()
+        name = function.__name__
+        with pytest.raises(RuntimeError, match="^" + re.escape(f"{name}: {message}")):
+            function(**arguments)
+        for old, new in zip(before, self.snapshot(), strict=True):
+            assert torch.equal(old, new)
+
+
+def test_the_good_arguments_are_good(device):
+    step = Step(device)
+    ops.log_cache_slots(**step.log)
+    ops.restore_rejected_drafts(**step.restore)
+    assert step.restore["counters"].tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0]
+
+
+SHAPES = [
+    ("log", "table", lambda t: t.int(), "table has dtype Int; must be Long"),
+    ("log", "table", lambda t: t[0], "table has shape [9]; must have 2 dimensions"),
+    (
+        "log",
+        "table",
+        lambda t: t[:, :8].contiguous(),
+        "table has shape [2, 8]; dimension 1 must be 9, its columns",
+    ),
+    (
+        "log",
+        "table",
+        lambda t: t[:0],
+        "table has shape [0, 9]; must have a row for each layer",
+    ),
+    (
+        "restore",
+        "table",
+        lambda t: t.t().contiguous().t(),
+        "table has shape [2, 9] and is not contiguous; must be",
+    ),
+    (
+        "log",
+        "slot_mapping",
+        lambda t: t.int(),
+        "slot_mapping has dtype Int; must be Long",
+    ),
+    (
+        "log",
+        "logits_indices",
+        lambda t: t.float(),
+        "logits_indices has dtype Float; must be Int or Long",
+    ),
+    (
+        "log",
+        "cu_num_logits",
+        lambda t: t.long(),
+        "cu_num_logits has dtype Long; must be Int",
+    ),
+    (
+        "log",
+        "undo_log",
+        lambda t: t.view(torch.int8),
+        "undo_log has dtype Char; must be Byte",
+    ),
+    (
+        "log",
+        "undo_log",
+        lambda t: t.as_strided((5, 256), (512, 2)),
+        "undo_log has stride 2 in dimension 1; must be 1",
+    ),
+    (
+        "log",
+        "undo_log",
+        lambda t: t.as_strided((5, 512), (16, 1)),
+        "undo_log has stride 16 in dimension 0; must be at least 512, rows must not",
+    ),
+    (
+        "log",
+        "log_slots",
+        lambda t: t[:4],
+        "log_slots has shape [4]; dimension 0 must be 5, the capacity of undo_log",
+    ),
+    (
+        "restore",
+        "log_windows",
+        lambda t: t[:, :2].contiguous(),
+        "log_windows has shape [5, 2]; dimension 1 must be 3, request, position",
+    ),
+    ("log", "num_drafts", lambda n: -1, "num_drafts is -1; must be between 0 and 5"),
+    (
+        "log",
+        "num_drafts",
+        lambda n: 6,
+        "num_drafts is 6; must be between 0 and 5, the capacity of undo_log",
+    ),
+    ("restore", "num_drafts", lambda n: 6, "num_drafts is 6; must be between 0 and 5"),
+    (
+        "restore",
+        "counters",
+        lambda t: t[:5],
+        "counters has shape [5]; dimension 0 must be 6, its columns",
+    ),
+    (
+        "restore",
+        "sampled_token_ids",
+        lambda t: t.long(),
+        "sampled_token_ids has dtype Long; must be Int",
+    ),
+    (
+        "restore",
+        "sampled_token_ids",
+        lambda t: t[:, :0],
+        "sampled_token_ids has shape [2, 0]; must have a column",
+    ),
+    (
+        "restore",
+        "sampled_token_ids",
+        lambda t: None,
+        "neither of sampled_token_ids and num_rejected given; must be exactly one",
+    ),
+    (
+        "restore",
+        "num_rejected",
+        lambda t: int32([1, 1]),
+        "both of sampled_token_ids and num_rejected given; must be exactly one",
+    ),
+    ("restore", "vocab_size", lambda n: 0, "vocab_size is 0; must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("op", "name", "change", "message"), SHAPES)
+def test_shapes_and_dtypes(device, op, name, change, message):
+    step = Step(device)
+    step.refuses(op, message, **{name: change(getattr(step, op)[name])})
+
+
+ROWS = [
+    ("base", 0, "base is 0; must be the address of the layer's cache"),
+    ("block_size", 0, "block_size is 0; must be at least 1"),
+    ("num_blocks", -3, "num_blocks is -3; must be at least 1"),
+    ("num_blocks", 2, "has 32 slots; must have 48, as many as row 0"),
+    ("num_heads", 0, "num_heads is 0; must be at least 1"),
+    ("run_bytes", 0, "run_bytes is 0; must be at least 1"),
+    ("log_offset", -1, "log_offset is -1; must be between 0 and the 512 bytes of a"),
+    ("log_offset", 513, "log_offset is 513; must be between 0 and the 512 bytes of"),
+    (
+        "log_offset",
+        257,
+        "4 heads of 64 bytes at log_offset 257 do not fit a row of undo_log of 512",
+    ),
+]
+
+
+@pytest.mark.parametrize("op", ["log", "restore"])
+@pytest.mark.parametrize(("column", "value", "message"), ROWS)
+def test_table_rows_on_the_cpu(op, column, value, message):
+    step = Step(torch.device("cpu"))
+    table = step.tables.table.clone()
+    table[1, TABLE[column]] = value
+    step.refuses(op, f"table row 1: {message}", table=table)
+
+
+def test_windows_on_the_cpu():
+    step = Step(torch.device("cpu"))
+    step.refuses(
+        "log",
+        "cu_num_logits[1] is 3; must be more than 3, each request has at least one",
+        cu_num_logits=int32([3, 3]),
+    )
+    step.refuses(
+        "log",
+        "cu_num_logits ends at 6; logits_indices has only 5 rows",
+        cu_num_logits=int32([3, 6]),
+    )
+    step.refuses(
+        "log",
+        "num_drafts is 2; must be at least 3, the drafts in cu_num_logits",
+        num_drafts=2,
+    )
+    indices = step.log["logits_indices"].clone()
+    indices[1] = 999
+    num_tokens = step.log["slot_mapping"].numel()
+    step.refuses(
+        "log",
+        f"logits_indices[1] is 999; must be between 0 and {num_tokens - 1}, the last",
+        logits_indices=indices,
+    )
+    for slot in (-2, 48):
+        mapping = step.log["slot_mapping"].clone()
+        mapping[step.log["logits_indices"][4].item()] = slot
+        step.refuses(
+            "log",
+            f"slot of draft 2 is {slot}; must be -1 (padding) or between 0 and 47",
+            slot_mapping=mapping,
+        )
+
+
+def test_logged_windows_on_the_cpu():
+    step = Step(torch.device("cpu"))
+    windows = step.restore["log_windows"].clone()
+    windows[2, 0] = 2
+    step.refuses(
+        "restore",
+        "log_windows[2] has request 2; must be -1 (not a draft) or between 0 and 1, "
+        "the last row of sampled_token_ids",
+        log_windows=windows,
+    )
+    step.refuses(
+        "restore",
+        "log_windows[2] has request 1; must be -1 (not a draft) or between 0 and 0, "
+        "the last row of num_rejected",
+        sampled_token_ids=None,
+        num_rejected=int32([0]),
+    )
+    windows = step.restore["log_windows"].clone()
+    windows[1, 1] = 2
+    step.refuses(
+        "restore",
+        "log_windows[1] has position 2; must be between 0 and 1, the last draft of",
+        log_windows=windows,
+    )
+    slots = step.restore["log_slots"].clone()
+    slots[0] = 48
+    step.refuses(
+        "restore",
+        "slot of draft 0 is 48; must be -1 (padding) or between 0 and 47",
+        log_slots=slots,
+    )
+
+
+RUNS = [
+    ((3, 0), (-2, 2), "runs[3][0] is (-2, 2); offset and length must not be negative"),
+    ((3, 0), (0, -2), "runs[3][0] is (0, -2); offset and length must not be negative"),
+    (
+        (3, 1),
+        (511, 2),
+        "runs[3] end at byte 513; must lie in a block of table row 0, block_stride 512",
+    ),
+    ((3, 1), (0, 60), "runs[3] are 90 bytes long; at log_offset 0 of table row 0 they"),
+    ((4, 1), (0, 1), "runs of draft 1's slot 4 are 31 bytes long; must be 32, as for"),
+]
+
+
+@pytest.mark.parametrize(("place", "run", "message"), RUNS)
+def test_runs_on_the_cpu(place, run, message):
+    step = Step(torch.device("cpu"), column_major())
+    runs = step.tables.runs.clone()
+    runs[place] = int32(run)
+    if "90 bytes" in message:
+        step.log["undo_log"] = step.undo.undo_log[:, :64]
+    step.refuses("log", message, runs=runs)
+
+
+def test_runs_of_another_block_size():
+    step = Step(torch.device("cpu"), column_major())
+    step.refuses(
+        "log",
+        "table row 0: block_size is 16; must be 15, as in runs",
+        runs=step.tables.runs[:15],
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestOnCuda:
+    def test_packed_layouts_are_refused(self):
+        ops.load("cuda")
+        step = Step(torch.device("cuda"))
+        runs = torch.zeros(16, 1, 2, dtype=torch.int32, device="cuda")
+        for op in ("log", "restore"):
+            step.refuses(op, "runs is given; must be None on CUDA", runs=runs)
+
+    @pytest.mark.parametrize("name", ["slot_mapping", "undo_log", "log_windows"])
+    def test_a_tensor_left_on_the_host_is_refused(self, name):
+        ops.load("cuda")
+        step = Step(torch.device("cuda"))
+        step.refuses(
+            "log",
+            f"{name} is on cpu; must be on cuda:0, where table is",
+            **{name: step.log[name].cpu()},
+        )
+
+    @pytest.mark.sanitizer
+    def test_what_only_the_device_knows_is_left_alone_and_counted(self):
+        ops.load("cuda")
+        step = Step(torch.device("cuda"))
+        mapping, indices = step.log["slot_mapping"], step.log["logits_indices"]
+        mapping[indices[1].item()] = 48
+        mapping[indices[2].item()] = -7
+        indices[4] = 999
+        before = step.snapshot()
+        ops.log_cache_slots(**step.log)
+        assert step.undo.slots[:3].tolist() == [ops.INVALID_SLOT] * 3
+        step.restore["log_slots"] = step.undo.slots
+        ops.restore_rejected_drafts(**step.restore)
+        assert step.restore["counters"].tolist() == [2, 3, 1, 2, 0, 3]
+        after = step.snapshot()
+        for old, new in zip(before[:3], after[:3], strict=True):
+            assert torch.equal(old, new)
+
+    @pytest.mark.sanitizer
+    def test_a_request_without_acceptance_keeps_its_bytes(self):
+        ops.load("cuda")
+        step = Step(torch.device("cuda"))
+        before = step.snapshot()
+        step.restore["sampled_token_ids"] = int32([[1, 2, 3]], "cuda")
+        ops.restore_rejected_drafts(**step.restore)
+        assert step.restore["counters"].tolist() == [1, 2, 2, 0, 0, 1]
+        for old, new in zip(before[:3], step.snapshot()[:3], strict=True):
+            assert torch.equal(old, new)
+
+
+def test_padding_is_no_error(device):
+    step = Step(device)
+    mapping = step.log["slot_mapping"]
+    mapping[step.log["logits_indices"][1].item()] = PAD
+    ops.log_cache_slots(**step.log)
+    assert step.undo.slots[:3].tolist() == [PAD, 4, 20]
