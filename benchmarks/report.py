@@ -37,10 +37,9 @@ def environment_lines(result: Result) -> list[str]:
         f"run       {describe_run(result)}",
     ]
     for info in result["engine"]["groups"]:
-        lines.append(
-            f"mode      KV-cache group {info['group']}: {info['requested']} resolved "
-            f"to {info['resolved']} ({info['reason']})"
-        )
+        asked, got = info["requested"], info["resolved"]
+        mode = got if asked == got else f"{asked} resolved to {got}"
+        lines.append(f"mode      group {info['group']}: {mode} ({info['reason']})")
     return lines
 
 

@@ -271,15 +271,16 @@ def test_percentiles_are_numpys():
         assert intervals.percentile(values, percent) == pytest.approx(expected)
 
 
-def test_interval_of_seven_values_is_the_known_one():
-    """The bootstrap median of 7 ordered values is at most the j-th with probability
-    P(Binomial(7, j / 7) >= 4): 0.009 for j = 1 and 0.098 for j = 2, so that the 5th
-    percentile is the second value and, by symmetry, the 95th the sixth."""
-    found = intervals.median_interval([7, 3, 1, 5, 2, 6, 4])
-    assert (found.low, found.median, found.high) == (2, 4, 6)
-    assert found.reach == 2
-    assert found.overlaps(intervals.Interval(7, 6, 8))
-    assert not found.overlaps(intervals.Interval(7, 6.5, 8))
+def test_interval_of_thirteen_values_is_the_known_one():
+    """The bootstrap median of 13 ordered values is at most the j-th with probability
+    P(Binomial(13, j / 13) >= 7): 0.016 for j = 3 and 0.071 for j = 4, so that the 5th
+    percentile is the fourth value (the 10th is not) and, by symmetry, the 95th the
+    tenth."""
+    found = intervals.median_interval([13, 7, 3, 1, 5, 2, 6, 4, 12, 8, 11, 9, 10])
+    assert (found.low, found.median, found.high) == (4, 7, 10)
+    assert found.reach == 3
+    assert found.overlaps(intervals.Interval(11, 10, 12))
+    assert not found.overlaps(intervals.Interval(11, 10.5, 12))
     constant = intervals.median_interval([2.5] * 7)
     assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
 
@@ -495,6 +496,11 @@ def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
     files.write_json(results / "a.json", result)
     assert render.main([*arguments, "--check"]) == 1
     assert "README.md is not what results/ says: a.png;" in capsys.readouterr().err
+    assert render.main(arguments) == 0
+    (results / "a.png").unlink()
+    assert render.main([*arguments, "--check"]) == 1
+    assert render.main(arguments) == 0
+    assert plot.digest_of(results / "a.png") == plot.samples_digest(result)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffers, the check and the timed calls of bench_kernels.py.
+
+A `Case` is one layout at one size. Its calls rotate over several sets of drafts whose
+bytes are disjoint, in blocks drawn at random, so that no call finds its bytes in a
+cache; a read of a large buffer before each sample drives out what the last one left.
+Beside log and restore each set has a plain copy of as many bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.v1.nwor import ops
+
+OPERATIONS = ("copy", "log", "restore")
+DRAFTS_PER_WINDOW = 4
+MAX_LAYERS = 32
+MIN_SETS, MAX_SETS = 2, 32
+POISON = 0xA5
+
+
+class CheckFailed(Exception):
+    """An op copied wrongly: no number is worth printing. The message says where."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a slot lies in its block.
+
+    index: [block_size, slot_bytes] int64, cpu: offsets in the block of a slot's bytes.
+    columns: slot_stride, head_stride, num_heads, run_bytes of a table row.
+    runs: [block_size, num_runs, 2] int32, cpu, or None for rows.
+    """
+
+    name: str
+    index: Tensor
+    columns: tuple[int, int, int, int]
+    runs: Tensor | None
+
+    @property
+    def block_size(self) -> int:
+        return self.index.shape[0]
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.index.shape[1]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.index.numel()
+
+
+def _rows(
+    name: str, num_heads: int, run_bytes: int, head_stride: int, slot_stride: int
+) -> Layout:
+    slots = torch.arange(16)[:, None, None] * slot_stride
+    heads = torch.arange(num_heads)[:, None] * head_stride
+    index = (slots + heads + torch.arange(run_bytes)).flatten(1)
+    return Layout(name, index, (slot_stride, head_stride, num_heads, run_bytes), None)
+
+
+def _packed() -> Layout:
+    """SmolLM2's block on vLLM's CPU backend: 3 heads, each K in columns of two bytes
+    and V in rows of 128, 128 slots."""
+    slots = torch.arange(128)[:, None]
+    offsets, lengths = [], []
+    for head in range(3):
+        start = head * 128 * 256
+        offsets += [start + dim * 256 + 2 * slots for dim in range(64)]
+        offsets.append(start + 128 * 128 + 128 * slots)
+        lengths += [2] * 64 + [128]
+    starts = torch.cat(offsets, 1)
+    index = torch.cat(
+        [
+            starts[:, run : run + 1] + torch.arange(length)
+            for run, length in enumerate(lengths)
+        ],
+        1,
+    )
+    runs = torch.stack([starts, torch.tensor(lengths).expand_as(starts)], 2).int()
+    return Layout("packed", index, (0, 0, 0, 0), runs)
+
+
+# 8 heads of K and V of 128 bfloat16 each, as in an 8B model: 4 KiB a slot and layer.
+LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "nhd": lambda: _rows("nhd", 1, 4096, 0, 4096),
+    "hnd": lambda: _rows("hnd", 8, 512, 16 * 512, 512),
+    "packed": _packed,
+}
+
+
+@dataclass(frozen=True)
+class DraftSet:
+    """The arguments of one rotation: drafts, their log, and the buffers of the copy."""
+
+    slots: Tensor
+    log: tuple[Tensor, Tensor, Tensor]
+    metadata: tuple[Tensor, Tensor, Tensor]
+    num_rejected: Tensor
+    copy_from: Tensor
+    copy_to: Tensor
+
+
+class Case:
+    """num_layers x num_drafts slots of a layout, in several sets, on a device."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        num_bytes: int,
+        device: torch.device,
+        cache_bytes: int,
+        seed: int,
+    ) -> None:
+        """num_bytes: to be saved by one log; the nearest whole number of drafts is
+        taken. cache_bytes: size of the device's last cache."""
+        torch.manual_seed(seed)
+        self.layout, self.device = layout, device
+        self.num_layers = max(1, min(MAX_LAYERS, num_bytes // layout.slot_bytes))
+        of_draft = self.num_layers * layout.slot_bytes
+        self.num_drafts = max(1, round(num_bytes / of_draft))
+        self.num_bytes = self.num_drafts * of_draft
+        num_sets = -(-cache_bytes // self.num_bytes)
+        self.num_sets = max(MIN_SETS, min(MAX_SETS, num_sets))
+        windows = -(-self.num_drafts // DRAFTS_PER_WINDOW)
+        num_blocks = windows * self.num_sets
+        shape = (self.num_layers, num_blocks, layout.block_bytes)
+        # [layer, block, byte]
+        self.cache = torch.empty(shape, dtype=torch.uint8, device=device).random_(256)
+        columns = (*layout.columns, layout.block_size, num_blocks)
+        rows = [
+            [
+                layer.data_ptr(),
+                layout.block_bytes,
+                *columns,
+                number * layout.slot_bytes,
+            ]
+            for number, layer in enumerate(self.cache)
+        ]
+        self.table = torch.tensor(rows, device=device)
+        self.runs = None if layout.runs is None else layout.runs.to(device)
+        self.counters = torch.zeros(6, dtype=torch.int64, device=device)
+        blocks = torch.randperm(num_blocks).view(self.num_sets, windows)
+        self.sets = [self._make_set(of_set) for of_set in blocks]
+
+    def _make_set(self, blocks: Tensor) -> DraftSet:
+        drafts, device = self.num_drafts, self.device
+        windows = blocks.numel()
+        # A window's slots follow one another from a random place in its block.
+        first = torch.randint(self.layout.block_size - DRAFTS_PER_WINDOW, (windows,))
+        slots = (blocks * self.layout.block_size + first)[:, None]
+        slots = (slots + torch.arange(DRAFTS_PER_WINDOW)).flatten()[:drafts]
+        request = torch.arange(drafts) // DRAFTS_PER_WINDOW
+        mapping = torch.full((drafts + windows,), -1)
+        mapping[torch.arange(drafts) + request + 1] = slots
+        num_rejected = torch.bincount(request)
+        cumulative = (num_rejected + 1).cumsum(0)
+        row_bytes = self.num_layers * self.layout.slot_bytes
+        log = torch.full((drafts, row_bytes), POISON, dtype=torch.uint8, device=device)
+        return DraftSet(
+            slots,
+            (
+                log,
+                torch.zeros(drafts, dtype=torch.int64, device=device),
+                torch.zeros(drafts, 3, dtype=torch.int32, device=device),
+            ),
+            (
+                mapping.to(device),
+                torch.arange(mapping.numel(), dtype=torch.int32, device=device),
+                cumulative.int().to(device),
+            ),
+            num_rejected.int().to(device),
+            torch.empty(self.num_bytes, dtype=torch.uint8, device=device).random_(256),
+            torch.zeros(self.num_bytes, dtype=torch.uint8, device=device),
+        )
+
+    def call(self, operation: str, number: int) -> None:
+        """One of OPERATIONS on set `number`; restore: every draft is rejected."""
+        of = self.sets[number]
+        if operation == "copy":
+            of.copy_to.copy_(of.copy_from)
+        elif operation == "log":
+            ops.log_cache_slots(
+                self.table, self.runs, *of.metadata, *of.log, self.num_drafts
+            )
+        else:
+            ops.restore_rejected_drafts(
+                *(self.table, self.runs, *of.log, None, 0, of.num_rejected),
+                *(self.counters, self.num_drafts),
+            )
+
+    def check(self) -> None:
+        """Logs, overwrites and restores every set, against indexing in PyTorch; leaves
+        all logs filled.
+
+        Raises:
+            CheckFailed: a byte differs.
+        """
+        for number, of in enumerate(self.sets):
+            block = (of.slots // self.layout.block_size).to(self.device)[:, None]
+            index = self.layout.index[of.slots % self.layout.block_size].to(self.device)
+            # [layer, draft, byte]
+            old = self.cache[:, block, index]
+            where = f"{self.layout.name}, {self.num_bytes} bytes, set {number}"
+            self.call("log", number)
+            logged = of.log[0].view(self.num_drafts, self.num_layers, -1)
+            if not torch.equal(logged.transpose(0, 1), old):
+                raise CheckFailed(f"log_cache_slots saved other bytes ({where})")
+            wanted = self.cache.clone() if number == 0 else None
+            self.cache[:, block, index] = 255 - old
+            self.call("restore", number)
+            if not torch.equal(self.cache[:, block, index], old):
+                raise CheckFailed(f"a rejected draft's bytes are not back ({where})")
+            if wanted is not None and not torch.equal(self.cache, wanted):
+                raise CheckFailed(f"a byte of another slot changed ({where})")
+            del old, wanted
+
+    def timers(self, flush: Tensor) -> dict[str, Callable[[], float]]:
+        """For each operation a function that returns the seconds of one call, the mean
+        over one rotation. flush: [n] int32, device: read before."""
+        return {
+            operation: (
+                self._cuda_timer(operation, flush)
+                if self.device.type == "cuda"
+                else self._cpu_timer(operation, flush)
+            )
+            for operation in OPERATIONS
+        }
+
+    def _cpu_timer(self, operation: str, flush: Tensor) -> Callable[[], float]:
+        def sample() -> float:
+            flush.sum()
+            start = time.perf_counter()
+            for number in range(self.num_sets):
+                self.call(operation, number)
+            return (time.perf_counter() - start) / self.num_sets
+
+        return sample
+
+    def _cuda_timer(self, operation: str, flush: Tensor) -> Callable[[], float]:
+        """Replays a graph of the rotation: no time of the host is in it."""
+        for number in range(self.num_sets):
+            self.call(operation, number)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for number in range(self.num_sets):
+                self.call(operation, number)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def sample() -> float:
+            flush.sum()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / self.num_sets
+
+        return sample
+
+    def launches(self) -> dict[str, int]:
+        """Kernels and copies that one log and one restore put on the GPU, counted by
+        the torch profiler."""
+        counts = {}
+        activities = [
+            torch.profiler.ProfilerActivity.CPU,
+            torch.profiler.ProfilerActivity.CUDA,
+        ]
+        for operation in ("log", "restore"):
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=activities) as profile:
+                self.call(operation, 0)
+                torch.cuda.synchronize()
+            counts[operation] = sum(
+                event.device_type == torch.autograd.DeviceType.CUDA
+                for event in profile.events()
+            )
+        return counts
+
+    def host_seconds(self, num_calls: int) -> dict[str, list[float]]:
+        """Time on the host of single calls of log and restore. CUDA calls return before
+        the work is done; the device is waited for in between, untimed."""
+        found: dict[str, list[float]] = {"log": [], "restore": []}
+        for _ in range(num_calls):
+            for operation, seconds in found.items():
+                start = time.perf_counter()
+                self.call(operation, 0)
+                seconds.append(time.perf_counter() - start)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+        return found
