@@ -238,6 +238,7 @@ def test_each_identity_that_fails_is_a_breach_by_name(found, kinds):
     report = totals(nwor_stats)
     assert report["breaches"] == max(1, found.breaches)
     assert partition_holds(report)
+    assert report["rejected_tokens"] <= 3  # what is too much counts as dropped
 
 
 def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
@@ -505,16 +506,15 @@ def test_a_bad_payload_is_a_breach_or_raises_when_strict(payload, monkeypatch, c
 
 def test_a_step_that_vllm_fails_to_process_leaves_nothing_behind():
     scheduler = hooked_scheduler()
-    broken = Step(windows={"a": (3, 1, "counted")})
-    output = broken.output
-    output.nwor_stats = broken.payload
-    with pytest.raises(AttributeError):
+    output = MIXED.output
+    output.nwor_stats = MIXED.payload
+
+    with pytest.raises(AttributeError, match="no attribute 'step'"):
         scheduler.update_from_output(
-            SimpleNamespace(scheduled_spec_decode_tokens={"a": [5] * 3}), output
+            SimpleNamespace(scheduled_spec_decode_tokens={"a": [5] * 4}), output
         )
 
-    scheduler.make_spec_decoding_stats(None, 3, 1, None, "a")
-
+    assert "make_spec_decoding_stats" not in vars(scheduler)
     assert run(scheduler, MIXED)["committed_tokens"] == 5
 
 

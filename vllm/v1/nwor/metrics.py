@@ -142,20 +142,20 @@ class ScheduledWindows:
         (vLLM clears the rows of discarded requests), nor does a missing one.
         num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
         """
-        step = cls()
+        num_windows = num_drafts = least = most = 0
         for request_id, drafts in spec_token_ids.items():
             if not drafts:
                 continue
-            step.num_windows += 1
-            step.num_drafts += len(drafts)
+            num_windows += 1
+            num_drafts += len(drafts)
             row = req_id_to_index.get(request_id)
             ids = (
                 sampled_token_ids[row] if sampled_token_ids and row is not None else ()
             )
             num_accepted = max(len(ids) - num_sampled_per_step, 0)
-            step.least_accepted += num_accepted
-            step.most_accepted += num_accepted if ids else len(drafts)
-        return step
+            least += num_accepted
+            most += num_accepted if ids else len(drafts)
+        return cls(num_windows, num_drafts, least, most)
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """vLLM counts one window: its drafts, grammar-invalid ones included."""

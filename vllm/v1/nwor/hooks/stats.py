@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
@@ -71,7 +72,8 @@ COUNT = HookTarget(
         "num_invalid_spec_tokens",
         "request_id",
     ),
-    why="called once for each window that vLLM counts, also when statistics are off",
+    why="called once for each window that vLLM counts, also when statistics are off; "
+    "replaced on one scheduler, while it processes a step",
     delete_when="SchedulerStats says which windows were counted",
 )
 RECORD = HookTarget(
@@ -98,9 +100,8 @@ def install_scheduler(module: ModuleType) -> None:
         HostMismatch: if it is not as expected; nothing was wrapped.
     """
     if NworConfig.from_env().emit_metrics:
-        install_all(
-            module, {UPDATE: _update_from_output, COUNT: _make_spec_decoding_stats}
-        )
+        check(COUNT, module)
+        install_all(module, {UPDATE: _update_from_output})
 
 
 def install_loggers(module: ModuleType) -> None:
@@ -185,19 +186,11 @@ def _set_payload(
 # --- scheduler ------------------------------------------------------------------------
 
 
-class _SchedulerState:
-    """What we keep on a Scheduler. step: the output being processed, else None."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.stats = NworStats(_draft_count(scheduler), _log_breach)
-        self.step: ScheduledWindows | None = None
-
-
-def _state(scheduler: Any) -> _SchedulerState:
-    state: _SchedulerState | None = scheduler.__dict__.get("nwor_state")
-    if state is None:
-        state = scheduler.nwor_state = _SchedulerState(scheduler)
-    return state
+def _stats_of(scheduler: Any) -> NworStats:
+    stats: NworStats | None = scheduler.__dict__.get("nwor_stats")
+    if stats is None:
+        stats = scheduler.nwor_stats = NworStats(_draft_count(scheduler), _log_breach)
+    return stats
 
 
 def _draft_count(scheduler: Any) -> DraftCount:
@@ -209,39 +202,59 @@ def _draft_count(scheduler: Any) -> DraftCount:
     return DraftCount.UPPER_BOUND if trims else DraftCount.EXACT
 
 
-def _make_spec_decoding_stats(
-    wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
-) -> Any:
-    step = _state(scheduler).step
-    if step is not None:
-        step.count(
-            argument(COUNT, "num_draft_tokens", args, kwargs),
-            argument(COUNT, "num_accepted_tokens", args, kwargs),
-        )
-    return wrapped(*args, **kwargs)
-
-
 def _update_from_output(
     wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
 ) -> Any:
-    state = _state(scheduler)
+    stats = _stats_of(scheduler)
     output = argument(UPDATE, "model_runner_output", args, kwargs)
     payload = getattr(output, "nwor_stats", None)
-    record = None
-    if payload is not None:
-        record = _guarded(state.stats, WorkerRecord.from_payload, payload)
-        scheduler_output = argument(UPDATE, "scheduler_output", args, kwargs)
-        state.step = _guarded(
-            state.stats, _scheduled_windows, scheduler, scheduler_output, output
-        )
-    try:
+    if payload is None:
         engine_outputs = wrapped(*args, **kwargs)
-    finally:
-        step, state.step = state.step, None
-    if record is not None and step is not None:
-        _guarded(state.stats, state.stats.add_step, record, step)
-    _guarded(state.stats, _send_report, scheduler, state.stats, engine_outputs)
+    else:
+        record = _guarded(stats, WorkerRecord.from_payload, payload)
+        scheduler_output = argument(UPDATE, "scheduler_output", args, kwargs)
+        step = _guarded(stats, _scheduled_windows, scheduler, scheduler_output, output)
+        with _counting(scheduler, step):
+            engine_outputs = wrapped(*args, **kwargs)
+        if record is not None and step is not None:
+            _guarded(stats, stats.add_step, record, step)
+    _guarded(stats, _send_report, scheduler, stats, engine_outputs)
     return engine_outputs
+
+
+@contextmanager
+def _counting(scheduler: Any, step: ScheduledWindows | None) -> Iterator[None]:
+    """While the block runs, windows that vLLM counts are counted in `step`, too.
+
+    A plain function on this one scheduler, for as long as it is needed: vLLM calls it
+    for every window, and it costs a small part of what a wrapper on the class does.
+    """
+    if step is None:
+        yield
+        return
+    make_spec_decoding_stats = scheduler.make_spec_decoding_stats
+
+    def counted(
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Any,
+        request_id: str,
+    ) -> Any:
+        step.count(num_draft_tokens, num_accepted_tokens)
+        return make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
+
+    scheduler.make_spec_decoding_stats = counted
+    try:
+        yield
+    finally:
+        del scheduler.make_spec_decoding_stats
 
 
 def _scheduled_windows(

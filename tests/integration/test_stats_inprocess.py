@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counters of a real engine, in process, against vLLM's own and the runner's steps.
+
+Guarantee 7. What the windows really did is taken from vLLM's metadata by the helpers'
+observers, what vLLM counted from its `vllm:spec_decode_*` counters; ours come out of
+`get_metrics()`, after the whole way from the commit op. The CPU runner reports within
+its step: asynchronous outputs are covered by tests/unit/test_metrics.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from vllm.v1.metrics.reader import Counter, Gauge
+
+from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
+from tests.helpers.engine import Engine, Observer, Request, Result, Step
+from tests.helpers.environment import model_path, subprocess_env
+from vllm.v1.nwor.metrics import COUNTERS
+
+REQUESTS = [
+    Request("one", tuple(range(100, 130)), 40),
+    Request("two", tuple(range(300, 320)), 25, at=2),
+    Request("three", tuple(range(500, 540)), 30, at=5),
+]
+
+
+def counters(engine: Engine) -> dict[str, int]:
+    """Every counter of speculative decoding and of NWOR; fallbacks as "name/reason"."""
+    found = {}
+    for metric in engine.llm.get_metrics():
+        if isinstance(metric, Counter) and metric.labels.get("engine") == "0":
+            reason = metric.labels.get("reason")
+            name = metric.name if reason is None else f"{metric.name}/{reason}"
+            if name.startswith(("vllm:nwor_", "vllm:spec_decode_")):
+                found[name.removeprefix("vllm:")] = metric.value
+    return found
+
+
+def counted(
+    engine: Engine, requests: Sequence[Request], observers: Sequence[Observer] = ()
+) -> tuple[Result, dict[str, int]]:
+    """Runs the requests; returns what happened and by how much each counter rose."""
+    before = counters(engine)
+    result = engine.run(requests, observers)
+    after = counters(engine)
+    return result, {name: num - before.get(name, 0) for name, num in after.items()}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """For the tests before the first one that makes another engine: vLLM then takes
+    this one's counters out of what get_metrics() sees."""
+    engine = Engine("cow", disable_log_stats=False)
+    ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine)
+    return engine
+
+
+class AbortInFlight(Observer):
+    """Aborts requests while their windows run: the worker is done, the scheduler has
+    not yet seen the output. dropped: drafts and accepted drafts of those windows."""
+
+    def __init__(self, engine: Engine, at: dict[str, int]) -> None:
+        self.engine, self.at = engine, at
+        self.num_windows: dict[str, int] = {}
+        self.dropped: dict[str, tuple[int, int]] = {}
+
+    def step_done(self, step: Step) -> None:
+        for name, num_drafts in step.drafted.items():
+            number = self.num_windows[name] = self.num_windows.get(name, -1) + 1
+            if number == self.at.get(name):
+                self.engine.llm.abort_request([name])
+                self.dropped[name] = (num_drafts, step.accepted[name])
+
+
+def assert_true_to(engine: Engine, result: Result, rise: dict[str, int]) -> None:
+    """Our counters against the steps, and against what vLLM counted of them."""
+    num_windows = sum(len(step.drafted) for step in result.steps)
+    num_rejected = result.num_drafted - result.num_accepted
+    assert rise["nwor_windows"] == num_windows
+    assert rise["nwor_tokens_staged"] == result.num_drafted
+    assert rise["nwor_restored_bytes"] == (
+        num_rejected * engine.manager.log_bytes_per_draft
+    )
+    assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
+    assert (
+        rise["nwor_committed_tokens"] + rise["nwor_rejected_tokens"]
+        == rise["spec_decode_num_draft_tokens"]
+    )
+    assert rise["nwor_tokens_staged"] == (
+        rise["nwor_committed_tokens"]
+        + rise["nwor_rejected_tokens"]
+        + rise["nwor_dropped_drafts"]
+    )
+    assert rise["nwor_breaches"] == 0
+
+
+def test_counters_are_vllms_own_and_what_the_windows_did(engine):
+    result, rise = counted(engine, REQUESTS)
+
+    assert 0 < result.num_accepted < result.num_drafted
+    assert_true_to(engine, result, rise)
+    assert rise["nwor_dropped_drafts"] == 0
+
+
+def test_windows_of_requests_aborted_in_flight_are_dropped(engine):
+    aborts = AbortInFlight(engine, at={"one": 4, "three": 2})
+
+    result, rise = counted(engine, REQUESTS, [aborts])
+
+    assert len(aborts.dropped) == 2
+    assert sum(accepted for _, accepted in aborts.dropped.values()) > 0
+    assert_true_to(engine, result, rise)
+    assert rise["nwor_dropped_drafts"] == sum(n for n, _ in aborts.dropped.values())
+
+
+def test_when_all_are_aborted_in_flight_the_last_step_still_counts(engine):
+    aborts = AbortInFlight(engine, at={"one": 3})
+
+    result, rise = counted(engine, REQUESTS[:1], [aborts])
+
+    assert list(aborts.dropped) == ["one"]
+    assert_true_to(engine, result, rise)
+    assert rise["nwor_dropped_drafts"] == aborts.dropped["one"][0] > 0
+
+
+def test_a_stop_inside_a_window_leaves_the_accepted_drafts_counted(engine):
+    # max_tokens ends each request somewhere inside a window of mixed acceptance: vLLM
+    # counts what was accepted, then cuts the tokens beyond the end.
+    short = [
+        dataclasses.replace(r, max_tokens=n)
+        for r, n in zip(REQUESTS, (7, 9, 13), strict=True)
+    ]
+
+    result, rise = counted(engine, short)
+
+    num_tokens = sum(len(tokens) for tokens in result.tokens.values())
+    num_steps = sum(len(step.drafted) for step in result.steps)
+    assert result.num_accepted + num_steps > num_tokens - len(short)
+    assert_true_to(engine, result, rise)
+
+
+def test_counts_wait_while_statistics_are_off(engine):
+    engine.core.scheduler.log_stats = False
+    try:
+        hidden, unseen = counted(engine, REQUESTS[:1])
+    finally:
+        engine.core.scheduler.log_stats = True
+    assert set(unseen.values()) == {0}
+
+    result, rise = counted(engine, REQUESTS[1:])
+
+    assert rise["nwor_tokens_staged"] == hidden.num_drafted + result.num_drafted
+    assert rise["nwor_breaches"] == 0
+
+
+def test_info_names_each_groups_mode(engine):
+    rows = [
+        metric.labels
+        for metric in engine.llm.get_metrics()
+        if isinstance(metric, Gauge)
+        and metric.name == "vllm:nwor_info"
+        and metric.value == 1
+    ]
+
+    assert [(row["group"], row["requested"], row["resolved"]) for row in rows] == [
+        ("0", "cow", "cow")
+    ]
+    assert rows[0]["engine"] == "0"
+    assert rows[0]["model_name"] == engine.runner.model_config.served_model_name
+
+
+def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine, caplog):
+    class Corrupt(Observer):
+        def forward_starts(self, step: Step) -> None:
+            engine.manager.counters[0, 1] += 1  # one draft too many
+
+    result, rise = counted(engine, REQUESTS[:1], [Corrupt()])
+
+    num_steps = len(result.steps)
+    assert rise["nwor_breaches"] >= num_steps
+    assert rise["nwor_tokens_staged"] > result.num_drafted
+    assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
+    assert rise["nwor_tokens_staged"] == (
+        rise["nwor_committed_tokens"]
+        + rise["nwor_rejected_tokens"]
+        + rise["nwor_dropped_drafts"]
+    )
+    assert counted(engine, REQUESTS[:1])[1]["nwor_breaches"] == 0
+
+
+def test_windows_beyond_the_log_are_vanilla_and_counted_by_reason():
+    engine = Engine("cow", {"MAX_LOG_ROWS": "5"}, disable_log_stats=False)
+    ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine)
+
+    result, rise = counted(engine, REQUESTS)
+
+    drafted = [sum(step.drafted.values()) for step in result.steps]
+    fitting = [num for num in drafted if num <= 5]
+    assert 0 < len(fitting) < len(drafted)
+    assert rise["nwor_tokens_staged"] == sum(fitting)
+    assert rise["nwor_fallbacks/over_capacity"] == len(drafted) - len(fitting)
+    assert 0 < rise["nwor_committed_tokens"] < rise["spec_decode_num_accepted_tokens"]
+    assert rise["nwor_breaches"] == 0
+
+
+def test_a_new_engine_in_the_same_process_starts_at_zero():
+    engine = Engine("cow", disable_log_stats=False)
+    before = counters(engine)
+    assert {before[f"nwor_{name}"] for name in COUNTERS} == {0}
+    ScriptedDrafter(truth_of(engine, REQUESTS[:1]), all_wrong).attach(engine)
+
+    result, rise = counted(engine, REQUESTS[:1])
+
+    assert result.num_drafted > result.num_accepted == 0
+    assert_true_to(engine, result, rise)
+
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(
+        sys.argv[1], enforce_eager=True, max_model_len=256, disable_log_stats=False,
+        num_gpu_blocks_override=32, max_num_seqs=4, dtype="bfloat16",
+        speculative_config={
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    )
+    prompts = [{"prompt_token_ids": [7, 8, 9] * 8}, {"prompt_token_ids": [5, 6] * 9}]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    print("FOUND", json.dumps({k: v for k, v in found.items() if "nwor" in k
+                               or "spec_decode" in k}))
+"""
+
+
+def metrics_of_an_llm(**env: str | None) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model_path("tiny-llama")],
+        env=subprocess_env(**env),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return found
+
+
+@pytest.mark.slow
+def test_llm_get_metrics_shows_them_across_processes():
+    # The engine core, scheduler and worker are in another process: reports are packed.
+    found = metrics_of_an_llm(VLLM_NWOR_MODE="cow", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+
+    assert found["vllm:nwor_tokens_staged"] > 0
+    assert (
+        found["vllm:nwor_committed_tokens"]
+        == found["vllm:spec_decode_num_accepted_tokens"]
+    )
+    assert found["vllm:nwor_tokens_staged"] == (
+        found["vllm:spec_decode_num_draft_tokens"] + found["vllm:nwor_dropped_drafts"]
+    )
+    assert found["vllm:nwor_breaches"] == 0
+    assert found["vllm:nwor_info"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "env",
+    [{"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_EMIT_METRICS": "0"}, {}],
+    ids=["metrics off", "mode off"],
+)
+def test_nothing_is_created_when_it_is_not_wanted(env):
+    found = metrics_of_an_llm(**env)
+
+    assert found["vllm:spec_decode_num_draft_tokens"] > 0
+    assert not [name for name in found if "nwor" in name]
