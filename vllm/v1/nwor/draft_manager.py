@@ -121,13 +121,14 @@ class DraftCommitManager:
         groups: Sequence[tuple[int, Sequence[LayerCache]]],
         capacity: int,
         storage: torch.Tensor | None = None,
-        ops: Any = native_ops,
+        ops: Any = None,
     ) -> None:
         """groups: (KV-cache group id, its layers), at least one, each with layers.
 
         storage: [num_bytes] uint8, device: memory for the undo log; what does not fit
             lowers the capacity. None allocates it.
-        ops: the seam where tests inject faults; `vllm.v1.nwor.ops` otherwise.
+        ops: the seam where tests inject faults: what has the functions of
+            `vllm.v1.nwor.ops`; by default that module, or on CUDA a PreparedOps.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -170,7 +171,9 @@ class DraftCommitManager:
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self.host_times: HostTimes | None = None
-        self._ops = ops
+        default_ops = _ops_for(self.device)
+        self._ops = default_ops if ops is None else ops
+        self._publish = default_ops.publish
         self._num_drafts = 0
 
     @property
@@ -225,9 +228,14 @@ class DraftCommitManager:
         if self.host_times is not None:
             self.host_times.begin_ns.append(time.perf_counter_ns() - started)
 
-    def commit(self, acceptance: Acceptance) -> bool:
+    def commit(
+        self, acceptance: Acceptance, counters_to: torch.Tensor | None = None
+    ) -> bool:
         """Restores the rejected drafts' slots and counts the windows. Call right after
         rejection sampling, on the stream of the forward, before the drafter runs.
+
+        counters_to: [num_launches, 6] int64, cpu, pinned if the counters are on a
+            device: gets a copy of them, enqueued behind the restore.
 
         Returns whether there was a log; without one it does nothing.
 
@@ -264,6 +272,8 @@ class DraftCommitManager:
             except Exception as error:
                 failure = error
         try:
+            if counters_to is not None:
+                self._publish(counters_to, self.counters)
             self._debug_sync()
         except Exception as error:
             failure = error
@@ -303,6 +313,14 @@ class DraftCommitManager:
                 reason,
                 detail,
             )
+
+
+def _ops_for(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return native_ops
+    from vllm.v1.nwor.prepared import PreparedOps
+
+    return PreparedOps()
 
 
 def _copy_tables(

@@ -224,6 +224,12 @@ def restore_rejected_drafts(
     )
 
 
+def publish(to: Tensor, counters: Tensor) -> None:
+    """Copies `counters` to `to`, both [rows, 6] int64; does not wait for the device.
+    Mutated: `to`, on the host, in pinned memory if `counters` is on a device."""
+    to.copy_(counters, non_blocking=True)
+
+
 def log_cache_slots_single(kv_cache: Tensor, slots: Tensor, undo_log: Tensor) -> None:
     """log_cache_slots for one cache and given slots: the naive form, for tests.
 

@@ -20,6 +20,7 @@ import torch
 
 from vllm.v1.nwor.draft_manager import DraftCommitManager
 from vllm.v1.nwor.ops import COUNTER_COLUMNS
+from vllm.v1.nwor.window import Acceptance
 
 WINDOWS, STAGED, COMMITTED, REJECTED, RESTORED_BYTES, INVALID_SLOTS = range(
     len(COUNTER_COLUMNS)
@@ -73,17 +74,17 @@ class Report:
             ).unbind()
             self._slot = 0
 
-    def publish(self) -> None:
-        """Enqueues the copy of the counters; call after a commit, on its stream."""
+    def commit(self, acceptance: Acceptance) -> None:
+        """Commits the manager's windows, if there are any, and notes where this step's
+        counts will be."""
         assert self._manager is not None
-        before = self._ring[self._slot]
-        self._slot = (self._slot + 1) % RING_SLOTS
-        after = self._ring[self._slot]
-        after.copy_(self._manager.counters, non_blocking=True)
-        self._step = StepCounts(before, after)
+        following = (self._slot + 1) % RING_SLOTS
+        if self._manager.commit(acceptance, self._ring[following]):
+            self._step = StepCounts(self._ring[self._slot], self._ring[following])
+            self._slot = following
 
     def take_step(self) -> StepCounts | None:
-        """The counts published in this step, or None; forgets them."""
+        """The counts of this step's commit, or None without one; forgets them."""
         step, self._step = self._step, None
         return step
 

@@ -126,7 +126,7 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
     output = wrapped(*args, **kwargs)
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
-        acceptance = SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
-        if state.manager.commit(acceptance):
-            state.report.publish()
+        state.report.commit(
+            SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
+        )
     return output

@@ -115,6 +115,5 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
         _, _, num_rejected = result
-        if state.manager.commit(NumRejected(num_rejected)):
-            state.report.publish()
+        state.report.commit(NumRejected(num_rejected))
     return result
