@@ -1,0 +1,280 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes per second of log and restore, against the device's own copy of as many bytes.
+
+    python bench_kernels.py --device cuda
+    python bench_kernels.py --device cpu --max-size 4M --json bench-out/kernels.json
+
+Rates count bytes read and bytes written. Caches are cold (benchmarks/kernel_cases.py
+says how), warm-up is not counted, the operations take turns within a sample, and the
+spread is that of the samples (10th to 90th percentile). It prints the environment
+first, then a check of every byte, then numbers. What it does not do: measure an engine
+(bench_vllm.py does).
+
+Exit status: 0 done; 1 an op copied wrongly, or the library is not there; 2 a bad
+argument, nothing was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks import environment
+from benchmarks.files import write_json
+
+PROGRAM = "bench_kernels.py"
+ROOT = Path(__file__).resolve().parent
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+SIZE_STEP = 4
+DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
+DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
+LAYOUTS = {"cpu": ("nhd", "hnd", "packed"), "cuda": ("nhd", "hnd")}
+WARM_UP_SAMPLES = 3
+HOST_CALLS = 300
+# What stands for the last cache where the system does not say: larger than most.
+CPU_CACHE_BYTES = 64 << 20
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence, exit status 2, no usage text around it."""
+        self.exit(2, f"{PROGRAM}: {message}\n")
+
+
+def size(text: str) -> int:
+    """Bytes of "4K", "512M", "1000"."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text)
+    if match is None or int(match.group(1)) == 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; allowed is a number above 0, with K, M or G or "
+            "without"
+        )
+    return int(match.group(1)) * UNITS[match.group(2)]
+
+
+def count(text: str) -> int:
+    """A number of samples."""
+    if not text.isdecimal() or int(text) < 3:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of samples; allowed is 3 or more"
+        )
+    return int(text)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The checked command line; ends the process with 2 if it is bad."""
+    parser = _Parser(
+        prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--min-size", type=size, default=4 << 10, metavar="SIZE")
+    parser.add_argument(
+        "--max-size", type=size, metavar="SIZE", help="default 512M, on the CPU 16M"
+    )
+    parser.add_argument(
+        "--layout", choices=LAYOUTS["cpu"], help="only this one; packed: CPU only"
+    )
+    parser.add_argument("--samples", type=count, help="default 40, on the CPU 15")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="raw samples, whole or not at all"
+    )
+    options = parser.parse_args(arguments)
+    options.max_size = options.max_size or max(
+        DEFAULT_MAX_SIZE[options.device], options.min_size
+    )
+    options.samples = options.samples or DEFAULT_SAMPLES[options.device]
+    if options.max_size < options.min_size:
+        parser.error(
+            f"--max-size is {options.max_size} bytes; must be at least --min-size, "
+            f"{options.min_size}"
+        )
+    if options.layout and options.layout not in LAYOUTS[options.device]:
+        parser.error(f"--layout is {options.layout}; allowed on cuda are nhd and hnd")
+    if options.json:
+        if options.json.is_dir():
+            parser.error(f"--json is {options.json}, a directory; must be a file")
+        parent = next(p for p in options.json.absolute().parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            parser.error(f"--json is {options.json}; {parent} cannot be written to")
+    return options
+
+
+def sizes(options: argparse.Namespace) -> list[int]:
+    """From --min-size in steps to --max-size, which is always the last."""
+    found = []
+    step = options.min_size
+    while step < options.max_size:
+        found.append(step)
+        step *= SIZE_STEP
+    return [*found, options.max_size]
+
+
+def text_of_size(num_bytes: int) -> str:
+    for unit in ("G", "M", "K"):
+        if num_bytes >= UNITS[unit]:
+            return f"{num_bytes / UNITS[unit]:.3g} {unit}iB"
+    return f"{num_bytes} B"
+
+
+def describe(options: argparse.Namespace) -> dict[str, Any]:
+    """The environment, with what matters for kernels."""
+    import torch
+
+    found = environment.describe(options.device, ROOT)
+    if options.device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["multiprocessors"] = properties.multi_processor_count
+        found["cache_bytes"] = properties.L2_cache_size
+    else:
+        found["threads"] = torch.get_num_threads()
+        found["cache_bytes"] = CPU_CACHE_BYTES
+    return found
+
+
+def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
+    """Checks every case, then measures it; prints a line for each.
+
+    Raises:
+        CheckFailed: an op copied wrongly.
+    """
+    import torch
+    from benchmarks.kernel_cases import LAYOUTS as LAYOUT_MAKERS
+    from benchmarks.kernel_cases import OPERATIONS, Case
+
+    device = torch.device(options.device)
+    # Twice the cache; read, so that no write-back is left to the next sample.
+    flush = torch.ones(cache_bytes // 2, dtype=torch.int32, device=device)
+    layouts = (options.layout,) if options.layout else LAYOUTS[options.device]
+    smallest = {
+        name: Case(LAYOUT_MAKERS[name](), 1 << 20, device, cache_bytes, options.seed)
+        for name in layouts
+    }
+    for case in smallest.values():
+        case.check()
+    print("check: every byte of a log and a restore is right, in each layout")
+    any_case = next(iter(smallest.values()))
+    found: dict[str, Any] = {"check": "passed", "results": []}
+    if options.device == "cuda":
+        found["launches"] = any_case.launches()
+        print("launches: " + _words(found["launches"], "{}"))
+    found["host_seconds"] = any_case.host_seconds(HOST_CALLS)
+    if options.device == "cuda":
+        medians = {
+            operation: statistics.median(seconds) * 1e6
+            for operation, seconds in found["host_seconds"].items()
+        }
+        print("host time of a call: " + _words(medians, "{:.1f} us"))
+    smallest.clear()
+    del any_case
+
+    print()
+    print(
+        f"{'layout':7}{'bytes':>10}{'drafts':>8}{'layers':>7}{'copy':>9}   "
+        f"{'log':>9}{'of copy':>20}   {'restore':>9}{'of copy':>20}"
+    )
+    for name in layouts:
+        for num_bytes in sizes(options):
+            case = Case(
+                LAYOUT_MAKERS[name](), num_bytes, device, cache_bytes, options.seed
+            )
+            case.check()
+            timers = case.timers(flush)
+            samples: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+            for number in range(WARM_UP_SAMPLES + options.samples):
+                # Each operation comes first equally often.
+                turn = number % len(OPERATIONS)
+                for operation in OPERATIONS[turn:] + OPERATIONS[:turn]:
+                    seconds = timers[operation]()
+                    if number >= WARM_UP_SAMPLES:
+                        samples[operation].append(seconds)
+            result = {
+                "layout": name,
+                "bytes": case.num_bytes,
+                "num_drafts": case.num_drafts,
+                "num_layers": case.num_layers,
+                "num_sets": case.num_sets,
+                "seconds": samples,
+            }
+            found["results"].append(result)
+            print(line(result), flush=True)
+            del case, timers
+    return found
+
+
+def line(result: dict[str, Any]) -> str:
+    """A row of the table: medians, and ratios to the copy with their spread."""
+    seconds = result["seconds"]
+    moved = 2 * result["bytes"]
+
+    def rate(operation: str) -> str:
+        return f"{moved / statistics.median(seconds[operation]) / 1e9:.1f} GB/s"
+
+    def of_copy(operation: str) -> str:
+        pairs = zip(seconds["copy"], seconds[operation], strict=True)
+        ratios = [copy / ours for copy, ours in pairs]
+        tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+        median = statistics.median(ratios)
+        return f"{median:.2f} [{tenths[0]:.2f}, {tenths[-1]:.2f}]"
+
+    return (
+        f"{result['layout']:7}{text_of_size(result['bytes']):>10}"
+        f"{result['num_drafts']:>8}{result['num_layers']:>7}{rate('copy'):>14}"
+        f"{rate('log'):>14}{of_copy('log'):>19}"
+        f"{rate('restore'):>14}{of_copy('restore'):>19}"
+    )
+
+
+def _words(values: dict[str, Any], form: str) -> str:
+    return ", ".join(f"{name} {form.format(value)}" for name, value in values.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+
+    import torch
+
+    from vllm.v1.nwor import ops
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"{PROGRAM}: --device is cuda; torch sees no GPU here", file=sys.stderr)
+        return 2
+    try:
+        ops.load(options.device)
+    except ops.NworOpsUnavailable as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+
+    from benchmarks.kernel_cases import CheckFailed
+
+    found: dict[str, Any] = {
+        "command": shlex.join(["python", PROGRAM, *arguments]),
+        "environment": describe(options),
+        "warnings": environment.warnings(options.device),
+    }
+    for name, value in found["environment"].items():
+        print(f"{name}: {value}")
+    for warning in found["warnings"]:
+        print(f"warning: {warning}")
+    try:
+        found.update(measure(options, found["environment"]["cache_bytes"]))
+    except CheckFailed as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        write_json(options.json, found)
+        print(f"\nraw samples: {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench_kernels.py: bad arguments, a small run, and no number when a byte is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import bench_kernels
+from vllm.v1.nwor import ops
+
+SMALL = ["--max-size", "8K", "--samples", "3"]
+
+
+@pytest.fixture
+def small_cache(monkeypatch):
+    monkeypatch.setattr(bench_kernels, "CPU_CACHE_BYTES", 1 << 14)
+    monkeypatch.setattr(bench_kernels, "HOST_CALLS", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
+        (["--max-size", "0"], "'0' is no size; allowed is a number above 0"),
+        (["--min-size", "8K", "--max-size", "4K"], "must be at least --min-size, 8192"),
+        (["--samples", "2"], "'2' is no number of samples; allowed is 3 or more"),
+        (["--device", "cuda", "--layout", "packed"], "allowed on cuda are nhd and hnd"),
+        (["--json", "/"], "--json is /, a directory; must be a file"),
+        (["--json", "/dev/null/x.json"], "/dev/null cannot be written to"),
+    ],
+)
+def test_bad_arguments_end_with_2(capsys, arguments, sentence):
+    with pytest.raises(SystemExit) as ended:
+        bench_kernels.main(arguments)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_small_run(small_cache, tmp_path, capsys):
+    path = tmp_path / "new" / "kernels.json"
+    assert bench_kernels.main([*SMALL, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("device: cpu") < printed.index("check: ")
+    assert printed.index("check: ") < printed.index("GB/s")
+    results = json.loads(path.read_text())["results"]
+    assert [(r["layout"], r["bytes"]) for r in results] == [
+        *(("nhd", 4096), ("nhd", 8192), ("hnd", 4096), ("hnd", 8192)),
+        *(("packed", 5 * 768), ("packed", 10 * 768)),
+    ]
+    for result in results:
+        assert {name: len(s) for name, s in result["seconds"].items()} == {
+            "copy": 3,
+            "log": 3,
+            "restore": 3,
+        }
+
+
+def test_a_wrong_byte_leaves_no_number(small_cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ops, "restore_rejected_drafts", lambda *_: None)
+    path = tmp_path / "kernels.json"
+    assert bench_kernels.main([*SMALL, "--json", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert "a rejected draft's bytes are not back (nhd," in printed.err
+    assert "GB/s" not in printed.out
+    assert not path.exists()
