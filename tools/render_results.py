@@ -8,14 +8,15 @@ A block of the README between two comments belongs to this script:
     ...
     <!-- /results -->
 
-The first names a file in results/ and a view. Views of one file: machine, speed, ratio,
-acceptance, nwor, words, plot, all. View of several (the name may hold *): cells, a line
-a file. A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the
-samples it shows are no longer the file's.
+The first names a file in results/ and a view. Views of a file of bench_vllm.py:
+machine, speed, ratio, acceptance, nwor, words, plot, all. View of several of them (the
+name may hold *): cells, a line a file. View of a file of bench_kernels.py: kernels.
+A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
+it shows are no longer the file's.
 
-No number is typed into the README by hand, and this script computes none: all come from
-bench_vllm.py. Exit status: 0 done, or up to date; 1 --check found a difference; 2 a
-block or file that cannot be used, nothing was written.
+No number is typed into the README by hand: all come from a command in those files. Exit
+status: 0 done, or up to date; 1 --check found a difference; 2 a block or file that
+cannot be used, nothing was written.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import argparse
 import functools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -97,7 +99,7 @@ VIEWS: dict[str, Callable[[Result], str]] = {
     "words": words,
     "all": _all,
 }
-PLOT, CELLS = "plot", "cells"
+PLOT, CELLS, KERNELS = "plot", "cells", "kernels"
 
 
 def cells(results: Sequence[Result]) -> str:
@@ -147,14 +149,51 @@ def cells(results: Sequence[Result]) -> str:
     return Table("", head, rows).markdown()
 
 
-def load(path: Path) -> Result:
-    """The result in `path`. Raises BadBlock if it is none of bench_vllm.py's."""
+def kernels(result: Result) -> str:
+    """Bytes a second (read and written) of copy, log and restore; a line a size.
+
+    The shares are medians of per-sample ratios to the copy, as bench_kernels.py prints.
+    """
+    rows = []
+    for case in result["results"]:
+        seconds = case["seconds"]
+        cells_ = [f"{_rate(case, 'copy'):.1f}"]
+        for operation in ("log", "restore"):
+            pairs = zip(seconds["copy"], seconds[operation], strict=True)
+            share = statistics.median(copy / ours for copy, ours in pairs)
+            cells_.append(f"{_rate(case, operation):.1f} ({share:.2f})")
+        size = f"{case['bytes'] / 1024:,.0f}".replace(",", " ")
+        counts = (str(case["num_drafts"]), str(case["num_layers"]))
+        rows.append((case["layout"], size, *counts, *cells_))
+    head = (
+        "layout",
+        "KiB",
+        "drafts",
+        "layers",
+        "copy, GB/s",
+        "log, GB/s (of copy)",
+        "restore, GB/s (of copy)",
+    )
+    env = result["environment"]
+    machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
+    about = f"{env['date']}: {machine}.\n\n```\n{result['command']}\n```\n\n"
+    return about + Table("", head, rows).markdown()
+
+
+def _rate(case: dict[str, Any], operation: str) -> float:
+    """GB/s, read and written, median of the samples."""
+    return 2 * case["bytes"] / statistics.median(case["seconds"][operation]) / 1e9
+
+
+def load(path: Path, made_by: str = "bench_vllm.py") -> Result:
+    """The result in `path`. Raises BadBlock unless `made_by` wrote it."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadBlock(f"{path.name} cannot be read: {error}") from error
-    if not isinstance(result, dict) or result.get("kind") != "bench_vllm":
-        raise BadBlock(f"{path.name} is not a result of bench_vllm.py")
+    command = result.get("command", "") if isinstance(result, dict) else ""
+    if made_by not in command.split():
+        raise BadBlock(f"{path.name} is not a result of {made_by}")
     return result
 
 
@@ -195,7 +234,7 @@ class Renderer:
 
     def _parse(self, what: str) -> tuple[str, str]:
         parts = what.split()
-        known = [*VIEWS, PLOT, CELLS]
+        known = [*VIEWS, PLOT, CELLS, KERNELS]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
@@ -207,6 +246,8 @@ class Renderer:
             if not paths:
                 raise BadBlock(f"no file in results/ matches {file}")
             return cells([load(path) for path in paths])
+        if view == KERNELS:
+            return kernels(load(self.results / file, "bench_kernels.py"))
         result = load(self.results / file)
         if view != PLOT:
             return VIEWS[view](result)

@@ -503,6 +503,37 @@ def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
     assert plot.digest_of(results / "a.png") == plot.samples_digest(result)
 
 
+def test_kernel_results_are_rendered(render, capsys, tmp_path):
+    case = {
+        "layout": "nhd",
+        "bytes": 1 << 20,
+        "num_drafts": 4,
+        "num_layers": 32,
+        "seconds": {
+            "copy": [1e-3, 2e-3, 2e-3],
+            "log": [4e-3, 4e-3, 4e-3],
+            "restore": [2e-3, 2e-3, 2e-3],
+        },
+    }
+    env = {"date": "2026-01-01", "cpu": "some CPU", "cores": 2}
+    found = {
+        "command": "python bench_kernels.py",
+        "environment": env,
+        "results": [case],
+    }
+    files.write_json(tmp_path / "k.json", found)
+    readme = tmp_path / "README.md"
+    arguments = ["--readme", str(readme), "--results", str(tmp_path)]
+    readme.write_text("<!-- results: k.json kernels -->\n<!-- /results -->\n")
+    assert render.main(arguments) == 0
+    # 2 MiB in 2 ms are 1.05 GB/s; the log takes twice as long in the median sample.
+    row = "| nhd | 1 024 | 4 | 32 | 1.0 | 0.5 (0.50) | 1.0 (1.00) |"
+    assert row in readme.read_text()
+    readme.write_text("<!-- results: k.json speed -->\n<!-- /results -->\n")
+    assert render.main(arguments) == 2
+    assert "k.json is not a result of bench_vllm.py" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("block", "why"),
     [
