@@ -6,8 +6,8 @@
 
 #include "cuda_support.h"
 
-extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(
-    int32_t device_index, void** stream);
+extern "C" __attribute__((weak)) int32_t
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace nwor {
 namespace {
@@ -56,9 +56,8 @@ const char* nwor_prepared_publish(void* to, const void* from, int64_t num_bytes,
                                   int32_t device) {
   constexpr const char* kPublish = "publish";
   return nwor::run(kPublish, device, [&](void* stream) {
-    const cudaError_t error =
-        cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDeviceToHost,
-                        static_cast<cudaStream_t>(stream));
+    const cudaError_t error = cudaMemcpyAsync(
+        to, from, num_bytes, cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream));
     NWOR_CHECK(error == cudaSuccess, kPublish,
                "the copy failed: ", cudaGetErrorString(error));
   });

@@ -101,7 +101,7 @@ def steps():
 def test_prepared_launches_do_what_the_ops_do():
     ops.load("cuda")
     plain, quick = World(), World()
-    prepared_ops = prepared.PreparedOps()
+    prepared_ops = prepared.PreparedOps(torch.device("cuda", 0))
 
     for step in steps():
         plain.step(ops, *step)
@@ -113,7 +113,7 @@ def test_prepared_launches_do_what_the_ops_do():
 
 
 def test_the_counters_are_published_behind_the_restore():
-    world, prepared_ops = World(), prepared.PreparedOps()
+    world, prepared_ops = World(), prepared.PreparedOps(torch.device("cuda", 0))
     pinned = torch.full((6,), -1, dtype=torch.int64, pin_memory=True)
 
     world.step(prepared_ops, *steps()[0])
@@ -133,7 +133,7 @@ def test_the_counters_are_published_behind_the_restore():
     ],
 )
 def test_what_a_step_can_get_wrong_is_refused(name, change, message):
-    world, prepared_ops = World(), prepared.PreparedOps()
+    world, prepared_ops = World(), prepared.PreparedOps(torch.device("cuda", 0))
     world.step(prepared_ops, *steps()[0])
     arguments = {
         "slot_mapping": torch.tensor([1, 2], device="cuda"),
@@ -155,7 +155,7 @@ def test_what_a_step_can_get_wrong_is_refused(name, change, message):
 
 
 def test_a_bad_table_is_refused_by_the_op_at_the_first_call():
-    world, prepared_ops = World(), prepared.PreparedOps()
+    world, prepared_ops = World(), prepared.PreparedOps(torch.device("cuda", 0))
     world.table = world.table[:, :8].contiguous()
 
     with pytest.raises(RuntimeError, match="table has shape"):
@@ -169,4 +169,4 @@ def test_structs_of_another_size_are_refused(monkeypatch):
     monkeypatch.setattr(prepared, "_LogArgs", Longer)
 
     with pytest.raises(ops.NworOpsUnavailable, match="build it again"):
-        prepared.PreparedOps()
+        prepared.PreparedOps(torch.device("cuda", 0))

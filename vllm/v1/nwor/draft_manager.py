@@ -320,7 +320,7 @@ def _ops_for(device: torch.device) -> Any:
         return native_ops
     from vllm.v1.nwor.prepared import PreparedOps
 
-    return PreparedOps()
+    return PreparedOps(device)
 
 
 def _copy_tables(

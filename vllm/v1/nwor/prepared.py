@@ -90,10 +90,15 @@ class PreparedOps:
     """log_cache_slots and restore_rejected_drafts of `ops`, for tensors that stay.
 
     Requires that table, undo_log, log_slots, log_windows and counters live as long as
-    this object, and that the device of the first call is the current one.
+    this object, and that their device is the current one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """device: where all tensors are, a CUDA device with its index.
+
+        Raises:
+            NworOpsUnavailable: no library, one without CUDA, or one of other structs.
+        """
         ops.load("cuda")
         library = ctypes.CDLL(str(ops.LIBRARY))
         sizes = (c_int64 * 2)()
@@ -115,7 +120,7 @@ class PreparedOps:
             function.restype = c_char_p
         self._log_args: dict[int, _LogArgs] = {}
         self._restore_args: dict[tuple[int, int], _RestoreArgs] = {}
-        self._device = -1
+        self._device = device.index
 
     def log_cache_slots(
         self,
@@ -147,7 +152,6 @@ class PreparedOps:
                 table=_Table(table.data_ptr(), table.shape[0]),
                 log=_undo_log(undo_log, log_slots, log_windows),
             )
-            self._device = table.get_device()
             self._log_args[id(table)] = args
         _check("slot_mapping", slot_mapping, torch.int64)
         _check("cu_num_logits", cu_num_logits, torch.int32)
