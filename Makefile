@@ -11,7 +11,7 @@ PORT ?= 8000
 
 PY := .venv/bin/python
 SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.cuh' '*.cpp' '*.cu')
-SCRIPTS := .ci/run tools/check_system.sh
+SCRIPTS := .ci/run tools/check_system.sh tools/gpu_run.sh
 MODEL := smollm2-135m
 SPECULATION := {"method": "ngram", "num_speculative_tokens": 4, \
 	"prompt_lookup_min": 1, "prompt_lookup_max": 4}
@@ -32,10 +32,11 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help bench test serve lint format wheel setup models lock deps clean distclean
+.PHONY: gpu-test gpu-bench
 
 help: ## list the commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) \
-		| sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
+		| sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 bench: models ## compare speed and outputs with NWOR off and on; writes bench-out/
 	@mkdir -p $(RESULTS)
@@ -44,6 +45,14 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 
 test: models ## run the tests; ARGS="-k name" for some of them
 	$(PY) -m pytest -m "not nightly" $(ARGS)
+
+# These two need an NVIDIA GPU and a PYTHON that has vLLM; .venv is not used. STEPS
+# chooses among what tools/gpu_run.sh lists.
+gpu-test: ## prove it on a GPU: kernels, engines, no waiting; writes results/
+	tools/gpu_run.sh $(or $(STEPS),build kernels engines sync layouts)
+
+gpu-bench: ## time it on a GPU at the shape of an 8B model; writes results/
+	tools/gpu_run.sh $(or $(STEPS),build bench-kernels bench)
 
 # What `vllm serve` runs; that command looks for a distribution named vllm, which
 # vllm-cpu is not. On a CPU, vLLM 0.32 speculates well at temperature 0 only.

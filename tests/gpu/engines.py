@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of the GPU tests: one row each, and what a row means to vLLM.
+
+MATRIX covers every pair of values of the five factors that vLLM 0.26 allows together
+(`uncovered_pairs` tells; a unit test holds it to that). What it does not allow, or what
+this project does not run:
+
+    ngram is synchronous only; per-token-head caches are TRITON_ATTN's only;
+    a draft model beside an MLA target would mix two kinds of cache in one group;
+    the V2 runner's drafter is an EAGLE head, or MTP layers where the target is MLA.
+
+Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# How often each draft position is accepted, for the first k of them.
+RATES = (0.8, 0.6, 0.4, 0.25, 0.15, 0.1, 0.05)
+MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 512
+MAX_MODEL_LEN = 640
+KV_CACHE_BYTES = 1 << 30
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+EXTENSION = "tests.gpu.worker.GpuTestExtension"
+
+MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
+RUNNERS = {"ngram": "v1", "draft_model": "v1", "eagle": "v2", "mtp": "v2"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine.
+
+    drafter: a key of RUNNERS; it settles the model runner. backend: attention backend.
+    graphs: vLLM's cudagraph_mode, or EAGER. kv_cache: vLLM's kv_cache_dtype, "auto" for
+    bf16. num_blocks: KV blocks, few on purpose. kv_layout: NHD or HND by
+    VLLM_KV_CACHE_LAYOUT.
+    """
+
+    name: str
+    drafter: str
+    backend: str
+    graphs: str
+    kv_cache: str
+    asynchronous: bool
+    num_drafts: int = 4
+    block_size: int = 16
+    num_blocks: int = 256
+    kv_layout: str | None = None
+    tensor_parallel: int = 1
+
+    @property
+    def runner(self) -> str:
+        return RUNNERS[self.drafter]
+
+    @property
+    def is_mla(self) -> bool:
+        return self.backend in MLA_BACKENDS
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that requests can use: block 0 is vLLM's null block."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def factors(self) -> tuple[frozenset[str], ...]:
+        """The row's value of each factor; the default graph mode counts as two."""
+        head = "head" if self.runner == "v2" else self.drafter
+        attention = "MLA" if self.is_mla else self.backend
+        graphs = ("FULL", "PIECEWISE") if "_AND_" in self.graphs else (self.graphs,)
+        cache = "bf16" if self.kv_cache == "auto" else self.kv_cache
+        cache = "per_token_head" if cache.endswith("per_token_head") else cache
+        order = "async" if self.asynchronous else "sync"
+        return tuple(
+            frozenset(values)
+            for values in ((head,), (attention,), graphs, (cache,), (order,))
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What vLLM reads from the environment for this engine, NWOR aside."""
+        found = {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0"}
+        if self.kv_layout is not None:
+            found["VLLM_KV_CACHE_LAYOUT"] = self.kv_layout
+        return found
+
+    def arguments(self, models: Path) -> dict[str, Any]:
+        """Keyword arguments of vLLM's EngineArgs. models: see tests.gpu.models."""
+        arguments: dict[str, Any] = {
+            "model": str(models / ("mla" if self.is_mla else "llama")),
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "seed": 0,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            "block_size": self.block_size,
+            "num_gpu_blocks_override": self.num_blocks,
+            # Engines start beside each other on one GPU: nothing is profiled.
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
+            "gpu_memory_utilization": 0.05,
+            "kv_cache_dtype": self.kv_cache,
+            "attention_backend": self.backend,
+            "async_scheduling": self.asynchronous,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "worker_extension_cls": EXTENSION,
+            "tensor_parallel_size": self.tensor_parallel,
+            "speculative_config": self._speculation(models),
+        }
+        if self.graphs == "EAGER":
+            return arguments | {"enforce_eager": True}
+        sizes = [batch * (1 + self.num_drafts) for batch in GRAPH_BATCHES]
+        compilation: dict[str, Any] = {
+            "cudagraph_mode": self.graphs,
+            "cudagraph_capture_sizes": sizes,
+        }
+        if self.graphs == "FULL":
+            compilation["mode"] = 0  # nothing is compiled: starts in seconds
+        return arguments | {"compilation_config": compilation}
+
+    def _speculation(self, models: Path) -> dict[str, Any]:
+        rates = [RATES[min(i, len(RATES) - 1)] for i in range(self.num_drafts)]
+        config: dict[str, Any] = {
+            "method": self.drafter,
+            "num_speculative_tokens": self.num_drafts,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": rates,
+        }
+        if self.drafter == "ngram":
+            config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        elif self.drafter == "draft_model":
+            config |= {
+                "model": str(models / "draft"),
+                "attention_backend": self.backend,
+            }
+        elif self.drafter == "eagle":
+            config["model"] = str(models / "eagle")
+        return config
+
+
+def _spec(name: str, *values: Any, **more: Any) -> EngineSpec:
+    return EngineSpec(name, *values, **more)
+
+
+# name, drafter, backend, graphs, KV cache, asynchronous
+MATRIX = (
+    _spec("ngram-flash-piecewise", "ngram", "FLASH_ATTN", "PIECEWISE", "auto", False),
+    _spec(
+        "ngram-triton-full-int8",
+        *("ngram", "TRITON_ATTN", "FULL", "int8_per_token_head", False),
+        num_drafts=7,
+    ),
+    _spec("ngram-mla-eager", "ngram", "TRITON_MLA", "EAGER", "auto", False),
+    _spec(
+        "ngram-mla-piecewise-fp8",
+        *("ngram", "FLASHMLA", "PIECEWISE", "fp8", False),
+        block_size=64,
+        num_blocks=128,
+    ),
+    _spec(
+        "draft-flash-full-fp8-async",
+        *("draft_model", "FLASH_ATTN", "FULL", "fp8", True),
+    ),
+    _spec(
+        "draft-triton-piecewise-fp8",
+        *("draft_model", "TRITON_ATTN", "PIECEWISE", "fp8", False),
+        kv_layout="HND",
+    ),
+    _spec(
+        "draft-triton-eager-bf16",
+        *("draft_model", "TRITON_ATTN", "EAGER", "auto", False),
+        num_drafts=2,
+        block_size=32,
+        num_blocks=128,
+    ),
+    _spec(
+        "draft-triton-eager-fp8pth-async",
+        *("draft_model", "TRITON_ATTN", "EAGER", "fp8_per_token_head", True),
+    ),
+    _spec(
+        "eagle-flash-eager-fp8",
+        *("eagle", "FLASH_ATTN", "EAGER", "fp8", False),
+        kv_layout="HND",
+    ),
+    _spec(
+        "eagle-triton-piecewise-int8-async",
+        *("eagle", "TRITON_ATTN", "PIECEWISE", "int8_per_token_head", True),
+        num_drafts=3,
+    ),
+    _spec("mtp-mla-full-async", "mtp", "FLASH_ATTN_MLA", "FULL", "auto", True),
+    _spec(
+        "eagle-flash-default-async",
+        *("eagle", "FLASH_ATTN", "FULL_AND_PIECEWISE", "auto", True),
+        num_drafts=7,
+    ),
+)
+
+# Engines whose synchronisation, launches and JIT compilation are watched.
+SYNC = (
+    _spec("sync-v1-ngram", "ngram", "FLASH_ATTN", "FULL", "auto", False),
+    _spec("sync-v1-draft-async", "draft_model", "FLASH_ATTN", "FULL", "auto", True),
+    _spec("sync-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
+    _spec("sync-v2-eagle", "eagle", "TRITON_ATTN", "FULL", "fp8", False),
+)
+
+# Engines whose layouts are probed; they generate nothing.
+LAYOUTS = (
+    _spec("layout-flash", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
+    _spec("layout-flash-fp8", "ngram", "FLASH_ATTN", "EAGER", "fp8", False),
+    _spec(
+        "layout-flash-hnd",
+        *("ngram", "FLASH_ATTN", "EAGER", "auto", False),
+        kv_layout="HND",
+    ),
+    _spec("layout-triton", "ngram", "TRITON_ATTN", "EAGER", "auto", False),
+    _spec(
+        "layout-triton-hnd",
+        *("ngram", "TRITON_ATTN", "EAGER", "auto", False),
+        kv_layout="HND",
+    ),
+    _spec(
+        "layout-triton-int8",
+        *("ngram", "TRITON_ATTN", "EAGER", "int8_per_token_head", False),
+    ),
+    _spec(
+        "layout-triton-fp8pth-hnd",
+        *("ngram", "TRITON_ATTN", "EAGER", "fp8_per_token_head", False),
+        kv_layout="HND",
+    ),
+    _spec(
+        "layout-triton-int4",
+        *("ngram", "TRITON_ATTN", "EAGER", "int4_per_token_head", False),
+    ),
+    _spec("layout-flex", "ngram", "FLEX_ATTENTION", "EAGER", "auto", False),
+    _spec("layout-mla", "ngram", "TRITON_MLA", "EAGER", "auto", False),
+    _spec(
+        "layout-mla-fp8",
+        *("ngram", "FLASHMLA", "EAGER", "fp8", False),
+        block_size=64,
+    ),
+)
+
+# Two GPUs: the oracle runs on both ranks.
+PARALLEL = (
+    _spec(
+        "tp2-v1-ngram",
+        *("ngram", "FLASH_ATTN", "PIECEWISE", "auto", False),
+        tensor_parallel=2,
+    ),
+    _spec(
+        "tp2-v2-eagle-async",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
+        tensor_parallel=2,
+    ),
+)
+
+BY_NAME = {spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL)}
+
+FACTORS = (
+    ("ngram", "draft_model", "head"),
+    ("FLASH_ATTN", "TRITON_ATTN", "MLA"),
+    ("FULL", "PIECEWISE", "EAGER"),
+    ("bf16", "fp8", "per_token_head"),
+    ("async", "sync"),
+)
+
+
+def is_possible(drafter: str, attention: str, graphs: str, cache: str, order: str):
+    """Whether vLLM 0.26 allows, and this project runs, this combination."""
+    return not (
+        (drafter == "ngram" and order == "async")
+        or (cache == "per_token_head" and attention != "TRITON_ATTN")
+        or (drafter == "draft_model" and attention == "MLA")
+    )
+
+
+def uncovered_pairs() -> set[tuple[str, str]]:
+    """Pairs of values of two factors that are possible and that no engine has."""
+    wanted = set()
+    for values in itertools.product(*FACTORS):
+        if is_possible(*values):
+            wanted |= set(itertools.combinations(values, 2))
+    for spec in MATRIX:
+        for one, other in itertools.combinations(spec.factors, 2):
+            wanted -= set(itertools.product(one, other))
+    return wanted

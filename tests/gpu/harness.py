@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM engine in this process, made to run rows; and what its counters say.
+
+The engine core is in process, so requests arrive and are aborted between engine steps
+that are numbered: two runs make the same batches. Workers are reached by collective_rpc
+only, so that tensor parallel engines run the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.engines import EngineSpec
+from tests.gpu.rows import Request, Row
+
+# Steps that may still be in flight when the last request has ended.
+DRAIN_STEPS = 4
+MAX_STEPS = 3000
+SEED = 20
+
+
+@dataclass
+class Outcome:
+    """Outputs of a row, by request.
+
+    logprobs: for each token {token: logprob}, in the order vLLM gave them. cached:
+    prompt tokens found in the prefix cache. num_steps: of the engine.
+    """
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
+    finish: dict[str, str | None] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    num_steps: int = 0
+    seconds: float = 0.0
+
+    def plain(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class Engine:
+    """An engine for `spec`, started; its NWOR mode comes from the environment."""
+
+    def __init__(self, spec: EngineSpec, models: Path, **more: Any) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.spec = spec
+        started = time.perf_counter()
+        arguments = spec.arguments(models) | more
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.start_s = time.perf_counter() - started
+
+    def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of GpuTestExtension on all workers; their results by rank."""
+        found: list[Any] = self.llm.collective_rpc(method, args=arguments)
+        return found
+
+    def prepare(self) -> None:
+        """Random weights, and everything used once. Call before any row."""
+        from tests.gpu.rows import warm_up
+
+        self.rpc("test_randomize", SEED)
+        self.run(warm_up())
+
+    def run(self, row: Row) -> Outcome:
+        """Plays a row; generators start from the same seed each time."""
+        self.forget()
+        self.rpc("nwor_reseed", SEED)
+        outcome = Outcome()
+        started = time.perf_counter()
+        for phase in row.phases:
+            self._play(phase, outcome)
+            for _ in range(DRAIN_STEPS):
+                self.llm.step()
+        outcome.seconds = time.perf_counter() - started
+        return outcome
+
+    def forget(self) -> None:
+        """Empties the prefix cache. Only while nothing runs."""
+        assert not self.llm.has_unfinished_requests()
+        if self.llm.reset_prefix_cache() is False:
+            raise RuntimeError("the prefix cache cannot be reset: blocks are in use")
+
+    def _play(self, phase: Sequence[Request], outcome: Outcome) -> None:
+        waiting = sorted(phase, key=lambda request: request.at)
+        aborts = [request for request in phase if request.abort_at is not None]
+        number = 0
+        while waiting or self.llm.has_unfinished_requests():
+            while waiting and waiting[0].at <= number:
+                self._add(waiting.pop(0))
+            due = [request.name for request in aborts if request.abort_at == number]
+            if due:
+                self.llm.abort_request(due)
+            for output in self.llm.step():
+                record(outcome, output)
+            number += 1
+            if number > MAX_STEPS:
+                raise RuntimeError(f"unfinished requests after {MAX_STEPS} steps")
+        outcome.num_steps += number
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = dict(request.params)
+        grammar = {k: params.pop(k) for k in ("regex", "json") if k in params}
+        arguments: dict[str, Any] = {
+            "temperature": 0.0,
+            "seed": 1,
+            "max_tokens": request.max_tokens,
+            "ignore_eos": not grammar,
+            "detokenize": False,
+        }
+        if grammar:
+            arguments["structured_outputs"] = StructuredOutputsParams(**grammar)
+        self.llm.add_request(
+            request.name,
+            {"prompt_token_ids": list(request.prompt)},
+            SamplingParams(**(arguments | params)),
+        )
+
+    def counters(self) -> dict[str, int]:
+        """vLLM's spec_decode and NWOR's counters so far, labels but reason dropped."""
+        found: dict[str, int] = {}
+        for metric in self.llm.get_metrics():
+            name = metric.name.removeprefix("vllm:")
+            if not name.startswith(("spec_decode_num_", "nwor_")):
+                continue
+            value = getattr(metric, "value", None)
+            if value is None or name.endswith("_info"):
+                continue
+            if "reason" in metric.labels:
+                name = f"{name}/{metric.labels['reason']}"
+            found[name] = found.get(name, 0) + int(value)
+        return found
+
+    def device_counters(self) -> dict[str, int]:
+        """NWOR's counters on the first worker's device; empty if it is off."""
+        counters: dict[str, int] = self.rpc("nwor_report")[0]["counters"]
+        return counters
+
+
+def record(outcome: Outcome, output: Any) -> None:
+    completion = output.outputs[0]
+    name = output.request_id
+    outcome.tokens[name] = list(completion.token_ids)
+    outcome.finish[name] = completion.finish_reason
+    outcome.cached[name] = output.num_cached_tokens or 0
+    outcome.logprobs[name] = [
+        [(int(token), float(entry.logprob)) for token, entry in position.items()]
+        for position in completion.logprobs or ()
+    ]
+
+
+def rise(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """Increments, those that are 0 included."""
+    return {name: value - before.get(name, 0) for name, value in after.items()}

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
+
+JOB is matrix, sync or layouts; NWOR's mode comes from VLLM_NWOR_MODE. Everything found
+is written to OUT as JSON, again after each row, so that a process that dies or is
+stopped leaves what it had. The exit status is 0 if the job came to its end; whether
+what it found is right, the tests judge.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.engines import BY_NAME, EngineSpec
+from tests.gpu.harness import Engine, rise
+from tests.gpu.rows import Row, rows
+
+POISON_SEED = 3
+PROFILED_ROW = "batch 8"
+CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
+
+
+class Report:
+    """What this process found; saved whole each time."""
+
+    def __init__(self, path: Path, **first: Any) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {"finished": False, "error": None, **first}
+        self.save()
+
+    def save(self, **more: Any) -> None:
+        self.found.update(more)
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps(self.found))
+        temporary.replace(self.path)
+
+
+def start(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Engine:
+    engine = Engine(spec, models, **more)
+    print(f"{spec.name}: started in {engine.start_s:.1f} s", flush=True)
+    report.save(start_s=engine.start_s)
+    report.save(facts=engine.rpc("test_facts")[0])
+    return engine
+
+
+def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
+    """All rows twice: plain, then watched by the byte oracle."""
+    engine = start(spec, models, report)
+    engine.prepare()
+    report.save(prepared=True)
+    for name in ("plain", "watched"):
+        results: dict[str, Any] = {}
+        report.found[name] = results
+        for row in rows(spec):
+            results[row.name] = run_row(engine, row, watched=name == "watched")
+            seconds = results[row.name]["seconds"]
+            print(f"{spec.name}: {name}, {row.name}: {seconds:.1f} s", flush=True)
+            report.save()
+
+
+def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
+    """Outputs, increments of the counters and, if watched, what the oracle saw."""
+    before, device_before = engine.counters(), engine.device_counters()
+    if watched:
+        engine.forget()  # before the caches are poisoned
+        engine.rpc("test_watch", POISON_SEED)
+    outcome = engine.run(row)
+    found = outcome.plain()
+    if watched:
+        found["watch"] = engine.rpc("test_unwatch")
+    found["counters"] = rise(before, engine.counters())
+    found["device_counters"] = rise(device_before, engine.device_counters())
+    return found
+
+
+def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
+    engine = start(spec, models, report)
+    report.save(groups=engine.rpc("nwor_report")[0]["groups"])
+    report.save(layouts=engine.rpc("test_layouts")[0])
+
+
+# -- synchronisation -------------------------------------------------------------------
+
+
+def sync(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Launches and synchronising calls of a row, JIT compilations, and last, because an
+    error leaves the engine broken, vLLM's own check for synchronisation."""
+    import vllm.utils.gpu_sync_debug as sync_debug
+
+    is_strict = os.environ.get("NWOR_TEST_JIT") == "error"
+    more = {"jit_monitor_mode": "error"} if is_strict else {}
+    compiled = [] if is_strict else record_jit()
+    engine = start(spec, models, report, **more)
+    sync_debug._sync_check_enabled = False
+    by_name = {row.name: row for row in rows(spec)}
+    engine.rpc("test_randomize", 20)
+    for name in CHECKED_ROWS:
+        engine.run(by_name[name])
+    report.save(jit_mode="error" if is_strict else "recorded", compiled=compiled)
+    # Those rows again: the first time may prepare what later steps only use.
+    num_first = len(compiled)
+    for name in CHECKED_ROWS:
+        engine.run(by_name[name])
+    report.save(compiled_again=compiled[num_first:])
+    report.save(profiles=[profile(engine, by_name[PROFILED_ROW]) for _ in range(2)])
+    sync_debug._sync_check_enabled = True
+    checked: dict[str, str | None] = {}
+    for name in CHECKED_ROWS:
+        try:
+            engine.run(by_name[name])
+            checked[name] = None
+        except RuntimeError:
+            checked[name] = traceback.format_exc()[-3000:]
+            break
+        finally:
+            report.save(sync_check=checked)
+
+
+def record_jit() -> list[str]:
+    """The names of kernels that vLLM's JIT monitor would complain about, as they come:
+    with --jit-monitor-mode=error each would have raised."""
+    import vllm.utils.jit_monitor as monitor
+
+    compiled: list[str] = []
+
+    def note(*, backend: str, event: str, fn_name: str, detail: str | None = None):
+        compiled.append(f"{backend} {event} {fn_name}")
+
+    monitor._handle_jit_event = note
+    return compiled
+
+
+def profile(engine: Engine, row: Row) -> dict[str, Any]:
+    """What the profiler saw of a row: events by name, by category."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    steps = count_steps(engine)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        engine.run(row)
+        torch.cuda.synchronize()
+    path = Path(os.environ["NWOR_TEST_TRACE"])
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    path.unlink()
+    names: dict[str, Counter[str]] = {}
+    for event in events:
+        category = event.get("cat")
+        if event.get("ph") == "X" and category in CATEGORIES:
+            names.setdefault(category, Counter())[event["name"]] += 1
+    return {
+        "steps": steps["all"],
+        "windowed_steps": steps["windowed"],
+        **{c: dict(names.get(c, {})) for c in CATEGORIES},
+    }
+
+
+CATEGORIES = (
+    "kernel",
+    "gpu_memcpy",
+    "gpu_memset",
+    "cuda_runtime",
+    "cuda_driver",
+    "cpu_op",
+)
+
+
+def count_steps(engine: Engine) -> Counter[str]:
+    """Counts steps of the runner from now on, and those with drafts."""
+    client: Any = engine.llm.engine_core
+    core = client.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    counts: Counter[str] = Counter()
+    original = runner.__dict__.get("_nwor_test_execute") or runner.execute_model
+
+    def counted(scheduler_output: Any, *args: Any, **kwargs: Any):
+        counts["all"] += scheduler_output.total_num_scheduled_tokens > 0
+        counts["windowed"] += bool(scheduler_output.scheduled_spec_decode_tokens)
+        return original(scheduler_output, *args, **kwargs)
+
+    runner._nwor_test_execute = original
+    runner.execute_model = counted
+    return counts
+
+
+JOBS = {"matrix": matrix, "sync": sync, "layouts": layouts}
+
+
+def main(job: str, name: str, out: str, models: str) -> int:
+    faulthandler.enable()
+    spec = BY_NAME[name]
+    mode = os.environ.get("VLLM_NWOR_MODE", "off")
+    report = Report(Path(out), engine=name, mode=mode, job=job)
+    started = time.perf_counter()
+    try:
+        JOBS[job](spec, Path(models), report)
+    except BaseException:
+        text = traceback.format_exc()
+        print(text, flush=True)
+        report.save(error=text[-6000:])
+        return 1
+    finally:
+        report.save(seconds=time.perf_counter() - started)
+    report.save(finished=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # vLLM's threads and finalisers have nothing left to do that is worth waiting for.
+    os._exit(status)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the GPU tests as files: what was run, where, when, and what came of it.
+
+A file holds one entry for each engine; an entry of an engine that was not run again
+stays as it was (results are cumulative), each with its own environment. Files go to the
+folder in NWOR_GPU_RESULTS; without it nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+from benchmarks.files import write_json
+
+REPO = Path(__file__).resolve().parents[2]
+FOLDER_VARIABLE = "NWOR_GPU_RESULTS"
+COMMIT_VARIABLE = "NWOR_COMMIT"
+
+
+def describe() -> dict[str, Any]:
+    """The environment of these tests; the commit from NWOR_COMMIT where git is not."""
+    found = environment.describe("cuda", REPO)
+    found["commit"] = found["commit"] or os.environ.get(COMMIT_VARIABLE)
+    return found
+
+
+def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
+    """Adds `entries` to the file `name`, beside what earlier runs left there or in the
+    repository's results/."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder or not entries:
+        return
+    path = Path(folder) / name
+    known: dict[str, Any] = {}
+    for source in (REPO / "results" / name, path):
+        if source.is_file():
+            known |= json.loads(source.read_text(encoding="utf-8"))["entries"]
+    where = describe()
+    for key, entry in entries.items():
+        known[key] = {**entry, "environment": where, "command": command}
+    write_json(path, {"kind": kind, "schema": 1, "entries": known})

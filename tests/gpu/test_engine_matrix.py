@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarantees 1, 2, 3 and 7 on real engines, on every pair of what vLLM allows together.
+
+The engines are rows of MATRIX in engines.py, what they are made to do is in rows.py,
+what is checked in compare.py, how bytes are watched in watch.py. Each engine runs twice
+in processes of its own, with NWOR off and on; the off one must fail the oracle.
+
+Not covered: stage, pipeline parallelism (refused), block copies (full attention makes
+none), and FLASHINFER, which the test machines lack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import results
+from tests.gpu.compare import CHECKS, OFF, ON, judge
+from tests.gpu.engines import BY_NAME, MATRIX, PARALLEL, EngineSpec
+from tests.gpu.pool import Finished, Pool
+
+Verdict = dict[str, Any]
+FILE = "gpu_engines.json"
+
+
+def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
+    return {mode: pool.run("matrix", spec, mode) for mode in (OFF, ON)}
+
+
+def judge_all(pool: Pool, names: list[str]) -> dict[str, Verdict]:
+    specs = [BY_NAME[name] for name in names]
+    finished = pool.map(lambda spec: run_chain(pool, spec), specs)
+    verdicts = {spec.name: judge(spec, finished[spec.name]) for spec in specs}
+    entries = {
+        spec.name: {"engine": vars(spec) | {"runner": spec.runner}}
+        | verdicts[spec.name]
+        for spec in specs
+    }
+    results.save(FILE, "gpu_engines", "make gpu-test", entries)
+    return verdicts
+
+
+def selected(request: pytest.FixtureRequest, fixture: str) -> list[str]:
+    """Names of the engines that the selected tests of this session ask for."""
+    names = {
+        str(item.callspec.params["engine"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and fixture in item.fixturenames
+        and hasattr(item, "callspec")
+    }
+    return sorted(names, key=list(BY_NAME).index)
+
+
+@pytest.fixture(scope="session")
+def verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
+    return judge_all(pool, selected(request, "verdicts"))
+
+
+@pytest.fixture(scope="session")
+def parallel_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
+    pool.jobs = 1
+    return judge_all(pool, selected(request, "parallel_verdicts"))
+
+
+def assert_check(verdict: Verdict, check: str) -> None:
+    problems = verdict["problems"]
+    if problems["started"] and not problems[check]:
+        # What was not run proves nothing; what did run is judged all the same.
+        pytest.skip(f"not all of it ran: {problems['started'][0][:200]}")
+    assert not problems[check], "\n".join(problems[check])
+    if check in ("outputs", "digests") and verdict["unsettled"]:
+        pytest.skip("; ".join(verdict["unsettled"])[:500])
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("engine", [spec.name for spec in MATRIX])
+def test_matrix(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
+    assert_check(verdicts[engine], check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("engine", [spec.name for spec in PARALLEL])
+def test_two_ranks(
+    parallel_verdicts: dict[str, Verdict], engine: str, check: str
+) -> None:
+    """Each rank of a tensor parallel engine restores its own cache, without a word to
+    the others."""
+    assert_check(parallel_verdicts[engine], check)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarantee 8's ground: where a slot's bytes lie, on each attention backend.
+
+In a running engine NWOR probes each layer; here its answer is held against what vLLM's
+own writer changes when it writes random keys and values elsewhere, for several tokens
+at once, and against the shape that vLLM bound. Probing must leave the live
+implementation and the caches as they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import results
+from tests.gpu.compare import ON
+from tests.gpu.engines import BY_NAME, LAYOUTS
+from tests.gpu.pool import Finished, Pool
+from tests.gpu.test_engine_matrix import selected
+
+FILE = "gpu_layouts.json"
+ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in LAYOUTS])
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Finished]:
+    specs = [BY_NAME[name] for name in selected(request, "runs")]
+    # Not strict: a refusal is to be seen here as an answer, not as a dead engine.
+    found = pool.map(
+        lambda spec: {ON: pool.run("layouts", spec, ON, VLLM_NWOR_STRICT="0")}, specs
+    )
+    results.save(
+        FILE,
+        "gpu_layouts",
+        "make gpu-test",
+        {name: chain[ON].report for name, chain in found.items()},
+    )
+    return {name: chain[ON] for name, chain in found.items()}
+
+
+def layers(run: Finished) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.report.get("layouts", [])
+    assert found, run.trouble()
+    refused = [layer for layer in found if "refused" in layer]
+    assert not refused, refused
+    return found
+
+
+@ENGINES
+def test_layers_are_protected_as_rows(runs: dict[str, Finished], engine: str) -> None:
+    for layer in layers(runs[engine]):
+        assert layer["rows"], layer
+        assert layer["is_protected"], (layer, runs[engine].report["groups"])
+        assert layer["slot_bytes"] == layer["slot_bytes_expected"], layer
+
+
+@ENGINES
+def test_the_writer_writes_there_and_nowhere_else(
+    runs: dict[str, Finished], engine: str
+) -> None:
+    for layer in layers(runs[engine]):
+        assert layer["missed_bytes"] == 0, layer
+        assert layer["extra_bytes"] == 0, layer
+
+
+@ENGINES
+def test_probing_leaves_no_trace(runs: dict[str, Finished], engine: str) -> None:
+    for layer in layers(runs[engine]):
+        assert layer["impl_unchanged"], layer
+        assert layer["cache_unchanged"], layer
+
+
+@ENGINES
+def test_backend_and_order_are_those_asked_for(
+    runs: dict[str, Finished], engine: str
+) -> None:
+    """A row that silently fell back to another backend or order would prove nothing."""
+    spec = BY_NAME[engine]
+    names = {
+        "FLASH_ATTN": "FlashAttentionImpl",
+        "TRITON_ATTN": "TritonAttentionImpl",
+        "FLEX_ATTENTION": "FlexAttentionImpl",
+        "TRITON_MLA": "TritonMLAImpl",
+        "FLASHMLA": "FlashMLAImpl",
+        "FLASH_ATTN_MLA": "FlashAttnMLAImpl",
+    }
+    for layer in layers(runs[engine]):
+        assert layer["impl"] == names[spec.backend], layer
+        if not spec.is_mla:
+            _, head_stride, slot_stride, _ = layer["strides"]
+            heads_outside = head_stride > slot_stride
+            assert heads_outside == (spec.kv_layout == "HND"), layer

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarantees 4 and 5 on real engines: nothing waits, and two launches a step.
+
+Counted by the torch profiler over one row of requests, in a process with NWOR off and
+in one with it on; each profiles twice, so that vanilla is first compared with itself.
+Also here: VLLM_GPU_SYNC_CHECK=error, wherever vanilla passes it, and vLLM's monitor of
+JIT compilation in its mode "error".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.gpu import results
+from tests.gpu.compare import OFF, ON
+from tests.gpu.engines import BY_NAME, SYNC, EngineSpec
+from tests.gpu.pool import Finished, Pool
+from tests.gpu.test_engine_matrix import selected
+
+FILE = "gpu_sync.json"
+# Calls of the CUDA runtime and driver that make the host wait.
+SYNCHRONISING = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaMemcpy2D",
+    "cudaMemset",
+    "cudaFree",
+    "cudaMalloc",
+    "cudaHostAlloc",
+    "cudaFreeHost",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+    "cuMemcpyDtoH_v2",
+    "cuMemcpyHtoD_v2",
+)
+OURS = "nwor"
+Runs = dict[str, dict[str, Finished]]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, pool: Pool) -> Runs:
+    specs = [BY_NAME[name] for name in selected(request, "runs")]
+    found = pool.map(lambda spec: run_chain(pool, spec), specs)
+    entries = {
+        name: {mode: shortened(run) for mode, run in chain.items()}
+        for name, chain in found.items()
+    }
+    results.save(FILE, "gpu_sync", "make gpu-test", entries)
+    return found
+
+
+def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
+    """Off, then on; on with the monitor's own errors if vanilla gives no cause."""
+    check = {"VLLM_GPU_SYNC_CHECK": "error"}
+    off = pool.run("sync", spec, OFF, **check)
+    jit = "error" if off.report.get("compiled") == [] else "recorded"
+    return {OFF: off, ON: pool.run("sync", spec, ON, NWOR_TEST_JIT=jit, **check)}
+
+
+def shortened(run: Finished) -> dict[str, Any]:
+    """For the results file: without the operators of the host, which are many."""
+    report = dict(run.report)
+    report["profiles"] = [
+        {k: v for k, v in profile.items() if k != "cpu_op"}
+        for profile in report.get("profiles", ())
+    ]
+    return report
+
+
+def profiles(run: Finished) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.report.get("profiles", [])
+    if len(found) != 2:
+        pytest.fail(f"no profiles: {run.trouble()}")
+    return found
+
+
+def waiting_calls(profile: dict[str, Any]) -> dict[str, int]:
+    calls = Counter(profile["cuda_runtime"]) + Counter(profile["cuda_driver"])
+    return {name: calls[name] for name in SYNCHRONISING if calls[name]}
+
+
+def device_work(profile: dict[str, Any]) -> Counter[str]:
+    """Everything that the device did: kernels, copies, fills, by name."""
+    work: Counter[str] = Counter()
+    for category in ("kernel", "gpu_memcpy", "gpu_memset"):
+        work += Counter(profile[category])
+    return work
+
+
+def same_steps(runs: Runs, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The second profile of each process; skips where vanilla differs from itself."""
+    first, off = profiles(runs[engine][OFF])
+    on = profiles(runs[engine][ON])[1]
+    if (first["steps"], device_work(first)) != (off["steps"], device_work(off)):
+        pytest.skip(
+            "vanilla's work differs between two runs of the same requests: "
+            f"{difference(device_work(first), device_work(off))}"
+        )
+    assert off["windowed_steps"] > 0
+    assert on["steps"] == off["steps"]
+    assert on["windowed_steps"] == off["windowed_steps"]
+    return off, on
+
+
+def difference(one: Counter[str], other: Counter[str]) -> dict[str, int]:
+    """What `other` has more (or, negative, less) than `one`, by name."""
+    names = one.keys() | other.keys()
+    return {n: other[n] - one[n] for n in sorted(names) if other[n] != one[n]}
+
+
+ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in SYNC])
+
+
+@ENGINES
+def test_both_come_to_their_end(runs: Runs, engine: str) -> None:
+    for mode, run in runs[engine].items():
+        assert run.is_complete, f"{mode}: {run.trouble()}"
+
+
+@ENGINES
+def test_no_synchronising_call_is_added(runs: Runs, engine: str) -> None:
+    off, on = same_steps(runs, engine)
+    assert waiting_calls(on) == waiting_calls(off)
+    # A copy to pageable memory waits without such a call.
+    pageable = [
+        {n: c for n, c in profile["gpu_memcpy"].items() if "Pageable" in n}
+        for profile in (off, on)
+    ]
+    assert pageable[1] == pageable[0]
+
+
+@ENGINES
+def test_two_launches_and_one_copy_a_step(runs: Runs, engine: str) -> None:
+    """One launch to log, one to restore, for the one group; and the counters' copy."""
+    off, on = same_steps(runs, engine)
+    added = difference(device_work(off), device_work(on))
+    kernels = {name: n for name, n in added.items() if OURS in name}
+    copies = {name: n for name, n in added.items() if OURS not in name}
+    steps = on["windowed_steps"]
+    assert sorted(kernels.values()) == [steps, steps], added
+    assert sum(copies.values()) == steps, added
+    assert all("DtoH" in name and "Pinned" in name for name in copies), added
+
+
+@ENGINES
+def test_the_host_runs_no_other_operator(runs: Runs, engine: str) -> None:
+    """On the host: our two ops and the copy of the counters a step; what reads them
+    afterwards works on CPU tensors of six numbers."""
+    off, on = same_steps(runs, engine)
+    added = difference(Counter(off["cpu_op"]), Counter(on["cpu_op"]))
+    steps = on["windowed_steps"]
+    for name, count in added.items():
+        if "_C_cache_ops::" in name or name == "aten::copy_":
+            assert count == steps, added
+    waiting = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
+    assert not (waiting | {"aten::index"}) & added.keys(), added
+
+
+@ENGINES
+def test_sync_check_passes_where_vanilla_does(runs: Runs, engine: str) -> None:
+    off = runs[engine][OFF].report.get("sync_check", {})
+    on = runs[engine][ON].report.get("sync_check", {})
+    assert off, runs[engine][OFF].trouble()
+    failed = {row: text for row, text in off.items() if text}
+    if failed:
+        row, text = next(iter(failed.items()))
+        pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
+    assert on.keys() == off.keys(), runs[engine][ON].trouble()
+    assert not any(on.values()), on
+
+
+@ENGINES
+def test_jit_monitor_has_nothing_to_say(runs: Runs, engine: str) -> None:
+    """Where vanilla compiles nothing after start-up, NWOR ran with the monitor in mode
+    "error"; elsewhere it must compile nothing that vanilla does not."""
+    off, on = runs[engine][OFF].report, runs[engine][ON].report
+    assert "compiled" in off, runs[engine][OFF].trouble()
+    assert "compiled" in on, runs[engine][ON].trouble()
+    if on["jit_mode"] == "recorded":
+        assert set(on["compiled"]) <= set(off["compiled"])

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GpuTestExtension: what the GPU tests do inside vLLM's worker, by collective_rpc.
+
+The same calls serve an engine in this process and one with several workers. They return
+plain data. Nothing here is imported by the package under test.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+from typing import Any
+
+import torch
+
+from tests.gpu import watch as watching
+from vllm.v1.nwor.worker_extension import NworWorkerExtension
+
+
+class GpuTestExtension(NworWorkerExtension):
+    """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
+
+    def test_randomize(self, seed: int) -> int:
+        """Gives target and drafter random weights in place, the same in every process;
+        returns how many parameters. vLLM's dummy ones are alike in all layers and so
+        small that an fp8 cache would hold only zeros."""
+        runner = self.model_runner
+        models = [runner.get_model(), draft_model(runner)]
+        seen: set[int] = set()
+        with torch.inference_mode():
+            for number, model in enumerate(models):
+                if model is None:
+                    continue
+                for name, parameter in model.named_parameters():
+                    if parameter.data_ptr() in seen:
+                        continue
+                    seen.add(parameter.data_ptr())
+                    fill(f"{seed} {number} {name}", parameter)
+        return len(seen)
+
+    def test_watch(self, seed: int) -> None:
+        """Poisons the caches and begins to watch every step."""
+        watch = self.__dict__.get("_test_watch")
+        if watch is None:
+            watch = self._test_watch = watching.Watch(self.model_runner)
+        watch.start(seed)
+
+    def test_unwatch(self) -> dict[str, Any]:
+        """Stops watching and returns what was seen."""
+        report: dict[str, Any] = self._test_watch.stop()
+        return report
+
+    def test_facts(self) -> dict[str, Any]:
+        """What vLLM made of the engine's arguments."""
+        runner = self.model_runner
+        config = runner.vllm_config
+        layers = watching.cache_layers(runner)
+        targets = watching.target_layers(runner)
+        return {
+            "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
+            "backends": sorted(
+                {type(layer.impl).__name__ for layer in layers.values()}
+            ),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "capture_sizes": list(
+                config.compilation_config.cudagraph_capture_sizes or ()
+            ),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "max_scheduled_tokens": config.scheduler_config.max_num_scheduled_tokens
+            if hasattr(config.scheduler_config, "max_num_scheduled_tokens")
+            else None,
+            "num_blocks": runner.kv_cache_config.num_blocks,
+            "layers": {
+                name: {
+                    "target": name in targets,
+                    "shape": list(layer.kv_cache.shape),
+                    "strides": list(layer.kv_cache.stride()),
+                    "dtype": str(layer.kv_cache.dtype),
+                }
+                for name, layer in layers.items()
+            },
+            "groups": [
+                {
+                    "spec": type(group.kv_cache_spec).__name__,
+                    "layers": list(group.layer_names),
+                }
+                for group in runner.kv_cache_config.kv_cache_groups
+            ],
+            "protected": protected_layers(runner),
+        }
+
+    def test_layouts(self) -> list[dict[str, Any]]:
+        """For each protected layer: NWOR's layout against what vLLM's writer does, and
+        whether probing left the live implementation and cache alone."""
+        return [
+            judge_layout(self.model_runner, name, layer)
+            for name, layer in watching.target_layers(self.model_runner).items()
+        ]
+
+
+def draft_model(runner: Any) -> Any:
+    """The drafter's model, None if it has none (ngram)."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    model = getattr(drafter, "model", None)
+    if model is not None and hasattr(model, "unwrap"):
+        model = model.unwrap()
+    return model if isinstance(model, torch.nn.Module) else None
+
+
+def fill(name: str, parameter: torch.Tensor) -> None:
+    """Random values from `name` alone: norms are ones, embeddings of unit size, the
+    rest keeps the size of what goes in."""
+    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+        return
+    if parameter.dim() < 2:
+        parameter.fill_(1.0)
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(parameter.shape, generator=generator)
+    if "embed" not in name:
+        values /= math.sqrt(parameter.shape[1])
+    parameter.copy_(values.to(parameter.dtype))
+
+
+def protected_layers(runner: Any) -> dict[str, Any] | None:
+    """The layers in NWOR's manager, by group; None without a manager."""
+    state = getattr(runner, "nwor_state", None)
+    manager = None if state is None else state.manager
+    if manager is None:
+        return None
+    return {
+        "capacity": manager.capacity,
+        "log_bytes_per_draft": manager.log_bytes_per_draft,
+        "layers": [layer.name for group in manager.groups for layer in group.layers],
+        "tables_per_group": [len(group.tables) for group in manager.groups],
+        "packed": any(
+            layer.layout.runs is not None
+            for group in manager.groups
+            for layer in group.layers
+        ),
+    }
+
+
+# -- layouts ---------------------------------------------------------------------------
+
+
+def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
+    """NWOR's layout of one layer against bytes that vLLM's writer changes.
+
+    The writer gets random keys and values for three tokens in a scratch cache of the
+    real one's shape and strides, on two backgrounds; a byte that changed on either is
+    its own. All other bytes of the scratch, guard bytes around it included, must stay.
+    """
+    from vllm.v1.nwor.kv_layout import LayoutRefused
+    from vllm.v1.nwor.kv_probe import probe_layout
+
+    dtype = runner.vllm_config.model_config.dtype
+    before = dict(vars(layer.impl))
+    caches = watching.storages(runner)
+    caches_before = [storage.clone() for storage in caches]
+    try:
+        layout = probe_layout(layer, layer.kv_cache, dtype)
+    except LayoutRefused as refused:
+        return {
+            "layer": name,
+            "impl": type(layer.impl).__name__,
+            "refused": str(refused),
+        }
+    cache = layer.kv_cache
+    slots = sorted({0, layout.block_size - 1, layout.block_size + 3})
+    changed = written_bytes(layer, slots, dtype)
+    item = cache.element_size()
+    expected = torch.zeros_like(changed)
+    for slot in slots:
+        for head in range(layout.num_heads):
+            start = (
+                (slot // layout.block_size) * layout.block_stride
+                + head * layout.head_stride
+                + (slot % layout.block_size) * layout.slot_stride
+            )
+            expected[start : start + layout.run_bytes] = True
+    protected = protected_layers(runner) or {"layers": []}
+    return {
+        "layer": name,
+        "impl": type(layer.impl).__name__,
+        "dtype": str(cache.dtype),
+        "shape": list(cache.shape),
+        "strides": list(cache.stride()),
+        "rows": layout.runs is None,
+        "slot_bytes": layout.slot_bytes,
+        "run_bytes": layout.run_bytes,
+        "num_runs": layout.num_heads,
+        "slot_bytes_expected": cache.shape[-1]
+        * item
+        * (cache.shape[1] if cache.dim() == 4 else 1),
+        "is_protected": name in protected["layers"],
+        "missed_bytes": int((changed & ~expected).sum()),
+        "extra_bytes": int((expected & ~changed).sum()),
+        "impl_unchanged": same_attributes(before, vars(layer.impl)),
+        "cache_unchanged": all(map(torch.equal, caches_before, caches)),
+    }
+
+
+def written_bytes(layer: Any, slots: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """[bytes] bool, cpu: the bytes of a 2-block scratch cache that the writer changed
+    for `slots`. Raises if it wrote outside the scratch."""
+    cache = layer.kv_cache
+    item, guard = cache.element_size(), 4096
+    shape = (2, *cache.shape[1:])
+    num_bytes = 2 * cache.stride(0) * item
+    changed = torch.zeros(num_bytes, dtype=torch.bool)
+    mapping = torch.tensor(slots, dtype=torch.int64, device=cache.device)
+    for background in (0x00, 0xFF):
+        raw = torch.full(
+            (guard + num_bytes + guard,),
+            background,
+            dtype=torch.uint8,
+            device=cache.device,
+        )
+        inner = raw[guard : guard + num_bytes]
+        scratch = inner.view(cache.dtype).as_strided(
+            shape, cache.stride(), guard // item
+        )
+        impl = copy.copy(layer.impl)
+        for attribute in ("_k_scale_cache", "_v_scale_cache"):
+            if hasattr(impl, attribute):
+                setattr(impl, attribute, None)
+        # A first write makes an implementation prepare what it keeps (TRITON_ATTN
+        # fills all scales with ones); then the background is put back.
+        write(layer, impl, scratch, mapping, dtype)
+        raw.fill_(background)
+        write(layer, impl, scratch, mapping, dtype)
+        differs = raw != background
+        if bool(differs[:guard].any()) or bool(differs[guard + num_bytes :].any()):
+            raise RuntimeError(f"{type(impl).__name__} wrote outside its cache")
+        changed |= differs[guard : guard + num_bytes].cpu()
+    return changed
+
+
+def write(
+    layer: Any,
+    impl: Any,
+    scratch: torch.Tensor,
+    mapping: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Random keys and values for the slots in `mapping`, by vLLM's own writer."""
+    generator = torch.Generator(device=scratch.device).manual_seed(7)
+
+    def payload(*shape: int) -> torch.Tensor:
+        values = torch.rand(
+            (len(mapping), *shape), generator=generator, device=scratch.device
+        )
+        return (values + 0.5).to(dtype)
+
+    if hasattr(layer, "kv_lora_rank"):
+        impl.do_kv_cache_update(
+            payload(layer.kv_lora_rank),
+            -payload(1, layer.qk_rope_head_dim),
+            scratch,
+            mapping,
+            impl.kv_cache_dtype,
+            layer._k_scale,
+        )
+        return
+    impl.do_kv_cache_update(
+        layer,
+        payload(layer.num_kv_heads, layer.head_size),
+        -payload(layer.num_kv_heads, layer.head_size),
+        scratch,
+        mapping,
+    )
+
+
+def same_attributes(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether an implementation has the same objects as attributes."""
+    return before.keys() == after.keys() and all(
+        before[name] is after[name] for name in before
+    )

@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs cells of gpu_cells.py: one engine for all batch sizes of a cell.
+
+    python tools/gpu_bench.py v2-k4-a70 --results results --seconds 70
+
+does what `python bench_vllm.py` does with each batch size's arguments, and writes what
+it would write, to RESULTS/bench_gpu_CELL_bN.json, without starting the engine anew for
+each: an 8B engine takes longer to start than to measure. Pairs are added until their
+intervals are narrow enough or `--seconds` are over; the file says which it was.
+
+Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gpu_cells  # noqa: E402
+from benchmarks import ab, device, environment, prompts, report, summary  # noqa: E402
+from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
+from benchmarks.engine import Engine, EngineFailed  # noqa: E402
+from benchmarks.files import write_json  # noqa: E402
+from benchmarks.settings import prepare_process  # noqa: E402
+
+import bench_vllm  # noqa: E402
+
+COMMIT_VARIABLE = "NWOR_COMMIT"
+# Runs in a pair of nwor and a pair of control.
+RUNS_PER_PAIR = 4
+
+
+def use(engine: Engine, options: Options) -> None:
+    """Makes a running engine serve the requests of `options`."""
+    engine.options = options
+    engine.waves = engine._encode(prompts.read(options.prompts))
+
+
+def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
+    """Pairs that fit into `seconds`, from the second of two runs; at least the fewest
+    that are allowed, at most --max-pairs."""
+    engine.run(False)
+    started = time.perf_counter()
+    engine.run(False)
+    fitting = int(seconds / (RUNS_PER_PAIR * (time.perf_counter() - started)))
+    return max(MIN_PAIRS, min(fitting, options.max_pairs))
+
+
+def measure(
+    engine: Engine,
+    argv: Sequence[str],
+    options: Options,
+    seconds: float,
+    env: dict[str, Any],
+    true_off: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """One batch size: what bench_vllm.bench returns."""
+    use(engine, options)
+    pairs_allowed = most_pairs(engine, options, seconds)
+    with bench_vllm.Bar("compare", 2 + RUNS_PER_PAIR * options.repeats) as bar:
+        pairs = ab.compare(
+            engine.run,
+            options.repeats,
+            options.pairs_until_ci,
+            pairs_allowed,
+            bar,
+            None if true_off is None else true_off["outputs"]["tokens"],
+        )
+    result = bench_vllm.base_result(options, argv, engine, env)
+    result["warnings"] = environment.warnings("cuda")
+    result["outputs"] = summary.outputs(pairs[0].reference.outputs, False)
+    result["outputs"]["num_runs"] = 2 + 2 * len(pairs)
+    result["samples"] = {
+        kind.value: summary.pair_samples(pairs, kind) for kind in ab.Kind
+    }
+    result["summary"] = summary.comparison(pairs, options.pairs_until_ci)
+    if true_off is not None:
+        result["true_off"] = {
+            "speed": true_off["summary"]["test"],
+            "kv_blocks": true_off["engine"]["kv_blocks"],
+            "samples": true_off["samples"]["runs"],
+        }
+    return result
+
+
+def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
+    """Starts the cell's engine and measures each batch size; returns the files."""
+    argvs = {batch: cell.arguments(batch) for batch in cell.batches}
+    options = {batch: parse(argv) for batch, argv in argvs.items()}
+    first = cell.batches[0]
+    on = device.resolve(options[first])
+    true_off = bench_vllm.run_true_off(argvs[first]) if cell.true_off else None
+    prepare_process(options[first], on)
+    bench_vllm.note(f"{cell.name}: starting vLLM")
+    largest = dataclasses.replace(options[first], batch_size=max(cell.batches))
+    engine = Engine(largest, on)
+    bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
+    env = environment.describe(on, ROOT)
+    env["commit"] = env["commit"] or os.environ.get(COMMIT_VARIABLE)
+    written = []
+    for batch in cell.batches:
+        result = measure(
+            engine,
+            argvs[batch],
+            options[batch],
+            seconds,
+            env,
+            true_off if batch == first else None,
+        )
+        result["cell"] = cell.name
+        path = results / f"bench_gpu_{cell.name}_b{batch}.json"
+        write_json(path, result)
+        written.append(path)
+        print(f"--- {cell.name}, batch {batch}: {path.name}")
+        print(report.text(result), flush=True)
+    return written
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "cell",
+        choices=sorted(gpu_cells.BY_NAME),
+        metavar="CELL",
+        help=", ".join(gpu_cells.BY_NAME),
+    )
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument(
+        "--seconds", type=float, default=70.0, help="for each batch size (70)"
+    )
+    arguments = parser.parse_args(argv)
+    cell = gpu_cells.BY_NAME[arguments.cell]
+    try:
+        run_cell(cell, arguments.results, arguments.seconds)
+    except BadArgument as error:
+        print(f"gpu_bench.py: {error}", file=sys.stderr)
+        return 2
+    except (ab.OutputsDiffer, EngineFailed) as error:
+        print(f"gpu_bench.py: {cell.name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # vLLM's threads and finalisers have nothing left to do that is worth waiting for.
+    os._exit(status)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of `make gpu-bench`: one engine each, run at several batch sizes.
+
+A cell is a list of arguments of bench_vllm.py, so that any of its results can be had
+again by that program alone. vLLM fixes the synthetic acceptance of an engine when it
+starts: two acceptances are two cells. Drafts come from an EAGLE head with random
+weights, which proposes all k of them in every step, on both model runners; `v1-ngram`
+shows the drafter that costs nothing.
+
+Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BATCHES = (1, 16, 64)
+MAX_NUM_SEQS = 64
+# vLLM's own default on an H100, which sizes the undo log.
+DEFAULT_NUM_SEQS = 1024
+
+# Share of windows that accept each draft position; their mean is the acceptance.
+RATES = {
+    (4, "0"): "0,0,0,0",
+    (4, "30"): "0.6,0.3,0.2,0.1",
+    (4, "70"): "0.9,0.78,0.62,0.5",
+    (4, "100"): "1,1,1,1",
+    (8, "50"): "0.9,0.78,0.64,0.5,0.4,0.32,0.26,0.2",
+}
+_COMMON = (
+    *("--mode", "compare", "--against", "cow", "--device", "cuda"),
+    *("--model", "shape:llama-8b", "--ignore-eos"),
+    *("--repeats", "7", "--pairs-until-ci", "0.005"),
+)
+_EAGLE = ("--method", "eagle", "--draft-model", "shape:llama-8b-eagle")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One engine. name: of its results' files. batches: batch sizes, run in this order.
+    true_off: compare also with an engine that never loaded NWOR (KV blocks too)."""
+
+    name: str
+    runner: str
+    num_drafts: int
+    acceptance: str
+    drafter: tuple[str, ...] = _EAGLE
+    batches: tuple[int, ...] = BATCHES
+    context: int = 256
+    max_tokens: int = 128
+    max_num_seqs: int = MAX_NUM_SEQS
+    true_off: bool = False
+
+    def arguments(self, batch_size: int) -> list[str]:
+        """Arguments of bench_vllm.py for one batch size."""
+        return [
+            *_COMMON,
+            *self.drafter,
+            *("--runner", self.runner),
+            *("--num-speculative-tokens", str(self.num_drafts)),
+            *("--acceptance", RATES[self.num_drafts, self.acceptance]),
+            *("--batch-size", str(batch_size)),
+            *("--max-num-seqs", str(self.max_num_seqs)),
+            *("--context", str(self.context)),
+            *("--max-tokens", str(self.max_tokens)),
+            "--true-off" if self.true_off else "--no-true-off",
+        ]
+
+
+# The five that the budgets in the design are held against, then those that show what
+# does not change them.
+CELLS = (
+    Cell("v2-k4-a70", "v2", 4, "70"),
+    Cell("v2-k4-a30", "v2", 4, "30"),
+    Cell("v2-k8-a50", "v2", 8, "50"),
+    Cell("v1-k4-a70", "v1", 4, "70"),
+    Cell("v1-k4-a30", "v1", 4, "30"),
+    Cell("v1-ngram-k4-a70", "v1", 4, "70", drafter=("--method", "ngram")),
+    Cell(
+        "v2-default-seqs",
+        *("v2", 4, "70"),
+        batches=(16,),
+        max_num_seqs=DEFAULT_NUM_SEQS,
+        true_off=True,
+    ),
+    Cell("v2-context-8192", "v2", 4, "70", batches=(16,), context=8192),
+    Cell("v2-k4-a0", "v2", 4, "0", batches=(16,)),
+    Cell("v2-k4-a100", "v2", 4, "100", batches=(16,)),
+)
+BY_NAME = {cell.name: cell for cell in CELLS}
+BUDGETED = tuple(cell.name for cell in CELLS[:5])

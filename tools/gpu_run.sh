@@ -1,0 +1,273 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Everything that needs an NVIDIA GPU, step by step:
+#
+#   tools/gpu_run.sh [STEP [ARGUMENT...]]...
+#
+#   build                    install this checkout beside the vLLM that python3 finds
+#   kernels [PYTEST ARG...]  the ops against their reference, on the device
+#   engines [NAME...]        byte oracle, outputs and counters on the engines of
+#                            tests/gpu/engines.py: all of its MATRIX, or these
+#   sync [NAME...]           synchronising calls, launches, JIT compilation
+#   layouts [NAME...]        where each attention backend puts a slot's bytes
+#   parallel                 the oracle on both ranks of two GPUs
+#   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
+#                            after a planted overrun was reported
+#   bench-kernels [ARG...]   bench_kernels.py
+#   bench [CELL...]          cells of tools/gpu_cells.py (default: the budgeted five)
+#
+# Without arguments: build kernels engines sync layouts. A step that fails or outlives
+# its limit does not stop the others; the exit status tells whether one did.
+#
+# PYTHON        the Python that has vLLM and torch (python3)
+# NWOR_RESULTS  folder for result files (results/; with OUT set: a folder that ends as
+#               $OUT/results.tar.gz)
+# NWOR_SITE     folder of packages to install into (pip's own choice; if the first entry
+#               of PYTHONPATH holds vLLM: that one)
+# NWOR_CUDA_ARCHS  architectures to compile (90)
+# NWOR_COMMIT   what to record as the commit where there is no .git
+# NWOR_LIMIT_S  longest time of each step, in seconds (a default for each)
+# NWOR_BENCH_S  seconds of pairs for each batch size of a cell (70)
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+
+PYTHON=${PYTHON:-python3}
+STEPS=" build kernels engines sync layouts parallel sanitizer bench-kernels bench "
+WORK=$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")
+if [ -n "${NWOR_RESULTS:-}" ]; then
+    RESULTS=$NWOR_RESULTS
+elif [ -n "${OUT:-}" ]; then
+    RESULTS=$WORK/results
+else
+    RESULTS=results
+fi
+mkdir -p "$RESULTS"
+RESULTS=$(cd "$RESULTS" && pwd)
+
+export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+export DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+export NWOR_GPU_RESULTS=$RESULTS NWOR_GPU_TEST_DIR=$WORK/engines
+if [ -z "${NWOR_COMMIT:-}" ]; then
+    NWOR_COMMIT=$(git rev-parse --short=12 HEAD 2>/dev/null)
+fi
+export NWOR_COMMIT
+
+run_tests() { # pytest without what only developers want
+    "$PYTHON" -m pytest -q -p no:cacheprovider "$@"
+}
+
+names_to_filter() { # "a b" -> "a or b", as whole parameters; "" -> ""
+    local filter=""
+    for name in "$@"; do
+        filter="${filter:+$filter or }$name-"
+    done
+    echo "$filter"
+}
+
+step_build() {
+    local site=${NWOR_SITE:-} first staging
+    first=${PYTHONPATH:-}
+    first=${first%%:*}
+    if [ -z "$site" ] && [ -n "$first" ] && [ -f "$first/vllm/__init__.py" ]; then
+        site=$first
+    fi
+    export NWOR_CUDA=ON NWOR_CUDA_ARCHS=${NWOR_CUDA_ARCHS:-90}
+    local pip=("$PYTHON" -m pip install --no-index --no-deps --no-build-isolation)
+    pip+=(--disable-pip-version-check)
+    if [ -z "$site" ]; then
+        "${pip[@]}" --force-reinstall . || return
+    else
+        # pip --target would replace the folder vllm/ as a whole: stage, then merge.
+        staging=$WORK/staging
+        rm -rf "$staging"
+        if ! "${pip[@]}" --target "$staging" .; then
+            echo "pip failed; installing by hand"
+            rm -rf "$staging"
+            by_hand "$staging" || return
+        fi
+        cp -a "$staging/." "$site/" || return
+    fi
+    "$PYTHON" - <<'PYTHON'
+import importlib.metadata
+
+import torch
+import vllm
+from vllm.v1.nwor import ops
+
+ops.load("cuda")
+entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
+assert any(found.name == "nwor" for found in entry_points), entry_points
+print("vllm", vllm.__version__, "torch", torch.__version__, "library", ops.LIBRARY)
+print("device", torch.cuda.get_device_name(0))
+PYTHON
+}
+
+by_hand() { # what pip would install, for a setuptools that is too old for it
+    local info=$1/vllm_nwor-0.dist-info
+    mkdir -p "$1/vllm/v1" "$info" || return
+    "$PYTHON" tools/native.py --output-dir "$WORK/native" || return
+    cp -a vllm/v1/nwor "$1/vllm/v1/" && rm -rf "$1"/vllm/v1/nwor/_nwor_C.so || return
+    find "$1" -name __pycache__ -prune -exec rm -rf {} +
+    cp "$WORK/native/_nwor_C.so" "$1/vllm/v1/nwor/" || return
+    printf 'Metadata-Version: 2.1\nName: vllm-nwor\nVersion: 0\n' >"$info/METADATA"
+    printf '[vllm.general_plugins]\nnwor = vllm.v1.nwor.plugin:register\n' \
+        >"$info/entry_points.txt"
+}
+
+step_kernels() {
+    run_tests tests/kernels -k "cuda or gpu" --durations=5 "$@"
+}
+
+step_engines() {
+    run_tests tests/gpu/test_engine_matrix.py -k "test_matrix$(also "$@")"
+}
+
+also() { # " and (a- or b-)" for names, "" without
+    local filter
+    filter=$(names_to_filter "$@")
+    echo "${filter:+ and ($filter)}"
+}
+
+step_sync() {
+    run_tests tests/gpu/test_no_sync.py -k "test_$(also_ids "$@")"
+}
+
+step_layouts() {
+    run_tests tests/gpu/test_layouts.py -k "test_$(also_ids "$@")"
+}
+
+also_ids() { # as also, for tests with the engine as their only parameter
+    local filter=""
+    for name in "$@"; do
+        filter="${filter:+$filter or }$name]"
+    done
+    echo "${filter:+ and ($filter)}"
+}
+
+step_parallel() {
+    run_tests tests/gpu/test_engine_matrix.py -k test_two_ranks
+}
+
+step_sanitizer() {
+    local tools=("$@") status failed=0 log=$WORK/sanitizer.log
+    [ $# -gt 0 ] || tools=(memcheck racecheck initcheck synccheck)
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    local check=(compute-sanitizer --error-exitcode 9)
+    local tests=("$PYTHON" -m pytest -q -p no:cacheprovider -k cuda)
+    NWOR_PLANTED=1 timeout 150 "${check[@]}" "${tests[@]}" \
+        tests/kernels/test_planted.py >"$log" 2>&1
+    status=$?
+    echo "planted overrun: exit status $status (9: reported, as it must be)"
+    [ $status = 9 ] || { tail -20 "$log"; failed=1; }
+    local summary="\"planted\": $status"
+    for tool in "${tools[@]}"; do
+        local started=$SECONDS
+        timeout "${NWOR_SANITIZER_S:-240}" "${check[@]}" --tool "$tool" \
+            "${tests[@]}" -m sanitizer tests/kernels >"$log" 2>&1
+        status=$?
+        echo "$tool: exit status $status, $((SECONDS - started)) s"
+        grep -E "ERROR SUMMARY|passed|failed" "$log" | tail -3
+        [ $status = 0 ] || { tail -30 "$log"; failed=1; }
+        summary="$summary, \"$tool\": $status"
+    done
+    write_entry gpu_sanitizer.json gpu_sanitizer "{$summary}"
+    return $failed
+}
+
+write_entry() { # FILE KIND JSON: an entry of one file, with the environment
+    NWOR_ENTRY=$3 "$PYTHON" -c '
+import json, os, sys
+from tests.gpu import results
+entry = {"exit_status": json.loads(os.environ["NWOR_ENTRY"])}
+results.save(sys.argv[1], sys.argv[2], "make gpu-test", {"all": entry})
+' "$1" "$2"
+}
+
+step_bench-kernels() {
+    "$PYTHON" bench_kernels.py --json "$RESULTS/bench_kernels.json" "$@"
+}
+
+step_bench() {
+    local cells=("$@") failed=0
+    if [ $# = 0 ]; then
+        read -ra cells < <("$PYTHON" -c '
+import sys
+sys.path.insert(0, "tools")
+import gpu_cells
+print(*gpu_cells.BUDGETED)')
+    fi
+    for cell in "${cells[@]}"; do
+        local started=$SECONDS
+        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu_bench.py \
+            "$cell" --results "$RESULTS" --seconds "${NWOR_BENCH_S:-70}" || failed=1
+        echo "$cell: $((SECONDS - started)) s"
+    done
+    return $failed
+}
+
+limit_of() { # seconds that a step may take
+    case $1 in
+    build) echo 300 ;;
+    bench) echo 3600 ;; # each cell has its own
+    *) echo 570 ;;
+    esac
+}
+
+run_step() { # STEP ARGUMENT...: in a group of its own, so that it can be stopped whole
+    local name=$1 started=$SECONDS status pid watchdog
+    shift
+    echo "== $name $*"
+    set -m
+    "step_$name" "$@" &
+    pid=$!
+    (
+        exec </dev/null
+        sleep "${NWOR_LIMIT_S:-$(limit_of "$name")}" >/dev/null
+        echo "== $name: stopped at its limit"
+        kill -TERM -- "-$pid"
+        sleep 5 >/dev/null
+        kill -KILL -- "-$pid"
+    ) 2>/dev/null &
+    watchdog=$!
+    set +m
+    wait "$pid"
+    status=$?
+    kill -- "-$watchdog" 2>/dev/null
+    wait "$watchdog" 2>/dev/null
+    echo "== $name: exit status $status, $((SECONDS - started)) s"
+    return $status
+}
+
+failed=""
+step=()
+finish_step() {
+    if [ ${#step[@]} -gt 0 ]; then
+        run_step "${step[@]}" || failed="$failed ${step[0]}"
+    fi
+    step=()
+}
+
+[ $# -gt 0 ] || set -- build kernels engines sync layouts
+for argument in "$@"; do
+    if [[ $STEPS == *" $argument "* ]]; then
+        finish_step
+        step=("$argument")
+    elif [ ${#step[@]} -gt 0 ]; then
+        step+=("$argument")
+    else
+        echo "unknown step: $argument; allowed:$STEPS" >&2
+        exit 2
+    fi
+done
+finish_step
+
+if [ -n "${OUT:-}" ]; then
+    tar -czf "$OUT/results.tar.gz" -C "$RESULTS" .
+    if [ -d "$NWOR_GPU_TEST_DIR" ]; then
+        (cd "$NWOR_GPU_TEST_DIR" && find . -name '*.log' -print0 |
+            tar -czf "$OUT/engine_logs.tar.gz" --null -T -)
+    fi
+fi
+echo "== results in $RESULTS: $(ls "$RESULTS" | tr '\n' ' ')"
+echo "== failed:${failed:- none}"
+[ -z "$failed" ]
