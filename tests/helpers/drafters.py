@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.helpers.engine import NUM_DRAFTS, Engine, Request, request_name
+from tests.helpers.engine import NUM_DRAFTS, Engine, Request
+from tests.helpers.runner_probe import request_name
 
 # (request, its number of tokens so far) -> (drafts to propose, how many right)
 Plan = Callable[[str, int], tuple[int, int]]
@@ -51,8 +52,9 @@ class ScriptedDrafter:
         self.plan = plan
         self.num_proposed = 0
 
-    def attach(self, engine: Engine) -> None:
-        batch = engine.runner.input_batch
+    def attach(self, runner: Any) -> None:
+        """Makes `runner` use these drafts in place of its ngram proposer's."""
+        batch = runner.input_batch
 
         def propose(
             num_speculative_tokens: int,
@@ -69,7 +71,7 @@ class ScriptedDrafter:
             self.num_proposed += sum(map(len, drafts))
             return drafts
 
-        engine.runner.drafter.propose = propose
+        runner.drafter.propose = propose
 
     def draft(self, name: str, num_tokens: int) -> list[int]:
         """Drafts for the tokens after the first `num_tokens` of this request."""
@@ -90,7 +92,7 @@ class ScriptedDrafter:
 def truth_of(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
     """What the target writes for each request: prompt, then NUM_DRAFTS tokens more
     than it was asked for. Runs them without drafts; removes arrivals and aborts."""
-    ScriptedDrafter({}, no_drafts).attach(engine)
+    ScriptedDrafter({}, no_drafts).attach(engine.runner)
     plain = [
         Request(r.name, r.prompt, r.max_tokens + NUM_DRAFTS, params=r.params)
         for r in requests

@@ -1,41 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine in this process, driven step by step and observed at five moments.
+"""A real vLLM engine in this process, driven step by step.
 
-`Engine(mode)` builds a real LLMEngine with NWOR in that mode. With mode "off" every
+`Engine(mode)` builds an LLMEngine with NWOR in that mode. With mode "off" every
 function that NWOR has wrapped is put back, unwrapped, on the objects this engine uses:
 an off engine runs vLLM's own code whatever else this process has loaded.
 
 `Engine.run` plays requests at given steps, so that an off and a cow engine compose the
-same batches, and returns tokens, logprobs and what each step did.
-
-Observation is by attributes set on the one runner (never on its class) and by hooks on
-the model module, so its place relative to NWOR's wrappers is certain:
-
-    forward_begins      outside NWOR's begin
-      forward_starts    inside it: the model is called, the log has been taken
-      forward_ends      the model has returned
-    committed           `_sample` has returned, NWOR's commit included
-    step_done           `sample_tokens` has returned, the drafter included
+same batches, and returns tokens, logprobs and what each step did (runner_probe.py).
+With tensor parallelism the runners live in worker processes: then `probe` is None, and
+worker_probe.py does there what the probe does here.
 """
 
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import vllm.v1.sample.sampler as sampler
-import wrapt
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.helpers.environment import model_path, nwor_settings
-from vllm import SamplingParams
+from tests.helpers.runner_probe import (
+    Observer,
+    RunnerProbe,
+    Step,
+    request_name,
+    unwrap_instance,
+)
 
 NUM_DRAFTS = 4
 BLOCK_SIZE = 32
@@ -64,7 +64,9 @@ class Request:
     """One greedy request.
 
     at: number of the step before which it arrives. abort_at: of the step before which
-    it is aborted, if it still runs then. params: further SamplingParams arguments.
+    it is aborted, if it still runs then; abort_during: of the step while which it is
+    aborted, after sampling, so that the scheduler skips what the runner did for it.
+    params: further SamplingParams arguments.
     """
 
     name: str
@@ -72,45 +74,12 @@ class Request:
     max_tokens: int
     at: int = 0
     abort_at: int | None = None
+    abort_during: int | None = None
     params: dict[str, Any] = field(default_factory=dict)
 
     def sampling_params(self) -> SamplingParams:
         arguments = {"ignore_eos": True, "logprobs": 2} | self.params
         return SamplingParams(temperature=0, max_tokens=self.max_tokens, **arguments)
-
-
-@dataclass
-class Step:
-    """What one step of the runner did, from vLLM's own objects.
-
-    scheduled: tokens of each request. drafted, accepted: of each request that had
-    drafts; accepted comes from the lists of tokens that vLLM hands to its scheduler.
-    preempted: requests. slots: [num_tokens] int64 for each layer, cloned before the
-    forward. rejected: slots of the rejected drafts for each layer, int64.
-    """
-
-    scheduled: dict[str, int]
-    drafted: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
-    preempted: tuple[str, ...] = ()
-    zeroed_blocks: tuple[int, ...] = ()
-    copied_blocks: tuple[tuple[int, int], ...] = ()
-    slots: dict[str, torch.Tensor] = field(default_factory=dict)
-    rejected: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class Observer:
-    """Called by an Engine at the moments that the module's docstring names."""
-
-    def forward_begins(self, step: Step) -> None: ...
-
-    def forward_starts(self, step: Step) -> None: ...
-
-    def forward_ends(self, step: Step) -> None: ...
-
-    def committed(self, step: Step) -> None: ...
-
-    def step_done(self, step: Step) -> None: ...
 
 
 @dataclass
@@ -146,6 +115,49 @@ class Result:
         """How batches were composed; equal for runs that did the same work."""
         return [(step.scheduled, step.drafted, step.accepted) for step in self.steps]
 
+    def add(self, output: Any) -> None:
+        """Takes in one RequestOutput; later ones of a request replace earlier ones."""
+        completion = output.outputs[0]
+        name = output.request_id
+        self.tokens[name] = list(completion.token_ids)
+        self.text[name] = completion.text
+        self.finish[name] = completion.finish_reason
+        self.cached[name] = output.num_cached_tokens or 0
+        self.logprobs[name] = [
+            {token: (entry.logprob, entry.rank) for token, entry in position.items()}
+            for position in completion.logprobs or ()
+        ]
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    """This process computes with that many OpenMP threads while the block runs.
+
+    Few: threads that wait for each other in busy loops make a step 50 times as long
+    when the machine is busy. vLLM's worker replaces torch.set_num_threads by a
+    function that does nothing, hence torch._C's.
+    """
+    before = torch.get_num_threads()
+    torch._C.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(before)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One OpenMP thread in this process and in those it starts."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        with threads(1):
+            yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
 
 _all_engines: list[Engine] = []  # kept: an LLMEngine that dies takes caches with it
 
@@ -165,34 +177,26 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self.mode = mode
-        if mode != "off":
-            with nwor_settings({"MODE": mode} | (settings or {})):
-                self.llm = self._build(model, arguments, register=True)
-        else:
-            with nwor_settings(settings or {}):
-                self.llm = self._build(model, arguments, register=False)
-        self.core = self.llm.engine_core.engine_core
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.observers: list[Observer] = []
-        self._step: Step | None = None
-        self._steps: list[Step] = []
-        if mode == "off":
-            for target in (self.runner, self.core.scheduler):
-                unwrap_instance(target)
-        self._observe()
-        _all_engines.append(self)
-
-    @staticmethod
-    def _build(model: str, arguments: dict[str, Any], register: bool) -> LLMEngine:
-        if register:
-            from vllm.v1.nwor.plugin import register as nwor_register
-
-            nwor_register()
         options = DEFAULTS | {"model": model_path(model)} | arguments
-        _make_vllm_reusable()
-        return LLMEngine.from_engine_args(EngineArgs(**options))
+        with nwor_settings({"MODE": mode} | (settings or {})), one_thread():
+            if mode != "off":
+                from vllm.v1.nwor.plugin import register
 
-    # -- what NWOR reports ---------------------------------------------------------
+                register()
+            _make_vllm_reusable()
+            self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
+        self.core = self.llm.engine_core.engine_core
+        self.runner: Any = None
+        self.probe: RunnerProbe | None = None
+        self._abort_now: list[str] = []
+        if options.get("tensor_parallel_size", 1) == 1:
+            worker = self.core.model_executor.driver_worker.worker
+            self.runner = worker.model_runner
+            if mode == "off":
+                unwrap_instance(self.runner)
+                unwrap_instance(self.core.scheduler)
+            self.probe = RunnerProbe(self.runner)
+        _all_engines.append(self)
 
     @property
     def manager(self) -> Any:
@@ -200,147 +204,75 @@ class Engine:
         state = self.runner.__dict__.get("nwor_state")
         return None if state is None else state.manager
 
-    # -- caches --------------------------------------------------------------------
-
-    def layers(self) -> dict[str, Any]:
-        """Every attention layer that owns a cache, target's and drafter's, by name."""
-        context = self.runner.vllm_config.compilation_config.static_forward_context
-        return {
-            name: layer
-            for name, layer in context.items()
-            if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
-        }
-
-    def target_layers(self) -> dict[str, Any]:
-        """Those that are modules of the target model."""
-        modules = {id(module) for module in self.runner.get_model().modules()}
-        return {
-            name: layer for name, layer in self.layers().items() if id(layer) in modules
-        }
-
-    def drafter_layers(self) -> dict[str, Any]:
-        return {
-            name: layer
-            for name, layer in self.layers().items()
-            if name not in self.target_layers()
-        }
-
-    def storages(self) -> list[torch.Tensor]:
-        """The caches' whole allocations as [bytes] uint8, each once."""
-        found: dict[int, torch.Tensor] = {}
-        for layer in self.layers().values():
-            storage = layer.kv_cache.untyped_storage()
-            found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return list(found.values())
-
-    def poison_caches(self, seed: int = 0) -> None:
-        """Fills the caches with finite random values, so that the bytes of a slot
-        that was never written are like no other's. Only while nothing runs."""
+    def poison_caches(self) -> None:
+        """Forgets cached prefixes and fills the caches with random values."""
         assert not self.llm.has_unfinished_requests()
+        assert self.probe is not None
         self.llm.reset_prefix_cache()
-        generator = torch.Generator().manual_seed(seed)
-        for storage in self.storages():
-            # 0x00..0x3F in every byte: finite in bfloat16 and in both kinds of fp8.
-            storage.random_(0, 0x40, generator=generator)
-
-    # -- running -------------------------------------------------------------------
+        self.probe.poison()
 
     def run(
-        self, requests: Sequence[Request], observers: Sequence[Observer] = ()
+        self,
+        requests: Sequence[Request],
+        observers: Sequence[Observer] = (),
+        num_threads: int = 1,
     ) -> Result:
         """Plays the requests until all are finished or aborted."""
         assert not self.llm.has_unfinished_requests()
-        self._steps = []
-        self.observers = list(observers)
         result = Result()
-        waiting = sorted(requests, key=lambda request: request.at)
-        aborts = [request for request in requests if request.abort_at is not None]
-        number = 0
+        if self.probe is None:
+            assert not observers
+            assert num_threads == 1
+            self._play(requests, result)
+            return result
+        self.probe.steps = result.steps
+        self.probe.observers = [_InFlightAborts(self), *observers]
         try:
-            while waiting or self.llm.has_unfinished_requests():
-                while waiting and waiting[0].at <= number:
-                    self._add(waiting.pop(0))
-                due = [request.name for request in aborts if request.abort_at == number]
-                if due:
-                    self.llm.abort_request(due)
-                for output in self.llm.step():
-                    _record(result, output)
-                number += 1
-                assert number < MAX_STEPS, "the engine does not finish its requests"
+            with threads(num_threads):
+                self._play(requests, result)
         finally:
-            self.observers = []
-        result.steps = self._steps
+            self.probe.observers = []
         return result
+
+    def _play(self, requests: Sequence[Request], result: Result) -> None:
+        waiting = sorted(requests, key=lambda request: request.at)
+        number = 0
+        while waiting or self.llm.has_unfinished_requests():
+            while waiting and waiting[0].at <= number:
+                self._add(waiting.pop(0))
+            self.llm.abort_request([r.name for r in requests if r.abort_at == number])
+            self._abort_now = [r.name for r in requests if r.abort_during == number]
+            for output in self.llm.step():
+                result.add(output)
+            # The engine core dropped these during the step; now its front half does.
+            self.llm.abort_request(self._abort_now)
+            number += 1
+            assert number < MAX_STEPS, "the engine does not finish its requests"
 
     def _add(self, request: Request) -> None:
         prompt = {"prompt_token_ids": list(request.prompt)}
         self.llm.add_request(request.name, prompt, request.sampling_params())
+        # Grammars are compiled by a thread; a request joins the batch when it is done.
+        for added in self.core.scheduler.requests.values():
+            grammar = added.structured_output_request
+            while grammar is not None and not grammar.is_grammar_ready:
+                time.sleep(0.005)
 
-    # -- observing -----------------------------------------------------------------
 
-    def _observe(self) -> None:
-        runner = self.runner
-        execute_model = runner.execute_model
-        model_forward = runner._model_forward
-        sample = runner._sample
-        sample_tokens = runner.sample_tokens
+class _InFlightAborts(Observer):
+    """Aborts the engine's requests of this step once they were sampled."""
 
-        def observed_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any):
-            self._step = _step_from(scheduler_output)
-            return execute_model(scheduler_output, *args, **kwargs)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
-        def observed_model_forward(*args: Any, **kwargs: Any):
-            assert self._step is not None
-            self._tell("forward_begins")
-            return model_forward(*args, **kwargs)
-
-        def before_model(module: Any, args: Any) -> None:
-            if self._step is None:
-                return  # a dummy run
-            mapping = get_forward_context().slot_mapping
-            assert isinstance(mapping, dict)
-            self._step.slots = {
-                name: mapping[name].clone() for name in self.layers() if name in mapping
-            }
-            self._tell("forward_starts")
-
-        def after_model(module: Any, args: Any, output: Any) -> None:
-            if self._step is not None:
-                self._tell("forward_ends")
-
-        def observed_sample(logits: Any, metadata: Any):
-            output = sample(logits, metadata)
-            assert self._step is not None
-            _record_acceptance(
-                self._step,
-                runner.input_batch.req_ids,
-                metadata,
-                output.sampled_token_ids,
-                runner.input_batch.vocab_size,
-            )
-            self._tell("committed")
-            return output
-
-        def observed_sample_tokens(*args: Any, **kwargs: Any):
-            output = sample_tokens(*args, **kwargs)
-            step, self._step = self._step, None
-            if step is not None and step.scheduled:
-                _check_acceptance(step, output)
-                self._steps.append(step)
-                for observer in self.observers:
-                    observer.step_done(step)
-            return output
-
-        runner.execute_model = observed_execute_model
-        runner._model_forward = observed_model_forward
-        runner._sample = observed_sample
-        runner.sample_tokens = observed_sample_tokens
-        runner.get_model().register_forward_pre_hook(before_model)
-        runner.get_model().register_forward_hook(after_model)
-
-    def _tell(self, moment: str) -> None:
-        for observer in self.observers:
-            getattr(observer, moment)(self._step)
+    def committed(self, step: Step) -> None:
+        aborted = [
+            key
+            for key in self.engine.runner.input_batch.req_ids
+            if request_name(key) in self.engine._abort_now
+        ]
+        if aborted:
+            self.engine.core.aborts_queue.put(aborted)
 
 
 @functools.cache
@@ -353,84 +285,3 @@ def _make_vllm_reusable() -> None:
     # Takes 18 s to compile; it only counts ranks, for off and cow alike.
     counter = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = counter._torchdynamo_orig_callable
-
-
-def unwrap_instance(target: Any) -> None:
-    """Binds vLLM's own functions on `target` wherever its class has a wrapped one."""
-    for owner in type(target).__mro__:
-        for name, attribute in vars(owner).items():
-            if name in vars(target) or not isinstance(attribute, wrapt.FunctionWrapper):
-                continue
-            function: Any = attribute
-            while isinstance(function, wrapt.FunctionWrapper):
-                function = function.__wrapped__
-            setattr(target, name, types.MethodType(function, target))
-
-
-def _step_from(scheduler_output: Any) -> Step:
-    copies = scheduler_output.kv_cache_block_copies or ()
-    return Step(
-        scheduled={
-            request_name(k): n for k, n in scheduler_output.num_scheduled_tokens.items()
-        },
-        preempted=tuple(
-            map(request_name, sorted(scheduler_output.preempted_req_ids or ()))
-        ),
-        zeroed_blocks=tuple(scheduler_output.new_block_ids_to_zero or ()),
-        copied_blocks=tuple((int(source), int(to)) for source, to in copies),
-    )
-
-
-def request_name(request_id: str) -> str:
-    """The name a test gave: vLLM appends "-" and random characters to it."""
-    return request_id.rpartition("-")[0] or request_id
-
-
-def _record_acceptance(
-    step: Step, request_ids: list[str], metadata: Any, sampled: torch.Tensor, vocab: int
-) -> None:
-    """Drafted, accepted and rejected slots of a step, worked out on the host.
-
-    Request r's drafts are the rows after its first one among the rows that get logits;
-    the sampler returns for it one valid token more than it accepted drafts.
-    sampled: [num_requests, 1 + most drafts] int32, -1 where there is none.
-    """
-    if metadata is None:
-        return
-    rows = metadata.logits_indices.tolist()
-    rejected_rows: list[int] = []
-    start = 0
-    for index, num_drafts in enumerate(metadata.num_draft_tokens):
-        valid = [token for token in sampled[index].tolist() if 0 <= token < vocab]
-        draft_rows = rows[start + 1 : start + 1 + num_drafts]
-        start += 1 + num_drafts
-        if num_drafts:
-            num_accepted = max(len(valid) - 1, 0)
-            name = request_name(request_ids[index])
-            step.drafted[name] = num_drafts
-            step.accepted[name] = num_accepted
-            rejected_rows += draft_rows[num_accepted:]
-    step.rejected = {name: slots[rejected_rows] for name, slots in step.slots.items()}
-
-
-def _check_acceptance(step: Step, output: Any) -> None:
-    """The acceptance counted above is what vLLM itself tells its scheduler."""
-    for request_id, tokens in zip(
-        output.req_ids, output.sampled_token_ids, strict=True
-    ):
-        name = request_name(request_id)
-        if name in step.accepted:
-            assert step.accepted[name] == len(tokens) - 1, (name, step, tokens)
-
-
-def _record(result: Result, output: Any) -> None:
-    completion = output.outputs[0]
-    name = output.request_id
-    result.tokens[name] = list(completion.token_ids)
-    result.text[name] = completion.text
-    result.finish[name] = completion.finish_reason
-    result.cached[name] = output.num_cached_tokens or 0
-    result.logprobs[name] = [
-        {token: (entry.logprob, entry.rank) for token, entry in position.items()}
-        for position in completion.logprobs or ()
-    ]

