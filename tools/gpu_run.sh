@@ -184,7 +184,7 @@ results.save(sys.argv[1], sys.argv[2], "make gpu-test", {"all": entry})
 }
 
 step_bench-kernels() {
-    "$PYTHON" bench_kernels.py --json "$RESULTS/bench_kernels.json" "$@"
+    "$PYTHON" bench_kernels.py --device cuda --json "$RESULTS/bench_kernels.json" "$@"
 }
 
 step_bench() {

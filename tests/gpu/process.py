@@ -64,6 +64,8 @@ def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
             seconds = results[row.name]["seconds"]
             print(f"{spec.name}: {name}, {row.name}: {seconds:.1f} s", flush=True)
             report.save()
+    if spec.tensor_parallel > 1:  # workers in processes of their own
+        engine.llm.engine_core.shutdown()
 
 
 def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         engine.run(row)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     path = Path(os.environ["NWOR_TEST_TRACE"])
     profiler.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]

@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU tests' own parts, as far as a CPU can judge them: that their tables cover
+what they claim, that the byte oracle sees what it must on runners made up here (V1's
+and V2's ways of calling), and that a verdict follows from what two processes wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.arguments import parse
+from benchmarks.runs import Drafts, NworDone, Run
+
+from tests.gpu import compare, engines, rows, watch
+from tests.gpu.pool import Finished
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -- tables ----------------------------------------------------------------------------
+
+
+def test_matrix_covers_every_pair_with_at_most_twelve_engines() -> None:
+    assert len(engines.MATRIX) <= 12
+    assert engines.uncovered_pairs() == set()
+    assert all(spec.num_blocks <= 256 for spec in engines.MATRIX)
+    assert all(
+        engines.is_possible(*values)
+        for spec in engines.MATRIX
+        for values in itertools.product(*spec.factors)
+    )
+
+
+@pytest.mark.parametrize("spec", engines.MATRIX, ids=lambda spec: spec.name)
+def test_rows_fit_their_engine(spec: engines.EngineSpec, tmp_path: Path) -> None:
+    arguments = spec.arguments(tmp_path)
+    assert len(arguments["speculative_config"]["synthetic_acceptance_rates"]) == (
+        spec.num_drafts
+    )
+    for row in rows.rows(spec):
+        requests = [request for phase in row.phases for request in phase]
+        assert len({request.name for request in requests}) == len(requests)
+        for request in requests:
+            length = len(request.prompt) + request.max_tokens
+            assert length + spec.num_drafts < engines.MAX_MODEL_LEN
+        if "preempted" in row.needs:
+            needed = sum(len(r.prompt) + r.max_tokens for r in requests)
+            assert needed > spec.num_slots
+        if "cached" in row.needs:
+            first, _, again = (phase[0].prompt for phase in row.phases)
+            common = sum(a == b for a, b in zip(first[:200], again, strict=False))
+            # An EAGLE drafter gives up the last block of a hit.
+            assert common >= 3 * spec.block_size
+
+
+def tool(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of tools/, imported; the search path stays as it was."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_cells_are_commands_that_bench_vllm_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = tool("gpu_cells", monkeypatch)
+    budgeted = set()
+    for cell in table.CELLS:
+        for batch in cell.batches:
+            options = parse(cell.arguments(batch))
+            assert options.nwor_mode == "cow"
+            assert options.acceptance is not None
+            mean = sum(options.acceptance) / len(options.acceptance)
+            assert mean == pytest.approx(int(cell.acceptance) / 100)
+            if cell.name in table.BUDGETED:
+                budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
+    assert len(budgeted) == 5 * 3
+    assert ("v2", 8, "50", 64) in budgeted
+
+
+def test_a_cell_runs_each_batch_size_on_one_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """gpu_bench.py with an engine that only notes what it is asked for: each file says
+    with which command of bench_vllm.py it can be had again."""
+    bench = tool("gpu_bench", monkeypatch)
+    started: list[Any] = []
+
+    class FakeEngine:
+        start_s = 1.0
+        drafter = None
+        target = SimpleNamespace(label="shape:llama-8b")
+
+        def __init__(self, options: Any, on: str) -> None:
+            started.append((options.batch_size, options.max_num_seqs, on))
+            self.options, self.waves = options, []
+
+        def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+            return [[[1, 2, 3]] * self.options.batch_size]
+
+        def report(self) -> dict[str, Any]:
+            names = ("kv_blocks", "kv_block_tokens", "groups", "log_bytes_per_draft")
+            return dict.fromkeys((*names, "log_bytes", "fallbacks"), 1)
+
+        def run(self, active: bool) -> Run:
+            nothing = Drafts(1, 4, 2, [1, 1, 0, 0])
+            done = NworDone(1, 4, 2, 2, 0, 8, 16, [5.0], [4.0]) if active else None
+            outputs = [[1, 2]] * self.options.batch_size
+            times = [0.01] * self.options.batch_size
+            return Run(outputs, 0.01, times, [0.01], nothing, done)
+
+    monkeypatch.setattr(bench, "Engine", FakeEngine)
+    monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)
+    monkeypatch.setattr(bench.device, "resolve", lambda options: "cuda")
+    monkeypatch.setattr(bench.environment, "describe", lambda on, root: {"commit": ""})
+    monkeypatch.setattr(bench.report, "text", lambda result: "")
+    monkeypatch.setenv("NWOR_COMMIT", "abc")
+
+    assert bench.main(["v2-k4-a30", "--results", str(tmp_path), "--seconds", "0"]) == 0
+
+    assert started == [(64, 64, "cuda")]
+    for batch in (1, 16, 64):
+        path = tmp_path / f"bench_gpu_v2-k4-a30_b{batch}.json"
+        found = json.loads(path.read_text())
+        assert found["cell"] == "v2-k4-a30"
+        assert found["environment"]["commit"] == "abc"
+        assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
+        assert len(found["samples"]["nwor"]) == len(found["samples"]["control"]) == 7
+
+
+# -- the byte oracle -------------------------------------------------------------------
+
+NUM_BLOCKS, HEADS, BLOCK, WIDTH = 6, 2, 4, 8
+
+
+class Layer(torch.nn.Module):
+    """An attention layer with a cache of NHD or HND strides."""
+
+    def __init__(self, hnd: bool) -> None:
+        super().__init__()
+        shape = (NUM_BLOCKS, HEADS, BLOCK, WIDTH)
+        if hnd:
+            self.kv_cache = torch.zeros(shape, dtype=torch.bfloat16)
+        else:
+            inner = (NUM_BLOCKS, BLOCK, HEADS, WIDTH)
+            self.kv_cache = torch.zeros(inner, dtype=torch.bfloat16).transpose(1, 2)
+
+    def write(self, slots: list[int], value: float) -> None:
+        for slot in slots:
+            self.kv_cache[slot // BLOCK, :, slot % BLOCK] = value
+
+
+class Runner:
+    """What Watch needs of either model runner; `restore` is the NWOR of this test.
+
+    A step has one request with three drafts, at slots 5 to 8 (its target token first),
+    of which one is accepted.
+    """
+
+    def __init__(self) -> None:
+        self.layers = torch.nn.ModuleList([Layer(hnd=False), Layer(hnd=True)])
+        self.drafter_layer = Layer(hnd=True)
+        context = {f"target.{i}": layer for i, layer in enumerate(self.layers)}
+        context["draft.0"] = self.drafter_layer
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=context)
+        )
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(layer_names=list(context))]
+        )
+        self.old: list[torch.Tensor] = []
+        self.slots = torch.tensor([5, 6, 7, 8, -1])
+        self.value = 1.0
+
+    def get_model(self) -> torch.nn.Module:
+        return self.layers
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self.forward()
+
+    def log(self) -> None:
+        self.old = [layer.kv_cache.clone() for layer in self.layers]
+
+    def forward(self) -> None:
+        self.value += 1
+        for number, layer in enumerate(self.layers):
+            layer.write([5, 6, 7, 8], self.value + number)
+
+    def restore(self) -> None:
+        for layer, old in zip(self.layers, self.old, strict=True):
+            for slot in (7, 8):
+                place = (slot // BLOCK, slice(None), slot % BLOCK)
+                layer.kv_cache[place] = old[place]
+
+
+class RunnerV2(Runner):
+    """Calls as V2 does: slots, then the forward, then the sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cudagraph_manager = SimpleNamespace(
+            run_fullgraph=self.forward, run_pw_graph=None
+        )
+        self.batch = SimpleNamespace(
+            num_draft_tokens=3,
+            req_ids=["one"],
+            logits_indices=torch.tensor([0, 1, 2, 3]),
+            cu_num_logits_np=np.array([0, 4]),
+        )
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self.prepare_attn(self.batch)
+        self.cudagraph_manager.run_fullgraph()
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        self.log()
+        return (), self.slots[None]
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        self.restore()
+        return None, torch.tensor([2]), torch.tensor([2])
+
+    def step(self) -> None:
+        self.execute_model(scheduled())
+        self.sample(None, self.batch, None)
+        self.drafter_layer.write([5, 6], 9.0)
+
+
+class RunnerV1(Runner):
+    """Calls as V1 does: the forward within a forward context, then the sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_batch = SimpleNamespace(req_ids=["one"], vocab_size=100)
+        self.metadata = SimpleNamespace(
+            logits_indices=torch.tensor([0, 1, 2, 3]), num_draft_tokens=[3]
+        )
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self._model_forward()
+
+    def _model_forward(self) -> None:
+        self.log()
+        self.forward()
+
+    def _sample(self, logits: Any, metadata: Any) -> Any:
+        self.restore()
+        return SimpleNamespace(sampled_token_ids=torch.tensor([[4, 5, -1, -1]]))
+
+    def step(self) -> None:
+        self.execute_model(scheduled())
+        self._sample(None, self.metadata)
+        self.drafter_layer.write([5, 6], 9.0)
+
+
+def scheduled() -> SimpleNamespace:
+    return SimpleNamespace(
+        num_scheduled_tokens={"one": 4},
+        preempted_req_ids=None,
+        kv_cache_block_copies=None,
+        new_block_ids_to_zero=None,
+    )
+
+
+@pytest.fixture(params=[RunnerV1, RunnerV2])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    runner = request.param()
+    mapping = dict.fromkeys(
+        runner.vllm_config.compilation_config.static_forward_context, runner.slots
+    )
+    mode = SimpleNamespace(name="FULL")
+    context = SimpleNamespace(slot_mapping=mapping, cudagraph_runtime_mode=mode)
+    module = ModuleType("vllm.forward_context")
+    module.get_forward_context = lambda: context  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
+    return runner
+
+
+def watched(runner: Any, num_steps: int = 2) -> dict[str, Any]:
+    oracle = watch.Watch(runner)
+    oracle.start(seed=1)
+    for _ in range(num_steps):
+        runner.step()
+    return oracle.stop()
+
+
+def test_oracle_is_silent_when_all_is_well(runner: Any) -> None:
+    seen = watched(runner)
+    assert seen["violations"] == []
+    assert seen["layers"] == 2  # the drafter's is not the target's
+    # Two rejected slots, in two layers, in two steps; the forward changed them all.
+    assert seen["num_rejected_slots"] == seen["num_dirty_slots"] == 2 * 2 * 2
+    assert (seen["num_windows"], seen["num_drafts"], seen["num_accepted"]) == (2, 6, 2)
+    assert seen["steps"] == [[1, 4, 3, 1, "FULL", 0]] * 2
+
+
+def test_oracle_reports_vanilla(runner: Any) -> None:
+    runner.restore = lambda: None
+    seen = watched(runner)
+    assert seen["violations_by_kind"] == {"not restored": seen["num_dirty_slots"]}
+    assert seen["violations"][0]["slots"] == [7, 8]
+
+
+@pytest.mark.parametrize("slot", [5, 6, 20])
+def test_oracle_reports_a_stray_write(runner: Any, slot: int) -> None:
+    restore = runner.restore
+
+    def too_much() -> None:
+        restore()
+        runner.layers[1].write([slot], 0.25)
+
+    runner.restore = too_much
+    seen = watched(runner, num_steps=1)
+    assert seen["violations_by_kind"] == {"stray write": 1}
+    assert seen["violations"][0]["slots"] == [slot]
+    assert seen["violations"][0]["layer"] == "target.1"
+
+
+def test_oracle_reports_a_write_to_the_drafters_cache(runner: Any) -> None:
+    restore = runner.restore
+
+    def too_much() -> None:
+        restore()
+        runner.drafter_layer.write([2], 0.25)
+
+    runner.restore = too_much
+    assert set(watched(runner, 1)["violations_by_kind"]) == {"stray write"}
+
+
+def test_oracle_reports_a_log_that_writes(runner: Any) -> None:
+    log = runner.log
+
+    def clumsy() -> None:
+        log()
+        runner.layers[0].write([13], 0.25)
+
+    runner.log = clumsy
+    seen = watched(runner, num_steps=1)
+    assert seen["violations_by_kind"] == {"unmapped write": 1}
+
+
+def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(
+    runner: Any,
+) -> None:
+    vanilla = copy.deepcopy(runner)
+    vanilla.restore = lambda: None
+    restored = watched(runner)["digests"]
+    assert watched(vanilla)["digests"] == restored
+    other = type(runner)()
+    other.value = 7.0  # what was accepted differs
+    found = watched(other)["digests"]
+    assert [d[0] for d in found] == [d[0] for d in restored]
+    assert all(
+        a[1] != b[1] and a[2] != b[2] for a, b in zip(found, restored, strict=True)
+    )
+
+
+def test_hash_sees_every_byte_of_a_slot() -> None:
+    layer = Layer(hnd=False)
+    storage = torch.empty(0, dtype=torch.uint8).set_(layer.kv_cache.untyped_storage())
+    plain = watch.hash_slots(storage, layer)
+    for byte in range(len(storage)):
+        storage[byte] ^= 1 << (byte % 8)
+        assert (watch.hash_slots(storage, layer) != plain).sum() == 1
+        storage[byte] ^= 1 << (byte % 8)
+
+
+# -- verdicts --------------------------------------------------------------------------
+
+SPEC = engines.BY_NAME["eagle-flash-default-async"]
+
+
+def outcome(row: rows.Row, mode: str, name: str) -> dict[str, Any]:
+    """What a process writes of a row when all is well."""
+    requests = [request for phase in row.phases for request in phase]
+    tokens = {request.name: [1, 2, 3] for request in requests}
+    found: dict[str, Any] = {
+        "tokens": tokens,
+        "logprobs": {name: [[(1, -0.5)]] for name in tokens},
+        "finish": dict.fromkeys(tokens, "length"),
+        "cached": dict.fromkeys(tokens, 16),
+        "num_steps": 9,
+        "seconds": 1.0,
+        "counters": {
+            "spec_decode_num_draft_tokens": 8,
+            "spec_decode_num_accepted_tokens": 5,
+        },
+        "device_counters": {},
+    }
+    if mode == compare.ON:
+        found["counters"] |= {
+            "nwor_windows": 3,
+            "nwor_tokens_staged": 10,
+            "nwor_committed_tokens": 5,
+            "nwor_rejected_tokens": 3,
+            "nwor_dropped_drafts": 2,
+            "nwor_breaches": 0,
+        }
+        found["device_counters"] = {
+            "windows": 3,
+            "staged": 10,
+            "committed": 6,
+            "rejected": 4,
+            "restored_bytes": 4 * 100,
+            "invalid_slots": 0,
+        }
+    if name == "watched":
+        kinds = {"not restored": 7} if mode == compare.OFF else {}
+        found["watch"] = [
+            {
+                "steps": [[1, 9, 10, 6, "FULL", 1], [1, 700, 0, 0, "PIECEWISE", 0]],
+                "digests": [[1, 2, 3], [4, 5, 6]],
+                "violations": [{"kind": k} for k in kinds],
+                "violations_by_kind": kinds,
+                "num_rejected_slots": 4 * 3,
+                "num_dirty_slots": 7,
+                "num_windows": 3,
+                "num_drafts": 10,
+                "num_accepted": 6,
+                "layers": 3,
+            }
+        ]
+    return found
+
+
+def report(mode: str) -> dict[str, Any]:
+    layers = {f"layer {i}": {"target": i < 3} for i in range(4)}
+    protected = {"layers": ["layer 0", "layer 1", "layer 2"]}
+    return {
+        "finished": True,
+        "facts": {
+            "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+            "async_scheduling": True,
+            "layers": layers,
+            "protected": protected | {"log_bytes_per_draft": 100}
+            if mode == compare.ON
+            else None,
+        },
+        **{
+            name: {row.name: outcome(row, mode, name) for row in rows.rows(SPEC)}
+            for name in compare.PASSES
+        },
+    }
+
+
+@pytest.fixture
+def reports() -> dict[str, dict[str, Any]]:
+    return {mode: report(mode) for mode in (compare.OFF, compare.ON)}
+
+
+def verdict(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    runs = {mode: Finished(found, 0, 1.0, "") for mode, found in reports.items()}
+    return compare.judge(SPEC, runs)
+
+
+def failed(reports: dict[str, dict[str, Any]]) -> set[str]:
+    return {check for check, found in verdict(reports)["problems"].items() if found}
+
+
+def test_verdict_of_a_healthy_engine(reports: dict[str, dict[str, Any]]) -> None:
+    found = verdict(reports)
+    assert all(not problems for problems in found["problems"].values()), found
+    assert found["unsettled"] == []
+    assert found["rows"]["aborts"]["dropped"] == 2
+
+
+def change(reports: Any, mode: str, name: str, row: str, *path: Any) -> None:
+    """Sets a value; the last item of `path` is the value."""
+    *keys, last, value = path
+    target = reports[mode][name][row]
+    for key in keys:
+        target = target[key]
+    target[last] = value
+
+
+ON_WATCH = (compare.ON, "watched")
+TROUBLE = {
+    "a token": ("outputs", compare.ON, "plain", "batch 1", "tokens", "one/0", [1, 2]),
+    "a logprob": (
+        "outputs",
+        *(*ON_WATCH, "batch 1", "logprobs", "one/0"),
+        [[(1, -0.5000001)]],
+    ),
+    "a byte": ("digests", *ON_WATCH, "aborts", "watch", 0, "digests", 1, [4, 9, 6]),
+    "vanilla strays": (
+        "vanilla",
+        *(compare.OFF, "watched", "batch 8", "watch", 0, "violations_by_kind"),
+        {"not restored": 7, "stray write": 1},
+    ),
+    "vanilla is clean": (
+        "vanilla",
+        *(compare.OFF, "watched", "batch 8", "watch", 0, "violations_by_kind", {}),
+    ),
+    "a violation": (
+        "bytes",
+        *(*ON_WATCH, "preemption", "watch", 0, "violations"),
+        [{"kind": "not restored"}],
+    ),
+    "committed": ("counters", *ON_WATCH, "batch 8", "counters", "nwor_breaches", 1),
+    "dropped": (
+        "counters",
+        *(compare.ON, "plain", "aborts", "counters", "nwor_dropped_drafts", 1),
+    ),
+    "restored": (
+        "counters",
+        *(*ON_WATCH, "batch 8", "device_counters", "restored_bytes", 300),
+    ),
+    "no preemption": (
+        "rows",
+        *(*ON_WATCH, "preemption", "watch", 0, "steps"),
+        [[1, 9, 10, 6, "FULL", 0], [1, 700, 0, 0, "PIECEWISE", 0]],
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_verdict_names_the_trouble(
+    reports: dict[str, dict[str, Any]], trouble: str
+) -> None:
+    check, *path = TROUBLE[trouble]
+    change(reports, *path)
+    assert check in failed(reports)
+
+
+def test_verdict_without_one_row(reports: dict[str, dict[str, Any]]) -> None:
+    del reports[compare.ON]["watched"]["aborts"]
+    assert failed(reports) == {"started"}
+
+
+def test_vanilla_that_differs_from_itself_settles_nothing(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    change(reports, compare.OFF, "plain", "batch 1", "tokens", "one/0", [7])
+    found = verdict(reports)
+    assert not found["problems"]["outputs"]
+    assert any("vanilla differs from itself" in text for text in found["unsettled"])
+
+
+def test_other_blocks_are_compared_by_what_was_written(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    where = (*ON_WATCH, "batch 1", "watch", 0, "digests")
+    change(reports, *where, [[8, 9, 3], [8, 9, 6]])
+    assert failed(reports) == set()
+    change(reports, *where, [[8, 9, 3], [8, 9, 7]])
+    assert failed(reports) == {"digests"}
