@@ -26,8 +26,10 @@ class Violation:
     """Bytes that are not what the guarantee says after a step.
 
     kind: "begin wrote" (the log's begin changed the cache), "not restored" (a rejected
-    draft's slot is not as it was), "stray write" (another byte changed between the end
-    of the forward and the end of commit). layer: "" if it lies in none.
+    draft's slot is not as it was), "torn" (it even holds bytes that are neither those
+    from before the forward nor those from after it), "stray write" (another byte
+    changed between the end of the forward and the end of commit). layer: "" if it lies
+    in none.
     """
 
     step: int
@@ -107,6 +109,11 @@ class SnapshotOracle(Observer):
                 slots = self._differing(name, storage, wanted)
                 bad = tuple(sorted(set(slots) & set(rejected.tolist())))
                 self._violations("not restored", name, bad)
+                vanilla = self._view(name, self._after[index])[mask]
+                if not (
+                    (found == vanilla) | (found == self._view(name, wanted)[mask])
+                ).all():
+                    self._violations("torn", name, bad)
             self._view(name, left)[mask] = found
         if not torch.equal(storage, left):
             self._report("stray write", left, storage)

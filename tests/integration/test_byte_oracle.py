@@ -172,7 +172,7 @@ SABOTAGE = {
     "slot_shifted": "stray write",
     "one_draft_too_many": "stray write",
     "one_draft_too_few": "not restored",
-    "log_not_taken": "not restored",
+    "log_not_taken": "torn",
 }
 
 

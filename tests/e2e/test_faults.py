@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarantees 6 and 8: what fails, on a real engine, and exactly what NWOR then says.
+
+No failure of NWOR's own may lose or change a token; each is counted, logged once and
+visible in metrics; VLLM_NWOR_STRICT=1 raises instead. Not covered: faults inside a
+kernel (they kill the engine, as vLLM's own do), CUDA.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import vllm
+
+from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
+from tests.helpers.engine import Engine, Request, Result
+from tests.helpers.environment import model_path, nwor_settings, subprocess_env
+from tests.helpers.faults import replaced_ops
+from tests.helpers.logs import nwor_log
+from tests.helpers.oracle import SnapshotOracle
+from vllm.v1.nwor import plugin
+from vllm.v1.nwor.draft_manager import NworError, State
+from vllm.v1.nwor.hooks._wrap import HostMismatch
+
+pytestmark = pytest.mark.e2e
+
+# Two KV-cache groups: an op can fail for the first or for the second of them.
+MODEL = "tiny-gemma3"
+NUM_GROUPS = 2
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(100, 40000) for _ in range(length))
+
+
+REQUESTS = [Request(f"r{i}", prompt(i, 20 + 10 * i), 24, at=i) for i in range(3)]
+VANILLA = (
+    "; the step ran as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
+)
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, list[int]]:
+    return truth_of(Engine("off", model=MODEL), REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def vanilla(truth: dict[str, list[int]]) -> Result:
+    """What vLLM does without NWOR."""
+    engine = Engine("off", model=MODEL)
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    return engine.run(REQUESTS)
+
+
+def cow_engine(truth: dict[str, list[int]], **settings: str) -> Engine:
+    engine = Engine("cow", settings, model=MODEL)
+    assert len(engine.manager.groups) == NUM_GROUPS
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    return engine
+
+
+def failing(op: Callable[..., None], at: Callable[[int], bool], late: bool) -> Any:
+    """`op`, raising at the calls (numbered from 0) that `at` selects, before it did
+    anything or (late) after it did its work."""
+    calls = iter(range(10**9))
+
+    def run(*args: Any) -> None:
+        fails = at(next(calls))
+        if late or not fails:
+            op(*args)
+        if fails:
+            raise RuntimeError("injected")
+
+    return run
+
+
+POINTS: dict[str, Callable[[int], bool]] = {
+    "first": lambda call: call == 0,
+    "second_group": lambda call: call == NUM_GROUPS + 1,
+    "every_third": lambda call: call % 3 == 2,
+    "always": lambda call: True,
+}
+REASONS = {
+    "log_cache_slots": "begin_failed",
+    "restore_rejected_drafts": "commit_failed",
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("op", REASONS)
+def test_failing_op_loses_nothing(
+    op: str, point: str, late: bool, truth: dict[str, list[int]], vanilla: Result
+) -> None:
+    engine = cow_engine(truth)
+    oracle = SnapshotOracle(engine.probe)
+    broken = failing(getattr(engine.manager._ops, op), POINTS[point], late)
+    with nwor_log() as lines, replaced_ops(engine, **{op: broken}):
+        found = engine.run(REQUESTS, [oracle])
+    assert found.tokens == vanilla.tokens
+    assert found.logprobs == vanilla.logprobs
+    assert found.schedule() == vanilla.schedule()
+    reason = REASONS[op]
+    assert set(engine.manager.fallbacks) == {reason}
+    assert lines == [f"WARNING NWOR {reason}: {op}: injected{VANILLA}"]
+    num_windows = sum(1 for step in found.steps if step.drafted)
+    num_failed = engine.manager.fallbacks[reason]
+    if point == "always":
+        assert num_failed == num_windows
+    elif point == "every_third":
+        assert 1 < num_failed <= num_windows
+    else:
+        assert num_failed == 1
+    # The cache: rejected slots hold old or new bytes, all else is as vanilla.
+    assert {violation.kind for violation in oracle.violations} <= {"not restored"}
+    assert len({violation.step for violation in oracle.violations}) <= num_failed
+    if not late and point == "always":
+        assert oracle.violations != []
+
+
+@pytest.mark.parametrize("op", REASONS)
+def test_strict_raises_where_an_op_fails(op: str, truth: dict[str, list[int]]) -> None:
+    engine = cow_engine(truth, STRICT="1")
+    broken = failing(getattr(engine.manager._ops, op), POINTS["first"], late=False)
+    expected = f"NWOR {REASONS[op]}: {op}: injected"
+    with (
+        replaced_ops(engine, **{op: broken}),
+        pytest.raises(NworError, match=f"^{re.escape(expected)}$"),
+    ):
+        engine.run(REQUESTS)
+    assert engine.manager.state is State.IDLE
+
+
+@pytest.mark.parametrize("op", REASONS)
+def test_fallbacks_are_in_the_metrics(op: str, truth: dict[str, list[int]]) -> None:
+    """And they are not mistaken for breaches of the counters' identities."""
+    engine = Engine("cow", model=MODEL, disable_log_stats=False)
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    broken = failing(getattr(engine.manager._ops, op), POINTS["every_third"], False)
+    with nwor_log() as lines, replaced_ops(engine, **{op: broken}):
+        engine.run(REQUESTS)
+    counters = {}
+    for metric in engine.llm.get_metrics():
+        if metric.name == "vllm:nwor_fallbacks":
+            counters[metric.labels["reason"]] = metric.value
+        elif metric.name == "vllm:nwor_breaches":
+            assert metric.value == 0
+    assert counters == dict(engine.manager.fallbacks)
+    assert counters[REASONS[op]] > 1
+    assert len(lines) == 1
+
+
+def test_log_too_small(truth: dict[str, list[int]], vanilla: Result) -> None:
+    """Windows beyond VLLM_NWOR_MAX_LOG_ROWS run as vanilla, and are counted; those
+    that fit are protected."""
+    engine = cow_engine(truth, MAX_LOG_ROWS="4")
+    assert engine.manager.capacity == 4
+    oracle = SnapshotOracle(engine.probe)
+    with nwor_log() as lines:
+        found = engine.run(REQUESTS, [oracle])
+    assert found.tokens == vanilla.tokens
+    assert found.logprobs == vanilla.logprobs
+    sizes = [sum(step.drafted.values()) for step in found.steps]
+    too_big = [number for number, size in enumerate(sizes) if size > 4]
+    assert engine.manager.fallbacks == {"over_capacity": len(too_big)}
+    first = sizes[too_big[0]]
+    assert lines == [
+        f"WARNING NWOR over_capacity: {first} drafts do not fit the undo log of 4 rows"
+        + VANILLA
+    ]
+    assert len(too_big) < sum(1 for size in sizes if size), "no window fitted"
+    assert {violation.step for violation in oracle.violations} <= set(too_big)
+    assert oracle.violations != []
+
+
+def test_log_too_small_raises_under_strict(truth: dict[str, list[int]]) -> None:
+    engine = cow_engine(truth, MAX_LOG_ROWS="1", STRICT="1")
+    with pytest.raises(NworError, match=r"^NWOR over_capacity: \d+ drafts"):
+        engine.run(REQUESTS)
+
+
+@pytest.mark.parametrize("where", ["forward", "sampler"])
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_aborted_step(where: str, strict: bool, truth: dict[str, list[int]]) -> None:
+    """vLLM fails between begin and commit. The next step finds a log that nobody
+    committed, drops it (it never reaches the cache) and counts it."""
+    settings = {"STRICT": "1"} if strict else {}
+    engine = cow_engine(truth, **settings)
+    runner, manager = engine.runner, engine.manager
+    ScriptedDrafter(truth, all_wrong).attach(runner)
+
+    def fail(*args: Any) -> None:
+        if manager.state is State.LOGGED:
+            raise RuntimeError("injected into vLLM")
+
+    module = runner.get_model() if where == "forward" else runner.rejection_sampler
+    handle = module.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match=r"^injected into vLLM$"):
+        engine.run(REQUESTS)
+    handle.remove()
+    assert manager.state is State.LOGGED
+    logged = manager._num_drafts
+    engine.llm.abort_request([request.name for request in REQUESTS])
+    after_abort = [Request("next", prompt(9, 20), 12)]
+    if strict:
+        with pytest.raises(NworError, match=r"^NWOR stale_log: a log of"):
+            engine.run(after_abort)
+        return
+    oracle = SnapshotOracle(engine.probe)
+    with nwor_log() as lines:
+        engine.run(after_abort, [oracle])
+    assert manager.fallbacks == {"stale_log": 1}
+    assert lines == [
+        f"WARNING NWOR stale_log: a log of {logged} drafts was dropped{VANILLA}"
+    ]
+    assert manager.state is State.IDLE
+    assert oracle.violations == []
+
+
+def test_register_twice() -> None:
+    """Nothing is wrapped twice, whatever calls register() again."""
+    first = Engine("cow")
+    runner_class = type(first.runner)
+    wrapped = runner_class._sample
+    with nwor_settings({"MODE": "cow"}):
+        plugin.register()
+        plugin._registered = False  # as in a process that lost the module
+        plugin.register()
+    assert runner_class._sample.__wrapped__ is wrapped.__wrapped__
+    assert not hasattr(runner_class._sample.__wrapped__, "__wrapped__")
+
+
+def test_bad_mode_starts_nothing() -> None:
+    """vLLM's own server ends with the sentence before it loads anything."""
+    sentence = "VLLM_NWOR_MODE='bogus' is not allowed; allowed values: off, stage, cow"
+    command = "vllm.entrypoints.openai.api_server"
+    done = subprocess.run(
+        [sys.executable, "-m", command, "--model", model_path("tiny-llama")],
+        env=subprocess_env(VLLM_NWOR_MODE="bogus"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.rstrip().endswith(f"NworConfigError: {sentence}")
+    assert "Starting to load model" not in done.stdout + done.stderr
+
+
+def test_untried_version_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "9.8.7+cpu")
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(plugin, "HOOKS", {})
+    with nwor_settings({"MODE": "cow"}), nwor_log() as lines:
+        plugin.register()
+        plugin.register()
+    assert lines == [
+        "WARNING NWOR has not been tried with vLLM 9.8.7+cpu (tried: "
+        f"{', '.join(plugin.TRIED_VLLM_VERSIONS)}); it runs if every signature it "
+        "relies on matches"
+    ]
+
+
+RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
+
+
+def changed_host() -> types.ModuleType:
+    """A stand-in for the runner's module in a vLLM that renamed a parameter."""
+
+    class GPUModelRunner:
+        def initialize_kv_cache(self, kv_cache_config, is_profiling=False): ...
+
+        def profile_run(self): ...
+
+        def execute_model(self, scheduler_output, intermediate_tensors=None): ...
+
+        def _calc_spec_decode_metadata(
+            self, num_draft_tokens, cu_num_scheduled_tokens
+        ): ...
+
+        def _model_forward(self, input_ids=None): ...
+
+        def _sample(self, hidden, spec_decode_metadata): ...
+
+        def sample_tokens(self, grammar_output): ...
+
+    module = types.ModuleType(RUNNER_MODULE)
+    module.GPUModelRunner = GPUModelRunner
+    return module
+
+
+MISMATCH = (
+    f"{RUNNER_MODULE}.GPUModelRunner._sample has parameters (self, hidden, "
+    "spec_decode_metadata); expected it to begin with (self, logits, "
+    "spec_decode_metadata)"
+)
+
+
+def test_changed_signature_is_refused_by_name() -> None:
+    """All or nothing: no function of the unknown vLLM is wrapped."""
+    module = changed_host()
+    functions = dict(vars(module.GPUModelRunner))
+    hook = plugin._guarded(plugin.HOOKS[RUNNER_MODULE])
+    with nwor_settings({"MODE": "cow"}), nwor_log() as lines:
+        hook(module)
+    assert lines == [f"ERROR NWOR is off for {RUNNER_MODULE}: {MISMATCH}"]
+    assert dict(vars(module.GPUModelRunner)) == functions
+
+
+def test_changed_signature_raises_under_strict() -> None:
+    hook = plugin._guarded(plugin.HOOKS[RUNNER_MODULE])
+    with (
+        nwor_settings({"MODE": "cow", "STRICT": "1"}),
+        pytest.raises(HostMismatch, match=f"^{re.escape(MISMATCH)}$"),
+    ):
+        hook(changed_host())
