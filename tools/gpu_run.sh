@@ -53,7 +53,7 @@ fi
 export NWOR_COMMIT
 
 run_tests() { # pytest without what only developers want
-    "$PYTHON" -m pytest -q -p no:cacheprovider "$@"
+    "$PYTHON" -m pytest -q -p no:cacheprovider --tb=short "$@"
 }
 
 names_to_filter() { # "a b" -> "a or b", as whole parameters; "" -> ""
@@ -119,7 +119,7 @@ step_kernels() {
 }
 
 step_engines() {
-    run_tests tests/gpu/test_engine_matrix.py -k "test_matrix$(also "$@")"
+    run_tests -s tests/gpu/test_engine_matrix.py -k "test_matrix$(also "$@")"
 }
 
 also() { # " and (a- or b-)" for names, "" without
@@ -129,11 +129,11 @@ also() { # " and (a- or b-)" for names, "" without
 }
 
 step_sync() {
-    run_tests tests/gpu/test_no_sync.py -k "test_$(also_ids "$@")"
+    run_tests -s tests/gpu/test_no_sync.py -k "test_$(also_ids "$@")"
 }
 
 step_layouts() {
-    run_tests tests/gpu/test_layouts.py -k "test_$(also_ids "$@")"
+    run_tests -s tests/gpu/test_layouts.py -k "test_$(also_ids "$@")"
 }
 
 also_ids() { # as also, for tests with the engine as their only parameter
@@ -145,7 +145,7 @@ also_ids() { # as also, for tests with the engine as their only parameter
 }
 
 step_parallel() {
-    run_tests tests/gpu/test_engine_matrix.py -k test_two_ranks
+    run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks
 }
 
 step_sanitizer() {
