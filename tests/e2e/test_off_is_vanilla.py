@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mode off, and no mode at all, leave vLLM exactly as it was, at no cost.
+
+A process of its own loads vLLM's modules, then runs the installed entry point as vLLM
+does, first without VLLM_NWOR_MODE, then with off, then with cow: the same look that
+finds nothing changed by the first two must see what the third one does.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers.environment import REPO, subprocess_env
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = r"""
+import importlib, inspect, json, os, statistics, sys, time
+from importlib.metadata import entry_points
+
+HOSTS = (
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.metrics.loggers",
+)
+assert "vllm.v1.nwor" not in sys.modules
+import vllm.envs
+hosts = [importlib.import_module(name) for name in HOSTS]
+(entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "nwor"]
+
+def functions():
+    '''Every function and every method of every class in vLLM's modules, by name.'''
+    found = {}
+    for host in hosts:
+        for name, value in vars(host).items():
+            found[f"{host.__name__}.{name}"] = value
+            if inspect.isclass(value):
+                for attribute in dir(value):
+                    static = inspect.getattr_static(value, attribute)
+                    key = f"{value.__module__}.{value.__qualname__}.{attribute}"
+                    found[key] = static
+    return found
+
+def look():
+    hooks = getattr(sys.modules.get("wrapt.importer"), "_post_import_hooks", {})
+    after = functions()
+    return {
+        "changed": sorted(n for n in before if after.get(n) is not before[n]),
+        "new": sorted(set(after) - set(before)),
+        "pending": sorted(name for name, left in hooks.items() if left),
+        "finders": [repr(f) for f in sys.meta_path if f not in finders],
+        "modules": sorted(m for m in sys.modules if m not in modules),
+    }
+
+before, finders, modules = functions(), list(sys.meta_path), set(sys.modules)
+result = {"unset": None, "off": None}
+for mode in result:
+    if mode != "unset":
+        os.environ["VLLM_NWOR_MODE"] = mode
+    entry.load()()
+    result[mode] = look()
+
+milliseconds = []
+for _ in range(15):
+    for name in [name for name in sys.modules if name.startswith("vllm.v1.nwor")]:
+        del sys.modules[name]
+    started = time.process_time()
+    entry.load()()
+    milliseconds.append((time.process_time() - started) * 1e3)
+result["milliseconds"] = statistics.median(milliseconds)
+
+os.environ["VLLM_NWOR_MODE"] = "cow"
+entry.load()()
+result["cow"] = look()
+from vllm.v1.nwor.hooks import runner_v1, runner_v2, stats
+rows = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER]
+result["ledger"] = sorted(row.name for row in rows)
+result["seen"] = sorted(set(result["ledger"]) & set(before))
+print("RESULT " + json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def looks() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=REPO,
+        env=subprocess_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.mark.parametrize("mode", ["unset", "off"])
+def test_every_function_of_vllm_is_the_same_object(
+    mode: str, looks: dict[str, Any]
+) -> None:
+    """The ledger's targets, and everything else in the modules they are in."""
+    assert looks["seen"] == looks["ledger"]
+    assert looks[mode]["changed"] == []
+    assert looks[mode]["new"] == []
+
+
+@pytest.mark.parametrize("mode", ["unset", "off"])
+def test_no_import_hook_is_pending(mode: str, looks: dict[str, Any]) -> None:
+    assert looks[mode]["pending"] == []
+    assert looks[mode]["finders"] == []
+    # Neither wrapt nor a hook file is loaded: nothing could wrap anything.
+    assert looks[mode]["modules"] == [
+        "vllm.v1.nwor",
+        "vllm.v1.nwor.config",
+        "vllm.v1.nwor.plugin",
+    ]
+
+
+def test_costs_a_process_less_than_5_ms(looks: dict[str, Any]) -> None:
+    """Processor time to load the plugin and run it, median of 15."""
+    assert looks["milliseconds"] < 5
+
+
+def test_the_look_sees_what_cow_does(looks: dict[str, Any]) -> None:
+    """So its silence about off means something. One row of the ledger is checked but
+    replaced on an instance, during a step."""
+    changed = set(looks["cow"]["changed"])
+    targets = set(looks["ledger"]) - {
+        "vllm.v1.core.sched.scheduler.Scheduler.make_spec_decoding_stats"
+    }
+    assert targets <= changed
+    # What a subclass or another module shows of a wrapped function, and nothing else.
+    names = {target.rpartition(".")[2] for target in targets}
+    assert {name.rpartition(".")[2] for name in changed} == names
