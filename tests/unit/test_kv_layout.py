@@ -170,6 +170,32 @@ def test_the_live_implementation_is_not_called_nor_changed():
     assert not kv_cache.any()
 
 
+def test_what_a_first_write_prepares_is_not_taken_for_a_slots_bytes():
+    class ScalesImpl(RowImpl):
+        """As TRITON_ATTN with per-token-head scales: one more element in each row, all
+        of them set to one when a cache is first seen."""
+
+        _k_scale_cache = None
+
+        def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+            if self._k_scale_cache is None:
+                self._k_scale_cache = kv_cache[..., 2 * DIM]
+                self._k_scale_cache.fill_(1)
+            super().do_kv_cache_update(
+                layer, key, value, kv_cache[..., : 2 * DIM], slot_mapping
+            )
+            for slot in slot_mapping.tolist():
+                block, offset = divmod(slot, SLOTS)
+                self._k_scale_cache[block, :, offset] = 0.5
+
+    kv_cache = torch.zeros(BLOCKS, HEADS, SLOTS, 2 * DIM + 1)
+
+    layout = probe_layout(Layer(ScalesImpl()), kv_cache, torch.float32)
+
+    assert layout.runs is None
+    assert layout.run_bytes == (2 * DIM + 1) * 4
+
+
 def test_mla_rows_are_probed_through_their_own_writer():
     class MlaLayer:
         kv_lora_rank, qk_rope_head_dim, _k_scale = 24, 8, torch.ones(())
@@ -197,9 +223,7 @@ class SharedByteImpl(RowImpl):
     """Two neighbouring slots write the same bytes."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        super().do_kv_cache_update(
-            layer, key, value, kv_cache, slot_mapping // 2 * 2
-        )
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping // 2 * 2)
 
 
 class RaggedImpl(RowImpl):

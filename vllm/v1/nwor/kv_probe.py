@@ -42,6 +42,9 @@ def probe_layout(
     impl = _detached(layer.impl)
     rows = row_layout(kv_cache)
     scratch, raw = _scratch(kv_cache)
+    # The first write may also prepare a cache it has not seen: TRITON_ATTN fills all
+    # scales of a per-token-head cache with ones. That is not what a slot's write does.
+    _write(impl, layer, scratch, _slots(raw, 0), activation_dtype)
     block_bytes = raw.numel() // 2
     block_size = rows.block_size
     masks = torch.stack(
@@ -105,12 +108,16 @@ def _changed_bytes(
 ) -> torch.Tensor:
     """[raw.numel()] bool, cpu: the bytes that writing one token to `slot` changes."""
     changed = torch.zeros(raw.numel(), dtype=torch.bool)
-    slot_mapping = torch.tensor([slot], dtype=torch.int64, device=raw.device)
     for background in BACKGROUNDS:
         raw.fill_(background)
-        _write(impl, layer, scratch, slot_mapping, activation_dtype)
+        _write(impl, layer, scratch, _slots(raw, slot), activation_dtype)
         changed |= (raw != background).cpu()
     return changed
+
+
+def _slots(raw: torch.Tensor, slot: int) -> torch.Tensor:
+    """[1] int64, device of `raw`: a slot mapping of one token."""
+    return torch.tensor([slot], dtype=torch.int64, device=raw.device)
 
 
 def _write(
