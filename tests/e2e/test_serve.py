@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server with worker processes, mode stage: what it says and what it counts.
+
+One server for the module. Its requests end in every way: at their length, at a stop
+string (found by the front end, which then aborts the request in the engine core), by
+a client that hangs up. Guarantee 7 must hold over all of them. Not covered: several
+API servers, asynchronous scheduling (the CPU platform switches it off).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.helpers.server import Server, serve
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+PROMPTS = (
+    "List the months of the year, then list the months of the year again.",
+    "The cat sat on the mat. The dog sat on the mat. The cow sat on",
+    "one two three four one two three four one two three",
+    "def add(a, b): return a + b\ndef sub(a, b): return a - b\ndef mul(",
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
+    arguments += ["--num-gpu-blocks-override", "64", "--block-size", "32"]
+    arguments += ["--speculative-config", json.dumps(SPECULATION)]
+    folder = tmp_path_factory.mktemp("server")
+    with serve(folder, "stage", "smollm2-135m", *arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def used(server: Server) -> dict[str, float]:
+    """The metrics after requests of all kinds, several at a time."""
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(server.complete, text, 40) for text in PROMPTS]
+        jobs += [
+            pool.submit(server.complete, text, 200, stop=[" the", "\n"])
+            for text in PROMPTS
+        ]
+        jobs += [
+            pool.submit(server.abandon, text, 400, after)
+            for after, text in enumerate(PROMPTS * 2, start=2)
+        ]
+        results = [job.result() for job in jobs]
+    finish = [r["choices"][0]["finish_reason"] for r in results if isinstance(r, dict)]
+    assert "length" in finish
+    assert "stop" in finish
+    assert all(r > 1 for r in results if isinstance(r, int))
+    return server.idle_metrics()
+
+
+def test_one_line_says_that_stage_resolves_to_cow(server: Server) -> None:
+    lines = [line for line in server.log().splitlines() if "NWOR" in line]
+    assert len(lines) == 1, lines
+    assert re.search(
+        r"NWOR stage requested; group 0: cow \(the attention backend has no staged "
+        r"path; 30 layers, packed slots\); undo log: 32 drafts, \d+\.\d MiB$",
+        lines[0],
+    )
+
+
+def test_metrics_are_exposed(server: Server, used: dict[str, float]) -> None:
+    for name in ("windows", "tokens_staged", "rejected_tokens", "restored_bytes"):
+        assert used[f"vllm:nwor_{name}"] > 0
+    info = [s for s in server.samples() if s[0] == "vllm:nwor_info"]
+    ((_, labels, value),) = info
+    assert value == 1
+    for label in ('requested="stage"', 'resolved="cow"', 'group="0"', 'engine="0"'):
+        assert label in labels
+    drafted = [s[1] for s in server.samples() if "spec_decode_num_drafts_t" in s[0]]
+    windows = [s[1] for s in server.samples() if s[0] == "vllm:nwor_windows_total"]
+    assert windows == drafted, "counters of one engine carry the labels of vLLM's own"
+
+
+def test_identities_hold(used: dict[str, float]) -> None:
+    """Guarantee 7, over finished, stopped and abandoned requests."""
+    ours = {k.removeprefix("vllm:nwor_"): v for k, v in used.items()}
+    accepted = used["vllm:spec_decode_num_accepted_tokens"]
+    drafted = used["vllm:spec_decode_num_draft_tokens"]
+    assert 0 < accepted < drafted
+    assert ours["breaches"] == 0
+    assert "fallbacks" not in ours
+    assert ours["tokens_staged"] == drafted + ours["dropped_drafts"]
+    assert ours["committed_tokens"] == accepted
+    assert ours["rejected_tokens"] == drafted - accepted
+    assert ours["windows"] >= used["vllm:spec_decode_num_drafts"]
+    # 30 layers of 3 heads, K and V of 64 elements of 2 bytes, for each rejected draft;
+    # the drafts that were dropped may have been rejected or accepted.
+    slot_bytes = 30 * 3 * 2 * 64 * 2
+    fewest = ours["rejected_tokens"] * slot_bytes
+    most = (ours["rejected_tokens"] + ours["dropped_drafts"]) * slot_bytes
+    assert fewest <= ours["restored_bytes"] <= most
+    assert ours["restored_bytes"] % slot_bytes == 0
+
+
+def test_still_serves_the_same_text(server: Server, used: dict[str, float]) -> None:
+    """After all that a prompt gets the text that it gets alone, twice over."""
+    first, second = (
+        server.complete(PROMPTS[2], 24)["choices"][0]["text"] for _ in range(2)
+    )
+    assert first == second
+    assert len(first) > 20
