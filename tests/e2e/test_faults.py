@@ -8,6 +8,7 @@ kernel (they kill the engine, as vLLM's own do), CUDA.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
@@ -21,7 +22,12 @@ import vllm
 
 from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
 from tests.helpers.engine import Engine, Request, Result
-from tests.helpers.environment import model_path, nwor_settings, subprocess_env
+from tests.helpers.environment import (
+    REPO,
+    model_path,
+    nwor_settings,
+    subprocess_env,
+)
 from tests.helpers.faults import replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
@@ -322,3 +328,72 @@ def test_changed_signature_raises_under_strict() -> None:
         pytest.raises(HostMismatch, match=f"^{re.escape(MISMATCH)}$"),
     ):
         hook(changed_host())
+
+
+def test_engine_on_a_changed_vllm_runs_as_vanilla() -> None:
+    """The refusal, on a whole engine: in a process whose vLLM renamed a parameter the
+    tokens are vanilla's, nothing of the runner is wrapped and one line says why."""
+    requests = [Request("one", tuple(range(10, 40)) * 2, 20)]
+    vanilla = Engine("off").run(requests)
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGED_VLLM],
+        cwd=REPO,
+        env=subprocess_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+    found = json.loads(line.removeprefix("RESULT "))
+    assert found["tokens"] == vanilla.tokens["one"]
+    assert found["drafted"] == vanilla.num_drafted > 0
+    assert found["state"] == "None"
+    assert found["log"] == [f"ERROR NWOR is off for {RUNNER_MODULE}: {MISMATCH}"]
+
+
+CHANGED_VLLM = """
+import json
+from tests.helpers import environment
+environment.prepare()
+from vllm.v1.worker import gpu_model_runner
+original = gpu_model_runner.GPUModelRunner._sample
+def _sample(self, hidden, spec_decode_metadata):
+    return original(self, hidden, spec_decode_metadata)
+gpu_model_runner.GPUModelRunner._sample = _sample
+from tests.helpers.engine import Engine, Request
+from tests.helpers.logs import nwor_log
+with nwor_log() as lines:
+    engine = Engine("cow")
+result = engine.run([Request("one", tuple(range(10, 40)) * 2, 20)])
+print("RESULT " + json.dumps({
+    "tokens": result.tokens["one"],
+    "drafted": result.num_drafted,
+    "state": repr(engine.runner.__dict__.get("nwor_state")),
+    "log": lines,
+}))
+"""
+
+
+def test_engine_without_speculation_is_refused_by_name() -> None:
+    """A configuration that NWOR does not protect: one line, a row of the gauge, and
+    vanilla outputs; an error under STRICT."""
+    reason = "no speculative decoding is configured"
+    requests = [Request("one", prompt(1, 30), 10)]
+    vanilla = Engine("off", speculative_config=None).run(requests)
+    with nwor_log() as lines:
+        engine = Engine("cow", speculative_config=None, disable_log_stats=False)
+        found = engine.run(requests)
+    assert found.tokens == vanilla.tokens
+    assert found.logprobs == vanilla.logprobs
+    assert engine.manager is None
+    assert lines == [f"WARNING NWOR cow requested; group 0: off ({reason})"]
+    (info,) = [m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info"]
+    assert info.value == 1
+    assert info.labels["requested"] == "cow"
+    assert info.labels["resolved"] == "off"
+    assert info.labels["reason"] == reason
+    expected = f"NWOR cow requested, refused: group 0: off ({reason})"
+    with pytest.raises(NworError, match=f"^{re.escape(expected)}$"):
+        Engine("cow", {"STRICT": "1"}, speculative_config=None)

@@ -94,6 +94,7 @@ def test_identities_hold(used: dict[str, float]) -> None:
     accepted = used["vllm:spec_decode_num_accepted_tokens"]
     drafted = used["vllm:spec_decode_num_draft_tokens"]
     assert 0 < accepted < drafted
+    assert ours["dropped_drafts"] > 0, "no request ended in flight"
     assert ours["breaches"] == 0
     assert "fallbacks" not in ours
     assert ours["tokens_staged"] == drafted + ours["dropped_drafts"]
