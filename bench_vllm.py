@@ -177,6 +177,7 @@ def bench(options: Options, argv: Sequence[str], on: str) -> dict[str, Any]:
     note("starting vLLM")
     engine = Engine(options, on)
     env = environment.describe(on, ROOT)
+    neighbours = environment.Neighbours()
     if comparing:
         with Bar("compare", 2 + 4 * options.repeats) as bar:
             pairs = ab.compare(
@@ -196,9 +197,10 @@ def bench(options: Options, argv: Sequence[str], on: str) -> dict[str, Any]:
         tokens, num_runs = runs[0].outputs, len(runs) + 1
         samples = {"runs": [summary.sample(run) for run in runs]}
         numbers = summary.single(runs)
+    env["others_cpu_share"] = neighbours.share()
     result = base_result(options, argv, engine, env)
     engine.close()
-    result["warnings"] = warnings
+    result["warnings"] = warnings + neighbours.warnings()
     result["outputs"] = summary.outputs(tokens, options.keep_tokens)
     result["outputs"]["num_runs"] = num_runs
     result["samples"], result["summary"] = samples, numbers

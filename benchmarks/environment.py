@@ -32,6 +32,8 @@ VARIABLES = (
     "VLLM_USE_FLASHINFER_SAMPLER",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
+# Others may use this much of the processors before a result carries a warning.
+QUIET_SHARE = 0.05
 
 
 def describe(device: str, root: Path) -> dict[str, Any]:
@@ -102,6 +104,45 @@ def warnings(device: str) -> list[str]:
             "a CPU's clock and neighbours vary: read each ratio beside its control"
         )
     return found
+
+
+class Neighbours:
+    """How much of the machine's processors others use, from its making on."""
+
+    def __init__(self) -> None:
+        self._started = _cpu_seconds()
+
+    def share(self) -> float | None:
+        """Busy time that was not this process's nor its children's, over all time of
+        all processors, 0 to 1; None where the kernel does not tell."""
+        if self._started is None or (now := _cpu_seconds()) is None:
+            return None
+        busy, total, own = (b - a for a, b in zip(self._started, now, strict=True))
+        return min(max(busy - own, 0.0) / total, 1.0) if total > 0 else 0.0
+
+    def warnings(self) -> list[str]:
+        """A sentence if the share makes times doubtful."""
+        share = self.share()
+        if share is None or share <= QUIET_SHARE:
+            return []
+        return [
+            f"other processes used {share:.0%} of the processors' time meanwhile: "
+            "times and ratios say little, run it again on a quiet machine"
+        ]
+
+
+def _cpu_seconds() -> tuple[float, float, float] | None:
+    """Seconds since start-up: all processors busy (stolen time too), all processors,
+    and this process with its finished children."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    fields = stat.read_text(encoding="utf-8").splitlines()[0].split()[1:9]
+    user, nice, system, idle, iowait, irq, softirq, steal = map(int, fields)
+    busy = user + nice + system + irq + softirq + steal
+    tick = os.sysconf("SC_CLK_TCK")
+    own = sum(os.times()[:4])
+    return busy / tick, (busy + idle + iowait) / tick, own
 
 
 def _commit(root: Path) -> str | None:

@@ -18,7 +18,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import ab, device, files, intervals, models, plot, prompts, report
+from benchmarks import (
+    ab,
+    device,
+    environment,
+    files,
+    intervals,
+    models,
+    plot,
+    prompts,
+    report,
+)
 from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import EngineFailed
 from benchmarks.runs import Drafts, NworDone, Run
@@ -307,6 +317,20 @@ def test_json_text_keeps_values_and_short_lists():
     content = {"a": [1, 2.5, None], "b": ["x [1,\n 2]", "y"], "c": [[1, 2], []]}
     assert json.loads(files.json_text(content)) == content
     assert '"a": [1, 2.5, null]' in files.json_text(content)
+
+
+# --- the machine
+
+
+def test_what_others_use_of_the_processors_is_told(monkeypatch):
+    """In 10 s, 20 s of two processors: 8 s busy, 5 s of them this process's own."""
+    clock = [(100.0, 400.0, 3.0), (108.0, 420.0, 8.0), (105.0, 420.0, 8.0)]
+    readings = iter([clock[0], clock[1], clock[1], clock[0], clock[2]])
+    monkeypatch.setattr(environment, "_cpu_seconds", lambda: next(readings))
+    neighbours = environment.Neighbours()
+    assert neighbours.share() == pytest.approx(3 / 20)
+    assert "other processes used 15% of the processors" in neighbours.warnings()[0]
+    assert environment.Neighbours().warnings() == []
 
 
 # --- pairs
