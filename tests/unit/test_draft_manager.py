@@ -409,10 +409,10 @@ class TestReport:
         assert report.payload(None) is None
 
     def test_a_refused_engine_still_tells_why(self):
-        report = Report([GroupInfo(0, "cow", "off", "no writer")], None)
+        report = Report([GroupInfo(0, "cow", "off", "no")], None)
 
         assert report.payload(report.take_step()) == {
             "info": [
-                {"group": 0, "requested": "cow", "resolved": "off", "reason": "no writer"}
+                {"group": 0, "requested": "cow", "resolved": "off", "reason": "no"}
             ]
         }

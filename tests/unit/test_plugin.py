@@ -150,9 +150,7 @@ def test_an_unknown_signature_is_refused_by_name_and_nothing_is_wrapped(
 
     install(unknown_host)
 
-    assert messages == [
-        f"NWOR is off for vllm.v1.worker.gpu_model_runner: {MISMATCH}"
-    ]
+    assert messages == [f"NWOR is off for vllm.v1.worker.gpu_model_runner: {MISMATCH}"]
     assert dict(vars(unknown_host.GPUModelRunner)) == before
 
 
