@@ -85,7 +85,8 @@ def _scratch(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A dense 2-block cache with the stride order of `kv_cache`, block outermost, and
     its bytes ([2 * block_bytes] uint8). Where the real cache has another dimension
     outermost, the row formula still holds with the real strides."""
-    inner = sorted(range(1, kv_cache.dim()), key=lambda d: -kv_cache.stride(d))
+    bound_strides = kv_cache.stride()
+    inner = sorted(range(1, kv_cache.dim()), key=lambda dim: -bound_strides[dim])
     shape = (2, *kv_cache.shape[1:])
     strides = [0] * kv_cache.dim()
     step = 1

@@ -83,6 +83,6 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
         current = inspect.getattr_static(owner, name)
         if getattr(current, "_self_nwor_target", None) == target.name:
             continue
-        wrapped = wrapt.FunctionWrapper(current, wrapper)
+        wrapped: Any = wrapt.FunctionWrapper(current, wrapper)
         wrapped._self_nwor_target = target.name
         setattr(owner, name, wrapped)
