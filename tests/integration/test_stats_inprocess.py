@@ -20,8 +20,9 @@ import pytest
 from vllm.v1.metrics.reader import Counter, Gauge
 
 from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
-from tests.helpers.engine import Engine, Observer, Request, Result, Step
+from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.environment import model_path, subprocess_env
+from tests.helpers.runner_probe import Observer, Step
 from vllm.v1.nwor.metrics import COUNTERS
 
 REQUESTS = [
@@ -58,7 +59,7 @@ def engine() -> Engine:
     """For the tests before the first one that makes another engine: vLLM then takes
     this one's counters out of what get_metrics() sees."""
     engine = Engine("cow", disable_log_stats=False)
-    ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine)
+    ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine.runner)
     return engine
 
 
@@ -197,7 +198,7 @@ def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine, caplog):
 
 def test_windows_beyond_the_log_are_vanilla_and_counted_by_reason():
     engine = Engine("cow", {"MAX_LOG_ROWS": "5"}, disable_log_stats=False)
-    ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine)
+    ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine.runner)
 
     result, rise = counted(engine, REQUESTS)
 
@@ -214,7 +215,7 @@ def test_a_new_engine_in_the_same_process_starts_at_zero():
     engine = Engine("cow", disable_log_stats=False)
     before = counters(engine)
     assert {before[f"nwor_{name}"] for name in COUNTERS} == {0}
-    ScriptedDrafter(truth_of(engine, REQUESTS[:1]), all_wrong).attach(engine)
+    ScriptedDrafter(truth_of(engine, REQUESTS[:1]), all_wrong).attach(engine.runner)
 
     result, rise = counted(engine, REQUESTS[:1])
 

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import prometheus_client
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -539,6 +539,7 @@ WINDOWS = st.dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -577,6 +578,7 @@ def test_whatever_is_aborted_the_totals_add_up(steps):
     assert partition_holds(found)
 
 
+@settings(deadline=None)
 @given(
     WINDOWS.filter(lambda windows: any(window[0] for window in windows.values())),
     st.sampled_from(["windows", "tokens_staged", "tokens_accepted", "tokens_rejected"]),
