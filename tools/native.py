@@ -96,7 +96,21 @@ def build(output_dir: Path, build_root: Path = ROOT / "build") -> bool:
         # Ninja does not expect another one in its directory.
         fcntl.flock(lock, fcntl.LOCK_EX)
         _run_cmake(command, build_dir)
+        check_runtime(staged / LIBRARY)
         return _install(staged / LIBRARY, output_dir)
+
+
+def check_runtime(library: Path) -> None:
+    """Raises NativeBuildError unless the library shares libstdc++ with PyTorch.
+
+    Some compilers link it statically unless told otherwise. PyTorch then cannot catch
+    what an op throws: a refused argument ends the process.
+    """
+    if b"libstdc++.so" not in library.read_bytes():
+        raise NativeBuildError(
+            f"{library} does not use the shared libstdc++.so, as PyTorch does; set CXX "
+            "to a compiler that links it dynamically, for example CXX=/usr/bin/g++"
+        )
 
 
 def _run_cmake(command: list[str], build_dir: Path) -> None:

@@ -104,3 +104,13 @@ def test_library_is_replaced_whole(tmp_path: Path) -> None:
         assert loaded.read() == b"old"
     assert old.read_bytes() == b"new"
     assert [path.name for path in place.iterdir()] == [native.LIBRARY]
+
+
+def test_a_library_with_a_libstdcxx_of_its_own_is_refused(tmp_path):
+    library = tmp_path / native.LIBRARY
+    library.write_bytes(b"\x7fELF libm.so.6 libc.so.6")
+
+    with pytest.raises(
+        native.NativeBuildError, match="does not use the shared libstdc"
+    ):
+        native.check_runtime(library)
