@@ -28,6 +28,13 @@ PROFILED_ROW = "batch 8"
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 
 
+def trace() -> str:
+    """The exception being handled, without the place of this checkout: results are
+    committed."""
+    root = Path(__file__).resolve().parents[2]
+    return traceback.format_exc().replace(f"{root}/", "")
+
+
 class Report:
     """What this process found; saved whole each time."""
 
@@ -120,7 +127,7 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
             engine.run(by_name[name])
             checked[name] = None
         except RuntimeError:
-            checked[name] = traceback.format_exc()[-3000:]
+            checked[name] = trace()[-3000:]
             break
         finally:
             report.save(sync_check=checked)
@@ -206,7 +213,7 @@ def main(job: str, name: str, out: str, models: str) -> int:
     try:
         JOBS[job](spec, Path(models), report)
     except BaseException:
-        text = traceback.format_exc()
+        text = trace()
         print(text, flush=True)
         report.save(error=text[-6000:])
         return 1
