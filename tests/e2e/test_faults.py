@@ -164,6 +164,31 @@ def test_fallbacks_are_in_the_metrics(op: str, truth: dict[str, list[int]]) -> N
     assert len(lines) == 1
 
 
+@pytest.mark.xfail(
+    reason="the step's counts are then taken from a slot that nobody wrote: negative"
+)
+def test_failing_copy_of_the_counters(
+    truth: dict[str, list[int]], vanilla: Result
+) -> None:
+    """The counters cannot be copied out, once: a fallback like any other, and the
+    totals are right again with the next step."""
+    engine = Engine("cow", model=MODEL, disable_log_stats=False)
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    manager = engine.manager
+    manager._publish = failing(manager._publish, lambda call: call == 11, late=False)
+    found = engine.run(REQUESTS)
+    assert found.tokens == vanilla.tokens
+    assert manager.fallbacks == {"commit_failed": 1}
+    metrics = {
+        metric.name.removeprefix("vllm:nwor_"): metric.value
+        for metric in engine.llm.get_metrics()
+        if metric.name.startswith("vllm:nwor_") and hasattr(metric, "value")
+    }
+    assert metrics["fallbacks"] == 1
+    assert metrics["breaches"] == 0
+    assert metrics["tokens_staged"] == found.num_drafted
+
+
 def test_log_too_small(truth: dict[str, list[int]], vanilla: Result) -> None:
     """Windows beyond VLLM_NWOR_MAX_LOG_ROWS run as vanilla, and are counted; those
     that fit are protected."""
@@ -330,29 +355,6 @@ def test_changed_signature_raises_under_strict() -> None:
         hook(changed_host())
 
 
-def test_engine_on_a_changed_vllm_runs_as_vanilla() -> None:
-    """The refusal, on a whole engine: in a process whose vLLM renamed a parameter the
-    tokens are vanilla's, nothing of the runner is wrapped and one line says why."""
-    requests = [Request("one", tuple(range(10, 40)) * 2, 20)]
-    vanilla = Engine("off").run(requests)
-    done = subprocess.run(
-        [sys.executable, "-c", CHANGED_VLLM],
-        cwd=REPO,
-        env=subprocess_env(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
-    found = json.loads(line.removeprefix("RESULT "))
-    assert found["tokens"] == vanilla.tokens["one"]
-    assert found["drafted"] == vanilla.num_drafted > 0
-    assert found["state"] == "None"
-    assert found["log"] == [f"ERROR NWOR is off for {RUNNER_MODULE}: {MISMATCH}"]
-
-
 CHANGED_VLLM = """
 import json
 from tests.helpers import environment
@@ -365,15 +367,58 @@ gpu_model_runner.GPUModelRunner._sample = _sample
 from tests.helpers.engine import Engine, Request
 from tests.helpers.logs import nwor_log
 with nwor_log() as lines:
-    engine = Engine("cow")
+    engine = Engine("cow", disable_log_stats=False)
 result = engine.run([Request("one", tuple(range(10, 40)) * 2, 20)])
 print("RESULT " + json.dumps({
     "tokens": result.tokens["one"],
     "drafted": result.num_drafted,
     "state": repr(engine.runner.__dict__.get("nwor_state")),
     "log": lines,
+    "info": [
+        metric.labels
+        for metric in engine.llm.get_metrics()
+        if metric.name == "vllm:nwor_info"
+    ],
 }))
 """
+
+
+@pytest.fixture(scope="module")
+def changed_vllm() -> dict[str, Any]:
+    """An engine in mode cow, in a process whose vLLM renamed a parameter."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGED_VLLM],
+        cwd=REPO,
+        env=subprocess_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def test_engine_on_a_changed_vllm_runs_as_vanilla(changed_vllm: dict[str, Any]) -> None:
+    """The tokens are vanilla's, nothing of the runner is hooked, one line says why."""
+    requests = [Request("one", tuple(range(10, 40)) * 2, 20)]
+    vanilla = Engine("off").run(requests)
+    assert changed_vllm["tokens"] == vanilla.tokens["one"]
+    assert changed_vllm["drafted"] == vanilla.num_drafted > 0
+    assert changed_vllm["state"] == "None"
+    assert changed_vllm["log"] == [f"ERROR NWOR is off for {RUNNER_MODULE}: {MISMATCH}"]
+
+
+@pytest.mark.xfail(
+    reason="a runner that was refused by its signature reports no vllm:nwor_info"
+)
+def test_changed_vllm_is_in_the_metrics(changed_vllm: dict[str, Any]) -> None:
+    """vllm:nwor_info is there also when NWOR was asked for and refused."""
+    (info,) = changed_vllm["info"]
+    assert info["requested"] == "cow"
+    assert info["resolved"] == "off"
+    assert MISMATCH in info["reason"]
 
 
 def test_engine_without_speculation_is_refused_by_name() -> None:

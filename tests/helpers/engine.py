@@ -196,6 +196,10 @@ class Engine:
                 unwrap_instance(self.runner)
                 unwrap_instance(self.core.scheduler)
             self.probe = RunnerProbe(self.runner)
+            if _all_engines:
+                # At exit vLLM would collect garbage twice an engine, 0.8 s each; for
+                # the first one it may: without any, triton complains of leaks.
+                self.llm.engine_core._finalizer.detach()
         _all_engines.append(self)
 
     @property

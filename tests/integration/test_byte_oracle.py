@@ -4,11 +4,12 @@
 Where a slot's bytes lie, and which drafts were rejected, is worked out here from vLLM
 alone (tests/helpers). Each oracle is shown to report vanilla vLLM and several ways to
 restore wrongly. Not covered: block copies (vLLM 0.32 makes them for mamba models only),
-AMX and ARM packings (this needs such a machine), CUDA.
+attention on AMX and ARM (it needs such a machine), CUDA.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from tests.helpers.oracle import (
     hash_rows,
 )
 from tests.helpers.runner_probe import Step
+from vllm.v1.nwor.kv_probe import probe_layout
 
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 # So few blocks that requests are preempted, and blocks are soon used again.
@@ -41,6 +43,8 @@ FEW_BLOCKS: dict[str, Any] = {
 CACHES = {
     "bf16": FEW_BLOCKS,
     "fp8": FEW_BLOCKS | {"kv_cache_dtype": "fp8"},
+    # Heads of 48 make CPU_ATTN take its other packing, "vec16".
+    "vec16": FEW_BLOCKS | {"load_format": "dummy", "hf_overrides": {"head_dim": 48}},
     # Two groups of layers that overlay the same bytes, one with a sliding window.
     "sliding_window": FEW_BLOCKS
     | {"model": "tiny-gemma3", "num_gpu_blocks_override": 26},
@@ -104,10 +108,48 @@ def runs(request: pytest.FixtureRequest) -> tuple[Run, Run]:
     return off, cow
 
 
+@pytest.fixture(scope="module")
+def cow() -> Engine:
+    return Engine("cow", **FEW_BLOCKS)
+
+
 def test_byte_map_is_what_vllms_writer_does(runs: tuple[Run, Run]) -> None:
     """The formulas that the oracles rest on, against vLLM's own writer."""
     for layer in runs[0].engine.probe.layers().values():
         assert torch.equal(owners(layer), probed_owners(layer))
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [
+        pytest.param("vec", torch.bfloat16, id="vec-bf16"),
+        pytest.param("vec", torch.uint8, id="vec-fp8"),
+        pytest.param("vec16", torch.bfloat16, id="vec16-bf16"),
+        pytest.param("amx", torch.bfloat16, id="amx-bf16"),
+        pytest.param("amx", torch.uint8, id="amx-fp8"),
+    ],
+)
+def test_nwors_probing_finds_each_packing(
+    isa: str, dtype: torch.dtype, cow: Engine
+) -> None:
+    """Also those that this machine's attention cannot run: vLLM's writers can."""
+    if dtype is torch.uint8 and not HAS_AVX512:
+        pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
+    layer = copy.copy(next(iter(cow.probe.target_layers().values())))
+    layer.isa = isa
+    layer.kv_cache = torch.zeros(layer.kv_cache.shape, dtype=dtype)
+    layer.impl = copy.copy(layer.impl)
+    layer.impl.kv_cache_dtype = "fp8" if dtype is torch.uint8 else "auto"
+    expected = owners(layer)
+    assert torch.equal(expected, probed_owners(layer))
+    runs = probe_layout(layer, layer.kv_cache, torch.bfloat16).runs
+    assert runs is not None
+    found = torch.full_like(expected, -1).view(-1)
+    for offset, slot_runs in enumerate(runs.tolist()):
+        for start, length in slot_runs:
+            assert (found[start : start + length] == -1).all()
+            found[start : start + length] = offset
+    assert torch.equal(found.view_as(expected), expected)
 
 
 def test_hash_sees_every_byte() -> None:
@@ -154,11 +196,6 @@ def test_cache_is_a_function_of_committed_tokens(runs: tuple[Run, Run]) -> None:
     assert differences([off.hashes.start], [cow.hashes.start]) == []
     assert differences(expected, cow.hashes.steps) == []
     assert differences(expected, off.hashes.steps) != [], "it cannot tell vanilla"
-
-
-@pytest.fixture(scope="module")
-def cow() -> Engine:
-    return Engine("cow", **FEW_BLOCKS)
 
 
 def test_two_threads(cow: Engine) -> None:

@@ -37,6 +37,7 @@ from tests.helpers.drafters import (
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, Result
 from tests.helpers.environment import model_path
 from tests.helpers.faults import replaced_ops
+from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import HashRecorder, committed_hashes, differences
 
 SMOLLM2: dict[str, Any] = {
@@ -262,6 +263,40 @@ def test_finish_and_abort() -> None:
     assert off.finish["r3"] == "length"
     # The step that ended r3 had accepted drafts beyond its last token.
     assert sum(s.accepted.get("r3", 0) + 1 for s in off.steps if "r3" in s.drafted) > 11
+
+
+def test_length_limit() -> None:
+    """Windows are cut where the model's length ends."""
+    requests = [Request(f"r{i}", prompt(i, 470 + 3 * i), 100) for i in range(3)]
+    off, _ = compare(requests, all_right)
+    assert all(
+        len(request.prompt) + len(off.tokens[request.name]) == 512
+        for request in requests
+    )
+    assert {1, 2, 3} & {n for step in off.steps for n in step.drafted.values()}
+
+
+def test_stage_resolves_to_cow() -> None:
+    """Mode stage, and the other settings that must not change a thing: the CPU's
+    attention has no staged path, and start-up says so in one line."""
+    settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "1"}
+    with nwor_log() as lines:
+        stage = Engine("stage", settings)
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "INFO NWOR stage requested; group 0: cow (the attention backend has no staged "
+        "path; 4 layers, packed slots); undo log: 32 drafts, "
+    )
+    requests = [Request(f"r{i}", prompt(i, 30), 40) for i in range(2)]
+    off = pair_of()[0]
+    truth = truth_of(off, requests)
+    results = []
+    for engine in (off, stage):
+        ScriptedDrafter(truth, mixture).attach(engine.runner)
+        results.append(engine.run(requests))
+    check_counts(stage, dict.fromkeys(counts(stage), 0), results[1])
+    assert results[0].tokens == results[1].tokens
+    assert results[0].logprobs == results[1].logprobs
 
 
 def test_preemption() -> None:
