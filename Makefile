@@ -71,6 +71,7 @@ lint: setup ## check style and types
 	$(PY) -m mypy
 	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
 	@for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+	$(PY) tools/render_results.py --check
 
 format: setup ## apply the style
 	$(PY) -m ruff check --fix-only .
