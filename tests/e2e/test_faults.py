@@ -164,19 +164,19 @@ def test_fallbacks_are_in_the_metrics(op: str, truth: dict[str, list[int]]) -> N
     assert len(lines) == 1
 
 
-@pytest.mark.xfail(
-    reason="the step's counts are then taken from a slot that nobody wrote: negative"
-)
 def test_failing_copy_of_the_counters(
     truth: dict[str, list[int]], vanilla: Result
 ) -> None:
-    """The counters cannot be copied out, once: a fallback like any other, and the
-    totals are right again with the next step."""
+    """The counters cannot be copied out, once: a fallback like any other. That step is
+    missing from the totals, and no other: the ring they are copied to has been used
+    once over by then."""
     engine = Engine("cow", model=MODEL, disable_log_stats=False)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     manager = engine.manager
-    manager._publish = failing(manager._publish, lambda call: call == 11, late=False)
+    manager._publish = failing(manager._publish, lambda call: call == 9, late=False)
     found = engine.run(REQUESTS)
+    sizes = [sum(step.drafted.values()) for step in found.steps]
+    lost = [size for size in sizes if size][9]
     assert found.tokens == vanilla.tokens
     assert manager.fallbacks == {"commit_failed": 1}
     metrics = {
@@ -186,7 +186,7 @@ def test_failing_copy_of_the_counters(
     }
     assert metrics["fallbacks"] == 1
     assert metrics["breaches"] == 0
-    assert metrics["tokens_staged"] == found.num_drafted
+    assert metrics["tokens_staged"] == found.num_drafted - lost
 
 
 def test_log_too_small(truth: dict[str, list[int]], vanilla: Result) -> None:
@@ -410,9 +410,6 @@ def test_engine_on_a_changed_vllm_runs_as_vanilla(changed_vllm: dict[str, Any]) 
     assert changed_vllm["log"] == [f"ERROR NWOR is off for {RUNNER_MODULE}: {MISMATCH}"]
 
 
-@pytest.mark.xfail(
-    reason="a runner that was refused by its signature reports no vllm:nwor_info"
-)
 def test_changed_vllm_is_in_the_metrics(changed_vllm: dict[str, Any]) -> None:
     """vllm:nwor_info is there also when NWOR was asked for and refused."""
     (info,) = changed_vllm["info"]

@@ -129,7 +129,7 @@ def test_guarantee_1_and_2_rejected_slots_are_restored_and_nothing_else(
     manager.begin(windows())
     forward(cache_layers)
     after = snapshot(cache_layers)
-    assert manager.commit(acceptance)
+    manager.commit(acceptance)
 
     assert torch.equal(snapshot(cache_layers), expected(before, after, rejected))
     slot_bytes = 3 * HEADS * DIM

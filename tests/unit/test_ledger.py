@@ -9,7 +9,7 @@ from importlib import import_module
 
 import pytest
 
-from vllm.v1.nwor.hooks import runner_v1, runner_v2, stats
+from vllm.v1.nwor.hooks import runner, runner_v1, runner_v2, stats
 from vllm.v1.nwor.hooks._wrap import check
 from vllm.v1.nwor.plugin import HOOKS
 
@@ -37,7 +37,9 @@ def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
 def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
     installed = []
     monkeypatch.setattr(
-        hooks, "install_all", lambda host, wrappers: installed.extend(wrappers)
+        runner,
+        "install_all",
+        lambda host, wrappers: installed.extend(wrappers),
     )
 
     hooks.install(import_module(module))

@@ -234,10 +234,10 @@ class DraftCommitManager:
         """Restores the rejected drafts' slots and counts the windows. Call right after
         rejection sampling, on the stream of the forward, before the drafter runs.
 
-        counters_to: [num_launches, 6] int64, cpu, pinned if the counters are on a
-            device: gets a copy of them, enqueued behind the restore.
+        counters_to: as `publish` takes it, enqueued behind the restore.
 
-        Returns whether there was a log; without one it does nothing.
+        Returns whether counters_to gets the counters of this commit; False without it
+        and without a log, when nothing is done.
 
         Raises:
             NworError: under VLLM_NWOR_STRICT, if restoring fails.
@@ -271,9 +271,11 @@ class DraftCommitManager:
                 )
             except Exception as error:
                 failure = error
+        published = False
         try:
             if counters_to is not None:
                 self._publish(counters_to, self.counters)
+                published = True
             self._debug_sync()
         except Exception as error:
             failure = error
@@ -283,6 +285,20 @@ class DraftCommitManager:
             )
         elif self.host_times is not None:
             self.host_times.commit_ns.append(time.perf_counter_ns() - started)
+        return published
+
+    def publish(self, to: torch.Tensor) -> bool:
+        """Enqueues a copy of the counters to `to`: [num_launches, 6] int64, cpu, pinned
+        if the counters are on a device. Returns whether that worked.
+
+        Raises:
+            NworError: under VLLM_NWOR_STRICT, if it did not.
+        """
+        try:
+            self._publish(to, self.counters)
+        except Exception as error:
+            self._fall_back(COMMIT_FAILED, f"publish: {error}", error)
+            return False
         return True
 
     def abort(self, reason: str) -> None:

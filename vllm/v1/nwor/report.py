@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm.v1.nwor.draft_manager import DraftCommitManager
+from vllm.v1.nwor.draft_manager import DraftCommitManager, State
 from vllm.v1.nwor.ops import COUNTER_COLUMNS
 from vllm.v1.nwor.window import Acceptance
 
@@ -72,14 +72,24 @@ class Report:
                 dtype=torch.int64,
                 pin_memory=pinned,
             ).unbind()
+            # The slot that the latest counters were copied to, and whether they were.
             self._slot = 0
+            self._slot_is_current = True
 
     def commit(self, acceptance: Acceptance) -> None:
         """Commits the manager's windows, if there are any, and notes where this step's
-        counts will be."""
-        assert self._manager is not None
+        counts will be. When they could not be copied the step goes without, and the
+        next one first fetches what to compare with."""
+        manager = self._manager
+        assert manager is not None
+        if manager.state is not State.LOGGED:
+            return
+        if not self._slot_is_current and not manager.publish(self._ring[self._slot]):
+            manager.commit(acceptance)
+            return
         following = (self._slot + 1) % RING_SLOTS
-        if self._manager.commit(acceptance, self._ring[following]):
+        self._slot_is_current = manager.commit(acceptance, self._ring[following])
+        if self._slot_is_current:
             self._step = StepCounts(self._ring[self._slot], self._ring[following])
             self._slot = following
 

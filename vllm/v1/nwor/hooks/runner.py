@@ -8,13 +8,17 @@ profiles, when the caches are bound.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm.v1.nwor.config import Mode, NworConfig
 from vllm.v1.nwor.draft_manager import STALE_LOG, DraftCommitManager
 from vllm.v1.nwor.hooks import stats
+from vllm.v1.nwor.hooks._wrap import HookTarget, HostMismatch, Wrapper, install_all
 from vllm.v1.nwor.report import GroupInfo, Report
 from vllm.v1.nwor.window import VerificationWindows
 
@@ -35,6 +39,46 @@ class RunnerState:
         self.infos = infos
         self.report = Report(infos, manager)
         self.windows: VerificationWindows | None = None
+
+
+def install(
+    module: ModuleType, wrappers: Mapping[HookTarget, Wrapper], output: HookTarget
+) -> None:
+    """Wraps a model runner in `module`.
+
+    output: the target that gives out a step's output. If the runner is not as expected,
+        but this one is, its outputs still tell the front end that NWOR was refused.
+
+    Raises:
+        HostMismatch: the runner is not as expected; nothing of a step was wrapped.
+    """
+    try:
+        install_all(module, wrappers)
+    except HostMismatch as mismatch:
+        # Without that target only the log tells, as it does in any case.
+        with contextlib.suppress(HostMismatch):
+            install_all(module, {output: _telling_of_refusal(str(mismatch))})
+        raise
+
+
+def _telling_of_refusal(reason: str) -> Wrapper:
+    """A wrapper of sample_tokens on a runner without any other hook."""
+    mode = NworConfig.from_env().mode.value
+    reports: WeakKeyDictionary[Any, Report] = WeakKeyDictionary()
+
+    def wrapper(
+        wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+    ) -> Any:
+        output = wrapped(*args, **kwargs)
+        report = reports.get(runner)
+        if report is None:
+            groups = range(len(runner.kv_cache_config.kv_cache_groups))
+            infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
+            report = reports[runner] = Report(infos, None)
+        stats.attach(output, lambda: report.payload(None))
+        return output
+
+    return wrapper
 
 
 def state_of(runner: Any) -> RunnerState | None:

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm.v1.nwor.hooks import runner as shared
-from vllm.v1.nwor.hooks._wrap import HookTarget, install_all
+from vllm.v1.nwor.hooks._wrap import HookTarget
 from vllm.v1.nwor.window import SampledIds, VerificationWindows
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -81,7 +81,7 @@ LEDGER = (INITIALIZE, PROFILE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
 
 def install(module: ModuleType) -> None:
     """Wraps the V1 runner in `module`. Raises HostMismatch if it is not as expected."""
-    install_all(
+    shared.install(
         module,
         {
             INITIALIZE: shared.initialize_kv_cache,
@@ -92,6 +92,7 @@ def install(module: ModuleType) -> None:
             SAMPLE: _sample,
             OUTPUT: shared.sample_tokens,
         },
+        output=OUTPUT,
     )
 
 

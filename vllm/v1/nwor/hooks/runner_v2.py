@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm.v1.nwor.hooks import runner as shared
-from vllm.v1.nwor.hooks._wrap import HookTarget, argument, install_all
+from vllm.v1.nwor.hooks._wrap import HookTarget, argument
 from vllm.v1.nwor.window import NumRejected, VerificationWindows
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
@@ -77,7 +77,7 @@ LEDGER = (INITIALIZE, PROFILE, EXECUTE, PREPARE, SAMPLE, OUTPUT)
 
 def install(module: ModuleType) -> None:
     """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
-    install_all(
+    shared.install(
         module,
         {
             INITIALIZE: shared.initialize_kv_cache,
@@ -87,6 +87,7 @@ def install(module: ModuleType) -> None:
             SAMPLE: _sample,
             OUTPUT: shared.sample_tokens,
         },
+        output=OUTPUT,
     )
 
 
