@@ -146,7 +146,9 @@ def test_every_source_file_names_its_licence() -> None:
     lacking = [
         str(path.relative_to(ROOT))
         for path in paths
+        # There is nothing to license in an empty file.
         if path.is_file()
+        and path.stat().st_size
         and "SPDX-License-Identifier: Apache-2.0"
         not in "".join(path.read_text().splitlines()[:2])
     ]
