@@ -2,8 +2,8 @@
 """PreparedOps: log and restore on CUDA without a trip through PyTorch's dispatcher.
 
 Between two steps of a model a lot of code runs, and a call through the dispatcher finds
-its own code nowhere in the processor's cache: that, not the launch, is most of what an
-op costs on the host (results/ has the profile). The tables, the log and the counters
+its own code nowhere in the processor's cache: that is a large part of what an op costs
+on the host. The tables, the log and the counters
 never change, so their part of a launch's arguments is filled in once, in the structs
 that the launchers take; a step sets what is its own, and calls one C function.
 
