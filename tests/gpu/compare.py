@@ -5,16 +5,19 @@
     rows      each row saw what it is about (preemptions, cache hits, graph mode, ...)
     vanilla   the oracle reports vanilla vLLM, at rejected drafts' slots and only there
     bytes     it reports nothing with NWOR on, and there was something to restore
-    outputs   tokens, logprobs and ends of all requests are identical off and on
+    outputs   tokens, logprobs, ends and batches of all requests are the same off and on
     digests   so are the caches' bytes after every step, rejected drafts' slots aside
     counters  NWOR's counters agree with vLLM's, with the device, and with the oracle
 
 An outputs or digests problem of a row in which vanilla differs from itself is no proof
-of anything: it is kept under "unsettled". Needs neither torch nor vLLM.
+of anything: it is kept under "unsettled", with what vanilla differs in. A row in which
+vanilla itself ends a request with an error is compared all the same, but did not do
+what it is about: it is kept under "unmet". Needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -25,16 +28,17 @@ from tests.gpu.rows import Row, rows
 OFF, ON = "off", "cow"
 PASSES = ("plain", "watched")
 CHECKS = ("started", "rows", "vanilla", "bytes", "outputs", "digests", "counters")
-OUTPUTS = ("tokens", "logprobs", "finish", "cached", "num_steps")
+OUTPUTS = ("tokens", "logprobs", "finish", "cached", "batches", "num_steps")
 # [requests, tokens, drafts, accepted, graph mode, preempted requests]: watch.Step
 _DRAFTS, _GRAPH, _PREEMPTED = 2, 4, 5
 
 
 def judge(spec: EngineSpec, runs: dict[str, Finished]) -> dict[str, Any]:
-    """The engine's verdict: problems by check, "unsettled", and what was seen."""
+    """The engine's verdict: problems by check, "unsettled", "unmet", what was seen."""
     off, on = runs[OFF].report, runs[ON].report
     problems: dict[str, list[str]] = {check: [] for check in CHECKS}
     unsettled: list[str] = []
+    unmet: list[str] = []
     for mode, run in runs.items():
         if not run.is_complete:
             problems["started"].append(f"{mode}: {run.trouble()}")
@@ -43,11 +47,12 @@ def judge(spec: EngineSpec, runs: dict[str, Finished]) -> dict[str, Any]:
             for name in PASSES:
                 if row.name not in report.get(name, {}):
                     problems["started"].append(f"{mode}, {name}: no row {row.name!r}")
-        _judge_row(spec, row, off, on, problems, unsettled)
+        _judge_row(spec, row, off, on, problems, unsettled, unmet)
     _judge_whole(spec, off, on, problems)
     return {
         "problems": problems,
         "unsettled": unsettled,
+        "unmet": unmet,
         "seconds": {mode: run.seconds for mode, run in runs.items()},
         "start_s": {mode: run.report.get("start_s") for mode, run in runs.items()},
         "facts": on.get("facts") or off.get("facts"),
@@ -62,6 +67,7 @@ def _judge_row(
     on: dict[str, Any],
     problems: dict[str, list[str]],
     unsettled: list[str],
+    unmet: list[str],
 ) -> None:
     def found(report: dict[str, Any], name: str) -> dict[str, Any] | None:
         result: dict[str, Any] | None = report.get(name, {}).get(row.name)
@@ -80,15 +86,13 @@ def _judge_row(
                 )
         ends = set((off_watched or on_watched)["finish"].values())
         if "error" in ends:
-            unsettled.append(f"{row.name}: vanilla ends a request with an error")
+            unmet.append(f"{row.name}: vanilla ends a request with an error")
         else:
             _judge_needs(spec, row, on_watched, problems["rows"])
     off_plain = found(off, "plain")
-    is_repeatable = not (off_plain and off_watched) or not differing(
-        off_plain, off_watched
-    )
-    if not is_repeatable:
-        unsettled.append(f"{row.name}: vanilla differs from itself")
+    differs = differing(off_plain, off_watched) if off_plain and off_watched else []
+    is_repeatable = not differs
+    unsettled += [f"{row.name}: vanilla differs from itself: {t}" for t in differs]
     for name in PASSES:
         one, other = found(off, name), found(on, name)
         if one and other:
@@ -201,6 +205,9 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         a, b = one[what], other[what]
         if a == b:
             continue
+        if isinstance(a, list):
+            texts.append(f"{what} from number {first_other(a, b)} on")
+            continue
         if not isinstance(a, dict):
             texts.append(f"{what} {a} against {b}")
             continue
@@ -211,17 +218,21 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return texts
 
 
+def first_other(one: list[Any], other: list[Any]) -> int:
+    """Index of the first item that is not in both; their length if all are."""
+    pairs = enumerate(itertools.zip_longest(one, other, fillvalue=None))
+    return next((i for i, (a, b) in pairs if a != b), len(one))
+
+
 def _digest_problem(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     if one["steps"] != other["steps"]:
-        steps = zip(one["steps"], other["steps"], strict=False)
-        first = next((i for i, (a, b) in enumerate(steps) if a != b), None)
+        first = first_other(one["steps"], other["steps"])
         return f"different steps from step {first} on"
     pairs = list(zip(one["digests"], other["digests"], strict=True))
     # Where requests got other blocks, only what was written can be compared.
-    first_other = next((i for i, (a, b) in enumerate(pairs) if a[0] != b[0]), None)
-    last = len(pairs) if first_other is None else first_other
+    moved = next((i for i, (a, b) in enumerate(pairs) if a[0] != b[0]), len(pairs))
     for i, (a, b) in enumerate(pairs):
-        if a[2] != b[2] or (i < last and a[1] != b[1]):
+        if a[2] != b[2] or (i < moved and a[1] != b[1]):
             return f"caches differ from step {i} on"
     return None
 

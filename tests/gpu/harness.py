@@ -2,14 +2,16 @@
 """A vLLM engine in this process, made to run rows; and what its counters say.
 
 The engine core is in process, so requests arrive and are aborted between engine steps
-that are numbered: two runs make the same batches. Workers are reached by collective_rpc
-only, so that tensor parallel engines run the same way.
+that are numbered. vLLM compiles grammars beside the steps; here no step begins before
+they are done. Nothing is then left to the clock: two runs make the same batches, and
+each batch is recorded, so that it can be told if they did not. Workers are reached by
+collective_rpc only, so that tensor parallel engines run the same way.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from tests.gpu.rows import Request, Row
 # Steps that may still be in flight when the last request has ended.
 DRAIN_STEPS = 4
 MAX_STEPS = 3000
+GRAMMAR_LIMIT_S = 60.0
+GRAMMAR_POLL_S = 0.001
 SEED = 20
 
 
@@ -28,13 +32,15 @@ class Outcome:
     """Outputs of a row, by request.
 
     logprobs: for each token {token: logprob}, in the order vLLM gave them. cached:
-    prompt tokens found in the prefix cache. num_steps: of the engine.
+    prompt tokens found in the prefix cache. batches: for each time that vLLM scheduled,
+    {request: tokens}, in the batch's order. num_steps: of the engine.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
     finish: dict[str, str | None] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    batches: list[list[tuple[str, int]]] = field(default_factory=list)
     num_steps: int = 0
     seconds: float = 0.0
 
@@ -54,6 +60,10 @@ class Engine:
         arguments = spec.arguments(models) | more
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.start_s = time.perf_counter() - started
+        client: Any = self.llm.engine_core
+        self.scheduler = client.engine_core.scheduler
+        self._batches: list[list[tuple[str, int]]] = []
+        note_batches(self.scheduler, self._batches)
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         """A method of GpuTestExtension on all workers; their results by rank."""
@@ -72,12 +82,14 @@ class Engine:
         self.forget()
         self.rpc("nwor_reseed", SEED)
         outcome = Outcome()
+        self._batches.clear()
         started = time.perf_counter()
         for phase in row.phases:
             self._play(phase, outcome)
             for _ in range(DRAIN_STEPS):
                 self.llm.step()
         outcome.seconds = time.perf_counter() - started
+        outcome.batches = list(self._batches)
         return outcome
 
     def forget(self) -> None:
@@ -93,6 +105,7 @@ class Engine:
         while waiting or self.llm.has_unfinished_requests():
             while waiting and waiting[0].at <= number:
                 self._add(waiting.pop(0))
+            await_grammars(self.scheduler.requests.values())
             due = [request.name for request in aborts if request.abort_at == number]
             if due:
                 self.llm.abort_request(due)
@@ -143,6 +156,39 @@ class Engine:
         """NWOR's counters on the first worker's device; empty if it is off."""
         counters: dict[str, int] = self.rpc("nwor_report")[0]["counters"]
         return counters
+
+
+def note_batches(scheduler: Any, batches: list[list[tuple[str, int]]]) -> None:
+    """Appends what `scheduler` puts into each batch to `batches`, from now on."""
+    schedule = scheduler.schedule
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        batches.append(list(output.num_scheduled_tokens.items()))
+        return output
+
+    scheduler.schedule = noted
+
+
+def await_grammars(requests: Iterable[Any], limit_s: float = GRAMMAR_LIMIT_S) -> None:
+    """Waits until the grammars of all `requests` of a scheduler are compiled. Raises
+    RuntimeError if one cannot be compiled, or is not after `limit_s` seconds."""
+    until = time.monotonic() + limit_s
+    for request in requests:
+        structured = request.structured_output_request
+        if structured is None:
+            continue
+        while not structured.is_grammar_ready:
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"the grammar of {request.request_id} is not compiled after "
+                    f"{limit_s:g} s"
+                )
+            time.sleep(GRAMMAR_POLL_S)
+        if isinstance(structured.grammar, Exception):
+            raise RuntimeError(
+                f"the grammar of {request.request_id} does not compile"
+            ) from structured.grammar
 
 
 def record(outcome: Outcome, output: Any) -> None:

@@ -11,6 +11,8 @@ import importlib.util
 import itertools
 import json
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from benchmarks.arguments import parse
 from benchmarks.runs import Drafts, NworDone, Run
 
-from tests.gpu import compare, engines, rows, watch
+from tests.gpu import compare, engines, harness, rows, watch
 from tests.gpu.pool import Finished
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -380,9 +382,107 @@ def test_hash_sees_every_byte_of_a_slot() -> None:
         storage[byte] ^= 1 << (byte % 8)
 
 
-# -- verdicts --------------------------------------------------------------------------
-
 SPEC = engines.BY_NAME["eagle-flash-default-async"]
+
+# -- requests and the clock ------------------------------------------------------------
+
+
+def structured_request(name: str, grammar: Any) -> SimpleNamespace:
+    """A request of vLLM's scheduler; grammar: what its StructuredOutputManager put
+    there, None for a request without a grammar."""
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+
+    if grammar is None:
+        return SimpleNamespace(request_id=name, structured_output_request=None)
+    structured = StructuredOutputRequest(StructuredOutputsParams(regex="a"))
+    structured.grammar = grammar
+    return SimpleNamespace(request_id=name, structured_output_request=structured)
+
+
+class FakeEngine:
+    """What harness.Engine needs of LLMEngine: requests with grammars that take
+    `compile_s`, each ready one done after two steps."""
+
+    def __init__(self, compile_s: float) -> None:
+        self.compile_s = compile_s
+        self.requests: dict[str, Any] = {}
+        self.ages: dict[str, int] = {}
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self))
+        self.threads = ThreadPoolExecutor()
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = self.threads.submit(self.compile)
+        self.requests[name] = structured_request(name, grammar)
+        self.ages[name] = 0
+
+    def compile(self) -> str:
+        time.sleep(self.compile_s)
+        return "grammar"
+
+    def schedule(self) -> SimpleNamespace:
+        ready = [
+            name
+            for name, request in self.requests.items()
+            if request.structured_output_request is None
+            or request.structured_output_request.is_grammar_ready
+        ]
+        return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(ready, 1))
+
+    def step(self) -> list[Any]:
+        for name in self.schedule().num_scheduled_tokens:
+            self.ages[name] += 1
+            if self.ages[name] == 2:
+                del self.requests[name]
+        return []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def collective_rpc(self, method: str, args: Any) -> list[None]:
+        return [None]
+
+
+@pytest.mark.parametrize("compile_s", [0.0, 0.05])
+def test_batches_do_not_depend_on_how_long_grammars_compile(
+    monkeypatch: pytest.MonkeyPatch, compile_s: float
+) -> None:
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.llm_engine as llm_engine
+
+    fake = FakeEngine(compile_s)
+    monkeypatch.setattr(vllm.engine.arg_utils, "EngineArgs", lambda **_: None)
+    monkeypatch.setattr(
+        llm_engine, "LLMEngine", SimpleNamespace(from_engine_args=lambda _: fake)
+    )
+    engine = harness.Engine(SPEC, Path())
+    row = next(row for row in rows.rows(SPEC) if row.name == "structured output")
+    names = [request.name for request in row.phases[0]]
+    for _ in range(2):  # what one row recorded is not in the next one
+        batch = [(name, 1) for name in names]
+        assert engine.run(row).batches == [batch] * 2 + [[]] * harness.DRAIN_STEPS
+
+
+def test_a_grammar_that_takes_too_long_is_named() -> None:
+    waiting = structured_request("grammar/7", Future())
+    with pytest.raises(RuntimeError, match=r"grammar/7 is not compiled after 0\.01 s"):
+        harness.await_grammars([structured_request("free", None), waiting], 0.01)
+
+
+def test_a_grammar_that_does_not_compile_is_named() -> None:
+    failed: Future[Any] = Future()
+    failed.set_exception(ValueError("no such rule"))
+    with pytest.raises(RuntimeError, match="grammar/8 does not compile") as raised:
+        harness.await_grammars([structured_request("grammar/8", failed)])
+    assert "no such rule" in str(raised.value.__cause__)
+
+
+# -- verdicts --------------------------------------------------------------------------
 
 
 def outcome(row: rows.Row, mode: str, name: str) -> dict[str, Any]:
@@ -394,6 +494,7 @@ def outcome(row: rows.Row, mode: str, name: str) -> dict[str, Any]:
         "logprobs": {name: [[(1, -0.5)]] for name in tokens},
         "finish": dict.fromkeys(tokens, "length"),
         "cached": dict.fromkeys(tokens, 16),
+        "batches": [[[name, 5] for name in tokens], [[name, 1] for name in tokens]],
         "num_steps": 9,
         "seconds": 1.0,
         "counters": {
@@ -496,6 +597,15 @@ TROUBLE = {
         *(*ON_WATCH, "batch 1", "logprobs", "one/0"),
         [[(1, -0.5000001)]],
     ),
+    "a batch": (
+        "outputs",
+        compare.ON,
+        "plain",
+        "batch 8",
+        "batches",
+        1,
+        [["eight/0", 1]],
+    ),
     "a byte": ("digests", *ON_WATCH, "aborts", "watch", 0, "digests", 1, [4, 9, 6]),
     "vanilla strays": (
         "vanilla",
@@ -549,6 +659,35 @@ def test_vanilla_that_differs_from_itself_settles_nothing(
     found = verdict(reports)
     assert not found["problems"]["outputs"]
     assert any("vanilla differs from itself" in text for text in found["unsettled"])
+
+
+def test_vanilla_that_batches_otherwise_differs_from_itself(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    """Alike outputs do not make alike caches: what a step writes depends on it."""
+    change(reports, compare.OFF, "plain", "batch 1", "batches", 1, [])
+    change(
+        reports, *ON_WATCH, "batch 1", "watch", 0, "steps", 0, [1, 8, 0, 0, "FULL", 0]
+    )
+    found = verdict(reports)
+    assert not found["problems"]["digests"]
+    assert found["unsettled"][0] == (
+        "batch 1: vanilla differs from itself: batches from number 1 on"
+    )
+    assert any("different steps from step 0" in text for text in found["unsettled"])
+
+
+def test_a_row_that_vanilla_ends_with_an_error_is_compared_all_the_same(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    row = "structured output"
+    for mode, name in itertools.product(reports, compare.PASSES):
+        change(reports, mode, name, row, "finish", "grammar/0", "error")
+    found = verdict(reports)
+    assert all(not problems for problems in found["problems"].values()), found
+    assert (found["unsettled"], len(found["unmet"])) == ([], 1)
+    change(reports, compare.ON, "plain", row, "tokens", "free/0", [7])
+    assert failed(reports) == {"outputs"}
 
 
 def test_other_blocks_are_compared_by_what_was_written(
