@@ -16,7 +16,7 @@ void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
                              Tensor log_slots, Tensor log_windows,
                              OptionalTensor sampled_token_ids, int64_t vocab_size,
                              OptionalTensor num_rejected, Tensor counters,
-                             int64_t num_drafts);
+                             int64_t num_drafts, OptionalTensor counters_to);
 void log_cache_slots_single(Tensor kv_cache, Tensor slots, Tensor undo_log);
 void restore_rejected_drafts_single(Tensor kv_cache, Tensor slots, Tensor rejected_mask,
                                     Tensor undo_log);

@@ -211,6 +211,9 @@ void restore_rejected_drafts_cpu(const RestoreArgs& args) {
       args.counters[kRestoredBytes] += bytes_per_draft;
     }
   }
+  if (args.counters_to != nullptr) {
+    std::copy_n(args.counters, static_cast<int>(kNumCounters), args.counters_to);
+  }
 }
 
 }  // namespace nwor

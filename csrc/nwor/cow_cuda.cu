@@ -4,6 +4,7 @@
 // for all layers and drafts of a table. The grid follows from what the host knows
 // (num_drafts, an upper bound, and the shapes); everything else is read on the device.
 #include "copy_cuda.h"
+#include "driver_launch.h"
 #include "launch.h"
 #include "windows_cuda.h"
 
@@ -52,9 +53,36 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   copy_jobs<Direction::kToLog>(jobs, num_jobs);
 }
 
-// Blocks that only count, each kBlockThreads drafts: one atomic for each counter.
+// What one thread or block counted; bytes are drafts until the end.
+struct Counts {
+  unsigned of[kNumCounters] = {};
+
+  __device__ void add(const RestoreArgs& args, int64_t draft) {
+    const int32_t* window = args.log.windows + 3 * draft;
+    const int64_t slot = args.log.slots[draft];
+    const bool is_known = window[0] < args.acceptance.num_reqs;
+    of[kInvalidSlots] += slot == kInvalidSlot || !is_known;
+    if (window[0] < 0 || !is_known) {
+      return;
+    }
+    const bool is_rejected =
+        window[1] >= num_accepted(args.acceptance, window[0], window[2]);
+    of[kWindows] += window[1] == 0;
+    of[kStaged] += 1;
+    of[kCommitted] += !is_rejected;
+    of[kRejected] += is_rejected;
+    of[kRestoredBytes] += is_rejected && slot >= 0;
+  }
+};
+
+// The work of a block that only counts: all drafts, so that it knows the sums, and can
+// write them where the host reads them. No other launch of the stream runs beside it.
 __device__ void count_drafts(const RestoreArgs& args) {
   __shared__ unsigned long long bytes_per_draft;
+  __shared__ unsigned sums[kNumCounters];
+  if (threadIdx.x < kNumCounters) {
+    sums[threadIdx.x] = 0;
+  }
   if (threadIdx.x == 0) {
     bytes_per_draft = 0;
   }
@@ -65,53 +93,42 @@ __device__ void count_drafts(const RestoreArgs& args) {
   }
   atomicAdd(&bytes_per_draft, layer_bytes);
 
-  const int64_t draft = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
-  bool is_draft = false;
-  bool starts_window = false;
-  bool is_rejected = false;
-  bool is_invalid = false;
-  bool has_slot = false;
-  if (draft < args.num_drafts) {
-    const int32_t* window = args.log.windows + 3 * draft;
-    const int64_t slot = args.log.slots[draft];
-    const bool is_known = window[0] < args.acceptance.num_reqs;
-    is_draft = window[0] >= 0 && is_known;
-    is_invalid = slot == kInvalidSlot || !is_known;
-    has_slot = slot >= 0;
-    if (is_draft) {
-      starts_window = window[1] == 0;
-      is_rejected = window[1] >= num_accepted(args.acceptance, window[0], window[2]);
+  Counts counts;
+#pragma unroll 4
+  for (int64_t draft = threadIdx.x; draft < args.num_drafts; draft += kBlockThreads) {
+    counts.add(args, draft);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kNumCounters; ++i) {
+    const unsigned of_warp = __reduce_add_sync(kFullWarp, counts.of[i]);
+    if (threadIdx.x % kWarpThreads == 0) {
+      atomicAdd(&sums[i], of_warp);
     }
   }
-  // Each of these is a barrier too: bytes_per_draft is complete after the first.
-  unsigned long long sums[kNumCounters];
-  sums[kWindows] = __syncthreads_count(starts_window);
-  sums[kStaged] = __syncthreads_count(is_draft);
-  sums[kRejected] = __syncthreads_count(is_rejected);
-  sums[kCommitted] = sums[kStaged] - sums[kRejected];
-  sums[kRestoredBytes] = __syncthreads_count(is_rejected && has_slot) * bytes_per_draft;
-  sums[kInvalidSlots] = __syncthreads_count(is_invalid);
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kNumCounters; ++i) {
-      if (sums[i] != 0) {
-        atomicAdd(reinterpret_cast<unsigned long long*>(args.counters) + i, sums[i]);
-      }
+  __syncthreads();
+  if (threadIdx.x < kNumCounters) {
+    const int i = threadIdx.x;
+    const int64_t total =
+        args.counters[i] +
+        static_cast<int64_t>(sums[i] * (i == kRestoredBytes ? bytes_per_draft : 1));
+    args.counters[i] = total;
+    if (args.counters_to != nullptr) {
+      args.counters_to[i] = total;
     }
   }
 }
 
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     restore_kernel(const __grid_constant__ RestoreArgs args,
-                   const __grid_constant__ LayerSplit split,
-                   const int num_counting_blocks) {
+                   const __grid_constant__ LayerSplit split) {
   __shared__ CopyJob jobs[kMaxLayersPerBlock];
   __shared__ int num_jobs;
-  if (blockIdx.x < num_counting_blocks) {
+  if (blockIdx.x == 0) {
     count_drafts(args);
     return;
   }
-  const int64_t block = blockIdx.x - num_counting_blocks;
+  const int64_t block = blockIdx.x - 1;
   const int64_t draft = block / split.blocks_per_draft;
   const int part = static_cast<int>(block % split.blocks_per_draft);
   if (threadIdx.x < kWarpThreads) {
@@ -137,10 +154,12 @@ LayerSplit split_for(const char* op, const LayerTable& table, const UndoLog& log
   constexpr int64_t kMaxRowBytes = 2147483647;
   NWOR_CHECK(log.row_bytes <= kMaxRowBytes, op, "undo_log has rows of ", log.row_bytes,
              " bytes; must be at most ", kMaxRowBytes);
-  use_device(op, device);
   return split_layers(num_drafts, table.num_layers, log.row_bytes,
                       num_multiprocessors(op, device));
 }
+
+DriverKernel log_launcher(reinterpret_cast<const void*>(&log_kernel));
+DriverKernel restore_launcher(reinterpret_cast<const void*>(&restore_kernel));
 
 }  // namespace
 
@@ -148,27 +167,33 @@ void log_cache_slots_cuda(const LogArgs& args, int device, void* stream) {
   if (args.num_drafts == 0) {
     return;
   }
-  const LayerSplit split =
-      split_for(kLog, args.table, args.log, args.num_drafts, device);
+  LayerSplit split = split_for(kLog, args.table, args.log, args.num_drafts, device);
   const unsigned grid = grid_size(kLog, args.num_drafts * split.blocks_per_draft);
-  log_kernel<<<grid, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(args,
-                                                                            split);
-  check_launch(kLog);
+  void* arguments[] = {const_cast<LogArgs*>(&args), &split};
+  log_launcher.launch(kLog, device, grid, kBlockThreads, stream, arguments);
 }
 
 void restore_rejected_drafts_cuda(const RestoreArgs& args, int device, void* stream) {
   if (args.num_drafts == 0) {
     return;
   }
-  const LayerSplit split =
-      split_for(kRestore, args.table, args.log, args.num_drafts, device);
-  const int64_t num_counting_blocks =
-      (args.num_drafts + kBlockThreads - 1) / kBlockThreads;
-  const unsigned grid = grid_size(
-      kRestore, args.num_drafts * split.blocks_per_draft + num_counting_blocks);
-  restore_kernel<<<grid, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      args, split, static_cast<int>(num_counting_blocks));
-  check_launch(kRestore);
+  LayerSplit split = split_for(kRestore, args.table, args.log, args.num_drafts, device);
+  const unsigned grid =
+      grid_size(kRestore, 1 + args.num_drafts * split.blocks_per_draft);
+  void* arguments[] = {const_cast<RestoreArgs*>(&args), &split};
+  restore_launcher.launch(kRestore, device, grid, kBlockThreads, stream, arguments);
+}
+
+void check_device_sees(const char* op, const int64_t* counters_to) {
+  void* seen = nullptr;
+  const cudaError_t error =
+      cudaHostGetDevicePointer(&seen, const_cast<int64_t*>(counters_to), 0);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // or the next launch would report it
+  }
+  NWOR_CHECK(error == cudaSuccess && seen == counters_to, op,
+             "counters_to is memory that the device does not see at its address; must "
+             "be pinned");
 }
 
 }  // namespace nwor

@@ -28,15 +28,6 @@ inline void use_device(const char* op, int device) {
              " cannot be used: ", cudaGetErrorString(error));
 }
 
-inline int num_multiprocessors(const char* op, int device) {
-  int count = 0;
-  const cudaError_t error =
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  NWOR_CHECK(error == cudaSuccess, op, "cuda:", device,
-             " cannot be asked for its size: ", cudaGetErrorString(error));
-  return count;
-}
-
 inline void check_launch(const char* op) {
   const cudaError_t error = cudaGetLastError();
   NWOR_CHECK(error == cudaSuccess, op,

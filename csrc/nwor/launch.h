@@ -26,7 +26,8 @@ struct RestoreArgs {
   RunList runs;
   UndoLog log;
   Acceptance acceptance;
-  int64_t* counters;  // [kNumCounters]
+  int64_t* counters;     // [kNumCounters]
+  int64_t* counters_to;  // [kNumCounters], host memory, or nullptr
   int64_t num_drafts;
 };
 
@@ -96,6 +97,8 @@ void restore_rejected_drafts_single_cpu(const SingleArgs& args);
 // `stream` is a cudaStream_t of the current device.
 void log_cache_slots_cuda(const LogArgs& args, int device, void* stream);
 void restore_rejected_drafts_cuda(const RestoreArgs& args, int device, void* stream);
+// Refuses memory for RestoreArgs::counters_to that a kernel could not write to.
+void check_device_sees(const char* op, const int64_t* counters_to);
 void stage_cuda(const StageArgs& args, int device, void* stream);
 void commit_draft_layer_cuda(const CommitArgs& args, int device, void* stream);
 void log_cache_slots_single_cuda(const SingleArgs& args, int device, void* stream);

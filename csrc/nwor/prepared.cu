@@ -3,8 +3,10 @@
 
 #include <exception>
 #include <string>
+#include <vector>
 
-#include "cuda_support.h"
+#include "check.h"
+#include "launch.h"
 
 extern "C" __attribute__((weak)) int32_t
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
@@ -12,53 +14,114 @@ aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 namespace nwor {
 namespace {
 
-// Runs launch(stream) and turns what it throws into a text.
-template <typename Launch>
-const char* run(const char* op, int32_t device, const Launch& launch) {
-  thread_local std::string text;
-  try {
-    int current = -1;
-    NWOR_CHECK(cudaGetDevice(&current) == cudaSuccess && current == device, op,
-               "the current device is ", current, "; must be ", device);
-    void* stream = nullptr;
-    NWOR_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
-                   aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-               op, "this PyTorch has no current CUDA stream");
-    launch(stream);
-    return nullptr;
-  } catch (const std::exception& error) {
-    text = error.what();
-    return text.c_str();
-  }
+struct Prepared {
+  int device;
+  std::vector<LogArgs> logs;
+  std::vector<RestoreArgs> restores;
+};
+
+template <typename T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(address);
 }
+
+void* current_stream(const char* op, int device) {
+  void* stream = nullptr;
+  NWOR_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
+                 aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+             op, "this PyTorch has no current CUDA stream");
+  return stream;
+}
+
+const char* keep(const std::exception& error) {
+  thread_local std::string text;
+  text = error.what();
+  return text.c_str();
+}
+
+constexpr int64_t kColumn = sizeof(int64_t);
 
 }  // namespace
 }  // namespace nwor
 
-void nwor_prepared_sizes(int64_t* sizes) {
-  sizes[0] = sizeof(nwor::LogArgs);
-  sizes[1] = sizeof(nwor::RestoreArgs);
+void nwor_prepared_columns(int64_t* columns) {
+  columns[0] = sizeof(nwor::PreparedLaunch) / nwor::kColumn;
+  columns[1] = sizeof(nwor::LogStep) / nwor::kColumn;
+  columns[2] = sizeof(nwor::LogStepLaunch) / nwor::kColumn;
+  columns[3] = sizeof(nwor::RestoreStep) / nwor::kColumn;
 }
 
-const char* nwor_prepared_log(const nwor::LogArgs* args, int32_t device) {
-  return nwor::run("log_cache_slots", device, [&](void* stream) {
-    nwor::log_cache_slots_cuda(*args, device, stream);
-  });
+void* nwor_prepared_new(const nwor::PreparedLaunch* launches, int64_t num_launches,
+                        int64_t device) {
+  auto* prepared = new nwor::Prepared{static_cast<int>(device), {}, {}};
+  for (int64_t i = 0; i < num_launches; ++i) {
+    const nwor::PreparedLaunch& launch = launches[i];
+    nwor::LogArgs log{};
+    log.table = {nwor::at<const nwor::LayerRow>(launch.table), launch.num_layers};
+    log.log = {nwor::at<uint8_t>(launch.undo_log), launch.row_stride, launch.row_bytes,
+               nwor::at<int64_t>(launch.log_slots),
+               nwor::at<int32_t>(launch.log_windows)};
+    nwor::RestoreArgs restore{};
+    restore.table = log.table;
+    restore.log = log.log;
+    restore.counters = nwor::at<int64_t>(launch.counters);
+    prepared->logs.push_back(log);
+    prepared->restores.push_back(restore);
+  }
+  return prepared;
 }
 
-const char* nwor_prepared_restore(const nwor::RestoreArgs* args, int32_t device) {
-  return nwor::run("restore_rejected_drafts", device, [&](void* stream) {
-    nwor::restore_rejected_drafts_cuda(*args, device, stream);
-  });
+void nwor_prepared_free(void* prepared) {
+  delete static_cast<nwor::Prepared*>(prepared);
 }
 
-const char* nwor_prepared_publish(void* to, const void* from, int64_t num_bytes,
-                                  int32_t device) {
-  constexpr const char* kPublish = "publish";
-  return nwor::run(kPublish, device, [&](void* stream) {
-    const cudaError_t error = cudaMemcpyAsync(
-        to, from, num_bytes, cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream));
-    NWOR_CHECK(error == cudaSuccess, kPublish,
-               "the copy failed: ", cudaGetErrorString(error));
-  });
+const char* nwor_prepared_log(void* prepared, const nwor::LogStep* step) {
+  auto& all = *static_cast<nwor::Prepared*>(prepared);
+  const auto* launches = reinterpret_cast<const nwor::LogStepLaunch*>(step + 1);
+  try {
+    void* const stream = nwor::current_stream("log_cache_slots", all.device);
+    for (nwor::LogArgs& args : all.logs) {
+      args.num_drafts = step->num_drafts;
+      args.batch = {
+          nwor::at<const int64_t>(launches->slot_mapping),
+          launches->num_tokens,
+          {nwor::at<const void>(step->logits_indices),
+           step->logits_indices_are_int64 != 0},
+          step->num_logits,
+          nwor::at<const int32_t>(step->cu_num_logits),
+          step->num_reqs};
+      ++launches;
+      nwor::log_cache_slots_cuda(args, all.device, stream);
+    }
+    return nullptr;
+  } catch (const std::exception& error) {
+    return nwor::keep(error);
+  }
+}
+
+const char* nwor_prepared_restore(void* prepared, const nwor::RestoreStep* step) {
+  auto& all = *static_cast<nwor::Prepared*>(prepared);
+  auto* counters_to = nwor::at<int64_t>(step->counters_to);
+  const char* failure = nullptr;
+  for (nwor::RestoreArgs& args : all.restores) {
+    args.num_drafts = step->num_drafts;
+    args.acceptance = {nwor::at<const int32_t>(step->sampled_token_ids),
+                       step->row_stride,
+                       step->column_stride,
+                       step->num_columns,
+                       step->vocab_size,
+                       nwor::at<const int32_t>(step->num_rejected),
+                       step->num_reqs};
+    args.counters_to = counters_to;
+    if (counters_to != nullptr) {
+      counters_to += nwor::kNumCounters;
+    }
+    try {
+      void* const stream = nwor::current_stream("restore_rejected_drafts", all.device);
+      nwor::restore_rejected_drafts_cuda(args, all.device, stream);
+    } catch (const std::exception& error) {
+      failure = nwor::keep(error);
+    }
+  }
+  return failure;
 }

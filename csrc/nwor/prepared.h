@@ -1,30 +1,75 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Prepared launches: log_cache_slots and restore_rejected_drafts for a caller that
-// keeps the arguments of a launch in memory and changes only what a step changes. A
-// call is one C function instead of a dispatch through PyTorch, whose code is not in
-// the processor's cache when a step of a model has run since the last one.
+// tells once what never changes and at each step only what a step changes. A step is
+// two C functions, whatever the number of launches, instead of dispatches through
+// PyTorch, whose code is not in the processor's cache when a step of a model has run
+// since the last one.
 //
-// C linkage, plain structs, CUDA only. vllm/v1/nwor/prepared.py mirrors the structs;
-// nwor_prepared_sizes lets it check that both sides mean the same ones. It sends the
-// arguments through the op once, which checks them all; these functions check nothing
+// C linkage and arrays of int64, addresses included; CUDA only. The columns are
+// mirrored in vllm/v1/nwor/prepared.py, which compares nwor_prepared_columns. It sends
+// a first step through the ops, which check everything; these functions check nothing
 // but the device.
 #pragma once
 
-#include "launch.h"
+#include <cstdint>
 
 #define NWOR_EXPORT extern "C" __attribute__((visibility("default")))
 
-// sizes[0], sizes[1]: of LogArgs and RestoreArgs.
-NWOR_EXPORT void nwor_prepared_sizes(int64_t* sizes);
+namespace nwor {
 
-// Each enqueues one launch on PyTorch's current stream of `device`, which must be the
-// current device. Returns nullptr, or a text that stays valid until the thread's next
-// call.
-NWOR_EXPORT const char* nwor_prepared_log(const nwor::LogArgs* args, int32_t device);
-NWOR_EXPORT const char* nwor_prepared_restore(const nwor::RestoreArgs* args,
-                                              int32_t device);
+// What never changes, for each launch.
+struct PreparedLaunch {
+  int64_t table;  // its rows' address
+  int64_t num_layers;
+  int64_t undo_log;
+  int64_t row_stride;
+  int64_t row_bytes;
+  int64_t log_slots;
+  int64_t log_windows;
+  int64_t counters;
+};
 
-// The same, for a copy of num_bytes from the device to pinned memory.
-NWOR_EXPORT const char* nwor_prepared_publish(void* to, const void* from,
-                                              int64_t num_bytes, int32_t device);
+// A step of log_cache_slots, followed by a LogStepLaunch for each launch.
+struct LogStep {
+  int64_t num_drafts;
+  int64_t logits_indices;
+  int64_t logits_indices_are_int64;
+  int64_t num_logits;
+  int64_t cu_num_logits;
+  int64_t num_reqs;
+};
+struct LogStepLaunch {
+  int64_t slot_mapping;
+  int64_t num_tokens;
+};
+
+// A step of restore_rejected_drafts.
+struct RestoreStep {
+  int64_t num_drafts;
+  int64_t sampled_token_ids;
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t num_columns;
+  int64_t vocab_size;
+  int64_t num_rejected;
+  int64_t num_reqs;
+  int64_t counters_to;  // [num_launches, kNumCounters] or 0
+};
+
+}  // namespace nwor
+
+// columns[0..3]: int64 values in each of the structs above, in their order.
+NWOR_EXPORT void nwor_prepared_columns(int64_t* columns);
+
+// What the launches' structs say is copied. nwor_prepared_free takes the result.
+NWOR_EXPORT void* nwor_prepared_new(const nwor::PreparedLaunch* launches,
+                                    int64_t num_launches, int64_t device);
+NWOR_EXPORT void nwor_prepared_free(void* prepared);
+
+// Each enqueues every launch on PyTorch's current stream of the device, which must be
+// the current device. Returns nullptr, or a text that stays valid until the thread's
+// next call: log stops at the first failure, restore goes on with the other launches.
+NWOR_EXPORT const char* nwor_prepared_log(void* prepared, const nwor::LogStep* step);
+NWOR_EXPORT const char* nwor_prepared_restore(void* prepared,
+                                              const nwor::RestoreStep* step);

@@ -195,6 +195,23 @@ Acceptance TensorArgs::acceptance(const OptionalTensor& sampled_token_ids,
   return result;
 }
 
+int64_t* TensorArgs::counters_to(const OptionalTensor& counters_to) const {
+  if (!counters_to.has_value()) {
+    return nullptr;
+  }
+  constexpr const char* kName = "counters_to";
+  const int32_t type = device_type_of(*counters_to);
+  NWOR_CHECK(type == cpu_type_, op_, kName, " is on ",
+             device_name(type, counters_to->get_device_index()), "; must be on cpu");
+  NWOR_CHECK(counters_to->scalar_type() == ScalarType::Long, op_, kName, " has dtype ",
+             torch::headeronly::toString(counters_to->scalar_type()), "; must be Long");
+  NWOR_CHECK(counters_to->dim() == 1 && counters_to->size(0) == kNumCounters &&
+                 counters_to->is_contiguous(),
+             op_, kName, " has shape ", shape_of(*counters_to), "; must be [",
+             static_cast<int>(kNumCounters), "], contiguous");
+  return static_cast<int64_t*>(counters_to->data_ptr());
+}
+
 HeadRows TensorArgs::head_rows(const char* name, const Tensor& tensor) const {
   same_device(name, tensor);
   NWOR_CHECK(tensor.dim() == 3, op_, name, " has shape ", shape_of(tensor),

@@ -49,6 +49,8 @@ class TensorArgs {
                    const Tensor& log_windows) const;
   Acceptance acceptance(const OptionalTensor& sampled_token_ids, int64_t vocab_size,
                         const OptionalTensor& num_rejected) const;
+  // [kNumCounters] on the host, or nullptr.
+  int64_t* counters_to(const OptionalTensor& counters_to) const;
   // [rows, heads, head_size], any strides.
   HeadRows head_rows(const char* name, const Tensor& tensor) const;
   // [blocks, heads, block_size, head_size], any strides.

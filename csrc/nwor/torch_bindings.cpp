@@ -22,7 +22,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "restore_rejected_drafts(Tensor table, Tensor? runs, Tensor undo_log, "
       "Tensor log_slots, Tensor log_windows, Tensor? sampled_token_ids, "
       "int vocab_size, Tensor? num_rejected, Tensor(a!) counters, "
-      "int num_drafts) -> ()");
+      "int num_drafts, Tensor(b!)? counters_to=None) -> ()");
   ops.def(
       "restore_rejected_drafts.single(Tensor(a!) kv_cache, Tensor slots, "
       "Tensor rejected_mask, Tensor undo_log) -> ()");

@@ -73,6 +73,11 @@ def cow_engine(truth: dict[str, list[int]], **settings: str) -> Engine:
     return engine
 
 
+def op_of(engine: Engine, name: str) -> Callable[..., None]:
+    op: Callable[..., None] = getattr(engine.manager.launches.ops, name)
+    return op
+
+
 def failing(op: Callable[..., None], at: Callable[[int], bool], late: bool) -> Any:
     """`op`, raising at the calls (numbered from 0) that `at` selects, before it did
     anything or (late) after it did its work."""
@@ -108,7 +113,7 @@ def test_failing_op_loses_nothing(
 ) -> None:
     engine = cow_engine(truth)
     oracle = SnapshotOracle(engine.probe)
-    broken = failing(getattr(engine.manager._ops, op), POINTS[point], late)
+    broken = failing(op_of(engine, op), POINTS[point], late)
     with nwor_log() as lines, replaced_ops(engine, **{op: broken}):
         found = engine.run(REQUESTS, [oracle])
     assert found.tokens == vanilla.tokens
@@ -135,7 +140,9 @@ def test_failing_op_loses_nothing(
 @pytest.mark.parametrize("op", REASONS)
 def test_strict_raises_where_an_op_fails(op: str, truth: dict[str, list[int]]) -> None:
     engine = cow_engine(truth, STRICT="1")
-    broken = failing(getattr(engine.manager._ops, op), POINTS["first"], late=False)
+    broken = failing(
+        getattr(engine.manager.launches.ops, op), POINTS["first"], late=False
+    )
     expected = f"NWOR {REASONS[op]}: {op}: injected"
     with (
         replaced_ops(engine, **{op: broken}),
@@ -150,7 +157,9 @@ def test_fallbacks_are_in_the_metrics(op: str, truth: dict[str, list[int]]) -> N
     """And they are not mistaken for breaches of the counters' identities."""
     engine = Engine("cow", model=MODEL, disable_log_stats=False)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
-    broken = failing(getattr(engine.manager._ops, op), POINTS["every_third"], False)
+    broken = failing(
+        getattr(engine.manager.launches.ops, op), POINTS["every_third"], False
+    )
     with nwor_log() as lines, replaced_ops(engine, **{op: broken}):
         engine.run(REQUESTS)
     counters = {}
@@ -167,14 +176,17 @@ def test_fallbacks_are_in_the_metrics(op: str, truth: dict[str, list[int]]) -> N
 def test_failing_copy_of_the_counters(
     truth: dict[str, list[int]], vanilla: Result
 ) -> None:
-    """The counters cannot be copied out, once: a fallback like any other. That step is
-    missing from the totals, and no other: the ring they are copied to has been used
-    once over by then."""
+    """A commit fails late, and its counters cannot be copied out either: one fallback
+    like any other. That step is missing from the totals, and no other: the ring that
+    they are written to has been used once over by then."""
     engine = Engine("cow", model=MODEL, disable_log_stats=False)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     manager = engine.manager
-    manager._publish = failing(manager._publish, lambda call: call == 9, late=False)
-    found = engine.run(REQUESTS)
+    name = "restore_rejected_drafts"
+    restore = op_of(engine, name)
+    manager._copy_counters = failing(manager._copy_counters, POINTS["first"], False)
+    with replaced_ops(engine, **{name: failing(restore, lambda call: call == 9, True)}):
+        found = engine.run(REQUESTS)
     sizes = [sum(step.drafted.values()) for step in found.steps]
     lost = [size for size in sizes if size][9]
     assert found.tokens == vanilla.tokens

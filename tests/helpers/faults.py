@@ -24,12 +24,12 @@ class _ReplacedOps:
 @contextmanager
 def replaced_ops(engine: Engine, **replacements: Any) -> Iterator[None]:
     """`engine` calls the given functions in place of NWOR's ops of those names."""
-    manager = engine.manager
-    ops = manager._ops
+    launches = engine.manager.launches
+    ops = launches.ops
     for name in replacements:
         assert callable(getattr(ops, name)), f"NWOR has no op {name}"
-    manager._ops = _ReplacedOps(ops, replacements)
+    launches.ops = _ReplacedOps(ops, replacements)
     try:
         yield
     finally:
-        manager._ops = ops
+        launches.ops = ops

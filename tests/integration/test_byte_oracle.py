@@ -216,7 +216,7 @@ SABOTAGE = {
 @pytest.mark.parametrize("fault", SABOTAGE)
 def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     """The oracle sees each wrong way to restore, so its silence means something."""
-    ops = cow.manager._ops
+    ops = cow.manager.launches.ops
 
     def restore(table, runs, undo_log, log_slots, log_windows, sampled, *rest):
         if fault == "no_restore":

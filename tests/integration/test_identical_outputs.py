@@ -145,7 +145,7 @@ def test_single_batch() -> None:
 def test_comparison_sees_a_wrong_restore() -> None:
     """The rows can fail: undoing one accepted draft too many changes the outputs."""
     cow = pair_of()[1]
-    restore = cow.manager._ops.restore_rejected_drafts
+    restore = cow.manager.launches.ops.restore_rejected_drafts
 
     def too_many(table, runs, undo_log, slots, windows, sampled, *rest):
         last = (sampled >= 0).sum(1, keepdim=True).long() - 1

@@ -1,172 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PreparedOps against the ops they stand for: the same bytes, log and counters, step
-after step with the same object, and the same refusal of what a step can get wrong."""
-
-import ctypes
+"""PreparedLaunches against OpLaunches: the same bytes, log and counters, step after
+step with the same object, and a refusal of what a step can get wrong."""
 
 import pytest
 import torch
 
 from vllm.v1.nwor import ops, prepared
+from vllm.v1.nwor.kv_layout import row_layout
+from vllm.v1.nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
+from vllm.v1.nwor.window import NumRejected, SampledIds, VerificationWindows
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="prepared launches are CUDA only; no GPU here"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="prepared launches are CUDA only; no GPU here",
+    ),
+]
 
 LAYERS, BLOCKS, HEADS, SLOTS, DIM = 3, 4, 2, 16, 64
 CAPACITY = 8
+DEVICE = torch.device("cuda", 0)
 
 
 class World:
-    """A cache of three layers with its log, and one step's windows."""
+    """Two KV-cache groups with their logs, and the launches of one kind."""
 
-    def __init__(self):
+    def __init__(self, kind):
         torch.manual_seed(1)
-        shape = (LAYERS, BLOCKS, HEADS, SLOTS, DIM)
-        self.cache = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
-        slot_bytes = HEADS * DIM
-        rows = [
-            [
-                layer.data_ptr(),
-                HEADS * SLOTS * DIM,
-                DIM,
-                SLOTS * DIM,
-                HEADS,
-                DIM,
-                SLOTS,
-                BLOCKS,
-                index * slot_bytes,
-            ]
-            for index, layer in enumerate(self.cache)
+        shape = (2 * LAYERS, BLOCKS, HEADS, SLOTS, DIM)
+        self.cache = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+        layers = [
+            LayerCache(f"layer.{number}", cache, row_layout(cache))
+            for number, cache in enumerate(self.cache)
         ]
-        self.table = torch.tensor(rows, device="cuda")
-        self.undo_log = torch.full(
-            (CAPACITY, LAYERS * slot_bytes), 0xA5, dtype=torch.uint8, device="cuda"
+        self.counters = torch.zeros((2, 6), dtype=torch.int64, device=DEVICE)
+        self.published = torch.full((2, 6), -1, dtype=torch.int64, pin_memory=True)
+        self.groups = [
+            GroupLog(
+                group_id,
+                layers[group_id * LAYERS :][:LAYERS],
+                torch.full(
+                    (CAPACITY, LAYERS * HEADS * DIM), 0xA5, dtype=torch.uint8
+                ).to(DEVICE),
+            )
+            for group_id in range(2)
+        ]
+        launches = [
+            Launch(group, group.tables[0], counters)
+            for group, counters in zip(self.groups, self.counters, strict=True)
+        ]
+        self.launches = (
+            OpLaunches(launches)
+            if kind is OpLaunches
+            else prepared.PreparedLaunches(DEVICE, launches)
         )
-        self.log_slots = torch.full((CAPACITY,), -7, device="cuda")
-        self.log_windows = torch.full(
-            (CAPACITY, 3), -7, dtype=torch.int32, device="cuda"
-        )
-        self.counters = torch.zeros(6, dtype=torch.int64, device="cuda")
 
-    def step(self, implementation, slots, counts, acceptance, index_dtype):
-        cu = torch.tensor(counts, dtype=torch.int32, device="cuda")
-        log = (self.undo_log, self.log_slots, self.log_windows)
-        implementation.log_cache_slots(
-            self.table,
-            None,
-            torch.tensor(slots, device="cuda"),
-            torch.arange(len(slots), dtype=index_dtype, device="cuda"),
-            cu,
-            *log,
-            counts[-1] - len(counts),
-        )
+    def step(self, windows, acceptance, counters_to):
+        num_drafts = windows.num_drafts
+        self.launches.log(windows)
         self.cache.add_(1)
-        implementation.restore_rejected_drafts(
-            self.table, None, *log, *acceptance, self.counters, counts[-1] - len(counts)
-        )
+        to = self.published if counters_to else None
+        self.launches.restore(acceptance, num_drafts, to)
 
     def state(self):
-        return [
+        torch.cuda.synchronize()
+        return [self.cache.clone(), self.counters.clone(), self.published.clone()] + [
             tensor.clone()
-            for tensor in (
-                self.cache,
-                self.undo_log,
-                self.log_slots,
-                self.log_windows,
-                self.counters,
-            )
+            for group in self.groups
+            for tensor in (group.undo_log, group.log_slots, group.log_windows)
         ]
 
 
-def sampled(*rows):
-    ids = torch.tensor(rows, dtype=torch.int32, device="cuda")
-    return (ids, 100, None)
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def rejected(*numbers):
-    return (None, 0, torch.tensor(numbers, dtype=torch.int32, device="cuda"))
+def windows(slots, counts, *, dtype=torch.int32, one_tensor=False, zero=False):
+    """slots: of the rows, in group 0; group 1 has them 4 further on."""
+    both = torch.tensor(
+        [slots, [slot if slot < 0 else slot + 4 for slot in slots]], device=DEVICE
+    )
+    if one_tensor:
+        # As a V2 runner has them: the left part of a wider buffer.
+        wide = torch.full((2, len(slots) + 3), 7, device=DEVICE)
+        wide[:, : len(slots)] = both
+        both = wide[:, : len(slots)]
+    return VerificationWindows(
+        num_drafts=counts[-1] - len(counts),
+        logits_indices=torch.arange(len(slots), dtype=dtype, device=DEVICE),
+        cu_num_logits=int32([0] * zero + counts),
+        slot_mappings=both if one_tensor else list(both),
+        num_leading_zeros=int(zero),
+    )
 
 
 def steps():
-    """slots of the rows, cu_num_logits, acceptance, dtype of logits_indices."""
+    """(windows, acceptance, whether the counters are published)"""
+    first = [3, 4, 5, 40, 41]
+    transposed = int32([[7, 7], [-1, 7], [-1, -1]]).t()
     return [
-        ([3, 4, 5, 40, 41], [3, 5], sampled([7, -1, -1], [7, 7, -1]), torch.int32),
-        ([9, 10, -1], [3], sampled([7, 7, -1, -1]), torch.int64),
-        ([3, 4, 5, 40, 41], [3, 5], rejected(1, 1), torch.int32),
-        ([20, 21, 22, 23], [2, 4], sampled([7, 100], [7, 7]), torch.int32),
+        (windows(first, [3, 5]), SampledIds(int32([[7, -1, -1], [7, 7, -1]]), 100), 1),
+        (
+            windows([9, 10, -1], [3], dtype=torch.int64),
+            SampledIds(int32([[7, 7, -1, -1]]), 100),
+            0,
+        ),
+        (
+            windows(first, [3, 5], one_tensor=True, zero=True),
+            NumRejected(int32([1, 1])),
+            1,
+        ),
+        (
+            windows([20, 21, 22, 23], [2, 4]),
+            SampledIds(int32([[7, 100], [7, 7]]), 100),
+            1,
+        ),
+        (windows(first, [3, 5], zero=True), SampledIds(transposed, 100), 1),
     ]
 
 
 def test_prepared_launches_do_what_the_ops_do():
     ops.load("cuda")
-    plain, quick = World(), World()
-    prepared_ops = prepared.PreparedOps(torch.device("cuda", 0))
+    plain, quick = World(OpLaunches), World(prepared.PreparedLaunches)
 
     for step in steps():
-        plain.step(ops, *step)
-        quick.step(prepared_ops, *step)
+        plain.step(*step)
+        quick.step(*step)
 
         for one, other in zip(plain.state(), quick.state(), strict=True):
             assert torch.equal(one, other)
-    assert plain.counters.tolist()[:4] == [7, 10, 4, 6]
+    assert plain.counters[:, :4].tolist() == [[9, 13, 5, 8]] * 2
+    assert torch.equal(quick.published, quick.counters.cpu())
 
 
-def test_the_counters_are_published_behind_the_restore():
-    world, prepared_ops = World(), prepared.PreparedOps(torch.device("cuda", 0))
-    pinned = torch.full((6,), -1, dtype=torch.int64, pin_memory=True)
-
-    world.step(prepared_ops, *steps()[0])
-    prepared_ops.publish(pinned, world.counters)
-    torch.cuda.synchronize()
-
-    assert torch.equal(pinned, world.counters.cpu())
+GOOD = {
+    "logits_indices": lambda: torch.tensor([0, 1], device=DEVICE),
+    "cu_num_logits": lambda: int32([2]),
+    "slot_mappings": lambda: [torch.tensor([1, 2], device=DEVICE)] * 2,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("slot_mapping", torch.Tensor.int, "slot_mapping is torch.int32"),
-        ("slot_mapping", torch.Tensor.cpu, "slot_mapping is torch.int64 on cpu"),
+        (
+            "slot_mappings",
+            lambda s: [t.int() for t in s],
+            "slot_mapping is .*int32",
+        ),
+        ("slot_mappings", lambda s: [t.cpu() for t in s], "slot_mapping is .* on cpu"),
+        (
+            "slot_mappings",
+            lambda s: torch.stack(s).int(),
+            "slot_mapping is .*int32",
+        ),
+        ("slot_mappings", lambda s: torch.stack(s).t(), "slot_mapping is .*strides"),
         ("logits_indices", torch.Tensor.float, "logits_indices is torch.float32"),
-        ("cu_num_logits", torch.Tensor.long, "cu_num_logits is torch.int64"),
+        ("logits_indices", torch.Tensor.cpu, "logits_indices is .* on cpu"),
+        ("cu_num_logits", torch.Tensor.long, "cu_num_logits torch.int64"),
+        ("cu_num_logits", lambda t: t.repeat(4)[::2], r"cu_num_logits .*\(2,\)"),
     ],
 )
 def test_what_a_step_can_get_wrong_is_refused(name, change, message):
-    world, prepared_ops = World(), prepared.PreparedOps(torch.device("cuda", 0))
-    world.step(prepared_ops, *steps()[0])
-    arguments = {
-        "slot_mapping": torch.tensor([1, 2], device="cuda"),
-        "logits_indices": torch.tensor([0, 1], device="cuda"),
-        "cu_num_logits": torch.tensor([2], dtype=torch.int32, device="cuda"),
-    }
+    world = World(prepared.PreparedLaunches)
+    world.step(*steps()[0])
+    before = world.state()
+    arguments = {key: make() for key, make in GOOD.items()}
     arguments[name] = change(arguments[name])
 
     with pytest.raises(RuntimeError, match=message):
-        prepared_ops.log_cache_slots(
-            world.table,
-            None,
-            *arguments.values(),
-            world.undo_log,
-            world.log_slots,
-            world.log_windows,
-            1,
-        )
+        world.launches.log(VerificationWindows(1, **arguments))
+
+    for old, new in zip(before, world.state(), strict=True):
+        assert torch.equal(old, new)
 
 
-def test_a_bad_table_is_refused_by_the_op_at_the_first_call():
-    world, prepared_ops = World(), prepared.PreparedOps(torch.device("cuda", 0))
-    world.table = world.table[:, :8].contiguous()
+@pytest.mark.parametrize(
+    ("acceptance", "message"),
+    [
+        (
+            lambda: SampledIds(int32([[1]]).long(), 10),
+            "sampled_token_ids is .*int64",
+        ),
+        (lambda: SampledIds(int32([[1]]).cpu(), 10), "sampled_token_ids is .* on cpu"),
+        (lambda: NumRejected(int32([1]).long()), "num_rejected is torch.int64"),
+        (lambda: NumRejected(int32([1, 1])[::2]), r"num_rejected is .*\(2,\)"),
+    ],
+)
+def test_an_acceptance_of_another_kind_is_refused(acceptance, message):
+    world = World(prepared.PreparedLaunches)
+    world.step(*steps()[0])
+    before = world.state()
+
+    with pytest.raises(RuntimeError, match=message):
+        world.launches.restore(acceptance(), 1, None)
+
+    for old, new in zip(before, world.state(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_bad_table_is_refused_by_the_op_at_the_first_step():
+    world = World(prepared.PreparedLaunches)
+    broken = world.groups[1].tables[0].table[:, :8].contiguous()
+    part = type(world.groups[1].tables[0])(broken, None)
+    launches = prepared.PreparedLaunches(
+        DEVICE, [Launch(world.groups[1], part, world.counters[1])]
+    )
 
     with pytest.raises(RuntimeError, match="table has shape"):
-        world.step(prepared_ops, *steps()[0])
+        launches.log(steps()[0][0])
 
 
-def test_structs_of_another_size_are_refused(monkeypatch):
-    class Longer(prepared._LogArgs):
-        _fields_ = [("more", ctypes.c_int64)]
-
-    monkeypatch.setattr(prepared, "_LogArgs", Longer)
+def test_a_library_with_other_structs_is_refused(monkeypatch):
+    monkeypatch.setattr(prepared, "COLUMNS", (8, 6, 2, 10))
 
     with pytest.raises(ops.NworOpsUnavailable, match="build it again"):
-        prepared.PreparedOps(torch.device("cuda", 0))
+        prepared.PreparedLaunches(DEVICE, [])

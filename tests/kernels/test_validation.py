@@ -78,12 +78,15 @@ class Step:
             "num_rejected": None,
             "counters": torch.zeros(6, dtype=torch.int64, device=device),
             "num_drafts": 3,
+            "counters_to": torch.zeros(
+                6, dtype=torch.int64, pin_memory=device.type == "cuda"
+            ),
         }
 
     def snapshot(self):
         tensors = [layer.memory for layer in self.layers]
         tensors += [self.undo.memory, self.undo.slots, self.undo.windows]
-        tensors.append(self.restore["counters"])
+        tensors += [self.restore["counters"], self.restore["counters_to"]]
         return [tensor.cpu().clone() for tensor in tensors]
 
     def refuses(self, op, message, **changes):
@@ -211,6 +214,24 @@ SHAPES = [
         "num_rejected",
         lambda t: int32([1, 1]),
         "both of sampled_token_ids and num_rejected given; must be exactly one",
+    ),
+    (
+        "restore",
+        "counters_to",
+        lambda t: t.int(),
+        "counters_to has dtype Int; must be Long",
+    ),
+    (
+        "restore",
+        "counters_to",
+        lambda t: t[:5],
+        "counters_to has shape [5]; must be [6], contiguous",
+    ),
+    (
+        "restore",
+        "counters_to",
+        lambda t: t.repeat(2)[::2],
+        "counters_to has shape [6]; must be [6], contiguous",
     ),
     ("restore", "vocab_size", lambda n: 0, "vocab_size is 0; must be at least 1"),
 ]
@@ -367,6 +388,24 @@ class TestOnCuda:
             f"{name} is on cpu; must be on cuda:0, where table is",
             **{name: step.log[name].cpu()},
         )
+
+    def test_counters_go_to_pinned_memory_only(self):
+        ops.load("cuda")
+        step = Step(torch.device("cuda"))
+        step.refuses(
+            "restore",
+            "counters_to is memory that the device does not see at its address; must "
+            "be pinned",
+            counters_to=torch.zeros(6, dtype=torch.int64),
+        )
+        step.refuses(
+            "restore",
+            "counters_to is on cuda:0; must be on cpu",
+            counters_to=torch.zeros(6, dtype=torch.int64, device="cuda"),
+        )
+        ops.log_cache_slots(**step.log)
+        ops.restore_rejected_drafts(**step.restore)
+        torch.cuda.synchronize()
 
     @pytest.mark.sanitizer
     def test_what_only_the_device_knows_is_left_alone_and_counted(self):

@@ -83,6 +83,7 @@ def restore(
     acceptance: tuple[Tensor | None, int, Tensor | None],
     counters: Tensor,
     num_drafts: int,
+    counters_to: Tensor | None = None,
 ) -> None:
     ops.restore_rejected_drafts(
         tables.table,
@@ -93,6 +94,7 @@ def restore(
         *acceptance,
         counters,
         num_drafts,
+        counters_to,
     )
 
 
@@ -140,14 +142,24 @@ def check_transaction(
                 memory[index] = old[index]
 
     counters = torch.arange(10, 16, dtype=torch.int64, device=device)
+    # A guard on each side of what the host reads.
+    published = torch.full((8,), -3, pin_memory=device.type == "cuda")
     restore(
-        tables, undo, acceptance_arguments(batch, form, device), counters, num_drafts
+        tables,
+        undo,
+        acceptance_arguments(batch, form, device),
+        counters,
+        num_drafts,
+        published[1:7],
     )
     for number, (layer, memory) in enumerate(zip(tables.layers, wanted, strict=True)):
         assert torch.equal(layer.memory.cpu(), memory), f"layer {number} after restore"
     assert_same_log(undo, wanted_log)
     added = (counters.cpu() - torch.arange(10, 16)).tolist()
     assert added == expected_counters(tables, batch)
+    untouched = [-3] * 6
+    wanted_published = counters.tolist() if num_drafts else untouched
+    assert published.tolist() == [-3, *wanted_published, -3]
 
 
 def assert_same_log(undo: Log, wanted: tuple[Tensor, Tensor, Tensor]) -> None:

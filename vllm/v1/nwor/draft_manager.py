@@ -23,6 +23,7 @@ on the device, never wait for it and have no loop over layers.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import time
@@ -35,8 +36,8 @@ import torch
 
 from vllm.v1.nwor import ops as native_ops
 from vllm.v1.nwor.config import NworConfig
-from vllm.v1.nwor.kv_layout import KVLayout
-from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
+from vllm.v1.nwor.launches import GroupLog, Launch, Launches, LayerCache, OpLaunches
+from vllm.v1.nwor.window import Acceptance, VerificationWindows
 
 logger = logging.getLogger(__name__)
 
@@ -55,53 +56,12 @@ class State(enum.Enum):
     LOGGED = "logged"
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """One target layer's cache. `kv_cache` is kept alive by the manager's owner."""
-
-    name: str
-    kv_cache: torch.Tensor
-    layout: KVLayout
-
-
 @dataclass
 class HostTimes:
     """Host time of each begin and commit, in nanoseconds; for benches."""
 
     begin_ns: list[int] = field(default_factory=list)
     commit_ns: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class CopyTable:
-    """Layers that one launch covers.
-
-    table: [num_layers, 9] int64, device (ops.TABLE_COLUMNS).
-    runs: [block_size, num_runs, 2] int32, device, or None for row caches.
-    """
-
-    table: torch.Tensor
-    runs: torch.Tensor | None
-
-
-class GroupLog:
-    """The undo log of one KV-cache group, and the tables of the layers in it.
-
-    undo_log: [capacity, bytes_per_draft] uint8, device.
-    log_slots: [capacity] int64, device. log_windows: [capacity, 3] int32, device.
-    """
-
-    def __init__(
-        self, group_id: int, layers: Sequence[LayerCache], undo_log: torch.Tensor
-    ) -> None:
-        self.group_id = group_id
-        self.layers = tuple(layers)
-        capacity, self.bytes_per_draft = undo_log.shape
-        device = undo_log.device
-        self.tables = _copy_tables(self.layers, device)
-        self.undo_log = undo_log
-        self.log_slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self.log_windows = torch.zeros((capacity, 3), dtype=torch.int32, device=device)
 
 
 class DraftCommitManager:
@@ -111,6 +71,7 @@ class DraftCommitManager:
     counters: [num_tables, 6] int64, device (ops.COUNTER_COLUMNS), a row for each
         launch of a commit, only ever added to, by the kernels. Every launch sees all
         windows, so that windows and tokens are read from row 0; bytes are summed.
+    launches: how a step's copies are enqueued.
     active: a switch for benches; while False, begin does nothing.
     fallbacks: windows that ran as vanilla vLLM, by reason.
     """
@@ -128,7 +89,7 @@ class DraftCommitManager:
         storage: [num_bytes] uint8, device: memory for the undo log; what does not fit
             lowers the capacity. None allocates it.
         ops: the seam where tests inject faults: what has the functions of
-            `vllm.v1.nwor.ops`; by default that module, or on CUDA a PreparedOps.
+            `vllm.v1.nwor.ops`; None for that module, or on CUDA prepared launches.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -158,22 +119,29 @@ class DraftCommitManager:
             GroupLog(gid, layers, part.view(capacity, width))
             for (gid, layers), part, width in zip(groups, parts, widths, strict=True)
         ]
-        self._launches = [
+        parts_of_groups = [
             (group, part) for group in self.groups for part in group.tables
         ]
         self.counters = torch.zeros(
-            (len(self._launches), len(native_ops.COUNTER_COLUMNS)),
+            (len(parts_of_groups), len(native_ops.COUNTER_COLUMNS)),
             dtype=torch.int64,
             device=self.device,
         )
-        self._counter_rows = self.counters.unbind()
+        self.launches = _launches_for(
+            self.device,
+            [
+                Launch(group, part, counters)
+                for (group, part), counters in zip(
+                    parts_of_groups, self.counters.unbind(), strict=True
+                )
+            ],
+            ops,
+        )
         self.active = True
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self.host_times: HostTimes | None = None
-        default_ops = _ops_for(self.device)
-        self._ops = default_ops if ops is None else ops
-        self._publish = default_ops.publish
+        self._copy_counters = native_ops.publish
         self._num_drafts = 0
 
     @property
@@ -196,34 +164,24 @@ class DraftCommitManager:
         """
         if self.state is not State.IDLE:
             self.abort(STALE_LOG)
-        if not self.active or windows.num_drafts == 0:
+        num_drafts = windows.num_drafts
+        if not self.active or num_drafts == 0:
             return
         started = time.perf_counter_ns()
-        if windows.num_drafts > self.capacity:
+        if num_drafts > self.capacity:
             self._fall_back(
                 OVER_CAPACITY,
-                f"{windows.num_drafts} drafts do not fit the undo log of "
-                f"{self.capacity} rows",
+                f"{num_drafts} drafts do not fit the undo log of {self.capacity} rows",
             )
             return
         try:
-            for group, part in self._launches:
-                self._ops.log_cache_slots(
-                    part.table,
-                    part.runs,
-                    windows.slot_mappings[group.group_id],
-                    windows.logits_indices,
-                    windows.cu_num_logits,
-                    group.undo_log,
-                    group.log_slots,
-                    group.log_windows,
-                    windows.num_drafts,
-                )
-            self._debug_sync()
+            self.launches.log(windows)
+            if self.config.debug_sync:
+                self._wait()
         except Exception as error:
             self._fall_back(BEGIN_FAILED, f"log_cache_slots: {error}", error)
             return
-        self._num_drafts = windows.num_drafts
+        self._num_drafts = num_drafts
         self.state = State.LOGGED
         if self.host_times is not None:
             self.host_times.begin_ns.append(time.perf_counter_ns() - started)
@@ -234,7 +192,7 @@ class DraftCommitManager:
         """Restores the rejected drafts' slots and counts the windows. Call right after
         rejection sampling, on the stream of the forward, before the drafter runs.
 
-        counters_to: as `publish` takes it, enqueued behind the restore.
+        counters_to: as `publish` takes it, written behind the restore.
 
         Returns whether counters_to gets the counters of this commit; False without it
         and without a log, when nothing is done.
@@ -246,46 +204,22 @@ class DraftCommitManager:
             return False
         started = time.perf_counter_ns()
         self.state = State.IDLE
-        if isinstance(acceptance, SampledIds):
-            sampled, vocab_size = acceptance.sampled_token_ids, acceptance.vocab_size
-            num_rejected = None
-        else:
-            sampled, vocab_size = None, 0
-            num_rejected = acceptance.num_rejected
-        failure: Exception | None = None
-        for (group, part), counters in zip(
-            self._launches, self._counter_rows, strict=True
-        ):
-            try:
-                self._ops.restore_rejected_drafts(
-                    part.table,
-                    part.runs,
-                    group.undo_log,
-                    group.log_slots,
-                    group.log_windows,
-                    sampled,
-                    vocab_size,
-                    num_rejected,
-                    counters,
-                    self._num_drafts,
-                )
-            except Exception as error:
-                failure = error
-        published = False
         try:
-            if counters_to is not None:
-                self._publish(counters_to, self.counters)
-                published = True
-            self._debug_sync()
+            self.launches.restore(acceptance, self._num_drafts, counters_to)
+            if self.config.debug_sync:
+                self._wait()
         except Exception as error:
-            failure = error
-        if failure is not None:
-            self._fall_back(
-                COMMIT_FAILED, f"restore_rejected_drafts: {failure}", failure
-            )
-        elif self.host_times is not None:
+            published = False
+            if counters_to is not None:
+                # What failed did not write its row.
+                with contextlib.suppress(Exception):
+                    self._copy_counters(counters_to, self.counters)
+                    published = True
+            self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
+            return published
+        if self.host_times is not None:
             self.host_times.commit_ns.append(time.perf_counter_ns() - started)
-        return published
+        return counters_to is not None
 
     def publish(self, to: torch.Tensor) -> bool:
         """Enqueues a copy of the counters to `to`: [num_launches, 6] int64, cpu, pinned
@@ -295,7 +229,7 @@ class DraftCommitManager:
             NworError: under VLLM_NWOR_STRICT, if it did not.
         """
         try:
-            self._publish(to, self.counters)
+            self._copy_counters(to, self.counters)
         except Exception as error:
             self._fall_back(COMMIT_FAILED, f"publish: {error}", error)
             return False
@@ -312,8 +246,8 @@ class DraftCommitManager:
         self.state = State.IDLE
         self._fall_back(reason, f"a log of {self._num_drafts} drafts was dropped")
 
-    def _debug_sync(self) -> None:
-        if self.config.debug_sync and self.device.type != "cpu":
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def _fall_back(
@@ -331,43 +265,13 @@ class DraftCommitManager:
             )
 
 
-def _ops_for(device: torch.device) -> Any:
+def _launches_for(
+    device: torch.device, launches: Sequence[Launch], ops: Any
+) -> Launches:
+    if ops is not None:
+        return OpLaunches(launches, ops)
     if device.type != "cuda":
-        return native_ops
-    from vllm.v1.nwor.prepared import PreparedOps
+        return OpLaunches(launches)
+    from vllm.v1.nwor.prepared import PreparedLaunches
 
-    return PreparedOps(device)
-
-
-def _copy_tables(
-    layers: Sequence[LayerCache], device: torch.device
-) -> tuple[CopyTable, ...]:
-    """The layers' table rows: all row caches in one table, and one more for each
-    distinct packing. A layer's place in a row of the log follows the layers' order."""
-    rows: list[list[int]] = []
-    packings: list[tuple[torch.Tensor, list[list[int]]]] = []
-    log_offset = 0
-    for layer in layers:
-        row = layer.layout.table_row(layer.kv_cache.data_ptr(), log_offset)
-        log_offset += layer.layout.slot_bytes
-        runs = layer.layout.runs
-        if runs is None:
-            rows.append(row)
-            continue
-        for known, known_rows in packings:
-            if torch.equal(known, runs):
-                known_rows.append(row)
-                break
-        else:
-            packings.append((runs, [row]))
-    tables = [
-        CopyTable(
-            torch.tensor(packed, dtype=torch.int64, device=device), runs.to(device)
-        )
-        for runs, packed in packings
-    ]
-    if rows:
-        tables.insert(
-            0, CopyTable(torch.tensor(rows, dtype=torch.int64, device=device), None)
-        )
-    return tuple(tables)
+    return PreparedLaunches(device, launches)

@@ -195,6 +195,7 @@ def restore_rejected_drafts(
     num_rejected: Tensor | None,
     counters: Tensor,
     num_drafts: int,
+    counters_to: Tensor | None = None,
 ) -> None:
     """Copies the rejected drafts' old bytes back to all layers, and counts.
 
@@ -206,6 +207,8 @@ def restore_rejected_drafts(
         two is given. A draft is rejected if its position is not below the number of
         accepted ones.
     counters: [6] int64, COUNTER_COLUMNS. Mutated: added to.
+    counters_to: [6] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
+        become, unless num_drafts is 0.
 
     Raises:
         RuntimeError: a bad argument; it names the argument, its value and the rule.
@@ -221,6 +224,7 @@ def restore_rejected_drafts(
         num_rejected,
         counters,
         num_drafts,
+        counters_to,
     )
 
 

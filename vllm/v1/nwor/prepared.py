@@ -1,99 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PreparedOps: log and restore on CUDA without a trip through PyTorch's dispatcher.
+"""PreparedLaunches: a step's log and restore on CUDA, each as one C call.
 
-Between two steps of a model a lot of code runs, and a call through the dispatcher finds
-its own code nowhere in the processor's cache: that is a large part of what an op costs
-on the host. The tables, the log and the counters
-never change, so their part of a launch's arguments is filled in once, in the structs
-that the launchers take; a step sets what is its own, and calls one C function.
+Between two steps of a model a lot of code runs, and what a step of ours runs is not in
+the processor's cache when its turn comes: a call through PyTorch's dispatcher costs
+several times what it costs in a tight loop. The tables, the logs and the counters never
+change, so the C side keeps their part of the arguments. A step packs its own into an
+array of int64, and one C function makes all launches.
 
-The methods have the signatures of `ops`. The first call for a table goes through the
-op, with no drafts: it checks every argument and copies nothing. Later calls check what
-a step can change. csrc/nwor/prepared.h is the other side.
+The first step goes through the ops too, with no drafts: they check every argument and
+copy nothing. Later steps check what could change. csrc/nwor/prepared.h is the other
+side.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_int32, c_int64, c_void_p
+import struct
+import weakref
+from collections.abc import Sequence
+from ctypes import c_char_p, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from vllm.v1.nwor import ops
+from vllm.v1.nwor.launches import Launch, OpLaunches
+from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
+
+# int64 values in PreparedLaunch, LogStep, LogStepLaunch and RestoreStep.
+COLUMNS = (8, 6, 2, 9)
+_ITEM = 8
 
 
-class _Table(Structure):
-    _fields_ = [("rows", c_void_p), ("num_layers", c_int64)]
+class PreparedLaunches:
+    """As Launches, for tensors on one CUDA device."""
 
-
-class _Runs(Structure):
-    _fields_ = [("data", c_void_p), ("block_size", c_int64), ("num_runs", c_int64)]
-
-
-class _Batch(Structure):
-    _fields_ = [
-        ("slot_mapping", c_void_p),
-        ("num_tokens", c_int64),
-        ("logits_indices", c_void_p),
-        ("logits_indices_is_int64", c_bool),
-        ("num_logits", c_int64),
-        ("cu_num_logits", c_void_p),
-        ("num_reqs", c_int64),
-    ]
-
-
-class _UndoLog(Structure):
-    _fields_ = [
-        ("bytes", c_void_p),
-        ("row_stride", c_int64),
-        ("row_bytes", c_int64),
-        ("slots", c_void_p),
-        ("windows", c_void_p),
-    ]
-
-
-class _Acceptance(Structure):
-    _fields_ = [
-        ("sampled_token_ids", c_void_p),
-        ("row_stride", c_int64),
-        ("column_stride", c_int64),
-        ("num_columns", c_int64),
-        ("vocab_size", c_int64),
-        ("num_rejected", c_void_p),
-        ("num_reqs", c_int64),
-    ]
-
-
-class _LogArgs(Structure):
-    _fields_ = [
-        ("table", _Table),
-        ("runs", _Runs),
-        ("batch", _Batch),
-        ("log", _UndoLog),
-        ("num_drafts", c_int64),
-    ]
-
-
-class _RestoreArgs(Structure):
-    _fields_ = [
-        ("table", _Table),
-        ("runs", _Runs),
-        ("log", _UndoLog),
-        ("acceptance", _Acceptance),
-        ("counters", c_void_p),
-        ("num_drafts", c_int64),
-    ]
-
-
-class PreparedOps:
-    """log_cache_slots and restore_rejected_drafts of `ops`, for tensors that stay.
-
-    Requires that table, undo_log, log_slots, log_windows and counters live as long as
-    this object, and that their device is the current one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, launches: Sequence[Launch]) -> None:
         """device: where all tensors are, a CUDA device with its index.
 
         Raises:
@@ -101,158 +43,161 @@ class PreparedOps:
         """
         ops.load("cuda")
         library = ctypes.CDLL(str(ops.LIBRARY))
-        sizes = (c_int64 * 2)()
-        library.nwor_prepared_sizes(sizes)
-        if list(sizes) != [ctypes.sizeof(_LogArgs), ctypes.sizeof(_RestoreArgs)]:
+        columns = (c_int64 * len(COLUMNS))()
+        library.nwor_prepared_columns(columns)
+        if tuple(columns) != COLUMNS:
             raise ops.NworOpsUnavailable(
-                f"{ops.LIBRARY} has launch arguments of {list(sizes)} bytes; this "
-                "version of vllm-nwor has "
-                f"{[ctypes.sizeof(_LogArgs), ctypes.sizeof(_RestoreArgs)]}: build it "
-                "again"
+                f"{ops.LIBRARY} takes launch arguments of {tuple(columns)} columns; "
+                f"this version of vllm-nwor has {COLUMNS}: build it again"
             )
-        self._log = library.nwor_prepared_log
-        self._log.argtypes = [POINTER(_LogArgs), c_int32]
-        self._restore = library.nwor_prepared_restore
-        self._restore.argtypes = [POINTER(_RestoreArgs), c_int32]
-        self._publish = library.nwor_prepared_publish
-        self._publish.argtypes = [c_void_p, c_void_p, c_int64, c_int32]
-        for function in (self._log, self._restore, self._publish):
-            function.restype = c_char_p
-        self._log_args: dict[int, _LogArgs] = {}
-        self._restore_args: dict[tuple[int, int], _RestoreArgs] = {}
-        self._device = device.index
-
-    def log_cache_slots(
-        self,
-        table: Tensor,
-        runs: Tensor | None,
-        slot_mapping: Tensor,
-        logits_indices: Tensor,
-        cu_num_logits: Tensor,
-        undo_log: Tensor,
-        log_slots: Tensor,
-        log_windows: Tensor,
-        num_drafts: int,
-    ) -> None:
-        """As ops.log_cache_slots."""
-        args = self._log_args.get(id(table))
-        if args is None:
-            ops.log_cache_slots(
-                table,
-                runs,
-                slot_mapping,
-                logits_indices,
-                cu_num_logits,
-                undo_log,
-                log_slots,
-                log_windows,
-                0,
-            )
-            args = _LogArgs(
-                table=_Table(table.data_ptr(), table.shape[0]),
-                log=_undo_log(undo_log, log_slots, log_windows),
-            )
-            self._log_args[id(table)] = args
-        _check("slot_mapping", slot_mapping, torch.int64)
-        _check("cu_num_logits", cu_num_logits, torch.int32)
-        is_int64 = logits_indices.dtype is torch.int64
-        _check(
-            "logits_indices", logits_indices, torch.int64 if is_int64 else torch.int32
+        self._launches = tuple(launches)
+        constants = [value for launch in launches for value in _constants(launch)]
+        library.nwor_prepared_new.restype = c_void_p
+        handle = library.nwor_prepared_new(
+            (c_int64 * len(constants))(*constants),
+            c_int64(len(self._launches)),
+            c_int64(device.index),
         )
-        batch = args.batch
-        batch.slot_mapping = slot_mapping.data_ptr()
-        batch.num_tokens = slot_mapping.numel()
-        batch.logits_indices = logits_indices.data_ptr()
-        batch.logits_indices_is_int64 = is_int64
-        batch.num_logits = logits_indices.numel()
-        batch.cu_num_logits = cu_num_logits.data_ptr()
-        batch.num_reqs = cu_num_logits.numel()
-        args.num_drafts = num_drafts
-        _raise(self._log(args, self._device))
+        library.nwor_prepared_free.argtypes = [c_void_p]
+        weakref.finalize(self, library.nwor_prepared_free, handle)
+        self._handle = c_void_p(handle)
+        self._enqueue_log = library.nwor_prepared_log
+        self._enqueue_restore = library.nwor_prepared_restore
+        for function in (self._enqueue_log, self._enqueue_restore):
+            function.restype = c_char_p
 
-    def restore_rejected_drafts(
-        self,
-        table: Tensor,
-        runs: Tensor | None,
-        undo_log: Tensor,
-        log_slots: Tensor,
-        log_windows: Tensor,
-        sampled_token_ids: Tensor | None,
-        vocab_size: int,
-        num_rejected: Tensor | None,
-        counters: Tensor,
-        num_drafts: int,
+        self._group_ids = [launch.group.group_id for launch in self._launches]
+        of_log = COLUMNS[1] + COLUMNS[2] * len(self._launches)
+        self._log_step = (c_int64 * of_log)()
+        self._pack_log = struct.Struct(f"={of_log}q").pack_into
+        self._restore_step = (c_int64 * COLUMNS[3])()
+        self._pack_restore = struct.Struct(f"={COLUMNS[3]}q").pack_into
+        # Through these goes a first step; None when it did.
+        self._first_log: OpLaunches | None = OpLaunches(launches)
+        self._first_restore: OpLaunches | None = self._first_log
+
+    def log(self, windows: VerificationWindows) -> None:
+        """As Launches.log."""
+        if self._first_log is not None:
+            self._first_log.log(windows._replace(num_drafts=0))
+            self._first_log = None
+        num_drafts, logits_indices, cu_num_logits, slot_mappings, skipped = windows
+        is_int64 = logits_indices.dtype is torch.int64
+        if (
+            cu_num_logits.dtype is not torch.int32
+            or not (is_int64 or logits_indices.dtype is torch.int32)
+            or not (logits_indices.is_cuda and cu_num_logits.is_cuda)
+            or not (logits_indices.is_contiguous() and cu_num_logits.is_contiguous())
+        ):
+            raise RuntimeError(
+                f"logits_indices is {_kind(logits_indices)}, cu_num_logits "
+                f"{_kind(cu_num_logits)}; must be int32 or int64, and int32; both "
+                "contiguous, on CUDA"
+            )
+        self._pack_log(
+            self._log_step,
+            0,
+            num_drafts,
+            logits_indices.data_ptr(),
+            is_int64,
+            logits_indices.numel(),
+            cu_num_logits.data_ptr() + 4 * skipped,
+            cu_num_logits.numel() - skipped,
+            *self._slot_columns(slot_mappings),
+        )
+        error = self._enqueue_log(self._handle, self._log_step)
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    def _slot_columns(self, slot_mappings: Sequence[Tensor] | Tensor) -> list[int]:
+        """(address, number of tokens) of each launch's slots, one after another."""
+        columns: list[int] = []
+        if isinstance(slot_mappings, Tensor):
+            # By arithmetic: an index would be a trip through the dispatcher.
+            _check_slots(slot_mappings)
+            address = slot_mappings.data_ptr()
+            row_bytes = slot_mappings.stride(0) * _ITEM
+            num_tokens = slot_mappings.size(1)
+            for group_id in self._group_ids:
+                columns += (address + group_id * row_bytes, num_tokens)
+            return columns
+        for group_id in self._group_ids:
+            slots = slot_mappings[group_id]
+            _check_slots(slots)
+            columns += (slots.data_ptr(), slots.numel())
+        return columns
+
+    def restore(
+        self, acceptance: Acceptance, num_drafts: int, counters_to: Tensor | None
     ) -> None:
-        """As ops.restore_rejected_drafts."""
-        args = self._restore_args.get((id(table), id(counters)))
-        if args is None:
-            ops.restore_rejected_drafts(
-                table,
-                runs,
-                undo_log,
-                log_slots,
-                log_windows,
-                sampled_token_ids,
-                vocab_size,
-                num_rejected,
-                counters,
+        """As Launches.restore."""
+        if self._first_restore is not None:
+            self._first_restore.restore(acceptance, 0, counters_to)
+            self._first_restore = None
+        to = 0 if counters_to is None else counters_to.data_ptr()
+        if isinstance(acceptance, SampledIds):
+            sampled, vocab_size = acceptance
+            if sampled.dtype is not torch.int32 or not sampled.is_cuda:
+                raise RuntimeError(
+                    f"sampled_token_ids is {_kind(sampled)}; must be int32, on CUDA"
+                )
+            num_reqs, num_columns = sampled.shape
+            self._pack_restore(
+                self._restore_step,
                 0,
+                num_drafts,
+                sampled.data_ptr(),
+                *sampled.stride(),
+                num_columns,
+                vocab_size,
+                0,
+                num_reqs,
+                to,
             )
-            args = _RestoreArgs(
-                table=_Table(table.data_ptr(), table.shape[0]),
-                log=_undo_log(undo_log, log_slots, log_windows),
-                counters=counters.data_ptr(),
-            )
-            self._restore_args[id(table), id(counters)] = args
-        acceptance = args.acceptance
-        if num_rejected is not None:
-            _check("num_rejected", num_rejected, torch.int32)
-            acceptance.num_rejected = num_rejected.data_ptr()
-            acceptance.num_reqs = num_rejected.numel()
         else:
-            assert sampled_token_ids is not None
-            if not (
-                sampled_token_ids.dtype is torch.int32 and sampled_token_ids.is_cuda
+            num_rejected = acceptance.num_rejected
+            if num_rejected.dtype is not torch.int32 or not (
+                num_rejected.is_cuda and num_rejected.is_contiguous()
             ):
                 raise RuntimeError(
-                    f"sampled_token_ids is {sampled_token_ids.dtype} on "
-                    f"{sampled_token_ids.device}; must be torch.int32 on CUDA"
+                    f"num_rejected is {_kind(num_rejected)}; must be int32, "
+                    "contiguous, on CUDA"
                 )
-            acceptance.num_rejected = None
-            acceptance.num_reqs, acceptance.num_columns = sampled_token_ids.shape
-            acceptance.row_stride, acceptance.column_stride = sampled_token_ids.stride()
-            acceptance.sampled_token_ids = sampled_token_ids.data_ptr()
-            acceptance.vocab_size = vocab_size
-        args.num_drafts = num_drafts
-        _raise(self._restore(args, self._device))
-
-    def publish(self, to: Tensor, counters: Tensor) -> None:
-        """Enqueues a copy of `counters` (contiguous, device) to `to` (pinned)."""
-        _raise(
-            self._publish(
-                to.data_ptr(), counters.data_ptr(), counters.nbytes, self._device
+            self._pack_restore(
+                self._restore_step,
+                0,
+                num_drafts,
+                *(0, 0, 0, 0, 0),
+                num_rejected.data_ptr(),
+                num_rejected.numel(),
+                to,
             )
-        )
+        error = self._enqueue_restore(self._handle, self._restore_step)
+        if error is not None:
+            raise RuntimeError(error.decode())
 
 
-def _undo_log(undo_log: Tensor, log_slots: Tensor, log_windows: Tensor) -> _UndoLog:
-    return _UndoLog(
-        undo_log.data_ptr(),
-        undo_log.stride(0),
-        undo_log.shape[1],
-        log_slots.data_ptr(),
-        log_windows.data_ptr(),
+def _constants(launch: Launch) -> tuple[int, ...]:
+    """A row of PreparedLaunch."""
+    group, table = launch.group, launch.part.table
+    return (
+        table.data_ptr(),
+        table.shape[0],
+        group.undo_log.data_ptr(),
+        group.undo_log.stride(0),
+        group.undo_log.shape[1],
+        group.log_slots.data_ptr(),
+        group.log_windows.data_ptr(),
+        launch.counters.data_ptr(),
     )
 
 
-def _check(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype is not dtype or not (tensor.is_cuda and tensor.is_contiguous()):
+def _check_slots(slots: Tensor) -> None:
+    if slots.dtype is not torch.int64 or not slots.is_cuda or slots.stride(-1) != 1:
         raise RuntimeError(
-            f"{name} is {tensor.dtype} on {tensor.device} with strides "
-            f"{tensor.stride()}; must be {dtype}, contiguous, on CUDA"
+            f"slot_mapping is {_kind(slots)}; must be int64, contiguous, on CUDA"
         )
 
 
-def _raise(text: bytes | None) -> None:
-    if text is not None:
-        raise RuntimeError(text.decode())
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} with strides {tensor.stride()} on {tensor.device}"

@@ -12,15 +12,13 @@ draft rows are entries 1, 2 (request 0) and 5 (request 2) of `logits_indices`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class VerificationWindows:
+class VerificationWindows(NamedTuple):
     """All windows of one step.
 
     num_drafts: upper bound, known to the host, of the number of drafts in the step.
@@ -28,17 +26,19 @@ class VerificationWindows:
         1 + k for each request, in request order.
     cu_num_logits: [num_reqs] int32, device: inclusive cumulative number of them.
     slot_mappings: for each KV-cache group id, [>= num_tokens] int64, device:
-        the slot of each batch row, -1 for padding.
+        the slot of each batch row, -1 for padding; a sequence or one tensor.
+    num_leading_zeros: entries in front of the first request's in cu_num_logits, as the
+        arrays have them that begin with 0.
     """
 
     num_drafts: int
     logits_indices: torch.Tensor
     cu_num_logits: torch.Tensor
     slot_mappings: Sequence[torch.Tensor] | torch.Tensor
+    num_leading_zeros: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SampledIds:
+class SampledIds(NamedTuple):
     """Acceptance as the V1 rejection sampler reports it.
 
     sampled_token_ids: [num_reqs, max_spec_len + 1] int32, device. An id is valid if it
@@ -49,8 +49,7 @@ class SampledIds:
     vocab_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class NumRejected:
+class NumRejected(NamedTuple):
     """Acceptance as the V2 runner reports it.
 
     num_rejected: [num_reqs] int32, device: a request's last so many drafts fell.

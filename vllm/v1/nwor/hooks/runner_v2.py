@@ -104,8 +104,9 @@ def _prepare_attn(
                 VerificationWindows(
                     num_drafts=batch.num_draft_tokens,
                     logits_indices=batch.logits_indices,
-                    cu_num_logits=batch.cu_num_logits[1:],
+                    cu_num_logits=batch.cu_num_logits,
                     slot_mappings=slot_mappings,
+                    num_leading_zeros=1,
                 )
             )
     return result
