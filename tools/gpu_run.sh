@@ -14,6 +14,7 @@
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
 #   bench-kernels [ARG...]   bench_kernels.py
+#   host-profile [CELL...]   tools/host_profile.py (default: one of each runner)
 #   bench [CELL...]          cells of tools/gpu_cells.py (default: the budgeted five)
 #
 # Without arguments: build kernels engines sync layouts. A step that fails or outlives
@@ -32,7 +33,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines sync layouts parallel sanitizer bench-kernels bench "
+STEPS=" build kernels engines sync layouts parallel sanitizer bench-kernels"
+STEPS="$STEPS host-profile bench "
 WORK=$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
@@ -185,6 +187,16 @@ results.save(sys.argv[1], sys.argv[2], "make gpu-test", {"all": entry})
 
 step_bench-kernels() {
     "$PYTHON" bench_kernels.py --device cuda --json "$RESULTS/bench_kernels.json" "$@"
+}
+
+step_host-profile() {
+    local cells=("$@") failed=0
+    [ $# -gt 0 ] || cells=(v2-k4-a70 v1-ngram-k4-a70)
+    for cell in "${cells[@]}"; do
+        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/host_profile.py \
+            "$cell" --json "$RESULTS/host_profile_$cell.json" || failed=1
+    done
+    return $failed
 }
 
 step_bench() {

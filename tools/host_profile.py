@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Where the host's time for begin and commit goes, inside a real engine.
+
+    python tools/host_profile.py v2-k4-a70 --json results/host_profile_v2-k4-a70.json
+
+Starts the engine of a cell of gpu_cells.py and serves the same requests again and
+again, each time with other launches in the manager:
+
+    ops        log and restore through PyTorch's dispatcher, as `vllm.v1.nwor.ops`
+    prepared   what NWOR does: one C call each
+    unlaunched prepared, with C functions that return at once: what Python takes
+    add        torch's `x.add_(1)` at the same two places, for scale
+    call       a C function that does nothing, at the same two places
+
+The order turns from round to round. In a tight loop each of these is several times
+faster: what a step runs is no longer in the processor's cache when its turn comes.
+The last three kinds restore nothing, so that the counters of this process mean nothing.
+
+Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gpu_cells  # noqa: E402
+from benchmarks import device, environment  # noqa: E402
+from benchmarks.arguments import BadArgument, parse  # noqa: E402
+from benchmarks.engine import Engine, EngineFailed  # noqa: E402
+from benchmarks.files import write_json  # noqa: E402
+from benchmarks.settings import prepare_process  # noqa: E402
+
+KIND = "host_profile"
+BATCH = 16
+COMMIT_VARIABLE = "NWOR_COMMIT"
+
+
+class _Reference:
+    """Launches that do something else: `call`, once for log and once for restore."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def log(self, *_: Any) -> None:
+        self._call()
+
+    def restore(self, *_: Any) -> None:
+        self._call()
+
+
+def kinds_of_launches(manager: Any) -> dict[str, Any]:
+    """What the manager shall launch with, by name."""
+    import torch
+
+    from vllm.v1.nwor import ops
+    from vllm.v1.nwor.launches import OpLaunches
+    from vllm.v1.nwor.prepared import COLUMNS, PreparedLaunches
+
+    prepared = manager.launches
+    if not isinstance(prepared, PreparedLaunches):
+        raise EngineFailed(
+            f"the manager has {type(prepared).__name__}, not PreparedLaunches: only "
+            "CUDA has a profile"
+        )
+    launches = prepared._launches
+    unlaunched = PreparedLaunches(manager.device, launches)
+    # Takes any arguments, and returns its first, which ctypes makes of 0: None.
+    empty = ctypes.CDLL(None).abs
+    empty.restype = ctypes.c_char_p
+    unlaunched._enqueue_log = unlaunched._enqueue_restore = lambda *_: empty(0)
+    number = torch.zeros(1, device=manager.device)
+    library = ctypes.CDLL(str(ops.LIBRARY))
+    columns = (ctypes.c_int64 * len(COLUMNS))()
+    return {
+        "ops": OpLaunches(launches),
+        "prepared": prepared,
+        "unlaunched": unlaunched,
+        "add": _Reference(lambda: number.add_(1)),
+        "call": _Reference(lambda: library.nwor_prepared_columns(columns)),
+    }
+
+
+def spread(microseconds: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile, in microseconds, of one number a step."""
+    ordered = sorted(microseconds)
+    return {
+        "median_us": round(statistics.median(ordered), 2),
+        "p95_us": round(ordered[int(0.95 * (len(ordered) - 1))], 2),
+        "steps": len(ordered),
+    }
+
+
+def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
+    """Runs all kinds `rounds` times; times by kind, and what they were measured on."""
+    argv = cell.arguments(BATCH)
+    options = parse(argv)
+    on = device.resolve(options)
+    prepare_process(options, on)
+    engine = Engine(options, on)
+    managers: list[Any] = []
+    engine._engine.collective_rpc(
+        lambda worker: managers.append(worker.model_runner.nwor_state.manager)
+    )
+    manager = managers[0]
+    launches = kinds_of_launches(manager)
+    times: dict[str, dict[str, list[float]]] = {
+        kind: {"begin": [], "commit": []} for kind in launches
+    }
+    engine.run(True)
+    for number in range(rounds):
+        order = list(launches) if number % 2 == 0 else list(reversed(launches))
+        for kind in order:
+            manager.launches = launches[kind]
+            run = engine.run(True)
+            assert run.nwor is not None
+            times[kind]["begin"] += run.nwor.begin_us
+            times[kind]["commit"] += run.nwor.commit_us
+            print(f"{kind:10} of round {number + 1} done", flush=True)
+    result = {
+        "kind": KIND,
+        "cell": cell.name,
+        "batch_size": BATCH,
+        "rounds": rounds,
+        "command": " ".join(["python", "tools/host_profile.py", *sys.argv[1:]]),
+        "environment": environment.describe(on, ROOT),
+        "host": {
+            kind: {
+                "begin": spread(found["begin"]),
+                "commit": spread(found["commit"]),
+                "both": spread(
+                    [sum(both) for both in zip(*found.values(), strict=True)]
+                ),
+            }
+            for kind, found in times.items()
+        },
+    }
+    commit = result["environment"]["commit"] or os.environ.get(COMMIT_VARIABLE)
+    result["environment"]["commit"] = commit
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "cell",
+        choices=sorted(gpu_cells.BY_NAME),
+        metavar="CELL",
+        help=", ".join(gpu_cells.BY_NAME),
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where to write")
+    parser.add_argument("--rounds", type=int, default=4, help="of all kinds (4)")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}; allowed values: at least 1")
+    cell = gpu_cells.BY_NAME[arguments.cell]
+    try:
+        result = profile(cell, arguments.rounds)
+    except BadArgument as error:
+        print(f"host_profile.py: {error}", file=sys.stderr)
+        return 2
+    except EngineFailed as error:
+        print(f"host_profile.py: {cell.name}: {error}", file=sys.stderr)
+        return 1
+    write_json(arguments.json, result)
+    for kind, found in result["host"].items():
+        print(
+            f"{cell.name} {kind:10}",
+            *(f"{part} {spent['median_us']:.1f} us" for part, spent in found.items()),
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As gpu_bench.py: nothing that vLLM still does is worth waiting for.
+    os._exit(status)
