@@ -2,16 +2,17 @@
 # activated first. The tools in tools/ do the work and say what they do.
 
 PYTHON ?= python3
-# What `make bench` writes: RESULTS=results to renew the committed files.
+# What `make bench` and `make soak` write: RESULTS=results to renew the committed files.
 RESULTS ?= bench-out
-# More arguments for pytest (make test) or bench_vllm.py (make bench).
+# More arguments for pytest (make test), bench_vllm.py (make bench) and so on.
 ARGS ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
 PY := .venv/bin/python
 SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.cuh' '*.cpp' '*.cu')
-SCRIPTS := .ci/run tools/check_system.sh tools/gpu_run.sh
+SCRIPTS = $(shell git ls-files .ci/run '*.sh')
+DOCKERFILES = $(shell git ls-files 'docker/Dockerfile*')
 MODEL := smollm2-135m
 SPECULATION := {"method": "ngram", "num_speculative_tokens": 4, \
 	"prompt_lookup_min": 1, "prompt_lookup_max": 4}
@@ -31,8 +32,8 @@ export DO_NOT_TRACK := 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test serve lint format wheel setup models lock deps clean distclean
-.PHONY: gpu-test gpu-bench
+.PHONY: help bench test serve soak lint format wheel setup models lock deps clean distclean
+.PHONY: gpu-test gpu-bench rebuild image image-cpu
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -45,6 +46,16 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 
 test: models ## run the tests; ARGS="-k name" for some of them
 	$(PY) -m pytest -m "not nightly" $(ARGS)
+
+# Few KV blocks, so that requests are preempted, too.
+soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all after it
+	@mkdir -p $(RESULTS)
+	$(PY) tools/soak.py \
+		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
+		--minutes $(or $(MINUTES),10) --json $(RESULTS)/soak_cpu.json \
+		--speculative-config '$(SPECULATION)' --serve-args '--enforce-eager \
+		--served-model-name $(MODEL) --max-model-len 1024 --max-num-seqs 16 \
+		--block-size 32 --num-gpu-blocks-override 64' $(ARGS)
 
 # These two need an NVIDIA GPU and a PYTHON that has vLLM; .venv is not used. STEPS
 # chooses among what tools/gpu_run.sh lists.
@@ -70,7 +81,8 @@ lint: setup ## check style and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
-	@for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+	.venv/bin/shellcheck $(SCRIPTS)
+	.venv/bin/hadolint $(DOCKERFILES)
 	$(PY) tools/render_results.py --check
 
 format: setup ## apply the style
@@ -81,6 +93,15 @@ format: setup ## apply the style
 wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
 	NWOR_CUDA=$(WHEEL_CUDA) $(PY) -m pip wheel . -w dist --no-deps \
 		--no-build-isolation
+
+rebuild: ## bring the native library up to date, with CUDA code if nvcc is found
+	tools/rebuild_nwor_extension.sh --cuda $(WHEEL_CUDA)
+
+image: ## build the container image vllm-nwor, for GPUs
+	docker build -f docker/Dockerfile -t vllm-nwor .
+
+image-cpu: ## build the container image vllm-nwor:cpu
+	docker build -f docker/Dockerfile.cpu -t vllm-nwor:cpu .
 
 setup: ## make .venv and the native library, or bring them up to date
 	@tools/check_system.sh

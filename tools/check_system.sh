@@ -62,6 +62,7 @@ if ! command -v apt-get >/dev/null 2>&1; then
     echo "apt-get is not here: install these with this system's package manager." >&2
     exit 1
 fi
+# shellcheck disable=SC2086 # "sudo ", a word of its own
 ${SUDO}apt-get update -q || exit 1
 # A second round: with a new Python more can be looked at.
 for _ in 1 2; do

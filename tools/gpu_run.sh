@@ -280,6 +280,6 @@ if [ -n "${OUT:-}" ]; then
             tar -czf "$OUT/engine_logs.tar.gz" --null -T -)
     fi
 fi
-echo "== results in $RESULTS: $(ls "$RESULTS" | tr '\n' ' ')"
+echo "== results in $RESULTS: $(cd "$RESULTS" && echo *)"
 echo "== failed:${failed:- none}"
 [ -z "$failed" ]
