@@ -57,6 +57,17 @@ soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all 
 		--served-model-name $(MODEL) --max-model-len 1024 --max-num-seqs 16 \
 		--block-size 32 --num-gpu-blocks-override 64' $(ARGS)
 
+# Few KV blocks, so that requests are preempted, too.
+SOAK_SERVE_ARGS := --served-model-name $(MODEL) --enforce-eager --max-model-len 1024 \
+	--max-num-seqs 16 --block-size 32 --num-gpu-blocks-override 64
+soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all after it
+	@mkdir -p $(RESULTS)
+	$(PY) tools/soak.py \
+		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
+		--minutes $(or $(MINUTES),10) --json $(RESULTS)/soak_cpu.json \
+		--speculative-config '$(SPECULATION)' --serve-args '$(SOAK_SERVE_ARGS)' \
+		$(ARGS)
+
 # These two need an NVIDIA GPU and a PYTHON that has vLLM; .venv is not used. STEPS
 # chooses among what tools/gpu_run.sh lists.
 gpu-test: ## prove it on a GPU: kernels, engines, no waiting; writes results/

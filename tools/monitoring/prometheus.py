@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""A Prometheus of our own: finds or fetches it, runs it, asks it.
+
+    python tools/monitoring/prometheus.py      # fetch it if it is not there; say where
+
+What is on PATH is used. Otherwise Debian's or Ubuntu's package is downloaded and
+unpacked into the cache folder of tools/make_models.py: no root, and none of the
+package's scripts run, so no service is installed or started. Exit status: 0 it is
+there, 1 it could not be had.
+
+A server started here listens on loopback, scrapes one target and keeps its data in a
+folder that the caller gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.make_models import cache_dir
+
+PACKAGE = "prometheus"
+PROGRAMS = ("prometheus", "promtool")
+COMMAND = "python tools/monitoring/prometheus.py"
+START_SECONDS = 30
+
+
+class PrometheusError(RuntimeError):
+    """Prometheus is not there, cannot be had, or refuses what it was asked."""
+
+
+def program(name: str) -> str:
+    """The path of `prometheus` or `promtool`.
+
+    Raises PrometheusError, with the command that fetches it, if it is not there.
+    """
+    found = shutil.which(name) or shutil.which(name, path=str(_unpacked() / "usr/bin"))
+    if found is None:
+        raise PrometheusError(
+            f"{name} is neither on PATH nor in the cache; run: {COMMAND}"
+        )
+    return found
+
+
+def _unpacked() -> Path:
+    return cache_dir() / "prometheus"
+
+
+def fetch() -> None:
+    """Downloads and unpacks the package of the system's own archive, once.
+
+    Raises PrometheusError saying what the system's tools said.
+    """
+    with contextlib.suppress(PrometheusError):
+        for name in PROGRAMS:
+            program(name)
+        return
+    for tool in ("apt-get", "dpkg"):
+        if shutil.which(tool) is None:
+            raise PrometheusError(
+                f"{tool} is not here: install Prometheus (prometheus and promtool on "
+                "PATH) with this system's package manager"
+            )
+    target = _unpacked()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.parent / ".prometheus.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+            _download(Path(temporary))
+            (package,) = Path(temporary).glob("*.deb")
+            unpacked = Path(temporary) / "unpacked"
+            _run(["dpkg", "-x", str(package), str(unpacked)], temporary)
+            shutil.rmtree(target, ignore_errors=True)
+            unpacked.rename(target)
+
+
+def _download(folder: Path) -> None:
+    """Has apt put the package's file into `folder`; a fresh machine has no lists yet,
+    and only root can make them."""
+    command = ["apt-get", "download", "-q", PACKAGE]
+    try:
+        _run(command, folder)
+    except PrometheusError:
+        if os.geteuid() != 0:
+            raise
+        _run(["apt-get", "update", "-q"], folder)
+        _run(command, folder)
+
+
+def _run(command: Sequence[str], folder: Path | str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise PrometheusError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+
+
+def configuration(target: str, interval_seconds: int, rules: Sequence[Path]) -> str:
+    """prometheus.yml (YAML is a superset of JSON) for one target, "host:port"."""
+    interval = f"{interval_seconds}s"
+    job = {"job_name": "vllm", "static_configs": [{"targets": [target]}]}
+    content = {
+        "global": {"scrape_interval": interval, "evaluation_interval": interval},
+        "scrape_configs": [job],
+        "rule_files": [str(path) for path in rules],
+    }
+    return json.dumps(content, indent=1)
+
+
+class Prometheus:
+    """A running Prometheus server; `api` is the base of its HTTP API."""
+
+    def __init__(self, port: int) -> None:
+        self.api = f"http://127.0.0.1:{port}"
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The instant vector of `expression` now: {"metric": labels, "value": [s, v]}.
+
+        Raises PrometheusError if it is not PromQL or gives something else.
+        """
+        return self._result("query", "vector", query=expression)
+
+    def query_range(
+        self, expression: str, start: float, end: float, step: int
+    ) -> list[dict[str, Any]]:
+        """Its series from start to end (seconds since 1970), a value each `step`
+        seconds: {"metric": labels, "values": [[s, v], ...]}."""
+        times = {"start": start, "end": end, "step": step}
+        return self._result("query_range", "matrix", query=expression, **times)
+
+    def rules(self) -> list[dict[str, Any]]:
+        """The loaded rules: name, health, state, lastError, evaluationTime."""
+        groups = self._get("rules")["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    def _result(self, what: str, kind: str, **values: Any) -> list[dict[str, Any]]:
+        data = self._get(what, **values)
+        if data["resultType"] != kind:
+            raise PrometheusError(
+                f"{values['query']!r} gives a {data['resultType']}, not a {kind}"
+            )
+        result: list[dict[str, Any]] = data["result"]
+        return result
+
+    def _get(self, what: str, **values: Any) -> dict[str, Any]:
+        url = f"{self.api}/api/v1/{what}?{urllib.parse.urlencode(values)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                data: dict[str, Any] = json.load(answer)["data"]
+                return data
+        except urllib.error.HTTPError as error:
+            raise PrometheusError(f"{values}: {error.read().decode()}") from error
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.api}/-/ready", timeout=5):
+                return True
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def scraping(
+    target: str, folder: Path, interval_seconds: int, rules: Sequence[Path] = ()
+) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes `target` ("host:port") and evaluates `rules` while the
+    block runs. `folder` gets its configuration, data and log.
+
+    Raises PrometheusError if it is not there or does not start.
+    """
+    config, log = folder / "prometheus.yml", folder / "prometheus.log"
+    config.write_text(configuration(target, interval_seconds, rules), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [program("prometheus"), f"--config.file={config}"]
+    command += [f"--storage.tsdb.path={folder / 'data'}"]
+    command += [f"--web.listen-address=127.0.0.1:{port}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    server = Prometheus(port)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not server.is_ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise PrometheusError(
+                    f"Prometheus does not start:\n{log.read_text()[-2000:]}"
+                )
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main() -> int:
+    try:
+        fetch()
+        print(f"prometheus: {program('prometheus')}, {program('promtool')}")
+    except PrometheusError as error:
+        print(f"prometheus: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a mixed load for minutes with NWOR on, and says whether all is well after it.
+
+    python tools/soak.py --model PATH --minutes 10 --json results/soak_cpu.json \\
+        --speculative-config '{...}' --serve-args '--enforce-eager'
+
+starts `vllm serve` with several API servers; `--url` uses a server that runs already.
+The load is described in soak_load.py, the checks in soak_checks.py: outputs of a probe
+identical from start to end, the identities of the counters, KV blocks free, memory
+flat, no fallback, no breach, no error in the log. All that was found goes to the JSON
+file, with the verdicts.
+
+Needs only packages that come with vLLM. Exit status: 0 no check failed; 1 one did, or
+the server does not start; 2 a bad argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import signal
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402
+from benchmarks import environment  # noqa: E402
+from benchmarks.files import write_json  # noqa: E402
+from benchmarks.tables import Table  # noqa: E402
+
+from tools import soak_checks, soak_load, soak_server  # noqa: E402
+
+PROGRAM = "tools/soak.py"
+SETTLE_SECONDS = 60.0
+SCHEMA = 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. Exits with status 2 if it cannot be used."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model", help="folder of the model to serve")
+    where.add_argument("--url", help="of a server that runs, http://HOST:PORT")
+    add("--pid", type=int, help="its main process, to see its memory (with --url)")
+    add(
+        "--log",
+        type=Path,
+        help="file of the server's output: read (with --url) or "
+        "written; default: a temporary one",
+    )
+    add("--port", type=int, help="of the server started here; default: a free one")
+    add("--mode", choices=("stage", "cow"), default="stage", help="VLLM_NWOR_MODE")
+    add("--serve-args", default="", help="more arguments for vllm serve, in one word")
+    add("--speculative-config", help="JSON for vllm serve, as it takes it")
+    add("--api-server-count", type=int, default=2, help="API servers")
+    add("--start-seconds", type=float, default=600, help="the server must be up then")
+    add("--minutes", type=float, default=10, help="length of the load")
+    add("--concurrency", type=int, default=12, help="requests at a time")
+    add("--seed", type=int, default=0, help="of the load")
+    add(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help="drawn from for each request",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        help="send token ids below it instead of text: for a "
+        "server without a tokenizer",
+    )
+    add(
+        "--probe",
+        choices=("loaded", "quiet", "off"),
+        default="loaded",
+        help="the fixed request: beside the load, in pauses of it, or none",
+    )
+    add("--probe-seconds", type=float, default=5, help="between two probes")
+    add("--sample-seconds", type=float, default=5, help="between memory samples")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
+    add("--json", type=Path, help="where to write what was found")
+    args = parser.parse_args(argv)
+    for name in (
+        "minutes",
+        "concurrency",
+        "api_server_count",
+        "probe_seconds",
+        "sample_seconds",
+        "start_seconds",
+    ):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if args.vocab_size is not None and args.vocab_size < 2:
+        parser.error("--vocab-size must be at least 2")
+    if args.pid is not None and args.url is None:
+        parser.error("--pid goes with --url")
+    return args
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to load. root: its main process; log: its output; None: not known."""
+
+    url: str
+    root: psutil.Process | None
+    log: Path | None
+
+
+@contextlib.contextmanager
+def target(args: argparse.Namespace) -> Iterator[Target]:
+    """The server of the command line: the one that runs, or one started here.
+
+    Raises soak_server.ServerError if there is none.
+    """
+    if args.url is not None:
+        try:
+            root = psutil.Process(args.pid) if args.pid is not None else None
+        except psutil.NoSuchProcess as error:
+            raise soak_server.ServerError(f"--pid: {error}") from error
+        yield Target(args.url.rstrip("/"), root, args.log)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        log = args.log or Path(folder) / "server.log"
+        port = args.port or soak_server.free_port()
+        changes = {"VLLM_NWOR_MODE": args.mode}
+        with soak_server.running(
+            serve_arguments(args), port, changes, log, args.start_seconds
+        ) as root:
+            yield Target(f"http://127.0.0.1:{port}", root, log)
+
+
+def serve_arguments(args: argparse.Namespace) -> list[str]:
+    """What `vllm serve` is given, but host and port."""
+    options = ["--api-server-count", str(args.api_server_count)]
+    if args.speculative_config is not None:
+        options += ["--speculative-config", args.speculative_config]
+    return [args.model, *options, *shlex.split(args.serve_args)]
+
+
+async def drive(
+    load: soak_load.Load,
+    seconds: float,
+    processes: soak_server.Processes | None,
+    sample_seconds: float,
+) -> soak_load.Outcome:
+    """Runs the load, and samples the server's processes meanwhile."""
+
+    async def watch() -> None:
+        while processes is not None:
+            processes.sample()
+            await asyncio.sleep(sample_seconds)
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await load.run(seconds)
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
+    """Loads the server and returns what was found, without verdicts."""
+    model, max_model_len = soak_server.model_of(server.url)
+    settings = soak_load.Settings(
+        model=model,
+        max_model_len=max_model_len,
+        concurrency=args.concurrency,
+        seed=args.seed,
+        vocab_size=args.vocab_size,
+        temperatures=args.temperature,
+        probe=args.probe,
+        probe_seconds=args.probe_seconds,
+    )
+    port = urllib.parse.urlsplit(server.url).port or 80
+    processes = None
+    if server.root is not None:
+        processes = soak_server.Processes(server.root, port)
+    started = time.monotonic()
+    load = soak_load.Load(f"{server.url}/v1", settings)
+    outcome = asyncio.run(
+        drive(load, args.minutes * 60, processes, args.sample_seconds)
+    )
+    seconds = time.monotonic() - started
+    if processes is not None:
+        processes.sample()
+    answering = soak_server.answers(server.url)
+    prompt = "one two" if args.vocab_size is None else [1, 1]
+    final = soak_server.settle(server.url, model, prompt, SETTLE_SECONDS)
+    log = None
+    if server.log is not None:
+        log = soak_server.read_log(server.log.read_text(errors="replace"))
+    return {
+        "model": Path(model).name,
+        "load": {
+            "seconds": round(seconds, 1),
+            "kinds": dict(sorted(outcome.kinds.items())),
+            "num_failed": outcome.num_failed,
+            "failures": outcome.failures,
+        },
+        "probe": {"policy": args.probe, "kinds": outcome.probes},
+        "alive": {"answers": answering, "ended": processes.ended if processes else []},
+        "clients": processes.clients if processes else {},
+        "memory": None
+        if processes is None
+        else {"seconds": processes.seconds, "rss_mib": processes.rss_mib},
+        "log": log,
+        **final,
+    }
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command that was given, without directories of this machine."""
+    shown = [Path(word).name if Path(word).is_absolute() else word for word in argv]
+    return shlex.join(["python", PROGRAM, *shown])
+
+
+def report(record: dict[str, Any]) -> str:
+    """The verdicts as a table."""
+    rows = [
+        (row["verdict"], row["name"], row["found"], row["wanted"])
+        for row in record["checks"]
+    ]
+    title = f"soak of {record['load']['seconds']:.0f} s"
+    return Table(title, ("", "check", "found", "wanted"), rows, left=True).text()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = parse(argv)
+    # A plain kill must not leave the server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    warnings = environment.warnings(args.device)
+    try:
+        with target(args) as server:
+            print(f"{PROGRAM}: {args.minutes:g} minutes of load", file=sys.stderr)
+            found = soak(args, server)
+    except soak_server.ServerError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    arguments = {k: v for k, v in vars(args).items() if k not in NOT_RECORDED}
+    record: dict[str, Any] = {
+        "kind": "soak",
+        "schema": SCHEMA,
+        "command": command_line(argv),
+        "environment": environment.describe(args.device, ROOT),
+        "warnings": warnings,
+        "arguments": arguments,
+        **found,
+    }
+    record["environment"]["variables"]["VLLM_NWOR_MODE"] = args.mode
+    checks = soak_checks.judge(record)
+    record["checks"] = soak_checks.as_rows(checks)
+    record["passed"] = soak_checks.passed(checks)
+    print(report(record))
+    if args.json is not None:
+        write_json(args.json, record)
+    return 0 if record["passed"] else 1
+
+
+# Paths and addresses of the machine.
+NOT_RECORDED = ("model", "url", "port", "pid", "log", "json")
+
+if __name__ == "__main__":
+    sys.exit(main())

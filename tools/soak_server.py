@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of a soak: started or attached to, its processes, its log, its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+TOOLS = Path(__file__).resolve().parent
+STOP_SECONDS = 60
+MIB = 2**20
+ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback \(most recent call last\)")
+ERRORS_KEPT, ERROR_WIDTH = 20, 300
+
+
+class ServerError(RuntimeError):
+    """The server does not start, or is not what was said."""
+
+
+def serve_command() -> list[str]:
+    """How `vllm serve` is run with this Python: see soak_serve.py."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return [sys.executable, str(TOOLS / "soak_serve.py")]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running(
+    arguments: Sequence[str],
+    port: int,
+    changes: Mapping[str, str],
+    log: Path,
+    start_seconds: float,
+) -> Iterator[psutil.Process]:
+    """`vllm serve ARGUMENTS` on a port of loopback while the block runs; gives the
+    process whose children the others are.
+
+    changes: variables of its environment. Raises ServerError, with the end of the
+    log, if it does not come up within `start_seconds`.
+    """
+    command = [*serve_command(), *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | changes,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_up(process, f"http://127.0.0.1:{port}", log, start_seconds)
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait_until_up(
+    process: subprocess.Popen[bytes], url: str, log: Path, seconds: float
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not answers(url):
+        ended = process.poll() is not None
+        if ended or time.monotonic() > deadline:
+            what = "ended" if ended else f"is not up after {seconds:g} s"
+            end = log.read_text(errors="replace")[-4000:]
+            raise ServerError(f"the server {what}:\n{end}")
+        time.sleep(0.5)
+
+
+def answers(url: str) -> bool:
+    """Whether the server at `url` says that it is healthy."""
+    try:
+        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def model_of(url: str) -> tuple[str, int]:
+    """The name of the first model that the server serves, and its longest length in
+    tokens. Raises ServerError if nothing answers there."""
+    try:
+        answer = httpx.get(f"{url}/v1/models", timeout=30)
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise ServerError(f"no OpenAI-compatible server at {url}: {error}") from error
+    first = answer.json()["data"][0]
+    return first["id"], first["max_model_len"]
+
+
+def settle(url: str, model: str, prompt: Any, seconds: float) -> dict[str, Any]:
+    """Waits until nothing runs and two readings of the counters agree; returns the
+    last reading, whatever it says, after at most so many seconds.
+
+    vLLM writes its gauges at the end of a step, and after an abort there may be none:
+    each look is preceded by a short request.
+    """
+    deadline = time.monotonic() + seconds
+    body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    previous: dict[str, Any] = {}
+    while True:
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        time.sleep(1)
+        first = read_metrics(url)
+        time.sleep(1)
+        previous, found = first, read_metrics(url)
+        idle = not any(found["idle"].values())
+        if (idle and found == previous) or time.monotonic() > deadline:
+            return found
+
+
+def read_metrics(url: str) -> dict[str, Any]:
+    """One look at /metrics: the counters of NWOR and speculative decoding and what else
+    a soak needs, summed over labels ("metrics", `_total` dropped), the rows of
+    vllm:nwor_info ("info"), and the gauges that are 0 when nothing runs ("idle")."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    answer = httpx.get(f"{url}/metrics", timeout=30)
+    answer.raise_for_status()
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    info = []
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            if sample.name == "vllm:nwor_info":
+                info.append({**sample.labels, "value": sample.value})
+            elif family.type == "gauge":
+                gauges[sample.name] = gauges.get(sample.name, 0) + sample.value
+            elif family.type == "counter" and KEPT.match(sample.name):
+                name = sample.name.removesuffix("_total")
+                counters[name] = counters.get(name, 0) + sample.value
+    idle = {
+        "running": gauges["vllm:num_requests_running"],
+        "waiting": gauges["vllm:num_requests_waiting"],
+        "kv_cache_usage": gauges["vllm:kv_cache_usage_perc"],
+    }
+    return {"metrics": counters, "info": info, "idle": idle}
+
+
+KEPT = re.compile(
+    r"vllm:(nwor_|spec_decode_|num_preemptions|prompt_tokens_total|generation_tokens"
+    r"|prefix_cache_(queries|hits)|request_success)(?!.*_created)"
+)
+
+
+def read_log(text: str) -> dict[str, Any]:
+    """What a soak wants to know of a server's log: the first lines that are errors."""
+    errors = [line for line in text.splitlines() if ERROR_LINE.search(line)]
+    return {"errors": [line[:ERROR_WIDTH] for line in errors[:ERRORS_KEPT]]}
+
+
+class Processes:
+    """Resident memory of a server's processes over time, by what they are called.
+
+    seconds: times of the samples since the making of this object. rss_mib: name ->
+    MiB at each. ended: names of processes that were there at first and no longer are.
+    clients: name -> samples in which it had a client, for those that ever had.
+    """
+
+    def __init__(self, root: psutil.Process, port: int) -> None:
+        self._port = port
+        self._started = time.monotonic()
+        self._processes = self._named([root, *root.children(recursive=True)])
+        self.seconds: list[float] = []
+        self.rss_mib: dict[str, list[float]] = {name: [] for name in self._processes}
+        self.ended: list[str] = []
+        self.clients: dict[str, int] = {}
+
+    @staticmethod
+    def _named(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
+        named: dict[str, psutil.Process] = {}
+        for number, process in enumerate(processes):
+            name = "main" if number == 0 else _role(process)
+            same = sum(other.split("#")[0] == name for other in named)
+            named[f"{name}#{same + 1}" if same else name] = process
+        return named
+
+    def sample(self) -> None:
+        """Takes one sample; an ended process counts as 0 MiB from then on."""
+        self.seconds.append(round(time.monotonic() - self._started, 1))
+        for name, process in self._processes.items():
+            rss = 0.0
+            try:
+                rss = process.memory_info().rss / MIB
+                if self._has_client(process):
+                    self.clients[name] = self.clients.get(name, 0) + 1
+            except psutil.NoSuchProcess:
+                if name not in self.ended:
+                    self.ended.append(name)
+            self.rss_mib[name].append(round(rss, 1))
+
+    def _has_client(self, process: psutil.Process) -> bool:
+        return any(
+            connection.status == psutil.CONN_ESTABLISHED
+            and connection.laddr
+            and connection.laddr.port == self._port
+            for connection in process.net_connections(kind="tcp")
+        )
+
+
+def _role(process: psutil.Process) -> str:
+    """The title that vLLM gives its processes, or what a helper process runs."""
+    line = " ".join(process.cmdline())
+    if "resource_tracker" in line:
+        return "resource tracker"
+    title = re.match(r"VLLM::\w+", line)
+    return title[0] if title else process.name()
