@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A seeded simulation of vLLM's paged KV cache around the real manager and CPU ops.
+
+    memory      one allocation with caches of several layouts, and its plain models
+    blocks      vLLM's side: requests, block pool, prefix cache, offload store
+    faults      the op module with faults planted in it
+    operations  what can happen, drawn from a seed
+    simulator   lets it happen, and checks the guarantees at each step
+    shrink      cuts a failing run down to a few operations
+
+`python -m tests.simulation --help` runs and replays it. The real parts under test are
+DraftCommitManager, VerificationWindows, KVLayout, Report, NworStats and the native CPU
+ops. Not simulated: attention, threads, a device that runs behind the host.
+"""

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's side of the cache: requests, a pool of blocks, prefix cache, offload store.
+
+Written after what vLLM's block pool and scheduler do, as plainly as possible. A
+request's text is what its target would say: token p of family f is always the same, so
+that requests of a family share prefixes, generated ones too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from math import lcm
+
+import numpy as np
+
+from tests.simulation.memory import Bytes, Cache, Saved, Violation
+
+MAX_STORED = 8
+
+Text = tuple[int, ...]
+
+
+class Broken(AssertionError):
+    """The simulation itself is wrong: not a violation of NWOR's."""
+
+
+@dataclass
+class Request:
+    """text: all tokens known. num_computed: how many have keys and values in the cache.
+    blocks: block ids for each group. family: which text it follows."""
+
+    name: str
+    text: list[int]
+    family: int
+    blocks: list[list[int]]
+    num_computed: int = 0
+
+    @property
+    def num_remaining(self) -> int:
+        return len(self.text) - self.num_computed
+
+    def extend(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self.text.append(token_of(self.family, len(self.text)))
+
+
+def token_of(family: int, position: int) -> int:
+    return 1000 * (family + 1) + position
+
+
+@dataclass
+class Pool:
+    """Blocks of all groups, by reference counts. Block 0 is vLLM's null block.
+
+    free: least recently used first; a free block keeps its content, and can be found
+    again by its text, until it is given out. content: the bytes of each cached block
+    when it was registered; they must not change after that.
+    """
+
+    cache: Cache
+    free: deque[int] = field(init=False)
+    references: list[int] = field(init=False)
+    cached: dict[tuple[int, Text], int] = field(default_factory=dict)
+    key_of: dict[int, tuple[int, Text]] = field(default_factory=dict)
+    content: dict[int, Bytes] = field(default_factory=dict)
+    num_evicted: int = 0
+
+    def __post_init__(self) -> None:
+        self.free = deque(range(1, self.cache.num_blocks))
+        self.references = [0] * self.cache.num_blocks
+
+    def take(self) -> int:
+        """A free block, no longer cached. Requires one."""
+        block = self.free.popleft()
+        if block in self.key_of:
+            del self.cached[self.key_of.pop(block)]
+            del self.content[block]
+            self.num_evicted += 1
+        self.references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        if self.references[block] == 0:
+            self.free.remove(block)
+        self.references[block] += 1
+
+    def release(self, block: int) -> None:
+        self.references[block] -= 1
+        if self.references[block] < 0:
+            raise Broken(f"block {block} was released too often")
+        if self.references[block] == 0:
+            self.free.append(block)
+
+    def register(self, group: int, text: Text, block: int) -> None:
+        """A full block of committed tokens can be found by its text from now on."""
+        key = (group, text)
+        if key in self.cached or block in self.key_of:
+            return
+        self.cached[key] = block
+        self.key_of[block] = key
+        index = self.cache.groups[group].block_index(block)
+        self.content[block] = self.cache.memory.real[index]
+
+    def find(self, group: int, text: Text) -> int | None:
+        """The block with this text, whose bytes are still those it was cached with."""
+        block = self.cached.get((group, text))
+        if block is not None:
+            index = self.cache.groups[group].block_index(block)
+            if not np.array_equal(self.cache.memory.real[index], self.content[block]):
+                raise Violation("cached block changed", f"block {block}")
+        return block
+
+
+class Blocks:
+    """Gives blocks to requests, and takes them back.
+
+    num_hits, num_loads: chunks that came from the prefix cache and from the store. A
+    chunk is the least number of tokens that fills whole blocks in every group.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.pool = Pool(cache)
+        self.sizes = [group.block_size for group in cache.groups]
+        self.chunk_tokens = lcm(*self.sizes)
+        self.store: OrderedDict[Text, list[list[Saved]]] = OrderedDict()
+        self.num_hits = 0
+        self.num_loads = 0
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that are needed until `num_tokens` tokens have slots."""
+        return sum(
+            max(-(-num_tokens // size) - len(blocks), 0)
+            for size, blocks in zip(self.sizes, request.blocks, strict=True)
+        )
+
+    def grow(self, request: Request, num_tokens: int, zero: bool) -> None:
+        """Blocks for the first `num_tokens` tokens. Requires enough free ones.
+        zero: new blocks are cleared, as vLLM does for some layers."""
+        for group, (size, blocks) in enumerate(
+            zip(self.sizes, request.blocks, strict=True)
+        ):
+            while len(blocks) * size < num_tokens:
+                blocks.append(self.pool.take())
+                if zero:
+                    index = self.cache.groups[group].block_index(blocks[-1])
+                    self.cache.memory.write(index, np.zeros(index.shape, np.uint8))
+
+    def slots(self, request: Request, group: int, first: int, count: int) -> list[int]:
+        """The slots of tokens first .. first + count - 1 in a group."""
+        size, blocks = self.sizes[group], request.blocks[group]
+        return [
+            blocks[position // size] * size + position % size
+            for position in range(first, first + count)
+        ]
+
+    def start(self, request: Request) -> None:
+        """What the prefix cache and then the store know of a request's text becomes
+        its own; at least one token is left to compute."""
+        while self._extend(request):
+            request.num_computed += self.chunk_tokens
+
+    def _extend(self, request: Request) -> bool:
+        end = request.num_computed + self.chunk_tokens
+        if end >= len(request.text):
+            return False
+        found = [
+            [
+                self.pool.find(group, tuple(request.text[: stop + size]))
+                for stop in range(request.num_computed, end, size)
+            ]
+            for group, size in enumerate(self.sizes)
+        ]
+        hits = [[block for block in blocks if block is not None] for blocks in found]
+        if hits == found:
+            for blocks, shared in zip(request.blocks, hits, strict=True):
+                for block in shared:
+                    self.pool.share(block)
+                blocks.extend(shared)
+            self.num_hits += 1
+            return True
+        saved = self.store.get(tuple(request.text[:end]))
+        if saved is None or self.missing(request, end) > len(self.pool.free):
+            return False
+        self.grow(request, end, zero=False)
+        for group, (blocks, contents) in enumerate(
+            zip(request.blocks, saved, strict=True)
+        ):
+            size = self.sizes[group]
+            stops = range(request.num_computed + size, end + 1, size)
+            added = blocks[-len(contents) :]
+            for block, content, stop in zip(added, contents, stops, strict=True):
+                index = self.cache.groups[group].block_index(block)
+                self.cache.memory.load(content, index)
+                self.pool.register(group, tuple(request.text[:stop]), block)
+        self.num_loads += 1
+        return True
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """`num_tokens` more have keys and values; blocks they filled are cached."""
+        before = request.num_computed
+        request.num_computed += num_tokens
+        for group, (size, blocks) in enumerate(
+            zip(self.sizes, request.blocks, strict=True)
+        ):
+            for number in range(before // size, request.num_computed // size):
+                text = tuple(request.text[: (number + 1) * size])
+                self.pool.register(group, text, blocks[number])
+
+    def release(self, request: Request) -> None:
+        """All blocks go back, the last ones first, as vLLM frees them."""
+        for blocks in request.blocks:
+            for block in reversed(blocks):
+                self.pool.release(block)
+            blocks.clear()
+        request.num_computed = 0
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """The child shares full blocks and gets copies of those partly filled. Requires
+        a free block for each group."""
+        child.num_computed = parent.num_computed
+        for group, size in enumerate(self.sizes):
+            full, rest = divmod(parent.num_computed, size)
+            for block in parent.blocks[group][:full]:
+                self.pool.share(block)
+                child.blocks[group].append(block)
+            if rest:
+                child.blocks[group].append(self.pool.take())
+                blocks = self.cache.groups[group]
+                self.cache.memory.copy(
+                    blocks.block_index(parent.blocks[group][full]),
+                    blocks.block_index(child.blocks[group][full]),
+                )
+
+    def offload(self, request: Request, chunk: int) -> bool:
+        """Saves one chunk of a request's committed tokens; False if it has none."""
+        num_chunks = request.num_computed // self.chunk_tokens
+        if num_chunks == 0:
+            return False
+        first = chunk % num_chunks * self.chunk_tokens
+        end = first + self.chunk_tokens
+        self.store[tuple(request.text[:end])] = [
+            [
+                self.cache.memory.save(self.cache.groups[group].block_index(block))
+                for block in blocks[first // size : end // size]
+            ]
+            for group, (size, blocks) in enumerate(
+                zip(self.sizes, request.blocks, strict=True)
+            )
+        ]
+        if len(self.store) > MAX_STORED:
+            self.store.popitem(last=False)
+        return True

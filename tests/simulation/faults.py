@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op module with faults planted in it: the manager's `ops` seam."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.nwor import ops
+
+# A layer as a launch knows it: the address of its table, and its row in there.
+TableRow = tuple[int, int]
+
+
+class Moment(enum.Enum):
+    """When a call raises: before it did anything, after half of its layers, or after
+    all of its work."""
+
+    BEFORE = 0
+    HALF = 1
+    AFTER = 2
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault: `op` ("log" or "restore") raises at its call-th call, from 0."""
+
+    op: str
+    call: int
+    moment: Moment
+
+
+class FaultyOps:
+    """The functions of `vllm.v1.nwor.ops`, of which one call can be made to raise.
+
+    calls: the table rows of each call since `arm`, for each op.
+    failed: those of the rows that the failing call left out.
+    """
+
+    def __init__(self) -> None:
+        self.arm(None)
+
+    def arm(self, planted: Planted | None) -> None:
+        """A new step begins, with this fault or none."""
+        self.calls: dict[str, list[list[TableRow]]] = {"log": [], "restore": []}
+        self.failed: set[TableRow] = set()
+        self._planted = planted
+
+    def log_cache_slots(self, *args: Any, **kwargs: Any) -> None:
+        self._run("log", ops.log_cache_slots, args, kwargs)
+
+    def restore_rejected_drafts(self, *args: Any, **kwargs: Any) -> None:
+        self._run("restore", ops.restore_rejected_drafts, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ops, name)
+
+    def _run(
+        self,
+        kind: str,
+        op: Callable[..., None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        table = args[0]
+        layers = [(table.data_ptr(), row) for row in range(table.shape[0])]
+        call = len(self.calls[kind])
+        self.calls[kind].append(layers)
+        planted = self._planted
+        if planted is None or (planted.op, planted.call) != (kind, call):
+            op(*args, **kwargs)
+            return
+        half = len(layers) // 2
+        if planted.moment is Moment.HALF and half:
+            op(table[:half], *args[1:], **kwargs)
+            self.failed.update(layers[half:])
+        elif planted.moment is Moment.AFTER:
+            op(*args, **kwargs)
+        else:
+            self.failed.update(layers)
+        raise RuntimeError(f"planted in {kind} call {call}")

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One allocation that holds the caches of all layers, and the plain models of it.
+
+The models are copies of the whole allocation, guard bytes included. Which bytes belong
+to a slot is an index tensor made from the layout's definition: for rows by viewing the
+offsets 0, 1, 2... with the cache's strides, for packed caches from the slot that owns
+each byte. It does not come from the package under test.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.v1.nwor.draft_manager import LayerCache
+from vllm.v1.nwor.kv_layout import packed_layout, row_layout
+
+Bytes = npt.NDArray[np.uint8]
+Index = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+GUARD_BYTES = 64
+ALIGNMENT = 16
+ROW_KINDS = ("nhd", "hnd", "mla")
+PACKED_KINDS = ("columns", "pairs")
+
+
+class Violation(AssertionError):
+    """A guarantee did not hold. kind: which check found it, in a few words."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's cache in the allocation.
+
+    index: [num_slots, slot_bytes] int64: where the bytes of each slot lie.
+    cache: what the manager gets. protected: whether it does (a drafter's is not).
+    """
+
+    name: str
+    kind: str
+    index: Index
+    cache: LayerCache
+    protected: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.index.shape[1]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV-cache group: layers that share a block size and a block table.
+
+    index: [num_slots, bytes of all layers] int64, the layers' indices side by side.
+    layer_of: [bytes of all layers] int64: which layer a column of `index` belongs to.
+    """
+
+    block_size: int
+    layers: tuple[Layer, ...]
+    index: Index = field(init=False)
+    layer_of: Index = field(init=False)
+
+    def __post_init__(self) -> None:
+        index = np.concatenate([layer.index for layer in self.layers], axis=1)
+        sizes = [layer.slot_bytes for layer in self.layers]
+        object.__setattr__(self, "index", index)
+        object.__setattr__(self, "layer_of", np.repeat(np.arange(len(sizes)), sizes))
+
+    def slots_of(self, block: int) -> Index:
+        """[block_size] int64: the slots of a block."""
+        return np.arange(block * self.block_size, (block + 1) * self.block_size)
+
+    def block_index(self, block: int) -> Index:
+        """[block_size, bytes of all layers]: where a block's bytes lie."""
+        start = block * self.block_size
+        return self.index[start : start + self.block_size]
+
+
+class Memory:
+    """The allocation as it is, and as the two models say it should be.
+
+    real: the bytes that the manager and its ops work on.
+    expected: what a transactional cache holds.
+    vanilla: what vLLM without NWOR would hold after the same events.
+    dirty: [bytes] bool: True where the last write of vanilla was a rejected draft, or
+        a copy of one; elsewhere `real` must equal `vanilla`.
+    """
+
+    def __init__(self, num_bytes: int, draw: np.random.Generator) -> None:
+        self.real: Bytes = draw.integers(0, 256, num_bytes, dtype=np.uint8)
+        self.expected = self.real.copy()
+        self.vanilla = self.real.copy()
+        self.dirty = np.zeros(num_bytes, dtype=bool)
+
+    def write(self, at: Index, payload: Bytes) -> None:
+        """A write that vLLM makes and NWOR never undoes."""
+        self.real[at] = payload
+        self.expected[at] = payload
+        self.vanilla[at] = payload
+        self.dirty[at] = False
+
+    def write_step(self, at: Index, payload: Bytes, keep_mask: Mask) -> None:
+        """A step's forward, in the models: `keep_mask` is False where NWOR puts the
+        old bytes back. The real bytes are written by the step itself."""
+        self.vanilla[at] = payload
+        self.dirty[at] = ~keep_mask
+        self.expected[at[keep_mask]] = payload[keep_mask]
+
+    def copy(self, source: Index, to: Index) -> None:
+        """A copy within the cache: vLLM's block copies."""
+        for array in (self.real, self.expected, self.vanilla, self.dirty):
+            array[to] = array[source]
+
+    def save(self, at: Index) -> Saved:
+        """A copy out of the cache, as a KV connector makes it."""
+        return Saved(self.real[at], self.vanilla[at], self.dirty[at])
+
+    def load(self, saved: Saved, at: Index) -> None:
+        """The way back."""
+        self.real[at] = saved.real
+        self.expected[at] = saved.real
+        self.vanilla[at] = saved.vanilla
+        self.dirty[at] = saved.dirty
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A block outside the cache, as it would be with and without NWOR."""
+
+    real: Bytes
+    vanilla: Bytes
+    dirty: Mask
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a world is made of: the allocation and the groups in it."""
+
+    memory: Memory
+    groups: tuple[Group, ...]
+    num_blocks: int
+
+
+def draw_cache(draw: random.Random) -> Cache:
+    """A cache of 1 to 3 groups of 1 to 3 layers with layouts drawn from `draw`.
+
+    Groups have their own layers, or (as vLLM's hybrid caches) share the allocations,
+    each with its own view of the blocks that the common pool gave it.
+    """
+    num_blocks = draw.choice((16, 48, 80))
+    num_groups = draw.choice((1, 1, 2, 2, 3))
+    num_layers = draw.randint(1, 3)
+    shared = num_groups > 1 and draw.random() < 0.4
+    page_bytes = draw.choice((64, 128, 192))
+    plans: list[_Plan] = []
+    end = GUARD_BYTES
+    for group in range(num_groups):
+        block_size = draw.choice((2, 4, 8))
+        if not shared:
+            page_bytes = block_size * draw.choice((8, 16, 24))
+        side_by_side = draw.random() < 0.3
+        gap = ALIGNMENT * draw.choice((0, 0, 1, 3))
+        if shared:
+            side_by_side, gap = False, 0
+        stride = page_bytes * (num_layers if side_by_side else 1) + gap
+        first = GUARD_BYTES if shared else end
+        for layer in range(num_layers):
+            if side_by_side:
+                start = first + layer * page_bytes
+            else:
+                start = first + layer * (num_blocks * stride + GUARD_BYTES)
+            end = max(end, start + num_blocks * stride + GUARD_BYTES)
+            plans.append(_Plan(group, layer, block_size, page_bytes, stride, start))
+    memory = Memory(end, np.random.default_rng(draw.randrange(1 << 32)))
+    raw = torch.from_numpy(memory.real)
+    kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
+    has_drafter = draw.random() < 0.3
+    groups = []
+    for group in range(num_groups):
+        own = [plan for plan in plans if plan.group == group]
+        layers = [
+            _make_layer(
+                plan,
+                draw.choice(kinds),
+                raw,
+                num_blocks,
+                draw,
+                # The last layer may be the drafter's, or its whole group: vanilla.
+                protected=not (has_drafter and plan is plans[-1] and len(plans) > 1),
+            )
+            for plan in own
+        ]
+        groups.append(Group(own[0].block_size, tuple(layers)))
+    return Cache(memory, tuple(groups), num_blocks)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where a layer shall lie, in bytes."""
+
+    group: int
+    layer: int
+    block_size: int
+    page_bytes: int
+    block_stride: int
+    start: int
+
+
+def _make_layer(
+    plan: _Plan,
+    kind: str,
+    raw: torch.Tensor,
+    num_blocks: int,
+    draw: random.Random,
+    protected: bool,
+) -> Layer:
+    slot_bytes = plan.page_bytes // plan.block_size
+    dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
+    if kind in PACKED_KINDS:
+        owner = _owner(kind, plan.block_size, slot_bytes)
+        shape: tuple[int, ...] = (num_blocks, plan.block_size, slot_bytes)
+        strides: tuple[int, ...] = (plan.block_stride, slot_bytes, 1)
+        tensor = _view(raw, plan.start, shape, strides, dtype)
+        masks = torch.from_numpy(owner == np.arange(plan.block_size)[:, None])
+        layout = packed_layout(masks, tensor)
+        in_block = np.argsort(owner, kind="stable").reshape(plan.block_size, -1)
+        blocks = plan.start + plan.block_stride * np.arange(num_blocks)
+        index = (blocks[:, None, None] + in_block).reshape(-1, slot_bytes)
+    else:
+        shape, strides = _row_shape(kind, plan, num_blocks, draw)
+        tensor = _view(raw, plan.start, shape, strides, dtype)
+        layout = row_layout(tensor)
+        index = _row_index(raw.numel(), plan.start, shape, strides)
+    name = f"group {plan.group} layer {plan.layer} ({kind})"
+    return Layer(name, kind, index, LayerCache(name, tensor, layout), protected)
+
+
+def _row_shape(
+    kind: str, plan: _Plan, num_blocks: int, draw: random.Random
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape [B, H, N, bytes] or [B, N, bytes] of a row cache, and its byte strides."""
+    slots, slot_bytes = plan.block_size, plan.page_bytes // plan.block_size
+    if kind == "mla":
+        return (num_blocks, slots, slot_bytes), (plan.block_stride, slot_bytes, 1)
+    heads = draw.choice((1, 2))
+    size = slot_bytes // heads
+    if kind == "nhd":
+        strides = (plan.block_stride, size, heads * size, 1)
+    else:
+        strides = (plan.block_stride, slots * size, size, 1)
+    return (num_blocks, heads, slots, size), strides
+
+
+def _view(
+    raw: torch.Tensor,
+    start: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The cache as vLLM would bind it: `shape` and `strides` in bytes, the last
+    dimension of elements of `dtype`."""
+    item = dtype.itemsize
+    return raw.view(dtype).as_strided(
+        (*shape[:-1], shape[-1] // item),
+        (*(stride // item for stride in strides[:-1]), 1),
+        start // item,
+    )
+
+
+def _row_index(
+    num_bytes: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Index:
+    """[num_slots, slot_bytes]: byte offsets, viewed as the cache is."""
+    offsets = np.arange(num_bytes)
+    viewed = np.lib.stride_tricks.as_strided(
+        offsets[start:], shape, [8 * stride for stride in strides], writeable=False
+    )
+    by_slot = np.moveaxis(viewed, -2, 1)  # [B, N, H, bytes] or [B, N, bytes]
+    return by_slot.reshape(shape[0] * shape[-2], -1).copy()
+
+
+def _owner(kind: str, block_size: int, slot_bytes: int) -> Index:
+    """[block bytes]: the slot that owns each byte. `columns`: half of a slot's bytes in
+    columns of two-byte elements, then rows (CPU_ATTN's vec); `pairs`: pairs of
+    two-byte elements of all slots in turn (its amx, in small)."""
+    slots = np.arange(block_size)
+    if kind == "columns":
+        keys = np.tile(slots.repeat(2), slot_bytes // 4)
+        return np.concatenate([keys, slots.repeat(slot_bytes // 2)])
+    return np.tile(slots.repeat(4), slot_bytes // 4)

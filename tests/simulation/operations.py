@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can happen in the simulation, as plain data drawn from a seed.
+
+An operation is a kind and numbers that mean something in any state (a request is chosen
+by its number modulo those that live), so that a list from which some were removed can
+still be played. 0 is the plainest value of each number.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+# Kind, then its numbers.
+Operation = tuple[str, tuple[int, ...]]
+
+ARRIVE = "arrive"  # family, tokens of its prompt - 1
+ADVANCE = "advance"  # request, prefill tokens - 1, drafts, accepted, PLAIN/PADDED/EMPTY
+RUN = "run"  # acceptance form, FAULT, which launch, moment, upper bound - drafts, pads
+ABORT = "abort"  # request, 1: in flight (between log and commit)
+PREEMPT = "preempt"  # request
+FINISH = "finish"  # request
+FORK = "fork"  # request, family
+OFFLOAD = "offload"  # request, chunk
+
+# Of a window: all as usual; its last rejected draft has slot -1; the sampler returns no
+# valid token at all.
+PLAIN, PADDED, EMPTY = range(3)
+
+# Of a run: none; an op raises; vLLM's forward or sampler raises; NWOR switched off for
+# this step.
+NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT, INACTIVE = range(6)
+FAULT_NAMES = ("none", "log op", "restore op", "forward", "sampler", "switched off")
+
+MAX_DRAFTS = 4
+_WEIGHTS = {
+    ARRIVE: 5,
+    ADVANCE: 60,
+    RUN: 11,
+    ABORT: 2,
+    PREEMPT: 2,
+    FINISH: 2,
+    FORK: 3,
+    OFFLOAD: 3,
+}
+
+
+KINDS = tuple(_WEIGHTS)
+
+
+def draw_operations(draw: random.Random) -> Iterator[Operation]:
+    """Operations without end."""
+    kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
+    while True:
+        for kind in draw.choices(kinds, weights, k=64):
+            yield kind, _numbers(kind, draw)
+
+
+def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
+    request = draw.randrange(16)
+    if kind == ARRIVE:
+        return draw.randrange(3), draw.randrange(24)
+    if kind == ADVANCE:
+        num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4))
+        accepted = draw.randint(0, num_drafts)
+        special = draw.choices((PLAIN, PADDED, EMPTY), (20, 2, 1))[0]
+        return request, draw.randrange(24), num_drafts, accepted, special
+    if kind == RUN:
+        fault = NO_FAULT if draw.random() < 0.9 else draw.randint(1, INACTIVE)
+        bound = draw.choice((0, 0, 0, 1, 3))
+        return (
+            draw.randrange(4),
+            fault,
+            draw.randrange(6),
+            draw.randrange(3),
+            bound,
+            draw.choice((0, 0, 3)),
+        )
+    if kind == ABORT:
+        return request, draw.choice((0, 1, 1))
+    if kind == FORK:
+        return request, draw.randrange(3)
+    if kind == OFFLOAD:
+        return request, draw.randrange(4)
+    return (request,)
+
+
+def to_text(operations: list[Operation]) -> str:
+    """One line of JSON that `from_text` reads back."""
+    return json.dumps([[kind, *numbers] for kind, numbers in operations])
+
+
+def from_text(text: str) -> list[Operation]:
+    """Raises ValueError, naming the operation, if one is not of this module."""
+    known = random.Random(0)
+    operations: list[Operation] = []
+    for kind, *numbers in json.loads(text):
+        expected = len(_numbers(kind, known)) if kind in _WEIGHTS else None
+        if len(numbers) != expected or not all(type(n) is int for n in numbers):
+            raise ValueError(
+                f"operation {[kind, *numbers]} is not allowed: expected one of "
+                f"{', '.join(_WEIGHTS)} and its numbers"
+            )
+        operations.append((kind, tuple(numbers)))
+    return operations

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulation finds nothing in the package as it is, and does find planted bugs."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulation import __main__ as program
+from tests.simulation import operations
+from tests.simulation.__main__ import Failure, run, run_seed
+from tests.simulation.memory import Violation, draw_cache
+from tests.simulation.operations import FAULT_NAMES, Operation, from_text, to_text
+from tests.simulation.shrink import shrink
+from tests.simulation.simulator import Simulator, Totals
+from vllm.v1.nwor import ops
+from vllm.v1.nwor.draft_manager import DraftCommitManager
+
+# More make nightly plays: a million, from another seed each time.
+NUM_OPERATIONS = 20_000
+# A planted bug has to show within so many operations, and in so few at the end.
+MOST_OPERATIONS = 20_000
+MOST_LEFT = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    ops.load()
+    before = torch.get_num_threads()
+    torch._C.set_num_threads(1)
+    yield
+    torch._C.set_num_threads(before)
+
+
+def test_no_violation_in_20000_operations() -> None:
+    totals = Totals()
+    run(0, NUM_OPERATIONS, totals)
+    assert totals.num_operations == NUM_OPERATIONS
+    # And everything that the simulation is about has happened, not once or twice.
+    for happened in (totals.operations, totals.faults, totals.fallbacks):
+        assert min(happened.values()) >= 20, happened
+    assert set(totals.operations) == set(operations.KINDS)
+    assert set(totals.faults) == set(FAULT_NAMES[1:])
+    assert set(totals.fallbacks) == {
+        "stale_log",
+        "over_capacity",
+        "begin_failed",
+        "commit_failed",
+    }
+    assert totals.commits > 1500
+    assert totals.rejected > totals.commits
+    assert totals.windows > totals.commits
+    counts = {name: n for name, n in vars(totals).items() if isinstance(n, int)}
+    assert min(counts.values()) >= 20, counts
+
+
+def test_worlds_differ_in_what_matters() -> None:
+    """Every layout, several groups, groups that share memory, layers left alone."""
+    found: Counter[str] = Counter()
+    for seed in range(20):
+        simulator = Simulator(seed)
+        groups = simulator.cache.groups
+        found[f"{len(groups)} groups"] += 1
+        found[f"{len(simulator.manager.counters)} launches"] += 1
+        found["strict"] += simulator.strict
+        found["zeroes"] += simulator.zeroes_blocks
+        starts = [group.layers[0].index[0].min() for group in groups]
+        found["shared memory"] += len(set(starts)) < len(groups)
+        for group in groups:
+            for layer in group.layers:
+                found[layer.kind] += 1
+                found["protected" if layer.protected else "unprotected"] += 1
+    assert found.keys() >= {"1 groups", "2 groups", "3 groups", "1 launches"}
+    assert found.keys() >= {"nhd", "hnd", "mla", "columns", "pairs", "3 launches"}
+    assert min(found[name] for name in ("strict", "zeroes", "shared memory")) > 0
+    assert min(found[name] for name in ("protected", "unprotected")) > 0
+
+
+def test_a_seed_is_a_world_and_its_story() -> None:
+    """The same seed gives the same bytes at the end, another one does not."""
+
+    def story(seed: int) -> tuple[list[Operation], bytes]:
+        simulator = Simulator(seed)
+        played = simulator.play(operations.draw_operations(_drawn(seed)), 200)
+        return played, simulator.memory.real.tobytes()
+
+    assert story(5) == story(5)
+    assert story(5) != story(6)
+
+
+def test_slots_share_no_bytes_and_guards_belong_to_none() -> None:
+    """The model itself: within a group each byte has one owner."""
+    for seed in range(20):
+        cache = draw_cache(_drawn(seed))
+        for group in cache.groups:
+            taken = group.index.ravel().tolist()
+            assert len(taken) == len(set(taken))
+            assert min(taken) >= 64
+            assert max(taken) < cache.memory.real.size - 64
+
+
+# --- bugs that are planted ------------------------------------------------------------
+
+
+class BrokenOps:
+    """The ops of a manager, with one of them replaced."""
+
+    def __init__(self, manager: DraftCommitManager) -> None:
+        self.inner = manager.launches.ops
+        manager.launches.ops = self
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class StaleLog(BrokenOps):
+    """Every second log is not taken: what an earlier step saved is restored."""
+
+    def log_cache_slots(self, *args: Any) -> None:
+        self.num_calls += 1
+        if self.num_calls % 2:
+            self.inner.log_cache_slots(*args)
+        else:
+            before = args[5].clone()
+            self.inner.log_cache_slots(*args)
+            args[5].copy_(before)
+
+
+class PaddingIsSlotZero(BrokenOps):
+    def log_cache_slots(self, *args: Any) -> None:
+        self.inner.log_cache_slots(*args[:2], args[2].clamp(min=0), *args[3:])
+
+
+class OffByOneSlot(BrokenOps):
+    def log_cache_slots(self, *args: Any) -> None:
+        self.inner.log_cache_slots(*args)
+        slots = args[6]
+        slots.copy_(torch.where(slots > 0, slots - 1, slots))
+
+
+class AcceptedRestored(BrokenOps):
+    """One draft too many is undone."""
+
+    def restore_rejected_drafts(self, *args: Any) -> None:
+        sampled, rejected = args[5], args[7]
+        if sampled is not None:
+            sampled = sampled.clone()
+            sampled[:, 0] = -1
+        else:
+            rejected = rejected + 1
+        changed = (*args[:5], sampled, args[6], rejected, *args[8:])
+        self.inner.restore_rejected_drafts(*changed)
+
+
+class RejectedKept(BrokenOps):
+    """The last layer of each table is forgotten."""
+
+    def restore_rejected_drafts(self, *args: Any) -> None:
+        table, whole = args[0], args[0].clone()
+        if len(table) > 1:
+            table[-1, 0] = table[0, 0]
+            table[-1, -1] = table[0, -1]
+        self.inner.restore_rejected_drafts(*args)
+        table.copy_(whole)
+
+
+class WritesBesideTheLog(BrokenOps):
+    def log_cache_slots(self, *args: Any) -> None:
+        self.inner.log_cache_slots(*args)
+        log = args[5]
+        end = log.storage_offset() + log.numel()
+        torch.as_strided(log, (1,), (1,), end).fill_(0)
+
+
+class CountsTwice(BrokenOps):
+    def restore_rejected_drafts(self, *args: Any) -> None:
+        counters = args[8]
+        before = counters.clone()
+        self.inner.restore_rejected_drafts(*args)
+        counters.add_(counters - before)
+
+
+def skipped_group(manager: DraftCommitManager) -> None:
+    launches = manager.launches._launches
+    manager.launches._launches = launches[: max(len(launches) - 1, 1)]
+
+
+def keeps_an_uncommitted_log(manager: DraftCommitManager) -> None:
+    manager.abort = lambda reason: None  # type: ignore[method-assign]
+
+
+def forgets_to_count(manager: DraftCommitManager) -> None:
+    manager._fall_back = lambda *args: None  # type: ignore[method-assign]
+
+
+BUGS = {
+    StaleLog: "guarantee 1",
+    PaddingIsSlotZero: "counters",  # slot 0 gets its own bytes back
+    OffByOneSlot: "guarantee",
+    AcceptedRestored: "guarantee 2",
+    RejectedKept: "guarantee 1",
+    WritesBesideTheLog: "begin wrote beside the log",
+    CountsTwice: "counters",
+    skipped_group: "launches",
+    keeps_an_uncommitted_log: "fallbacks|state",
+    forgets_to_count: "fallbacks",
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_is_found_shrunk_and_replayed(bug: Any) -> None:
+    with pytest.raises(Failure, match=rf"^({BUGS[bug]})") as caught:
+        run(0, MOST_OPERATIONS, Totals(), bug)
+    failure = caught.value
+    assert 0 < len(failure.operations) <= MOST_LEFT, failure
+    words = shlex.split(str(failure).splitlines()[-1])
+    assert words[:3] == ["python", "-m", "tests.simulation"]
+    seed, replayed = int(words[4]), from_text(words[6])
+    assert replayed == failure.operations
+    with pytest.raises(Violation, match=rf"^({BUGS[bug]})"):
+        Simulator(seed, bug).play(replayed)
+    Simulator(seed).play(replayed)  # the package as it is has no fault there
+
+
+def test_the_printed_command_replays_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    """A bug below the seam, in the ops module, and nothing but what was printed."""
+    restore = ops.restore_rejected_drafts
+
+    def restores_backwards(*args: Any) -> None:
+        restore(*args[:2], args[2].flip(1), *args[3:])
+
+    monkeypatch.setattr(ops, "restore_rejected_drafts", restores_backwards)
+    result = tmp_path / "simulation.json"
+    monkeypatch.setattr("sys.argv", ["simulation", "--json", str(result)])
+    assert program.main() == 1
+    printed = capsys.readouterr().out
+    assert "guarantee 1 (a rejected slot is not as it was)" in printed
+    assert '"violations": []' not in result.read_text()
+    (command,) = re.findall(r"python -m (tests\.simulation .*)", printed)
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    with pytest.raises(Violation, match=r"^guarantee 1"):
+        program.main()
+    monkeypatch.setattr(ops, "restore_rejected_drafts", restore)
+    assert program.main() == 0
+
+
+def test_an_unknown_operation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"operation \['jump', 1\] is not allowed"):
+        from_text('[["jump", 1]]')
+    with pytest.raises(ValueError, match=r"operation \['arrive', 1\] is not allowed"):
+        from_text('[["arrive", 1]]')
+
+
+def test_shrinking_ends_with_what_is_needed() -> None:
+    """Two operations among many, and one number of them, make it fail."""
+    story: list[Operation] = [("arrive", (i, 5)) for i in range(40)]
+
+    def fails(candidate: list[Operation]) -> bool:
+        return ("arrive", (3, 5)) in candidate and any(
+            numbers[0] >= 20 for _, numbers in candidate
+        )
+
+    assert shrink(story, fails) == [("arrive", (3, 5)), ("arrive", (20, 0))]
+    assert from_text(to_text(story)) == story
+
+
+def test_a_run_stops_at_its_limit() -> None:
+    assert run_seed(3, 100).num_operations == 100
+
+
+def _drawn(seed: int) -> random.Random:
+
+    return random.Random(seed)
