@@ -7,9 +7,9 @@
 In a copy of the checked-out commit, so that this checkout's library stays. For each
 configuration: a build from nothing, one with nothing changed, and one for each source
 that holds kernels (*_cpu.cpp, or *.cu with CUDA) after a line was added to it; the
-library must be another one afterwards, or the time would mean nothing. Times are of the
-whole script, its check of the ops included. Exit status: 0 done, 1 a build failed or one
-after a change took longer than 30 s.
+library must be another one afterwards, or the time would mean nothing. Times are of
+the whole script, its check of the ops included. Exit status: 0 done, 1 a build failed,
+or one after a change took longer than 30 s.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ LIBRARY = "vllm/v1/nwor/_nwor_C.so"
 LIMIT_S = 30.0
 NOTHING, UNCHANGED = "built from nothing", "nothing changed"
 # An exported symbol with a name of its own: what is linked is another library.
-CHANGE = (
-    '\nextern "C" __attribute__((visibility("default"))) int nwor_changed_{n} = {n};\n'
-)
+CHANGE = """
+extern "C" {{
+__attribute__((visibility("default"))) int nwor_changed_{n} = {n};
+}}
+"""
 
 
 def copy_commit(folder: Path) -> None:
