@@ -44,18 +44,10 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 	$(PY) bench_vllm.py --json $(RESULTS)/bench_cpu.json \
 		--plot $(RESULTS)/bench_cpu.png $(ARGS)
 
+# Without Prometheus the tests that need it fail, and say so; the others run.
 test: models ## run the tests; ARGS="-k name" for some of them
+	-@$(PY) tools/monitoring/prometheus.py
 	$(PY) -m pytest -m "not nightly" $(ARGS)
-
-# Few KV blocks, so that requests are preempted, too.
-soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all after it
-	@mkdir -p $(RESULTS)
-	$(PY) tools/soak.py \
-		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
-		--minutes $(or $(MINUTES),10) --json $(RESULTS)/soak_cpu.json \
-		--speculative-config '$(SPECULATION)' --serve-args '--enforce-eager \
-		--served-model-name $(MODEL) --max-model-len 1024 --max-num-seqs 16 \
-		--block-size 32 --num-gpu-blocks-override 64' $(ARGS)
 
 # Few KV blocks, so that requests are preempted, too.
 SOAK_SERVE_ARGS := --served-model-name $(MODEL) --enforce-eager --max-model-len 1024 \
