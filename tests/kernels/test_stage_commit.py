@@ -23,7 +23,7 @@ CACHE_ORDERS = ["BNHD", "BHND", "BHDN", "KV_PAIRED"]
 
 def bits(tensor):
     """The tensor's bytes, so that NaNs compare too."""
-    return tensor.detach().cpu().contiguous().view(torch.uint8)
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def random_tensor(shape, dtype, device, seed):
