@@ -12,10 +12,11 @@ again, each time with other launches in the manager:
     unlaunched prepared, with C functions that return at once: what Python takes
     add        torch's `x.add_(1)` at the same two places, for scale
     call       a C function that does nothing, at the same two places
+    nothing    what is left without all that: the manager, and reading the clock
 
 The order turns from round to round. In a tight loop each of these is several times
 faster: what a step runs is no longer in the processor's cache when its turn comes.
-The last three kinds restore nothing, so that the counters of this process mean nothing.
+The last four kinds restore nothing, so that the counters of this process mean nothing.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -76,10 +77,11 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
         )
     launches = prepared._launches
     unlaunched = PreparedLaunches(manager.device, launches)
-    # Takes any arguments, and returns its first, which ctypes makes of 0: None.
+    # Given as much, does as little, and returns 0 as they do.
     empty = ctypes.CDLL(None).abs
     empty.restype = ctypes.c_char_p
-    unlaunched._enqueue_log = unlaunched._enqueue_restore = lambda *_: empty(0)
+    unlaunched._handle = ctypes.c_void_p(0)
+    unlaunched._enqueue_log = unlaunched._enqueue_restore = empty
     number = torch.zeros(1, device=manager.device)
     library = ctypes.CDLL(str(ops.LIBRARY))
     columns = (ctypes.c_int64 * len(COLUMNS))()
@@ -89,6 +91,7 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
         "unlaunched": unlaunched,
         "add": _Reference(lambda: number.add_(1)),
         "call": _Reference(lambda: library.nwor_prepared_columns(columns)),
+        "nothing": _Reference(lambda: None),
     }
 
 

@@ -134,6 +134,49 @@ def test_prepared_launches_do_what_the_ops_do():
     assert torch.equal(quick.published, quick.counters.cpu())
 
 
+def calls_of(library_function):
+    """Counts the calls that go past the ops."""
+
+    def counted(*arguments):
+        counted.number += 1
+        return library_function(*arguments)
+
+    counted.number = 0
+    return counted
+
+
+def test_only_the_first_step_and_new_slots_go_through_the_ops():
+    world = World(prepared.PreparedLaunches)
+    launches = world.launches
+    launches._enqueue_log = log = calls_of(launches._enqueue_log)
+    launches._enqueue_restore = restore = calls_of(launches._enqueue_restore)
+    step, other = steps()[0], steps()[3]
+
+    for each in (step, step, step, other, other):
+        world.step(*each)
+
+    assert log.number == 3
+    assert restore.number == 4
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_wider_batch_in_the_same_buffer(zero):
+    """The slots of a V2 runner: the left part of a buffer, as wide as the batch."""
+    worlds = [World(OpLaunches), World(prepared.PreparedLaunches)]
+    buffer = torch.arange(2 * 40, device=DEVICE).view(2, 40) % 60
+    for width in (3, 17, 6):
+        for world in worlds:
+            last = torch.tensor([0, width - 2, width - 1], device=DEVICE)
+            step = VerificationWindows(
+                2, last, int32([0] * zero + [3]), buffer[:, :width], int(zero)
+            )
+            world.step(step, NumRejected(int32([1])), True)
+
+    for one, other in zip(*(world.state() for world in worlds), strict=True):
+        assert torch.equal(one, other)
+    assert worlds[1].counters[:, 1].tolist() == [6, 6]
+
+
 GOOD = {
     "logits_indices": lambda: torch.tensor([0, 1], device=DEVICE),
     "cu_num_logits": lambda: int32([2]),
@@ -144,29 +187,35 @@ GOOD = {
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        ("slot_mappings", lambda s: [t.int() for t in s], "slot_mapping has dtype Int"),
+        ("slot_mappings", lambda s: [t.cpu() for t in s], "slot_mapping is on cpu"),
+        ("slot_mappings", lambda s: torch.stack(s).int(), "slot_mapping has dtype Int"),
         (
             "slot_mappings",
-            lambda s: [t.int() for t in s],
-            "slot_mapping is .*int32",
+            lambda s: torch.stack(s).t(),
+            "slot_mapping has shape .* not contiguous",
         ),
-        ("slot_mappings", lambda s: [t.cpu() for t in s], "slot_mapping is .* on cpu"),
+        ("logits_indices", torch.Tensor.double, "logits_indices has dtype Double"),
         (
-            "slot_mappings",
-            lambda s: torch.stack(s).int(),
-            "slot_mapping is .*int32",
+            "logits_indices",
+            lambda t: t.repeat(2)[::2],
+            "logits_indices has shape .* not contiguous",
         ),
-        ("slot_mappings", lambda s: torch.stack(s).t(), "slot_mapping is .*strides"),
-        ("logits_indices", torch.Tensor.float, "logits_indices is torch.float32"),
-        ("logits_indices", torch.Tensor.cpu, "logits_indices is .* on cpu"),
-        ("cu_num_logits", torch.Tensor.long, "cu_num_logits torch.int64"),
-        ("cu_num_logits", lambda t: t.repeat(4)[::2], r"cu_num_logits .*\(2,\)"),
+        ("cu_num_logits", torch.Tensor.long, "cu_num_logits has dtype Long"),
+        (
+            "cu_num_logits",
+            lambda t: t.repeat(4)[::2],
+            "cu_num_logits has shape .* not contiguous",
+        ),
     ],
 )
-def test_what_a_step_can_get_wrong_is_refused(name, change, message):
+@pytest.mark.parametrize("at_first", [False, True])
+def test_what_a_step_can_get_wrong_is_refused(name, change, message, at_first):
     world = World(prepared.PreparedLaunches)
-    world.step(*steps()[0])
-    before = world.state()
     arguments = {key: make() for key, make in GOOD.items()}
+    if not at_first:
+        world.step(VerificationWindows(1, **arguments), NumRejected(int32([1])), True)
+    before = world.state()
     arguments[name] = change(arguments[name])
 
     with pytest.raises(RuntimeError, match=message):
@@ -180,17 +229,22 @@ def test_what_a_step_can_get_wrong_is_refused(name, change, message):
     ("acceptance", "message"),
     [
         (
-            lambda: SampledIds(int32([[1]]).long(), 10),
-            "sampled_token_ids is .*int64",
+            lambda: SampledIds(int32([[1], [1]]).long(), 10),
+            "sampled_token_ids has dtype Long",
         ),
-        (lambda: SampledIds(int32([[1]]).cpu(), 10), "sampled_token_ids is .* on cpu"),
-        (lambda: NumRejected(int32([1]).long()), "num_rejected is torch.int64"),
-        (lambda: NumRejected(int32([1, 1])[::2]), r"num_rejected is .*\(2,\)"),
+        (lambda: NumRejected(int32([1, 1]).long()), "num_rejected has dtype Long"),
+        (
+            lambda: NumRejected(int32([1, 1, 1])[::2]),
+            "num_rejected has shape .* not contiguous",
+        ),
     ],
 )
-def test_an_acceptance_of_another_kind_is_refused(acceptance, message):
+@pytest.mark.parametrize("at_first", [False, True])
+def test_an_acceptance_of_another_kind_is_refused(acceptance, message, at_first):
     world = World(prepared.PreparedLaunches)
-    world.step(*steps()[0])
+    if not at_first:
+        world.step(*steps()[0])
+    world.launches.log(steps()[0][0])
     before = world.state()
 
     with pytest.raises(RuntimeError, match=message):

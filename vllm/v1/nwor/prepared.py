@@ -7,9 +7,9 @@ several times what it costs in a tight loop. The tables, the logs and the counte
 change, so the C side keeps their part of the arguments. A step packs its own into an
 array of int64, and one C function makes all launches.
 
-The first step goes through the ops too, with no drafts: they check every argument and
-copy nothing. Later steps check what could change. csrc/nwor/prepared.h is the other
-side.
+A step that is not as expected goes through the ops, which check every argument: the
+first one, and any whose tensors have other sizes than the host's number of drafts says
+or whose slots lie elsewhere than before. csrc/nwor/prepared.h is the other side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
 
 # int64 values in PreparedLaunch, LogStep, LogStepLaunch and RestoreStep.
 COLUMNS = (8, 6, 2, 9)
-_ITEM = 8
+_INT32, _INT64 = 4, 8  # bytes
 
 
 class PreparedLaunches:
@@ -66,82 +66,81 @@ class PreparedLaunches:
         for function in (self._enqueue_log, self._enqueue_restore):
             function.restype = c_char_p
 
-        self._group_ids = [launch.group.group_id for launch in self._launches]
         of_log = COLUMNS[1] + COLUMNS[2] * len(self._launches)
         self._log_step = (c_int64 * of_log)()
         self._pack_log = struct.Struct(f"={of_log}q").pack_into
         self._restore_step = (c_int64 * COLUMNS[3])()
         self._pack_restore = struct.Struct(f"={COLUMNS[3]}q").pack_into
-        # Through these goes a first step; None when it did.
-        self._first_log: OpLaunches | None = OpLaunches(launches)
-        self._first_restore: OpLaunches | None = self._first_log
+        self._ops = OpLaunches(launches)
+        # Addresses of the slot mappings that the ops have accepted, and the columns
+        # that follow from them.
+        self._known_slots: int | list[int] | None = None
+        self._slot_columns: list[int] = []
+        self._num_reqs = -1
+        self._knows_restore = False
 
     def log(self, windows: VerificationWindows) -> None:
         """As Launches.log."""
-        if self._first_log is not None:
-            self._first_log.log(windows._replace(num_drafts=0))
-            self._first_log = None
         num_drafts, logits_indices, cu_num_logits, slot_mappings, skipped = windows
-        is_int64 = logits_indices.dtype is torch.int64
-        if (
-            cu_num_logits.dtype is not torch.int32
-            or not (is_int64 or logits_indices.dtype is torch.int32)
-            or not (logits_indices.is_cuda and cu_num_logits.is_cuda)
-            or not (logits_indices.is_contiguous() and cu_num_logits.is_contiguous())
-        ):
-            raise RuntimeError(
-                f"logits_indices is {_kind(logits_indices)}, cu_num_logits "
-                f"{_kind(cu_num_logits)}; must be int32 or int64, and int32; both "
-                "contiguous, on CUDA"
-            )
+        if isinstance(slot_mappings, Tensor):
+            slots: int | list[int] = slot_mappings.data_ptr()
+        else:
+            slots = [tensor.data_ptr() for tensor in slot_mappings]
+        num_reqs = cu_num_logits.nbytes // _INT32 - skipped
+        num_logits = num_drafts + num_reqs
+        index_bytes = logits_indices.nbytes
+        self._num_reqs = num_reqs
+        is_known = (
+            slots == self._known_slots
+            and index_bytes in (_INT32 * num_logits, _INT64 * num_logits)
+            and logits_indices.is_contiguous()
+            and cu_num_logits.is_contiguous()
+        )
+        if not is_known:
+            self._ops.log(windows)
+            self._learn_slots(slots, slot_mappings)
+            return
         self._pack_log(
             self._log_step,
             0,
             num_drafts,
             logits_indices.data_ptr(),
-            is_int64,
-            logits_indices.numel(),
-            cu_num_logits.data_ptr() + 4 * skipped,
-            cu_num_logits.numel() - skipped,
-            *self._slot_columns(slot_mappings),
+            index_bytes == _INT64 * num_logits,
+            num_logits,
+            cu_num_logits.data_ptr() + _INT32 * skipped,
+            num_reqs,
+            *self._slot_columns,
         )
         error = self._enqueue_log(self._handle, self._log_step)
         if error is not None:
             raise RuntimeError(error.decode())
 
-    def _slot_columns(self, slot_mappings: Sequence[Tensor] | Tensor) -> list[int]:
-        """(address, number of tokens) of each launch's slots, one after another."""
+    def _learn_slots(
+        self, slots: int | list[int], slot_mappings: Sequence[Tensor] | Tensor
+    ) -> None:
+        """Remembers slot mappings that the ops took. A step sees the left part of a
+        buffer that stays: what is known of it is its whole length."""
         columns: list[int] = []
-        if isinstance(slot_mappings, Tensor):
-            # By arithmetic: an index would be a trip through the dispatcher.
-            _check_slots(slot_mappings)
-            address = slot_mappings.data_ptr()
-            row_bytes = slot_mappings.stride(0) * _ITEM
-            num_tokens = slot_mappings.size(1)
-            for group_id in self._group_ids:
-                columns += (address + group_id * row_bytes, num_tokens)
-            return columns
-        for group_id in self._group_ids:
-            slots = slot_mappings[group_id]
-            _check_slots(slots)
-            columns += (slots.data_ptr(), slots.numel())
-        return columns
+        for launch in self._launches:
+            of_group = slot_mappings[launch.group.group_id]
+            storage = of_group.untyped_storage()
+            behind = storage.data_ptr() + storage.nbytes() - of_group.data_ptr()
+            length = behind // _INT64
+            if isinstance(slot_mappings, Tensor) and slot_mappings.dim() == 2:
+                length = min(length, slot_mappings.stride(0))
+            columns += (of_group.data_ptr(), length)
+        self._slot_columns = columns
+        self._known_slots = slots
 
     def restore(
         self, acceptance: Acceptance, num_drafts: int, counters_to: Tensor | None
     ) -> None:
         """As Launches.restore."""
-        if self._first_restore is not None:
-            self._first_restore.restore(acceptance, 0, counters_to)
-            self._first_restore = None
         to = 0 if counters_to is None else counters_to.data_ptr()
         if isinstance(acceptance, SampledIds):
             sampled, vocab_size = acceptance
-            if sampled.dtype is not torch.int32 or not sampled.is_cuda:
-                raise RuntimeError(
-                    f"sampled_token_ids is {_kind(sampled)}; must be int32, on CUDA"
-                )
             num_reqs, num_columns = sampled.shape
+            is_known = sampled.nbytes == _INT32 * num_reqs * num_columns
             self._pack_restore(
                 self._restore_step,
                 0,
@@ -156,22 +155,24 @@ class PreparedLaunches:
             )
         else:
             num_rejected = acceptance.num_rejected
-            if num_rejected.dtype is not torch.int32 or not (
-                num_rejected.is_cuda and num_rejected.is_contiguous()
-            ):
-                raise RuntimeError(
-                    f"num_rejected is {_kind(num_rejected)}; must be int32, "
-                    "contiguous, on CUDA"
-                )
+            num_reqs = self._num_reqs
+            is_known = (
+                num_rejected.nbytes == _INT32 * num_reqs
+                and num_rejected.is_contiguous()
+            )
             self._pack_restore(
                 self._restore_step,
                 0,
                 num_drafts,
                 *(0, 0, 0, 0, 0),
                 num_rejected.data_ptr(),
-                num_rejected.numel(),
+                num_reqs,
                 to,
             )
+        if not (is_known and num_reqs == self._num_reqs and self._knows_restore):
+            self._ops.restore(acceptance, num_drafts, counters_to)
+            self._knows_restore = True
+            return
         error = self._enqueue_restore(self._handle, self._restore_step)
         if error is not None:
             raise RuntimeError(error.decode())
@@ -190,14 +191,3 @@ def _constants(launch: Launch) -> tuple[int, ...]:
         group.log_windows.data_ptr(),
         launch.counters.data_ptr(),
     )
-
-
-def _check_slots(slots: Tensor) -> None:
-    if slots.dtype is not torch.int64 or not slots.is_cuda or slots.stride(-1) != 1:
-        raise RuntimeError(
-            f"slot_mapping is {_kind(slots)}; must be int64, contiguous, on CUDA"
-        )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} with strides {tensor.stride()} on {tensor.device}"
