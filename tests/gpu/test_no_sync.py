@@ -136,30 +136,25 @@ def test_no_synchronising_call_is_added(runs: Runs, engine: str) -> None:
 
 
 @ENGINES
-def test_two_launches_and_one_copy_a_step(runs: Runs, engine: str) -> None:
-    """One launch to log, one to restore, for the one group; and the counters' copy."""
+def test_two_launches_a_step_and_nothing_else(runs: Runs, engine: str) -> None:
+    """One launch to log, one to restore, for the one group; the counters' way to the
+    host is in the second."""
     off, on = same_steps(runs, engine)
     added = difference(device_work(off), device_work(on))
-    kernels = {name: n for name, n in added.items() if OURS in name}
-    copies = {name: n for name, n in added.items() if OURS not in name}
     steps = on["windowed_steps"]
-    assert sorted(kernels.values()) == [steps, steps], added
-    assert sum(copies.values()) == steps, added
-    assert all("DtoH" in name and "Pinned" in name for name in copies), added
+    assert all(OURS in name for name in added), added
+    assert sorted(added.values()) == [steps, steps], added
 
 
 @ENGINES
 def test_the_host_runs_no_other_operator(runs: Runs, engine: str) -> None:
-    """On the host: our two ops and the copy of the counters a step; what reads them
-    afterwards works on CPU tensors of six numbers."""
+    """On the host: what reads the counters afterwards works on CPU tensors of six
+    numbers. Our own ops ran in the first step, long before."""
     off, on = same_steps(runs, engine)
     added = difference(Counter(off["cpu_op"]), Counter(on["cpu_op"]))
-    steps = on["windowed_steps"]
-    for name, count in added.items():
-        if "_C_cache_ops::" in name or name == "aten::copy_":
-            assert count == steps, added
+    assert not any("_C_cache_ops::" in name for name in added), added
     waiting = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
-    assert not (waiting | {"aten::index"}) & added.keys(), added
+    assert not (waiting | {"aten::index", "aten::copy_"}) & added.keys(), added
 
 
 @ENGINES
