@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/mutation_check.py: what it calls caught, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools import mutation_check
+from tools.mutation_check import (
+    MUTATIONS,
+    ROOT,
+    Mutation,
+    MutationError,
+    Outcome,
+    TestRun,
+    applied,
+    run_pytest,
+    try_all,
+)
+
+MODULE = "double.py"
+SOURCE = "def double(x):\n    return x + x\n"
+TESTS = """
+from double import double
+
+def test_of_two():
+    assert double(2) == 4
+
+def test_of_three():
+    assert double(3) == 6
+"""
+SQUARE = Mutation("square", MODULE, "x + x", "x * x")
+HARMLESS = Mutation("harmless", MODULE, "x + x", "2 * x")
+BROKEN = Mutation("broken", MODULE, "x + x", "x +")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / MODULE).write_text(SOURCE)
+    (tmp_path / "test_double.py").write_text(TESTS)
+    return tmp_path
+
+
+def real_pytest(tree: Path) -> TestRun:
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    return run_pytest(tree, ["test_double.py"], [], variables)
+
+
+def scripted(*runs: TestRun) -> Callable[[Path], TestRun]:
+    """A stand-in for the tests that ends in these ways, one after another."""
+    left = iter(runs)
+    return lambda tree: next(left)
+
+
+def outcomes_of(found: list[Outcome]) -> dict[str, str]:
+    return {outcome.name: outcome.outcome for outcome in found}
+
+
+def test_a_mutation_is_there_and_goes_away_again(tree: Path) -> None:
+    with applied(SQUARE, tree):
+        assert (tree / MODULE).read_text() == SOURCE.replace("x + x", "x * x")
+    assert (tree / MODULE).read_text() == SOURCE
+
+
+@pytest.mark.parametrize(
+    ("mutation", "message"),
+    [
+        (
+            Mutation("a", MODULE, "x - x", ""),
+            "a: 'x - x' is 0 times in double.py; must",
+        ),
+        (Mutation("b", MODULE, "double", ""), None),
+        (Mutation("c", MODULE, "x", ""), "c: 'x' is 3 times in double.py; must be"),
+        (Mutation("d", "other.py", "x", ""), "d: there is no file other.py"),
+    ],
+)
+def test_text_that_is_not_there_exactly_once_is_an_error(
+    mutation: Mutation, message: str | None, tree: Path
+) -> None:
+    if message is None:
+        with applied(mutation, tree):
+            return
+    with pytest.raises(MutationError, match=message), applied(mutation, tree):
+        pass
+    assert (tree / MODULE).read_text() == SOURCE
+
+
+def test_a_wrong_mutation_is_found_before_any_test_runs(tree: Path) -> None:
+    wrong = Mutation("wrong", MODULE, "nowhere", "")
+    with pytest.raises(MutationError, match="wrong: 'nowhere' is 0 times"):
+        list(try_all([SQUARE, wrong], tree, scripted()))
+
+
+def test_the_tests_have_to_pass_without_mutations(tree: Path) -> None:
+    broken = scripted(TestRun(("test_x.py::test_y",)))
+    with pytest.raises(
+        MutationError, match=r"without any mutation: test_x\.py::test_y"
+    ):
+        list(try_all([SQUARE], tree, broken))
+
+
+def test_caught_survived_and_error_with_real_tests(tree: Path) -> None:
+    """A mutation that breaks the collection of the tests is not a catch."""
+    found = list(try_all([SQUARE, HARMLESS, BROKEN], tree, real_pytest))
+    wanted = {"square": "caught", "harmless": "survived", "broken": "error"}
+    assert outcomes_of(found) == wanted
+    assert found[0].tests == ("test_double.py::test_of_three",)
+    assert "pytest ended with status" in found[2].error
+    assert (tree / MODULE).read_text() == SOURCE
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "said"),
+    [
+        (TestRun(("test_a.py::test_b",)), 0, "caught test_a.py::test_b"),
+        (TestRun(), 1, "survived"),
+        (TestRun(error="it does not compile"), 1, "error it does not compile"),
+    ],
+)
+def test_exit_status(
+    run: TestRun,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Only a mutation that a named test caught is a success; the file says the same."""
+    name = MUTATIONS[0].name
+    result = tmp_path / "found.json"
+    command = ["mutation_check.py", "--only", name, "--json", str(result)]
+    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr(mutation_check, "build_and_test", scripted(TestRun(), run))
+    assert mutation_check.main() == status
+    assert f"{name}: {said}" in capsys.readouterr().out
+    assert f'"outcome": "{said.split()[0]}"' in result.read_text()
+
+
+def test_the_mutations_fit_this_tree() -> None:
+    """Code that moved on takes its mutation along."""
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 10
+    for mutation in MUTATIONS:
+        text = (ROOT / mutation.file).read_text(encoding="utf-8")
+        assert text.count(mutation.old) == 1, mutation.name
+        assert mutation.new != mutation.old

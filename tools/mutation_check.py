@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Plants bugs in a copy of the tree, one at a time, and shows which test finds each.
+
+    python tools/mutation_check.py                    # all of them
+    python tools/mutation_check.py --only int32_overflow
+    python tools/mutation_check.py --json results/mutation_check.json
+
+A mutation replaces one piece of text, which must be there exactly once. The copy holds
+what git would see of the checkout; its native library is built there, too, again after
+each mutation (only what changed is compiled). The tests have to pass in the copy before
+the first mutation. The checkout itself is never changed.
+
+Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
+a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
+1 one survived, or an error.
+
+Not covered: the CUDA kernels, which share window.h and table.h with the CPU code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import environment  # noqa: E402
+from benchmarks.files import write_json  # noqa: E402
+
+# No engine among them: about half a minute in all.
+TESTS = (
+    "tests/unit/test_draft_manager.py",
+    "tests/kernels/test_log_restore.py",
+    "tests/kernels/test_large_offsets.py",
+    "tests/simulation",
+)
+TESTS_SHOWN = 3
+TIMEOUT_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One bug: `old`, once in `file` (relative to the tree), becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+COW = "csrc/nwor/cow_cpu.cpp"
+COPY = "csrc/nwor/copy_cpu.h"
+TABLE = "csrc/nwor/table.h"
+WINDOWS = "csrc/nwor/windows_cpu.h"
+MANAGER = "vllm/v1/nwor/draft_manager.py"
+LAUNCHES = "vllm/v1/nwor/launches.py"
+MUTATIONS = (
+    Mutation(
+        "wrong_stride",
+        TABLE,
+        "slot % block_size * slot_stride",
+        "slot % block_size * head_stride",
+    ),
+    Mutation(
+        "dropped_head",
+        COPY,
+        "for (int64_t head = 0; head < layer.num_heads; ++head)",
+        "for (int64_t head = layer.num_heads > 1; head < layer.num_heads; ++head)",
+    ),
+    Mutation(
+        "off_by_one_slot",
+        WINDOWS,
+        "visit(draft, place, batch.slot_mapping[token]);",
+        "visit(draft, place, batch.slot_mapping[token > 0 ? token - 1 : 0]);",
+    ),
+    Mutation(
+        "accepted_restored",
+        WINDOWS,
+        "return window[1] < num_accepted(",
+        "return window[1] + 1 < num_accepted(",
+    ),
+    Mutation(
+        "rejected_kept",
+        WINDOWS,
+        "return window[1] < num_accepted(",
+        "return window[1] <= num_accepted(",
+    ),
+    Mutation(
+        "stale_log",
+        MANAGER,
+        "        self.state = State.IDLE\n        self._fall_back(reason, f",
+        "        self._fall_back(reason, f",
+    ),
+    Mutation(
+        "wrong_layer_order",
+        COW,
+        "const LayerRow& layer = table.rows[item % table.num_layers];",
+        "LayerRow layer = table.rows[item % table.num_layers];\n"
+        "      if (kDirection == Direction::kToCache) {\n"
+        "        layer.log_offset = table.rows[table.num_layers - 1 -\n"
+        "                                      item % table.num_layers].log_offset;\n"
+        "      }",
+    ),
+    Mutation(
+        "slot_minus_one_as_0",
+        COW,
+        "return is_rejected(draft) ? log.slots[draft] : kPadSlot;",
+        "return is_rejected(draft) ? std::max<int64_t>(log.slots[draft], 0)"
+        " : kPadSlot;",
+    ),
+    Mutation(
+        "int32_overflow",
+        TABLE,
+        "return slot / block_size * block_stride;",
+        "return static_cast<int32_t>(slot / block_size * block_stride);",
+    ),
+    Mutation(
+        "skipped_group",
+        LAUNCHES,
+        "for index, launch in enumerate(self._launches):",
+        "for index, launch in enumerate(self._launches[:1]):",
+    ),
+)
+
+
+class MutationError(RuntimeError):
+    """A mutation cannot be applied or tried; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """How a run of the tests ended. failed: names of the tests that failed.
+
+    error: why it says nothing about the tests (a crash, a build that failed), or "".
+    """
+
+    __test__ = False  # pytest, this is no test
+
+    failed: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutation: "caught" (by `tests`, the first ones to fail),
+    "survived" or "error" (then `error` says why)."""
+
+    name: str
+    file: str
+    outcome: str
+    tests: tuple[str, ...]
+    error: str
+    seconds: float
+
+
+@contextmanager
+def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
+    """The mutation is in `tree` while the block runs.
+
+    Raises:
+        MutationError: the file is not there, or `old` not exactly once in it.
+    """
+    path = tree / mutation.file
+    if not path.is_file():
+        raise MutationError(f"{mutation.name}: there is no file {mutation.file}")
+    before = path.read_text(encoding="utf-8")
+    found = before.count(mutation.old)
+    if found != 1:
+        raise MutationError(
+            f"{mutation.name}: {mutation.old!r} is {found} times in {mutation.file}; "
+            "must be there exactly once"
+        )
+    path.write_text(before.replace(mutation.old, mutation.new), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(before, encoding="utf-8")
+
+
+def try_all(
+    mutations: Sequence[Mutation], tree: Path, run_tests: Callable[[Path], TestRun]
+) -> Iterator[Outcome]:
+    """Tries the mutations in `tree`, one after another.
+
+    Raises:
+        MutationError: the tests do not pass without any; or as `applied` does, before
+            any of them was tried.
+    """
+    for mutation in mutations:
+        with applied(mutation, tree):
+            pass
+    clean = run_tests(tree)
+    if clean.failed or clean.error:
+        found = clean.error or ", ".join(clean.failed)
+        raise MutationError(f"the tests do not pass without any mutation: {found}")
+    for mutation in mutations:
+        started = time.perf_counter()
+        with applied(mutation, tree):
+            run = run_tests(tree)
+        outcome = "error" if run.error else "caught" if run.failed else "survived"
+        seconds = round(time.perf_counter() - started, 1)
+        yield Outcome(
+            mutation.name, mutation.file, outcome, run.failed, run.error, seconds
+        )
+
+
+def copy_tree(to: Path) -> None:
+    """Copies the checkout's files as they are, those that git ignores left out."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        source = ROOT / name
+        if source.is_file():  # not: deleted, but still in git's index
+            target = to / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+
+
+def build_and_test(tree: Path) -> TestRun:
+    """Builds the native library in `tree` and runs its TESTS."""
+    variables = {**os.environ, "NWOR_CUDA": "OFF", "PYTHONDONTWRITEBYTECODE": "1"}
+    build = [sys.executable, "tools/native.py"]
+    built = subprocess.run(
+        build, cwd=tree, env=variables, capture_output=True, text=True, check=False
+    )
+    if built.returncode != 0:
+        return TestRun(
+            error=f"it does not compile: {(built.stdout + built.stderr)[-600:]}"
+        )
+    return run_pytest(tree, TESTS, ("-p", "tools.mutation_plugin"), variables)
+
+
+def run_pytest(
+    tree: Path, tests: Sequence[str], options: Sequence[str], variables: dict[str, str]
+) -> TestRun:
+    """Runs pytest in `tree` until TESTS_SHOWN tests have failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *options, *tests]
+        command += [f"--maxfail={TESTS_SHOWN}", f"--junitxml={report}"]
+        command += ["-o", "junit_family=xunit1"]  # the one that has file names
+        command += ["-p", "no:cacheprovider", "-m", "not nightly"]
+        env = {"OMP_NUM_THREADS": "1", **variables, "PYTHONPATH": str(tree)}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=tree,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return TestRun(error=f"the tests ran for more than {TIMEOUT_SECONDS} s")
+        failed = _failed_tests(report) if report.is_file() else ()
+    if done.returncode == 0:
+        return TestRun()
+    if done.returncode == 1 and failed:
+        return TestRun(failed)
+    tail = (done.stdout + done.stderr)[-600:]
+    return TestRun(error=f"pytest ended with status {done.returncode}: {tail}")
+
+
+def _failed_tests(report: Path) -> tuple[str, ...]:
+    """Names of the tests that failed, from pytest's JUnit file. Tests that could not
+    even start (a fixture that broke, say) are no catch and are left out."""
+    return tuple(
+        f"{case.attrib['file']}::{case.attrib['name']}"
+        for case in ElementTree.parse(report).getroot().iter("testcase")
+        if case.find("failure") is not None
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [mutation.name for mutation in MUTATIONS]
+    parser.add_argument("--only", choices=names, help="this one alone")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    args = parser.parse_args()
+    chosen = [m for m in MUTATIONS if args.only in (None, m.name)]
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        try:
+            for outcome in try_all(chosen, tree, build_and_test):
+                outcomes.append(outcome)
+                what = outcome.error or ", ".join(outcome.tests)
+                print(f"{outcome.name}: {outcome.outcome} {what}", flush=True)
+        except MutationError as error:
+            print(f"mutation check: {error}", file=sys.stderr)
+            return 1
+    caught = sum(outcome.outcome == "caught" for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} mutations caught")
+    if args.json is not None:
+        write_json(args.json, _record(outcomes))
+    return 0 if caught == len(outcomes) else 1
+
+
+def _record(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    by_name = {mutation.name: mutation for mutation in MUTATIONS}
+    return {
+        "kind": "mutation_check",
+        "schema": 1,
+        "command": " ".join(["python tools/mutation_check.py", *sys.argv[1:]]),
+        "environment": environment.describe("cpu", ROOT),
+        "tests": list(TESTS),
+        "mutations": [
+            {
+                **asdict(outcome),
+                "old": by_name[outcome.name].old,
+                "new": by_name[outcome.name].new,
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
