@@ -33,7 +33,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help bench test serve soak lint format wheel setup models lock deps clean distclean
-.PHONY: gpu-test gpu-bench rebuild image image-cpu
+.PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -59,6 +59,17 @@ soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all 
 		--minutes $(or $(MINUTES),10) --json $(RESULTS)/soak_cpu.json \
 		--speculative-config '$(SPECULATION)' --serve-args '$(SOAK_SERVE_ARGS)' \
 		$(ARGS)
+
+# Another million each time: SEED=1000 for those of the committed file.
+nightly: models ## what takes too long for make test: faults, simulation of the cache
+	@mkdir -p $(RESULTS)
+	$(PY) -m tests.simulation --operations 1000000 --json $(RESULTS)/simulation.json \
+		--seed $(or $(SEED),$(shell date +%s))
+	$(PY) -m pytest -m nightly $(ARGS)
+
+mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
+	@mkdir -p $(RESULTS)
+	$(PY) tools/mutation_check.py --json $(RESULTS)/mutation_check.json $(ARGS)
 
 # These two need an NVIDIA GPU and a PYTHON that has vLLM; .venv is not used. STEPS
 # chooses among what tools/gpu_run.sh lists.
