@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarantee 6, point by point: every call of every op, every kind of error, a client
+that goes away in every phase of its request, memory that cannot be had, a worker that
+dies between log and commit.
+
+test_faults.py has what NWOR says then, and what STRICT does. The engines of this file
+are shared by its tests. Not covered: CUDA; sleep and weight reload (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import worker_faults
+from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
+from tests.helpers.engine import Engine, Request, Result
+from tests.helpers.environment import REPO
+from tests.helpers.faults import replaced_ops
+from tests.helpers.logs import nwor_log
+from tests.helpers.oracle import SnapshotOracle
+from tests.helpers.server import Server, serve
+from vllm.v1.nwor.draft_manager import State
+
+pytestmark = pytest.mark.e2e
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple((seed * 7919 + i * i * 31) % 30000 + 100 for i in range(length))
+
+
+# Two requests run at a time, so that the third waits for the first to end.
+ARGUMENTS: dict[str, Any] = {"max_num_seqs": 2, "disable_log_stats": False}
+SURVIVORS = [
+    Request("first", prompt(1, 30), 26),
+    Request("second", prompt(2, 45), 40, at=1),
+]
+# Longer than what a step takes (256 tokens): its prefill comes in chunks.
+VICTIM = Request("victim", prompt(3, 400), 24, at=2)
+LATE = Request("late", prompt(4, 25), 12, at=30)
+ALL = [*SURVIVORS, VICTIM, LATE]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The engine without NWOR, and what it did when nothing went wrong."""
+
+    engine: Engine
+    truth: dict[str, list[int]]
+    result: Result
+
+
+@pytest.fixture(scope="module")
+def off() -> Baseline:
+    engine = Engine("off", **ARGUMENTS)
+    truth = truth_of(engine, ALL)
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    return Baseline(engine, truth, engine.run(ALL))
+
+
+@pytest.fixture(scope="module")
+def cow(off: Baseline) -> Engine:
+    """Made after the other one: get_metrics() shows the newest engine's counters."""
+    engine = Engine("cow", **ARGUMENTS)
+    ScriptedDrafter(off.truth, mixture).attach(engine.runner)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def all_is_back_to_normal(request: pytest.FixtureRequest) -> Any:
+    """After each test of the shared engine nothing is left of its faults."""
+    yield
+    if "cow" in request.fixturenames:
+        engine = request.getfixturevalue("cow")
+        engine.manager.fallbacks.clear()
+        assert engine.manager.state is State.IDLE
+        assert not engine.llm.has_unfinished_requests()
+
+
+def assert_same(found: Result, wanted: Result) -> None:
+    assert found.tokens == wanted.tokens
+    assert found.logprobs == wanted.logprobs
+    assert found.schedule() == wanted.schedule()
+
+
+# --- ops ------------------------------------------------------------------------------
+
+REASONS = {
+    "log_cache_slots": "begin_failed",
+    "restore_rejected_drafts": "commit_failed",
+}
+
+
+def failing_once(
+    op: Callable[..., None], call: int, late: bool, error: Exception
+) -> Callable[..., None]:
+    """`op`, raising at call number `call` from 0, before or (late) after its work."""
+    num_calls = 0
+
+    def run(*args: Any) -> None:
+        nonlocal num_calls
+        fails = num_calls == call
+        num_calls += 1
+        if late or not fails:
+            op(*args)
+        if fails:
+            raise error
+
+    return run
+
+
+def run_with_fault(
+    engine: Engine, op: str, call: int, late: bool, error: Exception, wanted: Result
+) -> None:
+    """One run with one failing call: nothing is lost, and it is counted once."""
+    engine.manager.fallbacks.clear()
+    inner = getattr(engine.manager.launches.ops, op)
+    broken = failing_once(inner, call, late, error)
+    oracle = SnapshotOracle(engine.probe)
+    with replaced_ops(engine, **{op: broken}):
+        found = engine.run(ALL, [oracle])
+    assert_same(found, wanted)
+    assert engine.manager.fallbacks == {REASONS[op]: 1}
+    assert {violation.kind for violation in oracle.violations} <= {"not restored"}
+    assert len({violation.step for violation in oracle.violations}) <= 1
+    assert engine.manager.state is State.IDLE
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("injected: no memory"),
+        torch.OutOfMemoryError("injected: no memory on the device"),
+        OSError("injected: the driver is gone"),
+        ValueError("injected: refused"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("op", REASONS)
+def test_whatever_an_op_raises_loses_nothing(
+    op: str, error: Exception, off: Baseline, cow: Engine
+) -> None:
+    with nwor_log() as lines:
+        run_with_fault(cow, op, 3, False, error, off.result)
+    (line,) = lines
+    assert line.startswith(f"WARNING NWOR {REASONS[op]}: {op}: injected: ")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("op", REASONS)
+def test_an_op_may_fail_at_every_call(
+    op: str, late: bool, off: Baseline, cow: Engine
+) -> None:
+    num_windows = sum(1 for step in off.result.steps if step.drafted)
+    num_calls = num_windows * len(cow.manager.counters)
+    assert num_calls > 15
+    for call in range(num_calls):
+        error = RuntimeError(f"injected at call {call}")
+        run_with_fault(cow, op, call, late, error, off.result)
+
+
+# --- clients --------------------------------------------------------------------------
+
+
+def phases(result: Result) -> dict[str, dict[str, int]]:
+    """Where to abort VICTIM, from the steps of a run in which nobody did: before a step
+    (abort_at) or while it runs (abort_during)."""
+    steps = [i for i, step in enumerate(result.steps) if "victim" in step.scheduled]
+    drafting = [i for i in steps if "victim" in result.steps[i].drafted]
+    first, last = steps[0], steps[-1]
+    assert first > VICTIM.at + 1, "the victim does not wait"
+    assert steps[1] < drafting[0], "the prefill is not in chunks"
+    return {
+        "waiting": {"abort_at": first - 1},
+        "in its first chunk": {"abort_during": first},
+        "between its chunks": {"abort_at": steps[1]},
+        "in its last chunk": {"abort_during": steps[1]},
+        "between prefill and decode": {"abort_at": steps[2]},
+        "with drafts proposed": {"abort_at": drafting[1]},
+        "with drafts in flight": {"abort_during": drafting[1]},
+        "before its last step": {"abort_at": last},
+        "in its last step": {"abort_during": last},
+    }
+
+
+PHASES = (
+    "waiting",
+    "in its first chunk",
+    "between its chunks",
+    "in its last chunk",
+    "between prefill and decode",
+    "with drafts proposed",
+    "with drafts in flight",
+    "before its last step",
+    "in its last step",
+)
+
+
+def counters(engine: Engine) -> dict[str, int]:
+    return {
+        metric.name.removeprefix("vllm:"): metric.value
+        for metric in engine.llm.get_metrics()
+        if metric.name.startswith(("vllm:nwor_", "vllm:spec_decode_num"))
+        and hasattr(metric, "value")
+    }
+
+
+def num_free_blocks(engine: Engine) -> int:
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    return int(pool.get_num_free_blocks())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
+    """The others' tokens are those of an engine without NWOR that lost the same
+    client; the window in flight is counted as dropped; no block stays behind."""
+    points = phases(off.result)
+    assert tuple(points) == PHASES
+    requests = [*SURVIVORS, replace(VICTIM, **points[phase]), LATE]
+    wanted = off.engine.run(requests)
+    before, free = counters(cow), num_free_blocks(cow)
+    oracle = SnapshotOracle(cow.probe)
+    found = cow.run(requests, [oracle])
+    assert_same(found, wanted)
+    for request in (*SURVIVORS, LATE):
+        assert found.tokens[request.name] == off.result.tokens[request.name]
+        assert len(found.tokens[request.name]) == request.max_tokens
+    assert oracle.violations == []
+    assert cow.manager.fallbacks == {}
+    assert num_free_blocks(cow) == free == num_free_blocks(off.engine)
+    # It was the phase that the name says.
+    ran = [step for step in found.steps if "victim" in step.scheduled]
+    assert (phase == "waiting") == (ran == [])
+    assert len(found.tokens.get("victim", [])) < VICTIM.max_tokens
+    # Guarantee 7, also for the window that nobody counted.
+    in_flight = "abort_during" in points[phase]
+    dropped = ran[-1].drafted.get("victim", 0) if in_flight and ran else 0
+    rise = {name: n - before.get(name, 0) for name, n in counters(cow).items()}
+    assert rise["nwor_dropped_drafts"] == dropped
+    assert (dropped > 0) == (phase in ("with drafts in flight", "in its last step"))
+    assert rise["nwor_tokens_staged"] == found.num_drafted
+    assert found.num_drafted == rise["spec_decode_num_draft_tokens"] + dropped
+    assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
+    assert rise["nwor_breaches"] == 0
+
+
+# --- start-up -------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    reason="the undo log's allocation is not guarded: the engine does not start",
+    raises=torch.OutOfMemoryError,
+)
+def test_no_memory_for_the_undo_log(
+    monkeypatch: pytest.MonkeyPatch, off: Baseline
+) -> None:
+    """The engine starts all the same, unprotected, and says so."""
+    empty = torch.empty
+
+    def no_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if sys._getframe(1).f_globals["__name__"] == "vllm.v1.nwor.draft_manager":
+            raise torch.OutOfMemoryError("injected: no memory for the log")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", no_memory)
+    with nwor_log() as lines:
+        engine = Engine("cow", **ARGUMENTS)
+    ScriptedDrafter(off.truth, mixture).attach(engine.runner)
+    assert_same(engine.run(ALL), off.result)
+    assert engine.manager is None
+    (line,) = lines
+    assert "no memory for the log" in line
+
+
+# --- processes ------------------------------------------------------------------------
+
+
+def call_workers(server: Server, method: str) -> None:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/collective_rpc",
+        json.dumps({"method": method}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60):
+        pass
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("where", worker_faults.POINTS)
+def test_a_worker_dies_between_log_and_commit(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets an error and no token that is wrong; the server ends, as vLLM's
+    does; one that is started again serves what the first one served before."""
+    # As this suite's servers, plus a way into the workers, which vLLM has for tests.
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    arguments = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+    arguments += ["--num-gpu-blocks-override", "64", "--block-size", "32"]
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+    }
+    arguments += ["--speculative-config", json.dumps(speculation)]
+    text = "one two three four one two three four one two three"
+    model = "smollm2-135m"
+    extended = [*arguments, "--worker-extension-cls", worker_faults.NAME]
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    with serve(first, "cow", model, *extended) as server:
+        before = server.complete(text, 32)["choices"][0]["text"]
+        assert server.metrics()["vllm:nwor_windows"] > 0
+        call_workers(server, where)
+        with pytest.raises((urllib.error.HTTPError, urllib.error.URLError, OSError)):
+            server.complete(text, 32)
+        deadline = time.monotonic() + 120
+        while server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert server.process.poll() is not None, "the server goes on without a worker"
+        assert worker_faults.MARK in server.log()
+    with serve(second, "cow", model, *arguments) as server:
+        assert server.complete(text, 32)["choices"][0]["text"] == before
+        found = server.idle_metrics()
+        assert found["vllm:nwor_breaches"] == 0
+        assert "vllm:nwor_fallbacks" not in found
