@@ -10,6 +10,7 @@
 #                            tests/gpu/engines.py: all of its MATRIX, or these
 #   sync [NAME...]           synchronising calls, launches, JIT compilation
 #   layouts [NAME...]        where each attention backend puts a slot's bytes
+#   sleep [NAME...]          sleep and wake-up, weights loaded anew
 #   parallel                 the oracle on both ranks of two GPUs
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
@@ -33,8 +34,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines sync layouts parallel sanitizer bench-kernels"
-STEPS="$STEPS host-profile bench "
+STEPS=" build kernels engines sync layouts sleep parallel sanitizer"
+STEPS="$STEPS bench-kernels host-profile bench "
 WORK=$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
@@ -136,6 +137,10 @@ step_sync() {
 
 step_layouts() {
     run_tests -s tests/gpu/test_layouts.py -k "test_$(also_ids "$@")"
+}
+
+step_sleep() {
+    run_tests -s tests/gpu/test_sleep.py -k "test_$(also_ids "$@")"
 }
 
 also_ids() { # as also, for tests with the engine as their only parameter

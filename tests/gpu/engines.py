@@ -259,7 +259,13 @@ PARALLEL = (
     ),
 )
 
-BY_NAME = {spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL)}
+# Engines that are put to sleep: one of each runner.
+SLEEP = (
+    _spec("sleep-v1-ngram", "ngram", "FLASH_ATTN", "FULL", "auto", False),
+    _spec("sleep-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
+)
+
+BY_NAME = {spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP)}
 
 FACTORS = (
     ("ngram", "draft_model", "head"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is matrix, sync or layouts; NWOR's mode comes from VLLM_NWOR_MODE. Everything found
-is written to OUT as JSON, again after each row, so that a process that dies or is
+JOB is matrix, sync, layouts or sleep; NWOR's mode comes from VLLM_NWOR_MODE. Everything
+found is written to OUT as JSON, again after each row, so that a process that dies or is
 stopped leaves what it had. The exit status is 0 if the job came to its end; whether
 what it found is right, the tests judge.
 """
@@ -26,6 +26,7 @@ from tests.gpu.rows import Row, rows
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
+SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
 def trace() -> str:
@@ -94,6 +95,42 @@ def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = start(spec, models, report)
     report.save(groups=engine.rpc("nwor_report")[0]["groups"])
     report.save(layouts=engine.rpc("test_layouts")[0])
+
+
+# -- sleep -----------------------------------------------------------------------------
+
+
+def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
+    """The same rows awake, after a sleep of level 1 (weights kept on the host), and
+    after one of level 2 (nothing kept, so that the weights are loaded anew)."""
+    engine = start(spec, models, report, enable_sleep_mode=True)
+    engine.prepare()
+    by_name = {row.name: row for row in rows(spec)}
+    for phase, level in (("awake", 0), ("level 1", 1), ("level 2", 2)):
+        if level:
+            nap(engine, level)
+        results: dict[str, Any] = {"memory": engine.rpc("test_memory")[0]}
+        report.found[phase] = results
+        report.save()  # a step on memory that is gone ends the process
+        for name in SLEEP_ROWS:
+            results[name] = run_row(engine, by_name[name], watched=True)
+            report.save()
+
+
+def nap(engine: Engine, level: int) -> None:
+    """Sleeps and wakes up, in the order vLLM's documentation gives for each level."""
+    from tests.gpu.harness import SEED
+
+    engine.forget()
+    engine.llm.sleep(level=level)
+    assert engine.llm.is_sleeping()
+    if level == 1:
+        engine.llm.wake_up()
+    else:
+        engine.llm.wake_up(tags=["weights"])
+        engine.rpc("test_randomize", SEED)  # the weights come back, in place
+        engine.llm.wake_up(tags=["kv_cache"])
+    assert not engine.llm.is_sleeping()
 
 
 # -- synchronisation -------------------------------------------------------------------
@@ -201,7 +238,7 @@ def count_steps(engine: Engine) -> Counter[str]:
     return counts
 
 
-JOBS = {"matrix": matrix, "sync": sync, "layouts": layouts}
+JOBS = {"matrix": matrix, "sync": sync, "layouts": layouts, "sleep": sleep}
 
 
 def main(job: str, name: str, out: str, models: str) -> int:

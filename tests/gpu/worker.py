@@ -90,6 +90,13 @@ class GpuTestExtension(NworWorkerExtension):
             "protected": protected_layers(runner),
         }
 
+    def test_memory(self) -> dict[str, Any] | None:
+        """Where NWOR's device memory lies and what its tables say; None without a
+        manager. See `memory_of`."""
+        state = getattr(self.model_runner, "nwor_state", None)
+        manager = None if state is None else state.manager
+        return None if manager is None else memory_of(manager)
+
     def test_layouts(self) -> list[dict[str, Any]]:
         """For each protected layer: NWOR's layout against what vLLM's writer does, and
         whether probing left the live implementation and cache alone."""
@@ -140,6 +147,43 @@ def protected_layers(runner: Any) -> dict[str, Any] | None:
             for layer in group.layers
         ),
     }
+
+
+def memory_of(manager: Any) -> dict[str, Any]:
+    """tables: rows of each table, by group. addresses: of the layers' caches, by
+    group. pools: for each of the manager's tensors, the tag of vLLM's sleeping
+    allocator that its memory has, None if it is not of that allocator."""
+    tensors = {"counters": manager.counters}
+    for group in manager.groups:
+        name = f"group {group.group_id}"
+        tensors[f"{name} undo log"] = group.undo_log
+        tensors[f"{name} slots"] = group.log_slots
+        tensors[f"{name} windows"] = group.log_windows
+        for number, part in enumerate(group.tables):
+            tensors[f"{name} table {number}"] = part.table
+    return {
+        "tables": [
+            [part.table.tolist() for part in group.tables] for group in manager.groups
+        ],
+        "addresses": [
+            sorted(layer.kv_cache.data_ptr() for layer in group.layers)
+            for group in manager.groups
+        ],
+        "pools": {
+            name: pool_tag(tensor.data_ptr()) for name, tensor in tensors.items()
+        },
+    }
+
+
+def pool_tag(address: int) -> str | None:
+    """The tag under which vLLM's sleeping allocator holds `address`."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    for start, data in CuMemAllocator.get_instance().pointer_to_data.items():
+        size = data.handle[1]
+        if start <= address < start + size:
+            return str(data.tag)
+    return None
 
 
 # -- layouts ---------------------------------------------------------------------------
