@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell scripts for developers: the container's shell and the quick rebuild.
+
+No container engine is needed: a program named docker stands for it and writes down what
+it was asked. Rebuilds are of a copy of the sources, with libraries that register too
+little, or nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tools import check_install, native, time_rebuild
+
+ROOT = Path(__file__).resolve().parents[2]
+DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"
+REBUILD = ROOT / "tools" / "rebuild_nwor_extension.sh"
+NEEDED = ("bash", "dirname", "env", "id", "sed")
+
+
+def run(
+    *command: str | Path, **env: str
+) -> subprocess.CompletedProcess[str]:  # with nothing of our environment
+    return subprocess.run(
+        [str(part) for part in command],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def scripts() -> list[str]:
+    listed = run("git", "-C", ROOT, "ls-files", ".ci/run", "*.sh", **os.environ).stdout
+    assert "tools/docker_dev_shell.sh" in listed
+    return listed.split()
+
+
+@pytest.mark.parametrize("script", scripts())
+def test_scripts_can_be_run_as_they_are(script: str) -> None:
+    path = ROOT / script
+    assert os.access(path, os.X_OK)
+    assert path.read_text().startswith("#!")
+
+
+# --- docker_dev_shell.sh ---
+
+# Writes its arguments as a line of JSON; fails where FAIL is the first of them.
+DOCKER = """#!{python}
+import json, os, sys
+with open({record!r}, "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+sys.exit(sys.argv[1] == {fail!r})
+"""
+
+
+class Host:
+    """A host with the given programs on PATH, and what its docker was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.commands = folder / "bin"
+        self.commands.mkdir()
+        self.record = folder / "docker.jsonl"
+        for name in NEEDED:
+            found = shutil.which(name)
+            assert found
+            (self.commands / name).symlink_to(found)
+
+    def program(self, name: str, text: str) -> None:
+        path = self.commands / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def docker(self, fail: str = "") -> None:
+        text = DOCKER.format(python=sys.executable, record=str(self.record), fail=fail)
+        self.program("docker", text)
+
+    def gpu(self, is_working: bool = True) -> None:
+        self.program("nvidia-smi", f"#!/bin/sh\nexit {0 if is_working else 9}\n")
+
+    def shell(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return run("bash", DEV_SHELL, *arguments, PATH=str(self.commands))
+
+    def asked(self) -> list[list[str]]:
+        if not self.record.exists():
+            return []
+        return [json.loads(line) for line in self.record.read_text().splitlines()]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def values(command: Sequence[str], option: str) -> list[str]:
+    return [b for a, b in itertools.pairwise(command) if a == option]
+
+
+def test_shell_without_a_gpu(host: Host) -> None:
+    host.docker()
+    host.gpu(is_working=False)
+    result = host.shell()
+    assert result.returncode == 0, result.stderr
+    version, build, command = host.asked()
+    assert version == ["version"]
+    dockerfile = str(ROOT / "docker" / "Dockerfile.cpu")
+    assert build == [
+        *("build", "--target", "build", "-f", dockerfile),
+        *("-t", "vllm-nwor:dev-cpu", str(ROOT)),
+    ]
+    assert command[:2] == ["run", "--rm"]
+    assert command[-1] == "vllm-nwor:dev-cpu"
+    assert "--gpus" not in command
+    assert "--tty" not in command  # this test has no terminal
+    assert values(command, "--user") == [f"{os.getuid()}:{os.getgid()}"]
+    assert values(command, "--workdir") == ["/src"]
+    assert f"type=bind,source={ROOT},target=/src" in values(command, "--mount")
+    assert values(command, "--entrypoint") == ["bash"]
+
+
+def test_caches_are_volumes_apart_for_each_image(host: Host) -> None:
+    host.docker()
+    for device in ("cpu", "gpu"):
+        host.record.unlink(missing_ok=True)
+        host.gpu()
+        assert host.shell("--device", device).returncode == 0
+        command = host.asked()[-1]
+        mounts = [
+            dict(part.split("=") for part in mount.split(","))
+            for mount in values(command, "--mount")
+        ]
+        volumes = {m["target"]: m["source"] for m in mounts if m["type"] == "volume"}
+        assert set(volumes) == {"/cache", "/src/.venv", "/src/build"}
+        assert all(name.endswith(f"-{device}") for name in volumes.values())
+        assert "HOME=/cache" in values(command, "--env")
+
+
+def test_shell_with_a_gpu(host: Host) -> None:
+    host.docker()
+    host.gpu()
+    assert host.shell().returncode == 0
+    build, command = host.asked()[1:]
+    assert values(build, "-f") == [str(ROOT / "docker" / "Dockerfile")]
+    assert values(command, "--gpus") == ["all"]
+    assert command[-1] == "vllm-nwor:dev-gpu"
+
+
+def test_a_command_of_several_words_arrives_as_it_was(host: Host) -> None:
+    host.docker()
+    words = ["make", "test", "ARGS=-k 'a b'", "--dry-run"]
+    assert host.shell("--image", "mine:1", "--", *words).returncode == 0
+    _, command = host.asked()  # an image of one's own is not built
+    assert command[command.index("mine:1") + 1 :] == words
+    assert values(command, "--entrypoint") == ["env"]
+
+
+def test_dry_run_prints_what_would_run(host: Host) -> None:
+    host.docker()
+    result = host.shell("--device", "gpu", "--dry-run", "--", "echo", "a b", "$HOME")
+    assert result.returncode == 0
+    assert host.asked() == []
+    printed = [shlex.split(line)[1:] for line in result.stdout.splitlines()]
+    host.gpu()
+    host.shell("--device", "gpu", "--", "echo", "a b", "$HOME")
+    assert printed == host.asked()[1:]
+
+
+def test_dry_run_needs_no_docker(host: Host) -> None:
+    assert host.shell("--dry-run").returncode == 0
+
+
+def test_missing_docker_is_said(host: Host) -> None:
+    result = host.shell()
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "docker is not installed" in result.stderr
+
+
+def test_docker_without_its_daemon_is_said(host: Host) -> None:
+    host.docker(fail="version")
+    result = host.shell()
+    assert result.returncode == 1
+    assert "daemon does not answer" in result.stderr
+    assert [command[0] for command in host.asked()] == ["version"]
+
+
+def test_no_shell_where_the_build_fails(host: Host) -> None:
+    host.docker(fail="build")
+    assert host.shell().returncode == 1
+    assert [command[0] for command in host.asked()] == ["version", "build"]
+
+
+def test_the_commands_status_is_the_scripts(host: Host) -> None:
+    host.docker(fail="run")
+    assert host.shell("--", "false").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--device", "tpu"], 2, "'tpu'; allowed are auto, gpu and cpu"),
+        (["--device"], 2, "--device needs a value"),
+        (["--gpu"], 2, "'--gpu'; allowed are --device, --image, --dry-run"),
+        (["make"], 2, "'make'; allowed are"),
+        (["--device", "gpu"], 1, "nvidia-smi finds none"),
+    ],
+)
+def test_bad_arguments_of_the_shell(
+    host: Host, arguments: list[str], status: int, said: str
+) -> None:
+    host.docker()
+    result = host.shell(*arguments)
+    assert result.returncode == status
+    assert said in result.stderr
+    assert host.asked() == []
+
+
+# --- rebuild_nwor_extension.sh ---
+
+# The named ops, with code for the given key.
+OTHER_LIBRARY = """
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+static void nothing(StableIValue*, uint64_t, uint64_t) {{}}
+STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {{
+  {definitions}
+}}
+STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, {key}, ops) {{
+  {implementations}
+}}
+"""
+
+
+def other_library(path: Path, ops: Sequence[str], key: str = "CPU") -> None:
+    """Compiles a library with these ops only, as an older one might be."""
+    source = path.with_suffix(".cpp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(
+        OTHER_LIBRARY.format(
+            key=key,
+            definitions="\n".join(f'ops.def("{op}() -> ()");' for op in ops),
+            implementations="\n".join(f'ops.impl("{op}", &nothing);' for op in ops),
+        )
+    )
+    package = Path(torch.__file__).parent
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-o", path, source]
+    command += ["-isystem", package / "include"]
+    command += ["-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
+    command += [package / "lib" / "libtorch_cpu.so"]
+    result = run(*command, **os.environ)
+    assert result.returncode == 0, result.stderr
+
+
+def rebuild(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    env = {"PATH": path, "PYTHON": sys.executable, "HOME": str(checkout)}
+    return run(checkout / "tools" / REBUILD.name, *arguments, **env)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the rebuild needs of this checkout, with the sources as they are here, built
+    for the CPU."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("cmake", "csrc"):
+        shutil.copytree(ROOT / name, folder / name)
+    (folder / "tools").mkdir()
+    (folder / "vllm" / "v1" / "nwor").mkdir(parents=True)
+    shutil.copy(ROOT / "CMakeLists.txt", folder)
+    for name in (REBUILD.name, "native.py", "check_install.py"):
+        shutil.copy(ROOT / "tools" / name, folder / "tools")
+    result = rebuild(folder, "--cuda", "off")
+    assert result.returncode == 0, result.stderr
+    assert "check: 4 ops for cpu: all there" in result.stdout
+    return folder
+
+
+@pytest.fixture
+def edit(built: Path) -> Iterator[Callable[[str, Callable[[str], str]], None]]:
+    """Edits a file of csrc/nwor until the end of the test."""
+    originals = {}
+
+    def apply(name: str, change: Callable[[str], str]) -> None:
+        path = built / "csrc" / "nwor" / name
+        originals[path] = path.read_text()
+        changed = change(originals[path])
+        assert changed != originals[path]
+        path.write_text(changed)
+
+    yield apply
+    for path, text in originals.items():
+        path.write_text(text)
+
+
+def test_rebuild_compiles_only_what_changed(built: Path, edit: Any) -> None:
+    library = built / "vllm" / "v1" / "nwor" / native.LIBRARY
+    before = library.read_bytes()
+    objects = {path: path.stat().st_mtime_ns for path in built.rglob("*.o")}
+    edit("cow_cpu.cpp", lambda text: text + time_rebuild.CHANGE.format(n=7))
+    result = rebuild(built, "--cuda", "off")
+    assert result.returncode == 0, result.stderr
+    assert library.read_bytes() != before
+    changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
+    assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
+
+
+def test_rebuild_stops_at_a_source_that_does_not_compile(
+    built: Path, edit: Any
+) -> None:
+    edit("cow_cpu.cpp", lambda text: text + "this is no C++\n")
+    result = rebuild(built, "--cuda", "off")
+    assert result.returncode == 1
+    assert "native build: `cmake` failed" in result.stderr
+    assert "check:" not in result.stdout
+
+
+def test_rebuild_names_the_op_that_is_missing(built: Path, edit: Any) -> None:
+    """The op is there under another name: all compiles, and it is of no use."""
+    names = ('"commit_draft_layer', '"commit_drafts')
+    edit("torch_bindings.cpp", lambda text: text.replace(*names))
+    result = rebuild(built, "--cuda", "off")
+    assert result.returncode == 1
+    missing = "does not register torch.ops._C_cache_ops.commit_draft_layer\n"
+    assert missing in result.stderr
+    assert "up to date" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cuda", "maybe"], "'maybe'; allowed are auto, on and off"),
+        (["--cuda"], "--cuda needs a value"),
+        (["--archs", "sm_90"], "--archs is 'sm_90'"),
+        (["--fast"], "'--fast'; allowed are --cuda, --archs and --help"),
+    ],
+)
+def test_bad_arguments_of_the_rebuild(arguments: list[str], said: str) -> None:
+    result = run(REBUILD, *arguments, PATH=os.environ["PATH"])
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+def test_rebuild_without_its_python() -> None:
+    result = run(REBUILD, PATH=os.environ["PATH"], PYTHON="python9")
+    assert result.returncode == 1
+    assert "PYTHON is 'python9', which is not there" in result.stderr
+
+
+# --- check_install.py ---
+
+
+def check(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    tool = ROOT / "tools" / "check_install.py"
+    return run(sys.executable, tool, *arguments, **os.environ)
+
+
+@pytest.mark.parametrize("missing", check_install.OPS)
+def test_missing_op_is_named(tmp_path: Path, missing: str) -> None:
+    library = tmp_path / native.LIBRARY
+    other_library(library, [op for op in check_install.OPS if op != missing])
+    result = check("--library", library)
+    assert result.returncode == 1
+    assert f"does not register torch.ops._C_cache_ops.{missing}\n" in result.stderr
+
+
+def test_library_without_code_for_the_device_is_refused(tmp_path: Path) -> None:
+    library = tmp_path / native.LIBRARY
+    other_library(library, check_install.OPS)
+    assert check("--library", library).returncode == 0
+    result = check("--library", library, "--device", "cuda")
+    assert result.returncode == 1
+    assert f"no CUDA code for {', '.join(check_install.OPS)}" in result.stderr
+
+
+def test_no_library_and_no_library_at_all(tmp_path: Path) -> None:
+    absent, text = tmp_path / "absent.so", tmp_path / "text.so"
+    text.write_text("not a library")
+    for path, said in ((absent, "does not exist"), (text, "cannot be loaded")):
+        result = check("--library", path)
+        assert result.returncode == 1
+        assert said in result.stderr
+
+
+def test_plugin_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_install.check_plugin()
+    monkeypatch.setattr(check_install, "ENTRY_POINT", ("vllm.general_plugins", "nvor"))
+    with pytest.raises(check_install.Missing, match="'nvor' in the group"):
+        check_install.check_plugin()
+
+
+# --- time_rebuild.py ---
+
+
+def test_times_are_of_every_kernel_file() -> None:
+    for cuda, wanted in (
+        ("on", {"cow_cuda.cu"}),
+        ("off", {"cow_cpu.cpp"}),
+    ):
+        names = {path.name for path in time_rebuild.kernels(ROOT, cuda)}
+        assert wanted <= names
+
+
+def test_recorded_rebuilds_are_within_the_limit() -> None:
+    found = json.loads((ROOT / "results" / "rebuild.json").read_text())
+    assert found["limit_s"] == time_rebuild.LIMIT_S == 30
+    whats = {(build["cuda"], build["what"]) for build in found["builds"]}
+    for cuda, source in (
+        ("on", "csrc/nwor/cow_cuda.cu"),
+        ("off", "csrc/nwor/cow_cpu.cpp"),
+    ):
+        assert (cuda, source) in whats
+    assert all(
+        build["seconds"] < found["limit_s"]
+        for build in found["builds"]
+        if build["what"] != time_rebuild.NOTHING
+    )
