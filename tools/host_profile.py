@@ -9,9 +9,9 @@ again, each time with other launches in the manager:
 
     ops        log and restore through PyTorch's dispatcher, as `vllm.v1.nwor.ops`
     prepared   what NWOR does: one C call each
-    unlaunched prepared, with C functions that return at once: what Python takes
+    unlaunched prepared, without the launches themselves: what Python takes
     add        torch's `x.add_(1)` at the same two places, for scale
-    call       a C function that does nothing, at the same two places
+    call       a ctypes call of a function that does nothing, at the same two places
     nothing    what is left without all that: the manager, and reading the clock
 
 The order turns from round to round. In a tight loop each of these is several times
@@ -77,11 +77,12 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
         )
     launches = prepared._launches
     unlaunched = PreparedLaunches(manager.device, launches)
-    # Given as much, does as little, and returns 0 as they do.
-    empty = ctypes.CDLL(None).abs
-    empty.restype = ctypes.c_char_p
-    unlaunched._handle = ctypes.c_void_p(0)
-    unlaunched._enqueue_log = unlaunched._enqueue_restore = empty
+    # Given as much, they make the launches of a manager that has none.
+    nothing_to_launch = PreparedLaunches(manager.device, [])
+    unlaunched.keeps_alive = nothing_to_launch  # type: ignore[attr-defined]
+    unlaunched._handle = nothing_to_launch._handle
+    unlaunched._enqueue_log = nothing_to_launch._enqueue_restore
+    unlaunched._enqueue_restore = nothing_to_launch._enqueue_restore
     number = torch.zeros(1, device=manager.device)
     library = ctypes.CDLL(str(ops.LIBRARY))
     columns = (ctypes.c_int64 * len(COLUMNS))()

@@ -62,8 +62,8 @@ class DriverKernel {
     const CUresult result =
         launch_function(op)(function(op, device), grid, 1, 1, block, 1, 1, 0,
                             static_cast<CUstream>(stream), arguments, nullptr);
-    NWOR_CHECK(result == CUDA_SUCCESS, op,
-               "the launch failed: CUDA driver error ", static_cast<int>(result));
+    NWOR_CHECK(result == CUDA_SUCCESS, op, "the launch failed: CUDA driver error ",
+               static_cast<int>(result));
   }
 
  private:

@@ -33,10 +33,89 @@ void* current_stream(const char* op, int device) {
   return stream;
 }
 
+NworInterpreter python;
+
+// Reads the columns, calls enqueue(prepared, columns, count) without the interpreter's
+// lock, which returns nullptr or a text, and answers the interpreter.
+template <typename Enqueue>
+void* call(void* const* arguments, int64_t num_arguments, const Enqueue& enqueue) {
+  constexpr int64_t kMostArguments = 256;
+  int64_t values[kMostArguments];
+  if (num_arguments < 1 || num_arguments > kMostArguments) {
+    python.set_error(python.runtime_error, "number of arguments is out of range");
+    return nullptr;
+  }
+  for (int64_t i = 0; i < num_arguments; ++i) {
+    values[i] = python.as_long_long(arguments[i]);
+    if (values[i] == -1 && python.error_occurred() != nullptr) {
+      return nullptr;
+    }
+  }
+  void* const thread = python.release();
+  const char* failure = enqueue(*reinterpret_cast<Prepared*>(values[0]), values + 1);
+  python.acquire(thread);
+  if (failure != nullptr) {
+    python.set_error(python.runtime_error, failure);
+    return nullptr;
+  }
+  python.add_reference(python.none);
+  return python.none;
+}
+
 const char* keep(const std::exception& error) {
   thread_local std::string text;
   text = error.what();
   return text.c_str();
+}
+
+const char* enqueue_log(Prepared& all, const int64_t* columns) {
+  const auto* step = reinterpret_cast<const LogStep*>(columns);
+  const auto* launches = reinterpret_cast<const LogStepLaunch*>(step + 1);
+  try {
+    void* const stream = current_stream("log_cache_slots", all.device);
+    for (LogArgs& args : all.logs) {
+      args.num_drafts = step->num_drafts;
+      args.batch = {
+          at<const int64_t>(launches->slot_mapping),
+          launches->num_tokens,
+          {at<const void>(step->logits_indices), step->logits_indices_are_int64 != 0},
+          step->num_logits,
+          at<const int32_t>(step->cu_num_logits),
+          step->num_reqs};
+      ++launches;
+      log_cache_slots_cuda(args, all.device, stream);
+    }
+    return nullptr;
+  } catch (const std::exception& error) {
+    return keep(error);
+  }
+}
+
+const char* enqueue_restore(Prepared& all, const int64_t* columns) {
+  const auto* step = reinterpret_cast<const RestoreStep*>(columns);
+  auto* counters_to = at<int64_t>(step->counters_to);
+  const char* failure = nullptr;
+  for (RestoreArgs& args : all.restores) {
+    args.num_drafts = step->num_drafts;
+    args.acceptance = {at<const int32_t>(step->sampled_token_ids),
+                       step->row_stride,
+                       step->column_stride,
+                       step->num_columns,
+                       step->vocab_size,
+                       at<const int32_t>(step->num_rejected),
+                       step->num_reqs};
+    args.counters_to = counters_to;
+    if (counters_to != nullptr) {
+      counters_to += kNumCounters;
+    }
+    try {
+      void* const stream = current_stream("restore_rejected_drafts", all.device);
+      restore_rejected_drafts_cuda(args, all.device, stream);
+    } catch (const std::exception& error) {
+      failure = keep(error);
+    }
+  }
+  return failure;
 }
 
 constexpr int64_t kColumn = sizeof(int64_t);
@@ -75,53 +154,14 @@ void nwor_prepared_free(void* prepared) {
   delete static_cast<nwor::Prepared*>(prepared);
 }
 
-const char* nwor_prepared_log(void* prepared, const nwor::LogStep* step) {
-  auto& all = *static_cast<nwor::Prepared*>(prepared);
-  const auto* launches = reinterpret_cast<const nwor::LogStepLaunch*>(step + 1);
-  try {
-    void* const stream = nwor::current_stream("log_cache_slots", all.device);
-    for (nwor::LogArgs& args : all.logs) {
-      args.num_drafts = step->num_drafts;
-      args.batch = {
-          nwor::at<const int64_t>(launches->slot_mapping),
-          launches->num_tokens,
-          {nwor::at<const void>(step->logits_indices),
-           step->logits_indices_are_int64 != 0},
-          step->num_logits,
-          nwor::at<const int32_t>(step->cu_num_logits),
-          step->num_reqs};
-      ++launches;
-      nwor::log_cache_slots_cuda(args, all.device, stream);
-    }
-    return nullptr;
-  } catch (const std::exception& error) {
-    return nwor::keep(error);
-  }
+void nwor_prepared_interpreter(const NworInterpreter* interpreter) {
+  nwor::python = *interpreter;
 }
 
-const char* nwor_prepared_restore(void* prepared, const nwor::RestoreStep* step) {
-  auto& all = *static_cast<nwor::Prepared*>(prepared);
-  auto* counters_to = nwor::at<int64_t>(step->counters_to);
-  const char* failure = nullptr;
-  for (nwor::RestoreArgs& args : all.restores) {
-    args.num_drafts = step->num_drafts;
-    args.acceptance = {nwor::at<const int32_t>(step->sampled_token_ids),
-                       step->row_stride,
-                       step->column_stride,
-                       step->num_columns,
-                       step->vocab_size,
-                       nwor::at<const int32_t>(step->num_rejected),
-                       step->num_reqs};
-    args.counters_to = counters_to;
-    if (counters_to != nullptr) {
-      counters_to += nwor::kNumCounters;
-    }
-    try {
-      void* const stream = nwor::current_stream("restore_rejected_drafts", all.device);
-      nwor::restore_rejected_drafts_cuda(args, all.device, stream);
-    } catch (const std::exception& error) {
-      failure = nwor::keep(error);
-    }
-  }
-  return failure;
+void* nwor_prepared_log(void*, void* const* arguments, int64_t num_arguments) {
+  return nwor::call(arguments, num_arguments, nwor::enqueue_log);
+}
+
+void* nwor_prepared_restore(void*, void* const* arguments, int64_t num_arguments) {
+  return nwor::call(arguments, num_arguments, nwor::enqueue_restore);
 }

@@ -6,10 +6,15 @@
 // PyTorch, whose code is not in the processor's cache when a step of a model has run
 // since the last one.
 //
-// C linkage and arrays of int64, addresses included; CUDA only. The columns are
+// What a step hands over is all int64, addresses included; CUDA only. The columns are
 // mirrored in vllm/v1/nwor/prepared.py, which compares nwor_prepared_columns. It sends
-// a first step through the ops, which check everything; these functions check nothing
-// but the device.
+// a step that is not as expected through the ops, which check everything; these
+// functions check nothing.
+//
+// The two functions of a step have the signature of a Python builtin (METH_FASTCALL of
+// the stable ABI), because an argument of a ctypes call costs as much as the launch.
+// This library has no Python symbols: what it needs of the interpreter comes as
+// addresses.
 #pragma once
 
 #include <cstdint>
@@ -67,9 +72,24 @@ NWOR_EXPORT void* nwor_prepared_new(const nwor::PreparedLaunch* launches,
                                     int64_t num_launches, int64_t device);
 NWOR_EXPORT void nwor_prepared_free(void* prepared);
 
-// Each enqueues every launch on PyTorch's current stream of the device, which must be
-// the current device. Returns nullptr, or a text that stays valid until the thread's
-// next call: log stops at the first failure, restore goes on with the other launches.
-NWOR_EXPORT const char* nwor_prepared_log(void* prepared, const nwor::LogStep* step);
-NWOR_EXPORT const char* nwor_prepared_restore(void* prepared,
-                                              const nwor::RestoreStep* step);
+// What the functions below need of the interpreter; in C's own types.
+struct NworInterpreter {
+  long long (*as_long_long)(void* object);          // PyLong_AsLongLong
+  void* (*error_occurred)();                        // PyErr_Occurred
+  void (*set_error)(void* type, const char* text);  // PyErr_SetString
+  void* runtime_error;                              // PyExc_RuntimeError
+  void* none;                                       // Py_None
+  void (*add_reference)(void* object);              // Py_IncRef
+  void* (*release)();                               // PyEval_SaveThread
+  void (*acquire)(void* thread);                    // PyEval_RestoreThread
+};
+NWOR_EXPORT void nwor_prepared_interpreter(const NworInterpreter* interpreter);
+
+// Builtins: (address of the result of nwor_prepared_new, a column of the step's struct
+// after another) -> None. Each enqueues every launch on PyTorch's current stream of the
+// device, which must be the current device. Raises RuntimeError: log at the first
+// failure, restore after it has tried the other launches too.
+NWOR_EXPORT void* nwor_prepared_log(void* self, void* const* arguments,
+                                    int64_t num_arguments);
+NWOR_EXPORT void* nwor_prepared_restore(void* self, void* const* arguments,
+                                        int64_t num_arguments);

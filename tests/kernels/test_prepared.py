@@ -195,7 +195,7 @@ GOOD = {
             lambda s: torch.stack(s).t(),
             "slot_mapping has shape .* not contiguous",
         ),
-        ("logits_indices", torch.Tensor.double, "logits_indices has dtype Double"),
+        ("logits_indices", torch.Tensor.short, "logits_indices has dtype Short"),
         (
             "logits_indices",
             lambda t: t.repeat(2)[::2],

@@ -23,6 +23,28 @@ torch.ops.load_library(sys.argv[1])
 print(hasattr(torch.ops._C_cache_ops, "log_cache_slots"))
 """
 
+# The builtins of prepared.h, which need no GPU as long as there is nothing to launch.
+BUILTINS = """
+import ctypes, sys
+from vllm.v1.nwor import prepared
+
+library = ctypes.CDLL(sys.argv[1])
+library.nwor_prepared_new.restype = ctypes.c_void_p
+handle = library.nwor_prepared_new(None, ctypes.c_int64(0), ctypes.c_int64(0))
+restore = prepared._builtin(library, "nwor_prepared_restore")
+columns = [0] * prepared.COLUMNS[3]
+
+references = sys.getrefcount(None)
+for _ in range(1000):
+    assert restore(handle, *columns) is None
+assert abs(sys.getrefcount(None) - references) < 100
+for wrong in ((handle, "x"), (handle, 1 << 70), (), (handle,) * 300):
+    try:
+        restore(*wrong)
+    except (TypeError, OverflowError, RuntimeError) as error:
+        print(type(error).__name__, error)
+"""
+
 
 def undefined_symbols(library: Path) -> list[str]:
     command = ["nm", "--dynamic", "--undefined-only", "--format=just-symbols"]
@@ -68,6 +90,13 @@ def test_cuda_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert b".nv_fatbin" in library.read_bytes()
     # It must load where torch is a CPU build, too: one file serves both.
     check(library)
+    command = [sys.executable, "-c", BUILTINS, str(library)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert found.stdout.splitlines() == [
+        "TypeError 'str' object cannot be interpreted as an integer",
+        "OverflowError int too big to convert",
+        *["RuntimeError number of arguments is out of range"] * 2,
+    ]
 
 
 def test_unknown_cuda_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,9 @@
 
 Between two steps of a model a lot of code runs, and what a step of ours runs is not in
 the processor's cache when its turn comes: a call through PyTorch's dispatcher costs
-several times what it costs in a tight loop. The tables, the logs and the counters never
-change, so the C side keeps their part of the arguments. A step packs its own into an
-array of int64, and one C function makes all launches.
+several times what it costs in a tight loop, and so does one through ctypes. The tables,
+the logs and the counters never change, so the C side keeps their part of the arguments.
+A step hands over its own as integers to one builtin function, which makes all launches.
 
 A step that is not as expected goes through the ops, which check every argument: the
 first one, and any whose tensors have other sizes than the host's number of drafts says
@@ -15,10 +15,9 @@ or whose slots lie elsewhere than before. csrc/nwor/prepared.h is the other side
 from __future__ import annotations
 
 import ctypes
-import struct
 import weakref
-from collections.abc import Sequence
-from ctypes import c_char_p, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p, py_object
 
 import torch
 from torch import Tensor
@@ -60,17 +59,10 @@ class PreparedLaunches:
         )
         library.nwor_prepared_free.argtypes = [c_void_p]
         weakref.finalize(self, library.nwor_prepared_free, handle)
-        self._handle = c_void_p(handle)
-        self._enqueue_log = library.nwor_prepared_log
-        self._enqueue_restore = library.nwor_prepared_restore
-        for function in (self._enqueue_log, self._enqueue_restore):
-            function.restype = c_char_p
+        self._handle: int = handle
+        self._enqueue_log = _builtin(library, "nwor_prepared_log")
+        self._enqueue_restore = _builtin(library, "nwor_prepared_restore")
 
-        of_log = COLUMNS[1] + COLUMNS[2] * len(self._launches)
-        self._log_step = (c_int64 * of_log)()
-        self._pack_log = struct.Struct(f"={of_log}q").pack_into
-        self._restore_step = (c_int64 * COLUMNS[3])()
-        self._pack_restore = struct.Struct(f"={COLUMNS[3]}q").pack_into
         self._ops = OpLaunches(launches)
         # Addresses of the slot mappings that the ops have accepted, and the columns
         # that follow from them.
@@ -100,9 +92,8 @@ class PreparedLaunches:
             self._ops.log(windows)
             self._learn_slots(slots, slot_mappings)
             return
-        self._pack_log(
-            self._log_step,
-            0,
+        self._enqueue_log(
+            self._handle,
             num_drafts,
             logits_indices.data_ptr(),
             index_bytes == _INT64 * num_logits,
@@ -111,9 +102,6 @@ class PreparedLaunches:
             num_reqs,
             *self._slot_columns,
         )
-        error = self._enqueue_log(self._handle, self._log_step)
-        if error is not None:
-            raise RuntimeError(error.decode())
 
     def _learn_slots(
         self, slots: int | list[int], slot_mappings: Sequence[Tensor] | Tensor
@@ -137,45 +125,45 @@ class PreparedLaunches:
     ) -> None:
         """As Launches.restore."""
         to = 0 if counters_to is None else counters_to.data_ptr()
-        if isinstance(acceptance, SampledIds):
+        num_reqs = self._num_reqs
+        if not self._knows_restore:
+            is_known = False
+        elif isinstance(acceptance, SampledIds):
             sampled, vocab_size = acceptance
-            num_reqs, num_columns = sampled.shape
-            is_known = sampled.nbytes == _INT32 * num_reqs * num_columns
-            self._pack_restore(
-                self._restore_step,
-                0,
-                num_drafts,
-                sampled.data_ptr(),
-                *sampled.stride(),
-                num_columns,
-                vocab_size,
-                0,
-                num_reqs,
-                to,
+            rows, num_columns = sampled.shape
+            is_known = (
+                rows == num_reqs and sampled.nbytes == _INT32 * rows * num_columns
             )
+            if is_known:
+                self._enqueue_restore(
+                    self._handle,
+                    num_drafts,
+                    sampled.data_ptr(),
+                    *sampled.stride(),
+                    num_columns,
+                    vocab_size,
+                    0,
+                    num_reqs,
+                    to,
+                )
         else:
             num_rejected = acceptance.num_rejected
-            num_reqs = self._num_reqs
             is_known = (
                 num_rejected.nbytes == _INT32 * num_reqs
                 and num_rejected.is_contiguous()
             )
-            self._pack_restore(
-                self._restore_step,
-                0,
-                num_drafts,
-                *(0, 0, 0, 0, 0),
-                num_rejected.data_ptr(),
-                num_reqs,
-                to,
-            )
-        if not (is_known and num_reqs == self._num_reqs and self._knows_restore):
+            if is_known:
+                self._enqueue_restore(
+                    self._handle,
+                    num_drafts,
+                    *(0, 0, 0, 0, 0),
+                    num_rejected.data_ptr(),
+                    num_reqs,
+                    to,
+                )
+        if not is_known:
             self._ops.restore(acceptance, num_drafts, counters_to)
             self._knows_restore = True
-            return
-        error = self._enqueue_restore(self._handle, self._restore_step)
-        if error is not None:
-            raise RuntimeError(error.decode())
 
 
 def _constants(launch: Launch) -> tuple[int, ...]:
@@ -191,3 +179,72 @@ def _constants(launch: Launch) -> tuple[int, ...]:
         group.log_windows.data_ptr(),
         launch.counters.data_ptr(),
     )
+
+
+class _Interpreter(Structure):
+    """NworInterpreter."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "as_long_long",
+            "error_occurred",
+            "set_error",
+            "runtime_error",
+            "none",
+            "add_reference",
+            "release",
+            "acquire",
+        )
+    ]
+
+
+class _MethodDef(Structure):
+    """PyMethodDef of the stable ABI."""
+
+    _fields_ = [
+        ("name", c_char_p),
+        ("function", c_void_p),
+        ("flags", c_int),
+        ("doc", c_char_p),
+    ]
+
+
+# Not ctypes.pythonapi, whose functions others may have given other argument types.
+_api = ctypes.PyDLL(None)
+_METH_FASTCALL = 0x80
+# A builtin function points to its definition as long as it lives.
+_definitions: list[_MethodDef] = []
+
+
+def _interpreter() -> _Interpreter:
+    def address(name: str) -> int | None:
+        return ctypes.cast(getattr(_api, name), c_void_p).value
+
+    return _Interpreter(
+        address("PyLong_AsLongLong"),
+        address("PyErr_Occurred"),
+        address("PyErr_SetString"),
+        id(RuntimeError),
+        id(None),
+        address("Py_IncRef"),
+        address("PyEval_SaveThread"),
+        address("PyEval_RestoreThread"),
+    )
+
+
+def _builtin(library: ctypes.CDLL, name: str) -> Callable[..., None]:
+    """The function `name` of the library as a builtin of this interpreter."""
+    library.nwor_prepared_interpreter(ctypes.byref(_interpreter()))
+    definition = _MethodDef(
+        name.encode(),
+        ctypes.cast(getattr(library, name), c_void_p).value,
+        _METH_FASTCALL,
+        None,
+    )
+    _definitions.append(definition)
+    make = _api.PyCFunction_NewEx
+    make.argtypes = [POINTER(_MethodDef), c_void_p, c_void_p]
+    make.restype = py_object
+    function: Callable[..., None] = make(ctypes.byref(definition), None, None)
+    return function
