@@ -10,7 +10,8 @@ A block of the README between two comments belongs to this script:
 
 The first names a file in results/ and a view. Views of a file of bench_vllm.py:
 machine, speed, ratio, acceptance, nwor, words, plot, all. View of several of them (the
-name may hold *): cells, a line a file. View of a file of bench_kernels.py: kernels.
+name may hold *): cells, a line a file. View of a file of bench_kernels.py: kernels; of
+tools/soak.py: soak.
 A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
 it shows are no longer the file's.
 
@@ -99,7 +100,7 @@ VIEWS: dict[str, Callable[[Result], str]] = {
     "words": words,
     "all": _all,
 }
-PLOT, CELLS, KERNELS = "plot", "cells", "kernels"
+PLOT, CELLS, KERNELS, SOAK = "plot", "cells", "kernels", "soak"
 
 
 def cells(results: Sequence[Result]) -> str:
@@ -180,6 +181,25 @@ def kernels(result: Result) -> str:
     return about + Table("", head, rows).markdown()
 
 
+def soak(result: Result) -> str:
+    """The verdicts of a soak, a line a check."""
+    env, load = result["environment"], result["load"]
+    machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
+    versions = ", ".join(f"{name} {v}" for name, v in env["packages"].items())
+    args = result["arguments"]
+    about = (
+        f"{env['date']}: {machine}; {versions}; commit {env['commit']}. "
+        f"{load['seconds'] / 60:.1f} minutes, {args['concurrency']} requests at a "
+        f"time, {args['api_server_count']} API servers.\n\n"
+        f"```\n{result['command']}\n```\n\n"
+    )
+    rows = [
+        tuple(row[cell].replace("|", "/") for cell in ("name", "verdict", "found"))
+        for row in result["checks"]
+    ]
+    return about + Table("", ("check", "verdict", "found"), rows, left=True).markdown()
+
+
 def _rate(case: dict[str, Any], operation: str) -> float:
     """GB/s, read and written, median of the samples."""
     return 2 * case["bytes"] / statistics.median(case["seconds"][operation]) / 1e9
@@ -234,7 +254,7 @@ class Renderer:
 
     def _parse(self, what: str) -> tuple[str, str]:
         parts = what.split()
-        known = [*VIEWS, PLOT, CELLS, KERNELS]
+        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
@@ -248,6 +268,8 @@ class Renderer:
             return cells([load(path) for path in paths])
         if view == KERNELS:
             return kernels(load(self.results / file, "bench_kernels.py"))
+        if view == SOAK:
+            return soak(load(self.results / file, "tools/soak.py"))
         result = load(self.results / file)
         if view != PLOT:
             return VIEWS[view](result)

@@ -64,8 +64,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "written; default: a temporary one",
     )
     add("--port", type=int, help="of the server started here; default: a free one")
-    add("--mode", choices=("stage", "cow"), default="stage", help="VLLM_NWOR_MODE")
+    add(
+        "--mode",
+        choices=("stage", "cow", "off"),
+        default="stage",
+        help="VLLM_NWOR_MODE; off is the control, of which NWOR's checks are left out",
+    )
     add("--serve-args", default="", help="more arguments for vllm serve, in one word")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable for the server started here; may be given several times",
+    )
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=int, default=2, help="API servers")
     add("--start-seconds", type=float, default=600, help="the server must be up then")
@@ -108,6 +120,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     if args.vocab_size is not None and args.vocab_size < 2:
         parser.error("--vocab-size must be at least 2")
+    for setting in args.env:
+        if not setting.partition("=")[0] or "=" not in setting:
+            parser.error(f"--env must be NAME=VALUE, not {setting!r}")
     if args.pid is not None and args.url is None:
         parser.error("--pid goes with --url")
     return args
@@ -138,7 +153,8 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "server.log"
         port = args.port or soak_server.free_port()
-        changes = {"VLLM_NWOR_MODE": args.mode}
+        changes = dict(setting.split("=", 1) for setting in args.env)
+        changes["VLLM_NWOR_MODE"] = args.mode
         with soak_server.running(
             serve_arguments(args), port, changes, log, args.start_seconds
         ) as root:
@@ -245,8 +261,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(argv)
-    # A plain kill must not leave the server behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     warnings = environment.warnings(args.device)
     try:
         with target(args) as server:
@@ -279,4 +293,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 NOT_RECORDED = ("model", "url", "port", "pid", "log", "json")
 
 if __name__ == "__main__":
+    # A plain kill must not leave the server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

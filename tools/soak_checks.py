@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 PASS, FAIL, NOT_JUDGED = "pass", "fail", "not judged"
@@ -38,8 +38,18 @@ class Check:
 
 
 def judge(record: Record) -> list[Check]:
-    """All checks over one record (the dict that soak.py writes, without "checks")."""
-    return [check(record) for check in CHECKS]
+    """All checks over one record (the dict that soak.py writes, without "checks").
+
+    With mode off, the control, those of NWOR are not judged."""
+    checks = [check(record) for check in CHECKS]
+    if record["arguments"]["mode"] != "off":
+        return checks
+    return [
+        replace(check, verdict=NOT_JUDGED, found="NWOR was off")
+        if make in OF_NWOR
+        else check
+        for make, check in zip(CHECKS, checks, strict=True)
+    ]
 
 
 def as_rows(checks: Sequence[Check]) -> list[dict[str, str]]:
@@ -283,4 +293,13 @@ CHECKS: tuple[Callable[[Record], Check], ...] = (
     check_memory,
     check_log,
     check_api_servers,
+)
+OF_NWOR = (
+    check_protected,
+    check_parts,
+    check_drafts,
+    check_accepted,
+    check_windows,
+    check_breaches,
+    check_fallbacks,
 )

@@ -1,47 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server with worker processes, mode stage: what it says and what it counts.
 
-One server for the module. Its requests end in every way: at their length, at a stop
-string (found by the front end, which then aborts the request in the engine core), by
-a client that hangs up. Guarantee 7 must hold over all of them. Not covered: several
-API servers, asynchronous scheduling (the CPU platform switches it off).
+One server for the folder (conftest.py). Its requests end in every way: at their
+length, at a stop string (found by the front end, which then aborts the request in the
+engine core), by a client that hangs up. Guarantee 7 must hold over all of them. Not
+covered: several API servers (tools/soak.py), asynchronous scheduling (the CPU platform
+switches it off).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers.server import Server, serve
+from tests.helpers.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 4,
-}
 PROMPTS = (
     "List the months of the year, then list the months of the year again.",
     "The cat sat on the mat. The dog sat on the mat. The cow sat on",
     "one two three four one two three four one two three",
     "def add(a, b): return a + b\ndef sub(a, b): return a - b\ndef mul(",
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    arguments = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
-    arguments += ["--num-gpu-blocks-override", "64", "--block-size", "32"]
-    arguments += ["--speculative-config", json.dumps(SPECULATION)]
-    folder = tmp_path_factory.mktemp("server")
-    with serve(folder, "stage", "smollm2-135m", *arguments) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -25,15 +25,15 @@ METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
 
 
 class Server:
-    """A running server. `log()` is what it has printed so far."""
+    """A running server. `log()` is what it has printed so far, to `log_path`."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
         self.port = port
-        self._log = log
+        self.log_path = log
 
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self.log_path.read_text(errors="replace")
 
     def complete(self, prompt: str, max_tokens: int, **options: Any) -> dict[str, Any]:
         """A greedy completion, whole."""

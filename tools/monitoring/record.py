@@ -127,7 +127,7 @@ def draw(result: dict[str, Any], panel: str, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel(UNITS[shown[0]["unit"]])
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=4)
     metadata = {plot.DIGEST_KEY: plot.samples_digest(result), "Software": "matplotlib"}
     figure.savefig(path, format="png", dpi=150, metadata=metadata)
 

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server for all tests of this folder that only send requests to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.server import Server, serve
+
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
+    arguments += ["--num-gpu-blocks-override", "64", "--block-size", "32"]
+    arguments += ["--speculative-config", json.dumps(SPECULATION)]
+    folder = tmp_path_factory.mktemp("server")
+    with serve(folder, "stage", "smollm2-135m", *arguments) as running:
+        yield running
