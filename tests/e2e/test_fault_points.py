@@ -286,6 +286,22 @@ def test_no_memory_for_the_undo_log(
 # --- processes ------------------------------------------------------------------------
 
 
+SERVED_MODEL = "smollm2-135m"
+SERVED_PROMPT = "one two three four one two three four one two three"
+SERVED_TOKENS = 32
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+
+
+def served(server: Server) -> str:
+    answer = server.complete(SERVED_PROMPT, SERVED_TOKENS)
+    return str(answer["choices"][0]["text"])
+
+
 def call_workers(server: Server, method: str) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/collective_rpc",
@@ -296,44 +312,46 @@ def call_workers(server: Server, method: str) -> None:
         pass
 
 
+@pytest.fixture(scope="module")
+def vanilla_text() -> str:
+    """What an engine without NWOR answers to SERVED_PROMPT."""
+    engine = Engine("off", model=SERVED_MODEL, speculative_config=SPECULATION)
+    tokens = engine.llm.get_tokenizer().encode(SERVED_PROMPT)
+    params = {"ignore_eos": False}
+    request = Request("served", tuple(tokens), SERVED_TOKENS, params=params)
+    return engine.run([request]).text["served"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("where", worker_faults.POINTS)
 def test_a_worker_dies_between_log_and_commit(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, vanilla_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets an error and no token that is wrong; the server ends, as vLLM's
-    does; one that is started again serves what the first one served before."""
+    does; one that is started again serves what vLLM without NWOR does."""
     # As this suite's servers, plus a way into the workers, which vLLM has for tests.
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     arguments = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
     arguments += ["--num-gpu-blocks-override", "64", "--block-size", "32"]
-    speculation = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 4,
-    }
-    arguments += ["--speculative-config", json.dumps(speculation)]
-    text = "one two three four one two three four one two three"
-    model = "smollm2-135m"
+    arguments += ["--speculative-config", json.dumps(SPECULATION)]
     extended = [*arguments, "--worker-extension-cls", worker_faults.NAME]
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    with serve(first, "cow", model, *extended) as server:
-        before = server.complete(text, 32)["choices"][0]["text"]
+    with serve(first, "cow", SERVED_MODEL, *extended) as server:
+        assert served(server) == vanilla_text
         assert server.metrics()["vllm:nwor_windows"] > 0
         call_workers(server, where)
         with pytest.raises((urllib.error.HTTPError, urllib.error.URLError, OSError)):
-            server.complete(text, 32)
+            served(server)
         deadline = time.monotonic() + 120
         while server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
         assert server.process.poll() is not None, "the server goes on without a worker"
         assert worker_faults.MARK in server.log()
-    with serve(second, "cow", model, *arguments) as server:
-        assert server.complete(text, 32)["choices"][0]["text"] == before
+    with serve(second, "cow", SERVED_MODEL, *arguments) as server:
+        assert served(server) == vanilla_text
         found = server.idle_metrics()
         assert found["vllm:nwor_breaches"] == 0
         assert "vllm:nwor_fallbacks" not in found
