@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tools import soak, soak_checks, soak_load, soak_server
+from tools import render_results, soak, soak_checks, soak_load, soak_server
 
 Record = dict[str, Any]
 PROBE = {"runs": 100, "outputs": {"a": 100}, "num_tokens": [48], "first": {}}
@@ -523,3 +523,26 @@ def test_serve_arguments_are_passed_on() -> None:
     assert found[0] == "m"
     assert found[-2:] == ["--a", "b c"]
     assert "--speculative-config {}" in " ".join(found)
+
+
+def test_the_readme_can_show_the_verdicts(tmp_path: Path) -> None:
+    record = good_record() | {"command": "python tools/soak.py --minutes 10"}
+    record["arguments"] |= {"concurrency": 12}
+    record["environment"] = {
+        "date": "2026-01-01",
+        "cpu": "a cpu",
+        "cores": 2,
+        "packages": {"vllm": "1"},
+        "commit": "abc",
+    }
+    record["idle"]["running"] = 1.0
+    record["checks"] = soak_checks.as_rows(soak_checks.judge(record))
+    (tmp_path / "soak_x.json").write_text(json.dumps(record))
+    shown = render_results.Renderer(tmp_path, "results").view("soak_x.json", "soak")
+    assert "10.0 minutes, 12 requests at a time, 2 API servers" in shown
+    assert "| KV blocks free | fail | 1 running" in shown
+    assert shown.count("| pass |") == len(record["checks"]) - 1
+    record["command"] = "python bench_vllm.py"
+    (tmp_path / "soak_x.json").write_text(json.dumps(record))
+    with pytest.raises(render_results.BadBlock, match=r"not a result of tools"):
+        render_results.Renderer(tmp_path, "results").view("soak_x.json", "soak")
