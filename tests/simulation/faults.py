@@ -23,6 +23,14 @@ class Moment(enum.Enum):
     AFTER = 2
 
 
+# Nothing that an op may raise is special.
+ERRORS: dict[Moment, type[Exception]] = {
+    Moment.BEFORE: RuntimeError,
+    Moment.HALF: MemoryError,
+    Moment.AFTER: OSError,
+}
+
+
 @dataclass(frozen=True)
 class Planted:
     """A fault: `op` ("log" or "restore") raises at its call-th call, from 0."""
@@ -80,4 +88,4 @@ class FaultyOps:
             op(*args, **kwargs)
         else:
             self.failed.update(layers)
-        raise RuntimeError(f"planted in {kind} call {call}")
+        raise ERRORS[planted.moment](f"planted in {kind} call {call}")
