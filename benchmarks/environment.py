@@ -32,6 +32,7 @@ VARIABLES = (
     "VLLM_USE_FLASHINFER_SAMPLER",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
+COMMIT_VARIABLE = "NWOR_COMMIT"
 # Others may use this much of the processors before a result carries a warning.
 QUIET_SHARE = 0.05
 
@@ -146,7 +147,11 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
 
 
 def _commit(root: Path) -> str | None:
-    """The checked-out commit, with "+" if tracked files differ from it."""
+    """What COMMIT_VARIABLE says, for the copy of a tree; else the checked-out commit,
+    with "+" if tracked files differ from it."""
+    told = os.environ.get(COMMIT_VARIABLE)
+    if told:
+        return told
 
     def git(*arguments: str) -> str | None:
         try:

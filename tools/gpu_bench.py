@@ -36,7 +36,6 @@ from benchmarks.settings import prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
 
-COMMIT_VARIABLE = "NWOR_COMMIT"
 # Runs in a pair of nwor and a pair of control.
 RUNS_PER_PAIR = 4
 
@@ -107,7 +106,6 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
     engine = Engine(largest, on)
     bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
     env = environment.describe(on, ROOT)
-    env["commit"] = env["commit"] or os.environ.get(COMMIT_VARIABLE)
     written = []
     for batch in cell.batches:
         result = measure(

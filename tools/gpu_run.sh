@@ -27,7 +27,7 @@
 # NWOR_SITE     folder of packages to install into (pip's own choice; if the first entry
 #               of PYTHONPATH holds vLLM: that one)
 # NWOR_CUDA_ARCHS  architectures to compile (90)
-# NWOR_COMMIT   what to record as the commit where there is no .git
+# NWOR_COMMIT   what to record as the commit (what git says)
 # NWOR_LIMIT_S  longest time of each step, in seconds (a default for each)
 # NWOR_BENCH_S  seconds of pairs for each batch size of a cell (70)
 set -uo pipefail
@@ -50,10 +50,6 @@ RESULTS=$(cd "$RESULTS" && pwd)
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export NWOR_GPU_RESULTS=$RESULTS NWOR_GPU_TEST_DIR=$WORK/engines
-if [ -z "${NWOR_COMMIT:-}" ]; then
-    NWOR_COMMIT=$(git rev-parse --short=12 HEAD 2>/dev/null)
-fi
-export NWOR_COMMIT
 
 run_tests() { # pytest without what only developers want
     "$PYTHON" -m pytest -q -p no:cacheprovider --tb=short "$@"

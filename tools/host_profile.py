@@ -45,7 +45,6 @@ from benchmarks.settings import prepare_process  # noqa: E402
 
 KIND = "host_profile"
 BATCH = 16
-COMMIT_VARIABLE = "NWOR_COMMIT"
 
 
 class _Reference:
@@ -132,12 +131,12 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
             times[kind]["begin"] += run.nwor.begin_us
             times[kind]["commit"] += run.nwor.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
-    result = {
+    return {
         "kind": KIND,
         "cell": cell.name,
         "batch_size": BATCH,
         "rounds": rounds,
-        "command": " ".join(["python", "tools/host_profile.py", *sys.argv[1:]]),
+        "command": f"python tools/host_profile.py {cell.name} --rounds {rounds}",
         "environment": environment.describe(on, ROOT),
         "host": {
             kind: {
@@ -150,9 +149,6 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
             for kind, found in times.items()
         },
     }
-    commit = result["environment"]["commit"] or os.environ.get(COMMIT_VARIABLE)
-    result["environment"]["commit"] = commit
-    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ A block of the README between two comments belongs to this script:
 The first names a file in results/ and a view. Views of a file of bench_vllm.py:
 machine, speed, ratio, acceptance, nwor, words, plot, all. View of several of them (the
 name may hold *): cells, a line a file. View of a file of bench_kernels.py: kernels; of
-tools/soak.py: soak.
+tools/soak.py: soak. View of files of tools/host_profile.py (the name may hold *): host.
 A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
 it shows are no longer the file's.
 
@@ -100,7 +100,7 @@ VIEWS: dict[str, Callable[[Result], str]] = {
     "words": words,
     "all": _all,
 }
-PLOT, CELLS, KERNELS, SOAK = "plot", "cells", "kernels", "soak"
+PLOT, CELLS, KERNELS, SOAK, HOST = "plot", "cells", "kernels", "soak", "host"
 
 
 def cells(results: Sequence[Result]) -> str:
@@ -133,6 +133,7 @@ def cells(results: Sequence[Result]) -> str:
                 "none"
                 if host is None
                 else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
+                result["environment"]["date"].removesuffix(" UTC"),
             )
         )
     head = (
@@ -146,8 +147,30 @@ def cells(results: Sequence[Result]) -> str:
         "off / off (90 %)",
         "pairs",
         "begin + commit",
+        "date, UTC",
     )
     return Table("", head, rows).markdown()
+
+
+def host(results: Sequence[Result]) -> str:
+    """What begin and commit cost the host, median of the steps; a line a kind."""
+    rows = []
+    for result in results:
+        for kind, found in result["host"].items():
+            spent = [
+                f"{found[part]['median_us']:.1f} us"
+                for part in ("begin", "commit", "both")
+            ]
+            steps = number(found["both"]["steps"])
+            rows.append((result["cell"], kind, *spent, steps))
+    head = ("cell", "launches", "begin", "commit", "both", "steps")
+    abouts = [
+        f"{result['environment']['date']}: {result['environment']['gpu']}, "
+        f"{result['environment']['cpu']}; batch {result['batch_size']}.\n\n"
+        f"```\n{result['command']}\n```"
+        for result in results
+    ]
+    return "\n\n".join([*abouts, Table("", head, rows).markdown()])
 
 
 def kernels(result: Result) -> str:
@@ -254,18 +277,20 @@ class Renderer:
 
     def _parse(self, what: str) -> tuple[str, str]:
         parts = what.split()
-        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK]
+        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
 
     def view(self, file: str, view: str) -> str:
         """Markdown of one view. Raises BadBlock."""
-        if view == CELLS:
+        if view in (CELLS, HOST):
             paths = sorted(self.results.glob(file))
             if not paths:
                 raise BadBlock(f"no file in results/ matches {file}")
-            return cells([load(path) for path in paths])
+            if view == CELLS:
+                return cells([load(path) for path in paths])
+            return host([load(path, "tools/host_profile.py") for path in paths])
         if view == KERNELS:
             return kernels(load(self.results / file, "bench_kernels.py"))
         if view == SOAK:

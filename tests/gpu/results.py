@@ -18,14 +18,6 @@ from benchmarks.files import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "NWOR_GPU_RESULTS"
-COMMIT_VARIABLE = "NWOR_COMMIT"
-
-
-def describe() -> dict[str, Any]:
-    """The environment of these tests; the commit from NWOR_COMMIT where git is not."""
-    found = environment.describe("cuda", REPO)
-    found["commit"] = found["commit"] or os.environ.get(COMMIT_VARIABLE)
-    return found
 
 
 def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
@@ -39,7 +31,7 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     for source in (REPO / "results" / name, path):
         if source.is_file():
             known |= json.loads(source.read_text(encoding="utf-8"))["entries"]
-    where = describe()
+    where = environment.describe("cuda", REPO)
     for key, entry in entries.items():
         known[key] = {**entry, "environment": where, "command": command}
     write_json(path, {"kind": kind, "schema": 1, "entries": known})

@@ -129,7 +129,8 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
     monkeypatch.setattr(bench, "Engine", FakeEngine)
     monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)
     monkeypatch.setattr(bench.device, "resolve", lambda options: "cuda")
-    monkeypatch.setattr(bench.environment, "describe", lambda on, root: {"commit": ""})
+    monkeypatch.setattr(bench.environment, "packages", dict)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(bench.report, "text", lambda result: "")
     monkeypatch.setenv("NWOR_COMMIT", "abc")
 
