@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report: what a runner tells the scheduler about its windows, step by step.
 
-The commit kernels count on the device. On CUDA each commit is followed by a copy of the
-counters to the next slot of a ring of pinned memory, on the same stream; vLLM's output
-copy waits for that stream, so the slot can be read as soon as the step's output can,
-without waiting for anything. On the CPU the counters are read where they are.
+The commit kernels count on the device, and write what the counters have become to the
+next slot of a ring of host memory, pinned on CUDA; vLLM's output copy waits for their
+stream, so the slot can be read as soon as the step's output can, without waiting for
+anything.
 
 A step's counts are the difference between two neighbouring slots, so that steps whose
 output nobody reads (vLLM's warm-up requests) are not counted in the next one.
@@ -72,7 +72,7 @@ class Report:
                 dtype=torch.int64,
                 pin_memory=pinned,
             ).unbind()
-            # The slot that the latest counters were copied to, and whether they were.
+            # The slot that the latest counters went to, and whether they did.
             self._slot = 0
             self._slot_is_current = True
 
