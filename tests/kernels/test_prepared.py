@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm.v1.nwor import ops, prepared
+from vllm.v1.nwor.device_memory import DeviceMemory
 from vllm.v1.nwor.kv_layout import row_layout
 from vllm.v1.nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
 from vllm.v1.nwor.window import NumRejected, SampledIds, VerificationWindows
@@ -40,12 +41,13 @@ class World:
             GroupLog(
                 group_id,
                 layers[group_id * LAYERS :][:LAYERS],
-                torch.full(
-                    (CAPACITY, LAYERS * HEADS * DIM), 0xA5, dtype=torch.uint8
-                ).to(DEVICE),
+                CAPACITY,
+                DeviceMemory(DEVICE, None),
             )
             for group_id in range(2)
         ]
+        for group in self.groups:
+            group.undo_log.fill_(0xA5)
         launches = [
             Launch(group, group.tables[0], counters)
             for group, counters in zip(self.groups, self.counters, strict=True)

@@ -49,6 +49,7 @@ from vllm.v1.nwor.draft_manager import (
     NworError,
     State,
 )
+from vllm.v1.nwor.launches import num_bytes
 from vllm.v1.nwor.metrics import DraftCount, NworStats, WorkerRecord
 from vllm.v1.nwor.report import GroupInfo, Report
 
@@ -167,17 +168,33 @@ class Simulator:
             if any(layer.protected for layer in group.layers)
         ]
         self.row_bytes = sum(layer.slot_bytes for layer in self.protected.values())
-        size = self.capacity * self.row_bytes
+        size = num_bytes(
+            self.capacity, self.row_bytes, len(groups), len(self.protected)
+        )
         self.log_memory = torch.full(
             (size + 2 * GUARD_BYTES,), LOG_GUARD, dtype=torch.uint8
         )
-        return DraftCommitManager(
+        manager = DraftCommitManager(
             NworConfig(mode=Mode.COW, strict=self.strict),
             groups,
             self.capacity,
             self.log_memory[GUARD_BYTES : GUARD_BYTES + size],
             self.seam,
         )
+        self.log_guard = self._outside(manager)
+        return manager
+
+    def _outside(self, manager: DraftCommitManager) -> torch.Tensor:
+        """[log_memory.numel()] bool: the bytes that belong to none of its tensors."""
+        outside = torch.ones(self.log_memory.numel(), dtype=torch.bool)
+        tensors = [manager.counters]
+        for log in manager.groups:
+            tensors += [log.undo_log, log.log_slots, log.log_windows]
+            tensors += [part.table for part in log.tables]
+        for tensor in tensors:
+            first = tensor.data_ptr() - self.log_memory.data_ptr()
+            outside[first : first + tensor.nbytes] = False
+        return outside
 
     def _layer_names(self) -> dict[TableRow, str]:
         """Which layer each row of the manager's tables stands for."""
@@ -388,9 +405,10 @@ class Simulator:
         if step.is_logged:
             self._check_calls("log")
         self._check_bytes("begin changed the cache")
-        for guard in (self.log_memory[:GUARD_BYTES], self.log_memory[-GUARD_BYTES:]):
-            if bool((guard != LOG_GUARD).any()):
-                raise Violation("begin wrote beside the log", f"{guard.tolist()}")
+        wrong = (self.log_memory != LOG_GUARD) & self.log_guard
+        if bool(wrong.any()):
+            places = wrong.nonzero().flatten().tolist()
+            raise Violation("begin wrote beside the log", f"bytes {places}")
         return raised
 
     def _reason_not_to_log(

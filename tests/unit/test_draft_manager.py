@@ -17,6 +17,7 @@ from vllm.v1.nwor.draft_manager import (
     State,
 )
 from vllm.v1.nwor.kv_layout import row_layout
+from vllm.v1.nwor.launches import num_bytes
 from vllm.v1.nwor.report import GroupInfo, Report
 from vllm.v1.nwor.window import NumRejected, SampledIds, VerificationWindows
 
@@ -312,7 +313,8 @@ def test_strict_raises_on_a_stale_log():
 def test_given_storage_bounds_the_capacity():
     cache_layers = layers()
     slot_bytes = 3 * HEADS * DIM
-    storage = torch.zeros(5 * slot_bytes + 1, dtype=torch.uint8)
+    needed = num_bytes(5, slot_bytes, num_groups=1, num_layers=3)
+    storage = torch.zeros(needed + slot_bytes, dtype=torch.uint8)
 
     manager = manager_of([(0, cache_layers)], capacity=16, storage=storage)
 

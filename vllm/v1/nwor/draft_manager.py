@@ -36,7 +36,16 @@ import torch
 
 from vllm.v1.nwor import ops as native_ops
 from vllm.v1.nwor.config import NworConfig
-from vllm.v1.nwor.launches import GroupLog, Launch, Launches, LayerCache, OpLaunches
+from vllm.v1.nwor.device_memory import DeviceMemory
+from vllm.v1.nwor.launches import (
+    GroupLog,
+    Launch,
+    Launches,
+    LayerCache,
+    OpLaunches,
+    bytes_per_draft,
+    num_bytes,
+)
 from vllm.v1.nwor.window import Acceptance, VerificationWindows
 
 logger = logging.getLogger(__name__)
@@ -86,8 +95,9 @@ class DraftCommitManager:
     ) -> None:
         """groups: (KV-cache group id, its layers), at least one, each with layers.
 
-        storage: [num_bytes] uint8, device: memory for the undo log; what does not fit
-            lowers the capacity. None allocates it.
+        storage: [num_bytes] uint8, device: memory for the undo log and all that
+            belongs to it (launches.num_bytes); what does not fit lowers the capacity.
+            None allocates it.
         ops: the seam where tests inject faults: what has the functions of
             `vllm.v1.nwor.ops`; None for that module, or on CUDA prepared launches.
 
@@ -96,37 +106,20 @@ class DraftCommitManager:
         """
         if not groups or not all(layers for _, layers in groups):
             raise ValueError("groups is empty or has one without layers to protect")
-        widths = [
-            sum(layer.layout.slot_bytes for layer in layers) for _, layers in groups
-        ]
-        self.device = groups[0][1][0].kv_cache.device
-        if storage is None:
-            storage = torch.empty(
-                capacity * sum(widths), dtype=torch.uint8, device=self.device
-            )
-        capacity = min(capacity, storage.numel() // sum(widths))
-        if capacity < 1:
-            raise ValueError(
-                f"capacity is {capacity} drafts of {sum(widths)} bytes; expected at "
-                "least 1"
-            )
         self.config = config
-        self.capacity = capacity
-        parts = storage[: capacity * sum(widths)].split(
-            [capacity * width for width in widths]
-        )
+        self.device = groups[0][1][0].kv_cache.device
+        self.capacity = _fitting_capacity(capacity, groups, storage)
+        memory = DeviceMemory(self.device, storage)
         self.groups = [
-            GroupLog(gid, layers, part.view(capacity, width))
-            for (gid, layers), part, width in zip(groups, parts, widths, strict=True)
+            GroupLog(group_id, layers, self.capacity, memory)
+            for group_id, layers in groups
         ]
         parts_of_groups = [
             (group, part) for group in self.groups for part in group.tables
         ]
-        self.counters = torch.zeros(
-            (len(parts_of_groups), len(native_ops.COUNTER_COLUMNS)),
-            dtype=torch.int64,
-            device=self.device,
-        )
+        columns = len(native_ops.COUNTER_COLUMNS)
+        self.counters = memory.take((len(parts_of_groups), columns), torch.int64)
+        self.counters.zero_()
         self.launches = _launches_for(
             self.device,
             [
@@ -263,6 +256,25 @@ class DraftCommitManager:
                 reason,
                 detail,
             )
+
+
+def _fitting_capacity(
+    capacity: int,
+    groups: Sequence[tuple[int, Sequence[LayerCache]]],
+    storage: torch.Tensor | None,
+) -> int:
+    """Drafts, at most `capacity`, whose log fits the storage. Raises ValueError."""
+    row_bytes = sum(bytes_per_draft(layers) for _, layers in groups)
+    num_layers = sum(len(layers) for _, layers in groups)
+    if storage is not None:
+        empty = num_bytes(0, row_bytes, len(groups), num_layers)
+        of_draft = num_bytes(1, row_bytes, len(groups), num_layers) - empty
+        capacity = min(capacity, max(0, storage.numel() - empty) // of_draft)
+    if capacity < 1:
+        raise ValueError(
+            f"capacity is {capacity} drafts of {row_bytes} bytes; expected at least 1"
+        )
+    return capacity
 
 
 def _launches_for(

@@ -14,8 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from vllm.v1.nwor import ops as native_ops
+from vllm.v1.nwor.device_memory import ALIGNMENT, DeviceMemory
 from vllm.v1.nwor.kv_layout import KVLayout
+from vllm.v1.nwor.ops import COUNTER_COLUMNS, TABLE_COLUMNS
 from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
+
+_ITEM = 8  # bytes of an int64
+_ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,26 @@ class CopyTable:
     runs: torch.Tensor | None
 
 
+def bytes_per_draft(layers: Sequence[LayerCache]) -> int:
+    """Bytes of a row of these layers' undo log."""
+    return sum(layer.layout.slot_bytes for layer in layers)
+
+
+def num_bytes(capacity: int, row_bytes: int, num_groups: int, num_layers: int) -> int:
+    """Memory that is enough for all groups' logs and tables, and their counters.
+
+    capacity: drafts. row_bytes: of a draft, over all groups. num_groups, num_layers: at
+        least those that there will be.
+    """
+    tables = num_layers * _ITEM * (len(TABLE_COLUMNS) + len(COUNTER_COLUMNS))
+    tensors = 3 * num_groups + num_layers + 1
+    return (
+        capacity * (row_bytes + num_groups * _ENTRY_BYTES)
+        + tables
+        + tensors * ALIGNMENT
+    )
+
+
 class GroupLog:
     """The undo log of one KV-cache group, and the tables of the layers in it.
 
@@ -47,16 +72,19 @@ class GroupLog:
     """
 
     def __init__(
-        self, group_id: int, layers: Sequence[LayerCache], undo_log: torch.Tensor
+        self,
+        group_id: int,
+        layers: Sequence[LayerCache],
+        capacity: int,
+        memory: DeviceMemory,
     ) -> None:
         self.group_id = group_id
         self.layers = tuple(layers)
-        capacity, self.bytes_per_draft = undo_log.shape
-        device = undo_log.device
-        self.tables = _copy_tables(self.layers, device)
-        self.undo_log = undo_log
-        self.log_slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self.log_windows = torch.zeros((capacity, 3), dtype=torch.int32, device=device)
+        self.bytes_per_draft = bytes_per_draft(layers)
+        self.undo_log = memory.take((capacity, self.bytes_per_draft), torch.uint8)
+        self.log_slots = memory.take((capacity,), torch.int64).fill_(-1)
+        self.log_windows = memory.take((capacity, 3), torch.int32).zero_()
+        self.tables = _copy_tables(self.layers, memory)
 
 
 @dataclass(frozen=True)
@@ -157,7 +185,7 @@ class OpLaunches:
 
 
 def _copy_tables(
-    layers: Sequence[LayerCache], device: torch.device
+    layers: Sequence[LayerCache], memory: DeviceMemory
 ) -> tuple[CopyTable, ...]:
     """The layers' table rows: all row caches in one table, and one more for each
     distinct packing. A layer's place in a row of the log follows the layers' order."""
@@ -178,13 +206,15 @@ def _copy_tables(
         else:
             packings.append((runs, [row]))
     tables = [
-        CopyTable(
-            torch.tensor(packed, dtype=torch.int64, device=device), runs.to(device)
-        )
+        CopyTable(_table(packed, memory), runs.to(memory.device))
         for runs, packed in packings
     ]
     if rows:
-        tables.insert(
-            0, CopyTable(torch.tensor(rows, dtype=torch.int64, device=device), None)
-        )
+        tables.insert(0, CopyTable(_table(rows, memory), None))
     return tuple(tables)
+
+
+def _table(rows: list[list[int]], memory: DeviceMemory) -> torch.Tensor:
+    """[num_layers, 9] int64, device."""
+    host = torch.tensor(rows, dtype=torch.int64)
+    return memory.take(tuple(host.shape), torch.int64).copy_(host)

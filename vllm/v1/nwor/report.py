@@ -88,6 +88,7 @@ class Report:
             manager.commit(acceptance)
             return
         following = (self._slot + 1) % RING_SLOTS
+        self._slot_is_current = False  # if it raises, too
         self._slot_is_current = manager.commit(acceptance, self._ring[following])
         if self._slot_is_current:
             self._step = StepCounts(self._ring[self._slot], self._ring[following])

@@ -10,6 +10,7 @@ share another layer's cache are covered by it.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from vllm.v1.nwor.config import Mode, NworConfig
 from vllm.v1.nwor.draft_manager import DraftCommitManager, LayerCache, NworError
 from vllm.v1.nwor.kv_layout import KVLayout, LayoutRefused
 from vllm.v1.nwor.kv_probe import probe_layout
+from vllm.v1.nwor.launches import num_bytes
 from vllm.v1.nwor.report import GroupInfo
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -32,6 +34,22 @@ logger = logging.getLogger("vllm.v1.nwor")
 # Drafters that have attention layers of their own say which in this attribute
 # (a V1 drafter, a V2 speculator); the others have none.
 DRAFT_LAYER_ATTRIBUTES = ("_draft_attn_layer_names", "draft_attn_layer_names")
+
+
+# What an allocation that fails raises: on a device; on the host, torch's and Python's.
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, RuntimeError, MemoryError)
+
+# Caches whose bytes of one slot do not lie together, although their shapes look so:
+# refused before anything is written to find out. By KV-cache type, then by the start of
+# the implementation's class name.
+REFUSED_CACHE_DTYPES = {
+    "nvfp4": "keeps the scales of a block apart from its data, swizzled by four slots",
+    "nvfp4_4over6": "keeps the scales of a block apart from its data",
+}
+REFUSED_IMPLS = {
+    "Rocm": "packs the slots of a block element by element",
+    "Aiter": "packs the slots of a block in tiles",
+}
 
 
 class GroupRefused(ValueError):
@@ -76,16 +94,35 @@ def build(
     manager = None
     if protected:
         capacity = _capacity(runner.vllm_config, config)
-        manager = DraftCommitManager(config, protected, capacity, storage)
+        try:
+            manager = DraftCommitManager(config, protected, capacity, storage)
+        except ops.NworOpsUnavailable as error:
+            infos = _all_off(infos, str(error))
+        except _OUT_OF_MEMORY as error:
+            infos = _all_off(
+                infos, f"no memory for the undo log of {capacity} drafts: {error}"
+            )
     _announce(config, infos, manager)
     return manager, infos
 
 
+def _all_off(infos: list[GroupInfo], reason: str) -> list[GroupInfo]:
+    """The same groups with none of them protected; earlier refusals keep theirs."""
+    return [
+        info
+        if info.resolved == Mode.OFF.value
+        else replace(info, resolved=Mode.OFF.value, reason=reason)
+        for info in infos
+    ]
+
+
 def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
-    """Memory for the undo log, before vLLM sizes the KV cache; None if none is needed.
+    """Memory for the undo log, before vLLM sizes the KV cache; None if none is needed,
+    or there is not enough (`build` tries once more, and tells).
 
     Returns [num_bytes] uint8 on the runner's device: a row of each target layer's
-    slot for every draft that a step can hold, from the layers' KV-cache specs.
+    slot for every draft that a step can hold, from the layers' KV-cache specs, and what
+    belongs to it.
     """
     if _config_refusal(runner.vllm_config) is not None:
         return None
@@ -93,13 +130,20 @@ def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
         draft_names = _draft_layer_names(runner)
     except GroupRefused:
         return None
-    slot_bytes = sum(
+    slot_bytes = [
         spec.page_size_bytes // spec.block_size
         for name, spec in runner.get_kv_cache_spec().items()
         if isinstance(spec, AttentionSpec) and name not in draft_names
+    ]
+    # How vLLM will group the layers is not known yet.
+    num_layers = num_groups = len(slot_bytes)
+    size = num_bytes(
+        _capacity(runner.vllm_config, config), sum(slot_bytes), num_groups, num_layers
     )
-    num_bytes = slot_bytes * _capacity(runner.vllm_config, config)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=runner.device)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=runner.device)
+    except _OUT_OF_MEMORY:
+        return None
 
 
 def _config_refusal(vllm_config: Any) -> str | None:
@@ -141,6 +185,7 @@ def _target_layers(runner: Any, group: Any, layouts: _LayoutCache) -> list[Layer
         if identity in seen:
             continue
         seen.add(identity)
+        _check_layer(name, modules[name])
         layout = layouts.get(name, modules[name], kv_cache, spec)
         layers.append(LayerCache(name, kv_cache, layout))
     return layers
@@ -160,6 +205,26 @@ def _check_spec(name: str, spec: Any) -> None:
     )
     if compressed:
         raise GroupRefused(f"layer {name} has a compressed or ring-shaped {kind}")
+
+
+def _check_layer(name: str, layer: Any) -> None:
+    """Refuses layers whose cache is known to be neither rows nor a known packing."""
+    impl = getattr(layer, "impl", None)
+    if impl is None:
+        raise GroupRefused(
+            f"layer {name} is a {type(layer).__name__}: no attention implementation "
+            "writes its cache, so nothing can be probed"
+        )
+    cache_dtype = str(getattr(impl, "kv_cache_dtype", ""))
+    if cache_dtype in REFUSED_CACHE_DTYPES:
+        raise GroupRefused(
+            f"layer {name} has a KV cache of type {cache_dtype}, which "
+            f"{REFUSED_CACHE_DTYPES[cache_dtype]}"
+        )
+    kind = type(impl).__name__
+    for start, reason in REFUSED_IMPLS.items():
+        if kind.startswith(start):
+            raise GroupRefused(f"layer {name} has a {kind}, which {reason}")
 
 
 def _draft_layer_names(runner: Any) -> frozenset[str]:

@@ -100,7 +100,7 @@ def initialize_kv_cache(
         return result
     from vllm.v1.nwor.hooks.discovery import build
 
-    storage = runner.__dict__.pop("nwor_log_storage", None)
+    storage = runner.__dict__.get("nwor_log_storage")
     manager, infos = build(runner, config, storage)
     runner.nwor_state = RunnerState(manager, infos)
     return result
@@ -122,10 +122,12 @@ def profile_run(
 def execute_model(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Wrapper: a log that the last step did not commit is dropped."""
+    """Wrapper: what a step left that failed half-way is dropped: its windows, a log
+    that it did not commit, counts that no output took along."""
     state = state_of(runner)
     if state is not None and state.manager is not None:
         state.windows = None
+        state.report.take_step()
         state.manager.abort(STALE_LOG)
     return wrapped(*args, **kwargs)
 

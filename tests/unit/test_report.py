@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report: each step's counts are its own, also beside steps that fail half-way."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.v1.nwor.config import Mode, NworConfig
+from vllm.v1.nwor.draft_manager import DraftCommitManager, NworError
+from vllm.v1.nwor.hooks import runner as hooks
+from vllm.v1.nwor.kv_layout import row_layout
+from vllm.v1.nwor.launches import LayerCache
+from vllm.v1.nwor.report import RING_SLOTS, Report
+from vllm.v1.nwor.window import NumRejected, VerificationWindows
+
+
+class LateFailure:
+    """Launches that do their work; restore raises behind it while `fails`."""
+
+    def __init__(self, launches):
+        self.launches = launches
+        self.fails = False
+
+    def log(self, windows):
+        self.launches.log(windows)
+
+    def restore(self, *arguments):
+        self.launches.restore(*arguments)
+        if self.fails:
+            raise RuntimeError("planted")
+
+
+def reporting_manager(strict=False):
+    cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
+    layer = LayerCache("layer", cache, row_layout(cache))
+    config = NworConfig(mode=Mode.COW, strict=strict)
+    manager = DraftCommitManager(config, [(0, [layer])], capacity=8)
+    manager.launches = LateFailure(manager.launches)
+    return manager, Report([], manager)
+
+
+def step(manager, report, num_drafts):
+    """One request's window, of which one draft is rejected."""
+    manager.begin(
+        VerificationWindows(
+            num_drafts,
+            torch.arange(num_drafts + 1),
+            torch.tensor([num_drafts + 1], dtype=torch.int32),
+            [torch.arange(num_drafts + 1)],
+        )
+    )
+    report.commit(NumRejected(torch.tensor([1], dtype=torch.int32)))
+
+
+def counts(report):
+    payload = report.payload(report.take_step())
+    return payload["tokens_staged"], payload["tokens_rejected"]
+
+
+def test_each_step_has_its_own_counts_all_around_the_ring():
+    manager, report = reporting_manager()
+    for number in range(2 * RING_SLOTS):
+        num_drafts = 1 + number % 5
+        step(manager, report, num_drafts)
+        assert counts(report) == (num_drafts, 1)
+
+
+def test_a_step_whose_output_nobody_takes_is_not_in_the_next():
+    manager, report = reporting_manager()
+    step(manager, report, 5)
+    report.take_step()
+
+    step(manager, report, 2)
+
+    assert counts(report) == (2, 1)
+
+
+def test_a_commit_that_raises_is_not_in_the_next_step():
+    manager, report = reporting_manager(strict=True)
+    step(manager, report, 1)
+    report.take_step()
+    manager.launches.fails = True
+    with pytest.raises(NworError, match="planted"):
+        step(manager, report, 5)
+    manager.launches.fails = False
+
+    step(manager, report, 2)
+
+    assert counts(report) == (2, 1)
+
+
+def test_a_commit_that_fails_late_still_counts():
+    """What it enqueued is done; the counters are copied behind it."""
+    manager, report = reporting_manager()
+    manager.launches.fails = True
+    step(manager, report, 3)
+    manager.launches.fails = False
+
+    payload = report.payload(report.take_step())
+
+    assert payload["tokens_staged"] == 3
+    assert payload["fallbacks"] == {"commit_failed": 1}
+
+
+def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
+    manager, _ = reporting_manager()
+    state = hooks.RunnerState(manager, [])
+    runner = SimpleNamespace(nwor_state=state)
+    state.report.payload(None)
+    step(manager, state.report, 5)
+
+    # The drafter raised; a step without drafts follows.
+    hooks.execute_model(lambda: None, runner, (), {})
+
+    assert state.report.payload(state.report.take_step()) is None
