@@ -12,6 +12,8 @@ The first names a file in results/ and a view. Views of a file of bench_vllm.py:
 machine, speed, ratio, acceptance, nwor, words, plot, all. View of several of them (the
 name may hold *): cells, a line a file. View of a file of bench_kernels.py: kernels; of
 tools/soak.py: soak. View of files of tools/host_profile.py (the name may hold *): host.
+View of the engines of tests/gpu: engines. View of files of bench_vllm.py with a named
+shape (the name may hold *): bytes.
 A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
 it shows are no longer the file's.
 
@@ -35,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import plot, report  # noqa: E402
+from benchmarks import models, plot, report  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.tables import Table, number  # noqa: E402
 
@@ -101,6 +103,7 @@ VIEWS: dict[str, Callable[[Result], str]] = {
     "all": _all,
 }
 PLOT, CELLS, KERNELS, SOAK, HOST = "plot", "cells", "kernels", "soak", "host"
+ENGINES, BYTES = "engines", "bytes"
 
 
 def cells(results: Sequence[Result]) -> str:
@@ -173,6 +176,85 @@ def host(results: Sequence[Result]) -> str:
     return "\n\n".join([*abouts, Table("", head, rows).markdown()])
 
 
+def engines(result: Result) -> str:
+    """What each engine is, and what was found there; a line an engine."""
+    rows = []
+    for name, entry in result["entries"].items():
+        spec, found = entry["engine"], entry["rows"].values()
+        graphs = spec["graphs"].replace("FULL_AND_PIECEWISE", "both").lower()
+        ranks = spec["tensor_parallel"]
+        checked = sum(row["rejected_slots_checked"] for row in found)
+        restored = sum(row["dirty_slots_restored"] for row in found)
+        bad = [check for check, problems in entry["problems"].items() if problems]
+        unclear = [re.split("[:,]", what)[0] for what in entry["unsettled"]]
+        rows.append(
+            (
+                name,
+                f"{spec['runner'].upper()}, {spec['drafter']}"
+                + (f", {ranks} ranks" if ranks > 1 else ""),
+                f"{spec['backend']}, {spec['kv_cache'].replace('auto', 'bf16')}",
+                graphs,
+                "yes" if spec["asynchronous"] else "no",
+                number(checked),
+                number(restored),
+                ", ".join(bad) or "none",
+                ", ".join(sorted(set(unclear))) or "none",
+                entry["environment"]["date"].removesuffix(" UTC"),
+            )
+        )
+    head = (
+        "engine",
+        "runner, drafter",
+        "backend, KV cache",
+        "graphs",
+        "async",
+        "rejected slots compared",
+        "dirty before commit",
+        "failed checks",
+        "rows in which vanilla differs from itself",
+        "date, UTC",
+    )
+    return Table("", head, rows, left=True).markdown()
+
+
+def moved_bytes(results: Sequence[Result]) -> str:
+    """Bytes that log and restore copied, as counted on the device, a line a file.
+
+    Expected: drafts, and rejected drafts, times the bytes of a slot in all layers.
+    """
+    rows = []
+    for result in results:
+        name = result["model"].removeprefix(models.SHAPE)
+        if name not in models.SHAPES:
+            raise BadBlock(f"the view bytes needs a named shape, not {name}")
+        shape, done = models.SHAPES[name], result["summary"]["nwor"]
+        slot = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+        slot *= shape["num_hidden_layers"]
+        args = result["arguments"]
+        steps = done["host"]["num_begins"]
+        rows.append(
+            (
+                f"{args['runner']}, k = {args['num_speculative_tokens']}",
+                str(args["batch_size"]),
+                f"{done['staged'] / steps:.1f}",
+                f"{done['logged_bytes'] / steps / 2**20:.2f} MiB",
+                f"{done['restored_bytes'] / steps / 2**20:.2f} MiB",
+                number(done["logged_bytes"] - done["staged"] * slot),
+                number(done["restored_bytes"] - done["rejected"] * slot),
+            )
+        )
+    head = (
+        "runner",
+        "batch",
+        "drafts a step",
+        "logged a step",
+        "restored a step",
+        "logged - expected",
+        "restored - expected",
+    )
+    return Table("", head, rows).markdown()
+
+
 def kernels(result: Result) -> str:
     """Bytes a second (read and written) of copy, log and restore; a line a size.
 
@@ -228,12 +310,15 @@ def _rate(case: dict[str, Any], operation: str) -> float:
     return 2 * case["bytes"] / statistics.median(case["seconds"][operation]) / 1e9
 
 
-def load(path: Path, made_by: str = "bench_vllm.py") -> Result:
-    """The result in `path`. Raises BadBlock unless `made_by` wrote it."""
+def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) -> Result:
+    """The result in `path`. Raises BadBlock unless `made_by` wrote it; with `kind`,
+    unless it is a file of that kind."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadBlock(f"{path.name} cannot be read: {error}") from error
+    if kind is not None and isinstance(result, dict) and result.get("kind") == kind:
+        return result
     command = result.get("command", "") if isinstance(result, dict) else ""
     if made_by not in command.split():
         raise BadBlock(f"{path.name} is not a result of {made_by}")
@@ -277,19 +362,23 @@ class Renderer:
 
     def _parse(self, what: str) -> tuple[str, str]:
         parts = what.split()
-        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST]
+        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST, ENGINES, BYTES]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
 
     def view(self, file: str, view: str) -> str:
         """Markdown of one view. Raises BadBlock."""
-        if view in (CELLS, HOST):
+        if view == ENGINES:
+            return engines(load(self.results / file, kind="gpu_engines"))
+        if view in (CELLS, HOST, BYTES):
             paths = sorted(self.results.glob(file))
             if not paths:
                 raise BadBlock(f"no file in results/ matches {file}")
             if view == CELLS:
                 return cells([load(path) for path in paths])
+            if view == BYTES:
+                return moved_bytes([load(path) for path in paths])
             return host([load(path, "tools/host_profile.py") for path in paths])
         if view == KERNELS:
             return kernels(load(self.results / file, "bench_kernels.py"))

@@ -190,6 +190,17 @@ def test_no_memory_leaves_vllm_alone(monkeypatch):
         build(found, strict=True)
 
 
+def test_nothing_is_taken_from_a_pool_that_sleeps():
+    found = runner([(SPEC, {"a": layer()})])
+    found.device = torch.device("meta")
+    found.vllm_config.model_config.enable_sleep_mode = True
+
+    manager, infos = build(found, storage=None)
+
+    assert manager is None
+    assert "no memory was reserved, and sleep mode" in infos[0].reason
+
+
 def test_no_memory_while_reserving_is_told_when_the_log_is_built(monkeypatch):
     def no_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError("none left")

@@ -70,6 +70,8 @@ def build(
     groups = runner.kv_cache_config.kv_cache_groups
     requested = config.mode.value
     refusal = _config_refusal(runner.vllm_config)
+    if refusal is None and storage is None and _sleeps(runner):
+        refusal = "no memory was reserved, and sleep mode would lose what is taken now"
     if refusal is None:
         try:
             ops.load(runner.device.type)
@@ -160,6 +162,15 @@ def _config_refusal(vllm_config: Any) -> str | None:
         if size > 1:
             return f"{name} is {size}; only 1 is supported"
     return None
+
+
+def _sleeps(runner: Any) -> bool:
+    """Whether vLLM binds the KV cache inside a pool that loses its content in sleep."""
+    model_config = runner.vllm_config.model_config
+    return runner.device.type != "cpu" and bool(
+        getattr(model_config, "enable_sleep_mode", False)
+        or getattr(model_config, "enable_cumem_allocator", False)
+    )
 
 
 def _target_layers(runner: Any, group: Any, layouts: _LayoutCache) -> list[LayerCache]:

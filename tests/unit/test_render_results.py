@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The views of GPU results: what a row is made of, and that a difference shows."""
+
+import pytest
+
+from tools import render_results
+
+SLOT = 2 * 2 * 8 * 128 * 32  # bytes of a token of shape:llama-8b, bf16
+
+
+def moved(logged, restored):
+    return {
+        "model": "shape:llama-8b",
+        "arguments": {"runner": "v2", "num_speculative_tokens": 4, "batch_size": 1},
+        "summary": {
+            "nwor": {
+                "staged": 8,
+                "rejected": 2,
+                "logged_bytes": logged,
+                "restored_bytes": restored,
+                "host": {"num_begins": 2},
+            }
+        },
+    }
+
+
+def last_row(markdown):
+    return [cell.strip() for cell in markdown.splitlines()[-1].strip("|").split("|")]
+
+
+def test_bytes_are_held_against_the_shapes():
+    right = last_row(render_results.moved_bytes([moved(8 * SLOT, 2 * SLOT)]))
+    wrong = last_row(render_results.moved_bytes([moved(8 * SLOT, 2 * SLOT - 64)]))
+
+    assert right == ["v2, k = 4", "1", "4.0", "0.50 MiB", "0.12 MiB", "0", "0"]
+    assert wrong[-1] == "-64"
+    with pytest.raises(render_results.BadBlock, match="needs a named shape, not smol"):
+        render_results.moved_bytes([moved(0, 0) | {"model": "smol"}])
+
+
+def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
+    entry = {
+        "engine": {
+            "runner": "v2",
+            "drafter": "eagle",
+            "backend": "FLASH_ATTN",
+            "kv_cache": "auto",
+            "graphs": "FULL_AND_PIECEWISE",
+            "asynchronous": True,
+            "tensor_parallel": 2,
+        },
+        "rows": {
+            "batch 1": {"rejected_slots_checked": 3, "dirty_slots_restored": 2},
+            "aborts": {"rejected_slots_checked": 4, "dirty_slots_restored": 4},
+        },
+        "problems": {"bytes": ["a slot"], "outputs": []},
+        "unsettled": ["aborts: tokens", "aborts, plain: tokens"],
+        "environment": {"date": "2026-01-02 03:04 UTC"},
+    }
+
+    row = last_row(render_results.engines({"entries": {"one": entry}}))
+
+    assert row == [
+        *("one", "V2, eagle, 2 ranks", "FLASH_ATTN, bf16", "both", "yes"),
+        *("7", "6", "bytes", "aborts", "2026-01-02 03:04"),
+    ]
+
+
+def test_host_times_name_their_cell_and_kind():
+    spent = {"median_us": 20.04, "steps": 160}
+    result = {
+        "cell": "v2",
+        "batch_size": 16,
+        "command": "python tools/host_profile.py v2",
+        "environment": {"date": "today", "gpu": "a GPU", "cpu": "a CPU"},
+        "host": {"prepared": {"begin": spent, "commit": spent, "both": spent}},
+    }
+
+    text = render_results.host([result])
+
+    assert "a GPU, a CPU; batch 16" in text
+    assert last_row(text) == ["v2", "prepared", "20.0 us", "20.0 us", "20.0 us", "160"]
