@@ -4,7 +4,8 @@
 #
 #   tools/gpu_run.sh [STEP [ARGUMENT...]]...
 #
-#   build                    install this checkout beside the vLLM that python3 finds
+#   build                    install beside the vLLM that python3 finds: the wheel in
+#                            dist/ if there is one (make wheel), else this checkout
 #   kernels [PYTEST ARG...]  the ops against their reference, on the device
 #   engines [NAME...]        byte oracle, outputs and counters on the engines of
 #                            tests/gpu/engines.py: all of its MATRIX, or these
@@ -14,6 +15,7 @@
 #   parallel                 the oracle on both ranks of two GPUs
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
+#   soak [MINUTES]           tools/soak.py on a server of an 8B shape (5)
 #   bench-kernels [ARG...]   bench_kernels.py
 #   host-profile [CELL...]   tools/host_profile.py (default: one of each runner)
 #   bench [CELL...]          cells of tools/gpu_cells.py (default: the budgeted five)
@@ -35,7 +37,7 @@ cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep parallel sanitizer"
-STEPS="$STEPS bench-kernels host-profile bench "
+STEPS="$STEPS bench-kernels host-profile bench soak "
 WORK=$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
@@ -71,15 +73,25 @@ step_build() {
         site=$first
     fi
     export NWOR_CUDA=ON NWOR_CUDA_ARCHS=${NWOR_CUDA_ARCHS:-90}
+    local what=. wheels=(dist/vllm_nwor-*.whl)
+    if [ -f "${wheels[0]}" ]; then
+        if [ ${#wheels[@]} -gt 1 ]; then
+            echo "dist/ has ${#wheels[@]} wheels; expected one: ${wheels[*]}" >&2
+            return 1
+        fi
+        what=${wheels[0]}
+    fi
+    echo "installing $what"
     local pip=("$PYTHON" -m pip install --no-index --no-deps --no-build-isolation)
     pip+=(--disable-pip-version-check)
     if [ -z "$site" ]; then
-        "${pip[@]}" --force-reinstall . || return
+        "${pip[@]}" --force-reinstall "$what" || return
     else
         # pip --target would replace the folder vllm/ as a whole: stage, then merge.
         staging=$WORK/staging
         rm -rf "$staging"
-        if ! "${pip[@]}" --target "$staging" .; then
+        if ! "${pip[@]}" --target "$staging" "$what"; then
+            [ "$what" = . ] || return
             echo "pip failed; installing by hand"
             rm -rf "$staging"
             by_hand "$staging" || return
@@ -145,6 +157,25 @@ also_ids() { # as also, for tests with the engine as their only parameter
         filter="${filter:+$filter or }$name]"
     done
     echo "${filter:+ and ($filter)}"
+}
+
+step_soak() {
+    local model
+    model=$("$PYTHON" -c '
+from benchmarks import models
+print(models.find("--model", "shape:llama-8b", models.TARGET).location)') || return
+    # Random weights: token ids instead of text. Greedy answers depend on who shares
+    # the batch, so the probe is alone.
+    "$PYTHON" tools/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
+        --json "$RESULTS/soak_gpu.json" --log "$WORK/soak.log" \
+        --vocab-size 120000 --probe quiet --probe-seconds 20 --concurrency 32 \
+        --speculative-config '{"method": "ngram", "num_speculative_tokens": 4,
+            "prompt_lookup_min": 1, "prompt_lookup_max": 4}' \
+        --serve-args "--load-format dummy --skip-tokenizer-init \
+            --served-model-name llama-8b --max-model-len 2048 --max-num-seqs 64"
+    local status=$?
+    [ $status = 0 ] || tail -30 "$WORK/soak.log"
+    return $status
 }
 
 step_parallel() {
