@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Puts tables and plots from results/*.json into README.md; --check tells if they are.
+"""Puts tables and plots from results/*.json into README.md and results/README.md;
+--check tells if they are there.
 
-A block of the README between two comments belongs to this script:
+A block of a README between two comments belongs to this script:
 
     <!-- results: bench_cpu.json speed -->
     ...
@@ -17,7 +18,7 @@ shape (the name may hold *): bytes.
 A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
 it shows are no longer the file's.
 
-No number is typed into the README by hand: all come from a command in those files. Exit
+No number is typed into a README by hand: all come from a command in those files. Exit
 status: 0 done, or up to date; 1 --check found a difference; 2 a block or file that
 cannot be used, nothing was written.
 """
@@ -41,6 +42,7 @@ from benchmarks import models, plot, report  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.tables import Table, number  # noqa: E402
 
+READMES = (ROOT / "README.md", ROOT / "results" / "README.md")
 COMMAND = "python tools/render_results.py"
 OPEN = re.compile(r"<!-- results: (?P<what>.*?) -->")
 BLOCK = re.compile(
@@ -407,19 +409,25 @@ def run(readme: Path, results: Path, check: bool) -> int:
         stale += [f"block '{a['what']}'" for a, b in blocks if a["body"] != b["body"]]
         if stale:
             print(
-                f"{readme.name} is not what results/ says: {', '.join(stale)}; run: "
+                f"{shown(readme)} is not what results/ says: {', '.join(stale)}; run: "
                 f"{COMMAND}",
                 file=sys.stderr,
             )
             return 1
-        print(f"{readme.name} is up to date with results/")
+        print(f"{shown(readme)} is up to date with results/")
         return 0
     for path, result in renderer.stale_plots.items():
         write_whole(path, functools.partial(plot.draw, result))
     if new != old:
         write_whole(readme, lambda temporary: _write(temporary, new))
-    print(f"{readme.name}: {len(OPEN.findall(new))} blocks, {len(stale)} plots drawn")
+    print(f"{shown(readme)}: {len(OPEN.findall(new))} blocks, {len(stale)} plots drawn")
     return 0
+
+
+def shown(readme: Path) -> str:
+    """Its path from the repository on, if it is in there."""
+    inside = readme.is_relative_to(ROOT)
+    return str(readme.relative_to(ROOT)) if inside else readme.name
 
 
 def _write(path: Path, text: str) -> None:
@@ -430,11 +438,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument(
+        "--readme", type=Path, nargs="+", default=READMES, help="files to render"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     args = parser.parse_args(argv)
     try:
-        return run(args.readme, args.results, args.check)
+        return max(run(one, args.results, args.check) for one in args.readme)
     except (BadBlock, OSError) as error:
         print(f"render_results: {error}", file=sys.stderr)
         return 2
