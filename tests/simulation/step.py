@@ -170,7 +170,7 @@ class Step:
         }
         index_of = {rows.request.name: i for i, rows in enumerate(self.rows)}
         sampled = [[1] * rows.num_valid_ids for rows in self.rows]
-        scheduled = ScheduledWindows.from_step(drafted, index_of, sampled, 1)
+        scheduled = ScheduledWindows(drafted, index_of, sampled, 1)
         for rows in self.rows:
             if rows.num_drafts and not rows.dropped:
                 scheduled.count(rows.num_drafts, rows.num_accepted)

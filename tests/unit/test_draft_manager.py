@@ -372,7 +372,6 @@ class TestReport:
             "tokens_rejected": 1,
             "restored_bytes": slot_bytes,
             "breaches": 0,
-            "fallbacks": {},
         }
         assert second == first | {
             "tokens_accepted": 0,
@@ -406,8 +405,7 @@ class TestReport:
         payload = report.payload(step)
 
         assert step is None
-        assert payload["fallbacks"] == {"over_capacity": 1}
-        assert payload["tokens_staged"] == 0
+        assert payload == {"fallbacks": {"over_capacity": 1}}
         assert report.payload(None) is None
 
     def test_a_refused_engine_still_tells_why(self):

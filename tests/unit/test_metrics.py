@@ -156,7 +156,7 @@ def partition_holds(report):
 
 def scheduled(windows, counted):
     """windows: request -> (drafts, accepted or None if its row is empty)."""
-    step = ScheduledWindows.from_step(
+    step = ScheduledWindows(
         {rid: [5] * drafts for rid, (drafts, _) in windows.items()},
         {rid: row for row, rid in enumerate(windows)},
         [
@@ -273,7 +273,7 @@ def test_info_is_reported_when_it_is_new():
     nwor_stats = NworStats(DraftCount.EXACT, lambda kind, found: None)
     reports = []
     for info in (INFO, INFO, [{**INFO[0], "resolved": "off"}]):
-        nwor_stats.add_step(WorkerRecord(info=info), ScheduledWindows())
+        nwor_stats.add_step(WorkerRecord(info=info), ScheduledWindows({}, {}, None, 1))
         reports.append(totals(nwor_stats).get("info"))
 
     assert reports == [INFO, None, [{**INFO[0], "resolved": "off"}]]

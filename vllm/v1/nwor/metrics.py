@@ -63,7 +63,7 @@ class DraftCount(enum.Enum):
     UPPER_BOUND = "upper bound"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class WorkerRecord:
     """The increments one ModelRunnerOutput brings from the worker.
 
@@ -87,80 +87,104 @@ class WorkerRecord:
         Raises:
             PayloadError: naming the key that is unknown, or whose value is not allowed.
         """
-        if unknown := sorted(payload.keys() - cls.__dataclass_fields__.keys()):
-            raise PayloadError(f"payload has unknown keys {unknown}")
-        record = cls(**payload)
-        if not isinstance(record.fallbacks, Mapping):
-            raise PayloadError(f"fallbacks is {record.fallbacks!r}; expected a mapping")
-        for row in record.info:
-            if not isinstance(row, Mapping) or set(row) != set(INFO_LABELS):
-                raise PayloadError(f"info has {row!r}; expected keys {INFO_LABELS}")
-        counts = {name: getattr(record, name) for name in _WORKER_COUNTS}
-        for name, value in [*counts.items(), *record.fallbacks.items()]:
-            if type(value) is not int or value < 0:
-                raise PayloadError(f"{name} is {value!r}; expected an integer >= 0")
-        return record
+        for name, value in payload.items():
+            if name in _WORKER_COUNTS:
+                _check_count(name, value)
+            elif name == "fallbacks":
+                if not isinstance(value, Mapping):
+                    raise PayloadError(f"fallbacks is {value!r}; expected a mapping")
+                for reason, num in value.items():
+                    _check_count(reason, num)
+            elif name == "info":
+                for row in value:
+                    if not isinstance(row, Mapping) or set(row) != set(INFO_LABELS):
+                        raise PayloadError(
+                            f"info has {row!r}; expected keys {INFO_LABELS}"
+                        )
+            else:
+                unknown = sorted(payload.keys() - cls.__dataclass_fields__.keys())
+                raise PayloadError(f"payload has unknown keys {unknown}")
+        return cls(**payload)
 
 
-_WORKER_COUNTS = (
-    "windows",
-    "tokens_staged",
-    "tokens_accepted",
-    "tokens_rejected",
-    "restored_bytes",
-    "breaches",
+_WORKER_COUNTS = frozenset(
+    (
+        "windows",
+        "tokens_staged",
+        "tokens_accepted",
+        "tokens_rejected",
+        "restored_bytes",
+        "breaches",
+    )
 )
 
 
-@dataclass
+def _check_count(name: str, value: Any) -> None:
+    if type(value) is not int or value < 0:
+        raise PayloadError(f"{name} is {value!r}; expected an integer >= 0")
+
+
 class ScheduledWindows:
     """One step's windows as the scheduler knows them.
 
-    Build it before vLLM processes the output (it cuts the token lists of requests that
+    Make it before vLLM processes the output (it cuts the token lists of requests that
     stop), then call `count` for every window that vLLM counts.
 
-    least_accepted, most_accepted: drafts accepted in all windows, dropped ones too.
+    num_windows, num_drafts: of the step. num_counted_drafts, num_counted_accepted: of
+        the windows that vLLM counted, grammar-invalid drafts included.
     """
 
-    num_windows: int = 0
-    num_drafts: int = 0
-    least_accepted: int = 0
-    most_accepted: int = 0
-    num_counted_drafts: int = 0
-    num_counted_accepted: int = 0
+    __slots__ = (
+        "_num_ids",
+        "_num_sampled",
+        "_row_of",
+        "_spec_token_ids",
+        "num_counted_accepted",
+        "num_counted_drafts",
+        "num_drafts",
+        "num_windows",
+    )
 
-    @classmethod
-    def from_step(
-        cls,
+    def __init__(
+        self,
         spec_token_ids: Mapping[str, Sequence[int]],
         req_id_to_index: Mapping[str, int],
         sampled_token_ids: Sequence[Sequence[int]] | None,
         num_sampled_per_step: int,
-    ) -> ScheduledWindows:
+    ) -> None:
         """spec_token_ids: the drafts scheduled for each request. sampled_token_ids: the
         output's ids for each row; an empty row says nothing about what was accepted
         (vLLM clears the rows of discarded requests), nor does a missing one.
         num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
         """
-        num_windows = num_drafts = least = most = 0
-        for request_id, drafts in spec_token_ids.items():
-            if not drafts:
-                continue
-            num_windows += 1
-            num_drafts += len(drafts)
-            row = req_id_to_index.get(request_id)
-            ids = (
-                sampled_token_ids[row] if sampled_token_ids and row is not None else ()
-            )
-            num_accepted = max(len(ids) - num_sampled_per_step, 0)
-            least += num_accepted
-            most += num_accepted if ids else len(drafts)
-        return cls(num_windows, num_drafts, least, most)
+        self._spec_token_ids = spec_token_ids
+        self._row_of = req_id_to_index
+        self._num_ids = list(map(len, sampled_token_ids or ()))
+        self._num_sampled = num_sampled_per_step
+        num_drafts = list(map(len, spec_token_ids.values()))
+        self.num_windows = len(num_drafts) - num_drafts.count(0)
+        self.num_drafts = sum(num_drafts)
+        self.num_counted_drafts = 0
+        self.num_counted_accepted = 0
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """vLLM counts one window: its drafts, grammar-invalid ones included."""
         self.num_counted_drafts += num_drafts
         self.num_counted_accepted += num_accepted
+
+    def accepted_bounds(self) -> tuple[int, int]:
+        """Fewest and most drafts accepted in all windows, dropped ones too, as far as
+        the output tells."""
+        least = most = 0
+        for request_id, drafts in self._spec_token_ids.items():
+            row = self._row_of.get(request_id)
+            num_ids = 0
+            if row is not None and self._num_ids:
+                num_ids = self._num_ids[row]
+            num_accepted = max(num_ids - self._num_sampled, 0) if drafts else 0
+            least += num_accepted
+            most += num_accepted if num_ids else len(drafts)
+        return least, most
 
 
 class NworStats:
@@ -244,11 +268,14 @@ class NworStats:
             fewer = found < num_scheduled and self._draft_count is DraftCount.EXACT
             if fewer or found > num_scheduled:
                 self.breach(what, f"{found} {what} run, {num_scheduled} scheduled")
-        if not scheduled.least_accepted <= accepted <= scheduled.most_accepted:
+        all_counted = scheduled.num_counted_drafts == scheduled.num_drafts
+        if all_counted and accepted == scheduled.num_counted_accepted:
+            return  # the common case, which needs no look at each request
+        least, most = scheduled.accepted_bounds()
+        if not least <= accepted <= most:
             self.breach(
                 "accepted",
-                f"{accepted} drafts accepted on the device, "
-                f"{scheduled.least_accepted} to {scheduled.most_accepted} by its "
+                f"{accepted} drafts accepted on the device, {least} to {most} by its "
                 f"output, {scheduled.num_counted_accepted} in windows counted",
             )
 

@@ -12,9 +12,10 @@ output nobody reads (vLLM's warm-up requests) are not counted in the next one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,15 +45,12 @@ class GroupInfo:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """Where the counters before and after one step's commit can be read.
+class StepCounts(NamedTuple):
+    """Where the counters before and after one step's commit can be read: indices of
+    ring slots."""
 
-    before, after: [num_launches, 6] int64, cpu.
-    """
-
-    before: torch.Tensor
-    after: torch.Tensor
+    before: int
+    after: int
 
 
 class Report:
@@ -72,6 +70,8 @@ class Report:
                 dtype=torch.int64,
                 pin_memory=pinned,
             ).unbind()
+            # The same memory for quick reading: a torch operator costs more.
+            self._slots = [slot.numpy() for slot in self._ring]
             # The slot that the latest counters went to, and whether they did.
             self._slot = 0
             self._slot_is_current = True
@@ -91,7 +91,7 @@ class Report:
         self._slot_is_current = False  # if it raises, too
         self._slot_is_current = manager.commit(acceptance, self._ring[following])
         if self._slot_is_current:
-            self._step = StepCounts(self._ring[self._slot], self._ring[following])
+            self._step = StepCounts(self._slot, following)
             self._slot = following
 
     def take_step(self) -> StepCounts | None:
@@ -106,13 +106,12 @@ class Report:
         the step's output is there.
         """
         payload: dict[str, Any] = {}
-        fallbacks = self._new_fallbacks()
-        if step is not None or fallbacks:
-            counts = [0] * len(COUNTER_COLUMNS)
-            if step is not None:
-                by_launch = (step.after - step.before).tolist()
-                counts = by_launch[0]
-                counts[RESTORED_BYTES] = sum(row[RESTORED_BYTES] for row in by_launch)
+        if step is not None:
+            before = self._slots[step.before].tolist()
+            after = self._slots[step.after].tolist()
+            counts = list(map(operator.sub, after[0], before[0]))
+            for ours, earlier in zip(after[1:], before[1:], strict=True):
+                counts[RESTORED_BYTES] += ours[RESTORED_BYTES] - earlier[RESTORED_BYTES]
             payload = {
                 "windows": counts[WINDOWS],
                 "tokens_staged": counts[STAGED],
@@ -120,15 +119,16 @@ class Report:
                 "tokens_rejected": counts[REJECTED],
                 "restored_bytes": counts[RESTORED_BYTES],
                 "breaches": counts[INVALID_SLOTS],
-                "fallbacks": fallbacks,
             }
+        if fallbacks := self._new_fallbacks():
+            payload["fallbacks"] = fallbacks
         if self._infos is not None:
             payload["info"] = self._infos
             self._infos = None
         return payload or None
 
     def _new_fallbacks(self) -> dict[str, int]:
-        if self._manager is None:
+        if self._manager is None or self._manager.fallbacks == self._reported_fallbacks:
             return {}
         totals = dict(self._manager.fallbacks)
         known, self._reported_fallbacks = self._reported_fallbacks, totals

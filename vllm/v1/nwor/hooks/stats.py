@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
@@ -169,9 +168,7 @@ def _reporting_class(output_class: type) -> type:
 def _set_payload(
     output: Any, payload_fn: Callable[[], Mapping[str, Any] | None]
 ) -> None:
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-
-    if output is None or output is EMPTY_MODEL_RUNNER_OUTPUT:
+    if output is None or output is _empty_output():
         return
     payload: Mapping[str, Any] | None
     try:
@@ -181,6 +178,14 @@ def _set_payload(
         payload = {"breaches": 1}
     if payload:
         output.nwor_stats = dict(payload)
+
+
+@cache
+def _empty_output() -> Any:
+    """vLLM's shared output of a step without requests."""
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    return EMPTY_MODEL_RUNNER_OUTPUT
 
 
 # --- scheduler ------------------------------------------------------------------------
@@ -214,24 +219,26 @@ def _update_from_output(
         record = _guarded(stats, WorkerRecord.from_payload, payload)
         scheduler_output = argument(UPDATE, "scheduler_output", args, kwargs)
         step = _guarded(stats, _scheduled_windows, scheduler, scheduler_output, output)
-        with _counting(scheduler, step):
+        if step is None:
             engine_outputs = wrapped(*args, **kwargs)
+        else:
+            scheduler.make_spec_decoding_stats = _counting(scheduler, step)
+            try:
+                engine_outputs = wrapped(*args, **kwargs)
+            finally:
+                del scheduler.make_spec_decoding_stats
         if record is not None and step is not None:
             _guarded(stats, stats.add_step, record, step)
     _guarded(stats, _send_report, scheduler, stats, engine_outputs)
     return engine_outputs
 
 
-@contextmanager
-def _counting(scheduler: Any, step: ScheduledWindows | None) -> Iterator[None]:
-    """While the block runs, windows that vLLM counts are counted in `step`, too.
+def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
+    """make_spec_decoding_stats of this scheduler, counting in `step` too.
 
     A plain function on this one scheduler, for as long as it is needed: vLLM calls it
     for every window, and it costs a small part of what a wrapper on the class does.
     """
-    if step is None:
-        yield
-        return
     make_spec_decoding_stats = scheduler.make_spec_decoding_stats
 
     def counted(
@@ -241,7 +248,8 @@ def _counting(scheduler: Any, step: ScheduledWindows | None) -> Iterator[None]:
         num_invalid_spec_tokens: Any,
         request_id: str,
     ) -> Any:
-        step.count(num_draft_tokens, num_accepted_tokens)
+        step.num_counted_drafts += num_draft_tokens
+        step.num_counted_accepted += num_accepted_tokens
         return make_spec_decoding_stats(
             spec_decoding_stats,
             num_draft_tokens,
@@ -250,17 +258,13 @@ def _counting(scheduler: Any, step: ScheduledWindows | None) -> Iterator[None]:
             request_id,
         )
 
-    scheduler.make_spec_decoding_stats = counted
-    try:
-        yield
-    finally:
-        del scheduler.make_spec_decoding_stats
+    return counted
 
 
 def _scheduled_windows(
     scheduler: Any, scheduler_output: Any, output: Any
 ) -> ScheduledWindows:
-    return ScheduledWindows.from_step(
+    return ScheduledWindows(
         scheduler_output.scheduled_spec_decode_tokens,
         output.req_id_to_index,
         output.sampled_token_ids,
