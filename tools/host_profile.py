@@ -14,6 +14,11 @@ again, each time with other launches in the manager:
     call       a ctypes call of a function that does nothing, at the same two places
     nothing    what is left without all that: the manager, and reading the clock
 
+It also times every hook of ours, without what vLLM does inside of it, with `prepared`.
+In this process they are all in a step's way, statistics included, while a server has the
+last of them (StatLoggerManager.record) in another process. Begin and commit are parts of
+such hooks. A hook's time has the timing of what it wraps in it.
+
 The order turns from round to round. In a tight loop each of these is several times
 faster: what a step runs is no longer in the processor's cache when its turn comes.
 The last four kinds restore nothing, so that the counters of this process mean nothing.
@@ -25,10 +30,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +52,68 @@ from benchmarks.settings import prepare_process  # noqa: E402
 
 KIND = "host_profile"
 BATCH = 16
+
+
+class HookTimes:
+    """Times the wrappers that are installed after `watch`, without what they wrap."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.ns: dict[str, list[int]] = {}
+
+    def watch(self) -> None:
+        """Call before vLLM is imported: it is then that hooks are installed."""
+        from vllm.v1.nwor.hooks import _wrap
+
+        install_all = _wrap.install_all
+
+        def install_timed(module: Any, wrappers: Mapping[Any, Any]) -> None:
+            timed = {
+                target: self._timed(target.qualname, wrapper)
+                for target, wrapper in wrappers.items()
+            }
+            install_all(module, timed)
+
+        # The files of hooks have it by name already, or import it later.
+        for name in ("_wrap", "runner", "stats"):
+            module = importlib.import_module(f"vllm.v1.nwor.hooks.{name}")
+            module.install_all = install_timed  # type: ignore[attr-defined]
+
+    def _timed(self, name: str, wrapper: Any) -> Any:
+        clock = time.perf_counter_ns
+
+        def timed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            if not self.on:
+                return wrapper(wrapped, instance, args, kwargs)
+            inside = 0
+
+            def vllms(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside
+                started = clock()
+                try:
+                    return wrapped(*args, **kwargs)
+                finally:
+                    inside += clock() - started
+
+            started = clock()
+            try:
+                return wrapper(vllms, instance, args, kwargs)
+            finally:
+                self.ns.setdefault(name, []).append(clock() - started - inside)
+
+        return timed
+
+    def result(self, num_steps: int) -> dict[str, Any]:
+        """Microseconds of each hook: median of its calls, and sum over a step."""
+        found = {
+            name: {
+                "median_us": round(statistics.median(ns) / 1e3, 2),
+                "calls": len(ns),
+                "us_a_step": round(sum(ns) / 1e3 / num_steps, 2),
+            }
+            for name, ns in self.ns.items()
+        }
+        return found
 
 
 class _Reference:
@@ -111,6 +180,8 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
     options = parse(argv)
     on = device.resolve(options)
     prepare_process(options, on)
+    hooks = HookTimes()
+    hooks.watch()
     engine = Engine(options, on)
     managers: list[Any] = []
     engine._engine.collective_rpc(
@@ -122,11 +193,15 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
         kind: {"begin": [], "commit": []} for kind in launches
     }
     engine.run(True)
+    num_steps = 0
     for number in range(rounds):
         order = list(launches) if number % 2 == 0 else list(reversed(launches))
         for kind in order:
             manager.launches = launches[kind]
+            hooks.on = kind == "prepared"
             run = engine.run(True)
+            hooks.on = False
+            num_steps += len(run.step_s) if kind == "prepared" else 0
             assert run.nwor is not None
             times[kind]["begin"] += run.nwor.begin_us
             times[kind]["commit"] += run.nwor.commit_us
@@ -138,6 +213,7 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "command": f"python tools/host_profile.py {cell.name} --rounds {rounds}",
         "environment": environment.describe(on, ROOT),
+        "hooks": hooks.result(num_steps),
         "host": {
             kind: {
                 "begin": spread(found["begin"]),
