@@ -404,12 +404,15 @@ def test_errors_in_the_log_are_found_and_nothing_else() -> None:
 
 
 def test_memory_of_a_process_that_ended_is_missed() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    code = "import time; print(flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # it runs its own program by now, and has memory
     processes = soak_server.Processes(psutil.Process(), 1)
     (name,) = [n for n, p in processes._processes.items() if p.pid == child.pid]
     processes.sample()
     child.kill()
-    child.wait()
+    child.communicate()
     processes.sample()
     assert processes.ended == [name]
     before, after = processes.rss_mib[name]
