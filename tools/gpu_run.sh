@@ -80,6 +80,7 @@ step_build() {
             return 1
         fi
         what=${wheels[0]}
+        same_python "$what" || return
     fi
     echo "installing $what"
     local pip=("$PYTHON" -m pip install --no-index --no-deps --no-build-isolation)
@@ -110,6 +111,21 @@ entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
 assert any(found.name == "nwor" for found in entry_points), entry_points
 print("vllm", vllm.__version__, "torch", torch.__version__, "library", ops.LIBRARY)
 print("device", torch.cuda.get_device_name(0))
+PYTHON
+}
+
+same_python() { # WHEEL: whether it was made of this checkout, as far as Python tells
+    "$PYTHON" - "$1" <<'PYTHON'
+import sys
+import zipfile
+from pathlib import Path
+
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    theirs = {n: wheel.read(n) for n in wheel.namelist() if n.endswith(".py")}
+ours = {str(p): p.read_bytes() for p in Path("vllm").rglob("*.py")}
+different = sorted(n for n in theirs | ours if theirs.get(n) != ours.get(n))
+if different:
+    sys.exit(f"{sys.argv[1]} is not of this checkout (make wheel): {different}")
 PYTHON
 }
 
@@ -148,7 +164,11 @@ step_layouts() {
 }
 
 step_sleep() {
-    run_tests -s tests/gpu/test_sleep.py -k "test_$(also_ids "$@")"
+    local filter
+    filter=$(also_ids "$@")
+    # Parameters end with the engine's name, or go on with the phase's.
+    run_tests -s tests/gpu/test_sleep.py \
+        -k "test_${filter:+ and (${filter# and }${*:+ or $(names_to_filter "$@")})}"
 }
 
 also_ids() { # as also, for tests with the engine as their only parameter
@@ -253,6 +273,7 @@ limit_of() { # seconds that a step may take
     case $1 in
     build) echo 300 ;;
     bench) echo 3600 ;; # each cell has its own
+    soak) echo 7200 ;;  # as long as its argument says
     *) echo 570 ;;
     esac
 }

@@ -15,9 +15,9 @@ again, each time with other launches in the manager:
     nothing    what is left without all that: the manager, and reading the clock
 
 It also times every hook of ours, without what vLLM does inside of it, with `prepared`.
-In this process they are all in a step's way, statistics included, while a server has the
-last of them (StatLoggerManager.record) in another process. Begin and commit are parts of
-such hooks. A hook's time has the timing of what it wraps in it.
+In this process they are all in a step's way, statistics included, while a server has
+the last of them (StatLoggerManager.record) in another process. Begin and commit are
+parts of such hooks. A hook's time has the timing of what it wraps in it.
 
 The order turns from round to round. In a tight loop each of these is several times
 faster: what a step runs is no longer in the processor's cache when its turn comes.
@@ -153,13 +153,13 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
     unlaunched._enqueue_restore = nothing_to_launch._enqueue_restore
     number = torch.zeros(1, device=manager.device)
     library = ctypes.CDLL(str(ops.LIBRARY))
-    columns = (ctypes.c_int64 * len(COLUMNS))()
+    found = (ctypes.c_int64 * (1 + len(COLUMNS)))()
     return {
         "ops": OpLaunches(launches),
         "prepared": prepared,
         "unlaunched": unlaunched,
         "add": _Reference(lambda: number.add_(1)),
-        "call": _Reference(lambda: library.nwor_prepared_columns(columns)),
+        "call": _Reference(lambda: library.nwor_prepared_version(found)),
         "nothing": _Reference(lambda: None),
     }
 

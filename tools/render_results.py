@@ -202,6 +202,7 @@ def engines(result: Result) -> str:
                 ", ".join(bad) or "none",
                 ", ".join(sorted(set(unclear))) or "none",
                 entry["environment"]["date"].removesuffix(" UTC"),
+                str(entry["environment"]["commit"])[:8],
             )
         )
     head = (
@@ -215,14 +216,16 @@ def engines(result: Result) -> str:
         "failed checks",
         "rows in which vanilla differs from itself",
         "date, UTC",
+        "commit",
     )
     return Table("", head, rows, left=True).markdown()
 
 
 def moved_bytes(results: Sequence[Result]) -> str:
-    """Bytes that log and restore copied, as counted on the device, a line a file.
+    """Bytes that log and restore copied, a line a file: the drafts, and rejected ones,
+    that the device counted, times the bytes of a slot as NWOR found them.
 
-    Expected: drafts, and rejected drafts, times the bytes of a slot in all layers.
+    Expected: the same with the bytes of a slot that follow from the shape.
     """
     rows = []
     for result in results:
@@ -233,6 +236,8 @@ def moved_bytes(results: Sequence[Result]) -> str:
         slot = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
         slot *= shape["num_hidden_layers"]
         args = result["arguments"]
+        if done is None or done["host"] is None:
+            raise BadBlock("the view bytes needs a file measured with NWOR on")
         steps = done["host"]["num_begins"]
         rows.append(
             (
@@ -319,7 +324,9 @@ def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) ->
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadBlock(f"{path.name} cannot be read: {error}") from error
-    if kind is not None and isinstance(result, dict) and result.get("kind") == kind:
+    if kind is not None:
+        if not isinstance(result, dict) or result.get("kind") != kind:
+            raise BadBlock(f"{path.name} is not a file of kind {kind}")
         return result
     command = result.get("command", "") if isinstance(result, dict) else ""
     if made_by not in command.split():

@@ -184,6 +184,12 @@ void restore_rejected_drafts_cuda(const RestoreArgs& args, int device, void* str
   restore_launcher.launch(kRestore, device, grid, kBlockThreads, stream, arguments);
 }
 
+void load_cow_kernels(const char* op, int device) {
+  num_multiprocessors(op, device);
+  log_launcher.load(op, device);
+  restore_launcher.load(op, device);
+}
+
 void check_device_sees(const char* op, const int64_t* counters_to) {
   void* seen = nullptr;
   const cudaError_t error =

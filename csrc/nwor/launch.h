@@ -97,6 +97,8 @@ void restore_rejected_drafts_single_cpu(const SingleArgs& args);
 // `stream` is a cudaStream_t of the current device.
 void log_cache_slots_cuda(const LogArgs& args, int device, void* stream);
 void restore_rejected_drafts_cuda(const RestoreArgs& args, int device, void* stream);
+// What the first launches of log and restore on a device would do besides.
+void load_cow_kernels(const char* op, int device);
 // Refuses memory for RestoreArgs::counters_to that a kernel could not write to.
 void check_device_sees(const char* op, const int64_t* counters_to);
 void stage_cuda(const StageArgs& args, int device, void* stream);

@@ -123,11 +123,22 @@ constexpr int64_t kColumn = sizeof(int64_t);
 }  // namespace
 }  // namespace nwor
 
-void nwor_prepared_columns(int64_t* columns) {
-  columns[0] = sizeof(nwor::PreparedLaunch) / nwor::kColumn;
-  columns[1] = sizeof(nwor::LogStep) / nwor::kColumn;
-  columns[2] = sizeof(nwor::LogStepLaunch) / nwor::kColumn;
-  columns[3] = sizeof(nwor::RestoreStep) / nwor::kColumn;
+void nwor_prepared_version(int64_t* found) {
+  constexpr int64_t kVersion = 1;
+  found[0] = kVersion;
+  found[1] = sizeof(nwor::PreparedLaunch) / nwor::kColumn;
+  found[2] = sizeof(nwor::LogStep) / nwor::kColumn;
+  found[3] = sizeof(nwor::LogStepLaunch) / nwor::kColumn;
+  found[4] = sizeof(nwor::RestoreStep) / nwor::kColumn;
+}
+
+const char* nwor_prepared_load(int64_t device) {
+  try {
+    nwor::load_cow_kernels("start-up", static_cast<int>(device));
+    return nullptr;
+  } catch (const std::exception& error) {
+    return nwor::keep(error);
+  }
 }
 
 void* nwor_prepared_new(const nwor::PreparedLaunch* launches, int64_t num_launches,

@@ -7,7 +7,7 @@
 // since the last one.
 //
 // What a step hands over is all int64, addresses included; CUDA only. The columns are
-// mirrored in vllm/v1/nwor/prepared.py, which compares nwor_prepared_columns. It sends
+// mirrored in vllm/v1/nwor/prepared.py, which compares nwor_prepared_version. It sends
 // a step that is not as expected through the ops, which check everything; these
 // functions check nothing.
 //
@@ -64,8 +64,14 @@ struct RestoreStep {
 
 }  // namespace nwor
 
-// columns[0..3]: int64 values in each of the structs above, in their order.
-NWOR_EXPORT void nwor_prepared_columns(int64_t* columns);
+// found[0]: raised with every change of what this file exports. found[1..4]: int64
+// values in each of the structs above, in their order.
+NWOR_EXPORT void nwor_prepared_version(int64_t* found);
+
+// Finds the driver's launch function and loads the kernels, which a step should not
+// wait for. Returns nullptr, or why they cannot run on this device, a text that stays
+// valid until the thread's next call.
+NWOR_EXPORT const char* nwor_prepared_load(int64_t device);
 
 // What the launches' structs say is copied. nwor_prepared_free takes the result.
 NWOR_EXPORT void* nwor_prepared_new(const nwor::PreparedLaunch* launches,

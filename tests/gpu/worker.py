@@ -169,6 +169,11 @@ def memory_of(manager: Any) -> dict[str, Any]:
             sorted(layer.kv_cache.data_ptr() for layer in group.layers)
             for group in manager.groups
         ],
+        "cache_pools": [
+            pool_tag(layer.kv_cache.data_ptr())
+            for group in manager.groups
+            for layer in group.layers
+        ],
         "pools": {
             name: pool_tag(tensor.data_ptr()) for name, tensor in tensors.items()
         },

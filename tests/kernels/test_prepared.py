@@ -180,9 +180,9 @@ def test_a_wider_batch_in_the_same_buffer(zero):
 
 
 GOOD = {
-    "logits_indices": lambda: torch.tensor([0, 1], device=DEVICE),
-    "cu_num_logits": lambda: int32([2]),
-    "slot_mappings": lambda: [torch.tensor([1, 2], device=DEVICE)] * 2,
+    "logits_indices": lambda: torch.tensor([0, 1, 2], device=DEVICE),
+    "cu_num_logits": lambda: int32([2, 3]),
+    "slot_mappings": lambda: [torch.tensor([1, 2, 3], device=DEVICE)] * 2,
 }
 
 
@@ -200,13 +200,13 @@ GOOD = {
         ("logits_indices", torch.Tensor.short, "logits_indices has dtype Short"),
         (
             "logits_indices",
-            lambda t: t.repeat(2)[::2],
+            lambda t: t.repeat_interleave(2)[::2],
             "logits_indices has shape .* not contiguous",
         ),
         ("cu_num_logits", torch.Tensor.long, "cu_num_logits has dtype Long"),
         (
             "cu_num_logits",
-            lambda t: t.repeat(4)[::2],
+            lambda t: t.repeat_interleave(2)[::2],
             "cu_num_logits has shape .* not contiguous",
         ),
     ],
@@ -216,7 +216,8 @@ def test_what_a_step_can_get_wrong_is_refused(name, change, message, at_first):
     world = World(prepared.PreparedLaunches)
     arguments = {key: make() for key, make in GOOD.items()}
     if not at_first:
-        world.step(VerificationWindows(1, **arguments), NumRejected(int32([1])), True)
+        rejected = NumRejected(int32([1, 0]))
+        world.step(VerificationWindows(1, **arguments), rejected, True)
     before = world.state()
     arguments[name] = change(arguments[name])
 

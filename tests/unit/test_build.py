@@ -31,6 +31,10 @@ from vllm.v1.nwor import prepared
 library = ctypes.CDLL(sys.argv[1])
 library.nwor_prepared_new.restype = ctypes.c_void_p
 handle = library.nwor_prepared_new(None, ctypes.c_int64(0), ctypes.c_int64(0))
+library.nwor_prepared_load.restype = ctypes.c_char_p
+if not __import__("torch").cuda.is_available():
+    # No driver, no GPU: said in words, at start-up.
+    assert library.nwor_prepared_load(ctypes.c_int64(0)).startswith(b"start-up: ")
 restore = prepared._builtin(library, "nwor_prepared_restore")
 columns = [0] * prepared.COLUMNS[3]
 

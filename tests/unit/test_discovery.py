@@ -15,6 +15,7 @@ from vllm.v1.nwor.config import Mode, NworConfig
 from vllm.v1.nwor.draft_manager import NworError
 from vllm.v1.nwor.hooks import discovery
 from vllm.v1.nwor.launches import num_bytes
+from vllm.v1.nwor.report import Report
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
 SPEC = FullAttentionSpec(
@@ -112,7 +113,7 @@ REFUSED = [
 def test_a_group_is_refused_by_name_and_the_other_protected(refused, message):
     found = runner([(SPEC, {"a": layer()}), (SPEC, {"c": layer(), "b": refused})])
 
-    manager, infos = build(found)
+    manager, infos, _ = build(found)
 
     assert [info.resolved for info in infos] == ["cow", "off"]
     assert message in infos[1].reason
@@ -125,7 +126,7 @@ def test_an_indexers_cache_is_refused():
     )
     found = runner([(SPEC, {"a": layer()}), (spec, {"b": DeepseekV32IndexerCache()})])
 
-    _, infos = build(found)
+    _, infos, _ = build(found)
 
     assert infos[1].resolved == "off"
     assert "layer b is a DeepseekV32IndexerCache: no attention impl" in infos[1].reason
@@ -143,7 +144,7 @@ def test_what_is_reserved_is_enough_for_all_drafts_of_a_step():
     config = NworConfig(mode=Mode.COW)
 
     storage = discovery.reserve(found, config)
-    manager, _ = build(found, storage)
+    manager, _, _ = build(found, storage)
 
     assert manager.capacity == NUM_SEQS * NUM_DRAFTS
     assert storage.numel() == num_bytes(12, 3 * SLOT_BYTES, 3, 3)
@@ -153,7 +154,7 @@ def test_all_that_outlives_a_step_lies_in_what_was_reserved():
     """vLLM's sleep mode takes what is allocated later away."""
     found = runner([(SPEC, {"a": layer(), "b": layer()}), (SPEC, {"c": layer()})])
     storage = discovery.reserve(found, NworConfig(mode=Mode.COW))
-    manager, _ = build(found, storage)
+    manager, _, _ = build(found, storage)
 
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.numel()
     tensors = [manager.counters]
@@ -169,7 +170,7 @@ def test_a_storage_that_is_too_small_lowers_the_capacity():
     found = runner([(SPEC, {"a": layer()})])
     storage = torch.zeros(num_bytes(5, SLOT_BYTES, 1, 1) + 1, dtype=torch.uint8)
 
-    manager, _ = build(found, storage)
+    manager, _, _ = build(found, storage)
 
     assert manager.capacity == 5
 
@@ -181,7 +182,7 @@ def test_no_memory_leaves_vllm_alone(monkeypatch):
     found = runner([(SPEC, {"a": layer()}), (SPEC, {"b": of_dtype("nvfp4")})])
     monkeypatch.setattr("vllm.v1.nwor.device_memory.DeviceMemory.take", no_memory)
 
-    manager, infos = build(found)
+    manager, infos, _ = build(found)
 
     assert manager is None
     assert infos[0].reason == "no memory for the undo log of 12 drafts: none left"
@@ -195,10 +196,44 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
     found.device = torch.device("meta")
     found.vllm_config.model_config.enable_sleep_mode = True
 
-    manager, infos = build(found, storage=None)
+    manager, infos, _ = build(found, storage=None)
 
     assert manager is None
     assert "no memory was reserved, and sleep mode" in infos[0].reason
+
+
+@pytest.mark.parametrize("error", [AttributeError("x"), OSError("x"), ValueError("x")])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "vllm.v1.nwor.hooks.discovery.probe_layout",
+        "vllm.v1.nwor.hooks.discovery.DraftCommitManager",
+        "vllm.v1.nwor.hooks.discovery.Report",
+        "vllm.v1.nwor.hooks.discovery._config_refusal",
+    ],
+)
+def test_what_nobody_expected_is_a_refusal(place, error, monkeypatch):
+    found = runner([(SPEC, {"a": layer()})])
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        if place.endswith("Report") and arguments[1] is None:
+            return Report(*arguments)
+        raise error
+
+    monkeypatch.setattr(place, fail)
+
+    manager, infos, report = build(found)
+
+    assert calls
+    assert manager is None
+    (info,) = infos
+    assert info.resolved == "off"
+    assert f"{type(error).__name__}: x" in info.reason
+    assert report.payload(None)["info"][0]["reason"] == info.reason
+    with pytest.raises(NworError, match=f"{type(error).__name__}: x"):
+        build(found, strict=True)
 
 
 def test_no_memory_while_reserving_is_told_when_the_log_is_built(monkeypatch):

@@ -55,15 +55,22 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
         },
         "problems": {"bytes": ["a slot"], "outputs": []},
         "unsettled": ["aborts: tokens", "aborts, plain: tokens"],
-        "environment": {"date": "2026-01-02 03:04 UTC"},
+        "environment": {"date": "2026-01-02 03:04 UTC", "commit": "abcdef0123"},
     }
 
     row = last_row(render_results.engines({"entries": {"one": entry}}))
 
     assert row == [
         *("one", "V2, eagle, 2 ranks", "FLASH_ATTN, bf16", "both", "yes"),
-        *("7", "6", "bytes", "aborts", "2026-01-02 03:04"),
+        *("7", "6", "bytes", "aborts", "2026-01-02 03:04", "abcdef01"),
     ]
+
+
+def test_a_file_of_another_kind_is_refused():
+    results = render_results.ROOT / "results"
+
+    with pytest.raises(render_results.BadBlock, match="not a file of kind gpu_engines"):
+        render_results.load(results / "bench_cpu.json", kind="gpu_engines")
 
 
 def test_host_times_name_their_cell_and_kind():

@@ -105,7 +105,7 @@ def test_a_commit_that_fails_late_still_counts():
 
 def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
     manager, _ = reporting_manager()
-    state = hooks.RunnerState(manager, [])
+    state = hooks.RunnerState(manager, [], Report([], manager))
     runner = SimpleNamespace(nwor_state=state)
     state.report.payload(None)
     step(manager, state.report, 5)

@@ -79,7 +79,8 @@ class DraftCommitManager:
     groups: the protected KV-cache groups. capacity: drafts a step that fit the log.
     counters: [num_tables, 6] int64, device (ops.COUNTER_COLUMNS), a row for each
         launch of a commit, only ever added to, by the kernels. Every launch sees all
-        windows, so that windows and tokens are read from row 0; bytes are summed.
+        windows, so that windows and tokens are read from row 0; bytes and invalid
+        slots are summed.
     launches: how a step's copies are enqueued.
     active: a switch for benches; while False, begin does nothing.
     fallbacks: windows that ran as vanilla vLLM, by reason.

@@ -15,6 +15,7 @@ or whose slots lie elsewhere than before. csrc/nwor/prepared.h is the other side
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p, py_object
@@ -26,6 +27,8 @@ from vllm.v1.nwor import ops
 from vllm.v1.nwor.launches import Launch, OpLaunches
 from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
 
+# Raised with every change of what prepared.h exports.
+VERSION = 1
 # int64 values in PreparedLaunch, LogStep, LogStepLaunch and RestoreStep.
 COLUMNS = (8, 6, 2, 9)
 _INT32, _INT64 = 4, 8  # bytes
@@ -38,27 +41,23 @@ class PreparedLaunches:
         """device: where all tensors are, a CUDA device with its index.
 
         Raises:
-            NworOpsUnavailable: no library, one without CUDA, or one of other structs.
+            NworOpsUnavailable: no library, one without CUDA or without code for this
+                GPU, one of another version, or not the one whose ops are registered.
         """
         ops.load("cuda")
-        library = ctypes.CDLL(str(ops.LIBRARY))
-        columns = (c_int64 * len(COLUMNS))()
-        library.nwor_prepared_columns(columns)
-        if tuple(columns) != COLUMNS:
-            raise ops.NworOpsUnavailable(
-                f"{ops.LIBRARY} takes launch arguments of {tuple(columns)} columns; "
-                f"this version of vllm-nwor has {COLUMNS}: build it again"
-            )
+        library = _loaded_library()
+        missing = library.nwor_prepared_load(c_int64(device.index))
+        if missing is not None:
+            raise ops.NworOpsUnavailable(f"{ops.LIBRARY}: {missing.decode()}")
         self._launches = tuple(launches)
         constants = [value for launch in launches for value in _constants(launch)]
-        library.nwor_prepared_new.restype = c_void_p
         handle = library.nwor_prepared_new(
             (c_int64 * len(constants))(*constants),
             c_int64(len(self._launches)),
             c_int64(device.index),
         )
-        library.nwor_prepared_free.argtypes = [c_void_p]
-        weakref.finalize(self, library.nwor_prepared_free, handle)
+        # Not when the interpreter ends: another thread may still be in a step then.
+        weakref.finalize(self, library.nwor_prepared_free, handle).atexit = False
         self._handle: int = handle
         self._enqueue_log = _builtin(library, "nwor_prepared_log")
         self._enqueue_restore = _builtin(library, "nwor_prepared_restore")
@@ -181,6 +180,35 @@ def _constants(launch: Launch) -> tuple[int, ...]:
     )
 
 
+def _loaded_library() -> ctypes.CDLL:
+    """The library whose ops are registered, with what prepared.h exports."""
+    try:
+        # A second copy of the ops would end the process.
+        library = ctypes.CDLL(str(ops.LIBRARY), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError as error:
+        raise ops.NworOpsUnavailable(
+            f"{ops.LIBRARY} is not where the registered ops came from: another copy of "
+            "vllm-nwor is loaded"
+        ) from error
+    found = (c_int64 * (1 + len(COLUMNS)))()
+    try:
+        library.nwor_prepared_version(found)
+        library.nwor_prepared_load.restype = c_char_p
+        library.nwor_prepared_new.restype = c_void_p
+        library.nwor_prepared_free.argtypes = [c_void_p]
+    except AttributeError as error:
+        found[0] = -1
+        cause: Exception | None = error
+    else:
+        cause = None
+    if tuple(found) != (VERSION, *COLUMNS):
+        raise ops.NworOpsUnavailable(
+            f"{ops.LIBRARY} is of another version of vllm-nwor (prepared launches "
+            f"{tuple(found)}; expected {(VERSION, *COLUMNS)}): build it again"
+        ) from cause
+    return library
+
+
 class _Interpreter(Structure):
     """NworInterpreter."""
 
@@ -213,8 +241,6 @@ class _MethodDef(Structure):
 # Not ctypes.pythonapi, whose functions others may have given other argument types.
 _api = ctypes.PyDLL(None)
 _METH_FASTCALL = 0x80
-# A builtin function points to its definition as long as it lives.
-_definitions: list[_MethodDef] = []
 
 
 def _interpreter() -> _Interpreter:
@@ -242,9 +268,9 @@ def _builtin(library: ctypes.CDLL, name: str) -> Callable[..., None]:
         _METH_FASTCALL,
         None,
     )
-    _definitions.append(definition)
     make = _api.PyCFunction_NewEx
-    make.argtypes = [POINTER(_MethodDef), c_void_p, c_void_p]
+    make.argtypes = [POINTER(_MethodDef), py_object, c_void_p]
     make.restype = py_object
-    function: Callable[..., None] = make(ctypes.byref(definition), None, None)
+    # As its self, the definition lives as long as the function that points to it.
+    function: Callable[..., None] = make(ctypes.byref(definition), definition, None)
     return function

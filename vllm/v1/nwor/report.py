@@ -26,6 +26,8 @@ from vllm.v1.nwor.window import Acceptance
 WINDOWS, STAGED, COMMITTED, REJECTED, RESTORED_BYTES, INVALID_SLOTS = range(
     len(COUNTER_COLUMNS)
 )
+# Every launch sees all windows, but only its own slots and bytes.
+SUMMED = (RESTORED_BYTES, INVALID_SLOTS)
 # Steps between a commit and the reading of its output: vLLM keeps at most two batches
 # in flight without pipeline parallelism; one slot more holds the step before.
 RING_SLOTS = 8
@@ -110,8 +112,9 @@ class Report:
             before = self._slots[step.before].tolist()
             after = self._slots[step.after].tolist()
             counts = list(map(operator.sub, after[0], before[0]))
-            for ours, earlier in zip(after[1:], before[1:], strict=True):
-                counts[RESTORED_BYTES] += ours[RESTORED_BYTES] - earlier[RESTORED_BYTES]
+            for now, then in zip(after[1:], before[1:], strict=True):
+                for column in SUMMED:
+                    counts[column] += now[column] - then[column]
             payload = {
                 "windows": counts[WINDOWS],
                 "tokens_staged": counts[STAGED],

@@ -58,7 +58,7 @@ class NworWorkerExtension:
             present, active: whether there is a manager, and whether it works.
             groups: group, requested, resolved, reason of each KV-cache group.
             counters: by name, since start-up; tokens as the first launch of a commit
-                counted them, bytes summed over all launches.
+                counted them, bytes and invalid slots summed over all launches.
             log_bytes_per_draft, log_bytes: bytes logged for a draft; size of the log.
             fallbacks: windows that ran as vanilla vLLM, by reason.
             begin_ns, commit_ns: host times since the last report.
@@ -113,6 +113,7 @@ def _counters(manager: DraftCommitManager) -> dict[str, int]:
 
     rows = manager.counters.tolist()
     counters = dict(zip(COUNTER_COLUMNS, rows[0], strict=True))
-    column = COUNTER_COLUMNS.index("restored_bytes")
-    counters["restored_bytes"] = sum(row[column] for row in rows)
+    for name in ("restored_bytes", "invalid_slots"):
+        column = COUNTER_COLUMNS.index(name)
+        counters[name] = sum(row[column] for row in rows)
     return counters

@@ -27,7 +27,7 @@ from vllm.v1.nwor.draft_manager import DraftCommitManager, LayerCache, NworError
 from vllm.v1.nwor.kv_layout import KVLayout, LayoutRefused
 from vllm.v1.nwor.kv_probe import probe_layout
 from vllm.v1.nwor.launches import num_bytes
-from vllm.v1.nwor.report import GroupInfo
+from vllm.v1.nwor.report import GroupInfo, Report
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -35,9 +35,6 @@ logger = logging.getLogger("vllm.v1.nwor")
 # (a V1 drafter, a V2 speculator); the others have none.
 DRAFT_LAYER_ATTRIBUTES = ("_draft_attn_layer_names", "draft_attn_layer_names")
 
-
-# What an allocation that fails raises: on a device; on the host, torch's and Python's.
-_OUT_OF_MEMORY = (torch.OutOfMemoryError, RuntimeError, MemoryError)
 
 # Caches whose bytes of one slot do not lie together, although their shapes look so:
 # refused before anything is written to find out. By KV-cache type, then by the start of
@@ -56,17 +53,34 @@ class GroupRefused(ValueError):
     """A KV-cache group that NWOR leaves to vanilla vLLM; the text says why."""
 
 
-def build(
-    runner: Any, config: NworConfig, storage: torch.Tensor | None
-) -> tuple[DraftCommitManager | None, list[GroupInfo]]:
-    """The manager for `runner`, whose KV cache has just been bound, and what became of
-    each KV-cache group. No manager if nothing can or needs to be protected.
+Built = tuple[DraftCommitManager | None, list[GroupInfo], Report]
+
+
+def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Built:
+    """The manager for `runner`, whose KV cache has just been bound, what became of each
+    KV-cache group, and the report. No manager if nothing can or needs to be protected.
 
     storage: memory that `reserve` took for the undo log, or None to allocate it.
 
     Raises:
-        NworError: under VLLM_NWOR_STRICT, if a group is refused.
+        NworError: under VLLM_NWOR_STRICT, if a group is refused. Nothing else: what
+            nobody expected is a refusal too.
     """
+    try:
+        return _build(runner, config, storage)
+    except NworError:
+        raise
+    except Exception as error:
+        reason = f"vLLM is not as expected: {_told(error)}"
+        infos = [
+            GroupInfo(gid, config.mode.value, Mode.OFF.value, reason)
+            for gid in range(len(runner.kv_cache_config.kv_cache_groups))
+        ]
+        _announce(config, infos, None)
+        return None, infos, Report(infos, None)
+
+
+def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Built:
     groups = runner.kv_cache_config.kv_cache_groups
     requested = config.mode.value
     refusal = _config_refusal(runner.vllm_config)
@@ -88,24 +102,37 @@ def build(
         except (GroupRefused, LayoutRefused) as refused:
             infos.append(GroupInfo(gid, requested, Mode.OFF.value, str(refused)))
             continue
+        except Exception as error:
+            reason = f"its layers could not be examined: {_told(error)}"
+            infos.append(GroupInfo(gid, requested, Mode.OFF.value, reason))
+            continue
         if layers:
             protected.append((gid, layers))
             infos.append(
                 GroupInfo(gid, requested, Mode.COW.value, _cow_reason(config, layers))
             )
-    manager = None
     if protected:
         capacity = _capacity(runner.vllm_config, config)
         try:
             manager = DraftCommitManager(config, protected, capacity, storage)
-        except ops.NworOpsUnavailable as error:
-            infos = _all_off(infos, str(error))
-        except _OUT_OF_MEMORY as error:
+            report = Report(infos, manager)
+        except (torch.OutOfMemoryError, MemoryError) as error:
             infos = _all_off(
                 infos, f"no memory for the undo log of {capacity} drafts: {error}"
             )
-    _announce(config, infos, manager)
-    return manager, infos
+        except Exception as error:
+            infos = _all_off(infos, f"the undo log cannot be set up: {_told(error)}")
+        else:
+            _announce(config, infos, manager)
+            return manager, infos, report
+    _announce(config, infos, None)
+    return None, infos, Report(infos, None)
+
+
+def _told(error: Exception) -> str:
+    """An exception that nobody expected, in words; its traceback goes to the log."""
+    logger.debug("NWOR: at start-up", exc_info=True)
+    return f"{type(error).__name__}: {error}"
 
 
 def _all_off(infos: list[GroupInfo], reason: str) -> list[GroupInfo]:
@@ -120,18 +147,24 @@ def _all_off(infos: list[GroupInfo], reason: str) -> list[GroupInfo]:
 
 def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
     """Memory for the undo log, before vLLM sizes the KV cache; None if none is needed,
-    or there is not enough (`build` tries once more, and tells).
+    or there is not enough (`build` tries once more, and tells). Raises nothing.
 
     Returns [num_bytes] uint8 on the runner's device: a row of each target layer's
     slot for every draft that a step can hold, from the layers' KV-cache specs, and what
     belongs to it.
     """
-    if _config_refusal(runner.vllm_config) is not None:
-        return None
     try:
-        draft_names = _draft_layer_names(runner)
-    except GroupRefused:
+        if _config_refusal(runner.vllm_config) is not None:
+            return None
+        size = _reserved_bytes(runner, config)
+        return torch.empty(size, dtype=torch.uint8, device=runner.device)
+    except Exception as error:
+        logger.debug("NWOR: no memory reserved for the undo log: %s", _told(error))
         return None
+
+
+def _reserved_bytes(runner: Any, config: NworConfig) -> int:
+    draft_names = _draft_layer_names(runner)
     slot_bytes = [
         spec.page_size_bytes // spec.block_size
         for name, spec in runner.get_kv_cache_spec().items()
@@ -139,13 +172,8 @@ def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
     ]
     # How vLLM will group the layers is not known yet.
     num_layers = num_groups = len(slot_bytes)
-    size = num_bytes(
-        _capacity(runner.vllm_config, config), sum(slot_bytes), num_groups, num_layers
-    )
-    try:
-        return torch.empty(size, dtype=torch.uint8, device=runner.device)
-    except _OUT_OF_MEMORY:
-        return None
+    capacity = _capacity(runner.vllm_config, config)
+    return num_bytes(capacity, sum(slot_bytes), num_groups, num_layers)
 
 
 def _config_refusal(vllm_config: Any) -> str | None:

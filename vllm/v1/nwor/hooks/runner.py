@@ -33,11 +33,14 @@ class RunnerState:
     """
 
     def __init__(
-        self, manager: DraftCommitManager | None, infos: list[GroupInfo]
+        self,
+        manager: DraftCommitManager | None,
+        infos: list[GroupInfo],
+        report: Report,
     ) -> None:
         self.manager = manager
         self.infos = infos
-        self.report = Report(infos, manager)
+        self.report = report
         self.windows: VerificationWindows | None = None
 
 
@@ -101,8 +104,10 @@ def initialize_kv_cache(
     from vllm.v1.nwor.hooks.discovery import build
 
     storage = runner.__dict__.get("nwor_log_storage")
-    manager, infos = build(runner, config, storage)
-    runner.nwor_state = RunnerState(manager, infos)
+    state = RunnerState(*build(runner, config, storage))
+    if state.manager is None:
+        runner.nwor_log_storage = None
+    runner.nwor_state = state
     return result
 
 
@@ -115,6 +120,7 @@ def profile_run(
     if config.mode is not Mode.OFF and runner.device.type != "cpu":
         from vllm.v1.nwor.hooks.discovery import reserve
 
+        runner.nwor_log_storage = None  # that of an earlier run goes first
         runner.nwor_log_storage = reserve(runner, config)
     return wrapped(*args, **kwargs)
 
