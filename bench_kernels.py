@@ -237,6 +237,15 @@ def _words(values: dict[str, Any], form: str) -> str:
     return ", ".join(f"{name} {form.format(value)}" for name, value in values.items())
 
 
+def command(arguments: Sequence[str], options: argparse.Namespace) -> str:
+    """What to run again; the file of the result without its folder."""
+    shown = [
+        Path(one).name if options.json and one == str(options.json) else one
+        for one in arguments
+    ]
+    return shlex.join(["python", PROGRAM, *shown])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
@@ -257,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.kernel_cases import CheckFailed
 
     found: dict[str, Any] = {
-        "command": shlex.join(["python", PROGRAM, *arguments]),
+        "command": command(arguments, options),
         "environment": describe(options),
         "warnings": environment.warnings(options.device),
     }

@@ -47,7 +47,10 @@ def test_a_small_run(small_cache, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.index("device: cpu") < printed.index("check: ")
     assert printed.index("check: ") < printed.index("GB/s")
-    results = json.loads(path.read_text())["results"]
+    written = json.loads(path.read_text())
+    # To run again, without a folder of this machine.
+    assert written["command"].endswith("--samples 3 --json kernels.json")
+    results = written["results"]
     assert [(r["layout"], r["bytes"]) for r in results] == [
         *(("nhd", 4096), ("nhd", 8192), ("hnd", 4096), ("hnd", 8192)),
         *(("packed", 5 * 768), ("packed", 10 * 768)),
