@@ -158,7 +158,8 @@ def cells(results: Sequence[Result]) -> str:
 
 
 def host(results: Sequence[Result]) -> str:
-    """What begin and commit cost the host, median of the steps; a line a kind."""
+    """What begin and commit cost the host, median of the steps, a line a kind; and what
+    every hook does, where the file has that."""
     rows = []
     for result in results:
         for kind, found in result["host"].items():
@@ -175,7 +176,21 @@ def host(results: Sequence[Result]) -> str:
         f"```\n{result['command']}\n```"
         for result in results
     ]
-    return "\n\n".join([*abouts, Table("", head, rows).markdown()])
+    tables = [Table("", head, rows).markdown()]
+    hooks = [
+        (
+            result["cell"],
+            name,
+            f"{found['median_us']:.1f} us",
+            f"{found['us_a_step']:.1f} us",
+        )
+        for result in results
+        for name, found in result.get("hooks", {}).items()
+    ]
+    if hooks:
+        head = ("cell", "hook", "median", "mean of a step")
+        tables.append(Table("", head, hooks).markdown())
+    return "\n\n".join([*abouts, *tables])
 
 
 def engines(result: Result) -> str:

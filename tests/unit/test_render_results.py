@@ -86,4 +86,8 @@ def test_host_times_name_their_cell_and_kind():
     text = render_results.host([result])
 
     assert "a GPU, a CPU; batch 16" in text
+    assert "hook" not in text
+    hook = {"median_us": 3.04, "us_a_step": 6.08, "calls": 320}
+    with_hooks = render_results.host([result | {"hooks": {"Runner.step": hook}}])
+    assert last_row(with_hooks) == ["v2", "Runner.step", "3.0 us", "6.1 us"]
     assert last_row(text) == ["v2", "prepared", "20.0 us", "20.0 us", "20.0 us", "160"]
