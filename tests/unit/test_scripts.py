@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -427,3 +428,77 @@ def test_recorded_rebuilds_are_within_the_limit() -> None:
         for build in found["builds"]
         if build["what"] != time_rebuild.NOTHING
     )
+
+
+# --- gpu_run.sh -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_checkout(tmp_path: Path) -> Path:
+    """A checkout of one Python file with a wheel of it, and a pip that does nothing."""
+    checkout = tmp_path / "checkout"
+    (checkout / "vllm/v1/nwor").mkdir(parents=True)
+    (checkout / "vllm/v1/nwor/window.py").write_text("DRAFTS = 4\n")
+    (checkout / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "gpu_run.sh", checkout / "tools")
+    (checkout / "dist").mkdir()
+    pack(checkout, "vllm_nwor-1-py3-none-any.whl")
+    python = checkout / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = -m ] && {{ echo "asked: $*"; exit 1; }}\n'
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+    return checkout
+
+
+def pack(checkout: Path, name: str) -> None:
+    with zipfile.ZipFile(checkout / "dist" / name, "w") as wheel:
+        source = checkout / "vllm/v1/nwor/window.py"
+        wheel.write(source, "vllm/v1/nwor/window.py")
+        wheel.writestr("vllm/v1/nwor/_nwor_C.so", b"not looked at")
+
+
+def gpu_build(checkout: Path) -> str:
+    found = run(
+        checkout / "tools/gpu_run.sh",
+        "build",
+        PATH=os.environ["PATH"],
+        PYTHON=str(checkout / "python"),
+        TMPDIR=str(checkout),
+    )
+    assert found.returncode == 1
+    return found.stdout + found.stderr
+
+
+def test_a_gpu_host_gets_the_wheel_of_this_checkout(gpu_checkout: Path) -> None:
+    said = gpu_build(gpu_checkout)
+
+    assert "installing dist/vllm_nwor-1-py3-none-any.whl" in said
+    assert "asked: -m pip install" in said
+    assert "--force-reinstall dist/vllm_nwor-1-py3-none-any.whl" in said
+
+
+def test_a_wheel_of_another_checkout_is_refused(gpu_checkout: Path) -> None:
+    (gpu_checkout / "vllm/v1/nwor/window.py").write_text("DRAFTS = 5\n")
+
+    said = gpu_build(gpu_checkout)
+
+    assert "is not of this checkout (make wheel): ['vllm/v1/nwor/window.py']" in said
+    assert "asked" not in said
+
+
+def test_two_wheels_are_refused(gpu_checkout: Path) -> None:
+    pack(gpu_checkout, "vllm_nwor-2-py3-none-any.whl")
+
+    said = gpu_build(gpu_checkout)
+
+    assert "dist/ has 2 wheels; expected one" in said
+    assert "asked" not in said
+
+
+def test_a_gpu_host_without_a_wheel_gets_the_checkout(gpu_checkout: Path) -> None:
+    shutil.rmtree(gpu_checkout / "dist")
+
+    assert "--force-reinstall ." in gpu_build(gpu_checkout)
