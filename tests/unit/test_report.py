@@ -114,3 +114,20 @@ def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
     hooks.execute_model(lambda: None, runner, (), {})
 
     assert state.report.payload(state.report.take_step()) is None
+
+
+@pytest.mark.parametrize("emits", [True, False])
+def test_an_output_carries_counts_unless_nobody_wants_them(emits):
+    manager, report = reporting_manager()
+    state = hooks.RunnerState(manager, [], report, emits)
+    runner, output = SimpleNamespace(nwor_state=state), SimpleNamespace()
+
+    def sample_tokens():
+        step(manager, report, 3)
+        return output
+
+    assert hooks.sample_tokens(sample_tokens, runner, (), {}) is output
+
+    assert manager.counters[0, 1] == 3
+    carried = getattr(output, "nwor_stats", {})
+    assert carried.get("tokens_staged") == (3 if emits else None)

@@ -29,6 +29,7 @@ class RunnerState:
     """What NWOR keeps on a runner, as its attribute `nwor_state`.
 
     manager: None if nothing is protected. infos: what became of each KV-cache group.
+    emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS).
     windows: those of the step being prepared (V1), None outside of it.
     """
 
@@ -37,10 +38,12 @@ class RunnerState:
         manager: DraftCommitManager | None,
         infos: list[GroupInfo],
         report: Report,
+        emits: bool = True,
     ) -> None:
         self.manager = manager
         self.infos = infos
         self.report = report
+        self.emits = emits
         self.windows: VerificationWindows | None = None
 
 
@@ -104,7 +107,8 @@ def initialize_kv_cache(
     from vllm.v1.nwor.hooks.discovery import build
 
     storage = runner.__dict__.get("nwor_log_storage")
-    state = RunnerState(*build(runner, config, storage))
+    built = build(runner, config, storage)
+    state = RunnerState(*built, emits=config.emit_metrics)
     if state.manager is None:
         runner.nwor_log_storage = None
     runner.nwor_state = state
@@ -144,7 +148,7 @@ def sample_tokens(
     """Wrapper: the step's output carries its counts."""
     output = wrapped(*args, **kwargs)
     state = state_of(runner)
-    if state is not None:
+    if state is not None and state.emits:
         step = state.report.take_step()
         stats.attach(output, lambda: state.report.payload(step))
     return output
