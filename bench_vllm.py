@@ -18,7 +18,6 @@ was written; 130 interrupted.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from benchmarks import ab, device, environment, plot, prompts, report, summary
 from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.files import write_json, write_whole
+from benchmarks.process import leave
 from benchmarks.runs import Run
 from benchmarks.settings import find_models, prepare_process
 
@@ -263,8 +263,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # vLLM's threads and finalisers have nothing left to do that is worth waiting for.
-    os._exit(status)
+    leave(main())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from benchmarks import ab, device, environment, prompts, report, summary  # noqa
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
+from benchmarks.process import leave  # noqa: E402
 from benchmarks.settings import prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
@@ -127,12 +127,7 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "cell",
-        choices=sorted(gpu_cells.BY_NAME),
-        metavar="CELL",
-        help=", ".join(gpu_cells.BY_NAME),
-    )
+    gpu_cells.add_cell(parser)
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument(
         "--seconds", type=float, default=70.0, help="for each batch size (70)"
@@ -151,8 +146,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # vLLM's threads and finalisers have nothing left to do that is worth waiting for.
-    os._exit(status)
+    leave(main())

@@ -12,6 +12,7 @@ Imports neither torch nor vLLM.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 BATCHES = (1, 16, 64)
@@ -89,3 +90,10 @@ CELLS = (
 )
 BY_NAME = {cell.name: cell for cell in CELLS}
 BUDGETED = tuple(cell.name for cell in CELLS[:5])
+
+
+def add_cell(parser: argparse.ArgumentParser) -> None:
+    """The argument CELL: a name in BY_NAME."""
+    parser.add_argument(
+        "cell", choices=sorted(BY_NAME), metavar="CELL", help=", ".join(BY_NAME)
+    )

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
-import os
 import statistics
 import sys
 import time
@@ -48,6 +47,7 @@ from benchmarks import device, environment  # noqa: E402
 from benchmarks.arguments import BadArgument, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
+from benchmarks.process import leave  # noqa: E402
 from benchmarks.settings import prepare_process  # noqa: E402
 
 KIND = "host_profile"
@@ -229,12 +229,7 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "cell",
-        choices=sorted(gpu_cells.BY_NAME),
-        metavar="CELL",
-        help=", ".join(gpu_cells.BY_NAME),
-    )
+    gpu_cells.add_cell(parser)
     parser.add_argument("--json", type=Path, required=True, help="where to write")
     parser.add_argument("--rounds", type=int, default=4, help="of all kinds (4)")
     arguments = parser.parse_args(argv)
@@ -260,8 +255,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As gpu_bench.py: nothing that vLLM still does is worth waiting for.
-    os._exit(status)
+    leave(main())

@@ -278,22 +278,6 @@ def check_memory(record: Record) -> Check:
     )
 
 
-CHECKS: tuple[Callable[[Record], Check], ...] = (
-    check_load,
-    check_alive,
-    check_probe,
-    check_protected,
-    check_parts,
-    check_drafts,
-    check_accepted,
-    check_windows,
-    check_breaches,
-    check_fallbacks,
-    check_idle,
-    check_memory,
-    check_log,
-    check_api_servers,
-)
 OF_NWOR = (
     check_protected,
     check_parts,
@@ -302,4 +286,14 @@ OF_NWOR = (
     check_windows,
     check_breaches,
     check_fallbacks,
+)
+CHECKS: tuple[Callable[[Record], Check], ...] = (
+    check_load,
+    check_alive,
+    check_probe,
+    *OF_NWOR,
+    check_idle,
+    check_memory,
+    check_log,
+    check_api_servers,
 )

@@ -8,7 +8,6 @@ kernel (they kill the engine, as vLLM's own do), CUDA.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import subprocess
@@ -23,9 +22,9 @@ import vllm
 from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
 from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.environment import (
-    REPO,
     model_path,
     nwor_settings,
+    result_of,
     subprocess_env,
 )
 from tests.helpers.faults import replaced_ops
@@ -398,18 +397,7 @@ print("RESULT " + json.dumps({
 @pytest.fixture(scope="module")
 def changed_vllm() -> dict[str, Any]:
     """An engine in mode cow, in a process whose vLLM renamed a parameter."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHANGED_VLLM],
-        cwd=REPO,
-        env=subprocess_env(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    return result_of(CHANGED_VLLM)
 
 
 def test_engine_on_a_changed_vllm_runs_as_vanilla(changed_vllm: dict[str, Any]) -> None:

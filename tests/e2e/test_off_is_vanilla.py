@@ -8,14 +8,11 @@ finds nothing changed by the first two must see what the third one does.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers.environment import result_of
 
 pytestmark = pytest.mark.e2e
 
@@ -89,18 +86,7 @@ print("RESULT " + json.dumps(result))
 
 @pytest.fixture(scope="module")
 def looks() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=REPO,
-        env=subprocess_env(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    return result_of(SCRIPT)
 
 
 @pytest.mark.parametrize("mode", ["unset", "off"])

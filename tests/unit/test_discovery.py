@@ -43,6 +43,11 @@ class AiterFlashAttentionImpl(RowImpl):
     pass
 
 
+class FailingImpl(RowImpl):
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        raise RuntimeError("head size 32 is not compiled")
+
+
 def layer(impl=None):
     return SimpleNamespace(
         impl=impl or RowImpl(),
@@ -105,6 +110,10 @@ REFUSED = [
     (
         layer(AiterFlashAttentionImpl()),
         "layer b has a AiterFlashAttentionImpl, which packs the slots of a block in",
+    ),
+    (
+        layer(FailingImpl()),
+        "layer b: FailingImpl cannot be probed: RuntimeError: head size 32 is not",
     ),
 ]
 

@@ -249,11 +249,6 @@ class SilentImpl(RowImpl):
         pass
 
 
-class FailingImpl(RowImpl):
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        raise RuntimeError("head size 32 is not compiled")
-
-
 class OtherSignatureImpl:
     def do_kv_cache_update(self, layer, key, kv_cache):
         pass
@@ -267,7 +262,6 @@ class OtherSignatureImpl:
         (OtherBlockImpl(), "a slot of block 0 has bytes in block 1"),
         (SilentImpl(), "the writer left a slot untouched"),
         (object(), "object has no do_kv_cache_update"),
-        (FailingImpl(), "update failed on a probe: head size 32 is not compiled"),
         (
             OtherSignatureImpl(),
             r"has parameters \(layer, key, kv_cache\), which no probe knows",

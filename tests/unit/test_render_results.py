@@ -2,6 +2,7 @@
 """The views of GPU results: what a row is made of, and that a difference shows."""
 
 import pytest
+from benchmarks import views
 
 from tools import render_results
 
@@ -29,13 +30,13 @@ def last_row(markdown):
 
 
 def test_bytes_are_held_against_the_shapes():
-    right = last_row(render_results.moved_bytes([moved(8 * SLOT, 2 * SLOT)]))
-    wrong = last_row(render_results.moved_bytes([moved(8 * SLOT, 2 * SLOT - 64)]))
+    right = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT)]))
+    wrong = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT - 64)]))
 
     assert right == ["v2, k = 4", "1", "4.0", "0.50 MiB", "0.12 MiB", "0", "0"]
     assert wrong[-1] == "-64"
-    with pytest.raises(render_results.BadBlock, match="needs a named shape, not smol"):
-        render_results.moved_bytes([moved(0, 0) | {"model": "smol"}])
+    with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
+        views.moved_bytes([moved(0, 0) | {"model": "smol"}])
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
@@ -58,7 +59,7 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
         "environment": {"date": "2026-01-02 03:04 UTC", "commit": "abcdef0123"},
     }
 
-    row = last_row(render_results.engines({"entries": {"one": entry}}))
+    row = last_row(views.engines({"entries": {"one": entry}}))
 
     assert row == [
         *("one", "V2, eagle, 2 ranks", "FLASH_ATTN, bf16", "both", "yes"),
@@ -69,7 +70,7 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
 def test_a_file_of_another_kind_is_refused():
     results = render_results.ROOT / "results"
 
-    with pytest.raises(render_results.BadBlock, match="not a file of kind gpu_engines"):
+    with pytest.raises(views.BadBlock, match="not a file of kind gpu_engines"):
         render_results.load(results / "bench_cpu.json", kind="gpu_engines")
 
 
@@ -83,11 +84,11 @@ def test_host_times_name_their_cell_and_kind():
         "host": {"prepared": {"begin": spent, "commit": spent, "both": spent}},
     }
 
-    text = render_results.host([result])
+    text = views.host([result])
 
     assert "a GPU, a CPU; batch 16" in text
     assert "hook" not in text
     hook = {"median_us": 3.04, "us_a_step": 6.08, "calls": 320}
-    with_hooks = render_results.host([result | {"hooks": {"Runner.step": hook}}])
+    with_hooks = views.host([result | {"hooks": {"Runner.step": hook}}])
     assert last_row(with_hooks) == ["v2", "Runner.step", "3.0 us", "6.1 us"]
     assert last_row(text) == ["v2", "prepared", "20.0 us", "20.0 us", "20.0 us", "160"]

@@ -128,25 +128,7 @@ def _write(
     slot_mapping: torch.Tensor,
     activation_dtype: torch.dtype,
 ) -> None:
-    """One token through the backend's writer; what it raises is a refusal."""
-    try:
-        _call_writer(impl, layer, scratch, slot_mapping, activation_dtype)
-    except LayoutRefused:
-        raise
-    except Exception as error:
-        raise LayoutRefused(
-            f"{type(impl).__name__}.do_kv_cache_update failed on a probe: {error}"
-        ) from error
-
-
-def _call_writer(
-    impl: Any,
-    layer: Any,
-    scratch: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    activation_dtype: torch.dtype,
-) -> None:
-    """Two signatures exist in vLLM."""
+    """One token through the backend's writer; two signatures exist in vLLM."""
     writer = getattr(impl, "do_kv_cache_update", None)
     if writer is None:
         raise LayoutRefused(

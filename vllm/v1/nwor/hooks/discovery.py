@@ -307,6 +307,11 @@ class _LayoutCache:
                 self._known[key] = probe_layout(layer, kv_cache, self._dtype)
             except LayoutRefused as refused:
                 raise LayoutRefused(f"layer {name}: {refused}") from refused
+            except Exception as error:
+                raise LayoutRefused(
+                    f"layer {name}: {type(layer.impl).__name__} cannot be probed: "
+                    f"{_told(error)}"
+                ) from error
         layout = self._known[key]
         if layout.runs is not None and kv_cache.device.type != "cpu":
             raise LayoutRefused(

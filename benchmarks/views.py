@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown of results, a function a view, for tools/render_results.py.
+
+Each takes the content of a file in results/, or of several.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import models, report
+from benchmarks.tables import Table, number
+
+Result = dict[str, Any]
+
+
+class BadBlock(Exception):
+    """A block or a file cannot be used; the message is a whole sentence."""
+
+
+def machine(result: Result) -> str:
+    """Where, when and with what command it was measured."""
+    found = dict(line.split(None, 1) for line in report.environment_lines(result))
+    return (
+        f"{found['date']}: {found['run']}. {found['machine']}; {found['versions']}; "
+        f"commit {found['commit']}.\n\n```\n{found['command']}\n```"
+    )
+
+
+def words(result: Result) -> str:
+    """The check of the outputs and the comparison in words."""
+    lines = [report.outputs_line(result), *report.verdict_lines(result)]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _nwor(result: Result) -> str:
+    table = report.nwor_table(result)
+    if table is None:
+        raise BadBlock("the view nwor needs a file measured with NWOR on")
+    return table.markdown()
+
+
+def _ratio(result: Result) -> str:
+    if result["mode"] != "compare":
+        raise BadBlock(f"the view ratio needs mode compare, not {result['mode']}")
+    return report.ratio_table(result).markdown()
+
+
+def _all(result: Result) -> str:
+    parts = [machine(result), report.speed_table(result).markdown()]
+    if result["mode"] == "compare":
+        parts.append(_ratio(result))
+    if result["summary"]["nwor"] is not None:
+        parts.append(_nwor(result))
+    parts += [report.acceptance_table(result).markdown(), words(result)]
+    return "\n\n".join(parts)
+
+
+VIEWS: dict[str, Callable[[Result], str]] = {
+    "machine": machine,
+    "speed": lambda result: report.speed_table(result).markdown(),
+    "ratio": _ratio,
+    "acceptance": lambda result: report.acceptance_table(result).markdown(),
+    "nwor": _nwor,
+    "words": words,
+    "all": _all,
+}
+
+
+def cells(results: Sequence[Result]) -> str:
+    """A line a file: what was compared, its ratio beside the control's, host time."""
+    rows = []
+    for result in results:
+        args, summary = result["arguments"], result["summary"]
+        if result["mode"] != "compare":
+            raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
+        ratio, host = summary["ratio"], summary["nwor"]["host"]
+        shown = [
+            f"{one['median']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
+            for one in (ratio["nwor"], ratio["control"])
+        ]
+        variables = result["environment"]["variables"]
+        runner = {"0": "V1", "1": "V2"}.get(
+            variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
+        )
+        drafts = summary["acceptance"]
+        rows.append(
+            (
+                result["model"],
+                f"{args['method']}, {args['num_speculative_tokens']}",
+                runner,
+                str(args["batch_size"]),
+                str(args["context"] or max(result["prompt_tokens"])),
+                f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
+                *shown,
+                number(ratio["num_pairs"]),
+                "none"
+                if host is None
+                else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
+                result["environment"]["date"].removesuffix(" UTC"),
+            )
+        )
+    head = (
+        "model",
+        "method, drafts",
+        "runner",
+        "batch",
+        "prompt",
+        "accepted",
+        "nwor / off (90 %)",
+        "off / off (90 %)",
+        "pairs",
+        "begin + commit",
+        "date, UTC",
+    )
+    return Table("", head, rows).markdown()
+
+
+def host(results: Sequence[Result]) -> str:
+    """What begin and commit cost the host, median of the steps, a line a kind; and what
+    every hook does, where the file has that."""
+    rows = []
+    for result in results:
+        for kind, found in result["host"].items():
+            spent = [
+                f"{found[part]['median_us']:.1f} us"
+                for part in ("begin", "commit", "both")
+            ]
+            steps = number(found["both"]["steps"])
+            rows.append((result["cell"], kind, *spent, steps))
+    head = ("cell", "launches", "begin", "commit", "both", "steps")
+    abouts = [
+        f"{result['environment']['date']}: {result['environment']['gpu']}, "
+        f"{result['environment']['cpu']}; batch {result['batch_size']}.\n\n"
+        f"```\n{result['command']}\n```"
+        for result in results
+    ]
+    tables = [Table("", head, rows).markdown()]
+    hooks = [
+        (
+            result["cell"],
+            name,
+            f"{found['median_us']:.1f} us",
+            f"{found['us_a_step']:.1f} us",
+        )
+        for result in results
+        for name, found in result.get("hooks", {}).items()
+    ]
+    if hooks:
+        head = ("cell", "hook", "median", "mean of a step")
+        tables.append(Table("", head, hooks).markdown())
+    return "\n\n".join([*abouts, *tables])
+
+
+def engines(result: Result) -> str:
+    """What each engine is, and what was found there; a line an engine."""
+    rows = []
+    for name, entry in result["entries"].items():
+        spec, found = entry["engine"], entry["rows"].values()
+        graphs = spec["graphs"].replace("FULL_AND_PIECEWISE", "both").lower()
+        ranks = spec["tensor_parallel"]
+        checked = sum(row["rejected_slots_checked"] for row in found)
+        restored = sum(row["dirty_slots_restored"] for row in found)
+        bad = [check for check, problems in entry["problems"].items() if problems]
+        unclear = [re.split("[:,]", what)[0] for what in entry["unsettled"]]
+        rows.append(
+            (
+                name,
+                f"{spec['runner'].upper()}, {spec['drafter']}"
+                + (f", {ranks} ranks" if ranks > 1 else ""),
+                f"{spec['backend']}, {spec['kv_cache'].replace('auto', 'bf16')}",
+                graphs,
+                "yes" if spec["asynchronous"] else "no",
+                number(checked),
+                number(restored),
+                ", ".join(bad) or "none",
+                ", ".join(sorted(set(unclear))) or "none",
+                entry["environment"]["date"].removesuffix(" UTC"),
+                str(entry["environment"]["commit"])[:8],
+            )
+        )
+    head = (
+        "engine",
+        "runner, drafter",
+        "backend, KV cache",
+        "graphs",
+        "async",
+        "rejected slots compared",
+        "dirty before commit",
+        "failed checks",
+        "rows in which vanilla differs from itself",
+        "date, UTC",
+        "commit",
+    )
+    return Table("", head, rows, left=True).markdown()
+
+
+def moved_bytes(results: Sequence[Result]) -> str:
+    """Bytes that log and restore copied, a line a file: the drafts, and rejected ones,
+    that the device counted, times the bytes of a slot as NWOR found them.
+
+    Expected: the same with the bytes of a slot that follow from the shape.
+    """
+    rows = []
+    for result in results:
+        name = result["model"].removeprefix(models.SHAPE)
+        if name not in models.SHAPES:
+            raise BadBlock(f"the view bytes needs a named shape, not {name}")
+        shape, done = models.SHAPES[name], result["summary"]["nwor"]
+        slot = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+        slot *= shape["num_hidden_layers"]
+        args = result["arguments"]
+        if done is None or done["host"] is None:
+            raise BadBlock("the view bytes needs a file measured with NWOR on")
+        steps = done["host"]["num_begins"]
+        rows.append(
+            (
+                f"{args['runner']}, k = {args['num_speculative_tokens']}",
+                str(args["batch_size"]),
+                f"{done['staged'] / steps:.1f}",
+                f"{done['logged_bytes'] / steps / 2**20:.2f} MiB",
+                f"{done['restored_bytes'] / steps / 2**20:.2f} MiB",
+                number(done["logged_bytes"] - done["staged"] * slot),
+                number(done["restored_bytes"] - done["rejected"] * slot),
+            )
+        )
+    head = (
+        "runner",
+        "batch",
+        "drafts a step",
+        "logged a step",
+        "restored a step",
+        "logged - expected",
+        "restored - expected",
+    )
+    return Table("", head, rows).markdown()
+
+
+def kernels(result: Result) -> str:
+    """Bytes a second (read and written) of copy, log and restore; a line a size.
+
+    The shares are medians of per-sample ratios to the copy, as bench_kernels.py prints.
+    """
+    rows = []
+    for case in result["results"]:
+        seconds = case["seconds"]
+        cells_ = [f"{_rate(case, 'copy'):.1f}"]
+        for operation in ("log", "restore"):
+            pairs = zip(seconds["copy"], seconds[operation], strict=True)
+            share = statistics.median(copy / ours for copy, ours in pairs)
+            cells_.append(f"{_rate(case, operation):.1f} ({share:.2f})")
+        size = f"{case['bytes'] / 1024:,.0f}".replace(",", " ")
+        counts = (str(case["num_drafts"]), str(case["num_layers"]))
+        rows.append((case["layout"], size, *counts, *cells_))
+    head = (
+        "layout",
+        "KiB",
+        "drafts",
+        "layers",
+        "copy, GB/s",
+        "log, GB/s (of copy)",
+        "restore, GB/s (of copy)",
+    )
+    env = result["environment"]
+    machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
+    about = f"{env['date']}: {machine}.\n\n```\n{result['command']}\n```\n\n"
+    return about + Table("", head, rows).markdown()
+
+
+def soak(result: Result) -> str:
+    """The verdicts of a soak, a line a check."""
+    env, load = result["environment"], result["load"]
+    machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
+    versions = ", ".join(f"{name} {v}" for name, v in env["packages"].items())
+    args = result["arguments"]
+    about = (
+        f"{env['date']}: {machine}; {versions}; commit {env['commit']}. "
+        f"{load['seconds'] / 60:.1f} minutes, {args['concurrency']} requests at a "
+        f"time, {args['api_server_count']} API servers.\n\n"
+        f"```\n{result['command']}\n```\n\n"
+    )
+    rows = [
+        tuple(row[cell].replace("|", "/") for cell in ("name", "verdict", "found"))
+        for row in result["checks"]
+    ]
+    return about + Table("", ("check", "verdict", "found"), rows, left=True).markdown()
+
+
+def _rate(case: dict[str, Any], operation: str) -> float:
+    """GB/s, read and written, median of the samples."""
+    return 2 * case["bytes"] / statistics.median(case["seconds"][operation]) / 1e9
