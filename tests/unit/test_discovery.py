@@ -213,25 +213,26 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
 
 @pytest.mark.parametrize("error", [AttributeError("x"), OSError("x"), ValueError("x")])
 @pytest.mark.parametrize(
-    "place",
+    ("place", "text"),
     [
-        "vllm.v1.nwor.hooks.discovery.probe_layout",
-        "vllm.v1.nwor.hooks.discovery.DraftCommitManager",
-        "vllm.v1.nwor.hooks.discovery.Report",
-        "vllm.v1.nwor.hooks.discovery._config_refusal",
+        ("probe_layout", "layer a: RowImpl cannot be probed: "),
+        ("_target_layers", "its layers could not be examined: "),
+        ("DraftCommitManager", "the undo log cannot be set up: "),
+        ("Report", "the undo log cannot be set up: "),
+        ("_config_refusal", "vLLM is not as expected: "),
     ],
 )
-def test_what_nobody_expected_is_a_refusal(place, error, monkeypatch):
+def test_what_nobody_expected_is_a_refusal(place, text, error, monkeypatch):
     found = runner([(SPEC, {"a": layer()})])
     calls = []
 
     def fail(*arguments):
         calls.append(arguments)
-        if place.endswith("Report") and arguments[1] is None:
+        if place == "Report" and arguments[1] is None:
             return Report(*arguments)
         raise error
 
-    monkeypatch.setattr(place, fail)
+    monkeypatch.setattr(discovery, place, fail)
 
     manager, infos, report = build(found)
 
@@ -239,7 +240,7 @@ def test_what_nobody_expected_is_a_refusal(place, error, monkeypatch):
     assert manager is None
     (info,) = infos
     assert info.resolved == "off"
-    assert f"{type(error).__name__}: x" in info.reason
+    assert info.reason == f"{text}{type(error).__name__}: x"
     assert report.payload(None)["info"][0]["reason"] == info.reason
     with pytest.raises(NworError, match=f"{type(error).__name__}: x"):
         build(found, strict=True)
