@@ -15,7 +15,8 @@
 #   parallel                 the oracle on both ranks of two GPUs
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
-#   soak [MINUTES]           tools/soak.py on a server of an 8B shape (5)
+#   soak [MINUTES [off]]     tools/soak.py on a server of an 8B shape (5); off: the
+#                            control, without NWOR
 #   bench-kernels [ARG...]   bench_kernels.py
 #   host-profile [CELL...]   tools/host_profile.py (default: one of each runner)
 #   bench [CELL...]          cells of tools/gpu_cells.py (default: the budgeted five)
@@ -184,10 +185,14 @@ step_soak() {
     model=$("$PYTHON" -c '
 from benchmarks import models
 print(models.find("--model", "shape:llama-8b", models.TARGET).location)') || return
+    local mode=${2:-stage} json=soak_gpu.json
+    [ "$mode" = stage ] || json=soak_gpu_$mode.json
     # Random weights: token ids instead of text. Greedy answers depend on who shares
-    # the batch, so the probe is alone.
+    # the batch, so the probe is alone. The C library gives freed memory back at once,
+    # as in `make soak`, so that what is kept can be told from what lies about.
     "$PYTHON" tools/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
-        --json "$RESULTS/soak_gpu.json" --log "$WORK/soak.log" \
+        --mode "$mode" --json "$RESULTS/$json" --log "$WORK/soak.log" \
+        --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \
         --vocab-size 120000 --probe quiet --probe-seconds 20 --concurrency 32 \
         --speculative-config '{"method": "ngram", "num_speculative_tokens": 4,
             "prompt_lookup_min": 1, "prompt_lookup_max": 4}' \
