@@ -18,7 +18,7 @@ from vllm.v1.nwor.draft_manager import (
 )
 from vllm.v1.nwor.kv_layout import row_layout
 from vllm.v1.nwor.launches import num_bytes
-from vllm.v1.nwor.report import GroupInfo, Report
+from vllm.v1.nwor.report import GroupInfo, Report, read
 from vllm.v1.nwor.window import NumRejected, SampledIds, VerificationWindows
 
 BLOCKS, HEADS, SLOTS, DIM = 6, 2, 4, 8
@@ -358,8 +358,8 @@ class TestReport:
         manager = manager_of([(0, layers())])
         report = Report(self.infos, manager)
 
-        first = report.payload(self.step(manager, report, 2, 0))
-        second = report.payload(self.step(manager, report, 0, 0))
+        first = dict(read(report.payload(self.step(manager, report, 2, 0))))
+        second = read(report.payload(self.step(manager, report, 0, 0)))
 
         assert first.pop("info") == [
             {"group": 0, "requested": "stage", "resolved": "cow", "reason": "because"}
@@ -384,7 +384,7 @@ class TestReport:
         report = Report(self.infos, manager)
         self.step(manager, report, 2, 1)
 
-        payload = report.payload(self.step(manager, report, 2, 1))
+        payload = read(report.payload(self.step(manager, report, 2, 1)))
 
         assert payload["tokens_staged"] == 3
 

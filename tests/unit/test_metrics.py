@@ -22,6 +22,7 @@ from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     ModelRunnerOutput,
 )
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 import vllm.v1.nwor.metrics as metrics
 from vllm.v1.nwor.hooks import stats
@@ -348,13 +349,15 @@ def scheduler_module():
             self.counted = SimpleNamespace(windows=0, drafts=0, accepted=0)
             self.connector_stats = None
             self.unfinished = True
-            self.front_end = []
+            self.running = [1]
+            self.has_sums = True
 
         def has_unfinished_requests(self):
             return self.unfinished
 
         def update_from_output(self, scheduler_output, model_runner_output):
             outputs = []
+            spec_stats = None
             for rid, (_, _, fate) in scheduler_output.step.windows.items():
                 row = model_runner_output.req_id_to_index[rid]
                 ids = model_runner_output.sampled_token_ids[row]
@@ -362,17 +365,24 @@ def scheduler_module():
                     continue
                 drafts = scheduler_output.scheduled_spec_decode_tokens.get(rid)
                 if drafts and ids:
-                    self.make_spec_decoding_stats(
-                        None,
+                    spec_stats = self.make_spec_decoding_stats(
+                        spec_stats,
                         num_draft_tokens=len(drafts),
                         num_accepted_tokens=len(ids) - 1,
-                        num_invalid_spec_tokens={rid: 1},
+                        num_invalid_spec_tokens=(
+                            scheduler_output.num_invalid_spec_tokens
+                        ),
                         request_id=rid,
                     )
                 if fate == "stops":
                     del ids[1:]
                 outputs.append(rid)
-            found = SimpleNamespace(kv_connector_stats=self.connector_stats)
+            found = SimpleNamespace(
+                kv_connector_stats=self.connector_stats,
+                spec_decoding_stats=spec_stats,
+            )
+            if not self.has_sums:
+                del found.spec_decoding_stats
             return {
                 3: SimpleNamespace(outputs=[], scheduler_stats=None),
                 0: SimpleNamespace(
@@ -391,26 +401,44 @@ def scheduler_module():
             self.counted.windows += 1
             self.counted.drafts += num_draft_tokens
             self.counted.accepted += num_accepted_tokens
+            if not self.log_stats:
+                return None
+            if spec_decoding_stats is None:
+                spec_decoding_stats = SpecDecodingStats.new(8)
+            num_invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+            spec_decoding_stats.observe_draft(
+                num_draft_tokens - num_invalid, num_accepted_tokens
+            )
+            return spec_decoding_stats
 
     module.Scheduler = Scheduler
     return module
 
 
-def hooked_scheduler(**arguments):
+def hooked_scheduler(together=1, **arguments):
+    """together: steps whose counts leave together; None: as many as NWOR chooses."""
     module = scheduler_module()
     stats.install_scheduler(module)
-    return module.Scheduler(**arguments)
+    scheduler = module.Scheduler(**arguments)
+    if together is not None:
+        scheduler.nwor_stats = NworStats(
+            stats._draft_count(scheduler), stats._log_breach, together
+        )
+    return scheduler
 
 
-def run(scheduler, step, payload="truth"):
-    """Runs one step; returns the report that leaves with it, or None."""
+def run(scheduler, step, payload="truth", invalid=None):
+    """Runs one step; returns the report that leaves with it, or None. invalid: drafts
+    of a request that its grammar does not allow."""
     output = step.output
     if payload == "truth":
         payload = step.payload
     if payload is not None:
         output.nwor_stats = payload
+    scheduler.running = [1] if scheduler.unfinished else []
     scheduler_output = SimpleNamespace(
         step=step,
+        num_invalid_spec_tokens=invalid,
         scheduled_spec_decode_tokens={
             rid: [5] * drafts for rid, (drafts, _, _) in step.windows.items() if drafts
         },
@@ -451,6 +479,93 @@ def test_a_step_without_a_record_counts_nothing_and_is_no_breach():
 
     assert run(scheduler, MIXED, payload=None) is None
     assert scheduler.counted.accepted == 5
+
+
+def test_counts_of_many_steps_leave_together():
+    scheduler = hooked_scheduler(together=None)
+
+    reports = [run(scheduler, MIXED) for _ in range(2 * stats.STEPS_TOGETHER)]
+
+    at = [number for number, report in enumerate(reports, 1) if report]
+    assert at == [stats.STEPS_TOGETHER, 2 * stats.STEPS_TOGETHER]
+    for report in filter(None, reports):
+        assert report["windows"] == 4 * stats.STEPS_TOGETHER
+        assert report["committed_tokens"] == 5 * stats.STEPS_TOGETHER
+        assert report["breaches"] == 0
+
+
+def test_when_no_request_runs_nothing_waits():
+    scheduler = hooked_scheduler(together=None)
+    assert run(scheduler, MIXED) is None
+    scheduler.unfinished = False
+
+    assert run(scheduler, MIXED)["windows"] == 2 * 4
+    assert run(scheduler, Step(windows={}), payload=None) is None
+
+
+def test_the_last_output_may_be_one_without_counts():
+    scheduler = hooked_scheduler(together=None)
+    assert run(scheduler, MIXED) is None
+    scheduler.unfinished = False
+
+    assert run(scheduler, Step(windows={}), payload=None)["windows"] == 4
+
+
+def test_news_of_the_groups_do_not_wait():
+    scheduler = hooked_scheduler(together=None)
+    assert run(scheduler, MIXED) is None
+
+    report = run(scheduler, MIXED, {"info": INFO})
+
+    assert report["info"] == INFO
+    assert report["windows"] == 4
+
+
+def test_strict_adds_up_every_step(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
+    scheduler = hooked_scheduler(together=None)
+
+    assert run(scheduler, MIXED)["windows"] == 4
+
+
+@pytest.mark.parametrize("log_stats", [True, False])
+def test_drafts_that_a_grammar_forbids_are_counted_as_rejected(log_stats):
+    """vLLM leaves them out of its sums, but not of the calls."""
+    scheduler = hooked_scheduler()
+    scheduler.log_stats = log_stats
+    run(scheduler, MIXED, invalid={"a": 1, "c": 0, "b": 1})
+    scheduler.log_stats = True
+
+    report = run(scheduler, Step(windows={"a": (4, 4, "counted")}))
+
+    assert "make_spec_decoding_stats" not in vars(scheduler)
+    if log_stats:
+        assert report["rejected_tokens"] == 0
+    else:
+        assert report["rejected_tokens"] == 2
+        assert report["committed_tokens"] == 5 + 4
+        assert report["breaches"] == 0
+
+
+def test_what_vllm_summed_up_is_what_it_counted():
+    scheduler = hooked_scheduler()
+
+    with_sums = run(scheduler, MIXED)
+    with_calls = run(scheduler, MIXED, invalid={"a": 2})
+
+    assert with_sums == with_calls
+    assert with_sums["rejected_tokens"] == 2
+
+
+def test_sums_that_are_missing_are_a_breach_and_lose_no_output():
+    scheduler = hooked_scheduler(together=None)
+    scheduler.has_sums = False
+
+    report = run(scheduler, MIXED)
+
+    assert report["breaches"] >= 1
+    assert report["committed_tokens"] == 0
+    assert partition_holds(report)
 
 
 def test_counts_wait_until_statistics_are_on():
@@ -546,21 +661,25 @@ WINDOWS = st.dictionaries(
             WINDOWS,
             st.booleans(),  # statistics on
             st.booleans(),  # ran as vanilla
+            st.booleans(),  # a grammar forbids drafts
         ),
         max_size=12,
-    )
+    ),
+    st.sampled_from([1, 3, None]),
 )
-def test_whatever_is_aborted_the_totals_add_up(steps):
-    scheduler = hooked_scheduler()
+def test_whatever_is_aborted_the_totals_add_up(steps, together):
+    scheduler = hooked_scheduler(together)
     expected = dict.fromkeys(COUNTERS, 0)
     found = dict.fromkeys(COUNTERS, 0)
     idle = Step(windows={})
-    for windows, log_stats, vanilla in [*steps, ({}, True, True)]:
+    for windows, log_stats, vanilla, forbids in [*steps, ({}, True, True, False)]:
         step = Step(windows=windows)
         scheduler.log_stats = log_stats
         before = vars(scheduler.counted).copy()
         scheduler.unfinished = step != idle
-        report = run(scheduler, step, None if vanilla else "truth")
+        invalid = {rid: n - ok for rid, (n, ok, _) in windows.items()}
+        payload = None if vanilla else "truth"
+        report = run(scheduler, step, payload, invalid if forbids else None)
         if not vanilla:
             drafts = scheduler.counted.drafts - before["drafts"]
             accepted = scheduler.counted.accepted - before["accepted"]

@@ -11,7 +11,7 @@ from vllm.v1.nwor.draft_manager import DraftCommitManager, NworError
 from vllm.v1.nwor.hooks import runner as hooks
 from vllm.v1.nwor.kv_layout import row_layout
 from vllm.v1.nwor.launches import LayerCache
-from vllm.v1.nwor.report import RING_SLOTS, Report
+from vllm.v1.nwor.report import RING_SLOTS, Report, read
 from vllm.v1.nwor.window import NumRejected, VerificationWindows
 
 
@@ -54,7 +54,7 @@ def step(manager, report, num_drafts):
 
 
 def counts(report):
-    payload = report.payload(report.take_step())
+    payload = read(report.payload(report.take_step()))
     return payload["tokens_staged"], payload["tokens_rejected"]
 
 
@@ -97,7 +97,7 @@ def test_a_commit_that_fails_late_still_counts():
     step(manager, report, 3)
     manager.launches.fails = False
 
-    payload = report.payload(report.take_step())
+    payload = read(report.payload(report.take_step()))
 
     assert payload["tokens_staged"] == 3
     assert payload["fallbacks"] == {"commit_failed": 1}
@@ -129,5 +129,30 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
     assert hooks.sample_tokens(sample_tokens, runner, (), {}) is output
 
     assert manager.counters[0, 1] == 3
-    carried = getattr(output, "nwor_stats", {})
+    carried = read(getattr(output, "nwor_stats", {}))
     assert carried.get("tokens_staged") == (3 if emits else None)
+
+
+@pytest.mark.parametrize(
+    "counters",
+    [(b"", b""), (bytes(48), bytes(96)), (bytes(40), bytes(40)), (bytes(50),) * 2],
+)
+def test_counters_of_another_shape_are_named(counters):
+    with pytest.raises(ValueError, match=f"{len(counters[0])} and {len(counters[1])}"):
+        read({"counters": counters})
+
+
+def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
+    before = torch.tensor([[1, 2, 1, 1, 10, 0], [1, 2, 1, 1, 30, 0]])
+    risen = torch.tensor([[3, 9, 4, 5, 50, 1], [3, 9, 4, 5, 70, 2]])
+    counters = [rows.numpy().tobytes() for rows in (before, before + risen)]
+
+    assert read({"counters": tuple(counters), "fallbacks": {"over_capacity": 1}}) == {
+        "windows": 3,
+        "tokens_staged": 9,
+        "tokens_accepted": 4,
+        "tokens_rejected": 5,
+        "restored_bytes": 120,
+        "breaches": 3,
+        "fallbacks": {"over_capacity": 1},
+    }

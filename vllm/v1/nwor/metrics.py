@@ -135,14 +135,13 @@ class ScheduledWindows:
     """
 
     __slots__ = (
+        "_num_drafts",
         "_num_ids",
         "_num_sampled",
+        "_requests",
         "_row_of",
-        "_spec_token_ids",
         "num_counted_accepted",
         "num_counted_drafts",
-        "num_drafts",
-        "num_windows",
     )
 
     def __init__(
@@ -157,18 +156,25 @@ class ScheduledWindows:
         (vLLM clears the rows of discarded requests), nor does a missing one.
         num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
         """
-        self._spec_token_ids = spec_token_ids
+        self._requests = tuple(spec_token_ids)
         self._row_of = req_id_to_index
         self._num_ids = list(map(len, sampled_token_ids or ()))
         self._num_sampled = num_sampled_per_step
-        num_drafts = list(map(len, spec_token_ids.values()))
-        self.num_windows = len(num_drafts) - num_drafts.count(0)
-        self.num_drafts = sum(num_drafts)
+        self._num_drafts = list(map(len, spec_token_ids.values()))
         self.num_counted_drafts = 0
         self.num_counted_accepted = 0
 
+    @property
+    def num_windows(self) -> int:
+        return len(self._num_drafts) - self._num_drafts.count(0)
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self._num_drafts)
+
     def count(self, num_drafts: int, num_accepted: int) -> None:
-        """vLLM counts one window: its drafts, grammar-invalid ones included."""
+        """vLLM counts one window, or several: their drafts, grammar-invalid ones
+        included."""
         self.num_counted_drafts += num_drafts
         self.num_counted_accepted += num_accepted
 
@@ -176,14 +182,14 @@ class ScheduledWindows:
         """Fewest and most drafts accepted in all windows, dropped ones too, as far as
         the output tells."""
         least = most = 0
-        for request_id, drafts in self._spec_token_ids.items():
+        for request_id, drafts in zip(self._requests, self._num_drafts, strict=True):
             row = self._row_of.get(request_id)
             num_ids = 0
             if row is not None and self._num_ids:
                 num_ids = self._num_ids[row]
             num_accepted = max(num_ids - self._num_sampled, 0) if drafts else 0
             least += num_accepted
-            most += num_accepted if num_ids else len(drafts)
+            most += num_accepted if num_ids else drafts
         return least, most
 
 
@@ -192,25 +198,47 @@ class NworStats:
 
     report_breach: called with a kind and the numbers found; every breach is counted,
         whatever it does.
+    steps_together: so many steps are noted before they are due. What a step runs is
+        cold by then, so that many at once cost little more than one.
+
+    noted: what the worker sent with an output, and that output's windows, of the steps
+        that were not added up yet. due: whether they should be now.
     """
 
     def __init__(
-        self, draft_count: DraftCount, report_breach: Callable[[str, str], None]
+        self,
+        draft_count: DraftCount,
+        report_breach: Callable[[str, str], None],
+        steps_together: int = 1,
     ) -> None:
         self._draft_count = draft_count
         self._report_breach = report_breach
+        self._steps_together = steps_together
         self._known_info: list[dict[str, Any]] = []
+        self.noted: list[tuple[Any, ScheduledWindows]] = []
         self._clear()
 
     def _clear(self) -> None:
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._fallbacks: dict[str, int] = {}
         self._info: list[dict[str, Any]] | None = None
+        self.due = False
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to report."""
+        """Whether there is something to report, apart from what is only noted."""
         return any(self._counts.values()) or bool(self._fallbacks or self._info)
+
+    def note(self, payload: Any, scheduled: ScheduledWindows) -> None:
+        """Keeps one processed output for `take_noted`. News of the groups are due."""
+        self.noted.append((payload, scheduled))
+        if len(self.noted) >= self._steps_together or "info" in payload:
+            self.due = True
+
+    def take_noted(self) -> list[tuple[Any, ScheduledWindows]]:
+        """What was noted, to be given to `add_step`; it is forgotten here."""
+        noted, self.noted = self.noted, []
+        return noted
 
     def take_report(self) -> dict[str, Any]:
         """The increments since the last report, as plain data, with "info" if it is
@@ -223,6 +251,7 @@ class NworStats:
 
     def breach(self, kind: str, found: str) -> None:
         self._counts["breaches"] += 1
+        self.due = True
         self._report_breach(kind, found)
 
     def add_step(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:

@@ -7,13 +7,15 @@ stream, so the slot can be read as soon as the step's output can, without waitin
 anything.
 
 A step's counts are the difference between two neighbouring slots, so that steps whose
-output nobody reads (vLLM's warm-up requests) are not counted in the next one.
+output nobody reads (vLLM's warm-up requests) are not counted in the next one. A payload
+has both slots' bytes; `read` makes numbers of them where nobody waits.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ SUMMED = (RESTORED_BYTES, INVALID_SLOTS)
 # Steps between a commit and the reading of its output: vLLM keeps at most two batches
 # in flight without pipeline parallelism; one slot more holds the step before.
 RING_SLOTS = 8
+_INT64 = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Report:
                 pin_memory=pinned,
             ).unbind()
             # The same memory for quick reading: a torch operator costs more.
-            self._slots = [slot.numpy() for slot in self._ring]
+            self._slots = [slot.numpy().data for slot in self._ring]
             # The slot that the latest counters went to, and whether they did.
             self._slot = 0
             self._slot_is_current = True
@@ -102,41 +105,69 @@ class Report:
         return step
 
     def payload(self, step: StepCounts | None) -> dict[str, Any] | None:
-        """What to tell the scheduler with a step's output, or None for nothing.
+        """What to tell the scheduler with a step's output, or None for nothing: plain
+        data, to be read with `read`.
 
         step: what `take_step()` gave in that step. Does not wait: to be called once
         the step's output is there.
         """
         payload: dict[str, Any] = {}
         if step is not None:
-            before = self._slots[step.before].tolist()
-            after = self._slots[step.after].tolist()
-            counts = list(map(operator.sub, after[0], before[0]))
-            for now, then in zip(after[1:], before[1:], strict=True):
-                for column in SUMMED:
-                    counts[column] += now[column] - then[column]
-            payload = {
-                "windows": counts[WINDOWS],
-                "tokens_staged": counts[STAGED],
-                "tokens_accepted": counts[COMMITTED],
-                "tokens_rejected": counts[REJECTED],
-                "restored_bytes": counts[RESTORED_BYTES],
-                "breaches": counts[INVALID_SLOTS],
-            }
-        if fallbacks := self._new_fallbacks():
-            payload["fallbacks"] = fallbacks
+            slots = self._slots
+            payload["counters"] = (
+                slots[step.before].tobytes(),
+                slots[step.after].tobytes(),
+            )
+        if self._manager is not None and self._manager.fallbacks:
+            fallbacks = self._new_fallbacks(self._manager.fallbacks)
+            if fallbacks:
+                payload["fallbacks"] = fallbacks
         if self._infos is not None:
             payload["info"] = self._infos
             self._infos = None
         return payload or None
 
-    def _new_fallbacks(self) -> dict[str, int]:
-        if self._manager is None or self._manager.fallbacks == self._reported_fallbacks:
-            return {}
-        totals = dict(self._manager.fallbacks)
+    def _new_fallbacks(self, fallbacks: Mapping[str, int]) -> dict[str, int]:
+        """By how much each rose since the last payload."""
+        totals = dict(fallbacks)
         known, self._reported_fallbacks = self._reported_fallbacks, totals
         return {
             reason: count - known.get(reason, 0)
             for reason, count in totals.items()
             if count != known.get(reason, 0)
         }
+
+
+def read(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A payload of `Report` with its counters as increments, by the names of
+    `metrics.WorkerRecord`'s fields.
+
+    Raises:
+        ValueError: its counters are not two equal numbers of rows of COUNTER_COLUMNS.
+    """
+    if "counters" not in payload:
+        return payload
+    before, after = payload["counters"]
+    columns = len(COUNTER_COLUMNS)
+    num_values, rest = divmod(len(after), _INT64)
+    if not after or len(before) != len(after) or rest or num_values % columns:
+        raise ValueError(
+            f"counters has {len(before)} and {len(after)} bytes; expected the same "
+            f"multiple of {_INT64 * columns} twice"
+        )
+    form = f"={num_values}q"
+    increments = list(
+        map(operator.sub, struct.unpack(form, after), struct.unpack(form, before))
+    )
+    counts = increments[:columns]
+    for column in SUMMED:
+        counts[column] = sum(increments[column::columns])
+    return {
+        **{name: value for name, value in payload.items() if name != "counters"},
+        "windows": counts[WINDOWS],
+        "tokens_staged": counts[STAGED],
+        "tokens_accepted": counts[COMMITTED],
+        "tokens_rejected": counts[REJECTED],
+        "restored_bytes": counts[RESTORED_BYTES],
+        "breaches": counts[INVALID_SLOTS],
+    }

@@ -2,8 +2,11 @@
 """The way of the counters: worker -> scheduler -> front end -> Prometheus.
 
     worker     `attach` puts a payload on the step's own ModelRunnerOutput
-    scheduler  update_from_output: payload and the scheduler's counts meet (`NworStats`)
-               make_spec_decoding_stats: called once for each window vLLM counts
+    scheduler  update_from_output: payload and the scheduler's counts meet, and are
+               noted (`NworStats`); vLLM's SpecDecodingStats has those counts
+               make_spec_decoding_stats: called once for each window vLLM counts, for
+               the steps in which SpecDecodingStats does not say it
+               after some steps, or when no request runs, they are added up, and
                the increments leave in kv_connector_stats["nwor"] of the SchedulerStats,
                the only free-form field that reaches the front end in all versions
     front end  StatLoggerManager.record: takes them out again, before vLLM's own loggers
@@ -26,7 +29,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm.v1.nwor.config import NworConfig
 from vllm.v1.nwor.hooks._wrap import (
@@ -45,13 +48,15 @@ from vllm.v1.nwor.metrics import (
     ScheduledWindows,
     WorkerRecord,
 )
+from vllm.v1.nwor.report import read
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
 REPORT_KEY = "nwor"
+# Steps whose counts leave together while requests run.
+STEPS_TOGETHER = 32
 
 UPDATE = HookTarget(
     SCHEDULER,
@@ -71,9 +76,9 @@ COUNT = HookTarget(
         "num_invalid_spec_tokens",
         "request_id",
     ),
-    why="called once for each window that vLLM counts, also when statistics are off; "
-    "replaced on one scheduler, while it processes a step",
-    delete_when="SchedulerStats says which windows were counted",
+    why="called once for each window that vLLM counts; replaced on one scheduler while "
+    "it processes a step with grammar-invalid drafts, or without statistics",
+    delete_when="SpecDecodingStats counts grammar-invalid drafts, too",
 )
 RECORD = HookTarget(
     LOGGERS,
@@ -126,8 +131,8 @@ def attach(result: Any, payload_fn: Callable[[], Mapping[str, Any] | None]) -> N
         payload now, as its attribute `nwor_stats`. An asynchronous output gets it in
         its get_output, perhaps in another thread: until then the device may still be
         counting. Nothing else (None, vLLM's shared empty output) gets one.
-    payload_fn: returns the payload, a plain dict of `WorkerRecord`'s fields, or None if
-        there is nothing to tell. It is called at most once, when the output is final,
+    payload_fn: returns the payload, plain data as of `Report.payload`, or None if there
+        is nothing to tell. It is called at most once, when the output is final,
         and must not wait for the device.
     """
     if result is None:
@@ -177,7 +182,7 @@ def _set_payload(
         _log_once("payload", "a step's counts could not be read")
         payload = {"breaches": 1}
     if payload:
-        output.nwor_stats = dict(payload)
+        output.nwor_stats = payload
 
 
 @cache
@@ -191,10 +196,11 @@ def _empty_output() -> Any:
 # --- scheduler ------------------------------------------------------------------------
 
 
-def _stats_of(scheduler: Any) -> NworStats:
-    stats: NworStats | None = scheduler.__dict__.get("nwor_stats")
-    if stats is None:
-        stats = scheduler.nwor_stats = NworStats(_draft_count(scheduler), _log_breach)
+def _new_stats(scheduler: Any) -> NworStats:
+    # Who wants breaches raised wants them in the step that has them.
+    together = 1 if NworConfig.from_env().strict else STEPS_TOGETHER
+    stats = NworStats(_draft_count(scheduler), _log_breach, together)
+    scheduler.nwor_stats = stats
     return stats
 
 
@@ -210,27 +216,64 @@ def _draft_count(scheduler: Any) -> DraftCount:
 def _update_from_output(
     wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
 ) -> Any:
-    stats = _stats_of(scheduler)
+    stats: NworStats | None = scheduler.__dict__.get("nwor_stats")
+    if stats is None:
+        stats = _new_stats(scheduler)
     output = argument(UPDATE, "model_runner_output", args, kwargs)
     payload = getattr(output, "nwor_stats", None)
-    if payload is None:
+    step = None
+    vllm_tells = True
+    if payload is not None:
+        try:
+            scheduler_output = argument(UPDATE, "scheduler_output", args, kwargs)
+            step = ScheduledWindows(
+                scheduler_output.scheduled_spec_decode_tokens,
+                output.req_id_to_index,
+                output.sampled_token_ids,
+                scheduler.num_sampled_tokens_per_step,
+            )
+            has_invalid = scheduler_output.num_invalid_spec_tokens
+            vllm_tells = scheduler.log_stats and not has_invalid
+        except Exception as error:
+            _failed(stats, error)
+    if step is None or vllm_tells:
         engine_outputs = wrapped(*args, **kwargs)
     else:
-        record = _guarded(stats, WorkerRecord.from_payload, payload)
-        scheduler_output = argument(UPDATE, "scheduler_output", args, kwargs)
-        step = _guarded(stats, _scheduled_windows, scheduler, scheduler_output, output)
-        if step is None:
+        scheduler.make_spec_decoding_stats = _counting(scheduler, step)
+        try:
             engine_outputs = wrapped(*args, **kwargs)
-        else:
-            scheduler.make_spec_decoding_stats = _counting(scheduler, step)
-            try:
-                engine_outputs = wrapped(*args, **kwargs)
-            finally:
-                del scheduler.make_spec_decoding_stats
-        if record is not None and step is not None:
-            _guarded(stats, stats.add_step, record, step)
-    _guarded(stats, _send_report, scheduler, stats, engine_outputs)
+        finally:
+            del scheduler.make_spec_decoding_stats
+    try:
+        if step is not None:
+            stats.note(payload, step)
+            if vllm_tells:
+                _count(step, engine_outputs)
+    except Exception as error:
+        _failed(stats, error)
+    try:
+        # As long as requests run, another output will come.
+        if stats.due or (stats.noted and not scheduler.running):
+            _send_report(scheduler, stats, engine_outputs)
+    except Exception as error:
+        _failed(stats, error)
     return engine_outputs
+
+
+def _carrier(engine_outputs: Mapping[int, Any]) -> Any:
+    """The one output that carries a SchedulerStats; None while statistics are off."""
+    for engine_output in engine_outputs.values():
+        if engine_output.scheduler_stats is not None:
+            return engine_output
+    return None
+
+
+def _count(step: ScheduledWindows, engine_outputs: Mapping[int, Any]) -> None:
+    """Takes what vLLM counted in a step without grammar-invalid drafts: without those,
+    its sums are the sums of what `make_spec_decoding_stats` was called with."""
+    counted = _carrier(engine_outputs).scheduler_stats.spec_decoding_stats
+    if counted is not None:
+        step.count(counted.num_draft_tokens, counted.num_accepted_tokens)
 
 
 def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
@@ -261,38 +304,33 @@ def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
     return counted
 
 
-def _scheduled_windows(
-    scheduler: Any, scheduler_output: Any, output: Any
-) -> ScheduledWindows:
-    return ScheduledWindows(
-        scheduler_output.scheduled_spec_decode_tokens,
-        output.req_id_to_index,
-        output.sampled_token_ids,
-        scheduler.num_sampled_tokens_per_step,
-    )
-
-
 def _send_report(
     scheduler: Any, stats: NworStats, engine_outputs: Mapping[int, Any]
 ) -> None:
-    """Puts what is pending on the one output that carries a SchedulerStats. There is
-    none while statistics are off: the counts wait."""
+    """Adds up what was noted, and puts what is pending on the output that carries a
+    SchedulerStats. Without one the counts wait."""
+    for payload, step in stats.take_noted():
+        try:
+            stats.add_step(WorkerRecord.from_payload(read(payload)), step)
+        except Exception as error:
+            _failed(stats, error)
     if not stats.pending:
+        stats.due = False
         return
-    for engine_output in engine_outputs.values():
-        scheduler_stats = engine_output.scheduler_stats
-        if scheduler_stats is None:
-            continue
-        # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
-        # wait for the next ones, unless there is nothing left that could make any.
-        if not engine_output.outputs and scheduler.has_unfinished_requests():
-            return
-        if _front_end_understands():
-            scheduler_stats.kv_connector_stats = {
-                **(scheduler_stats.kv_connector_stats or {}),
-                REPORT_KEY: stats.take_report(),
-            }
+    stats.due = True  # until it has left
+    carrier = _carrier(engine_outputs)
+    if carrier is None:
         return
+    # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they wait
+    # for the next ones, unless there is nothing left that could make any.
+    if not carrier.outputs and scheduler.has_unfinished_requests():
+        return
+    report = stats.take_report()
+    if _front_end_understands():
+        carrier.scheduler_stats.kv_connector_stats = {
+            **(carrier.scheduler_stats.kv_connector_stats or {}),
+            REPORT_KEY: report,
+        }
 
 
 @cache
@@ -308,16 +346,13 @@ def _front_end_understands() -> bool:
     return True
 
 
-def _guarded(stats: NworStats, action: Callable[..., T], *args: Any) -> T | None:
-    """action(*args); a failure is a breach, unless VLLM_NWOR_STRICT lets it pass."""
-    try:
-        return action(*args)
-    except Exception as error:
-        if NworConfig.from_env().strict:
-            raise
-        kind = "payload" if isinstance(error, PayloadError) else "internal"
-        stats.breach(kind, repr(error))
-        return None
+def _failed(stats: NworStats, error: Exception) -> None:
+    """To be called while `error` is handled: it is a breach, or raised again under
+    VLLM_NWOR_STRICT."""
+    if NworConfig.from_env().strict:
+        raise error
+    kind = "payload" if isinstance(error, PayloadError) else "internal"
+    stats.breach(kind, repr(error))
 
 
 def _log_breach(kind: str, found: str) -> None:
@@ -348,8 +383,10 @@ def _create_prometheus(
 
 
 def _record(wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
-    report = _pop_report(argument(RECORD, "scheduler_stats", args, kwargs))
-    if report is not None:
+    scheduler_stats = argument(RECORD, "scheduler_stats", args, kwargs)
+    carried = getattr(scheduler_stats, "kv_connector_stats", None)
+    if carried and REPORT_KEY in carried:
+        report = _pop_report(scheduler_stats)
         try:
             _bump(manager, report, argument(RECORD, "engine_idx", args, kwargs) or 0)
         except Exception:
@@ -359,11 +396,9 @@ def _record(wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -
     return wrapped(*args, **kwargs)
 
 
-def _pop_report(scheduler_stats: Any) -> dict[str, Any] | None:
+def _pop_report(scheduler_stats: Any) -> dict[str, Any]:
     """Takes our report out of a SchedulerStats, which then is as vLLM made it."""
-    stats = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
-    if not stats or REPORT_KEY not in stats:
-        return None
+    stats = scheduler_stats.kv_connector_stats
     others = {key: value for key, value in stats.items() if key != REPORT_KEY}
     scheduler_stats.kv_connector_stats = others or None
     report: dict[str, Any] = stats[REPORT_KEY]
