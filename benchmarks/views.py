@@ -70,8 +70,13 @@ VIEWS: dict[str, Callable[[Result], str]] = {
 }
 
 
+# A cell's median ratio is at least this, or inside the interval of its control.
+BUDGET = 0.995
+
+
 def cells(results: Sequence[Result]) -> str:
-    """A line a file: what was compared, its ratio beside the control's, host time."""
+    """A line a file: what was compared, its ratio beside the control's, whether that
+    is within the budget and the intervals as narrow as asked for, host time."""
     rows = []
     for result in results:
         args, summary = result["arguments"], result["summary"]
@@ -82,6 +87,8 @@ def cells(results: Sequence[Result]) -> str:
             f"{one['median']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
             for one in (ratio["nwor"], ratio["control"])
         ]
+        median, control = ratio["nwor"]["median"], ratio["control"]
+        is_met = median >= BUDGET or control["low"] <= median <= control["high"]
         variables = result["environment"]["variables"]
         runner = {"0": "V1", "1": "V2"}.get(
             variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
@@ -95,8 +102,11 @@ def cells(results: Sequence[Result]) -> str:
                 str(args["batch_size"]),
                 str(args["context"] or max(result["prompt_tokens"])),
                 f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
+                f"{result['engine']['log_bytes'] / 2**20:.0f} MiB",
                 *shown,
-                number(ratio["num_pairs"]),
+                "met" if is_met else "**missed**",
+                number(ratio["num_pairs"])
+                + ("" if ratio["until_reached"] else ", too few"),
                 "none"
                 if host is None
                 else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
@@ -110,8 +120,10 @@ def cells(results: Sequence[Result]) -> str:
         "batch",
         "prompt",
         "accepted",
+        "log",
         "nwor / off (90 %)",
         "off / off (90 %)",
+        "budget",
         "pairs",
         "begin + commit",
         "date, UTC",
@@ -198,6 +210,40 @@ def engines(result: Result) -> str:
     return Table("", head, rows, left=True).markdown()
 
 
+def sleep(result: Result) -> str:
+    """What NWOR did before a sleep and after each wake-up; a line a phase."""
+    rows = []
+    for name, entry in result["entries"].items():
+        for phase, found in entry["cow"]["phases"].items():
+            done = found["rows"].values()
+            in_pool = [tag for tag in found["pools"].values() if tag is not None]
+            rows.append(
+                (
+                    name,
+                    phase,
+                    *(
+                        number(sum(row[count] for row in done))
+                        for count in ("windows", "staged", "committed", "rejected")
+                    ),
+                    number(len(in_pool)),
+                    entry["environment"]["date"].removesuffix(" UTC"),
+                    str(entry["environment"]["commit"])[:8],
+                )
+            )
+    head = (
+        "engine",
+        "after",
+        "windows",
+        "drafts",
+        "accepted",
+        "rejected",
+        "our tensors in the pool that sleep empties",
+        "date, UTC",
+        "commit",
+    )
+    return Table("", head, rows, left=True).markdown()
+
+
 def moved_bytes(results: Sequence[Result]) -> str:
     """Bytes that log and restore copied, a line a file: the drafts, and rejected ones,
     that the device counted, times the bytes of a slot as NWOR found them.
@@ -220,6 +266,7 @@ def moved_bytes(results: Sequence[Result]) -> str:
             (
                 f"{args['runner']}, k = {args['num_speculative_tokens']}",
                 str(args["batch_size"]),
+                f"{done['committed'] / max(done['staged'], 1):.2f}",
                 f"{done['staged'] / steps:.1f}",
                 f"{done['logged_bytes'] / steps / 2**20:.2f} MiB",
                 f"{done['restored_bytes'] / steps / 2**20:.2f} MiB",
@@ -230,6 +277,7 @@ def moved_bytes(results: Sequence[Result]) -> str:
     head = (
         "runner",
         "batch",
+        "accepted",
         "drafts a step",
         "logged a step",
         "restored a step",

@@ -13,7 +13,7 @@ The first names a file in results/ and a view. Views of a file of bench_vllm.py:
 machine, speed, ratio, acceptance, nwor, words, plot, all. View of several of them (the
 name may hold *): cells, a line a file. View of a file of bench_kernels.py: kernels; of
 tools/soak.py: soak. View of files of tools/host_profile.py (the name may hold *): host.
-View of the engines of tests/gpu: engines. View of files of bench_vllm.py with a named
+Views of files of tests/gpu: engines, sleep. View of files of bench_vllm.py with a named
 shape (the name may hold *): bytes.
 A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
 it shows are no longer the file's.
@@ -51,7 +51,7 @@ BLOCK = re.compile(
 
 
 PLOT, CELLS, KERNELS, SOAK, HOST = "plot", "cells", "kernels", "soak", "host"
-ENGINES, BYTES = "engines", "bytes"
+ENGINES, BYTES, SLEEP = "engines", "bytes", "sleep"
 
 
 def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) -> Result:
@@ -108,7 +108,7 @@ class Renderer:
 
     def _parse(self, what: str) -> tuple[str, str]:
         parts = what.split()
-        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST, ENGINES, BYTES]
+        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST, ENGINES, BYTES, SLEEP]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
@@ -117,6 +117,8 @@ class Renderer:
         """Markdown of one view. Raises BadBlock."""
         if view == ENGINES:
             return views.engines(load(self.results / file, kind="gpu_engines"))
+        if view == SLEEP:
+            return views.sleep(load(self.results / file, kind="gpu_sleep"))
         if view in (CELLS, HOST, BYTES):
             paths = sorted(self.results.glob(file))
             if not paths:

@@ -16,6 +16,7 @@ def moved(logged, restored):
         "summary": {
             "nwor": {
                 "staged": 8,
+                "committed": 6,
                 "rejected": 2,
                 "logged_bytes": logged,
                 "restored_bytes": restored,
@@ -33,7 +34,7 @@ def test_bytes_are_held_against_the_shapes():
     right = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT)]))
     wrong = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT - 64)]))
 
-    assert right == ["v2, k = 4", "1", "4.0", "0.50 MiB", "0.12 MiB", "0", "0"]
+    assert right == ["v2, k = 4", "1", "0.75", "4.0", "0.50 MiB", "0.12 MiB", "0", "0"]
     assert wrong[-1] == "-64"
     with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
         views.moved_bytes([moved(0, 0) | {"model": "smol"}])
@@ -64,6 +65,80 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     assert row == [
         *("one", "V2, eagle, 2 ranks", "FLASH_ATTN, bf16", "both", "yes"),
         *("7", "6", "bytes", "aborts", "2026-01-02 03:04", "abcdef01"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("median", "control", "verdict"),
+    [
+        (0.9951, (0.999, 1.001), "met"),
+        (0.9949, (0.999, 1.001), "**missed**"),
+        (0.9949, (0.994, 1.001), "met"),
+        (0.9949, (0.990, 0.9948), "**missed**"),
+    ],
+)
+def test_a_cell_says_whether_it_is_within_the_budget(median, control, verdict):
+    low, high = control
+    ratio = {
+        "nwor": {"median": median, "low": 0.98, "high": 1.02},
+        "control": {"median": 1.0, "low": low, "high": high},
+        "num_pairs": 9,
+        "until_reached": False,
+    }
+    result = {
+        "mode": "compare",
+        "model": "shape:llama-8b",
+        "arguments": {
+            "method": "eagle",
+            "num_speculative_tokens": 4,
+            "batch_size": 16,
+            "context": 256,
+        },
+        "engine": {"log_bytes": 2**25},
+        "environment": {
+            "date": "2026-01-02 03:04 UTC",
+            "variables": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+        },
+        "summary": {
+            "ratio": ratio,
+            "acceptance": {"accepted": 7, "drafted": 10},
+            "nwor": {"host": {"begin_us_median": 12.0, "commit_us_median": 11.0}},
+        },
+    }
+
+    row = last_row(views.cells([result]))
+
+    assert row[:7] == [
+        "shape:llama-8b",
+        "eagle, 4",
+        "V2",
+        "16",
+        "256",
+        "0.70",
+        "32 MiB",
+    ]
+    assert row[9:12] == [verdict, "9, too few", "23.0 us"]
+    ratio["until_reached"] = True
+    assert last_row(views.cells([result]))[10] == "9"
+
+
+def test_a_sleeping_engine_has_a_line_for_each_phase():
+    counts = {"windows": 3, "staged": 12, "committed": 5, "rejected": 7}
+    phase = {
+        "pools": {"counters": None, "group 0 undo log": "kv_cache"},
+        "rows": {"batch 8": counts, "prefix caching": counts},
+    }
+    entry = {
+        "cow": {"phases": {"awake": phase, "level 1": phase}},
+        "environment": {"date": "2026-01-02 03:04 UTC", "commit": "abcdef0123"},
+    }
+
+    text = views.sleep({"entries": {"one": entry}})
+
+    assert len(text.splitlines()) == 2 + 2
+    assert last_row(text) == [
+        *("one", "level 1", "6", "24", "10", "14", "1"),
+        *("2026-01-02 03:04", "abcdef01"),
     ]
 
 
