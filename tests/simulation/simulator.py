@@ -51,7 +51,7 @@ from vllm.v1.nwor.draft_manager import (
 )
 from vllm.v1.nwor.launches import num_bytes
 from vllm.v1.nwor.metrics import DraftCount, NworStats, WorkerRecord
-from vllm.v1.nwor.report import GroupInfo, Report, read
+from vllm.v1.nwor.report import GroupInfo, Report
 
 MAX_REQUESTS = 6
 MAX_TOKENS = 64
@@ -548,7 +548,7 @@ class Simulator:
     def _check_report(self, step: Step, failed: bool) -> None:
         """What would be in the metrics, from worker and scheduler together."""
         payload = self.report.payload(self.report.take_step())
-        record = WorkerRecord.from_payload(read(payload or {}))
+        record = WorkerRecord.from_payload(payload or {})
         scheduled = step.scheduled_windows()
         self.stats.add_step(record, scheduled)
         found = self.stats.take_report()

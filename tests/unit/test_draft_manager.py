@@ -18,7 +18,8 @@ from vllm.v1.nwor.draft_manager import (
 )
 from vllm.v1.nwor.kv_layout import row_layout
 from vllm.v1.nwor.launches import num_bytes
-from vllm.v1.nwor.report import GroupInfo, Report, read
+from vllm.v1.nwor.metrics import WorkerRecord
+from vllm.v1.nwor.report import GroupInfo, Report
 from vllm.v1.nwor.window import NumRejected, SampledIds, VerificationWindows
 
 BLOCKS, HEADS, SLOTS, DIM = 6, 2, 4, 8
@@ -358,35 +359,45 @@ class TestReport:
         manager = manager_of([(0, layers())])
         report = Report(self.infos, manager)
 
-        first = dict(read(report.payload(self.step(manager, report, 2, 0))))
-        second = read(report.payload(self.step(manager, report, 0, 0)))
+        first, second = (
+            WorkerRecord.from_payload(
+                report.payload(self.step(manager, report, accepted, 0))
+            )
+            for accepted in (2, 0)
+        )
 
-        assert first.pop("info") == [
-            {"group": 0, "requested": "stage", "resolved": "cow", "reason": "because"}
-        ]
         slot_bytes = 3 * HEADS * DIM
-        assert first == {
-            "windows": 2,
-            "tokens_staged": 3,
-            "tokens_accepted": 2,
-            "tokens_rejected": 1,
-            "restored_bytes": slot_bytes,
-            "breaches": 0,
-        }
-        assert second == first | {
-            "tokens_accepted": 0,
-            "tokens_rejected": 3,
-            "restored_bytes": 3 * slot_bytes,
-        }
+        assert first == WorkerRecord(
+            windows=2,
+            tokens_staged=3,
+            tokens_accepted=2,
+            tokens_rejected=1,
+            restored_bytes=slot_bytes,
+            info=[
+                {
+                    "group": 0,
+                    "requested": "stage",
+                    "resolved": "cow",
+                    "reason": "because",
+                }
+            ],
+        )
+        assert second == WorkerRecord(
+            windows=2,
+            tokens_staged=3,
+            tokens_accepted=0,
+            tokens_rejected=3,
+            restored_bytes=3 * slot_bytes,
+        )
 
     def test_a_step_that_nobody_reads_is_not_counted_in_the_next(self):
         manager = manager_of([(0, layers())])
         report = Report(self.infos, manager)
         self.step(manager, report, 2, 1)
 
-        payload = read(report.payload(self.step(manager, report, 2, 1)))
+        payload = report.payload(self.step(manager, report, 2, 1))
 
-        assert payload["tokens_staged"] == 3
+        assert WorkerRecord.from_payload(payload).tokens_staged == 3
 
     def test_a_step_without_windows_says_nothing(self):
         manager = manager_of([(0, layers())])

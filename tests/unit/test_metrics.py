@@ -349,7 +349,6 @@ def scheduler_module():
             self.counted = SimpleNamespace(windows=0, drafts=0, accepted=0)
             self.connector_stats = None
             self.unfinished = True
-            self.running = [1]
             self.has_sums = True
 
         def has_unfinished_requests(self):
@@ -415,16 +414,10 @@ def scheduler_module():
     return module
 
 
-def hooked_scheduler(together=1, **arguments):
-    """together: steps whose counts leave together; None: as many as NWOR chooses."""
+def hooked_scheduler(**arguments):
     module = scheduler_module()
     stats.install_scheduler(module)
-    scheduler = module.Scheduler(**arguments)
-    if together is not None:
-        scheduler.nwor_stats = NworStats(
-            stats._draft_count(scheduler), stats._log_breach, together
-        )
-    return scheduler
+    return module.Scheduler(**arguments)
 
 
 def run(scheduler, step, payload="truth", invalid=None):
@@ -435,7 +428,6 @@ def run(scheduler, step, payload="truth", invalid=None):
         payload = step.payload
     if payload is not None:
         output.nwor_stats = payload
-    scheduler.running = [1] if scheduler.unfinished else []
     scheduler_output = SimpleNamespace(
         step=step,
         num_invalid_spec_tokens=invalid,
@@ -481,53 +473,6 @@ def test_a_step_without_a_record_counts_nothing_and_is_no_breach():
     assert scheduler.counted.accepted == 5
 
 
-def test_counts_of_many_steps_leave_together():
-    scheduler = hooked_scheduler(together=None)
-
-    reports = [run(scheduler, MIXED) for _ in range(2 * stats.STEPS_TOGETHER)]
-
-    at = [number for number, report in enumerate(reports, 1) if report]
-    assert at == [stats.STEPS_TOGETHER, 2 * stats.STEPS_TOGETHER]
-    for report in filter(None, reports):
-        assert report["windows"] == 4 * stats.STEPS_TOGETHER
-        assert report["committed_tokens"] == 5 * stats.STEPS_TOGETHER
-        assert report["breaches"] == 0
-
-
-def test_when_no_request_runs_nothing_waits():
-    scheduler = hooked_scheduler(together=None)
-    assert run(scheduler, MIXED) is None
-    scheduler.unfinished = False
-
-    assert run(scheduler, MIXED)["windows"] == 2 * 4
-    assert run(scheduler, Step(windows={}), payload=None) is None
-
-
-def test_the_last_output_may_be_one_without_counts():
-    scheduler = hooked_scheduler(together=None)
-    assert run(scheduler, MIXED) is None
-    scheduler.unfinished = False
-
-    assert run(scheduler, Step(windows={}), payload=None)["windows"] == 4
-
-
-def test_news_of_the_groups_do_not_wait():
-    scheduler = hooked_scheduler(together=None)
-    assert run(scheduler, MIXED) is None
-
-    report = run(scheduler, MIXED, {"info": INFO})
-
-    assert report["info"] == INFO
-    assert report["windows"] == 4
-
-
-def test_strict_adds_up_every_step(monkeypatch):
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
-    scheduler = hooked_scheduler(together=None)
-
-    assert run(scheduler, MIXED)["windows"] == 4
-
-
 @pytest.mark.parametrize("log_stats", [True, False])
 def test_drafts_that_a_grammar_forbids_are_counted_as_rejected(log_stats):
     """vLLM leaves them out of its sums, but not of the calls."""
@@ -539,12 +484,10 @@ def test_drafts_that_a_grammar_forbids_are_counted_as_rejected(log_stats):
     report = run(scheduler, Step(windows={"a": (4, 4, "counted")}))
 
     assert "make_spec_decoding_stats" not in vars(scheduler)
-    if log_stats:
-        assert report["rejected_tokens"] == 0
-    else:
-        assert report["rejected_tokens"] == 2
-        assert report["committed_tokens"] == 5 + 4
-        assert report["breaches"] == 0
+    assert report["breaches"] == 0
+    waited = not log_stats  # for statistics to be on
+    assert report["rejected_tokens"] == (2 if waited else 0)
+    assert report["committed_tokens"] == (5 + 4 if waited else 4)
 
 
 def test_what_vllm_summed_up_is_what_it_counted():
@@ -558,14 +501,27 @@ def test_what_vllm_summed_up_is_what_it_counted():
 
 
 def test_sums_that_are_missing_are_a_breach_and_lose_no_output():
-    scheduler = hooked_scheduler(together=None)
+    scheduler = hooked_scheduler()
     scheduler.has_sums = False
 
     report = run(scheduler, MIXED)
 
-    assert report["breaches"] >= 1
-    assert report["committed_tokens"] == 0
+    assert report["breaches"] == 1
     assert partition_holds(report)
+    scheduler.has_sums = True
+    assert run(scheduler, MIXED)["committed_tokens"] == 5
+
+
+def test_a_report_that_cannot_be_sent_is_a_breach_and_loses_no_output():
+    scheduler = hooked_scheduler()
+    del type(scheduler).has_unfinished_requests
+    silent = Step(windows={"b": (4, 3, "gone")})
+
+    assert run(scheduler, silent) is None
+
+    report = run(scheduler, MIXED)
+    assert report["breaches"] == 1
+    assert report["windows"] == 1 + 4
 
 
 def test_counts_wait_until_statistics_are_on():
@@ -664,11 +620,10 @@ WINDOWS = st.dictionaries(
             st.booleans(),  # a grammar forbids drafts
         ),
         max_size=12,
-    ),
-    st.sampled_from([1, 3, None]),
+    )
 )
-def test_whatever_is_aborted_the_totals_add_up(steps, together):
-    scheduler = hooked_scheduler(together)
+def test_whatever_is_aborted_the_totals_add_up(steps):
+    scheduler = hooked_scheduler()
     expected = dict.fromkeys(COUNTERS, 0)
     found = dict.fromkeys(COUNTERS, 0)
     idle = Step(windows={})

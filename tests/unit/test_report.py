@@ -11,7 +11,9 @@ from vllm.v1.nwor.draft_manager import DraftCommitManager, NworError
 from vllm.v1.nwor.hooks import runner as hooks
 from vllm.v1.nwor.kv_layout import row_layout
 from vllm.v1.nwor.launches import LayerCache
-from vllm.v1.nwor.report import RING_SLOTS, Report, read
+from vllm.v1.nwor.metrics import PayloadError, WorkerRecord
+from vllm.v1.nwor.ops import COUNTER_COLUMNS
+from vllm.v1.nwor.report import RING_SLOTS, Report
 from vllm.v1.nwor.window import NumRejected, VerificationWindows
 
 
@@ -54,8 +56,8 @@ def step(manager, report, num_drafts):
 
 
 def counts(report):
-    payload = read(report.payload(report.take_step()))
-    return payload["tokens_staged"], payload["tokens_rejected"]
+    record = WorkerRecord.from_payload(report.payload(report.take_step()))
+    return record.tokens_staged, record.tokens_rejected
 
 
 def test_each_step_has_its_own_counts_all_around_the_ring():
@@ -97,10 +99,10 @@ def test_a_commit_that_fails_late_still_counts():
     step(manager, report, 3)
     manager.launches.fails = False
 
-    payload = read(report.payload(report.take_step()))
+    record = WorkerRecord.from_payload(report.payload(report.take_step()))
 
-    assert payload["tokens_staged"] == 3
-    assert payload["fallbacks"] == {"commit_failed": 1}
+    assert record.tokens_staged == 3
+    assert record.fallbacks == {"commit_failed": 1}
 
 
 def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
@@ -129,8 +131,9 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
     assert hooks.sample_tokens(sample_tokens, runner, (), {}) is output
 
     assert manager.counters[0, 1] == 3
-    carried = read(getattr(output, "nwor_stats", {}))
-    assert carried.get("tokens_staged") == (3 if emits else None)
+    assert hasattr(output, "nwor_stats") == emits
+    record = WorkerRecord.from_payload(getattr(output, "nwor_stats", {}))
+    assert record.tokens_staged == (3 if emits else 0)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +141,21 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
     [(b"", b""), (bytes(48), bytes(96)), (bytes(40), bytes(40)), (bytes(50),) * 2],
 )
 def test_counters_of_another_shape_are_named(counters):
-    with pytest.raises(ValueError, match=f"{len(counters[0])} and {len(counters[1])}"):
-        read({"counters": counters})
+    with pytest.raises(
+        PayloadError, match=f"{len(counters[0])} and {len(counters[1])}"
+    ):
+        WorkerRecord.from_payload({"counters": counters})
+
+
+@pytest.mark.parametrize("risen", [[-1, 0, 0, 0, 0, 0], [1, 4, 2, 2, -64, 0]])
+def test_counters_that_fall_are_named(risen):
+    before = torch.full((6,), 100)
+    counters = [
+        rows.numpy().tobytes() for rows in (before, before + torch.tensor(risen))
+    ]
+
+    with pytest.raises(PayloadError, match="'windows': "):
+        WorkerRecord.from_payload({"counters": counters})
 
 
 def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
@@ -147,12 +163,31 @@ def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
     risen = torch.tensor([[3, 9, 4, 5, 50, 1], [3, 9, 4, 5, 70, 2]])
     counters = [rows.numpy().tobytes() for rows in (before, before + risen)]
 
-    assert read({"counters": tuple(counters), "fallbacks": {"over_capacity": 1}}) == {
-        "windows": 3,
-        "tokens_staged": 9,
-        "tokens_accepted": 4,
-        "tokens_rejected": 5,
-        "restored_bytes": 120,
-        "breaches": 3,
-        "fallbacks": {"over_capacity": 1},
+    record = WorkerRecord.from_payload(
+        {"counters": tuple(counters), "fallbacks": {"over_capacity": 1}}
+    )
+
+    assert record == WorkerRecord(
+        windows=3,
+        tokens_staged=9,
+        tokens_accepted=4,
+        tokens_rejected=5,
+        restored_bytes=120,
+        breaches=3,
+        fallbacks={"over_capacity": 1},
+    )
+
+
+def test_a_record_begins_with_the_columns_of_the_counters():
+    columns = list(WorkerRecord.__dataclass_fields__)[: len(COUNTER_COLUMNS)]
+    names = [name.removeprefix("tokens_") for name in columns]
+
+    assert len(set(names)) == 6
+    assert dict(zip(COUNTER_COLUMNS, names, strict=True)) == {
+        "windows": "windows",
+        "staged": "staged",
+        "committed": "accepted",
+        "rejected": "rejected",
+        "restored_bytes": "restored_bytes",
+        "invalid_slots": "breaches",
     }

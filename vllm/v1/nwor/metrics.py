@@ -27,6 +27,8 @@ vLLM nor torch and reads no environment. `hooks.stats` brings it the numbers.
 from __future__ import annotations
 
 import enum
+import operator
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,11 +84,22 @@ class WorkerRecord:
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> WorkerRecord:
-        """Reads the plain dict that travelled on the output.
+        """Reads the plain dict that travelled on the output: fields by their names, or
+        as "counters" the bytes of a step's counters before and after its commit.
 
         Raises:
             PayloadError: naming the key that is unknown, or whose value is not allowed.
         """
+        counters = payload.get("counters")
+        if counters is None:
+            record = cls()
+        else:
+            windows, staged, accepted, rejected, restored, invalid = _increments(
+                *counters
+            )
+            record = cls(windows, staged, accepted, rejected, restored, invalid)
+            if len(payload) == 1:
+                return record
         for name, value in payload.items():
             if name in _WORKER_COUNTS:
                 _check_count(name, value)
@@ -101,27 +114,60 @@ class WorkerRecord:
                         raise PayloadError(
                             f"info has {row!r}; expected keys {INFO_LABELS}"
                         )
+            elif name == "counters":
+                continue
             else:
-                unknown = sorted(payload.keys() - cls.__dataclass_fields__.keys())
+                known = {"counters", *cls.__dataclass_fields__}
+                unknown = sorted(payload.keys() - known)
                 raise PayloadError(f"payload has unknown keys {unknown}")
-        return cls(**payload)
+            setattr(record, name, value)
+        return record
 
 
-_WORKER_COUNTS = frozenset(
-    (
-        "windows",
-        "tokens_staged",
-        "tokens_accepted",
-        "tokens_rejected",
-        "restored_bytes",
-        "breaches",
-    )
+# Fields of WorkerRecord, in the order of ops.COUNTER_COLUMNS.
+_WORKER_COUNTS = (
+    "windows",
+    "tokens_staged",
+    "tokens_accepted",
+    "tokens_rejected",
+    "restored_bytes",
+    "breaches",
 )
+# Every launch of a step sees all windows, but only its own bytes and invalid slots.
+_OF_ONE_LAUNCH = (4, 5)
+_ROW = struct.Struct(f"={len(_WORKER_COUNTS)}q")
 
 
 def _check_count(name: str, value: Any) -> None:
     if type(value) is not int or value < 0:
         raise PayloadError(f"{name} is {value!r}; expected an integer >= 0")
+
+
+def _increments(before: bytes, after: bytes) -> list[int]:
+    """By how much the counters rose, in the order of _WORKER_COUNTS.
+
+    before, after: [num_launches, 6] int64 each, of at least one launch.
+    """
+    columns = len(_WORKER_COUNTS)
+    if len(before) == len(after) == _ROW.size:
+        rose = list(map(operator.sub, _ROW.unpack(after), _ROW.unpack(before)))
+    elif len(before) != len(after) or not after or len(after) % _ROW.size:
+        raise PayloadError(
+            f"counters has {len(before)} and {len(after)} bytes; expected the same "
+            f"multiple of {_ROW.size} twice"
+        )
+    else:
+        form = f"={len(after) // 8}q"
+        every = list(
+            map(operator.sub, struct.unpack(form, after), struct.unpack(form, before))
+        )
+        rose = every[:columns]
+        for column in _OF_ONE_LAUNCH:
+            rose[column] = sum(every[column::columns])
+    if min(rose) < 0:
+        risen = dict(zip(_WORKER_COUNTS, rose, strict=True))
+        raise PayloadError(f"counters rose by {risen}; expected numbers >= 0")
+    return rose
 
 
 class ScheduledWindows:
@@ -135,13 +181,14 @@ class ScheduledWindows:
     """
 
     __slots__ = (
-        "_num_drafts",
         "_num_ids",
         "_num_sampled",
-        "_requests",
         "_row_of",
+        "_spec_token_ids",
         "num_counted_accepted",
         "num_counted_drafts",
+        "num_drafts",
+        "num_windows",
     )
 
     def __init__(
@@ -156,21 +203,15 @@ class ScheduledWindows:
         (vLLM clears the rows of discarded requests), nor does a missing one.
         num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
         """
-        self._requests = tuple(spec_token_ids)
+        self._spec_token_ids = spec_token_ids
         self._row_of = req_id_to_index
         self._num_ids = list(map(len, sampled_token_ids or ()))
         self._num_sampled = num_sampled_per_step
-        self._num_drafts = list(map(len, spec_token_ids.values()))
+        num_drafts = list(map(len, spec_token_ids.values()))
+        self.num_windows = len(num_drafts) - num_drafts.count(0)
+        self.num_drafts = sum(num_drafts)
         self.num_counted_drafts = 0
         self.num_counted_accepted = 0
-
-    @property
-    def num_windows(self) -> int:
-        return len(self._num_drafts) - self._num_drafts.count(0)
-
-    @property
-    def num_drafts(self) -> int:
-        return sum(self._num_drafts)
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """vLLM counts one window, or several: their drafts, grammar-invalid ones
@@ -182,14 +223,14 @@ class ScheduledWindows:
         """Fewest and most drafts accepted in all windows, dropped ones too, as far as
         the output tells."""
         least = most = 0
-        for request_id, drafts in zip(self._requests, self._num_drafts, strict=True):
+        for request_id, drafts in self._spec_token_ids.items():
             row = self._row_of.get(request_id)
             num_ids = 0
             if row is not None and self._num_ids:
                 num_ids = self._num_ids[row]
             num_accepted = max(num_ids - self._num_sampled, 0) if drafts else 0
             least += num_accepted
-            most += num_accepted if num_ids else drafts
+            most += num_accepted if num_ids else len(drafts)
         return least, most
 
 
@@ -198,47 +239,22 @@ class NworStats:
 
     report_breach: called with a kind and the numbers found; every breach is counted,
         whatever it does.
-    steps_together: so many steps are noted before they are due. What a step runs is
-        cold by then, so that many at once cost little more than one.
-
-    noted: what the worker sent with an output, and that output's windows, of the steps
-        that were not added up yet. due: whether they should be now.
+    pending: whether there is something to report.
     """
 
     def __init__(
-        self,
-        draft_count: DraftCount,
-        report_breach: Callable[[str, str], None],
-        steps_together: int = 1,
+        self, draft_count: DraftCount, report_breach: Callable[[str, str], None]
     ) -> None:
         self._draft_count = draft_count
         self._report_breach = report_breach
-        self._steps_together = steps_together
         self._known_info: list[dict[str, Any]] = []
-        self.noted: list[tuple[Any, ScheduledWindows]] = []
         self._clear()
 
     def _clear(self) -> None:
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._fallbacks: dict[str, int] = {}
         self._info: list[dict[str, Any]] | None = None
-        self.due = False
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is something to report, apart from what is only noted."""
-        return any(self._counts.values()) or bool(self._fallbacks or self._info)
-
-    def note(self, payload: Any, scheduled: ScheduledWindows) -> None:
-        """Keeps one processed output for `take_noted`. News of the groups are due."""
-        self.noted.append((payload, scheduled))
-        if len(self.noted) >= self._steps_together or "info" in payload:
-            self.due = True
-
-    def take_noted(self) -> list[tuple[Any, ScheduledWindows]]:
-        """What was noted, to be given to `add_step`; it is forgotten here."""
-        noted, self.noted = self.noted, []
-        return noted
+        self.pending = False
 
     def take_report(self) -> dict[str, Any]:
         """The increments since the last report, as plain data, with "info" if it is
@@ -251,17 +267,22 @@ class NworStats:
 
     def breach(self, kind: str, found: str) -> None:
         self._counts["breaches"] += 1
-        self.due = True
+        self.pending = True
         self._report_breach(kind, found)
 
     def add_step(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
         """Adds one processed output: what the worker sent with it, and its windows."""
         for reason, num in record.fallbacks.items():
             self._fallbacks[reason] = self._fallbacks.get(reason, 0) + num
-        info = [dict(row) for row in record.info]
-        if info and info != self._known_info:
-            self._known_info = self._info = info
-        self._counts["restored_bytes"] += record.restored_bytes
+            self.pending = True
+        if record.info:
+            info = [dict(row) for row in record.info]
+            if info != self._known_info:
+                self._known_info = self._info = info
+                self.pending = True
+        if record.restored_bytes:
+            self._counts["restored_bytes"] += record.restored_bytes
+            self.pending = True
         if record.breaches:
             self._counts["breaches"] += record.breaches - 1
             self.breach("worker", f"the worker reported {record.breaches}")
@@ -272,6 +293,7 @@ class NworStats:
         # rejected is the rest. Drafts that the worker left out (UPPER_BOUND) are taken
         # from the rejected ones, then from the dropped ones; drafts it ran beyond what
         # was scheduled (a breach) are dropped ones.
+        self.pending = True
         staged = record.tokens_staged
         committed = min(scheduled.num_counted_accepted, staged)
         uncounted = max(scheduled.num_drafts, staged) - scheduled.num_counted_drafts

@@ -8,13 +8,11 @@ anything.
 
 A step's counts are the difference between two neighbouring slots, so that steps whose
 output nobody reads (vLLM's warm-up requests) are not counted in the next one. A payload
-has both slots' bytes; `read` makes numbers of them where nobody waits.
+has both slots' bytes; metrics.WorkerRecord makes numbers of them, in the scheduler.
 """
 
 from __future__ import annotations
 
-import operator
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -22,18 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm.v1.nwor.draft_manager import DraftCommitManager, State
-from vllm.v1.nwor.ops import COUNTER_COLUMNS
 from vllm.v1.nwor.window import Acceptance
 
-WINDOWS, STAGED, COMMITTED, REJECTED, RESTORED_BYTES, INVALID_SLOTS = range(
-    len(COUNTER_COLUMNS)
-)
-# Every launch sees all windows, but only its own slots and bytes.
-SUMMED = (RESTORED_BYTES, INVALID_SLOTS)
 # Steps between a commit and the reading of its output: vLLM keeps at most two batches
 # in flight without pipeline parallelism; one slot more holds the step before.
 RING_SLOTS = 8
-_INT64 = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ class Report:
 
     def payload(self, step: StepCounts | None) -> dict[str, Any] | None:
         """What to tell the scheduler with a step's output, or None for nothing: plain
-        data, to be read with `read`.
+        data, to be read by metrics.WorkerRecord.
 
         step: what `take_step()` gave in that step. Does not wait: to be called once
         the step's output is there.
@@ -136,38 +127,3 @@ class Report:
             for reason, count in totals.items()
             if count != known.get(reason, 0)
         }
-
-
-def read(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A payload of `Report` with its counters as increments, by the names of
-    `metrics.WorkerRecord`'s fields.
-
-    Raises:
-        ValueError: its counters are not two equal numbers of rows of COUNTER_COLUMNS.
-    """
-    if "counters" not in payload:
-        return payload
-    before, after = payload["counters"]
-    columns = len(COUNTER_COLUMNS)
-    num_values, rest = divmod(len(after), _INT64)
-    if not after or len(before) != len(after) or rest or num_values % columns:
-        raise ValueError(
-            f"counters has {len(before)} and {len(after)} bytes; expected the same "
-            f"multiple of {_INT64 * columns} twice"
-        )
-    form = f"={num_values}q"
-    increments = list(
-        map(operator.sub, struct.unpack(form, after), struct.unpack(form, before))
-    )
-    counts = increments[:columns]
-    for column in SUMMED:
-        counts[column] = sum(increments[column::columns])
-    return {
-        **{name: value for name, value in payload.items() if name != "counters"},
-        "windows": counts[WINDOWS],
-        "tokens_staged": counts[STAGED],
-        "tokens_accepted": counts[COMMITTED],
-        "tokens_rejected": counts[REJECTED],
-        "restored_bytes": counts[RESTORED_BYTES],
-        "breaches": counts[INVALID_SLOTS],
-    }

@@ -2,11 +2,10 @@
 """The way of the counters: worker -> scheduler -> front end -> Prometheus.
 
     worker     `attach` puts a payload on the step's own ModelRunnerOutput
-    scheduler  update_from_output: payload and the scheduler's counts meet, and are
-               noted (`NworStats`); vLLM's SpecDecodingStats has those counts
+    scheduler  update_from_output: payload and scheduler's counts meet (`NworStats`);
+               vLLM's SpecDecodingStats of the step has those counts
                make_spec_decoding_stats: called once for each window vLLM counts, for
                the steps in which SpecDecodingStats does not say it
-               after some steps, or when no request runs, they are added up, and
                the increments leave in kv_connector_stats["nwor"] of the SchedulerStats,
                the only free-form field that reaches the front end in all versions
     front end  StatLoggerManager.record: takes them out again, before vLLM's own loggers
@@ -48,15 +47,12 @@ from vllm.v1.nwor.metrics import (
     ScheduledWindows,
     WorkerRecord,
 )
-from vllm.v1.nwor.report import read
 
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
 REPORT_KEY = "nwor"
-# Steps whose counts leave together while requests run.
-STEPS_TOGETHER = 32
 
 UPDATE = HookTarget(
     SCHEDULER,
@@ -197,9 +193,7 @@ def _empty_output() -> Any:
 
 
 def _new_stats(scheduler: Any) -> NworStats:
-    # Who wants breaches raised wants them in the step that has them.
-    together = 1 if NworConfig.from_env().strict else STEPS_TOGETHER
-    stats = NworStats(_draft_count(scheduler), _log_breach, together)
+    stats = NworStats(_draft_count(scheduler), _log_breach)
     scheduler.nwor_stats = stats
     return stats
 
@@ -220,7 +214,7 @@ def _update_from_output(
     if stats is None:
         stats = _new_stats(scheduler)
     output = argument(UPDATE, "model_runner_output", args, kwargs)
-    payload = getattr(output, "nwor_stats", None)
+    payload: Any = getattr(output, "nwor_stats", None)
     step = None
     vllm_tells = True
     if payload is not None:
@@ -246,14 +240,13 @@ def _update_from_output(
             del scheduler.make_spec_decoding_stats
     try:
         if step is not None:
-            stats.note(payload, step)
             if vllm_tells:
                 _count(step, engine_outputs)
+            stats.add_step(WorkerRecord.from_payload(payload), step)
     except Exception as error:
         _failed(stats, error)
     try:
-        # As long as requests run, another output will come.
-        if stats.due or (stats.noted and not scheduler.running):
+        if stats.pending:
             _send_report(scheduler, stats, engine_outputs)
     except Exception as error:
         _failed(stats, error)
@@ -307,17 +300,8 @@ def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
 def _send_report(
     scheduler: Any, stats: NworStats, engine_outputs: Mapping[int, Any]
 ) -> None:
-    """Adds up what was noted, and puts what is pending on the output that carries a
-    SchedulerStats. Without one the counts wait."""
-    for payload, step in stats.take_noted():
-        try:
-            stats.add_step(WorkerRecord.from_payload(read(payload)), step)
-        except Exception as error:
-            _failed(stats, error)
-    if not stats.pending:
-        stats.due = False
-        return
-    stats.due = True  # until it has left
+    """Puts what is pending on the output that carries a SchedulerStats. There is none
+    while statistics are off: the counts wait."""
     carrier = _carrier(engine_outputs)
     if carrier is None:
         return
@@ -325,12 +309,10 @@ def _send_report(
     # for the next ones, unless there is nothing left that could make any.
     if not carrier.outputs and scheduler.has_unfinished_requests():
         return
-    report = stats.take_report()
     if _front_end_understands():
-        carrier.scheduler_stats.kv_connector_stats = {
-            **(carrier.scheduler_stats.kv_connector_stats or {}),
-            REPORT_KEY: report,
-        }
+        others = carrier.scheduler_stats.kv_connector_stats or {}
+        report = stats.take_report()
+        carrier.scheduler_stats.kv_connector_stats = {**others, REPORT_KEY: report}
 
 
 @cache
