@@ -524,6 +524,20 @@ def test_a_report_that_cannot_be_sent_is_a_breach_and_loses_no_output():
     assert report["windows"] == 1 + 4
 
 
+@pytest.mark.parametrize(
+    "news", [{"fallbacks": {"over_capacity": 2}}, {"info": INFO}, {"breaches": 1}]
+)
+def test_news_leave_with_the_step_that_has_them_and_once(news):
+    scheduler = hooked_scheduler()
+    idle = Step(windows={"e": (0, 0, "counted")})
+
+    report = run(scheduler, idle, news)
+
+    ((name, told),) = news.items()
+    assert report[name] == told
+    assert run(scheduler, idle, {"info": INFO} if name == "info" else None) is None
+
+
 def test_counts_wait_until_statistics_are_on():
     scheduler = hooked_scheduler()
     scheduler.log_stats = False

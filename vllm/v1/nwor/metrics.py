@@ -280,9 +280,7 @@ class NworStats:
             if info != self._known_info:
                 self._known_info = self._info = info
                 self.pending = True
-        if record.restored_bytes:
-            self._counts["restored_bytes"] += record.restored_bytes
-            self.pending = True
+        self._counts["restored_bytes"] += record.restored_bytes
         if record.breaches:
             self._counts["breaches"] += record.breaches - 1
             self.breach("worker", f"the worker reported {record.breaches}")
