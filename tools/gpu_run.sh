@@ -23,6 +23,7 @@
 #
 # Without arguments: build kernels engines sync layouts. A step that fails or outlives
 # its limit does not stop the others; the exit status tells whether one did.
+# tools/gpu_lanes.py runs several of these beside each other on several GPUs.
 #
 # PYTHON        the Python that has vLLM and torch (python3)
 # NWOR_RESULTS  folder for result files (results/; with OUT set: a folder that ends as

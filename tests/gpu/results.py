@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,29 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     for key, entry in entries.items():
         known[key] = {**entry, "environment": where, "command": command}
     write_json(path, {"kind": kind, "schema": 1, "entries": known})
+
+
+def merge(folders: Sequence[Path], to: Path) -> list[str]:
+    """Puts result files of `folders` into `to`, and returns their names. Of files that
+    have entries, each entry is the newest; of others a later folder's replaces."""
+    to.mkdir(parents=True, exist_ok=True)
+    written = []
+    for path in (path for folder in folders for path in sorted(folder.iterdir())):
+        target = to / path.name
+        written.append(path.name)
+        if path.suffix != ".json":
+            shutil.copyfile(path, target)
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "entries" in found and target.is_file():
+            known = json.loads(target.read_text(encoding="utf-8"))["entries"]
+            for key, entry in found["entries"].items():
+                if key not in known or _date(entry) >= _date(known[key]):
+                    known[key] = entry
+            found["entries"] = known
+        write_json(target, found)
+    return sorted(set(written))
+
+
+def _date(entry: dict[str, Any]) -> str:
+    return str(entry["environment"]["date"])
