@@ -287,6 +287,37 @@ def moved_bytes(results: Sequence[Result]) -> str:
     return Table("", head, rows).markdown()
 
 
+def blocks(results: Sequence[Result]) -> str:
+    """Memory: the undo log and the KV blocks left, a line an engine.
+
+    An engine that finds its model compiled starts in seconds, and gets more blocks.
+    """
+    rows: dict[tuple[object, ...], tuple[str, ...]] = {}
+    for result in results:
+        engine, args = result["engine"], result["arguments"]
+        true_off = result.get("true_off")
+        row = (
+            f"{args['runner']}, k = {args['num_speculative_tokens']}",
+            number(args["max_num_seqs"]),
+            str(args["context"]),
+            f"{engine['log_bytes'] / 2**20:.0f} MiB",
+            f"{engine['start_s']:.0f} s",
+            number(engine["kv_blocks"]),
+            "not run" if true_off is None else number(true_off["kv_blocks"]),
+        )
+        rows[(*row, engine["start_s"])] = row  # once for all batch sizes of an engine
+    head = (
+        "runner",
+        "sequences",
+        "prompt",
+        "log",
+        "start-up",
+        "KV blocks",
+        "without NWOR",
+    )
+    return Table("", head, list(rows.values())).markdown()
+
+
 def kernels(result: Result) -> str:
     """Bytes a second (read and written) of copy, log and restore; a line a size.
 

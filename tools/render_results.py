@@ -9,12 +9,16 @@ A block of a README between two comments belongs to this script:
     ...
     <!-- /results -->
 
-The first names a file in results/ and a view. Views of a file of bench_vllm.py:
-machine, speed, ratio, acceptance, nwor, words, plot, all. View of several of them (the
-name may hold *): cells, a line a file. View of a file of bench_kernels.py: kernels; of
-tools/soak.py: soak. View of files of tools/host_profile.py (the name may hold *): host.
-Views of files of tests/gpu: engines, sleep. View of files of bench_vllm.py with a named
-shape (the name may hold *): bytes.
+The first names a file in results/ and a view; of views marked * the name may hold *.
+
+    of bench_vllm.py          machine, speed, ratio, acceptance, nwor, words, plot, all;
+                              cells*, a line a file; blocks*, a line an engine; of a
+                              named shape bytes*
+    of bench_kernels.py       kernels
+    of tools/soak.py          soak
+    of tools/host_profile.py  host*
+    of tests/gpu              engines, sleep
+
 A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
 it shows are no longer the file's.
 
@@ -51,7 +55,7 @@ BLOCK = re.compile(
 
 
 PLOT, CELLS, KERNELS, SOAK, HOST = "plot", "cells", "kernels", "soak", "host"
-ENGINES, BYTES, SLEEP = "engines", "bytes", "sleep"
+ENGINES, BYTES, SLEEP, BLOCKS = "engines", "bytes", "sleep", "blocks"
 
 
 def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) -> Result:
@@ -108,7 +112,8 @@ class Renderer:
 
     def _parse(self, what: str) -> tuple[str, str]:
         parts = what.split()
-        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST, ENGINES, BYTES, SLEEP]
+        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST]
+        known += [ENGINES, BYTES, SLEEP, BLOCKS]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
@@ -119,12 +124,14 @@ class Renderer:
             return views.engines(load(self.results / file, kind="gpu_engines"))
         if view == SLEEP:
             return views.sleep(load(self.results / file, kind="gpu_sleep"))
-        if view in (CELLS, HOST, BYTES):
+        if view in (CELLS, HOST, BYTES, BLOCKS):
             paths = sorted(self.results.glob(file))
             if not paths:
                 raise BadBlock(f"no file in results/ matches {file}")
             if view == CELLS:
                 return views.cells([load(path) for path in paths])
+            if view == BLOCKS:
+                return views.blocks([load(path) for path in paths])
             if view == BYTES:
                 return views.moved_bytes([load(path) for path in paths])
             return views.host([load(path, "tools/host_profile.py") for path in paths])

@@ -144,6 +144,29 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
         assert found["environment"]["commit"] == "abc"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
         assert len(found["samples"]["nwor"]) == len(found["samples"]["control"]) == 7
+        assert "true_off" not in found
+
+    # An engine without NWOR, too: the first one finds nothing compiled.
+    off: list[dict[str, Any]] = []
+
+    def run_true_off(argv: Any) -> dict[str, Any]:
+        off.append(
+            {
+                "outputs": {"tokens": [[1, 2]] * 16},
+                "summary": {"test": "speed"},
+                "engine": {"kv_blocks": 100 + len(off)},
+                "samples": {"runs": []},
+            }
+        )
+        return off[-1]
+
+    monkeypatch.setattr(bench.bench_vllm, "run_true_off", run_true_off)
+    cell = ["v2-default-seqs", "--results", str(tmp_path), "--seconds", "0"]
+
+    assert bench.main(cell) == 0
+
+    path = tmp_path / "bench_gpu_v2-default-seqs_b16.json"
+    assert json.loads(path.read_text())["true_off"]["kv_blocks"] == 101
 
 
 # -- the byte oracle -------------------------------------------------------------------

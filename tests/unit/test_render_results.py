@@ -122,6 +122,28 @@ def test_a_cell_says_whether_it_is_within_the_budget(median, control, verdict):
     assert last_row(views.cells([result]))[10] == "9"
 
 
+def test_memory_has_a_line_for_each_engine_not_for_each_batch_size():
+    def result(start, **more):
+        return {
+            "arguments": {
+                "runner": "v2",
+                "num_speculative_tokens": 4,
+                "max_num_seqs": 1024,
+                "context": 256,
+            },
+            "engine": {"log_bytes": 2**28, "start_s": start, "kv_blocks": 1234},
+            **more,
+        }
+
+    off = {"true_off": {"kv_blocks": 1250}}
+    text = views.blocks([result(70.2), result(70.2), result(14.1, **off)])
+
+    assert len(text.splitlines()) == 2 + 2
+    assert last_row(text) == [
+        *("v2, k = 4", "1 024", "256", "256 MiB", "14 s", "1 234", "1 250"),
+    ]
+
+
 def test_a_sleeping_engine_has_a_line_for_each_phase():
     counts = {"windows": 3, "staged": 12, "committed": 5, "rejected": 7}
     phase = {
