@@ -5,26 +5,29 @@
     python tools/gpu_lanes.py '0: engines sync' '1: soak 5' '2: bench' '0,1: parallel'
 
 An argument is a lane: its GPUs, then steps of gpu_run.sh with their arguments. Lanes
-run at the same time, each with its share of the processors and compile caches of its
-own. One whose GPUs an earlier lane has waits for that lane, and takes over its
-processors. Each lane's output goes to LOGS/laneN.log; in the end all result files are
-in RESULTS, entries of one file from several lanes merged.
+run at the same time, each with compile caches of its own and on the processors of its
+GPUs, among which all processors are shared out. One whose GPUs an earlier lane has
+waits for that lane. Each lane's output goes to LOGS/laneN.log; in the end, also when
+stopped by a signal or the limit, all result files are in RESULTS, entries of one file
+from several lanes merged.
 
 Lanes share the host's memory and clock: figures of one lane are compared with its own
 control, not with another lane's.
 
-Exit status: 0 all steps passed; 1 some did not, or were stopped at the limit; 2 a bad
-argument.
+Exit status: 0 all steps passed; 1 some did not, or were stopped; 2 a bad argument.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,7 @@ import psutil  # noqa: E402
 from tests.gpu import results  # noqa: E402
 
 RUN = ROOT / "tools" / "gpu_run.sh"
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -68,29 +72,19 @@ def parse_lane(text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def plan(texts: Sequence[str], cores: Sequence[int]) -> list[Lane]:
     """The lanes, with their share of the processors. Raises ValueError."""
     parsed = [parse_lane(text) for text in texts]
-    after = [
-        tuple(
-            earlier + 1
-            for earlier in range(number)
-            if set(parsed[earlier][0]) & set(parsed[number][0])
-        )
-        for number in range(len(parsed))
-    ]
-    first = [number for number, waits in enumerate(after) if not waits]
-    share = len(cores) // len(first)
+    all_gpus = sorted({gpu for gpus, _ in parsed for gpu in gpus})
+    share = len(cores) // len(all_gpus)
     if share == 0:
         raise ValueError(
-            f"{len(first)} lanes at a time; allowed: {len(cores)}, a core each"
+            f"{len(all_gpus)} GPUs for {len(cores)} processors; expected at least one "
+            "processor for each"
         )
     lanes: list[Lane] = []
-    for number, (gpus, steps) in enumerate(parsed):
-        if after[number]:
-            taken = {core for lane in after[number] for core in lanes[lane - 1].cores}
-            own = tuple(sorted(taken))
-        else:
-            start = first.index(number) * share
-            own = tuple(cores[start : start + share])
-        lanes.append(Lane(number + 1, gpus, steps, after[number], own))
+    for gpus, steps in parsed:
+        after = tuple(lane.number for lane in lanes if set(lane.gpus) & set(gpus))
+        starts = [share * all_gpus.index(gpu) for gpu in sorted(gpus)]
+        own = tuple(core for start in starts for core in cores[start : start + share])
+        lanes.append(Lane(len(lanes) + 1, gpus, steps, after, own))
     return lanes
 
 
@@ -98,54 +92,41 @@ class Runner:
     """Runs lanes below `work`; each has a folder of its own there."""
 
     def __init__(self, lanes: Sequence[Lane], work: Path, logs: Path) -> None:
+        self._waiting = list(lanes)
         self._work, self._logs = work, logs
-        self._done = {lane.number: threading.Event() for lane in lanes}
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._stopped = threading.Event()
         self.status: dict[int, int] = {}
-        self._threads = [
-            threading.Thread(target=self._run, args=(lane,), daemon=True)
-            for lane in lanes
-        ]
 
     def results_of(self, number: int) -> Path:
         return self._work / f"lane{number}" / "results"
 
-    def run(self, seconds: float | None) -> bool:
-        """Whether all lanes came to their end in time."""
-        for thread in self._threads:
-            thread.start()
-        timer = threading.Timer(seconds, self._stop) if seconds else None
-        if timer:
-            timer.start()
-        for thread in self._threads:
-            thread.join()
-        if timer:
-            timer.cancel()
-        return not self._stopped.is_set()
-
-    def _stop(self) -> None:
-        self._stopped.set()
-        for process in list(self._running.values()):
-            # Steps are process groups of their own.
-            try:
-                family = psutil.Process(process.pid).children(recursive=True)
-            except psutil.NoSuchProcess:
-                continue
-            for one in family:
-                one.kill()
-            process.kill()
-
-    def _run(self, lane: Lane) -> None:
-        for number in lane.after:
-            self._done[number].wait()
+    def run(self, seconds: float | None) -> str | None:
+        """Runs all lanes; returns why they were stopped, if they were."""
+        limit = time.monotonic() + (seconds or math.inf)
         try:
-            if not self._stopped.is_set():
-                self.status[lane.number] = self._run_steps(lane)
+            while self._waiting or self._running:
+                if time.monotonic() > limit:
+                    return f"stopped after {seconds:g} s"
+                self._step()
+                time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            return "stopped by a signal"
         finally:
-            self._done[lane.number].set()
+            for process in self._running.values():
+                kill_family(process)
+        return None
 
-    def _run_steps(self, lane: Lane) -> int:
+    def _step(self) -> None:
+        for number, process in list(self._running.items()):
+            if process.poll() is not None:
+                self.status[number] = process.returncode
+                del self._running[number]
+        for lane in list(self._waiting):
+            if all(number in self.status for number in lane.after):
+                self._waiting.remove(lane)
+                self._running[lane.number] = self._start(lane)
+
+    def _start(self, lane: Lane) -> subprocess.Popen[bytes]:
         folder = self._work / f"lane{lane.number}"
         variables = {
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, lane.gpus)),
@@ -172,9 +153,33 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(process.pid, lane.cores)
-            self._running[lane.number] = process
-            return process.wait()
+        return process
+
+
+def kill_family(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process with all that it started, sessions of their own too. All are
+    halted before any is killed: what is halted starts nothing, and loses no child."""
+    halted: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        new = [parent]
+        while new:
+            for one in new:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.suspend()
+            halted += new
+            new = [p for p in parent.children(recursive=True) if p not in halted]
+    for one in reversed(halted):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def interrupt(number: int, frame: object) -> None:
+    """A signal handler: SIGTERM as Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,17 +196,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.logs.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="nwor-lanes-"))
     runner = Runner(lanes, work, arguments.logs)
-    in_time = runner.run(arguments.seconds)
+    signal.signal(signal.SIGTERM, interrupt)
+    stopped = runner.run(arguments.seconds)
     folders = [runner.results_of(lane.number) for lane in lanes]
     written = results.merge([f for f in folders if f.is_dir()], arguments.results)
     for lane in lanes:
         status = runner.status.get(lane.number, "not run")
         print(f"lane {lane.number}, {' '.join(lane.steps)}: exit status {status}")
-    if not in_time:
-        print(f"stopped after {arguments.seconds:g} s")
+    if stopped:
+        print(stopped)
     print(f"results in {arguments.results}: {' '.join(written)}")
     passed = [runner.status.get(lane.number) == 0 for lane in lanes]
-    return 0 if in_time and all(passed) else 1
+    return 0 if not stopped and all(passed) else 1
 
 
 if __name__ == "__main__":

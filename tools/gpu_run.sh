@@ -239,7 +239,8 @@ write_entry() { # FILE KIND JSON: an entry of one file, with the environment
 import json, os, sys
 from tests.gpu import results
 entry = {"exit_status": json.loads(os.environ["NWOR_ENTRY"])}
-results.save(sys.argv[1], sys.argv[2], "make gpu-test", {"all": entry})
+command = "tools/gpu_run.sh sanitizer"
+results.save(sys.argv[1], sys.argv[2], command, {"all": entry})
 ' "$1" "$2"
 }
 

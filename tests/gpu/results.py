@@ -45,6 +45,8 @@ def merge(folders: Sequence[Path], to: Path) -> list[str]:
     to.mkdir(parents=True, exist_ok=True)
     written = []
     for path in (path for folder in folders for path in sorted(folder.iterdir())):
+        if path.name.startswith(".") or not path.is_file():
+            continue  # what a process that was killed was writing
         target = to / path.name
         written.append(path.name)
         if path.suffix != ".json":

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,10 @@ FAKE = """#!/usr/bin/env bash
 echo "steps $*, GPUs $CUDA_VISIBLE_DEVICES, OUT ${OUT:-unset}"
 mkdir -p "$NWOR_RESULTS"
 case $1 in
-hang) set -m; sleep 600 & echo $! >"$2"; wait ;;
+hang) set -m
+   (while true; do sleep 0.01; done) & echo $! >>"$2"
+   setsid sleep 600 & echo $! >>"$2"
+   wait ;;
 fail) exit 3 ;;
 *) date +%s.%N >"$2"; sleep 0.5
    echo '{"command": "c"}' >"$NWOR_RESULTS/$1.json"; date +%s.%N >>"$2" ;;
@@ -32,13 +37,15 @@ def lanes(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setattr(gpu_lanes, "RUN", script)
     monkeypatch.setenv("OUT", "elsewhere")
+    before = signal.getsignal(signal.SIGTERM)
 
     def run(*texts, seconds=60):
         argv = [*texts, "--results", str(tmp_path / "results")]
         argv += ["--logs", str(tmp_path / "logs"), "--seconds", str(seconds)]
         return gpu_lanes.main(argv)
 
-    return run
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def times(path: Path) -> tuple[float, float]:
@@ -46,15 +53,22 @@ def times(path: Path) -> tuple[float, float]:
     return float(began), float(ended)
 
 
-def test_lanes_share_the_processors_and_take_over_those_they_wait_for():
+def test_lanes_run_on_the_processors_of_their_gpus():
     planned = gpu_lanes.plan(
-        ["0: engines a", "1: soak 5", "3: bench", "0,1: parallel"], list(range(8))
+        ["0: engines a", "1: soak 5", "3: bench", "0,1: parallel"], list(range(7))
     )
 
     assert [lane.cores for lane in planned] == [(0, 1), (2, 3), (4, 5), (0, 1, 2, 3)]
     assert [lane.after for lane in planned] == [(), (), (), (1, 2)]
     assert planned[0].steps == ("engines", "a")
     assert planned[3].gpus == (0, 1)
+
+
+def test_lanes_that_wait_for_the_same_lane_share_its_processors():
+    _, one, other = gpu_lanes.plan(["0,1: a", "0: b", "1: c"], list(range(8)))
+
+    assert one.after == other.after == (1,)
+    assert (one.cores, other.cores) == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 @pytest.mark.parametrize("text", ["engines", ": engines", "a: engines", "-1: x", "0: "])
@@ -68,7 +82,7 @@ def test_more_lanes_than_processors_are_refused(lanes, capsys):
         lanes(*(f"{n}: x" for n in range(len(os.sched_getaffinity(0)) + 1)))
 
     assert exit_info.value.code == 2
-    assert "a core each" in capsys.readouterr().err
+    assert "at least one processor for each" in capsys.readouterr().err
 
 
 def test_lanes_run_beside_each_other_and_results_come_together(lanes, tmp_path):
@@ -98,19 +112,27 @@ def test_a_lane_that_fails_does_not_stop_the_others(lanes, tmp_path):
     assert (tmp_path / "results" / "b.json").is_file()
 
 
-def test_at_the_limit_all_is_stopped_and_what_there_is_is_kept(lanes, tmp_path):
-    waiting = f"1: c {tmp_path / 'c'}"
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
 
-    status = lanes(
-        f"0: a {tmp_path / 'a'}", f"1: hang {tmp_path / 'pid'}", waiting, seconds=4
-    )
+
+@pytest.mark.parametrize("how", ["limit", "signal"])
+def test_when_stopped_nothing_runs_on_and_what_there_is_is_kept(how, lanes, tmp_path):
+    pids = tmp_path / "pids"
+    texts = [f"0: a {tmp_path / 'a'}", f"1: hang {pids}", f"1: c {tmp_path / 'c'}"]
+    if how == "signal":
+        timer = threading.Timer(4, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+
+    status = lanes(*texts, seconds=60 if how == "signal" else 4)
 
     assert status == 1
     assert (tmp_path / "results" / "a.json").is_file()
     assert not (tmp_path / "c").exists()
-    pid = int((tmp_path / "pid").read_text())
-    stat = Path(f"/proc/{pid}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 2
+    assert not any(map(is_running, started))
 
 
 def test_of_two_entries_the_newer_stays(tmp_path):
@@ -127,6 +149,8 @@ def test_of_two_entries_the_newer_stays(tmp_path):
     one = file("one", a="2026-01-02 10:00 UTC", b="2026-01-02 10:00 UTC")
     two = file("two", c="2026-01-01 10:00 UTC")
     (two / "plot.png").write_bytes(b"png")
+    (two / ".gpu-x1y2.json").write_text('{"entr')
+    (two / "folder").mkdir()
 
     assert results.merge([one, two], to) == ["gpu.json", "plot.png"]
 

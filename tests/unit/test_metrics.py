@@ -507,7 +507,8 @@ def test_sums_that_are_missing_are_a_breach_and_lose_no_output():
     report = run(scheduler, MIXED)
 
     assert report["breaches"] == 1
-    assert partition_holds(report)
+    assert report["windows"] == 4
+    assert report["tokens_staged"] == report["dropped_drafts"] == 13
     scheduler.has_sums = True
     assert run(scheduler, MIXED)["committed_tokens"] == 5
 

@@ -174,7 +174,7 @@ class ScheduledWindows:
     """One step's windows as the scheduler knows them.
 
     Make it before vLLM processes the output (it cuts the token lists of requests that
-    stop), then call `count` for every window that vLLM counts.
+    stop), then call `count` with what vLLM counts, a window at a time or in sums.
 
     num_windows, num_drafts: of the step. num_counted_drafts, num_counted_accepted: of
         the windows that vLLM counted, grammar-invalid drafts included.

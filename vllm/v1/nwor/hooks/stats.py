@@ -240,9 +240,12 @@ def _update_from_output(
             del scheduler.make_spec_decoding_stats
     try:
         if step is not None:
-            if vllm_tells:
-                _count(step, engine_outputs)
-            stats.add_step(WorkerRecord.from_payload(payload), step)
+            record = WorkerRecord.from_payload(payload)
+            try:
+                if vllm_tells:
+                    _count(step, engine_outputs)
+            finally:
+                stats.add_step(record, step)
     except Exception as error:
         _failed(stats, error)
     try:
