@@ -190,8 +190,7 @@ def engines(result: Result) -> str:
                 number(restored),
                 ", ".join(bad) or "none",
                 ", ".join(sorted(set(unclear))) or "none",
-                entry["environment"]["date"].removesuffix(" UTC"),
-                str(entry["environment"]["commit"])[:8],
+                *_measured(entry),
             )
         )
     head = (
@@ -226,8 +225,7 @@ def sleep(result: Result) -> str:
                         for count in ("windows", "staged", "committed", "rejected")
                     ),
                     number(len(in_pool)),
-                    entry["environment"]["date"].removesuffix(" UTC"),
-                    str(entry["environment"]["commit"])[:8],
+                    *_measured(entry),
                 )
             )
     head = (
@@ -331,9 +329,8 @@ def kernels(result: Result) -> str:
             pairs = zip(seconds["copy"], seconds[operation], strict=True)
             share = statistics.median(copy / ours for copy, ours in pairs)
             cells_.append(f"{_rate(case, operation):.1f} ({share:.2f})")
-        size = f"{case['bytes'] / 1024:,.0f}".replace(",", " ")
         counts = (str(case["num_drafts"]), str(case["num_layers"]))
-        rows.append((case["layout"], size, *counts, *cells_))
+        rows.append((case["layout"], number(case["bytes"] / 1024), *counts, *cells_))
     head = (
         "layout",
         "KiB",
@@ -344,19 +341,17 @@ def kernels(result: Result) -> str:
         "restore, GB/s (of copy)",
     )
     env = result["environment"]
-    machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
-    about = f"{env['date']}: {machine}.\n\n```\n{result['command']}\n```\n\n"
+    about = f"{env['date']}: {_device(env)}.\n\n```\n{result['command']}\n```\n\n"
     return about + Table("", head, rows).markdown()
 
 
 def soak(result: Result) -> str:
     """The verdicts of a soak, a line a check."""
     env, load = result["environment"], result["load"]
-    machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
     versions = ", ".join(f"{name} {v}" for name, v in env["packages"].items())
     args = result["arguments"]
     about = (
-        f"{env['date']}: {machine}; {versions}; commit {env['commit']}. "
+        f"{env['date']}: {_device(env)}; {versions}; commit {env['commit']}. "
         f"{load['seconds'] / 60:.1f} minutes, {args['concurrency']} requests at a "
         f"time, {args['api_server_count']} API servers.\n\n"
         f"```\n{result['command']}\n```\n\n"
@@ -371,3 +366,15 @@ def soak(result: Result) -> str:
 def _rate(case: dict[str, Any], operation: str) -> float:
     """GB/s, read and written, median of the samples."""
     return 2 * case["bytes"] / statistics.median(case["seconds"][operation]) / 1e9
+
+
+def _device(environment: dict[str, Any]) -> str:
+    """The GPU, or the processor where there was none."""
+    found = environment.get("gpu")
+    return found or f"{environment['cpu']}, {environment['cores']} cores"
+
+
+def _measured(entry: dict[str, Any]) -> tuple[str, str]:
+    """Date and commit of an entry."""
+    environment = entry["environment"]
+    return environment["date"].removesuffix(" UTC"), str(environment["commit"])[:8]
