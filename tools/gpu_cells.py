@@ -31,7 +31,7 @@ RATES = {
 _COMMON = (
     *("--mode", "compare", "--against", "cow", "--device", "cuda"),
     *("--model", "shape:llama-8b", "--ignore-eos"),
-    *("--repeats", "7", "--pairs-until-ci", "0.005"),
+    *("--repeats", "11", "--pairs-until-ci", "0.005"),
 )
 _EAGLE = ("--method", "eagle", "--draft-model", "shape:llama-8b-eagle")
 
