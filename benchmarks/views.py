@@ -93,6 +93,8 @@ def cells(results: Sequence[Result]) -> str:
         runner = {"0": "V1", "1": "V2"}.get(
             variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
         )
+        if variables.get("VLLM_NWOR_EMIT_METRICS") == "0":
+            runner += ", no metrics"
         drafts = summary["acceptance"]
         rows.append(
             (

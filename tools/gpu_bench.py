@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -98,6 +99,7 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
     argvs = {batch: cell.arguments(batch) for batch in cell.batches}
     options = {batch: parse(argv) for batch, argv in argvs.items()}
     first = cell.batches[0]
+    os.environ.update(cell.variables())
     on = device.resolve(options[first])
     true_off = None
     if cell.true_off:

@@ -4,8 +4,9 @@
 A cell is a list of arguments of bench_vllm.py, so that any of its results can be had
 again by that program alone. vLLM fixes the synthetic acceptance of an engine when it
 starts: two acceptances are two cells. Drafts come from an EAGLE head with random
-weights, which proposes all k of them in every step, on both model runners; `v1-ngram`
-shows the drafter that costs nothing.
+weights, which proposes all k of them in every step, on both model runners. `v1-ngram`
+has a drafter that costs nothing, on an engine that is not asynchronous: all of the
+host's time is in a step's way there.
 
 Imports neither torch nor vLLM.
 """
@@ -39,7 +40,8 @@ _EAGLE = ("--method", "eagle", "--draft-model", "shape:llama-8b-eagle")
 @dataclass(frozen=True)
 class Cell:
     """One engine. name: of its results' files. batches: batch sizes, run in this order.
-    true_off: compare also with an engine that never loaded NWOR (KV blocks too)."""
+    true_off: compare also with an engine that never loaded NWOR (KV blocks too).
+    metrics: whether NWOR counts for Prometheus (VLLM_NWOR_EMIT_METRICS)."""
 
     name: str
     runner: str
@@ -51,6 +53,11 @@ class Cell:
     max_tokens: int = 128
     max_num_seqs: int = MAX_NUM_SEQS
     true_off: bool = False
+    metrics: bool = True
+
+    def variables(self) -> dict[str, str]:
+        """What the environment must have, beside what bench_vllm.py sets."""
+        return {"VLLM_NWOR_EMIT_METRICS": str(int(self.metrics))}
 
     def arguments(self, batch_size: int) -> list[str]:
         """Arguments of bench_vllm.py for one batch size."""
@@ -68,6 +75,8 @@ class Cell:
         ]
 
 
+_NGRAM = ("--method", "ngram")
+
 # The five that the budgets in the design are held against, then those that show what
 # does not change them.
 CELLS = (
@@ -76,7 +85,8 @@ CELLS = (
     Cell("v2-k8-a50", "v2", 8, "50"),
     Cell("v1-k4-a70", "v1", 4, "70"),
     Cell("v1-k4-a30", "v1", 4, "30"),
-    Cell("v1-ngram-k4-a70", "v1", 4, "70", drafter=("--method", "ngram")),
+    Cell("v1-ngram-k4-a70", "v1", 4, "70", drafter=_NGRAM),
+    Cell("v1-ngram-no-metrics", "v1", 4, "70", drafter=_NGRAM, metrics=False),
     Cell(
         "v2-default-seqs",
         *("v2", 4, "70"),

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import os
 import statistics
 import sys
 import time
@@ -179,6 +180,7 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
     argv = cell.arguments(BATCH)
     options = parse(argv)
     on = device.resolve(options)
+    os.environ.update(cell.variables())
     prepare_process(options, on)
     hooks = HookTimes()
     hooks.watch()

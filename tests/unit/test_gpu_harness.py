@@ -133,6 +133,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(bench.report, "text", lambda result: "")
     monkeypatch.setenv("NWOR_COMMIT", "abc")
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "to be set by the cell")
 
     assert bench.main(["v2-k4-a30", "--results", str(tmp_path), "--seconds", "0"]) == 0
 
@@ -143,8 +144,14 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
         assert found["cell"] == "v2-k4-a30"
         assert found["environment"]["commit"] == "abc"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
-        assert len(found["samples"]["nwor"]) == len(found["samples"]["control"]) == 7
+        assert len(found["samples"]["nwor"]) == len(found["samples"]["control"]) == 11
         assert "true_off" not in found
+        assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "1"
+
+    cell = ["v1-ngram-no-metrics", "--results", str(tmp_path), "--seconds", "0"]
+    assert bench.main(cell) == 0
+    found = json.loads((tmp_path / "bench_gpu_v1-ngram-no-metrics_b1.json").read_text())
+    assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "0"
 
     # An engine without NWOR, too: the first one finds nothing compiled.
     off: list[dict[str, Any]] = []

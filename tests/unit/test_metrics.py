@@ -35,6 +35,7 @@ from vllm.v1.nwor.metrics import (
     ScheduledWindows,
     WorkerRecord,
 )
+from vllm.v1.nwor.ops import COUNTER_COLUMNS
 
 BONUS = 7
 INFO = [{"group": 0, "requested": "stage", "resolved": "cow", "reason": "no path"}]
@@ -224,22 +225,28 @@ def test_a_row_that_vllm_cleared_leaves_its_acceptance_open():
         (record(1, 7, 3), ["windows"]),
         (record(2, 8, 3), ["drafts"]),
         (record(2, 6, 3), ["drafts"]),
+        (record(2, 7, 1), ["accepted"]),
         (record(2, 7, 2), ["accepted"]),
         (record(2, 7, 4), ["accepted"]),
+        (record(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
         (record(2, 7, 3, breaches=2), ["worker"]),
     ],
 )
-def test_each_identity_that_fails_is_a_breach_by_name(found, kinds):
+@pytest.mark.parametrize("counted", ["a", "ab"])
+def test_each_identity_that_fails_is_a_breach_by_name(found, kinds, counted):
     nwor_stats = NworStats(DraftCount.EXACT, lambda kind, found: seen.append(kind))
     seen = []
 
-    nwor_stats.add_step(found, scheduled({"a": (4, 1), "b": (3, 2)}, counted="a"))
+    step = scheduled({"a": (4, 1), "b": (3, 2)}, counted)
+    nwor_stats.add_step(found, step)
 
     assert seen == kinds
     report = totals(nwor_stats)
-    assert report["breaches"] == max(1, found.breaches)
+    assert report["breaches"] == max(len(kinds), found.breaches)
     assert partition_holds(report)
-    assert report["rejected_tokens"] <= 3  # what is too much counts as dropped
+    # What is too much counts as dropped.
+    most = step.num_counted_drafts - step.num_counted_accepted
+    assert report["rejected_tokens"] <= most
 
 
 def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
@@ -283,10 +290,10 @@ def test_info_is_reported_when_it_is_new():
 @pytest.mark.parametrize(
     "payload",
     [
-        {"windows": -1},
-        {"tokens_staged": 1.0},
-        {"restored_bytes": None},
-        {"tokens_comitted": 3},
+        {"breaches": -1},
+        {"breaches": 1.0},
+        {"breaches": None},
+        {"windows": 3},
         {"fallbacks": 3},
         {"fallbacks": {"over_capacity": -1}},
         {"info": [{"group": 0}]},
@@ -321,16 +328,24 @@ class Step(SimpleNamespace):
         )
 
     @property
-    def payload(self):
+    def record(self):
         drafts = [window[0] for window in self.windows.values() if window[0]]
         accepted = sum(window[1] for window in self.windows.values())
-        return {
-            "windows": len(drafts),
-            "tokens_staged": sum(drafts),
-            "tokens_accepted": accepted,
-            "tokens_rejected": sum(drafts) - accepted,
-            "restored_bytes": 64 * (sum(drafts) - accepted),
-        }
+        return WorkerRecord(
+            windows=len(drafts),
+            tokens_staged=sum(drafts),
+            tokens_accepted=accepted,
+            tokens_rejected=sum(drafts) - accepted,
+            restored_bytes=64 * (sum(drafts) - accepted),
+        )
+
+    @property
+    def payload(self):
+        return payload_of(self.record)
+
+
+def payload_of(record):
+    return {"counters": list(record[: len(COUNTER_COLUMNS)])}
 
 
 def scheduler_module():
@@ -576,7 +591,7 @@ def test_a_record_that_belongs_to_another_step_is_found_out():
     assert partition_holds(report)
 
 
-@pytest.mark.parametrize("payload", [{"windows": "many"}, ["windows"]])
+@pytest.mark.parametrize("payload", [{"counters": "many"}, ["counters"]])
 def test_a_bad_payload_is_a_breach_or_raises_when_strict(payload, monkeypatch, caplog):
     scheduler = hooked_scheduler()
 
@@ -653,13 +668,13 @@ def test_whatever_is_aborted_the_totals_add_up(steps):
         if not vanilla:
             drafts = scheduler.counted.drafts - before["drafts"]
             accepted = scheduler.counted.accepted - before["accepted"]
-            truth = step.payload
-            expected["windows"] += truth["windows"]
-            expected["tokens_staged"] += truth["tokens_staged"]
+            truth = step.record
+            expected["windows"] += truth.windows
+            expected["tokens_staged"] += truth.tokens_staged
             expected["committed_tokens"] += accepted
             expected["rejected_tokens"] += drafts - accepted
-            expected["dropped_drafts"] += truth["tokens_staged"] - drafts
-            expected["restored_bytes"] += truth["restored_bytes"]
+            expected["dropped_drafts"] += truth.tokens_staged - drafts
+            expected["restored_bytes"] += truth.restored_bytes
         for name in COUNTERS if report else ():
             found[name] += report[name]
 
@@ -675,14 +690,12 @@ def test_whatever_is_aborted_the_totals_add_up(steps):
 )
 def test_one_wrong_number_of_the_worker_never_passes(windows, name, error):
     step = Step(windows=windows)
-    payload = step.payload
-    payload[name] = max(payload[name] + error, 0)
-    if payload == step.payload or not payload["windows"] + payload["tokens_staged"]:
+    wrong = step.record._replace(**{name: max(getattr(step.record, name) + error, 0)})
+    if wrong == step.record or not wrong.windows + wrong.tokens_staged:
         return  # zero less one is zero; nothing at all is a step run as vanilla
 
-    report = run(
-        hooked_scheduler(), Step(windows={**windows, "z": (0, 0, "counted")}), payload
-    )
+    step = Step(windows={**windows, "z": (0, 0, "counted")})
+    report = run(hooked_scheduler(), step, payload_of(wrong))
 
     assert report["breaches"] >= 1
     assert partition_holds(report)

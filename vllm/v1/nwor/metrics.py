@@ -27,11 +27,9 @@ vLLM nor torch and reads no environment. `hooks.stats` brings it the numbers.
 from __future__ import annotations
 
 import enum
-import operator
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 # The counters of a report, and the help text of the Prometheus counter of each.
 COUNTERS = {
@@ -65,8 +63,7 @@ class DraftCount(enum.Enum):
     UPPER_BOUND = "upper bound"
 
 
-@dataclass(slots=True)
-class WorkerRecord:
+class WorkerRecord(NamedTuple):
     """The increments one ModelRunnerOutput brings from the worker.
 
     staged = accepted + rejected drafts in `windows` windows. No windows: the step had
@@ -79,13 +76,13 @@ class WorkerRecord:
     tokens_rejected: int = 0
     restored_bytes: int = 0
     breaches: int = 0
-    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, int] = MappingProxyType({})
     info: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> WorkerRecord:
-        """Reads the plain dict that travelled on the output: fields by their names, or
-        as "counters" the bytes of a step's counters before and after its commit.
+        """Reads the plain dict that travelled on the output: "counters", by how much
+        each of ops.COUNTER_COLUMNS rose, and the fields behind those by their names.
 
         Raises:
             PayloadError: naming the key that is unknown, or whose value is not allowed.
@@ -94,14 +91,13 @@ class WorkerRecord:
         if counters is None:
             record = cls()
         else:
-            windows, staged, accepted, rejected, restored, invalid = _increments(
-                *counters
-            )
-            record = cls(windows, staged, accepted, rejected, restored, invalid)
+            _check_counters(counters)
+            record = cls(*counters)
             if len(payload) == 1:
                 return record
-        for name, value in payload.items():
-            if name in _WORKER_COUNTS:
+        others = {name: payload[name] for name in payload if name != "counters"}
+        for name, value in others.items():
+            if name == "breaches":
                 _check_count(name, value)
             elif name == "fallbacks":
                 if not isinstance(value, Mapping):
@@ -114,60 +110,32 @@ class WorkerRecord:
                         raise PayloadError(
                             f"info has {row!r}; expected keys {INFO_LABELS}"
                         )
-            elif name == "counters":
-                continue
             else:
-                known = {"counters", *cls.__dataclass_fields__}
-                unknown = sorted(payload.keys() - known)
-                raise PayloadError(f"payload has unknown keys {unknown}")
-            setattr(record, name, value)
-        return record
+                raise PayloadError(
+                    f"payload has {name}; allowed are counters, breaches, fallbacks "
+                    "and info"
+                )
+        return record._replace(**others)
 
 
-# Fields of WorkerRecord, in the order of ops.COUNTER_COLUMNS.
-_WORKER_COUNTS = (
-    "windows",
-    "tokens_staged",
-    "tokens_accepted",
-    "tokens_rejected",
-    "restored_bytes",
-    "breaches",
-)
-# Every launch of a step sees all windows, but only its own bytes and invalid slots.
-_OF_ONE_LAUNCH = (4, 5)
-_ROW = struct.Struct(f"={len(_WORKER_COUNTS)}q")
+# Fields of WorkerRecord in front, in the order of ops.COUNTER_COLUMNS.
+_NUM_COUNTERS = 6
+
+
+def _check_counters(counters: Any) -> None:
+    try:
+        if len(counters) == _NUM_COUNTERS and min(counters) >= 0:
+            return
+    except TypeError:
+        pass
+    raise PayloadError(
+        f"counters is {counters!r}; expected {_NUM_COUNTERS} integers >= 0"
+    )
 
 
 def _check_count(name: str, value: Any) -> None:
     if type(value) is not int or value < 0:
         raise PayloadError(f"{name} is {value!r}; expected an integer >= 0")
-
-
-def _increments(before: bytes, after: bytes) -> list[int]:
-    """By how much the counters rose, in the order of _WORKER_COUNTS.
-
-    before, after: [num_launches, 6] int64 each, of at least one launch.
-    """
-    columns = len(_WORKER_COUNTS)
-    if len(before) == len(after) == _ROW.size:
-        rose = list(map(operator.sub, _ROW.unpack(after), _ROW.unpack(before)))
-    elif len(before) != len(after) or not after or len(after) % _ROW.size:
-        raise PayloadError(
-            f"counters has {len(before)} and {len(after)} bytes; expected the same "
-            f"multiple of {_ROW.size} twice"
-        )
-    else:
-        form = f"={len(after) // 8}q"
-        every = list(
-            map(operator.sub, struct.unpack(form, after), struct.unpack(form, before))
-        )
-        rose = every[:columns]
-        for column in _OF_ONE_LAUNCH:
-            rose[column] = sum(every[column::columns])
-    if min(rose) < 0:
-        risen = dict(zip(_WORKER_COUNTS, rose, strict=True))
-        raise PayloadError(f"counters rose by {risen}; expected numbers >= 0")
-    return rose
 
 
 class ScheduledWindows:
@@ -248,59 +216,67 @@ class NworStats:
         self._draft_count = draft_count
         self._report_breach = report_breach
         self._known_info: list[dict[str, Any]] = []
-        self._clear()
-
-    def _clear(self) -> None:
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._fallbacks: dict[str, int] = {}
-        self._info: list[dict[str, Any]] | None = None
+        self._report: dict[str, Any] = _empty_report()
         self.pending = False
 
     def take_report(self) -> dict[str, Any]:
-        """The increments since the last report, as plain data, with "info" if it is
-        new; they are forgotten here."""
-        report: dict[str, Any] = {**self._counts, "fallbacks": self._fallbacks}
-        if self._info is not None:
-            report["info"] = self._info
-        self._clear()
+        """The increments since the last report, as plain data: COUNTERS, "fallbacks"
+        by reason, and "info" if it is new. They are forgotten here."""
+        report, self._report = self._report, _empty_report()
+        self.pending = False
         return report
 
     def breach(self, kind: str, found: str) -> None:
-        self._counts["breaches"] += 1
+        self._report["breaches"] += 1
         self.pending = True
         self._report_breach(kind, found)
 
     def add_step(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
         """Adds one processed output: what the worker sent with it, and its windows."""
-        for reason, num in record.fallbacks.items():
-            self._fallbacks[reason] = self._fallbacks.get(reason, 0) + num
-            self.pending = True
-        if record.info:
-            info = [dict(row) for row in record.info]
-            if info != self._known_info:
-                self._known_info = self._info = info
-                self.pending = True
-        self._counts["restored_bytes"] += record.restored_bytes
-        if record.breaches:
-            self._counts["breaches"] += record.breaches - 1
-            self.breach("worker", f"the worker reported {record.breaches}")
-        if record.windows == 0 and record.tokens_staged == 0:
+        windows, staged, accepted, rejected, restored, breaches, fallbacks, info = (
+            record
+        )
+        if fallbacks or info or breaches:
+            self._add_events(record)
+        report = self._report
+        report["restored_bytes"] += restored
+        if windows == 0 and staged == 0:
             return
-        self._check(record, scheduled)
+        all_agrees = (
+            windows == scheduled.num_windows
+            and staged == scheduled.num_drafts == scheduled.num_counted_drafts
+            and accepted == scheduled.num_counted_accepted == staged - rejected
+        )
+        if not all_agrees:
+            self._check(record, scheduled)
         # The parts add up whatever was found: committed and dropped are clipped, and
         # rejected is the rest. Drafts that the worker left out (UPPER_BOUND) are taken
         # from the rejected ones, then from the dropped ones; drafts it ran beyond what
         # was scheduled (a breach) are dropped ones.
         self.pending = True
-        staged = record.tokens_staged
         committed = min(scheduled.num_counted_accepted, staged)
         uncounted = max(scheduled.num_drafts, staged) - scheduled.num_counted_drafts
         dropped = min(max(uncounted, 0), staged - committed)
-        self._counts["windows"] += record.windows
-        self._counts["tokens_staged"] += staged
-        self._counts["committed_tokens"] += committed
-        self._counts["dropped_drafts"] += dropped
-        self._counts["rejected_tokens"] += staged - committed - dropped
+        report["windows"] += windows
+        report["tokens_staged"] += staged
+        report["committed_tokens"] += committed
+        report["dropped_drafts"] += dropped
+        report["rejected_tokens"] += staged - committed - dropped
+
+    def _add_events(self, record: WorkerRecord) -> None:
+        """What most records do not have."""
+        total = self._report["fallbacks"]
+        for reason, num in record.fallbacks.items():
+            total[reason] = total.get(reason, 0) + num
+            self.pending = True
+        if record.info:
+            info = [dict(row) for row in record.info]
+            if info != self._known_info:
+                self._known_info = self._report["info"] = info
+                self.pending = True
+        if record.breaches:
+            self._report["breaches"] += record.breaches - 1
+            self.breach("worker", f"the worker reported {record.breaches}")
 
     def _check(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
         staged, accepted = record.tokens_staged, record.tokens_accepted
@@ -319,7 +295,7 @@ class NworStats:
                 self.breach(what, f"{found} {what} run, {num_scheduled} scheduled")
         all_counted = scheduled.num_counted_drafts == scheduled.num_drafts
         if all_counted and accepted == scheduled.num_counted_accepted:
-            return  # the common case, which needs no look at each request
+            return
         least, most = scheduled.accepted_bounds()
         if not least <= accepted <= most:
             self.breach(
@@ -327,6 +303,13 @@ class NworStats:
                 f"{accepted} drafts accepted on the device, {least} to {most} by its "
                 f"output, {scheduled.num_counted_accepted} in windows counted",
             )
+
+
+def _empty_report() -> dict[str, Any]:
+    return {**_NO_COUNTS, "fallbacks": {}}
+
+
+_NO_COUNTS = dict.fromkeys(COUNTERS, 0)
 
 
 class NworPrometheus:

@@ -7,12 +7,12 @@ stream, so the slot can be read as soon as the step's output can, without waitin
 anything.
 
 A step's counts are the difference between two neighbouring slots, so that steps whose
-output nobody reads (vLLM's warm-up requests) are not counted in the next one. A payload
-has both slots' bytes; metrics.WorkerRecord makes numbers of them, in the scheduler.
+output nobody reads (vLLM's warm-up requests) are not counted in the next one.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm.v1.nwor.draft_manager import DraftCommitManager, State
+from vllm.v1.nwor.ops import COUNTER_COLUMNS
 from vllm.v1.nwor.window import Acceptance
 
 # Steps between a commit and the reading of its output: vLLM keeps at most two batches
@@ -67,7 +68,7 @@ class Report:
                 pin_memory=pinned,
             ).unbind()
             # The same memory for quick reading: a torch operator costs more.
-            self._slots = [slot.numpy().data for slot in self._ring]
+            self._slots = [slot.view(-1).numpy().data for slot in self._ring]
             # The slot that the latest counters went to, and whether they did.
             self._slot = 0
             self._slot_is_current = True
@@ -104,10 +105,8 @@ class Report:
         """
         payload: dict[str, Any] = {}
         if step is not None:
-            slots = self._slots
-            payload["counters"] = (
-                slots[step.before].tobytes(),
-                slots[step.after].tobytes(),
+            payload["counters"] = _increments(
+                self._slots[step.before].tolist(), self._slots[step.after].tolist()
             )
         if self._manager is not None and self._manager.fallbacks:
             fallbacks = self._new_fallbacks(self._manager.fallbacks)
@@ -127,3 +126,24 @@ class Report:
             for reason, count in totals.items()
             if count != known.get(reason, 0)
         }
+
+
+_COLUMNS = len(COUNTER_COLUMNS)
+# Every launch of a step sees all windows, but only its own bytes and invalid slots.
+_OF_ONE_LAUNCH = [
+    COUNTER_COLUMNS.index(name) for name in ("restored_bytes", "invalid_slots")
+]
+
+
+def _increments(before: list[int], after: list[int]) -> list[int]:
+    """By how much the counters rose, in the order of ops.COUNTER_COLUMNS.
+
+    before, after: [num_launches * 6], a row for each launch.
+    """
+    every = list(map(operator.sub, after, before))
+    if len(every) == _COLUMNS:
+        return every
+    rose = every[:_COLUMNS]
+    for column in _OF_ONE_LAUNCH:
+        rose[column] = sum(every[column::_COLUMNS])
+    return rose

@@ -238,19 +238,21 @@ def _update_from_output(
             engine_outputs = wrapped(*args, **kwargs)
         finally:
             del scheduler.make_spec_decoding_stats
+    carrier = None
     try:
+        carrier = _carrier(engine_outputs)
         if step is not None:
             record = WorkerRecord.from_payload(payload)
             try:
                 if vllm_tells:
-                    _count(step, engine_outputs)
+                    _count(step, carrier)
             finally:
                 stats.add_step(record, step)
     except Exception as error:
         _failed(stats, error)
     try:
-        if stats.pending:
-            _send_report(scheduler, stats, engine_outputs)
+        if stats.pending and carrier is not None:
+            _send_report(scheduler, stats, carrier)
     except Exception as error:
         _failed(stats, error)
     return engine_outputs
@@ -264,10 +266,10 @@ def _carrier(engine_outputs: Mapping[int, Any]) -> Any:
     return None
 
 
-def _count(step: ScheduledWindows, engine_outputs: Mapping[int, Any]) -> None:
+def _count(step: ScheduledWindows, carrier: Any) -> None:
     """Takes what vLLM counted in a step without grammar-invalid drafts: without those,
     its sums are the sums of what `make_spec_decoding_stats` was called with."""
-    counted = _carrier(engine_outputs).scheduler_stats.spec_decoding_stats
+    counted = carrier.scheduler_stats.spec_decoding_stats
     if counted is not None:
         step.count(counted.num_draft_tokens, counted.num_accepted_tokens)
 
@@ -300,22 +302,19 @@ def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
     return counted
 
 
-def _send_report(
-    scheduler: Any, stats: NworStats, engine_outputs: Mapping[int, Any]
-) -> None:
-    """Puts what is pending on the output that carries a SchedulerStats. There is none
-    while statistics are off: the counts wait."""
-    carrier = _carrier(engine_outputs)
-    if carrier is None:
-        return
+def _send_report(scheduler: Any, stats: NworStats, carrier: Any) -> None:
+    """Puts what is pending on the output that carries a SchedulerStats. (There is none
+    while statistics are off: the counts wait.)"""
     # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they wait
     # for the next ones, unless there is nothing left that could make any.
     if not carrier.outputs and scheduler.has_unfinished_requests():
         return
     if _front_end_understands():
-        others = carrier.scheduler_stats.kv_connector_stats or {}
-        report = stats.take_report()
-        carrier.scheduler_stats.kv_connector_stats = {**others, REPORT_KEY: report}
+        report = {REPORT_KEY: stats.take_report()}
+        others = carrier.scheduler_stats.kv_connector_stats
+        carrier.scheduler_stats.kv_connector_stats = (
+            {**others, **report} if others else report
+        )
 
 
 @cache
@@ -383,10 +382,9 @@ def _record(wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -
 
 def _pop_report(scheduler_stats: Any) -> dict[str, Any]:
     """Takes our report out of a SchedulerStats, which then is as vLLM made it."""
-    stats = scheduler_stats.kv_connector_stats
-    others = {key: value for key, value in stats.items() if key != REPORT_KEY}
+    others = dict(scheduler_stats.kv_connector_stats)
+    report: dict[str, Any] = others.pop(REPORT_KEY)
     scheduler_stats.kv_connector_stats = others or None
-    report: dict[str, Any] = stats[REPORT_KEY]
     return report
 
 
