@@ -318,6 +318,39 @@ def blocks(results: Sequence[Result]) -> str:
     return Table("", head, list(rows.values())).markdown()
 
 
+def traffic(result: Result) -> str:
+    """What the GPU counted for single launches, beside the arithmetic; a line each."""
+    rows = [
+        (
+            row["layout"],
+            number(row["num_drafts"]),
+            row["operation"],
+            *(
+                number(row[part][name])
+                for name in ("read", "written")
+                for part in ("expected", "counts")
+            ),
+            *(number(row["counts"][f"memory_{name}"]) for name in ("read", "written")),
+        )
+        for row in result["rows"]
+    ]
+    head = (
+        "layout",
+        "drafts",
+        "operation",
+        "to read",
+        "read",
+        "to write",
+        "written",
+        "read from memory",
+        "written to memory",
+    )
+    found = result["environment"]
+    about = f"{found['date']}: {found['gpu']}; commit {found['commit']}."
+    command = f"```\n{result['command']}\n```"
+    return "\n\n".join([about, command, Table("", head, rows).markdown()])
+
+
 def kernels(result: Result) -> str:
     """Bytes a second (read and written) of copy, log and restore; a line a size.
 

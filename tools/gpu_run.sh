@@ -18,6 +18,7 @@
 #   soak [MINUTES [off]]     tools/soak.py on a server of an 8B shape (5); off: the
 #                            control, without NWOR
 #   bench-kernels [ARG...]   bench_kernels.py
+#   traffic                  tools/gpu_traffic.py: bytes that a launch moves, by ncu
 #   host-profile [CELL...]   tools/host_profile.py (default: one of each runner)
 #   bench [CELL...]          cells of tools/gpu_cells.py (default: the budgeted five)
 #
@@ -39,7 +40,7 @@ cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep parallel sanitizer"
-STEPS="$STEPS bench-kernels host-profile bench soak "
+STEPS="$STEPS bench-kernels traffic host-profile bench soak "
 WORK=$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
@@ -246,6 +247,10 @@ results.save(sys.argv[1], sys.argv[2], command, {"all": entry})
 
 step_bench-kernels() {
     "$PYTHON" bench_kernels.py --device cuda --json "$RESULTS/bench_kernels.json" "$@"
+}
+
+step_traffic() {
+    "$PYTHON" tools/gpu_traffic.py --json "$RESULTS/gpu_traffic.json"
 }
 
 step_host-profile() {

@@ -56,6 +56,7 @@ BLOCK = re.compile(
 
 PLOT, CELLS, KERNELS, SOAK, HOST = "plot", "cells", "kernels", "soak", "host"
 ENGINES, BYTES, SLEEP, BLOCKS = "engines", "bytes", "sleep", "blocks"
+TRAFFIC = "traffic"
 
 
 def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) -> Result:
@@ -113,7 +114,7 @@ class Renderer:
     def _parse(self, what: str) -> tuple[str, str]:
         parts = what.split()
         known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST]
-        known += [ENGINES, BYTES, SLEEP, BLOCKS]
+        known += [ENGINES, BYTES, SLEEP, BLOCKS, TRAFFIC]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
@@ -124,6 +125,8 @@ class Renderer:
             return views.engines(load(self.results / file, kind="gpu_engines"))
         if view == SLEEP:
             return views.sleep(load(self.results / file, kind="gpu_sleep"))
+        if view == TRAFFIC:
+            return views.traffic(load(self.results / file, kind="gpu_traffic"))
         if view in (CELLS, HOST, BYTES, BLOCKS):
             paths = sorted(self.results.glob(file))
             if not paths:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpu_traffic.py: reading ncu's table, and refusing what is not of these cases.
+
+ncu itself is a script that writes what it is told to.
+"""
+
+import json
+import shlex
+
+import pytest
+from benchmarks import views
+
+from tools import gpu_traffic, render_results
+
+HEAD = ["ID", "Kernel Name", "Metric Name", "Metric Unit", "Metric Value"]
+CASES = [{"layout": "nhd", "bytes": 8192, "num_drafts": 2}]
+KERNELS = ["log_kernel", "restore_kernel", "restore_kernel"]
+
+
+def table(kernels, metrics=None):
+    """As ncu prints it: a line a kernel and metric, with its own lines in between."""
+    lines = ["==PROF== Connected to process 7", HEAD]
+    for number, kernel in enumerate(kernels):
+        for place, metric in enumerate(metrics or gpu_traffic.METRICS.values()):
+            value = f"{8000 + 10 * number + place:,}"
+            lines.append([str(number), kernel, metric, "byte", value])
+    return [
+        line if isinstance(line, str) else ",".join(f'"{cell}"' for cell in line)
+        for line in lines
+    ]
+
+
+@pytest.fixture
+def ncu(tmp_path, monkeypatch):
+    """Makes an ncu that leaves these lines in its log and ends with this status."""
+    monkeypatch.setattr(gpu_traffic, "run_cases", lambda: CASES)
+    monkeypatch.setattr(
+        gpu_traffic.environment,
+        "describe",
+        lambda *_: {"date": "2026-01-02", "gpu": "a GPU", "commit": "abc"},
+    )
+
+    def make(lines, status=0):
+        (tmp_path / "lines").write_text("\n".join(lines))
+        script = tmp_path / "ncu"
+        script.write_text(
+            '#!/bin/sh\nwhile [ "$1" != --log-file ]; do shift; done\n'
+            f'cp {shlex.quote(str(tmp_path / "lines"))} "$2"\nexit {status}\n'
+        )
+        script.chmod(0o755)
+        found = tmp_path / "gpu_traffic.json"
+        arguments = ["--ncu", str(script), "--json", str(found)]
+        return gpu_traffic.main(arguments), found
+
+    return make
+
+
+def test_each_kernel_has_its_counts_beside_the_arithmetic(ncu):
+    status, path = ncu(table(KERNELS))
+
+    assert status == 0
+    found = render_results.load(path, kind="gpu_traffic")
+    assert [row["operation"] for row in found["rows"]] == [
+        "log",
+        "restore, all rejected",
+        "restore, none rejected",
+    ]
+    assert [row["expected"]["read"] for row in found["rows"]] == [8192, 8192, 0]
+    assert found["rows"][1]["counts"] == {
+        "read": 8010,
+        "written": 8011,
+        "memory_read": 8012,
+        "memory_written": 8013,
+    }
+    last = [cell.strip() for cell in views.traffic(found).splitlines()[-1].split("|")]
+    assert last[1:-1] == [
+        *("nhd", "2", "restore, none rejected"),
+        *("0", "8 020", "0", "8 021", "8 022", "8 023"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "named"),
+    [
+        (table(KERNELS[:2]), 0, "expected log and two restores"),
+        (table(KERNELS[::-1]), 0, "expected log and two restores"),
+        (table(KERNELS, ["dram__bytes_read.sum"]), 0, "ncu has no"),
+        (["==ERROR== ERR_NVGPUCTRPERM: no permission"], 0, "ERR_NVGPUCTRPERM"),
+        (["==ERROR== it failed"], 1, "it failed"),
+    ],
+)
+def test_counts_of_something_else_are_refused(ncu, capsys, lines, status, named):
+    exit_status, path = ncu(lines, status)
+
+    assert exit_status == 1
+    assert named in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_without_ncu_it_says_so(tmp_path, capsys):
+    missing = str(tmp_path / "none")
+    arguments = ["--ncu", missing, "--json", str(tmp_path / "a.json")]
+
+    assert gpu_traffic.main(arguments) == 1
+    assert f"{missing} is not there" in capsys.readouterr().err
+
+
+def test_the_file_is_json_that_the_readme_can_show(ncu):
+    _, path = ncu(table(KERNELS))
+
+    renderer = render_results.Renderer(path.parent, "results")
+    block = "<!-- results: gpu_traffic.json traffic -->\n<!-- /results -->"
+    assert "restore, all rejected" in renderer.readme(block)
+    path.write_text(json.dumps({"kind": "other"}))
+    with pytest.raises(views.BadBlock, match="not a file of kind gpu_traffic"):
+        renderer.readme(block)

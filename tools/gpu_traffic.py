@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that log and restore move, counted by the GPU itself, through Nsight Compute.
+
+    python tools/gpu_traffic.py --json results/gpu_traffic.json
+
+Runs one log, one restore of which every draft was rejected and one of which none was,
+in each layout and size, under `ncu`, which replays each with cold caches. Beside what
+the arithmetic says are the bytes that the kernel's multiprocessors read from and wrote
+to the L2 cache, and those that L2 exchanged with the memory. The former count what the
+kernel does; the latter are fewer written bytes where they stay in L2.
+
+Exit status: 0 done; 1 ncu or the GPU's counters cannot be used; 2 a bad argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import environment  # noqa: E402
+from benchmarks.files import write_json  # noqa: E402
+
+KIND = "gpu_traffic"
+NCU = "/usr/local/cuda/bin/ncu"
+# Our name of a count -> the metric of ncu, all in bytes.
+METRICS = {
+    "read": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "written": "l1tex__m_l1tex2xbar_write_bytes.sum",
+    "memory_read": "dram__bytes_read.sum",
+    "memory_written": "dram__bytes_write.sum",
+}
+LAYOUTS = ("nhd", "hnd")
+SIZES = (1 << 19, 1 << 23, 1 << 25)
+# What a kernel is called, and what it is asked to do, in the order of a case.
+OPERATIONS = (
+    ("log_kernel", "log"),
+    ("restore_kernel", "restore, all rejected"),
+    ("restore_kernel", "restore, none rejected"),
+)
+
+
+class CountersUnavailable(RuntimeError):
+    """ncu is not there, or was not allowed to count."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kernel moved. kernel: its name. counts: bytes, by METRICS' names."""
+
+    kernel: str
+    counts: dict[str, int]
+
+
+def read_csv(lines: Iterable[str]) -> list[Traffic]:
+    """The kernels in ncu's table of metrics (--csv --print-units base), in order."""
+    table = csv.DictReader(line for line in lines if line.startswith('"'))
+    names = {metric: name for name, metric in METRICS.items()}
+    found: dict[str, Traffic] = {}
+    for row in table:
+        kernel = found.setdefault(row["ID"], Traffic(row["Kernel Name"], {}))
+        value = row["Metric Value"].replace(",", "")
+        kernel.counts[names[row["Metric Name"]]] = round(float(value))
+    for kernel in found.values():
+        if missing := METRICS.keys() - kernel.counts.keys():
+            raise CountersUnavailable(f"ncu has no {sorted(missing)} of {kernel}")
+    return list(found.values())
+
+
+def expected(operation: str, num_bytes: int) -> dict[str, int]:
+    """Bytes of the cache and of the log that an operation reads and writes; tables and
+    slot ids come on top."""
+    moved = 0 if operation.endswith("none rejected") else num_bytes
+    return {"read": moved, "written": moved}
+
+
+def run_cases() -> list[dict[str, Any]]:
+    """What ncu watches: one of each operation, for each layout and size."""
+    import torch
+    from benchmarks import kernel_cases
+
+    from vllm.v1.nwor import ops
+
+    ops.load("cuda")
+    device = torch.device("cuda")
+    cases = []
+    for layout in LAYOUTS:
+        for size in SIZES:
+            made = kernel_cases.LAYOUTS[layout]()
+            case = kernel_cases.Case(made, size, device, cache_bytes=0, seed=0)
+            case.check()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            case.call("log", 0)
+            case.call("restore", 0)
+            case.sets[0].num_rejected.zero_()
+            case.call("restore", 0)
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+            about = {"layout": layout, "bytes": case.num_bytes}
+            cases.append({**about, "num_drafts": case.num_drafts})
+    return cases
+
+
+def measure(ncu: str) -> list[Traffic]:
+    """Runs this program's cases under ncu. Raises CountersUnavailable."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        command = [
+            *(ncu, "--csv", "--print-units", "base", "--log-file", str(log)),
+            *("--profile-from-start", "off", "--metrics", ",".join(METRICS.values())),
+            *("--kernel-name", "regex:^(log|restore)_kernel$"),
+            *("--print-kernel-base", "function"),
+            *(sys.executable, __file__, "--cases"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        text = log.read_text(encoding="utf-8") if log.is_file() else ""
+    if done.returncode != 0 or "ERR_" in text:
+        shown = (text + done.stdout + done.stderr).strip().splitlines()
+        raise CountersUnavailable("\n".join(shown[-15:]))
+    return read_csv(text.splitlines())
+
+
+def combine(
+    cases: Sequence[dict[str, Any]], kernels: Sequence[Traffic]
+) -> list[dict[str, Any]]:
+    """A row for each kernel: what it was to do, and what it moved.
+
+    Raises:
+        CountersUnavailable: they are not the kernels of these cases.
+    """
+    wanted = [(case, *one) for case in cases for one in OPERATIONS]
+    found = [kernel.kernel for kernel in kernels]
+    if found != [name for _, name, _ in wanted]:
+        raise CountersUnavailable(
+            f"ncu saw {found}; expected log and two restores for each of {len(cases)} "
+            "cases"
+        )
+    return [
+        {
+            **case,
+            "operation": operation,
+            "expected": expected(operation, case["bytes"]),
+            "counts": kernel.counts,
+        }
+        for (case, _, operation), kernel in zip(wanted, kernels, strict=True)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write")
+    parser.add_argument("--ncu", default=shutil.which("ncu") or NCU)
+    parser.add_argument("--cases", action="store_true", help="without ncu and results")
+    arguments = parser.parse_args(argv)
+    if arguments.cases:
+        run_cases()
+        return 0
+    if arguments.json is None:
+        parser.error("--json FILE is missing")
+    if shutil.which(arguments.ncu) is None:
+        print(f"gpu_traffic.py: {arguments.ncu} is not there", file=sys.stderr)
+        return 1
+    try:
+        rows = combine(run_cases(), measure(arguments.ncu))
+    except CountersUnavailable as error:
+        print(f"gpu_traffic.py: {error}", file=sys.stderr)
+        return 1
+    result = {
+        "kind": KIND,
+        "command": "python tools/gpu_traffic.py --json results/gpu_traffic.json",
+        "environment": environment.describe("cuda", ROOT),
+        "rows": rows,
+    }
+    write_json(arguments.json, result)
+    for row in rows:
+        print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
