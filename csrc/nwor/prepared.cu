@@ -35,8 +35,10 @@ void* current_stream(const char* op, int device) {
 
 NworInterpreter python;
 
-// Reads the columns, calls enqueue(prepared, columns, count) without the interpreter's
-// lock, which returns nullptr or a text, and answers the interpreter.
+// Reads the columns, calls enqueue(prepared, columns), which returns nullptr or a text,
+// and answers the interpreter. Its lock is kept: a launch enqueues, or waits for the
+// device where the queue is full, and needs no other thread of Python for that; to give
+// the lock up and take it back costs time, most where another thread takes it.
 template <typename Enqueue>
 void* call(void* const* arguments, int64_t num_arguments, const Enqueue& enqueue) {
   constexpr int64_t kMostArguments = 256;
@@ -51,9 +53,7 @@ void* call(void* const* arguments, int64_t num_arguments, const Enqueue& enqueue
       return nullptr;
     }
   }
-  void* const thread = python.release();
   const char* failure = enqueue(*reinterpret_cast<Prepared*>(values[0]), values + 1);
-  python.acquire(thread);
   if (failure != nullptr) {
     python.set_error(python.runtime_error, failure);
     return nullptr;
@@ -124,7 +124,7 @@ constexpr int64_t kColumn = sizeof(int64_t);
 }  // namespace nwor
 
 void nwor_prepared_version(int64_t* found) {
-  constexpr int64_t kVersion = 1;
+  constexpr int64_t kVersion = 2;
   found[0] = kVersion;
   found[1] = sizeof(nwor::PreparedLaunch) / nwor::kColumn;
   found[2] = sizeof(nwor::LogStep) / nwor::kColumn;

@@ -86,8 +86,6 @@ struct NworInterpreter {
   void* runtime_error;                              // PyExc_RuntimeError
   void* none;                                       // Py_None
   void (*add_reference)(void* object);              // Py_IncRef
-  void* (*release)();                               // PyEval_SaveThread
-  void (*acquire)(void* thread);                    // PyEval_RestoreThread
 };
 NWOR_EXPORT void nwor_prepared_interpreter(const NworInterpreter* interpreter);
 

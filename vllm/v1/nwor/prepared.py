@@ -28,7 +28,7 @@ from vllm.v1.nwor.launches import Launch, OpLaunches
 from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
 
 # Raised with every change of what prepared.h exports.
-VERSION = 1
+VERSION = 2
 # int64 values in PreparedLaunch, LogStep, LogStepLaunch and RestoreStep.
 COLUMNS = (8, 6, 2, 9)
 _INT32, _INT64 = 4, 8  # bytes
@@ -221,8 +221,6 @@ class _Interpreter(Structure):
             "runtime_error",
             "none",
             "add_reference",
-            "release",
-            "acquire",
         )
     ]
 
@@ -254,8 +252,6 @@ def _interpreter() -> _Interpreter:
         id(RuntimeError),
         id(None),
         address("Py_IncRef"),
-        address("PyEval_SaveThread"),
-        address("PyEval_RestoreThread"),
     )
 
 
