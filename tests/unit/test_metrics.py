@@ -249,6 +249,72 @@ def test_each_identity_that_fails_is_a_breach_by_name(found, kinds, counted):
     assert report["rejected_tokens"] <= most
 
 
+SUMS = {"num_drafts": 2, "num_draft_tokens": 7, "num_accepted_tokens": 3}
+
+
+def agrees(nwor_stats, counters, sums=SUMS, **more):
+    step = scheduled({"a": (4, 1), "b": (3, 2)}, counted="")
+    payload = {"counters": counters, **more}
+    return nwor_stats.add_if_all_agrees(payload, step, SimpleNamespace(**sums))
+
+
+def test_the_short_way_adds_what_the_long_way_does():
+    short, long = (NworStats(DraftCount.EXACT, pytest.fail) for _ in range(2))
+    counters = [2, 7, 3, 4, 640, 0]
+
+    for _ in range(2):
+        assert agrees(short, counters)
+        step = scheduled({"a": (4, 1), "b": (3, 2)}, counted="ab")
+        long.add_step(WorkerRecord(*counters), step)
+
+    assert short.pending
+    assert long.pending
+    assert totals(short) == totals(long)
+    assert not short.pending
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *((place, value) for place in range(4) for value in (0, 1, 5, 8)),
+        (4, -1),
+        (5, 1),
+    ],
+)
+def test_the_short_way_is_closed_to_whatever_does_not_agree(place, value):
+    nwor_stats = NworStats(DraftCount.EXACT, pytest.fail)
+    counters = [2, 7, 3, 4, 640, 0]
+    counters[place] = value
+
+    assert not agrees(nwor_stats, counters)
+    assert not nwor_stats.pending
+    assert totals(nwor_stats) == totals(NworStats(DraftCount.EXACT, pytest.fail))
+
+
+@pytest.mark.parametrize(
+    ("counters", "sums", "more"),
+    [
+        # A window that neither the worker nor vLLM counted.
+        (
+            [1, 4, 1, 3, 0, 0],
+            {"num_drafts": 1, "num_draft_tokens": 4, "num_accepted_tokens": 1},
+            {},
+        ),
+        ([2, 7, 1, 6, 0, 0], {"num_accepted_tokens": 3}, {}),
+        ([2, 7, 3, 4, 0, 0], {"num_draft_tokens": 4}, {}),
+        ([2, 7, 3, 4, 0, 0], {"num_drafts": 1}, {}),
+        ([2, 7, 3, 4, 0, 0], {}, {"fallbacks": {"stale_log": 1}}),
+        ([2, 7, 3, 4, 0], {}, {}),
+        (None, {}, {}),
+    ],
+)
+def test_the_short_way_is_closed_to_what_it_cannot_tell(counters, sums, more):
+    nwor_stats = NworStats(DraftCount.EXACT, pytest.fail)
+
+    assert not agrees(nwor_stats, counters, SUMS | sums, **more)
+    assert not nwor_stats.pending
+
+
 def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
     # ngram_gpu: 8 scheduled and counted by vLLM, 5 run; all of window b went.
     step = scheduled({"a": (4, 1), "b": (4, 0)}, counted="ab")

@@ -29,7 +29,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 # The counters of a report, and the help text of the Prometheus counter of each.
 COUNTERS = {
@@ -49,6 +49,15 @@ ENGINE_LABELS = ("model_name", "engine")
 
 class PayloadError(ValueError):
     """A worker's payload is not what this version of NWOR sends."""
+
+
+class SpecDecodingCounts(Protocol):
+    """What is read of vLLM's SpecDecodingStats, which has no such fields for drafts
+    that a grammar forbade."""
+
+    num_drafts: int  # windows, in our words
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class DraftCount(enum.Enum):
@@ -144,20 +153,10 @@ class ScheduledWindows:
     Make it before vLLM processes the output (it cuts the token lists of requests that
     stop), then call `count` with what vLLM counts, a window at a time or in sums.
 
-    num_windows, num_drafts: of the step. num_counted_drafts, num_counted_accepted: of
-        the windows that vLLM counted, grammar-invalid drafts included.
+    spec_token_ids: the drafts scheduled for each request. num_counted_drafts,
+        num_counted_accepted: of the windows that vLLM counted, grammar-invalid drafts
+        included.
     """
-
-    __slots__ = (
-        "_num_ids",
-        "_num_sampled",
-        "_row_of",
-        "_spec_token_ids",
-        "num_counted_accepted",
-        "num_counted_drafts",
-        "num_drafts",
-        "num_windows",
-    )
 
     def __init__(
         self,
@@ -171,15 +170,20 @@ class ScheduledWindows:
         (vLLM clears the rows of discarded requests), nor does a missing one.
         num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
         """
-        self._spec_token_ids = spec_token_ids
+        self.spec_token_ids = spec_token_ids
         self._row_of = req_id_to_index
         self._num_ids = list(map(len, sampled_token_ids or ()))
         self._num_sampled = num_sampled_per_step
-        num_drafts = list(map(len, spec_token_ids.values()))
-        self.num_windows = len(num_drafts) - num_drafts.count(0)
-        self.num_drafts = sum(num_drafts)
         self.num_counted_drafts = 0
         self.num_counted_accepted = 0
+
+    @property
+    def num_windows(self) -> int:
+        return sum(map(bool, self.spec_token_ids.values()))
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(map(len, self.spec_token_ids.values()))
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """vLLM counts one window, or several: their drafts, grammar-invalid ones
@@ -191,7 +195,7 @@ class ScheduledWindows:
         """Fewest and most drafts accepted in all windows, dropped ones too, as far as
         the output tells."""
         least = most = 0
-        for request_id, drafts in self._spec_token_ids.items():
+        for request_id, drafts in self.spec_token_ids.items():
             row = self._row_of.get(request_id)
             num_ids = 0
             if row is not None and self._num_ids:
@@ -231,33 +235,59 @@ class NworStats:
         self.pending = True
         self._report_breach(kind, found)
 
+    def add_if_all_agrees(
+        self,
+        payload: Mapping[str, Any],
+        scheduled: ScheduledWindows,
+        counted: SpecDecodingCounts,
+    ) -> bool:
+        """Adds a step about which worker, scheduler and vLLM's statistics say the same,
+        as of nearly all: the short way of `add_step`, which is in each step's way.
+        Returns False, with nothing done, where there is anything else to it.
+
+        payload: as `WorkerRecord.from_payload` takes it. counted: what vLLM summed up
+        in a step without grammar-invalid drafts.
+        """
+        counters = payload.get("counters")
+        if counters is None or len(payload) > 1 or len(counters) != _NUM_COUNTERS:
+            return False
+        windows, staged, accepted, rejected, restored, breaches = counters
+        num_drafts = sum(map(len, scheduled.spec_token_ids.values()))
+        # vLLM counts scheduled windows: all of them, if their drafts are all counted.
+        if not (
+            windows == counted.num_drafts
+            and staged == counted.num_draft_tokens == num_drafts
+            and accepted == counted.num_accepted_tokens == staged - rejected
+            and breaches == 0 <= restored
+        ):
+            return False
+        report = self._report
+        report["windows"] += windows
+        report["tokens_staged"] += staged
+        report["committed_tokens"] += accepted
+        report["rejected_tokens"] += rejected
+        report["restored_bytes"] += restored
+        self.pending = True
+        return True
+
     def add_step(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
         """Adds one processed output: what the worker sent with it, and its windows."""
-        windows, staged, accepted, rejected, restored, breaches, fallbacks, info = (
-            record
-        )
-        if fallbacks or info or breaches:
-            self._add_events(record)
+        self._add_events(record)
         report = self._report
-        report["restored_bytes"] += restored
-        if windows == 0 and staged == 0:
+        report["restored_bytes"] += record.restored_bytes
+        if record.windows == 0 and record.tokens_staged == 0:
             return
-        all_agrees = (
-            windows == scheduled.num_windows
-            and staged == scheduled.num_drafts == scheduled.num_counted_drafts
-            and accepted == scheduled.num_counted_accepted == staged - rejected
-        )
-        if not all_agrees:
-            self._check(record, scheduled)
+        self._check(record, scheduled)
         # The parts add up whatever was found: committed and dropped are clipped, and
         # rejected is the rest. Drafts that the worker left out (UPPER_BOUND) are taken
         # from the rejected ones, then from the dropped ones; drafts it ran beyond what
         # was scheduled (a breach) are dropped ones.
         self.pending = True
+        staged = record.tokens_staged
         committed = min(scheduled.num_counted_accepted, staged)
         uncounted = max(scheduled.num_drafts, staged) - scheduled.num_counted_drafts
         dropped = min(max(uncounted, 0), staged - committed)
-        report["windows"] += windows
+        report["windows"] += record.windows
         report["tokens_staged"] += staged
         report["committed_tokens"] += committed
         report["dropped_drafts"] += dropped

@@ -105,9 +105,9 @@ class Report:
         """
         payload: dict[str, Any] = {}
         if step is not None:
-            payload["counters"] = _increments(
-                self._slots[step.before].tolist(), self._slots[step.after].tolist()
-            )
+            before, after = self._slots[step.before], self._slots[step.after]
+            rose = list(map(operator.sub, after.tolist(), before.tolist()))
+            payload["counters"] = rose if len(rose) == _COLUMNS else _summed(rose)
         if self._manager is not None and self._manager.fallbacks:
             fallbacks = self._new_fallbacks(self._manager.fallbacks)
             if fallbacks:
@@ -135,15 +135,9 @@ _OF_ONE_LAUNCH = [
 ]
 
 
-def _increments(before: list[int], after: list[int]) -> list[int]:
-    """By how much the counters rose, in the order of ops.COUNTER_COLUMNS.
-
-    before, after: [num_launches * 6], a row for each launch.
-    """
-    every = list(map(operator.sub, after, before))
-    if len(every) == _COLUMNS:
-        return every
-    rose = every[:_COLUMNS]
+def _summed(rose: list[int]) -> list[int]:
+    """A step's counts from those of its launches. rose: [num_launches * 6]."""
+    counts = rose[:_COLUMNS]
     for column in _OF_ONE_LAUNCH:
-        rose[column] = sum(every[column::_COLUMNS])
-    return rose
+        counts[column] = sum(rose[column::_COLUMNS])
+    return counts

@@ -242,12 +242,7 @@ def _update_from_output(
     try:
         carrier = _carrier(engine_outputs)
         if step is not None:
-            record = WorkerRecord.from_payload(payload)
-            try:
-                if vllm_tells:
-                    _count(step, carrier)
-            finally:
-                stats.add_step(record, step)
+            _add_step(stats, payload, step, carrier, vllm_tells)
     except Exception as error:
         _failed(stats, error)
     try:
@@ -266,12 +261,30 @@ def _carrier(engine_outputs: Mapping[int, Any]) -> Any:
     return None
 
 
-def _count(step: ScheduledWindows, carrier: Any) -> None:
-    """Takes what vLLM counted in a step without grammar-invalid drafts: without those,
-    its sums are the sums of what `make_spec_decoding_stats` was called with."""
-    counted = carrier.scheduler_stats.spec_decoding_stats
-    if counted is not None:
-        step.count(counted.num_draft_tokens, counted.num_accepted_tokens)
+def _add_step(
+    stats: NworStats,
+    payload: Any,
+    step: ScheduledWindows,
+    carrier: Any,
+    vllm_tells: bool,
+) -> None:
+    """Adds what the worker sent to what vLLM counted.
+
+    vllm_tells: whether its SpecDecodingStats says that. Without grammar-invalid drafts
+        its sums are those of what `make_spec_decoding_stats` was called with.
+    """
+    try:
+        if vllm_tells:
+            counted = carrier.scheduler_stats.spec_decoding_stats
+            if counted is not None:
+                if stats.add_if_all_agrees(payload, step, counted):
+                    return
+                step.count(counted.num_draft_tokens, counted.num_accepted_tokens)
+    except Exception:
+        # Windows of which vLLM says nothing are dropped ones, not lost.
+        stats.add_step(WorkerRecord.from_payload(payload), step)
+        raise
+    stats.add_step(WorkerRecord.from_payload(payload), step)
 
 
 def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
