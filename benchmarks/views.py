@@ -74,6 +74,17 @@ VIEWS: dict[str, Callable[[Result], str]] = {
 BUDGET = 0.995
 
 
+def _verdict(ratio: dict[str, Any]) -> str:
+    """Whether a cell is within the budget; "unclear" where only a control says so whose
+    pairs were too few."""
+    median, control = ratio["nwor"]["median"], ratio["control"]
+    if median >= BUDGET:
+        return "met"
+    if not control["low"] <= median <= control["high"]:
+        return "**missed**"
+    return "met" if ratio["until_reached"] else "unclear"
+
+
 def cells(results: Sequence[Result]) -> str:
     """A line a file: what was compared, its ratio beside the control's, whether that
     is within the budget and the intervals as narrow as asked for, host time."""
@@ -87,8 +98,6 @@ def cells(results: Sequence[Result]) -> str:
             f"{one['median']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
             for one in (ratio["nwor"], ratio["control"])
         ]
-        median, control = ratio["nwor"]["median"], ratio["control"]
-        is_met = median >= BUDGET or control["low"] <= median <= control["high"]
         variables = result["environment"]["variables"]
         runner = {"0": "V1", "1": "V2"}.get(
             variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
@@ -98,7 +107,7 @@ def cells(results: Sequence[Result]) -> str:
         drafts = summary["acceptance"]
         rows.append(
             (
-                result["model"],
+                f"{result['model']}, {_short_device(result['environment'])}",
                 f"{args['method']}, {args['num_speculative_tokens']}",
                 runner,
                 str(args["batch_size"]),
@@ -106,17 +115,17 @@ def cells(results: Sequence[Result]) -> str:
                 f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
                 f"{result['engine']['log_bytes'] / 2**20:.0f} MiB",
                 *shown,
-                "met" if is_met else "**missed**",
+                _verdict(ratio),
                 number(ratio["num_pairs"])
                 + ("" if ratio["until_reached"] else ", too few"),
                 "none"
                 if host is None
                 else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
-                result["environment"]["date"].removesuffix(" UTC"),
+                *_measured(result),
             )
         )
     head = (
-        "model",
+        "model, device",
         "method, drafts",
         "runner",
         "batch",
@@ -129,6 +138,7 @@ def cells(results: Sequence[Result]) -> str:
         "pairs",
         "begin + commit",
         "date, UTC",
+        "commit",
     )
     return Table("", head, rows).markdown()
 
@@ -144,18 +154,19 @@ def host(results: Sequence[Result]) -> str:
                 for part in ("begin", "commit", "both")
             ]
             steps = number(found["both"]["steps"])
-            rows.append((result["cell"], kind, *spent, steps))
+            rows.append((_cell_of(result), kind, *spent, steps))
     head = ("cell", "launches", "begin", "commit", "both", "steps")
     abouts = [
         f"{result['environment']['date']}: {result['environment']['gpu']}, "
-        f"{result['environment']['cpu']}; batch {result['batch_size']}.\n\n"
+        f"{result['environment']['cpu']}; batch {result['batch_size']}; "
+        f"commit {_measured(result)[1]}.\n\n"
         f"```\n{result['command']}\n```"
         for result in results
     ]
     tables = [Table("", head, rows).markdown()]
     hooks = [
         (
-            result["cell"],
+            _cell_of(result),
             name,
             f"{found['median_us']:.1f} us",
             f"{found['us_a_step']:.1f} us",
@@ -297,6 +308,7 @@ def blocks(results: Sequence[Result]) -> str:
         engine, args = result["engine"], result["arguments"]
         true_off = result.get("true_off")
         row = (
+            _short_device(result["environment"]),
             f"{args['runner']}, k = {args['num_speculative_tokens']}",
             number(args["max_num_seqs"]),
             str(args["context"]),
@@ -307,6 +319,7 @@ def blocks(results: Sequence[Result]) -> str:
         )
         rows[(*row, engine["start_s"])] = row  # once for all batch sizes of an engine
     head = (
+        "device",
         "runner",
         "sequences",
         "prompt",
@@ -407,6 +420,16 @@ def _device(environment: dict[str, Any]) -> str:
     """The GPU, or the processor where there was none."""
     found = environment.get("gpu")
     return found or f"{environment['cpu']}, {environment['cores']} cores"
+
+
+def _short_device(environment: dict[str, Any]) -> str:
+    """The model of the GPU: "H100" of "NVIDIA H100 80GB HBM3"."""
+    return _device(environment).removeprefix("NVIDIA ").split()[0].rstrip(",")
+
+
+def _cell_of(result: Result) -> str:
+    """A cell of gpu_cells.py, and what it ran on."""
+    return f"{result['cell']}, {_short_device(result['environment'])}"
 
 
 def _measured(entry: dict[str, Any]) -> tuple[str, str]:
