@@ -275,7 +275,9 @@ def moved_bytes(results: Sequence[Result]) -> str:
         steps = done["host"]["num_begins"]
         rows.append(
             (
-                f"{args['runner']}, k = {args['num_speculative_tokens']}",
+                _short_device(result["environment"]),
+                f"{args['runner']}, {args['method']}, "
+                f"k = {args['num_speculative_tokens']}",
                 str(args["batch_size"]),
                 f"{done['committed'] / max(done['staged'], 1):.2f}",
                 f"{done['staged'] / steps:.1f}",
@@ -286,7 +288,8 @@ def moved_bytes(results: Sequence[Result]) -> str:
             )
         )
     head = (
-        "runner",
+        "device",
+        "runner, method",
         "batch",
         "accepted",
         "drafts a step",
@@ -423,8 +426,10 @@ def _device(environment: dict[str, Any]) -> str:
 
 
 def _short_device(environment: dict[str, Any]) -> str:
-    """The model of the GPU: "H100" of "NVIDIA H100 80GB HBM3"."""
-    return _device(environment).removeprefix("NVIDIA ").split()[0].rstrip(",")
+    """A GPU's name up to its number: "H100" of "NVIDIA H100 80GB HBM3"."""
+    name = _device(environment).removeprefix("NVIDIA ")
+    found = re.match(r"[^\d]*\d\S*", name)
+    return found.group() if found else name
 
 
 def _cell_of(result: Result) -> str:

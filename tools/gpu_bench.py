@@ -123,6 +123,8 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
             true_off if batch == first else None,
         )
         result["cell"] = cell.name
+        settings = [f"{name}={value}" for name, value in cell.variables().items()]
+        result["command"] = " ".join([*settings, result["command"]])
         path = results / f"bench_gpu_{cell.name}_b{batch}.json"
         write_json(path, result)
         written.append(path)

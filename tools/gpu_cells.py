@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cells of `make gpu-bench`: one engine each, run at several batch sizes.
 
-A cell is a list of arguments of bench_vllm.py, so that any of its results can be had
-again by that program alone. vLLM fixes the synthetic acceptance of an engine when it
-starts: two acceptances are two cells. Drafts come from an EAGLE head with random
-weights, which proposes all k of them in every step, on both model runners. `v1-ngram`
-has a drafter that costs nothing, on an engine that is not asynchronous: all of the
-host's time is in a step's way there.
+A cell is a list of arguments of bench_vllm.py, and for one cell a variable, so that any
+of its results can be had again by that program alone. vLLM fixes the synthetic
+acceptance of an engine when it starts: two acceptances are two cells. Drafts come from
+an EAGLE head with random weights, which proposes all k of them in every step, on both
+model runners. `v1-ngram` has a drafter that costs nothing, on an engine that is not
+asynchronous: all of the host's time is in a step's way there.
 
 Imports neither torch nor vLLM.
 """
@@ -57,7 +57,7 @@ class Cell:
 
     def variables(self) -> dict[str, str]:
         """What the environment must have, beside what bench_vllm.py sets."""
-        return {"VLLM_NWOR_EMIT_METRICS": str(int(self.metrics))}
+        return {} if self.metrics else {"VLLM_NWOR_EMIT_METRICS": "0"}
 
     def arguments(self, batch_size: int) -> list[str]:
         """Arguments of bench_vllm.py for one batch size."""

@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     result = {
         "kind": KIND,
-        "command": "python tools/gpu_traffic.py --json results/gpu_traffic.json",
+        "command": f"python tools/gpu_traffic.py --json {arguments.json.name}",
         "environment": environment.describe("cuda", ROOT),
         "rows": rows,
     }

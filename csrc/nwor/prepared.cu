@@ -36,9 +36,9 @@ void* current_stream(const char* op, int device) {
 NworInterpreter python;
 
 // Reads the columns, calls enqueue(prepared, columns), which returns nullptr or a text,
-// and answers the interpreter. Its lock is kept: a launch enqueues, or waits for the
-// device where the queue is full, and needs no other thread of Python for that; to give
-// the lock up and take it back costs time, most where another thread takes it.
+// and answers the interpreter. Its lock is kept: a launch enqueues, or where the queue
+// is full waits for the device, which in vLLM waits for no thread of Python. To give the
+// lock up is to wait for it where another thread takes it in between.
 template <typename Enqueue>
 void* call(void* const* arguments, int64_t num_arguments, const Enqueue& enqueue) {
   constexpr int64_t kMostArguments = 256;

@@ -28,6 +28,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -548,9 +549,15 @@ class Simulator:
     def _check_report(self, step: Step, failed: bool) -> None:
         """What would be in the metrics, from worker and scheduler together."""
         payload = self.report.payload(self.report.take_step())
-        record = WorkerRecord.from_payload(payload or {})
         scheduled = step.scheduled_windows()
-        self.stats.add_step(record, scheduled)
+        counted = SimpleNamespace(
+            num_drafts=step.num_windows - step.num_dropped_windows,
+            num_draft_tokens=scheduled.num_counted_drafts,
+            num_accepted_tokens=scheduled.num_counted_accepted,
+        )
+        if not self.stats.add_if_all_agrees(payload or {}, scheduled, counted):
+            record = WorkerRecord.from_payload(payload or {})
+            self.stats.add_step(record, scheduled)
         found = self.stats.take_report()
         parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
         if sum(found[part] for part in parts) != found["tokens_staged"]:

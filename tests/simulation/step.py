@@ -81,6 +81,9 @@ class Step:
         self.num_restorable = sum(
             entry.num_rejected - (entry.special == PADDED) for entry in rows
         )
+        self.num_dropped_windows = sum(
+            entry.num_drafts > 0 for entry in rows if entry.dropped
+        )
         self.num_dropped_drafts = sum(
             entry.num_drafts for entry in rows if entry.dropped
         )

@@ -133,7 +133,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(bench.report, "text", lambda result: "")
     monkeypatch.setenv("NWOR_COMMIT", "abc")
-    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "to be set by the cell")
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
 
     assert bench.main(["v2-k4-a30", "--results", str(tmp_path), "--seconds", "0"]) == 0
 
@@ -152,6 +152,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
     assert bench.main(cell) == 0
     found = json.loads((tmp_path / "bench_gpu_v1-ngram-no-metrics_b1.json").read_text())
     assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "0"
+    assert found["command"].startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
 
     # An engine without NWOR, too: the first one finds nothing compiled.
     off: list[dict[str, Any]] = []

@@ -277,6 +277,7 @@ def test_the_short_way_adds_what_the_long_way_does():
     ("place", "value"),
     [
         *((place, value) for place in range(4) for value in (0, 1, 5, 8)),
+        (3, -4),
         (4, -1),
         (5, 1),
     ],
@@ -305,6 +306,7 @@ def test_the_short_way_is_closed_to_whatever_does_not_agree(place, value):
         ([2, 7, 3, 4, 0, 0], {"num_drafts": 1}, {}),
         ([2, 7, 3, 4, 0, 0], {}, {"fallbacks": {"stale_log": 1}}),
         ([2, 7, 3, 4, 0], {}, {}),
+        ([2, 7, 8, -1, 0, 0], {"num_accepted_tokens": 8}, {}),
         (None, {}, {}),
     ],
 )
@@ -431,6 +433,7 @@ def scheduler_module():
             self.connector_stats = None
             self.unfinished = True
             self.has_sums = True
+            self.form = dict
 
         def has_unfinished_requests(self):
             return self.unfinished
@@ -463,12 +466,15 @@ def scheduler_module():
             )
             if not self.has_sums:
                 del found.spec_decoding_stats
-            return {
-                3: SimpleNamespace(outputs=[], scheduler_stats=None),
-                0: SimpleNamespace(
-                    outputs=outputs, scheduler_stats=found if self.log_stats else None
-                ),
-            }
+            return self.form(
+                {
+                    3: SimpleNamespace(outputs=[], scheduler_stats=None),
+                    0: SimpleNamespace(
+                        outputs=outputs,
+                        scheduler_stats=found if self.log_stats else None,
+                    ),
+                }
+            )
 
         def make_spec_decoding_stats(
             self,
@@ -592,6 +598,20 @@ def test_sums_that_are_missing_are_a_breach_and_lose_no_output():
     assert report["tokens_staged"] == report["dropped_drafts"] == 13
     scheduler.has_sums = True
     assert run(scheduler, MIXED)["committed_tokens"] == 5
+
+
+def test_outputs_of_another_form_are_breaches_and_lose_no_counts():
+    scheduler = hooked_scheduler()
+    scheduler.form = list
+
+    with pytest.raises(AttributeError):  # when this test looks for its report
+        run(scheduler, MIXED)
+
+    scheduler.form = dict
+    report = run(scheduler, MIXED)
+    assert report["windows"] == 2 * 4
+    assert (report["committed_tokens"], report["dropped_drafts"]) == (5, 13 + 6)
+    assert report["breaches"] == 2  # of the sums, and of the report
 
 
 def test_a_report_that_cannot_be_sent_is_a_breach_and_loses_no_output():

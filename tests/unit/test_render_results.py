@@ -12,7 +12,13 @@ SLOT = 2 * 2 * 8 * 128 * 32  # bytes of a token of shape:llama-8b, bf16
 def moved(logged, restored):
     return {
         "model": "shape:llama-8b",
-        "arguments": {"runner": "v2", "num_speculative_tokens": 4, "batch_size": 1},
+        "arguments": {
+            "runner": "v2",
+            "method": "eagle",
+            "num_speculative_tokens": 4,
+            "batch_size": 1,
+        },
+        "environment": {"gpu": "NVIDIA GeForce RTX 4090"},
         "summary": {
             "nwor": {
                 "staged": 8,
@@ -34,7 +40,10 @@ def test_bytes_are_held_against_the_shapes():
     right = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT)]))
     wrong = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT - 64)]))
 
-    assert right == ["v2, k = 4", "1", "0.75", "4.0", "0.50 MiB", "0.12 MiB", "0", "0"]
+    assert right == [
+        *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "0.75"),
+        *("4.0", "0.50 MiB", "0.12 MiB", "0", "0"),
+    ]
     assert wrong[-1] == "-64"
     with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
         views.moved_bytes([moved(0, 0) | {"model": "smol"}])

@@ -139,7 +139,7 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
 
 @pytest.mark.parametrize(
     "counters",
-    [(), (1, 2, 3, 4, 5), (0,) * 7, (1, 4, 2, 2, -64, 0), (b"1",) * 6, 6],
+    [(), (1, 2, 3, 4, 5), (0,) * 7, (1, 4, 2, 2, -64, 0), (b"1",) * 6, 6, [1.5, 2] * 3],
 )
 def test_counters_of_another_form_are_named(counters):
     with pytest.raises(PayloadError, match=f"counters is {re.escape(repr(counters))}"):

@@ -9,7 +9,7 @@ is exact for each step, also when outputs arrive late.
 A *dropped* window is one that the worker ran and the scheduler never counted: its
 request finished or was aborted in flight, failed to load its KV, or its output was
 stale. Which windows those are is not guessed: all that were scheduled, less those
-that vLLM called `make_spec_decoding_stats` for.
+that vLLM counted.
 
 What holds for the totals, always (a breach only moves tokens between the parts):
 
@@ -52,8 +52,7 @@ class PayloadError(ValueError):
 
 
 class SpecDecodingCounts(Protocol):
-    """What is read of vLLM's SpecDecodingStats, which has no such fields for drafts
-    that a grammar forbade."""
+    """What is read of vLLM's SpecDecodingStats: sums over the windows it counted."""
 
     num_drafts: int  # windows, in our words
     num_draft_tokens: int
@@ -132,14 +131,11 @@ _NUM_COUNTERS = 6
 
 
 def _check_counters(counters: Any) -> None:
-    try:
-        if len(counters) == _NUM_COUNTERS and min(counters) >= 0:
-            return
-    except TypeError:
-        pass
-    raise PayloadError(
-        f"counters is {counters!r}; expected {_NUM_COUNTERS} integers >= 0"
-    )
+    allowed = isinstance(counters, (list, tuple)) and len(counters) == _NUM_COUNTERS
+    if not allowed or any(type(num) is not int or num < 0 for num in counters):
+        raise PayloadError(
+            f"counters is {counters!r}; expected {_NUM_COUNTERS} integers >= 0"
+        )
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -153,9 +149,8 @@ class ScheduledWindows:
     Make it before vLLM processes the output (it cuts the token lists of requests that
     stop), then call `count` with what vLLM counts, a window at a time or in sums.
 
-    spec_token_ids: the drafts scheduled for each request. num_counted_drafts,
-        num_counted_accepted: of the windows that vLLM counted, grammar-invalid drafts
-        included.
+    num_counted_drafts, num_counted_accepted: of the windows that vLLM counted,
+        grammar-invalid drafts included.
     """
 
     def __init__(
@@ -242,8 +237,8 @@ class NworStats:
         counted: SpecDecodingCounts,
     ) -> bool:
         """Adds a step about which worker, scheduler and vLLM's statistics say the same,
-        as of nearly all: the short way of `add_step`, which is in each step's way.
-        Returns False, with nothing done, where there is anything else to it.
+        as they do about nearly all: `add_step` in short, to cost a step little. Returns
+        False, with nothing done, where there is anything else to it.
 
         payload: as `WorkerRecord.from_payload` takes it. counted: what vLLM summed up
         in a step without grammar-invalid drafts.
@@ -258,7 +253,7 @@ class NworStats:
             windows == counted.num_drafts
             and staged == counted.num_draft_tokens == num_drafts
             and accepted == counted.num_accepted_tokens == staged - rejected
-            and breaches == 0 <= restored
+            and rejected >= 0 == breaches <= restored
         ):
             return False
         report = self._report

@@ -238,16 +238,14 @@ def _update_from_output(
             engine_outputs = wrapped(*args, **kwargs)
         finally:
             del scheduler.make_spec_decoding_stats
-    carrier = None
     try:
-        carrier = _carrier(engine_outputs)
         if step is not None:
-            _add_step(stats, payload, step, carrier, vllm_tells)
+            _add_step(stats, payload, step, engine_outputs if vllm_tells else None)
     except Exception as error:
         _failed(stats, error)
     try:
-        if stats.pending and carrier is not None:
-            _send_report(scheduler, stats, carrier)
+        if stats.pending:
+            _send_report(scheduler, stats, engine_outputs)
     except Exception as error:
         _failed(stats, error)
     return engine_outputs
@@ -265,17 +263,17 @@ def _add_step(
     stats: NworStats,
     payload: Any,
     step: ScheduledWindows,
-    carrier: Any,
-    vllm_tells: bool,
+    engine_outputs: Mapping[int, Any] | None,
 ) -> None:
     """Adds what the worker sent to what vLLM counted.
 
-    vllm_tells: whether its SpecDecodingStats says that. Without grammar-invalid drafts
-        its sums are those of what `make_spec_decoding_stats` was called with.
+    engine_outputs: where vLLM's SpecDecodingStats is, if that says what it counted:
+        without grammar-invalid drafts its sums are those of what
+        `make_spec_decoding_stats` was called with. None if `step` knows it already.
     """
     try:
-        if vllm_tells:
-            counted = carrier.scheduler_stats.spec_decoding_stats
+        if engine_outputs is not None:
+            counted = _carrier(engine_outputs).scheduler_stats.spec_decoding_stats
             if counted is not None:
                 if stats.add_if_all_agrees(payload, step, counted):
                     return
@@ -315,9 +313,14 @@ def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
     return counted
 
 
-def _send_report(scheduler: Any, stats: NworStats, carrier: Any) -> None:
-    """Puts what is pending on the output that carries a SchedulerStats. (There is none
-    while statistics are off: the counts wait.)"""
+def _send_report(
+    scheduler: Any, stats: NworStats, engine_outputs: Mapping[int, Any]
+) -> None:
+    """Puts what is pending on the output that carries a SchedulerStats. There is none
+    while statistics are off: the counts wait."""
+    carrier = _carrier(engine_outputs)
+    if carrier is None:
+        return
     # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they wait
     # for the next ones, unless there is nothing left that could make any.
     if not carrier.outputs and scheduler.has_unfinished_requests():
