@@ -37,8 +37,8 @@ NworInterpreter python;
 
 // Reads the columns, calls enqueue(prepared, columns), which returns nullptr or a text,
 // and answers the interpreter. Its lock is kept: a launch enqueues, or where the queue
-// is full waits for the device, which in vLLM waits for no thread of Python. To give the
-// lock up is to wait for it where another thread takes it in between.
+// is full waits for the device, which in vLLM waits for no thread of Python. To give
+// the lock up is to wait for it where another thread takes it in between.
 template <typename Enqueue>
 void* call(void* const* arguments, int64_t num_arguments, const Enqueue& enqueue) {
   constexpr int64_t kMostArguments = 256;
