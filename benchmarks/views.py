@@ -26,7 +26,7 @@ def machine(result: Result) -> str:
     found = dict(line.split(None, 1) for line in report.environment_lines(result))
     return (
         f"{found['date']}: {found['run']}. {found['machine']}; {found['versions']}; "
-        f"commit {found['commit']}.\n\n```\n{found['command']}\n```"
+        f"commit {found['commit']}.\n\n{_code(found['command'])}"
     )
 
 
@@ -159,8 +159,7 @@ def host(results: Sequence[Result]) -> str:
     abouts = [
         f"{result['environment']['date']}: {result['environment']['gpu']}, "
         f"{result['environment']['cpu']}; batch {result['batch_size']}; "
-        f"commit {_measured(result)[1]}.\n\n"
-        f"```\n{result['command']}\n```"
+        f"commit {_measured(result)[1]}.\n\n{_code(result['command'])}"
         for result in results
     ]
     tables = [Table("", head, rows).markdown()]
@@ -363,8 +362,8 @@ def traffic(result: Result) -> str:
     )
     found = result["environment"]
     about = f"{found['date']}: {found['gpu']}; commit {found['commit']}."
-    command = f"```\n{result['command']}\n```"
-    return "\n\n".join([about, command, Table("", head, rows).markdown()])
+    table = Table("", head, rows).markdown()
+    return "\n\n".join([about, _code(result["command"]), table])
 
 
 def kernels(result: Result) -> str:
@@ -392,8 +391,9 @@ def kernels(result: Result) -> str:
         "restore, GB/s (of copy)",
     )
     env = result["environment"]
-    about = f"{env['date']}: {_device(env)}.\n\n```\n{result['command']}\n```\n\n"
-    return about + Table("", head, rows).markdown()
+    about = f"{env['date']}: {_device(env)}."
+    table = Table("", head, rows).markdown()
+    return "\n\n".join([about, _code(result["command"]), table])
 
 
 def soak(result: Result) -> str:
@@ -404,14 +404,18 @@ def soak(result: Result) -> str:
     about = (
         f"{env['date']}: {_device(env)}; {versions}; commit {env['commit']}. "
         f"{load['seconds'] / 60:.1f} minutes, {args['concurrency']} requests at a "
-        f"time, {args['api_server_count']} API servers.\n\n"
-        f"```\n{result['command']}\n```\n\n"
+        f"time, {args['api_server_count']} API servers."
     )
     rows = [
         tuple(row[cell].replace("|", "/") for cell in ("name", "verdict", "found"))
         for row in result["checks"]
     ]
-    return about + Table("", ("check", "verdict", "found"), rows, left=True).markdown()
+    table = Table("", ("check", "verdict", "found"), rows, left=True).markdown()
+    return "\n\n".join([about, _code(result["command"]), table])
+
+
+def _code(command: str) -> str:
+    return f"```\n{command}\n```"
 
 
 def _rate(case: dict[str, Any], operation: str) -> float:

@@ -127,7 +127,7 @@ class WorkerRecord(NamedTuple):
 
 
 # Fields of WorkerRecord in front, in the order of ops.COUNTER_COLUMNS.
-_NUM_COUNTERS = 6
+_NUM_COUNTERS = WorkerRecord._fields.index("fallbacks")
 
 
 def _check_counters(counters: Any) -> None:
@@ -165,7 +165,7 @@ class ScheduledWindows:
         (vLLM clears the rows of discarded requests), nor does a missing one.
         num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
         """
-        self.spec_token_ids = spec_token_ids
+        self._spec_token_ids = spec_token_ids
         self._row_of = req_id_to_index
         self._num_ids = list(map(len, sampled_token_ids or ()))
         self._num_sampled = num_sampled_per_step
@@ -174,11 +174,11 @@ class ScheduledWindows:
 
     @property
     def num_windows(self) -> int:
-        return sum(map(bool, self.spec_token_ids.values()))
+        return sum(map(bool, self._spec_token_ids.values()))
 
     @property
     def num_drafts(self) -> int:
-        return sum(map(len, self.spec_token_ids.values()))
+        return sum(map(len, self._spec_token_ids.values()))
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """vLLM counts one window, or several: their drafts, grammar-invalid ones
@@ -190,7 +190,7 @@ class ScheduledWindows:
         """Fewest and most drafts accepted in all windows, dropped ones too, as far as
         the output tells."""
         least = most = 0
-        for request_id, drafts in self.spec_token_ids.items():
+        for request_id, drafts in self._spec_token_ids.items():
             row = self._row_of.get(request_id)
             num_ids = 0
             if row is not None and self._num_ids:
@@ -247,11 +247,10 @@ class NworStats:
         if counters is None or len(payload) > 1 or len(counters) != _NUM_COUNTERS:
             return False
         windows, staged, accepted, rejected, restored, breaches = counters
-        num_drafts = sum(map(len, scheduled.spec_token_ids.values()))
         # vLLM counts scheduled windows: all of them, if their drafts are all counted.
         if not (
             windows == counted.num_drafts
-            and staged == counted.num_draft_tokens == num_drafts
+            and staged == counted.num_draft_tokens == scheduled.num_drafts
             and accepted == counted.num_accepted_tokens == staged - rejected
             and rejected >= 0 == breaches <= restored
         ):
