@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from vllm.v1.nwor import ops
+    from vllm_nwor import ops
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"{PROGRAM}: --device is cuda; torch sees no GPU here", file=sys.stderr)

@@ -47,7 +47,7 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("vllm.v1.nwor._nwor_C", sources=[])],
+    ext_modules=[Extension("vllm_nwor._nwor_C", sources=[])],
     cmdclass={
         "build": CleanBuild,
         "build_ext": CMakeBuildExt,

@@ -9,5 +9,5 @@
     report, tables, plot        what is made from the JSON file
     files                       writing whole or not at all
 
-Not installed with the package; nothing in `vllm.v1.nwor` imports it.
+Not installed with the package; nothing in `vllm_nwor` imports it.
 """

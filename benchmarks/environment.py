@@ -44,9 +44,7 @@ def describe(device: str, root: Path) -> dict[str, Any]:
     root: the repository, whose commit is recorded if git can tell it.
     """
     found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime(
-            "%Y-%m-%d %H:%M UTC"
-        ),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "packages": packages(),

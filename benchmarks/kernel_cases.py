@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 OPERATIONS = ("copy", "log", "restore")
 DRAFTS_PER_WINDOW = 4

@@ -107,7 +107,7 @@ import importlib.metadata
 
 import torch
 import vllm
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 ops.load("cuda")
 entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
@@ -140,7 +140,7 @@ by_hand() { # what pip would install, for a setuptools that is too old for it
     find "$1" -name __pycache__ -prune -exec rm -rf {} +
     cp "$WORK/native/_nwor_C.so" "$1/vllm/v1/nwor/" || return
     printf 'Metadata-Version: 2.1\nName: vllm-nwor\nVersion: 0\n' >"$info/METADATA"
-    printf '[vllm.general_plugins]\nnwor = vllm.v1.nwor.plugin:register\n' \
+    printf '[vllm.general_plugins]\nnwor = vllm_nwor.plugin:register\n' \
         >"$info/entry_points.txt"
 }
 

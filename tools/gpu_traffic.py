@@ -90,7 +90,7 @@ def run_cases() -> list[dict[str, Any]]:
     import torch
     from benchmarks import kernel_cases
 
-    from vllm.v1.nwor import ops
+    from vllm_nwor import ops
 
     ops.load("cuda")
     device = torch.device("cuda")

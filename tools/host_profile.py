@@ -7,7 +7,7 @@
 Starts the engine of a cell of gpu_cells.py and serves the same requests again and
 again, each time with other launches in the manager:
 
-    ops        log and restore through PyTorch's dispatcher, as `vllm.v1.nwor.ops`
+    ops        log and restore through PyTorch's dispatcher, as `vllm_nwor.ops`
     prepared   what NWOR does: one C call each
     unlaunched prepared, without the launches themselves: what Python takes
     add        torch's `x.add_(1)` at the same two places, for scale
@@ -64,7 +64,7 @@ class HookTimes:
 
     def watch(self) -> None:
         """Call before vLLM is imported: it is then that hooks are installed."""
-        from vllm.v1.nwor.hooks import _wrap
+        from vllm_nwor.hooks import _wrap
 
         install_all = _wrap.install_all
 
@@ -77,7 +77,7 @@ class HookTimes:
 
         # The files of hooks have it by name already, or import it later.
         for name in ("_wrap", "runner", "stats"):
-            module = importlib.import_module(f"vllm.v1.nwor.hooks.{name}")
+            module = importlib.import_module(f"vllm_nwor.hooks.{name}")
             module.install_all = install_timed  # type: ignore[attr-defined]
 
     def _timed(self, name: str, wrapper: Any) -> Any:
@@ -134,9 +134,9 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
     """What the manager shall launch with, by name."""
     import torch
 
-    from vllm.v1.nwor import ops
-    from vllm.v1.nwor.launches import OpLaunches
-    from vllm.v1.nwor.prepared import COLUMNS, PreparedLaunches
+    from vllm_nwor import ops
+    from vllm_nwor.launches import OpLaunches
+    from vllm_nwor.prepared import COLUMNS, PreparedLaunches
 
     prepared = manager.launches
     if not isinstance(prepared, PreparedLaunches):

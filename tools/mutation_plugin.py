@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
-PACKAGE = "vllm.v1.nwor"
+PACKAGE = "vllm_nwor"
 FOLDER = Path(__file__).resolve().parents[1] / "vllm" / "v1" / "nwor"
 
 

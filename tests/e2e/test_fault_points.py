@@ -30,7 +30,7 @@ from tests.helpers.faults import replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
-from vllm.v1.nwor.draft_manager import State
+from vllm_nwor.draft_manager import State
 
 pytestmark = pytest.mark.e2e
 
@@ -277,7 +277,7 @@ def test_no_memory_for_the_undo_log(
     empty = torch.empty
 
     def no_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if sys._getframe(1).f_globals["__name__"] == "vllm.v1.nwor.device_memory":
+        if sys._getframe(1).f_globals["__name__"] == "vllm_nwor.device_memory":
             raise torch.OutOfMemoryError("injected: no memory for the log")
         return empty(*args, **kwargs)
 

@@ -30,9 +30,9 @@ from tests.helpers.environment import (
 from tests.helpers.faults import replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
-from vllm.v1.nwor import plugin
-from vllm.v1.nwor.draft_manager import NworError, State
-from vllm.v1.nwor.hooks._wrap import HostMismatch
+from vllm_nwor import plugin
+from vllm_nwor.draft_manager import NworError, State
+from vllm_nwor.hooks._wrap import HostMismatch
 
 pytestmark = pytest.mark.e2e
 

@@ -27,7 +27,7 @@ HOSTS = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.metrics.loggers",
 )
-assert "vllm.v1.nwor" not in sys.modules
+assert "vllm_nwor" not in sys.modules
 import vllm.envs
 hosts = [importlib.import_module(name) for name in HOSTS]
 (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "nwor"]
@@ -66,7 +66,7 @@ for mode in result:
 
 milliseconds = []
 for _ in range(15):
-    for name in [name for name in sys.modules if name.startswith("vllm.v1.nwor")]:
+    for name in [name for name in sys.modules if name.startswith("vllm_nwor")]:
         del sys.modules[name]
     started = time.process_time()
     entry.load()()
@@ -76,7 +76,7 @@ result["milliseconds"] = statistics.median(milliseconds)
 os.environ["VLLM_NWOR_MODE"] = "cow"
 entry.load()()
 result["cow"] = look()
-from vllm.v1.nwor.hooks import runner_v1, runner_v2, stats
+from vllm_nwor.hooks import runner_v1, runner_v2, stats
 rows = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER]
 result["ledger"] = sorted(row.name for row in rows)
 result["seen"] = sorted(set(result["ledger"]) & set(before))
@@ -105,9 +105,9 @@ def test_no_import_hook_is_pending(mode: str, looks: dict[str, Any]) -> None:
     assert looks[mode]["finders"] == []
     # Neither wrapt nor a hook file is loaded: nothing could wrap anything.
     assert looks[mode]["modules"] == [
-        "vllm.v1.nwor",
-        "vllm.v1.nwor.config",
-        "vllm.v1.nwor.plugin",
+        "vllm_nwor",
+        "vllm_nwor.config",
+        "vllm_nwor.plugin",
     ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tests.gpu import watch as watching
-from vllm.v1.nwor.worker_extension import NworWorkerExtension
+from vllm_nwor.worker_extension import NworWorkerExtension
 
 
 class GpuTestExtension(NworWorkerExtension):
@@ -201,8 +201,8 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
     real one's shape and strides, on two backgrounds; a byte that changed on either is
     its own. All other bytes of the scratch, guard bytes around it included, must stay.
     """
-    from vllm.v1.nwor.kv_layout import LayoutRefused
-    from vllm.v1.nwor.kv_probe import probe_layout
+    from vllm_nwor.kv_layout import LayoutRefused
+    from vllm_nwor.kv_probe import probe_layout
 
     dtype = runner.vllm_config.model_config.dtype
     before = dict(vars(layer.impl))

@@ -180,7 +180,7 @@ class Engine:
         options = DEFAULTS | {"model": model_path(model)} | arguments
         with nwor_settings({"MODE": mode} | (settings or {})), one_thread():
             if mode != "off":
-                from vllm.v1.nwor.plugin import register
+                from vllm_nwor.plugin import register
 
                 register()
             _make_vllm_reusable()

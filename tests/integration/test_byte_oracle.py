@@ -31,7 +31,7 @@ from tests.helpers.oracle import (
     hash_rows,
 )
 from tests.helpers.runner_probe import Step
-from vllm.v1.nwor.kv_probe import probe_layout
+from vllm_nwor.kv_probe import probe_layout
 
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 # So few blocks that requests are preempted, and blocks are soon used again.

@@ -104,7 +104,7 @@ def counts(engine: Engine) -> dict[str, int]:
     """The device counters of all tables, by name; nothing for an off engine."""
     if engine.manager is None:
         return {}
-    from vllm.v1.nwor.ops import COUNTER_COLUMNS
+    from vllm_nwor.ops import COUNTER_COLUMNS
 
     totals = engine.manager.counters.sum(0).tolist()
     return dict(zip(COUNTER_COLUMNS, totals, strict=True))

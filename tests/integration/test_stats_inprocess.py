@@ -23,7 +23,7 @@ from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
 from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.environment import model_path, subprocess_env
 from tests.helpers.runner_probe import Observer, Step
-from vllm.v1.nwor.metrics import COUNTERS
+from vllm_nwor.metrics import COUNTERS
 
 REQUESTS = [
     Request("one", tuple(range(100, 130)), 40),

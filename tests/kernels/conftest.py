@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 import bench_kernels
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 SMALL = ["--max-size", "8K", "--samples", "3"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 RUN_BYTES = 48
 BLOCK_SIZE = 4

@@ -19,7 +19,7 @@ import torch
 from tests.kernels.reference import Batch, Layer, Log, make_table, row_bytes_of
 from tests.kernels.test_log_restore import nhd
 from tests.kernels.transaction import log
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 
 @pytest.mark.planted

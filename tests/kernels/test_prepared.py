@@ -5,11 +5,11 @@ step with the same object, and a refusal of what a step can get wrong."""
 import pytest
 import torch
 
-from vllm.v1.nwor import ops, prepared
-from vllm.v1.nwor.device_memory import DeviceMemory
-from vllm.v1.nwor.kv_layout import row_layout
-from vllm.v1.nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
-from vllm.v1.nwor.window import NumRejected, SampledIds, VerificationWindows
+from vllm_nwor import ops, prepared
+from vllm_nwor.device_memory import DeviceMemory
+from vllm_nwor.kv_layout import row_layout
+from vllm_nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
+from vllm_nwor.window import NumRejected, SampledIds, VerificationWindows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.kernels.reference import PAD, POISON_SLOT, POISON_WINDOW, Batch
 from tests.kernels.strategies import batches
 from tests.kernels.transaction import AcceptanceForm, acceptance_arguments
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 NUM_BLOCKS, BLOCK_SIZE = 3, 16
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tests.kernels.reference import (
 )
 from tests.kernels.test_log_restore import nhd
 from tests.kernels.test_stage_commit import StagedLayer
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 REPO = Path(__file__).resolve().parents[2]
 BATCH = Batch(slots=((3, 4), (20,)), accepted=(1, 0))

@@ -12,7 +12,7 @@ import torch
 
 from tests.kernels.reference import PAD, Batch, Layer, Log, make_table, row_bytes_of
 from tests.kernels.test_log_restore import column_major, nhd
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 LOG_NAMES = (
     "table",

@@ -21,7 +21,7 @@ from tests.kernels.reference import (
     expected_log,
     random_bytes,
 )
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 VOCAB_SIZE = 1000
 

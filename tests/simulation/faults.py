@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.nwor import ops
+from vllm_nwor import ops
 
 # A layer as a launch knows it: the address of its table, and its row in there.
 TableRow = tuple[int, int]
@@ -41,7 +41,7 @@ class Planted:
 
 
 class FaultyOps:
-    """The functions of `vllm.v1.nwor.ops`, of which one call can be made to raise.
+    """The functions of `vllm_nwor.ops`, of which one call can be made to raise.
 
     calls: the table rows of each call since `arm`, for each op.
     failed: those of the rows that the failing call left out.

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.v1.nwor.draft_manager import LayerCache
-from vllm.v1.nwor.kv_layout import packed_layout, row_layout
+from vllm_nwor.draft_manager import LayerCache
+from vllm_nwor.kv_layout import packed_layout, row_layout
 
 Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]

@@ -40,8 +40,8 @@ from tests.simulation.faults import FaultyOps, Moment, Planted, TableRow
 from tests.simulation.memory import GUARD_BYTES, Bytes, Index, Violation, draw_cache
 from tests.simulation.operations import Operation
 from tests.simulation.step import Rows, Step
-from vllm.v1.nwor.config import Mode, NworConfig
-from vllm.v1.nwor.draft_manager import (
+from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.draft_manager import (
     BEGIN_FAILED,
     COMMIT_FAILED,
     OVER_CAPACITY,
@@ -50,9 +50,9 @@ from vllm.v1.nwor.draft_manager import (
     NworError,
     State,
 )
-from vllm.v1.nwor.launches import num_bytes
-from vllm.v1.nwor.metrics import DraftCount, NworStats, WorkerRecord
-from vllm.v1.nwor.report import GroupInfo, Report
+from vllm_nwor.launches import num_bytes
+from vllm_nwor.metrics import DraftCount, NworStats, WorkerRecord
+from vllm_nwor.report import GroupInfo, Report
 
 MAX_REQUESTS = 6
 MAX_TOKENS = 64

@@ -14,8 +14,8 @@ import torch
 from tests.simulation.blocks import Blocks, Request
 from tests.simulation.memory import Group
 from tests.simulation.operations import EMPTY, MAX_DRAFTS, PADDED, PLAIN
-from vllm.v1.nwor.metrics import ScheduledWindows
-from vllm.v1.nwor.window import (
+from vllm_nwor.metrics import ScheduledWindows
+from vllm_nwor.window import (
     Acceptance,
     NumRejected,
     SampledIds,

@@ -19,8 +19,8 @@ from tests.simulation.memory import Violation, draw_cache
 from tests.simulation.operations import FAULT_NAMES, Operation, from_text, to_text
 from tests.simulation.shrink import shrink
 from tests.simulation.simulator import Simulator, Totals
-from vllm.v1.nwor import ops
-from vllm.v1.nwor.draft_manager import DraftCommitManager
+from vllm_nwor import ops
+from vllm_nwor.draft_manager import DraftCommitManager
 
 # More make nightly plays: a million, from another seed each time.
 NUM_OPERATIONS = 20_000

@@ -34,8 +34,8 @@ from benchmarks.engine import EngineFailed
 from benchmarks.runs import Drafts, NworDone, Run
 
 import bench_vllm
-from vllm.v1.nwor import worker_extension
-from vllm.v1.nwor.report import GroupInfo
+from vllm_nwor import worker_extension
+from vllm_nwor.report import GroupInfo
 
 ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]

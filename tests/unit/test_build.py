@@ -26,7 +26,7 @@ print(hasattr(torch.ops._C_cache_ops, "log_cache_slots"))
 # The builtins of prepared.h, which need no GPU as long as there is nothing to launch.
 BUILTINS = """
 import ctypes, sys
-from vllm.v1.nwor import prepared
+from vllm_nwor import prepared
 
 library = ctypes.CDLL(sys.argv[1])
 library.nwor_prepared_new.restype = ctypes.c_void_p

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm.v1.nwor.config import Mode, NworConfig, NworConfigError
+from vllm_nwor.config import Mode, NworConfig, NworConfigError
 
 
 def test_an_empty_environment_means_off_with_metrics():

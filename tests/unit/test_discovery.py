@@ -11,11 +11,11 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from vllm.v1.nwor.config import Mode, NworConfig
-from vllm.v1.nwor.draft_manager import NworError
-from vllm.v1.nwor.hooks import discovery
-from vllm.v1.nwor.launches import num_bytes
-from vllm.v1.nwor.report import Report
+from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.draft_manager import NworError
+from vllm_nwor.hooks import discovery
+from vllm_nwor.launches import num_bytes
+from vllm_nwor.report import Report
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
 SPEC = FullAttentionSpec(
@@ -189,7 +189,7 @@ def test_no_memory_leaves_vllm_alone(monkeypatch):
         raise torch.OutOfMemoryError("none left")
 
     found = runner([(SPEC, {"a": layer()}), (SPEC, {"b": of_dtype("nvfp4")})])
-    monkeypatch.setattr("vllm.v1.nwor.device_memory.DeviceMemory.take", no_memory)
+    monkeypatch.setattr("vllm_nwor.device_memory.DeviceMemory.take", no_memory)
 
     manager, infos, _ = build(found)
 

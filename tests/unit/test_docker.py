@@ -22,7 +22,7 @@ import pytest
 from docker.utils import exclude_paths
 from vllm.v1 import nwor
 
-from vllm.v1.nwor.plugin import TRIED_VLLM_VERSIONS
+from vllm_nwor.plugin import TRIED_VLLM_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU, CPU = ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"

@@ -7,20 +7,20 @@ import logging
 import pytest
 import torch
 
-from vllm.v1.nwor import ops
-from vllm.v1.nwor.config import Mode, NworConfig
-from vllm.v1.nwor.draft_manager import (
+from vllm_nwor import ops
+from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.draft_manager import (
     DraftCommitManager,
     HostTimes,
     LayerCache,
     NworError,
     State,
 )
-from vllm.v1.nwor.kv_layout import row_layout
-from vllm.v1.nwor.launches import num_bytes
-from vllm.v1.nwor.metrics import WorkerRecord
-from vllm.v1.nwor.report import GroupInfo, Report
-from vllm.v1.nwor.window import NumRejected, SampledIds, VerificationWindows
+from vllm_nwor.kv_layout import row_layout
+from vllm_nwor.launches import num_bytes
+from vllm_nwor.metrics import WorkerRecord
+from vllm_nwor.report import GroupInfo, Report
+from vllm_nwor.window import NumRejected, SampledIds, VerificationWindows
 
 BLOCKS, HEADS, SLOTS, DIM = 6, 2, 4, 8
 VOCAB = 100

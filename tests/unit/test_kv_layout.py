@@ -8,8 +8,8 @@ slot's bytes are is decided by the test, not by the code under test.
 import pytest
 import torch
 
-from vllm.v1.nwor.kv_layout import LayoutRefused, row_layout
-from vllm.v1.nwor.kv_probe import probe_layout
+from vllm_nwor.kv_layout import LayoutRefused, row_layout
+from vllm_nwor.kv_probe import probe_layout
 
 BLOCKS, HEADS, SLOTS, DIM = 5, 3, 16, 8
 

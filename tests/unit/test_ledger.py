@@ -9,9 +9,9 @@ from importlib import import_module
 
 import pytest
 
-from vllm.v1.nwor.hooks import runner, runner_v1, runner_v2, stats
-from vllm.v1.nwor.hooks._wrap import check
-from vllm.v1.nwor.plugin import HOOKS
+from vllm_nwor.hooks import runner, runner_v1, runner_v2, stats
+from vllm_nwor.hooks._wrap import check
+from vllm_nwor.plugin import HOOKS
 
 ROWS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER]
 

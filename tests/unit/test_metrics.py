@@ -24,10 +24,10 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-import vllm.v1.nwor.metrics as metrics
-from vllm.v1.nwor.hooks import stats
-from vllm.v1.nwor.hooks._wrap import HostMismatch
-from vllm.v1.nwor.metrics import (
+import vllm_nwor.metrics as metrics
+from vllm_nwor.hooks import stats
+from vllm_nwor.hooks._wrap import HostMismatch
+from vllm_nwor.metrics import (
     COUNTERS,
     DraftCount,
     NworPrometheus,
@@ -35,7 +35,7 @@ from vllm.v1.nwor.metrics import (
     ScheduledWindows,
     WorkerRecord,
 )
-from vllm.v1.nwor.ops import COUNTER_COLUMNS
+from vllm_nwor.ops import COUNTER_COLUMNS
 
 BONUS = 7
 INFO = [{"group": 0, "requested": "stage", "resolved": "cow", "reason": "no path"}]

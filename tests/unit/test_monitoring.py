@@ -22,7 +22,7 @@ import yaml
 from benchmarks import plot
 
 from tools.monitoring import panels, prometheus, record
-from vllm.v1.nwor.metrics import COUNTERS
+from vllm_nwor.metrics import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "tools" / "monitoring"

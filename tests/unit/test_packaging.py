@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
-ENTRY_POINT = "vllm.v1.nwor.plugin:register"
+ENTRY_POINT = "vllm_nwor.plugin:register"
 SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".sh"}
 
 
@@ -117,7 +117,7 @@ import importlib, sys, types
 for name, path in (("vllm", "vllm"), ("vllm.v1", "vllm/v1")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-print(importlib.import_module("vllm.v1.nwor").__file__)
+print(importlib.import_module("vllm_nwor").__file__)
 print("torch" in sys.modules)
 """
     file, torch_imported = run(sys.executable, "-c", code).split()
@@ -128,12 +128,12 @@ print("torch" in sys.modules)
 def test_repository_root_does_not_shadow_vllm() -> None:
     code = f"""
 import importlib.metadata as metadata
-import vllm, vllm.v1.nwor
+import vllm, vllm_nwor
 (entry,) = metadata.entry_points(group="vllm.general_plugins", name="nwor")
 assert entry.value == "{ENTRY_POINT}", entry
 assert callable(entry.load())
 print(vllm.__file__)
-print(vllm.v1.nwor.__version__)
+print(vllm_nwor.__version__)
 """
     file, version = run(sys.executable, "-c", code).split()[-2:]
     assert "site-packages" in Path(file).parts

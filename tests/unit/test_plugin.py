@@ -9,9 +9,9 @@ import vllm
 import wrapt
 from vllm import envs
 
-from vllm.v1.nwor import plugin
-from vllm.v1.nwor.config import ENV_NAMES, NworConfigError
-from vllm.v1.nwor.hooks._wrap import HostMismatch
+from vllm_nwor import plugin
+from vllm_nwor.config import ENV_NAMES, NworConfigError
+from vllm_nwor.hooks._wrap import HostMismatch
 
 
 @pytest.fixture

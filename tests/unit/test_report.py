@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.v1.nwor.config import Mode, NworConfig
-from vllm.v1.nwor.draft_manager import DraftCommitManager, NworError, State
-from vllm.v1.nwor.hooks import runner as hooks
-from vllm.v1.nwor.kv_layout import row_layout
-from vllm.v1.nwor.launches import LayerCache
-from vllm.v1.nwor.metrics import PayloadError, WorkerRecord
-from vllm.v1.nwor.ops import COUNTER_COLUMNS
-from vllm.v1.nwor.report import RING_SLOTS, Report
-from vllm.v1.nwor.window import NumRejected, VerificationWindows
+from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
+from vllm_nwor.hooks import runner as hooks
+from vllm_nwor.kv_layout import row_layout
+from vllm_nwor.launches import LayerCache
+from vllm_nwor.metrics import PayloadError, WorkerRecord
+from vllm_nwor.ops import COUNTER_COLUMNS
+from vllm_nwor.report import RING_SLOTS, Report
+from vllm_nwor.window import NumRejected, VerificationWindows
 
 
 class LateFailure:

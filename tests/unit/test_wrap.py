@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm.v1.nwor.hooks._wrap import HookTarget, HostMismatch, argument, install_all
+from vllm_nwor.hooks._wrap import HookTarget, HostMismatch, argument, install_all
 
 
 def host() -> ModuleType:

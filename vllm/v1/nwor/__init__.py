@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """NWOR (No-Write-On-Reject): a transactional KV cache for speculative decoding.
 
-This package lies inside vLLM's namespace and is loaded by vLLM through the entry
-point `vllm.general_plugins`; users switch it on with `VLLM_NWOR_MODE`. Importing it
-imports neither torch nor vLLM, and touches no device.
+Installed as `vllm_nwor`, or as `vllm.v1.nwor` in a fork of vLLM that carries this
+folder; all imports inside are relative. vLLM loads it through the entry point
+`vllm.general_plugins`; users switch it on with `VLLM_NWOR_MODE`. Importing it imports
+neither torch nor vLLM, and touches no device.
 
 Where things are: the modes and variables in `config`, one slot's bytes in
 `kv_layout`, what begin/commit/abort guarantee in `draft_manager`, every place of vLLM

@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
-from vllm.v1.nwor import ops as native_ops
-from vllm.v1.nwor.config import NworConfig
-from vllm.v1.nwor.device_memory import DeviceMemory
-from vllm.v1.nwor.launches import (
+from . import ops as native_ops
+from .config import NworConfig
+from .device_memory import DeviceMemory
+from .launches import (
     GroupLog,
     Launch,
     Launches,
@@ -46,9 +46,9 @@ from vllm.v1.nwor.launches import (
     bytes_per_draft,
     num_bytes,
 )
-from vllm.v1.nwor.window import Acceptance, VerificationWindows
+from .window import Acceptance, VerificationWindows
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.v1.nwor")
 
 STALE_LOG = "stale_log"
 OVER_CAPACITY = "over_capacity"
@@ -100,7 +100,7 @@ class DraftCommitManager:
             belongs to it (launches.num_bytes); what does not fit lowers the capacity.
             None allocates it.
         ops: the seam where tests inject faults: what has the functions of
-            `vllm.v1.nwor.ops`; None for that module, or on CUDA prepared launches.
+            `ops`; None for that module, or on CUDA prepared launches.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -285,6 +285,6 @@ def _launches_for(
         return OpLaunches(launches, ops)
     if device.type != "cuda":
         return OpLaunches(launches)
-    from vllm.v1.nwor.prepared import PreparedLaunches
+    from .prepared import PreparedLaunches
 
     return PreparedLaunches(device, launches)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm.v1.nwor.kv_layout import KVLayout, LayoutRefused, packed_layout, row_layout
+from .kv_layout import KVLayout, LayoutRefused, packed_layout, row_layout
 
 BACKGROUNDS = (0x00, 0xFF)
 # Attributes that an implementation derives from the first cache it sees.

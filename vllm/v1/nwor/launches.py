@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step launches: a log and a restore for each table of layers.
 
-`OpLaunches` goes through the ops; `vllm.v1.nwor.prepared` has the same for CUDA at a
+`OpLaunches` goes through the ops; `prepared` has the same for CUDA at a
 lower cost on the host. The manager knows no more than their two methods.
 """
 
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm.v1.nwor import ops as native_ops
-from vllm.v1.nwor.device_memory import ALIGNMENT, DeviceMemory
-from vllm.v1.nwor.kv_layout import KVLayout
-from vllm.v1.nwor.ops import COUNTER_COLUMNS, TABLE_COLUMNS
-from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
+from . import ops as native_ops
+from .device_memory import ALIGNMENT, DeviceMemory
+from .kv_layout import KVLayout
+from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
+from .window import Acceptance, SampledIds, VerificationWindows
 
 _ITEM = 8  # bytes of an int64
 _ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
@@ -128,7 +128,7 @@ class OpLaunches:
     shall be checked.
 
     ops: the seam where tests inject faults; what has the functions of
-        `vllm.v1.nwor.ops`.
+        the module `ops`.
     """
 
     def __init__(self, launches: Sequence[Launch], ops: Any = native_ops) -> None:

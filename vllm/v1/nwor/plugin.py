@@ -10,22 +10,26 @@ that a process which never imports a model runner never pays for one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from vllm.v1.nwor.config import ENV_NAMES, Mode, NworConfig
+from .config import ENV_NAMES, Mode, NworConfig
 
 logger = logging.getLogger("vllm.v1.nwor")
 
 TRIED_VLLM_VERSIONS = ("0.26.0", "0.32.0")
 
-# Module of vLLM -> the function of ours that hooks it, "module:function".
+# Module of vLLM -> the function of ours that hooks it, "module:function", the module
+# relative to this package.
 HOOKS = {
-    "vllm.v1.worker.gpu_model_runner": "vllm.v1.nwor.hooks.runner_v1:install",
-    "vllm.v1.worker.gpu.model_runner": "vllm.v1.nwor.hooks.runner_v2:install",
-    "vllm.v1.core.sched.scheduler": "vllm.v1.nwor.hooks.stats:install_scheduler",
-    "vllm.v1.metrics.loggers": "vllm.v1.nwor.hooks.stats:install_loggers",
+    "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1:install",
+    "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2:install",
+    "vllm.v1.core.sched.scheduler": ".hooks.stats:install_scheduler",
+    "vllm.v1.metrics.loggers": ".hooks.stats:install_loggers",
 }
 
 _registered = False
@@ -38,11 +42,13 @@ def register() -> None:
     passes it on and does not start.
     """
     global _registered
-    _declare_variables()
     config = NworConfig.from_env()
+    if config.mode is not Mode.OFF and not _registered:
+        _check_host()
+    _declare_variables()
+    _Alias.install()
     if config.mode is Mode.OFF or _registered:
         return
-    _check_host()
     import wrapt
 
     for module_name, hook in HOOKS.items():
@@ -59,9 +65,50 @@ def _declare_variables() -> None:
         envs.environment_variables.setdefault(name, lambda: None)
 
 
-def _check_host() -> None:
-    import vllm
+class _Alias(MetaPathFinder, Loader):
+    """Makes `import vllm.v1.nwor`, and what is in it, give the modules of this package:
+    the same objects, never a second copy. Not needed in a fork that carries it there.
+    """
 
+    NAME = "vllm.v1.nwor"
+
+    @classmethod
+    def install(cls) -> None:
+        if __package__ != cls.NAME and not any(
+            isinstance(finder, cls) for finder in sys.meta_path
+        ):
+            # In front: the path of the aliased package would give copies.
+            sys.meta_path.insert(0, cls())
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname != self.NAME and not fullname.startswith(f"{self.NAME}."):
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(f"{__package__}{spec.name.removeprefix(self.NAME)}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The import system has given the module the alias's spec: take it back."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def _check_host() -> None:
+    try:
+        import vllm
+    except ModuleNotFoundError:
+        raise RuntimeError(
+            "vllm-nwor: vLLM is not installed; install the build of vLLM for your "
+            "hardware, then vllm-nwor beside it"
+        ) from None
     if getattr(vllm, "__file__", None) is None:
         raise RuntimeError(
             "vllm-nwor: `import vllm` finds an empty namespace instead of vLLM "
@@ -84,10 +131,11 @@ def _guarded(hook: str) -> Callable[[ModuleType], None]:
     module_name, function_name = hook.split(":")
 
     def run(module: ModuleType) -> None:
-        from vllm.v1.nwor.hooks._wrap import HostMismatch
+        from .hooks._wrap import HostMismatch
 
         try:
-            getattr(import_module(module_name), function_name)(module)
+            hooks = import_module(module_name, __package__)
+            getattr(hooks, function_name)(module)
         except HostMismatch as mismatch:
             if NworConfig.from_env().strict:
                 raise

@@ -23,9 +23,9 @@ from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p, py_ob
 import torch
 from torch import Tensor
 
-from vllm.v1.nwor import ops
-from vllm.v1.nwor.launches import Launch, OpLaunches
-from vllm.v1.nwor.window import Acceptance, SampledIds, VerificationWindows
+from . import ops
+from .launches import Launch, OpLaunches
+from .window import Acceptance, SampledIds, VerificationWindows
 
 # Raised with every change of what prepared.h exports.
 VERSION = 2

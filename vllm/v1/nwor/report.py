@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm.v1.nwor.draft_manager import DraftCommitManager, State
-from vllm.v1.nwor.ops import COUNTER_COLUMNS
-from vllm.v1.nwor.window import Acceptance
+from .draft_manager import DraftCommitManager, State
+from .ops import COUNTER_COLUMNS
+from .window import Acceptance
 
 # Steps between a commit and the reading of its output: vLLM keeps at most two batches
 # in flight without pipeline parallelism; one slot more holds the step before.

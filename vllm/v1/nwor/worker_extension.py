@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworWorkerExtension: methods for benches and tests, called by `collective_rpc`.
 
-Give vLLM `worker_extension_cls="vllm.v1.nwor.worker_extension.NworWorkerExtension"` and
+Give vLLM `worker_extension_cls="vllm_nwor.worker_extension.NworWorkerExtension"` and
 call them with `collective_rpc("nwor_report")` and so on, between steps and never during
 one. They work in every mode, `off` included, where they say that there is no manager.
 Nothing that serves requests uses this class.
@@ -14,7 +14,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.v1.nwor.draft_manager import DraftCommitManager
+    from .draft_manager import DraftCommitManager
 
 
 class NworWorkerExtension:
@@ -30,7 +30,7 @@ class NworWorkerExtension:
         if manager is None:
             return False
         if active and manager.host_times is None:
-            from vllm.v1.nwor.draft_manager import HostTimes
+            from .draft_manager import HostTimes
 
             manager.host_times = HostTimes()
         manager.active = active
@@ -109,7 +109,7 @@ def _groups(runner: Any) -> list[dict[str, Any]]:
 
 def _counters(manager: DraftCommitManager) -> dict[str, int]:
     """The manager's [num_tables, 6] counters by column name."""
-    from vllm.v1.nwor.ops import COUNTER_COLUMNS
+    from .ops import COUNTER_COLUMNS
 
     rows = manager.counters.tolist()
     counters = dict(zip(COUNTER_COLUMNS, rows[0], strict=True))

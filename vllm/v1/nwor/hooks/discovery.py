@@ -21,13 +21,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm.v1.nwor import ops
-from vllm.v1.nwor.config import Mode, NworConfig
-from vllm.v1.nwor.draft_manager import DraftCommitManager, LayerCache, NworError
-from vllm.v1.nwor.kv_layout import KVLayout, LayoutRefused
-from vllm.v1.nwor.kv_probe import probe_layout
-from vllm.v1.nwor.launches import num_bytes
-from vllm.v1.nwor.report import GroupInfo, Report
+from .. import ops
+from ..config import Mode, NworConfig
+from ..draft_manager import DraftCommitManager, LayerCache, NworError
+from ..kv_layout import KVLayout, LayoutRefused
+from ..kv_probe import probe_layout
+from ..launches import num_bytes
+from ..report import GroupInfo, Report
 
 logger = logging.getLogger("vllm.v1.nwor")
 

@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.v1.nwor.config import Mode, NworConfig
-from vllm.v1.nwor.draft_manager import STALE_LOG, DraftCommitManager
-from vllm.v1.nwor.hooks import stats
-from vllm.v1.nwor.hooks._wrap import HookTarget, HostMismatch, Wrapper, install_all
-from vllm.v1.nwor.report import GroupInfo, Report
-from vllm.v1.nwor.window import VerificationWindows
+from ..config import Mode, NworConfig
+from ..draft_manager import STALE_LOG, DraftCommitManager
+from ..hooks import stats
+from ..report import GroupInfo, Report
+from ..window import VerificationWindows
+from ._wrap import HookTarget, HostMismatch, Wrapper, install_all
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -104,7 +104,7 @@ def initialize_kv_cache(
     is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
     if config.mode is Mode.OFF or is_profiling:
         return result
-    from vllm.v1.nwor.hooks.discovery import build
+    from .discovery import build
 
     storage = runner.__dict__.get("nwor_log_storage")
     built = build(runner, config, storage)
@@ -122,7 +122,7 @@ def profile_run(
     the KV cache."""
     config = NworConfig.from_env()
     if config.mode is not Mode.OFF and runner.device.type != "cpu":
-        from vllm.v1.nwor.hooks.discovery import reserve
+        from .discovery import reserve
 
         runner.nwor_log_storage = None  # that of an earlier run goes first
         runner.nwor_log_storage = reserve(runner, config)

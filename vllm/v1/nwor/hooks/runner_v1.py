@@ -21,9 +21,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vllm.v1.nwor.hooks import runner as shared
-from vllm.v1.nwor.hooks._wrap import HookTarget
-from vllm.v1.nwor.window import SampledIds, VerificationWindows
+from ..hooks import runner as shared
+from ..window import SampledIds, VerificationWindows
+from ._wrap import HookTarget
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
 

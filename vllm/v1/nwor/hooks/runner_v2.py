@@ -24,9 +24,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vllm.v1.nwor.hooks import runner as shared
-from vllm.v1.nwor.hooks._wrap import HookTarget, argument
-from vllm.v1.nwor.window import NumRejected, VerificationWindows
+from ..hooks import runner as shared
+from ..window import NumRejected, VerificationWindows
+from ._wrap import HookTarget, argument
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 

@@ -30,16 +30,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from vllm.v1.nwor.config import NworConfig
-from vllm.v1.nwor.hooks._wrap import (
-    HookTarget,
-    HostMismatch,
-    Wrapper,
-    argument,
-    check,
-    install_all,
-)
-from vllm.v1.nwor.metrics import (
+from ..config import NworConfig
+from ..metrics import (
     DraftCount,
     NworPrometheus,
     NworStats,
@@ -47,8 +39,16 @@ from vllm.v1.nwor.metrics import (
     ScheduledWindows,
     WorkerRecord,
 )
+from ._wrap import (
+    HookTarget,
+    HostMismatch,
+    Wrapper,
+    argument,
+    check,
+    install_all,
+)
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.v1.nwor")
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
