@@ -104,7 +104,7 @@ class Pool:
         env["NWOR_TEST_TRACE"] = str(self.folder / f"{label}.trace.json")
         env["VLLM_NWOR_MODE"] = mode
         if mode != "off":
-            env["VLLM_NWOR_STRICT"] = "1"
+            env["VLLM_NWOR_STRICT"] = "always"
         env |= more
         command = [sys.executable, "-m", "tests.gpu.process", job, spec.name]
         command += [str(out), str(self.models)]

@@ -279,7 +279,7 @@ def test_length_limit() -> None:
 def test_stage_resolves_to_cow() -> None:
     """Mode stage, and the other settings that must not change a thing: the CPU's
     attention has no staged path, and start-up says so in one line."""
-    settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "1"}
+    settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "always"}
     with nwor_log() as lines:
         stage = Engine("stage", settings)
     assert len(lines) == 1

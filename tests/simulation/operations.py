@@ -29,15 +29,19 @@ OFFLOAD = "offload"  # request, chunk
 PLAIN, PADDED, EMPTY = range(3)
 
 # Of a run: none; an op raises; vLLM's forward or sampler raises; NWOR switched off for
-# this step.
+# this step; begin not called.
 NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT, INACTIVE = range(6)
-FAULT_NAMES = ("none", "log op", "restore op", "forward", "sampler", "switched off")
+MISSED = 6
+FAULT_NAMES = (
+    *("none", "log op", "restore op", "forward", "sampler", "switched off"),
+    "begin missed",
+)
 
 MAX_DRAFTS = 4
 _WEIGHTS = {
     ARRIVE: 5,
     ADVANCE: 60,
-    RUN: 11,
+    RUN: 12,
     ABORT: 2,
     PREEMPT: 2,
     FINISH: 2,
@@ -67,7 +71,7 @@ def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
         special = draw.choices((PLAIN, PADDED, EMPTY), (20, 2, 1))[0]
         return request, draw.randrange(24), num_drafts, accepted, special
     if kind == RUN:
-        fault = NO_FAULT if draw.random() < 0.9 else draw.randint(1, INACTIVE)
+        fault = NO_FAULT if draw.random() < 0.88 else draw.randint(1, MISSED)
         bound = draw.choice((0, 0, 0, 1, 3))
         return (
             draw.randrange(4),

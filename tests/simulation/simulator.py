@@ -11,7 +11,8 @@ Checked in every step, over the whole allocation and its guard bytes:
        under its reason and logged once; under STRICT it raises instead, which ends the
        engine: a new one starts on the same memory
     7  each launch's counters, and the scheduler's identities through NworStats
-    states: LOGGED between begin and commit of a protected step, else IDLE
+    9  a begin that is left out is counted, and is a breach
+    the manager's state, and after each operation its invariants
     blocks found in the prefix cache are, byte for byte, those that were cached
 
 One operation is one event on the cache: a request arrives, gets rows (a prefill chunk
@@ -40,9 +41,10 @@ from tests.simulation.faults import FaultyOps, Moment, Planted, TableRow
 from tests.simulation.memory import GUARD_BYTES, Bytes, Index, Violation, draw_cache
 from tests.simulation.operations import Operation
 from tests.simulation.step import Rows, Step
-from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import (
     BEGIN_FAILED,
+    BEGIN_MISSED,
     COMMIT_FAILED,
     OVER_CAPACITY,
     STALE_LOG,
@@ -137,7 +139,7 @@ class Simulator:
             self.breakage(self.manager)
         self.report = Report([GroupInfo(0, "cow", "cow", "simulated")], self.manager)
         self.stats = NworStats(DraftCount.EXACT, self._breach)
-        self.has_log = False
+        self.state = State.IDLE
         # What the manager and the metrics should have counted since the start.
         self.counters = self.manager.counters.numpy().copy()
         self.fallbacks: Counter[str] = Counter()
@@ -176,7 +178,10 @@ class Simulator:
             (size + 2 * GUARD_BYTES,), LOG_GUARD, dtype=torch.uint8
         )
         manager = DraftCommitManager(
-            NworConfig(mode=Mode.COW, strict=self.strict),
+            NworConfig(
+                mode=Mode.COW,
+                strictness=Strict.ALWAYS if self.strict else Strict.STARTUP,
+            ),
             groups,
             self.capacity,
             self.log_memory[GUARD_BYTES : GUARD_BYTES + size],
@@ -227,7 +232,9 @@ class Simulator:
                 if limit is not None and len(played) >= limit:
                     break
                 played.append((kind, numbers))
-                if self.play_operation[kind](*numbers):
+                is_played = self.play_operation[kind](*numbers)
+                self._check_invariants()
+                if is_played:
                     self.totals.operations[kind] += 1
                 else:
                     played.pop()
@@ -366,7 +373,8 @@ class Simulator:
         self.seam.arm(planted)
         self.manager.active = fault != ops.INACTIVE
         payload = np.frombuffer(self.payloads.bytes(step.index.size), np.uint8)
-        raised = self._begin(step, bound, planted)
+        is_missed = fault == ops.MISSED
+        raised = self._begin(step, bound, planted, is_missed)
         if raised:
             pass
         elif fault == ops.FORWARD_FAULT:
@@ -375,7 +383,7 @@ class Simulator:
         elif fault == ops.SAMPLER_FAULT:
             self.memory.write(step.index, payload)
         else:
-            raised = self._commit(step, form, payload, planted)
+            raised = self._commit(step, form, payload, planted, is_missed)
             if not raised:
                 self._update(step)
         if raised:  # out of the model runner: the engine is dead, and started again
@@ -384,20 +392,25 @@ class Simulator:
             self._start_engine()
         return True
 
-    def _begin(self, step: Step, bound: int, planted: Planted | None) -> bool:
+    def _begin(
+        self, step: Step, bound: int, planted: Planted | None, is_missed: bool
+    ) -> bool:
         """Everything up to the forward; whether NWOR raised (STRICT)."""
         num_drafts = step.num_drafts and step.num_drafts + bound
-        reasons = [STALE_LOG] if self.has_log else []
-        if not (reasons and self.strict):
+        reasons = [STALE_LOG] if self.state is State.LOGGED else []
+        if self.state is not State.FAILED:
+            self.state = State.IDLE
+        if not (is_missed or (reasons and self.strict)):
             reason = self._reason_not_to_log(num_drafts, planted)
             reasons += [reason] if reason else []
             step.is_logged = num_drafts > 0 and self.manager.active and not reason
-        self.has_log = step.is_logged
+            if step.is_logged or reason:
+                self.state = State.LOGGED if step.is_logged else State.VANILLA
         raised = False
         try:
-            if self.aborts_at_entry:
+            if self.aborts_at_entry or is_missed:
                 self.manager.abort(STALE_LOG)
-            if num_drafts or not self.aborts_at_entry:
+            if not is_missed and (num_drafts or not self.aborts_at_entry):
                 self.manager.begin(step.windows(num_drafts, self.mappings_as_tensor))
         except NworError:
             raised = True
@@ -423,15 +436,30 @@ class Simulator:
         return BEGIN_FAILED if planted is not None and planted.op == "log" else None
 
     def _commit(
-        self, step: Step, form: int, payload: Bytes, planted: Planted | None
+        self,
+        step: Step,
+        form: int,
+        payload: Bytes,
+        planted: Planted | None,
+        is_missed: bool,
     ) -> bool:
         """The forward, sampling and commit; whether NWOR raised (STRICT)."""
         self.memory.real[step.index] = payload
         fails = step.is_logged and planted is not None and planted.op == "restore"
-        self.has_log = False
+        reasons = [COMMIT_FAILED] if fails else []
+        if is_missed and step.num_drafts:
+            reasons = [BEGIN_MISSED]
+        self.num_breaches = reasons.count(BEGIN_MISSED)
+        if fails:
+            self.state = State.FAILED
+        elif self.state is not State.FAILED:
+            self.state = State.IDLE
         raised = False
         try:
-            self.report.commit(step.acceptance(form))
+            if self.manager.state is State.LOGGED:
+                self.report.commit(step.acceptance(form))
+            else:
+                self.manager.end_unlogged(step.num_drafts)
         except NworError:
             raised = True
         restored = set()
@@ -441,7 +469,7 @@ class Simulator:
             }
         keep_mask = step.keep_mask(restored)
         self.memory.write_step(step.index, payload, keep_mask)
-        self._check_fallbacks([COMMIT_FAILED] if fails else [], raised)
+        self._check_fallbacks(reasons, raised)
         self._check_state()
         if step.is_logged:
             self._check_calls("restore")
@@ -489,9 +517,14 @@ class Simulator:
             )
 
     def _check_state(self) -> None:
-        wanted = State.LOGGED if self.has_log else State.IDLE
-        if self.manager.state is not wanted:
-            raise Violation("state", f"{self.manager.state} is not {wanted}")
+        if self.manager.state is not self.state:
+            raise Violation("state", f"{self.manager.state} is not {self.state}")
+
+    def _check_invariants(self) -> None:
+        try:
+            self.manager.check_state()
+        except AssertionError as error:
+            raise Violation("state", str(error)) from error
 
     def _check_calls(self, op: str) -> None:
         """One launch for each row of counters, and each protected layer in one."""
@@ -577,13 +610,14 @@ class Simulator:
             "committed_tokens": scheduled.num_counted_accepted * counted,
             "dropped_drafts": step.num_dropped_drafts * counted,
             "restored_bytes": step.num_restorable * self.row_bytes * counted,
-            "breaches": 0,
+            "breaches": self.num_breaches,
         }
         if {name: found[name] for name in wanted} != wanted:
             raise Violation("guarantee 7", f"reported {found}; expected {wanted}")
 
     def _breach(self, kind: str, found: str) -> None:
-        raise Violation("guarantee 7 (breach)", f"{kind}: {found}")
+        if (kind, found) != ("worker", f"the worker reported {self.num_breaches}"):
+            raise Violation("guarantee 7 (breach)", f"{kind}: {found}")
 
 
 class Counting(logging.Handler):

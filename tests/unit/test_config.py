@@ -3,13 +3,13 @@
 
 import pytest
 
-from vllm_nwor.config import Mode, NworConfig, NworConfigError
+from vllm_nwor.config import Mode, NworConfig, NworConfigError, Strict
 
 
 def test_an_empty_environment_means_off_with_metrics():
     config = NworConfig.from_env({})
 
-    assert config == NworConfig(Mode.OFF, True, False, False, None)
+    assert config == NworConfig(Mode.OFF, True, Strict.NEVER, False, None)
 
 
 def test_every_variable_is_read():
@@ -23,7 +23,17 @@ def test_every_variable_is_read():
         }
     )
 
-    assert config == NworConfig(Mode.STAGE, False, True, True, 64)
+    assert config == NworConfig(Mode.STAGE, False, Strict.STARTUP, True, 64)
+
+
+@pytest.mark.parametrize(
+    ("value", "startup", "steps"),
+    [("0", False, False), ("1", True, False), ("always", True, True)],
+)
+def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
+    config = NworConfig.from_env({"VLLM_NWOR_STRICT": value})
+
+    assert (config.strict, config.strict_steps) == (startup, steps)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +43,8 @@ def test_every_variable_is_read():
         ("VLLM_NWOR_MODE", "", "off, stage, cow"),
         ("VLLM_NWOR_MODE", "COW", "off, stage, cow"),
         ("VLLM_NWOR_EMIT_METRICS", "yes", "0, 1"),
-        ("VLLM_NWOR_STRICT", "", "0, 1"),
+        ("VLLM_NWOR_STRICT", "", "0, 1, always"),
+        ("VLLM_NWOR_STRICT", "true", "0, 1, always"),
         ("VLLM_NWOR_DEBUG_SYNC", "2", "0, 1"),
         (
             "VLLM_NWOR_MAX_LOG_ROWS",

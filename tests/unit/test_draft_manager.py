@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_nwor import ops
-from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import (
     DraftCommitManager,
     HostTimes,
@@ -68,9 +68,25 @@ def layers(num_layers=3):
     ]
 
 
-def manager_of(groups, capacity=16, strict=False, **kwargs):
+@pytest.fixture(autouse=True)
+def managers(monkeypatch):
+    """Those that a test made; they end it with every invariant as it should be."""
+    made = []
+    init = DraftCommitManager.__init__
+
+    def keep(manager, *args, **kwargs):
+        init(manager, *args, **kwargs)
+        made.append(manager)
+
+    monkeypatch.setattr(DraftCommitManager, "__init__", keep)
+    yield made
+    for manager in made:
+        manager.check_state()
+
+
+def manager_of(groups, capacity=16, strict=Strict.STARTUP, **kwargs):
     return DraftCommitManager(
-        NworConfig(mode=Mode.COW, strict=strict), groups, capacity, **kwargs
+        NworConfig(mode=Mode.COW, strictness=strict), groups, capacity, **kwargs
     )
 
 
@@ -184,6 +200,185 @@ def test_states_follow_the_table():
     assert manager.fallbacks == {"test": 1}
 
 
+@pytest.mark.parametrize("end", ["end_unlogged", "abort"])
+def test_a_step_left_to_vanilla_is_a_state_until_it_ends(end):
+    manager = manager_of([(0, layers())], capacity=2)
+
+    manager.begin(windows())
+    assert manager.state is State.VANILLA
+    assert not manager.commit(accepted(0, 0))
+    assert manager.state is State.VANILLA
+    getattr(manager, end)({"end_unlogged": 3, "abort": "test"}[end])
+
+    assert manager.state is State.IDLE
+    assert manager.fallbacks == {"over_capacity": 1}
+
+
+def test_guarantee_9_drafts_that_begin_never_saw_are_counted(caplog):
+    manager = manager_of([(0, layers())])
+    report = Report([], manager)
+    report.payload(None)
+
+    with caplog.at_level(logging.WARNING):
+        manager.end_unlogged(3)
+        manager.end_unlogged(0)  # a step without drafts
+        manager.end_unlogged(4)
+
+    assert manager.state is State.IDLE
+    assert manager.fallbacks == {"begin_missed": 2}
+    assert [record.getMessage() for record in caplog.records] == [
+        "NWOR begin_missed: 3 drafts were sampled that begin never saw; the step ran "
+        "as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
+    ]
+    payload = report.payload(None)
+    assert payload == {"fallbacks": {"begin_missed": 2}, "breaches": 2}
+    assert WorkerRecord.from_payload(payload).breaches == 2
+    assert report.payload(None) is None
+
+
+def test_a_missed_begin_raises_where_steps_are_strict():
+    manager = manager_of([(0, layers())], strict=Strict.ALWAYS)
+
+    with pytest.raises(NworError, match=r"^NWOR begin_missed: 3 drafts were sampled"):
+        manager.end_unlogged(3)
+
+
+def test_an_idle_begin_is_not_a_missed_one():
+    manager = manager_of([(0, layers())])
+    manager.active = False
+
+    manager.begin(windows())
+    manager.end_unlogged(3)
+
+    assert not manager.fallbacks
+
+
+def test_a_begin_after_a_failed_commit_starts_anew():
+    cache_layers = layers()
+    manager = manager_of([(0, cache_layers)], ops=FailingOps(restore_call=1))
+    manager.begin(windows())
+    forward(cache_layers)
+    manager.commit(accepted(0, 0))
+    assert manager.state is State.FAILED
+    left_behind = snapshot(cache_layers)
+
+    manager.abort("test")  # the next step is entered; it has no drafts
+    manager.end_unlogged(0)
+    assert manager.state is State.FAILED
+    manager.begin(windows())
+    forward(cache_layers)
+    after = snapshot(cache_layers)
+    manager.commit(accepted(0, 0))
+
+    assert torch.equal(
+        snapshot(cache_layers), expected(left_behind, after, DRAFT_SLOTS)
+    )
+    assert manager.state is State.IDLE
+    assert manager.fallbacks == {"commit_failed": 1}
+
+
+def test_a_begin_that_is_missed_after_a_failed_commit_is_counted():
+    manager = manager_of([(0, layers())], ops=FailingOps(restore_call=1))
+    manager.begin(windows())
+    manager.commit(accepted(0, 0))
+
+    manager.end_unlogged(3)
+
+    assert manager.state is State.FAILED
+    assert manager.fallbacks == {"commit_failed": 1, "begin_missed": 1}
+
+
+def test_after_a_failed_commit_strict_steps_go_no_further():
+    ops_ = FailingOps(restore_call=1)
+    manager = manager_of([(0, layers())], strict=Strict.ALWAYS, ops=ops_)
+    manager.begin(windows())
+    with pytest.raises(NworError, match=r"^NWOR commit_failed: restore_rej"):
+        manager.commit(accepted(0, 0))
+
+    for _ in range(2):
+        with pytest.raises(NworError, match="the restore before this step failed"):
+            manager.begin(windows())
+
+    assert manager.state is State.FAILED
+    assert ops_.calls == {"log": 1, "restore": 1}
+    assert manager.fallbacks == {"commit_failed": 1}
+
+
+def lost_drafts(manager):
+    manager._num_drafts = 0
+
+
+def failed_without_a_failure(manager):
+    manager.state, manager._num_drafts = State.FAILED, 0
+
+
+def vanilla_without_a_failure(manager):
+    manager.state, manager._num_drafts = State.VANILLA, 0
+
+
+def entry_behind_its_window(manager):
+    manager.groups[0].log_windows[2, 1] = 1
+
+
+def table_of_another_address(manager):
+    manager.groups[0].tables[0].table[1, 0] += 1
+
+
+def table_with_places_exchanged(manager):
+    table = manager.groups[0].tables[0].table
+    table[:2, -1] = table[:2, -1].flip(0)
+
+
+def log_in_a_cache(manager):
+    cache = manager.groups[0].layers[0].kv_cache
+    manager.groups[0].log_slots = cache.view(-1)[:128].view(torch.int64)
+
+
+def log_in_the_counters(manager):
+    manager.groups[0].log_slots = manager.counters.view(-1)[-1:]
+
+
+def a_draft_too_many(manager):
+    manager.counters[0, 1] += 1
+
+
+@pytest.mark.parametrize(
+    ("number", "broken"),
+    [
+        (1, lost_drafts),
+        (2, failed_without_a_failure),
+        (2, vanilla_without_a_failure),
+        (3, entry_behind_its_window),
+        (4, table_of_another_address),
+        (4, table_with_places_exchanged),
+        (5, log_in_a_cache),
+        (5, log_in_the_counters),
+        (6, a_draft_too_many),
+    ],
+)
+def test_check_state_names_the_invariant_that_does_not_hold(number, broken, managers):
+    manager = manager_of([(0, layers())])
+    manager.begin(windows())
+    manager.check_state()
+    managers.clear()
+
+    broken(manager)
+
+    with pytest.raises(AssertionError, match=f"^NWOR invariant {number} does not hold"):
+        manager.check_state()
+
+
+def test_debug_sync_checks_the_invariants_after_each_op(managers):
+    manager = manager_of([(0, layers())])
+    manager.config = NworConfig(mode=Mode.COW, debug_sync=True)
+    managers.clear()
+    a_draft_too_many(manager)
+
+    for op, argument in ((manager.begin, windows()), (manager.commit, accepted(0, 0))):
+        with pytest.raises(AssertionError, match=r"^NWOR invariant 6"):
+            op(argument)
+
+
 def test_a_begin_that_finds_a_log_drops_and_counts_it():
     cache_layers = layers()
     manager = manager_of([(0, cache_layers)])
@@ -262,7 +457,7 @@ def test_guarantee_6_a_failing_commit_leaves_old_or_new_bytes(call):
     wanted[call - 1] = after[call - 1]
     assert torch.equal(snapshot(cache_layers), torch.stack(wanted))
     assert manager.fallbacks == {"commit_failed": 1}
-    assert manager.state is State.IDLE
+    assert manager.state is State.FAILED
 
 
 def test_more_drafts_than_the_log_holds_run_as_vanilla():
@@ -270,7 +465,7 @@ def test_more_drafts_than_the_log_holds_run_as_vanilla():
 
     manager.begin(windows())
 
-    assert manager.state is State.IDLE
+    assert manager.state is State.VANILLA
     assert manager.fallbacks == {"over_capacity": 1}
 
 
@@ -295,7 +490,10 @@ def test_a_failure_is_logged_once_and_counted_always(caplog):
 )
 def test_strict_raises_where_the_default_falls_back(capacity, faults, message):
     manager = manager_of(
-        [(0, layers())], capacity=capacity, strict=True, ops=FailingOps(**faults)
+        [(0, layers())],
+        capacity=capacity,
+        strict=Strict.ALWAYS,
+        ops=FailingOps(**faults),
     )
 
     with pytest.raises(NworError, match=message):
@@ -304,7 +502,7 @@ def test_strict_raises_where_the_default_falls_back(capacity, faults, message):
 
 
 def test_strict_raises_on_a_stale_log():
-    manager = manager_of([(0, layers())], strict=True)
+    manager = manager_of([(0, layers())], strict=Strict.ALWAYS)
     manager.begin(windows())
 
     with pytest.raises(NworError, match="NWOR stale_log: a log of 3 drafts"):

@@ -686,7 +686,7 @@ def test_a_bad_payload_is_a_breach_or_raises_when_strict(payload, monkeypatch, c
     assert scheduler.counted.windows == 4
     assert len([r for r in caplog.records if "breach" in r.message]) == 1
 
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises((metrics.PayloadError, AttributeError)):
         run(scheduler, MIXED, payload)
 
@@ -894,7 +894,7 @@ def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
 
     assert recorded(manager, reports, engine_idx=9) is None
 
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises(KeyError):
         recorded(manager, reports, engine_idx=9)
 

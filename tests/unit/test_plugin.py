@@ -77,7 +77,7 @@ def test_vllm_knows_our_variables_and_not_their_values(mode, pending, monkeypatc
     ("name", "value", "allowed"),
     [
         ("VLLM_NWOR_MODE", "on", "off, stage, cow"),
-        ("VLLM_NWOR_STRICT", "maybe", "0, 1"),
+        ("VLLM_NWOR_STRICT", "maybe", "0, 1, always"),
     ],
 )
 def test_a_bad_value_stops_the_start_in_any_mode(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.kv_layout import row_layout
@@ -37,7 +37,8 @@ class LateFailure:
 def reporting_manager(strict=False):
     cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
     layer = LayerCache("layer", cache, row_layout(cache))
-    config = NworConfig(mode=Mode.COW, strict=strict)
+    strictness = Strict.ALWAYS if strict else Strict.NEVER
+    config = NworConfig(mode=Mode.COW, strictness=strictness)
     manager = DraftCommitManager(config, [(0, [layer])], capacity=8)
     manager.launches = LateFailure(manager.launches)
     return manager, Report([], manager)
@@ -87,6 +88,7 @@ def test_a_commit_that_raises_is_not_in_the_next_step():
     with pytest.raises(NworError, match="planted"):
         step(manager, report, 5)
     manager.launches.fails = False
+    manager.config = NworConfig(mode=Mode.COW)  # strict steps would go no further
 
     step(manager, report, 2)
 

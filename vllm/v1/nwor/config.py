@@ -27,6 +27,18 @@ class Mode(enum.Enum):
     COW = "cow"
 
 
+class Strict(enum.Enum):
+    """Where a failure of ours raises instead of falling back to vanilla vLLM.
+
+    NEVER: nowhere. STARTUP: what is refused at start-up. ALWAYS: what fails in a step,
+    too, which ends a running engine.
+    """
+
+    NEVER = "0"
+    STARTUP = "1"
+    ALWAYS = "always"
+
+
 class NworConfigError(ValueError):
     """A `VLLM_NWOR_*` variable holds a value that is not allowed."""
 
@@ -45,9 +57,19 @@ class NworConfig:
 
     mode: Mode = Mode.OFF
     emit_metrics: bool = True
-    strict: bool = False
+    strictness: Strict = Strict.NEVER
     debug_sync: bool = False
     max_log_rows: int | None = None
+
+    @property
+    def strict(self) -> bool:
+        """Whether a refusal at start-up raises."""
+        return self.strictness is not Strict.NEVER
+
+    @property
+    def strict_steps(self) -> bool:
+        """Whether a failure in a step raises."""
+        return self.strictness is Strict.ALWAYS
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> NworConfig:
@@ -60,7 +82,7 @@ class NworConfig:
         return cls(
             mode=_mode(env),
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
-            strict=_switch(env, STRICT, default=False),
+            strictness=_strictness(env),
             debug_sync=_switch(env, DEBUG_SYNC, default=False),
             max_log_rows=_rows(env),
         )
@@ -74,6 +96,17 @@ def _mode(env: Mapping[str, str]) -> Mode:
         allowed = ", ".join(mode.value for mode in Mode)
         raise NworConfigError(
             f"{MODE}={value!r} is not allowed; allowed values: {allowed}"
+        ) from None
+
+
+def _strictness(env: Mapping[str, str]) -> Strict:
+    value = env.get(STRICT, Strict.NEVER.value)
+    try:
+        return Strict(value)
+    except ValueError:
+        allowed = ", ".join(strict.value for strict in Strict)
+        raise NworConfigError(
+            f"{STRICT}={value!r} is not allowed; allowed values: {allowed}"
         ) from None
 
 

@@ -6,15 +6,36 @@ of the manager's groups, is what it was when begin logged it; no other byte of t
 cache was touched by us; and accepted drafts are what vLLM wrote. Restoring is a copy of
 bytes, blind to their type.
 
-States (asserted by the methods that move them):
+States:
 
-    IDLE   -begin->  LOGGED    old bytes of all draft slots are in the undo log
-    LOGGED -commit-> IDLE      rejected slots restored, accepted ones kept
-    LOGGED -abort->  IDLE      the log is dropped, the cache stays as vLLM left it
+    IDLE    -begin->  LOGGED   old bytes of all draft slots are in the undo log
+            -begin->  VANILLA  they are not, that is counted, the step runs as vanilla
+    LOGGED  -commit-> IDLE     rejected slots restored, accepted ones kept
+            -commit-> FAILED   each rejected slot holds old or new bytes, all else is as
+                               in vanilla vLLM
+            -abort->  IDLE     the log is dropped, the cache stays as vLLM left it
+    VANILLA -end_unlogged, abort-> IDLE
+    FAILED  -begin->  as from IDLE
+
+FAILED lasts until a step has drafts again. Its begin does not repeat the restore: by
+then a slot may be another request's. What it logs as old is what it finds, also where
+that is a rejected draft; under VLLM_NWOR_STRICT=always it raises, and stays FAILED.
 
 A begin that finds a log drops it first. When one of our own operations fails, the
 window turns into vanilla vLLM: no token is lost, the failure is counted in `fallbacks`
-and logged once; `VLLM_NWOR_STRICT=1` raises `NworError` instead.
+and logged once; `VLLM_NWOR_STRICT=always` raises `NworError` instead. A step whose
+drafts reach the sampler in state IDLE or FAILED was missed: no begin saw it.
+
+Invariants, by the numbers that `check_state` names:
+
+    1. LOGGED has a log of 1 to `capacity` drafts, every other state one of 0.
+    2. FAILED is left behind by a commit_failed only, VANILLA by an over_capacity or
+       begin_failed.
+    3. Each entry of the log is a draft at its position in a window, or none.
+    4. The tables name each layer's cache where it was bound, and its place in a row of
+       the log; the places fill the row and do not overlap.
+    5. No two of the manager's tensors overlap, nor does one lie in a cache.
+    6. In each row of the counters, staged drafts are the committed and the rejected.
 
 begin and commit enqueue one launch a KV-cache group on the current stream (a group
 whose layers are packed in several ways: one for each packing). They allocate nothing
@@ -30,6 +51,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,6 +76,7 @@ STALE_LOG = "stale_log"
 OVER_CAPACITY = "over_capacity"
 BEGIN_FAILED = "begin_failed"
 COMMIT_FAILED = "commit_failed"
+BEGIN_MISSED = "begin_missed"
 
 
 class NworError(RuntimeError):
@@ -61,8 +84,12 @@ class NworError(RuntimeError):
 
 
 class State(enum.Enum):
+    """Where the manager is between begin and commit; the module has the moves."""
+
     IDLE = "idle"
     LOGGED = "logged"
+    VANILLA = "vanilla"
+    FAILED = "failed"
 
 
 @dataclass
@@ -154,14 +181,21 @@ class DraftCommitManager:
         Requires that the caches and slot mappings are as the forward will see them.
 
         Raises:
-            NworError: under VLLM_NWOR_STRICT, if the windows cannot be logged.
+            NworError: under VLLM_NWOR_STRICT=always, if the windows cannot be logged,
+                or the restore before failed.
         """
         if self.state is not State.IDLE:
             self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
         if not self.active or num_drafts == 0:
             return
+        if self.state is State.FAILED and self.config.strict_steps:
+            raise NworError(
+                f"NWOR {COMMIT_FAILED}: the restore before this step failed; rejected "
+                "slots hold old or new bytes"
+            )
         started = time.perf_counter_ns()
+        self.state = State.VANILLA
         if num_drafts > self.capacity:
             self._fall_back(
                 OVER_CAPACITY,
@@ -179,6 +213,8 @@ class DraftCommitManager:
         self.state = State.LOGGED
         if self.host_times is not None:
             self.host_times.begin_ns.append(time.perf_counter_ns() - started)
+        if self.config.debug_sync:
+            self.check_state()
 
     def commit(
         self, acceptance: Acceptance, counters_to: torch.Tensor | None = None
@@ -192,14 +228,15 @@ class DraftCommitManager:
         and without a log, when nothing is done.
 
         Raises:
-            NworError: under VLLM_NWOR_STRICT, if restoring fails.
+            NworError: under VLLM_NWOR_STRICT=always, if restoring fails.
         """
         if self.state is not State.LOGGED:
             return False
         started = time.perf_counter_ns()
-        self.state = State.IDLE
+        self.state = State.FAILED
+        num_drafts, self._num_drafts = self._num_drafts, 0
         try:
-            self.launches.restore(acceptance, self._num_drafts, counters_to)
+            self.launches.restore(acceptance, num_drafts, counters_to)
             if self.config.debug_sync:
                 self._wait()
         except Exception as error:
@@ -211,16 +248,36 @@ class DraftCommitManager:
                     published = True
             self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
             return published
+        self.state = State.IDLE
         if self.host_times is not None:
             self.host_times.commit_ns.append(time.perf_counter_ns() - started)
+        if self.config.debug_sync:
+            self.check_state()
         return counters_to is not None
+
+    def end_unlogged(self, num_drafts: int) -> None:
+        """In place of commit, where there is no log: a step that was left to vanilla
+        vLLM ends, or one without drafts, or one that begin never saw.
+
+        num_drafts: as begin would have been told. If there are any, and begin was told
+        nothing, that is a fallback, begin_missed; not while `active` is False.
+
+        Raises:
+            NworError: under VLLM_NWOR_STRICT=always, if begin was missed.
+        """
+        if self.state is State.VANILLA:
+            self.state = State.IDLE
+        elif num_drafts > 0 and self.active and self.state is not State.LOGGED:
+            self._fall_back(
+                BEGIN_MISSED, f"{num_drafts} drafts were sampled that begin never saw"
+            )
 
     def publish(self, to: torch.Tensor) -> bool:
         """Enqueues a copy of the counters to `to`: [num_launches, 6] int64, cpu, pinned
         if the counters are on a device. Returns whether that worked.
 
         Raises:
-            NworError: under VLLM_NWOR_STRICT, if it did not.
+            NworError: under VLLM_NWOR_STRICT=always, if it did not.
         """
         try:
             self._copy_counters(to, self.counters)
@@ -233,12 +290,54 @@ class DraftCommitManager:
         """Drops a log that was never committed; the cache stays as vLLM left it.
 
         Raises:
-            NworError: under VLLM_NWOR_STRICT, if there was a log.
+            NworError: under VLLM_NWOR_STRICT=always, if there was a log.
         """
-        if self.state is State.IDLE:
+        if self.state is State.VANILLA:
+            self.state = State.IDLE
+        if self.state is not State.LOGGED:
             return
+        num_drafts, self._num_drafts = self._num_drafts, 0
         self.state = State.IDLE
-        self._fall_back(reason, f"a log of {self._num_drafts} drafts was dropped")
+        self._fall_back(reason, f"a log of {num_drafts} drafts was dropped")
+
+    def check_state(self) -> None:
+        """Checks the numbered invariants of this module. Waits for the device.
+
+        Raises:
+            AssertionError: naming the invariant that does not hold, and what was found.
+        """
+        num_drafts, fallbacks = self._num_drafts, self.fallbacks
+        if self.state is State.LOGGED:
+            _require(1, 0 < num_drafts <= self.capacity, f"{num_drafts} drafts logged")
+        else:
+            _require(1, num_drafts == 0, f"{self.state} with {num_drafts} drafts")
+        if self.state is State.FAILED:
+            _require(2, fallbacks[COMMIT_FAILED] > 0, f"FAILED after {fallbacks}")
+        if self.state is State.VANILLA:
+            counted = fallbacks[OVER_CAPACITY] + fallbacks[BEGIN_FAILED]
+            _require(2, counted > 0, f"VANILLA after {fallbacks}")
+        ranges = [_memory(self.counters)]
+        for group in self.groups:
+            logged = group.log_windows[:num_drafts].tolist()
+            for draft, (request, position, size) in enumerate(logged):
+                is_draft = request >= 0 and 0 <= position < size
+                is_none = (request, position, size) == (-1, -1, 0)
+                _require(3, is_draft or is_none, f"entry {draft}: {logged[draft]}")
+            _check_tables(group)
+            ranges += map(_memory, (group.undo_log, group.log_slots, group.log_windows))
+            ranges += (_memory(part.table) for part in group.tables)
+        ranges.sort()
+        for (_, end), (first, _) in pairwise(ranges):
+            _require(5, end <= first, f"two tensors at {first:#x}")
+        for layer in (layer for group in self.groups for layer in group.layers):
+            cache_first, cache_end = _memory(layer.kv_cache)
+            for first, end in ranges:
+                apart = end <= cache_first or cache_end <= first
+                _require(5, apart, f"a tensor at {first:#x} in the cache {layer.name}")
+        for row in self.counters.tolist():
+            found = dict(zip(native_ops.COUNTER_COLUMNS, row, strict=True))
+            split = found["committed"] + found["rejected"]
+            _require(6, found["staged"] == split, f"counters {found}")
 
     def _wait(self) -> None:
         if self.device.type != "cpu":
@@ -248,7 +347,7 @@ class DraftCommitManager:
         self, reason: str, detail: str, cause: Exception | None = None
     ) -> None:
         self.fallbacks[reason] += 1
-        if self.config.strict:
+        if self.config.strict_steps:
             raise NworError(f"NWOR {reason}: {detail}") from cause
         if self.fallbacks[reason] == 1:
             logger.warning(
@@ -257,6 +356,35 @@ class DraftCommitManager:
                 reason,
                 detail,
             )
+
+
+def _require(number: int, holds: bool, found: str) -> None:
+    """Raises AssertionError unless the invariant of that number holds."""
+    if not holds:
+        raise AssertionError(f"NWOR invariant {number} does not hold: {found}")
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address of the first byte of a tensor, and of the byte behind its last one."""
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.element_size()
+
+
+def _check_tables(group: GroupLog) -> None:
+    """Invariant 4, for one group."""
+    rows = sorted(row for part in group.tables for row in part.table.tolist())
+    places = []
+    offset = 0
+    for layer in group.layers:
+        places.append(layer.layout.table_row(layer.kv_cache.data_ptr(), offset))
+        offset += layer.layout.slot_bytes
+    _require(4, rows == sorted(places), f"tables {rows}; expected {sorted(places)}")
+    full = offset == group.bytes_per_draft == group.undo_log.shape[1]
+    _require(4, full, f"layers fill {offset} of {group.undo_log.shape[1]} bytes")
 
 
 def _fitting_capacity(

@@ -107,6 +107,7 @@ class WorkerRecord(NamedTuple):
         for name, value in others.items():
             if name == "breaches":
                 _check_count(name, value)
+                others[name] += record.breaches
             elif name == "fallbacks":
                 if not isinstance(value, Mapping):
                     raise PayloadError(f"fallbacks is {value!r}; expected a mapping")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .draft_manager import DraftCommitManager, State
+from .draft_manager import BEGIN_MISSED, DraftCommitManager, State
 from .ops import COUNTER_COLUMNS
 from .window import Acceptance
 
@@ -74,9 +74,9 @@ class Report:
             self._slot_is_current = True
 
     def commit(self, acceptance: Acceptance) -> None:
-        """Commits the manager's windows, if there are any, and notes where this step's
-        counts will be. When they could not be copied the step goes without, and the
-        next one first fetches what to compare with."""
+        """Commits the manager's windows, if they were logged, and notes where this
+        step's counts will be. When they could not be copied the step goes without, and
+        the next one first fetches what to compare with."""
         manager = self._manager
         assert manager is not None
         if manager.state is not State.LOGGED:
@@ -112,6 +112,8 @@ class Report:
             fallbacks = self._new_fallbacks(self._manager.fallbacks)
             if fallbacks:
                 payload["fallbacks"] = fallbacks
+            if BEGIN_MISSED in fallbacks:
+                payload["breaches"] = fallbacks[BEGIN_MISSED]
         if self._infos is not None:
             payload["info"] = self._infos
             self._infos = None

@@ -21,9 +21,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..draft_manager import State
 from ..hooks import runner as shared
 from ..window import SampledIds, VerificationWindows
-from ._wrap import HookTarget
+from ._wrap import HookTarget, argument
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
 
@@ -127,7 +128,12 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
     output = wrapped(*args, **kwargs)
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
-        state.report.commit(
-            SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
-        )
+        if state.manager.state is State.LOGGED:
+            state.report.commit(
+                SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
+            )
+        else:
+            metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
+            num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
+            state.manager.end_unlogged(num_drafts)
     return output

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..draft_manager import State
 from ..hooks import runner as shared
 from ..window import NumRejected, VerificationWindows
 from ._wrap import HookTarget, argument
@@ -116,6 +117,10 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
     result = wrapped(*args, **kwargs)
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
-        _, _, num_rejected = result
-        state.report.commit(NumRejected(num_rejected))
+        if state.manager.state is State.LOGGED:
+            _, _, num_rejected = result
+            state.report.commit(NumRejected(num_rejected))
+        else:
+            batch = argument(SAMPLE, "input_batch", args, kwargs)
+            state.manager.end_unlogged(batch.num_draft_tokens)
     return result

@@ -17,8 +17,8 @@ them. An engine's reports carry its index. All processes of a deployment must ha
 on: a front end without it would hand a report to vLLM's KV connector logging.
 
 A failure here costs numbers, never tokens: it is logged once, and counted as a breach
-where there is a counter (VLLM_NWOR_STRICT=1 raises instead). Nothing here decides what
-the worker does.
+where there is a counter (VLLM_NWOR_STRICT=always raises instead). Nothing here decides
+what the worker does.
 """
 
 from __future__ import annotations
@@ -348,8 +348,8 @@ def _front_end_understands() -> bool:
 
 def _failed(stats: NworStats, error: Exception) -> None:
     """To be called while `error` is handled: it is a breach, or raised again under
-    VLLM_NWOR_STRICT."""
-    if NworConfig.from_env().strict:
+    VLLM_NWOR_STRICT=always."""
+    if NworConfig.from_env().strict_steps:
         raise error
     kind = "payload" if isinstance(error, PayloadError) else "internal"
     stats.breach(kind, repr(error))
@@ -377,7 +377,7 @@ def _create_prometheus(
             stat_logger.per_engine_labelvalues,
         )
     except Exception:
-        if NworConfig.from_env().strict:
+        if NworConfig.from_env().strict_steps:
             raise
         _log_once("create", "no vllm:nwor metrics")
 
@@ -390,7 +390,7 @@ def _record(wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -
         try:
             _bump(manager, report, argument(RECORD, "engine_idx", args, kwargs) or 0)
         except Exception:
-            if NworConfig.from_env().strict:
+            if NworConfig.from_env().strict_steps:
                 raise
             _log_once("record", f"a report was lost: {report}")
     return wrapped(*args, **kwargs)
