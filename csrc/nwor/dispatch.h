@@ -12,9 +12,7 @@
 #ifdef NWOR_CUDA
 #include <torch/csrc/stable/accelerator.h>
 
-// Weak, so that this library also loads where PyTorch has no CUDA.
-extern "C" __attribute__((weak)) AOTITorchError
-aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#include "cuda_stream.h"
 #endif
 
 namespace nwor {
@@ -33,12 +31,7 @@ void dispatch(const TensorArgs& tensors, const Args& args, void (*on_cpu)(const 
 #ifdef NWOR_CUDA
   const int device = tensors.device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  NWOR_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
-                 aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-             tensors.op(), "this PyTorch has no current CUDA stream; must be a ",
-             "build of PyTorch with CUDA");
-  on_cuda(args, device, stream);
+  on_cuda(args, device, current_cuda_stream(tensors.op(), device));
 #else
   refuse(tensors.op(), "tensors are on CUDA; this library was built for the ",
          "CPU only, build it again where nvcc is installed");

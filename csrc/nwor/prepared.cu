@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "prepared.h"
 
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <vector>
 
 #include "check.h"
+#include "cuda_stream.h"
 #include "launch.h"
-
-extern "C" __attribute__((weak)) int32_t
-aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace nwor {
 namespace {
@@ -18,6 +17,7 @@ struct Prepared {
   int device;
   std::vector<LogArgs> logs;
   std::vector<RestoreArgs> restores;
+  std::vector<int64_t> columns;  // of the step being read; room for either
 };
 
 template <typename T>
@@ -25,35 +25,57 @@ T* at(int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void* current_stream(const char* op, int device) {
-  void* stream = nullptr;
-  NWOR_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
-                 aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-             op, "this PyTorch has no current CUDA stream");
-  return stream;
+constexpr int64_t kColumn = sizeof(int64_t);
+
+int64_t num_log_columns(int64_t num_launches) {
+  return (sizeof(LogStep) + num_launches * sizeof(LogStepLaunch)) / kColumn;
+}
+
+int64_t num_restore_columns(int64_t) {
+  return sizeof(RestoreStep) / kColumn;
 }
 
 NworInterpreter python;
 
-// Reads the columns, calls enqueue(prepared, columns), which returns nullptr or a text,
-// and answers the interpreter. Its lock is kept: a launch enqueues, or where the queue
-// is full waits for the device, which in vLLM waits for no thread of Python. To give
-// the lock up is to wait for it where another thread takes it in between.
-template <typename Enqueue>
-void* call(void* const* arguments, int64_t num_arguments, const Enqueue& enqueue) {
-  constexpr int64_t kMostArguments = 256;
-  int64_t values[kMostArguments];
-  if (num_arguments < 1 || num_arguments > kMostArguments) {
-    python.set_error(python.runtime_error, "number of arguments is out of range");
+constexpr const char* kLog = "log_cache_slots";
+constexpr const char* kRestore = "restore_rejected_drafts";
+
+void* refuse_number(const char* op, int64_t num_arguments,
+                    const std::string& num_expected) {
+  const std::string text = std::string(op) + ": got " + std::to_string(num_arguments) +
+                           " arguments, expected " + num_expected;
+  python.set_error(python.runtime_error, text.c_str());
+  return nullptr;
+}
+
+// Reads as many columns as num_columns(number of launches) says, calls
+// enqueue(prepared, columns), which returns nullptr or a text, and answers the
+// interpreter. Its lock is kept: a launch enqueues, or where the queue is full waits
+// for the device, which in vLLM waits for no thread of Python. To give the lock up is
+// to wait for it where another thread takes it in between.
+template <typename NumColumns, typename Enqueue>
+void* call(const char* op, void* const* arguments, int64_t num_arguments,
+           const NumColumns& num_columns, const Enqueue& enqueue) {
+  if (num_arguments < 1) {
+    return refuse_number(op, num_arguments, "at least 1");
+  }
+  const int64_t handle = python.as_long_long(arguments[0]);
+  if (handle == -1 && python.error_occurred() != nullptr) {
     return nullptr;
   }
-  for (int64_t i = 0; i < num_arguments; ++i) {
-    values[i] = python.as_long_long(arguments[i]);
-    if (values[i] == -1 && python.error_occurred() != nullptr) {
+  Prepared& all = *reinterpret_cast<Prepared*>(handle);
+  const int64_t num_expected = 1 + num_columns(static_cast<int64_t>(all.logs.size()));
+  if (num_arguments != num_expected) {
+    return refuse_number(op, num_arguments, std::to_string(num_expected));
+  }
+  for (int64_t i = 1; i < num_arguments; ++i) {
+    const int64_t value = python.as_long_long(arguments[i]);
+    if (value == -1 && python.error_occurred() != nullptr) {
       return nullptr;
     }
+    all.columns[i - 1] = value;
   }
-  const char* failure = enqueue(*reinterpret_cast<Prepared*>(values[0]), values + 1);
+  const char* failure = enqueue(all, all.columns.data());
   if (failure != nullptr) {
     python.set_error(python.runtime_error, failure);
     return nullptr;
@@ -72,7 +94,7 @@ const char* enqueue_log(Prepared& all, const int64_t* columns) {
   const auto* step = reinterpret_cast<const LogStep*>(columns);
   const auto* launches = reinterpret_cast<const LogStepLaunch*>(step + 1);
   try {
-    void* const stream = current_stream("log_cache_slots", all.device);
+    void* const stream = current_cuda_stream(kLog, all.device);
     for (LogArgs& args : all.logs) {
       args.num_drafts = step->num_drafts;
       args.batch = {
@@ -109,7 +131,7 @@ const char* enqueue_restore(Prepared& all, const int64_t* columns) {
       counters_to += kNumCounters;
     }
     try {
-      void* const stream = current_stream("restore_rejected_drafts", all.device);
+      void* const stream = current_cuda_stream(kRestore, all.device);
       restore_rejected_drafts_cuda(args, all.device, stream);
     } catch (const std::exception& error) {
       failure = keep(error);
@@ -117,8 +139,6 @@ const char* enqueue_restore(Prepared& all, const int64_t* columns) {
   }
   return failure;
 }
-
-constexpr int64_t kColumn = sizeof(int64_t);
 
 }  // namespace
 }  // namespace nwor
@@ -143,7 +163,7 @@ const char* nwor_prepared_load(int64_t device) {
 
 void* nwor_prepared_new(const nwor::PreparedLaunch* launches, int64_t num_launches,
                         int64_t device) {
-  auto* prepared = new nwor::Prepared{static_cast<int>(device), {}, {}};
+  auto* prepared = new nwor::Prepared{static_cast<int>(device), {}, {}, {}};
   for (int64_t i = 0; i < num_launches; ++i) {
     const nwor::PreparedLaunch& launch = launches[i];
     nwor::LogArgs log{};
@@ -158,6 +178,8 @@ void* nwor_prepared_new(const nwor::PreparedLaunch* launches, int64_t num_launch
     prepared->logs.push_back(log);
     prepared->restores.push_back(restore);
   }
+  prepared->columns.resize(std::max(nwor::num_log_columns(num_launches),
+                                    nwor::num_restore_columns(num_launches)));
   return prepared;
 }
 
@@ -170,9 +192,11 @@ void nwor_prepared_interpreter(const NworInterpreter* interpreter) {
 }
 
 void* nwor_prepared_log(void*, void* const* arguments, int64_t num_arguments) {
-  return nwor::call(arguments, num_arguments, nwor::enqueue_log);
+  return nwor::call(nwor::kLog, arguments, num_arguments, nwor::num_log_columns,
+                    nwor::enqueue_log);
 }
 
 void* nwor_prepared_restore(void*, void* const* arguments, int64_t num_arguments) {
-  return nwor::call(arguments, num_arguments, nwor::enqueue_restore);
+  return nwor::call(nwor::kRestore, arguments, num_arguments, nwor::num_restore_columns,
+                    nwor::enqueue_restore);
 }

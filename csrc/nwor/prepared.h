@@ -9,7 +9,7 @@
 // What a step hands over is all int64, addresses included; CUDA only. The columns are
 // mirrored in vllm/v1/nwor/prepared.py, which compares nwor_prepared_version. It sends
 // a step that is not as expected through the ops, which check everything; these
-// functions check nothing.
+// functions check the number of their arguments.
 //
 // The two functions of a step have the signature of a Python builtin (METH_FASTCALL of
 // the stable ABI), because an argument of a ctypes call costs as much as the launch.
@@ -91,8 +91,9 @@ NWOR_EXPORT void nwor_prepared_interpreter(const NworInterpreter* interpreter);
 
 // Builtins: (address of the result of nwor_prepared_new, a column of the step's struct
 // after another) -> None. Each enqueues every launch on PyTorch's current stream of the
-// device, which must be the current device. Raises RuntimeError: log at the first
-// failure, restore after it has tried the other launches too.
+// device, which must be the current device. Raises RuntimeError: for another number of
+// arguments before anything is launched, else log at the first failure, restore after
+// it has tried the other launches too.
 NWOR_EXPORT void* nwor_prepared_log(void* self, void* const* arguments,
                                     int64_t num_arguments);
 NWOR_EXPORT void* nwor_prepared_restore(void* self, void* const* arguments,

@@ -198,12 +198,14 @@ GOOD = {
             "slot_mapping has shape .* not contiguous",
         ),
         ("logits_indices", torch.Tensor.short, "logits_indices has dtype Short"),
+        ("logits_indices", torch.Tensor.double, "logits_indices has dtype Double"),
         (
             "logits_indices",
             lambda t: t.repeat_interleave(2)[::2],
             "logits_indices has shape .* not contiguous",
         ),
         ("cu_num_logits", torch.Tensor.long, "cu_num_logits has dtype Long"),
+        ("cu_num_logits", torch.Tensor.float, "cu_num_logits has dtype Float"),
         (
             "cu_num_logits",
             lambda t: t.repeat_interleave(2)[::2],
@@ -235,7 +237,12 @@ def test_what_a_step_can_get_wrong_is_refused(name, change, message, at_first):
             lambda: SampledIds(int32([[1], [1]]).long(), 10),
             "sampled_token_ids has dtype Long",
         ),
+        (
+            lambda: SampledIds(int32([[1], [1]]).float(), 10),
+            "sampled_token_ids has dtype Float",
+        ),
         (lambda: NumRejected(int32([1, 1]).long()), "num_rejected has dtype Long"),
+        (lambda: NumRejected(int32([1, 1]).float()), "num_rejected has dtype Float"),
         (
             lambda: NumRejected(int32([1, 1, 1])[::2]),
             "num_rejected has shape .* not contiguous",

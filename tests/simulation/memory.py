@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_nwor.draft_manager import LayerCache
-from vllm_nwor.kv_layout import packed_layout, row_layout
+from vllm_nwor.kv_layout import packed_layout, row_layout, runs_of
 
 Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]
@@ -230,8 +230,8 @@ def _make_layer(
         shape: tuple[int, ...] = (num_blocks, plan.block_size, slot_bytes)
         strides: tuple[int, ...] = (plan.block_stride, slot_bytes, 1)
         tensor = _view(raw, plan.start, shape, strides, dtype)
-        masks = torch.from_numpy(owner == np.arange(plan.block_size)[:, None])
-        layout = packed_layout(masks, tensor)
+        slots = [np.flatnonzero(owner == slot) for slot in range(plan.block_size)]
+        layout = packed_layout([runs_of(torch.from_numpy(s)) for s in slots], tensor)
         in_block = np.argsort(owner, kind="stable").reshape(plan.block_size, -1)
         blocks = plan.start + plan.block_stride * np.arange(num_blocks)
         index = (blocks[:, None, None] + in_block).reshape(-1, slot_bytes)

@@ -23,31 +23,63 @@ torch.ops.load_library(sys.argv[1])
 print(hasattr(torch.ops._C_cache_ops, "log_cache_slots"))
 """
 
-# The builtins of prepared.h, which need no GPU as long as there is nothing to launch.
+# The builtins of prepared.h, which need no GPU as long as there is nothing to launch or
+# a call is refused before.
 BUILTINS = """
 import ctypes, sys
 from vllm_nwor import prepared
 
 library = ctypes.CDLL(sys.argv[1])
 library.nwor_prepared_new.restype = ctypes.c_void_p
-handle = library.nwor_prepared_new(None, ctypes.c_int64(0), ctypes.c_int64(0))
+launch, log_step, of_a_launch, restore_step = prepared.COLUMNS
+
+def prepare(num_launches):
+    constants = (ctypes.c_int64 * (launch * num_launches))()
+    number = ctypes.c_int64(num_launches)
+    return library.nwor_prepared_new(constants, number, ctypes.c_int64(0))
+
 library.nwor_prepared_load.restype = ctypes.c_char_p
 if not __import__("torch").cuda.is_available():
     # No driver, no GPU: said in words, at start-up.
     assert library.nwor_prepared_load(ctypes.c_int64(0)).startswith(b"start-up: ")
+log = prepared._builtin(library, "nwor_prepared_log")
 restore = prepared._builtin(library, "nwor_prepared_restore")
-columns = [0] * prepared.COLUMNS[3]
+handle, three = prepare(0), prepare(3)
+columns = [0] * restore_step
 
 references = sys.getrefcount(None)
 for _ in range(1000):
     assert restore(handle, *columns) is None
 assert abs(sys.getrefcount(None) - references) < 100
-for wrong in ((handle, "x"), (handle, 1 << 70), (), (handle,) * 300):
+
+def refused(call, *arguments):
     try:
-        restore(*wrong)
+        call(*arguments)
     except (TypeError, OverflowError, RuntimeError) as error:
         print(type(error).__name__, error)
+
+refused(restore, handle, "x", *columns[1:])
+refused(restore, handle, 1 << 70, *columns[1:])
+refused(restore, "x", *columns)
+right = log_step + 3 * of_a_launch
+for call, number in ((log, right), (restore, restore_step)):
+    refused(call)
+    for wrong in (0, number - 1, number + 1, 300):
+        refused(call, three, *[0] * wrong)
 """
+REFUSED = [
+    "TypeError 'str' object cannot be interpreted as an integer",
+    "OverflowError int too big to convert",
+    "TypeError 'str' object cannot be interpreted as an integer",
+    *(
+        f"RuntimeError {name}: got {got} arguments, expected {wanted}"
+        for name, expected in (("log_cache_slots", 13), ("restore_rejected_drafts", 10))
+        for got, wanted in (
+            (0, "at least 1"),
+            *((got, expected) for got in (1, expected - 1, expected + 1, 301)),
+        )
+    ),
+]
 
 
 def undefined_symbols(library: Path) -> list[str]:
@@ -96,11 +128,7 @@ def test_cuda_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check(library)
     command = [sys.executable, "-c", BUILTINS, str(library)]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert found.stdout.splitlines() == [
-        "TypeError 'str' object cannot be interpreted as an integer",
-        "OverflowError int too big to convert",
-        *["RuntimeError number of arguments is out of range"] * 2,
-    ]
+    assert found.stdout.splitlines() == REFUSED
 
 
 def test_unknown_cuda_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,13 @@ Runners here are stand-ins with real KV-cache specs; tests/integration has real 
 """
 
 import itertools
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from vllm_nwor.config import Mode, NworConfig
@@ -254,3 +257,95 @@ def test_no_memory_while_reserving_is_told_when_the_log_is_built(monkeypatch):
     monkeypatch.setattr(torch, "empty", no_memory)
 
     assert discovery.reserve(found, NworConfig(mode=Mode.COW)) is None
+
+
+def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
+    assert isinstance(VllmConfig.max_concurrent_batches, property)
+    found = runner([(SPEC, {"a": layer()})])
+
+    for said, expected in ((None, 2), (1, 1), (5, 5)):
+        if said is not None:
+            found.vllm_config.max_concurrent_batches = said
+        _, _, report = build(found)
+        assert len(report._ring) == expected + 1
+
+
+def connector(name, *children, module_path=None):
+    """A connector's configuration, as the command line has it."""
+    found = {"kv_connector": name, "kv_role": "kv_both"}
+    if module_path is not None:
+        found["kv_connector_module_path"] = module_path
+    if children:
+        found["kv_connector_extra_config"] = {"connectors": list(children)}
+    return found
+
+
+BY_LAYER = connector("ExampleConnector")
+OFFLOADING = connector("OffloadingConnector")
+
+
+@pytest.mark.parametrize(
+    ("configured", "exporting"),
+    [
+        (None, []),
+        ({}, []),
+        (OFFLOADING, []),
+        (connector("MultiConnector", OFFLOADING, connector("NixlConnector")), []),
+        (BY_LAYER, ["ExampleConnector"]),
+        (connector("NobodyKnowsThisOne"), ["NobodyKnowsThisOne"]),
+        (
+            connector("MultiConnector", OFFLOADING, BY_LAYER),
+            ["ExampleConnector"],
+        ),
+        (
+            connector(
+                "MultiConnector",
+                connector("MultiConnector", connector("LMCacheConnectorV1"), BY_LAYER),
+                BY_LAYER,
+            ),
+            ["LMCacheConnectorV1", "ExampleConnector"],
+        ),
+        # Somebody else's class of that name.
+        (
+            connector("OffloadingConnector", module_path="mine.connectors"),
+            ["mine.connectors.OffloadingConnector"],
+        ),
+        (
+            connector("MultiConnector", OFFLOADING, module_path="mine"),
+            ["mine.MultiConnector"],
+        ),
+    ],
+)
+def test_a_connector_that_may_save_before_commit_is_told(
+    configured, exporting, monkeypatch, caplog
+):
+    found = runner([(SPEC, {"a": layer()})])
+    found.vllm_config.kv_transfer_config = (
+        None if configured is None else KVTransferConfig(**configured)
+    )
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    with caplog.at_level(logging.INFO, "vllm.v1.nwor"):
+        manager, (info,), report = build(found)
+
+    assert manager is not None
+    assert info.resolved == "cow"
+    expected = "1 layers, rows"
+    if exporting:
+        expected += (
+            f"; {', '.join(exporting)} may export rejected drafts' bytes during the "
+            "forward, before commit"
+        )
+    assert info.reason == expected
+    assert report.payload(None)["info"][0]["reason"] == expected
+    (line,) = [line.getMessage() for line in caplog.records]
+    assert f"group 0: cow ({expected});" in line
+
+
+@pytest.mark.parametrize("name", sorted(discovery.SAVES_AFTER_COMMIT))
+def test_connectors_that_save_after_commit_do_nothing_inside_the_forward(name):
+    """Does not show when they save; vLLM's `finalize_kv_connector` is behind commit."""
+    found = KVConnectorFactory.get_connector_class_by_name(name)
+
+    code = found.save_kv_layer.__code__
+    assert (code.co_names, code.co_freevars) == ((), ()), "it refers to something"

@@ -5,6 +5,8 @@ The fake attention implementations here write through torch indexing, so that wh
 slot's bytes are is decided by the test, not by the code under test.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -278,6 +280,49 @@ def test_a_packed_cache_with_gaps_between_heads_is_refused():
 
     with pytest.raises(LayoutRefused, match="expected blocks that are contiguous"):
         probe_layout(Layer(ColumnImpl()), padded, torch.float32)
+
+
+class FarImpl(RowImpl):
+    """The last slot of a block also writes where nobody looks: one byte in front."""
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if int(slot_mapping[0]) == SLOTS - 1:
+            kv_cache.view(torch.uint8)[0, 0, 0, 0] = 7
+
+
+def test_one_stray_byte_of_the_last_slot_is_seen():
+    with pytest.raises(LayoutRefused, match="do not repeat"):
+        probe_layout(Layer(FarImpl()), hnd_cache(), torch.bfloat16)
+
+
+def peak_of(call):
+    """What `call` returns, and by how many bytes it raised this process's resident
+    memory at its peak."""
+
+    def status(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (kib,) = (line.split()[1] for line in lines if line.startswith(name))
+        return int(kib) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    result = call()
+    return result, status("VmHWM") - before
+
+
+@pytest.mark.parametrize("impl", [RowImpl, ColumnImpl])
+def test_a_large_block_is_probed_in_memory_that_grows_with_it_only(impl):
+    """vLLM's hybrid models have blocks of such sizes. A mask of the two blocks for each
+    slot would take twice the bound, and a multiple while they are put together."""
+    cache = torch.zeros(2, HEADS, 1056, 2 * DIM, dtype=torch.bfloat16)
+    # What a first probe loads is not counted.
+    probe_layout(Layer(impl()), hnd_cache(), torch.bfloat16)
+
+    layout, peak = peak_of(lambda: probe_layout(Layer(impl()), cache, cache.dtype))
+
+    assert (layout.runs is None) == (impl is RowImpl)
+    assert peak < 1056 * cache.nbytes / 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Report: each step's counts are its own, also beside steps that fail half-way."""
 
 import re
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import PayloadError, WorkerRecord
 from vllm_nwor.ops import COUNTER_COLUMNS
-from vllm_nwor.report import RING_SLOTS, Report
+from vllm_nwor.report import Report
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 
@@ -34,14 +35,14 @@ class LateFailure:
             raise RuntimeError("planted")
 
 
-def reporting_manager(strict=False):
+def reporting_manager(strict=False, **arguments):
     cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
     layer = LayerCache("layer", cache, row_layout(cache))
     strictness = Strict.ALWAYS if strict else Strict.NEVER
     config = NworConfig(mode=Mode.COW, strictness=strictness)
     manager = DraftCommitManager(config, [(0, [layer])], capacity=8)
     manager.launches = LateFailure(manager.launches)
-    return manager, Report([], manager)
+    return manager, Report([], manager, **arguments)
 
 
 def step(manager, report, num_drafts):
@@ -57,17 +58,36 @@ def step(manager, report, num_drafts):
     report.commit(NumRejected(torch.tensor([1], dtype=torch.int32)))
 
 
-def counts(report):
-    record = WorkerRecord.from_payload(report.payload(report.take_step()))
+def counts(report, *taken):
+    """Of the step in `taken`, or of the one just made."""
+    taken = taken or (report.take_step(),)
+    record = WorkerRecord.from_payload(report.payload(*taken))
     return record.tokens_staged, record.tokens_rejected
 
 
-def test_each_step_has_its_own_counts_all_around_the_ring():
-    manager, report = reporting_manager()
-    for number in range(2 * RING_SLOTS):
-        num_drafts = 1 + number % 5
+@pytest.mark.parametrize("max_in_flight", [1, 2, 5, 12])
+@pytest.mark.parametrize("uncounted", ["", "3", "34", "0124578"])
+def test_each_step_has_its_own_counts_until_the_last_moment(max_in_flight, uncounted):
+    """The oldest is read when as many as may be in flight have made their commit.
+    uncounted: last digits of the steps whose counts could not be copied."""
+    manager, report = reporting_manager(max_in_flight=max_in_flight)
+    copy = manager._copy_counters
+    in_flight = deque()
+
+    def fail(*_arguments):
+        raise RuntimeError("planted")
+
+    for number in range(60):
+        num_drafts = 1 + number % 7
+        manager.launches.fails = fails = str(number % 10) in uncounted
+        # A restore that fails behind its counting leaves them to be copied.
+        manager._copy_counters = fail if fails else copy
         step(manager, report, num_drafts)
-        assert counts(report) == (num_drafts, 1)
+        in_flight.append((report.take_step(), num_drafts))
+        if len(in_flight) == max_in_flight:
+            taken, num_drafts = in_flight.popleft()
+            if taken is not None:
+                assert counts(report, taken) == (num_drafts, 1)
 
 
 def test_a_step_whose_output_nobody_takes_is_not_in_the_next():

@@ -21,6 +21,7 @@ arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,21 +76,12 @@ class KVLayout:
             log_offset,
         ]
 
-    def byte_mask(self, slot: int, block_bytes: int) -> torch.Tensor:
-        """[block_bytes] bool, cpu: True at the bytes of `slot` within its block."""
-        mask = torch.zeros(block_bytes, dtype=torch.bool)
-        offset = slot % self.block_size
-        if self.runs is not None:
-            spans = self.runs[offset].tolist()
-        else:
-            first = offset * self.slot_stride
-            spans = [
-                (first + head * self.head_stride, self.run_bytes)
-                for head in range(self.num_heads)
-            ]
-        for start, length in spans:
-            mask[start : start + length] = True
-        return mask
+    def row_runs(self, slot: int) -> torch.Tensor:
+        """[num_heads, 2] int64, cpu: (offset in the block, length) of what `slot` has
+        in a row cache."""
+        first = slot % self.block_size * self.slot_stride
+        starts = first + self.head_stride * torch.arange(self.num_heads)
+        return torch.stack([starts, torch.full_like(starts, self.run_bytes)], dim=1)
 
 
 def row_layout(kv_cache: torch.Tensor) -> KVLayout:
@@ -128,47 +120,52 @@ def row_layout(kv_cache: torch.Tensor) -> KVLayout:
     )
 
 
-def packed_layout(slot_masks: torch.Tensor, kv_cache: torch.Tensor) -> KVLayout:
+def packed_layout(
+    slot_runs: Sequence[torch.Tensor], kv_cache: torch.Tensor
+) -> KVLayout:
     """The run lists of a packed cache, from what a probe saw.
 
-    slot_masks: [block_size, block_bytes] bool, cpu: True at the bytes of each slot.
+    slot_runs: for each slot of a block [num_runs, 2] int64, cpu: (offset in the block,
+        length) of its bytes, as runs_of gives them.
     kv_cache: the bound cache, [B, ...], dense inside a block.
 
     Raises:
         LayoutRefused: slots that share bytes or differ in shape, or a block with gaps.
     """
-    block_size, block_bytes = slot_masks.shape
     item = kv_cache.element_size()
-    if not kv_cache[0].is_contiguous() or kv_cache[0].numel() * item != block_bytes:
+    if not kv_cache[0].is_contiguous():
         raise LayoutRefused(
             f"a packed KV cache with strides {kv_cache.stride()} is not supported; "
             "expected blocks that are contiguous"
         )
-    if bool((slot_masks.sum(0) > 1).any()):
+    starts, lengths = torch.cat(list(slot_runs)).unbind(1)
+    starts, order = starts.sort()
+    if bool((starts[1:] < (starts + lengths[order])[:-1]).any()):
         raise LayoutRefused("two slots of a packed KV cache share a byte")
-    runs = [_runs_of(mask) for mask in slot_masks]
-    shapes = {(len(run), int(run[:, 1].sum())) for run in runs}
+    shapes = {(len(runs), int(runs[:, 1].sum())) for runs in slot_runs}
     if len(shapes) != 1:
         raise LayoutRefused(
             f"slots of a packed KV cache differ: (runs, bytes) {sorted(shapes)}"
         )
     return KVLayout(
-        block_size=block_size,
+        block_size=len(slot_runs),
         num_blocks=kv_cache.shape[0],
         block_stride=kv_cache.stride(0) * item,
         slot_stride=0,
         head_stride=0,
         num_heads=0,
         run_bytes=0,
-        runs=torch.stack(runs),
+        runs=torch.stack(list(slot_runs)).to(torch.int32),
     )
 
 
-def _runs_of(mask: torch.Tensor) -> torch.Tensor:
-    """[num_runs, 2] int32: (start, length) of each stretch of True in a 1-d mask."""
-    edges = torch.diff(mask.to(torch.int8), prepend=mask.new_zeros(1).to(torch.int8))
-    starts = torch.nonzero(edges == 1).flatten()
-    ends = torch.nonzero(edges == -1).flatten()
-    if len(ends) < len(starts):
-        ends = torch.cat([ends, ends.new_tensor([mask.numel()])])
-    return torch.stack([starts, ends - starts], dim=1).to(torch.int32)
+def runs_of(offsets: torch.Tensor) -> torch.Tensor:
+    """[num_runs, 2] int64: (start, length) of each stretch of consecutive offsets.
+
+    offsets: [num_bytes] int64, ascending. Example: 3, 4, 5, 9 -> (3, 3), (9, 1).
+    """
+    begins = torch.ones_like(offsets, dtype=torch.bool)
+    begins[1:] = offsets[1:] != offsets[:-1] + 1
+    first = begins.nonzero().flatten()
+    lengths = torch.diff(first, append=first.new_tensor([len(offsets)]))
+    return torch.stack([offsets[first], lengths], dim=1)

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .kv_layout import KVLayout, LayoutRefused, packed_layout, row_layout
+from .kv_layout import KVLayout, LayoutRefused, packed_layout, row_layout, runs_of
 
 BACKGROUNDS = (0x00, 0xFF)
 # Attributes that an implementation derives from the first cache it sees.
 CACHE_DERIVED = ("_k_scale_cache", "_v_scale_cache")
+_WORD = 8  # bytes of an int64
 
 
 def probe_layout(
@@ -45,31 +47,22 @@ def probe_layout(
     # The first write may also prepare a cache it has not seen: TRITON_ATTN fills all
     # scales of a per-token-head cache with ones. That is not what a slot's write does.
     _write(impl, layer, scratch, _slots(raw, 0), activation_dtype)
-    block_bytes = raw.numel() // 2
     block_size = rows.block_size
-    masks = torch.stack(
-        [
-            _changed_bytes(impl, layer, scratch, raw, slot, activation_dtype)
-            for slot in range(block_size)
-        ]
-    )
-    if bool(masks[:, block_bytes:].any()):
+    block_bytes = scratch[0].numel() * scratch.element_size()
+    probed = [*range(block_size), 2 * block_size - 1]
+    *runs, last = _changed_runs(impl, layer, scratch, raw, probed, activation_dtype)
+    if any(bool((run.sum(dim=1) > block_bytes).any()) for run in runs):
         raise LayoutRefused("a slot of block 0 has bytes in block 1")
-    last = _changed_bytes(
-        impl, layer, scratch, raw, 2 * block_size - 1, activation_dtype
-    )
-    masks = masks[:, :block_bytes]
-    if not torch.equal(last[block_bytes:], masks[-1]) or last[:block_bytes].any():
+    if not torch.equal(last, runs[-1] + last.new_tensor([block_bytes, 0])):
         raise LayoutRefused("slots do not repeat from one block to the next")
-    if not bool(masks.any(dim=1).all()):
+    if not all(map(len, runs)):
         raise LayoutRefused("the writer left a slot untouched")
     scratch_rows = row_layout(scratch)
     if all(
-        torch.equal(masks[slot], scratch_rows.byte_mask(slot, block_bytes))
-        for slot in range(block_size)
+        torch.equal(run, scratch_rows.row_runs(slot)) for slot, run in enumerate(runs)
     ):
         return rows
-    return packed_layout(masks, kv_cache)
+    return packed_layout(runs, kv_cache)
 
 
 def _detached(impl: Any) -> Any:
@@ -83,8 +76,8 @@ def _detached(impl: Any) -> Any:
 
 def _scratch(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A dense 2-block cache with the stride order of `kv_cache`, block outermost, and
-    its bytes ([2 * block_bytes] uint8). Where the real cache has another dimension
-    outermost, the row formula still holds with the real strides."""
+    its bytes ([2 * block_bytes, up to a whole word] uint8). Where the real cache has
+    another dimension outermost, the row formula still holds with the real strides."""
     bound_strides = kv_cache.stride()
     inner = sorted(range(1, kv_cache.dim()), key=lambda dim: -bound_strides[dim])
     shape = (2, *kv_cache.shape[1:])
@@ -93,27 +86,42 @@ def _scratch(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for dim in reversed([0, *inner]):
         strides[dim] = step
         step *= shape[dim]
+    num_bytes = step * kv_cache.element_size()
     raw = torch.empty(
-        step * kv_cache.element_size(), dtype=torch.uint8, device=kv_cache.device
+        -(-num_bytes // _WORD) * _WORD, dtype=torch.uint8, device=kv_cache.device
     )
     return raw.view(kv_cache.dtype).as_strided(shape, strides), raw
 
 
-def _changed_bytes(
+def _changed_runs(
     impl: Any,
     layer: Any,
     scratch: torch.Tensor,
     raw: torch.Tensor,
-    slot: int,
+    slots: Sequence[int],
     activation_dtype: torch.dtype,
-) -> torch.Tensor:
-    """[raw.numel()] bool, cpu: the bytes that writing one token to `slot` changes."""
-    changed = torch.zeros(raw.numel(), dtype=torch.bool)
+) -> list[torch.Tensor]:
+    """For each of `slots` the bytes that writing one token to it changes:
+    [num_runs, 2] int64, cpu: (offset in `raw`, length). A slot's bytes, not a mask of
+    both blocks, are what is kept of it."""
+    changed: list[list[torch.Tensor]] = [[] for _ in slots]
     for background in BACKGROUNDS:
         raw.fill_(background)
-        _write(impl, layer, scratch, _slots(raw, slot), activation_dtype)
-        changed |= (raw != background).cpu()
-    return changed
+        for slot, offsets in zip(slots, changed, strict=True):
+            _write(impl, layer, scratch, _slots(raw, slot), activation_dtype)
+            found = _differing(raw, background)
+            raw[found] = background
+            offsets.append(found.cpu())
+    return [runs_of(torch.cat(offsets).unique()) for offsets in changed]
+
+
+def _differing(raw: torch.Tensor, background: int) -> torch.Tensor:
+    """[num_bytes] int64, device of `raw`: where a byte is not the background. Looks at
+    words first: that leaves an eighth to go through, once for each slot."""
+    plain = int.from_bytes([background] * _WORD, "little", signed=True)
+    first = (raw.view(torch.int64) != plain).nonzero() * _WORD
+    offsets = (first + torch.arange(_WORD, device=raw.device)).flatten()
+    return offsets[raw[offsets] != background]
 
 
 def _slots(raw: torch.Tensor, slot: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ the logs and the counters never change, so the C side keeps their part of the ar
 A step hands over its own as integers to one builtin function, which makes all launches.
 
 A step that is not as expected goes through the ops, which check every argument: the
-first one, and any whose tensors have other sizes than the host's number of drafts says
-or whose slots lie elsewhere than before. csrc/nwor/prepared.h is the other side.
+first one, and any whose tensors have another dtype or other sizes than the host's
+number of drafts says, or whose slots lie elsewhere than before. csrc/nwor/prepared.h is
+the other side.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from .window import Acceptance, SampledIds, VerificationWindows
 VERSION = 2
 # int64 values in PreparedLaunch, LogStep, LogStepLaunch and RestoreStep.
 COLUMNS = (8, 6, 2, 9)
-_INT32, _INT64 = 4, 8  # bytes
+_INT32, _INT64 = torch.int32, torch.int64
+_INT32_BYTES = _INT32.itemsize
 
 
 class PreparedLaunches:
@@ -77,13 +79,15 @@ class PreparedLaunches:
             slots: int | list[int] = slot_mappings.data_ptr()
         else:
             slots = [tensor.data_ptr() for tensor in slot_mappings]
-        num_reqs = cu_num_logits.nbytes // _INT32 - skipped
+        num_reqs = cu_num_logits.numel() - skipped
         num_logits = num_drafts + num_reqs
-        index_bytes = logits_indices.nbytes
+        index_dtype = logits_indices.dtype
         self._num_reqs = num_reqs
         is_known = (
             slots == self._known_slots
-            and index_bytes in (_INT32 * num_logits, _INT64 * num_logits)
+            and (index_dtype is _INT32 or index_dtype is _INT64)
+            and cu_num_logits.dtype is _INT32
+            and logits_indices.numel() == num_logits
             and logits_indices.is_contiguous()
             and cu_num_logits.is_contiguous()
         )
@@ -95,9 +99,9 @@ class PreparedLaunches:
             self._handle,
             num_drafts,
             logits_indices.data_ptr(),
-            index_bytes == _INT64 * num_logits,
+            index_dtype is _INT64,
             num_logits,
-            cu_num_logits.data_ptr() + _INT32 * skipped,
+            cu_num_logits.data_ptr() + _INT32_BYTES * skipped,
             num_reqs,
             *self._slot_columns,
         )
@@ -112,7 +116,7 @@ class PreparedLaunches:
             of_group = slot_mappings[launch.group.group_id]
             storage = of_group.untyped_storage()
             behind = storage.data_ptr() + storage.nbytes() - of_group.data_ptr()
-            length = behind // _INT64
+            length = behind // _INT64.itemsize
             if isinstance(slot_mappings, Tensor) and slot_mappings.dim() == 2:
                 length = min(length, slot_mappings.stride(0))
             columns += (of_group.data_ptr(), length)
@@ -130,9 +134,7 @@ class PreparedLaunches:
         elif isinstance(acceptance, SampledIds):
             sampled, vocab_size = acceptance
             rows, num_columns = sampled.shape
-            is_known = (
-                rows == num_reqs and sampled.nbytes == _INT32 * rows * num_columns
-            )
+            is_known = rows == num_reqs and sampled.dtype is _INT32
             if is_known:
                 self._enqueue_restore(
                     self._handle,
@@ -148,7 +150,8 @@ class PreparedLaunches:
         else:
             num_rejected = acceptance.num_rejected
             is_known = (
-                num_rejected.nbytes == _INT32 * num_reqs
+                num_rejected.numel() == num_reqs
+                and num_rejected.dtype is _INT32
                 and num_rejected.is_contiguous()
             )
             if is_known:

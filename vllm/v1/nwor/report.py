@@ -23,9 +23,9 @@ from .draft_manager import BEGIN_MISSED, DraftCommitManager, State
 from .ops import COUNTER_COLUMNS
 from .window import Acceptance
 
-# Steps between a commit and the reading of its output: vLLM keeps at most two batches
-# in flight without pipeline parallelism; one slot more holds the step before.
-RING_SLOTS = 8
+# Steps that may have made their commit while the first of them was not read: vLLM's
+# batch queue, which without pipeline parallelism has two places at most.
+MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,13 @@ class Report:
     """Turns a manager's counters into one payload a step."""
 
     def __init__(
-        self, infos: Sequence[GroupInfo], manager: DraftCommitManager | None
+        self,
+        infos: Sequence[GroupInfo],
+        manager: DraftCommitManager | None,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
+        """max_in_flight: steps, from the oldest that was not read to the newest that
+        made its commit."""
         self._infos: list[dict[str, Any]] | None = [asdict(info) for info in infos]
         self._manager = manager
         self._reported_fallbacks: dict[str, int] = {}
@@ -63,7 +68,8 @@ class Report:
         if manager is not None:
             pinned = manager.device.type != "cpu"
             self._ring = torch.zeros(
-                (RING_SLOTS, *manager.counters.shape),
+                # One for each step, and one for what the oldest compares with.
+                (max_in_flight + 1, *manager.counters.shape),
                 dtype=torch.int64,
                 pin_memory=pinned,
             ).unbind()
@@ -81,10 +87,13 @@ class Report:
         assert manager is not None
         if manager.state is not State.LOGGED:
             return
-        if not self._slot_is_current and not manager.publish(self._ring[self._slot]):
-            manager.commit(acceptance)
-            return
-        following = (self._slot + 1) % RING_SLOTS
+        if not self._slot_is_current:
+            # Not to the slot of the last counts, which may not have been read.
+            self._slot = (self._slot + 1) % len(self._ring)
+            if not manager.publish(self._ring[self._slot]):
+                manager.commit(acceptance)
+                return
+        following = (self._slot + 1) % len(self._ring)
         self._slot_is_current = False  # if it raises, too
         self._slot_is_current = manager.commit(acceptance, self._ring[following])
         if self._slot_is_current:

@@ -10,6 +10,7 @@ share another layer's cache are covered by it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..draft_manager import DraftCommitManager, LayerCache, NworError
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
 from ..launches import num_bytes
-from ..report import GroupInfo, Report
+from ..report import MAX_IN_FLIGHT, GroupInfo, Report
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -47,6 +48,22 @@ REFUSED_IMPLS = {
     "Rocm": "packs the slots of a block element by element",
     "Aiter": "packs the slots of a block in tiles",
 }
+
+
+# vLLM's KV connectors that read the cache after commit only: their save_kv_layer, which
+# runs inside the forward, does nothing. All connectors have that method, so they are
+# told by name; what one that is not here exports may hold rejected drafts.
+SAVES_AFTER_COMMIT = frozenset(
+    {
+        "MooncakeConnector",
+        "MooncakeStoreConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+    }
+)
 
 
 class GroupRefused(ValueError):
@@ -93,6 +110,7 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
             refusal = str(missing)
     protected: list[tuple[int, list[LayerCache]]] = []
     infos: list[GroupInfo] = []
+    exports = _exports_before_commit(runner.vllm_config)
     layouts = _LayoutCache(runner)
     for gid, group in enumerate(groups):
         try:
@@ -108,14 +126,13 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
             continue
         if layers:
             protected.append((gid, layers))
-            infos.append(
-                GroupInfo(gid, requested, Mode.COW.value, _cow_reason(config, layers))
-            )
+            reason = _cow_reason(config, layers) + exports
+            infos.append(GroupInfo(gid, requested, Mode.COW.value, reason))
     if protected:
         capacity = _capacity(runner.vllm_config, config)
         try:
             manager = DraftCommitManager(config, protected, capacity, storage)
-            report = Report(infos, manager)
+            report = Report(infos, manager, _max_in_flight(runner.vllm_config))
         except (torch.OutOfMemoryError, MemoryError) as error:
             infos = _all_off(
                 infos, f"no memory for the undo log of {capacity} drafts: {error}"
@@ -327,6 +344,43 @@ def _cow_reason(config: NworConfig, layers: list[LayerCache]) -> str:
     if config.mode is Mode.STAGE:
         return f"the attention backend has no staged path; {shape}"
     return shape
+
+
+def _exports_before_commit(vllm_config: Any) -> str:
+    """What to say of KV connectors that may read the cache inside the forward; empty
+    where there is none."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    names = [] if transfer is None else _reading_in_forward(vars(transfer))
+    if not names:
+        return ""
+    return (
+        f"; {', '.join(dict.fromkeys(names))} may export rejected drafts' bytes during "
+        "the forward, before commit"
+    )
+
+
+def _reading_in_forward(transfer: Mapping[str, Any]) -> list[str]:
+    """Names of the connectors that are not known to save after commit.
+
+    transfer: fields of vLLM's KVTransferConfig; a MultiConnector has a list of such
+        among its own.
+    """
+    name = transfer.get("kv_connector")
+    module_path = transfer.get("kv_connector_module_path")
+    if name is None:
+        return []
+    if module_path:  # not vLLM's class, whatever its name
+        return [f"{module_path}.{name}"]
+    if name == "MultiConnector":
+        children = transfer.get("kv_connector_extra_config", {}).get("connectors", [])
+        return [found for child in children for found in _reading_in_forward(child)]
+    return [] if name in SAVES_AFTER_COMMIT else [name]
+
+
+def _max_in_flight(vllm_config: Any) -> int:
+    """Steps that vLLM runs before it reads the first one's output: the size of the
+    engine's batch queue. Releases that do not say it here have the same limit."""
+    return getattr(vllm_config, "max_concurrent_batches", MAX_IN_FLIGHT)
 
 
 def _capacity(vllm_config: Any, config: NworConfig) -> int:
