@@ -6,6 +6,7 @@ and Prometheus objects are the real ones. That vLLM itself behaves like the stan
 the subject of tests/integration/test_stats_inprocess.py.
 """
 
+import dataclasses
 import gc
 import pickle
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import weakref
 from types import ModuleType, SimpleNamespace
 
+import msgspec
 import prometheus_client
 import pytest
 from hypothesis import given, settings
@@ -45,7 +47,9 @@ INFO = [{"group": 0, "requested": "stage", "resolved": "cow", "reason": "no path
 def _fresh(monkeypatch):
     for name in ("VLLM_NWOR_STRICT", "VLLM_NWOR_EMIT_METRICS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setattr(stats, "_logged", set())
+    stats._log_no_front_end.cache_clear()
     monkeypatch.setattr(stats, "_info", {})
 
 
@@ -426,7 +430,8 @@ def scheduler_module():
 
         def __init__(self, method="ngram"):
             self.vllm_config = SimpleNamespace(
-                speculative_config=SimpleNamespace(method=method)
+                speculative_config=SimpleNamespace(method=method),
+                parallel_config=SimpleNamespace(nwor_front_end=1),
             )
             self.log_stats = True
             self.counted = SimpleNamespace(windows=0, drafts=0, accepted=0)
@@ -813,9 +818,10 @@ def loggers_module():
 
     class StatLoggerManager:
         def __init__(self, engine_indexes=(0,)):
+            self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace())
             self.stat_loggers = [
                 SimpleNamespace(),
-                module.PrometheusStatLogger(None, engine_indexes),
+                module.PrometheusStatLogger(self.vllm_config, engine_indexes),
             ]
             self.recorded = []
 
@@ -952,6 +958,76 @@ def test_emit_metrics_0_creates_nothing_and_still_protects_vllms_loggers(monkeyp
     assert recorded(manager, {"nwor": report_of(windows=1)}) is None
     assert list(module.registry.collect()) == []
     assert run(hooked_scheduler(), MIXED) is None
+
+
+# --- who takes reports ----------------------------------------------------------------
+
+
+def mark(parallel_config):
+    return getattr(parallel_config, "nwor_front_end", None)
+
+
+def test_an_engine_whose_front_end_said_nothing_sends_nothing_and_says_so_once(caplog):
+    """As one of a headless node does whose head has no NWOR."""
+    scheduler = hooked_scheduler()
+    del scheduler.vllm_config.parallel_config.nwor_front_end
+
+    for _ in range(3):
+        assert run(scheduler, MIXED) is None
+
+    assert scheduler.counted.accepted == 3 * 5
+    assert [r.message.partition(":")[0] for r in caplog.records] == [
+        "NWOR metrics are off"
+    ]
+    # What nobody asked for is not kept.
+    scheduler.vllm_config.parallel_config.nwor_front_end = 1
+    assert run(scheduler, MIXED)["windows"] == 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "emit", "says"), [("stage", "1", 1), ("stage", "0", 0), ("off", "1", 0)]
+)
+def test_a_front_end_says_that_it_takes_reports_if_it_shows_them(
+    mode, emit, says, monkeypatch
+):
+    """Each way from a front end to an engine: vLLM's own handshake and configs."""
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.engine import core, utils
+
+    @dataclasses.dataclass
+    class Handshake(utils.EngineHandshakeMetadata):
+        pass
+
+    class Actors:
+        def __init__(self, vllm_config):
+            self.config = pickle.loads(pickle.dumps(vllm_config.parallel_config))
+
+    module = ModuleType("engines")
+    module.EngineHandshakeMetadata = Handshake
+    module.CoreEngineActorManager = Actors
+    stats.install_engines(module)
+    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", emit)
+
+    sent = Handshake(utils.EngineZmqAddresses([], []), {"data_parallel_size": 2})
+    engines, plain = ParallelConfig(), ParallelConfig()
+    core.EngineCoreProc.startup_handshake(
+        SimpleNamespace(
+            send=lambda message: None,
+            poll=lambda timeout: True,
+            recv=lambda: msgspec.msgpack.encode(sent),
+        ),
+        True,
+        False,
+        engines,
+    )
+    assert engines.data_parallel_size == 2
+    assert bool(mark(engines)) == says
+    plain.data_parallel_size = 2
+    assert engines.compute_hash() == plain.compute_hash()
+    assert bool(mark(module.CoreEngineActorManager(VllmConfig()).config)) == says
+    manager = hooked_loggers().StatLoggerManager()
+    assert bool(mark(manager.vllm_config.parallel_config)) == says
 
 
 def test_a_host_with_other_signatures_is_refused_by_name():

@@ -30,6 +30,7 @@ HOOKS = {
     "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2:install",
     "vllm.v1.core.sched.scheduler": ".hooks.stats:install_scheduler",
     "vllm.v1.metrics.loggers": ".hooks.stats:install_loggers",
+    "vllm.v1.engine.utils": ".hooks.stats:install_engines",
 }
 
 _registered = False

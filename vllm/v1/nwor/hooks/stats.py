@@ -13,8 +13,16 @@
                PrometheusStatLogger.__init__: creates the counters
 
 Each of these may be another process; with several API servers a report goes to one of
-them. An engine's reports carry its index. All processes of a deployment must have NWOR
-on: a front end without it would hand a report to vLLM's KV connector logging.
+them. An engine's reports carry its index.
+
+A front end without NWOR would hand a report to vLLM's KV connector logging, which fails
+on it. So an engine sends nothing before its front end has said that it takes reports: a
+mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
+
+    EngineHandshakeMetadata          every engine process asks the front end it belongs
+                                     to how to run (those of a headless node the head's)
+    CoreEngineActorManager.__init__  Ray's data-parallel engines get a config instead
+    PrometheusStatLogger.__init__    an engine in the front end's process shares its own
 
 A failure here costs numbers, never tokens: it is logged once, and counted as a breach
 where there is a counter (VLLM_NWOR_STRICT=always raises instead). Nothing here decides
@@ -30,7 +38,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from ..config import NworConfig
+from ..config import Mode, NworConfig
 from ..metrics import (
     DraftCount,
     NworPrometheus,
@@ -42,7 +50,6 @@ from ..metrics import (
 from ._wrap import (
     HookTarget,
     HostMismatch,
-    Wrapper,
     argument,
     check,
     install_all,
@@ -52,7 +59,9 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
+ENGINES = "vllm.v1.engine.utils"
 REPORT_KEY = "nwor"
+MARK = "nwor_front_end"
 
 UPDATE = HookTarget(
     SCHEDULER,
@@ -90,7 +99,21 @@ CREATE = HookTarget(
     why="it unregisters all vllm: metrics, so that ours must be created after it",
     delete_when="vLLM has a registry of metrics for plugins",
 )
-LEDGER = (UPDATE, COUNT, RECORD, CREATE)
+HANDSHAKE = HookTarget(
+    ENGINES,
+    "EngineHandshakeMetadata.__init__",
+    ("self", "addresses", "parallel_config"),
+    why="sets attributes of an engine process's ParallelConfig: this front end's mark",
+    delete_when="SchedulerStats has a field for extensions",
+)
+ACTORS = HookTarget(
+    ENGINES,
+    "CoreEngineActorManager.__init__",
+    ("self", "vllm_config"),
+    why="Ray's data-parallel engines do without that handshake: the mark goes before",
+    delete_when="SchedulerStats has a field for extensions",
+)
+LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS)
 
 
 def install_scheduler(module: ModuleType) -> None:
@@ -105,16 +128,23 @@ def install_scheduler(module: ModuleType) -> None:
 
 
 def install_loggers(module: ModuleType) -> None:
-    """Wraps the loggers in `module`. With VLLM_NWOR_EMIT_METRICS=0 no counter is
-    created, and reports (of an engine that was started otherwise) are thrown away.
+    """Wraps the loggers in `module`. Reports are always taken out; whether counters
+    are created is seen when vLLM creates its own.
 
     Raises:
         HostMismatch: if they are not as expected; nothing was wrapped.
     """
-    wrappers: dict[HookTarget, Wrapper] = {RECORD: _record}
-    if NworConfig.from_env().emit_metrics:
-        wrappers[CREATE] = _create_prometheus
-    install_all(module, wrappers)
+    install_all(module, {RECORD: _record, CREATE: _create_prometheus})
+
+
+def install_engines(module: ModuleType) -> None:
+    """Makes a front end tell the engines it starts, with what is in `module`, that it
+    takes their reports.
+
+    Raises:
+        HostMismatch: if that is not as expected; nothing was wrapped.
+    """
+    install_all(module, {HANDSHAKE: _handshake, ACTORS: _start_actors})
 
 
 # --- worker ---------------------------------------------------------------------------
@@ -325,25 +355,23 @@ def _send_report(
     # for the next ones, unless there is nothing left that could make any.
     if not carrier.outputs and scheduler.has_unfinished_requests():
         return
-    if _front_end_understands():
-        report = {REPORT_KEY: stats.take_report()}
-        others = carrier.scheduler_stats.kv_connector_stats
-        carrier.scheduler_stats.kv_connector_stats = (
-            {**others, **report} if others else report
-        )
+    report = {REPORT_KEY: stats.take_report()}
+    if not getattr(scheduler.vllm_config.parallel_config, MARK, False):
+        _log_no_front_end()
+        return
+    others = carrier.scheduler_stats.kv_connector_stats
+    carrier.scheduler_stats.kv_connector_stats = (
+        {**others, **report} if others else report
+    )
 
 
 @cache
-def _front_end_understands() -> bool:
-    """Whether this vLLM's loggers are those that we can take a report out of."""
-    import vllm.v1.metrics.loggers as loggers
-
-    try:
-        check(RECORD, loggers)
-    except HostMismatch as mismatch:
-        logger.error("NWOR reports no metrics: %s", mismatch)
-        return False
-    return True
+def _log_no_front_end() -> None:
+    logger.warning(
+        "NWOR metrics are off: the front end (LLM, AsyncLLM, vllm serve or the head of "
+        "a headless node) does not take them. Set VLLM_NWOR_MODE in its environment "
+        "before it loads vLLM's plugins, which it does once"
+    )
 
 
 def _failed(stats: NworStats, error: Exception) -> None:
@@ -366,16 +394,52 @@ def _log_breach(kind: str, found: str) -> None:
 _info: dict[int, Any] = {}
 
 
+def _takes_reports() -> bool:
+    """Whether this process takes reports out of vLLM's statistics and shows them, as
+    its environment is now."""
+    config = NworConfig.from_env()
+    if config.mode is Mode.OFF or not config.emit_metrics:
+        return False
+    import vllm.v1.metrics.loggers as loggers
+
+    try:
+        check(RECORD, loggers)
+    except HostMismatch:  # their hook has said so
+        return False
+    return True
+
+
+def _handshake(
+    wrapped: Callable[..., Any], metadata: Any, args: Any, kwargs: Any
+) -> None:
+    wrapped(*args, **kwargs)
+    if _takes_reports():
+        # 1: the message has room for numbers, not for True.
+        metadata.parallel_config = {**metadata.parallel_config, MARK: 1}
+
+
+def _start_actors(
+    wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any
+) -> None:
+    config = argument(ACTORS, "vllm_config", args, kwargs)
+    setattr(config.parallel_config, MARK, _takes_reports())
+    wrapped(*args, **kwargs)
+
+
 def _create_prometheus(
     wrapped: Callable[..., Any], stat_logger: Any, args: Any, kwargs: Any
 ) -> None:
     wrapped(*args, **kwargs)
+    if not _takes_reports():
+        return
     try:
         stat_logger.nwor_prometheus = NworPrometheus(
             stat_logger._counter_cls,
             stat_logger._gauge_cls,
             stat_logger.per_engine_labelvalues,
         )
+        config = argument(CREATE, "vllm_config", args, kwargs)
+        setattr(config.parallel_config, MARK, True)
     except Exception:
         if NworConfig.from_env().strict_steps:
             raise
