@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding on real vLLM with and without NWOR.
 
-    python bench_vllm.py                                    off against nwor
+    python bench_vllm.py                               without NWOR against nwor
     python bench_vllm.py --mode nwor --batch-size 1 --num-speculative-tokens 48
     python bench_vllm.py --help
 
-`--mode compare` (the default) runs the same requests in one engine with NWOR idle and
-active, in pairs, beside control pairs that are idle in both. It prints no speed unless
-all outputs are equal token by token. What it does not do: judge a speed-up by
-speculation, or measure memory bandwidth (bench_kernels.py does).
+`--mode compare` (the default) runs the same requests in one engine with NWOR's hooks
+taken off and on again, in pairs, beside control pairs that are unhooked in both. It
+prints no speed unless all outputs are equal token by token. An engine that never loaded
+NWOR runs beside it, in a process of its own: that shows, as far as the difference
+between processes allows, that an unhooked engine is as fast as that. What this does not
+do: judge a speed-up by speculation, or measure memory bandwidth (bench_kernels.py
+does).
 
 Exit status: 0 done; 1 outputs differ, or vLLM does not run; 2 a bad argument, nothing
 was written; 130 interrupted.
@@ -22,7 +25,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from benchmarks.runs import Run
 from benchmarks.settings import find_models, prepare_process
 
 ROOT = Path(__file__).resolve().parent
-TRUE_OFF_RUNS = 3
+TRUE_OFF_RUNS = 7
 # Arguments, each with a value, that `off` in a process of its own must not get.
 _COMPARE_ONLY = ("--plot", "--pairs-until-ci", "--json")
 
@@ -118,35 +121,92 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
         return result
 
 
-def run_alike(run: Callable[[bool], Run], options: Options) -> list[Run]:
+def run_alike(run: Callable[[ab.Arm], Run], options: Options) -> list[Run]:
     """`--repeats` runs in one mode, after a warm-up that is not counted."""
-    active = options.nwor_mode != "off"
+    arm = ab.Arm(options.mode, hooked=options.nwor_mode != "off")
     runs = []
     with Bar(options.mode, options.repeats + 1) as bar:
         bar("warm-up")
-        first = run(active)
+        first = run(arm)
         for number in range(1, options.repeats + 1):
             bar(f"{options.mode} {number}")
-            runs.append(run(active))
+            runs.append(run(arm))
             ab.check_outputs(
                 first.outputs, runs[-1].outputs, "the warm-up", f"run {number}"
             )
     return runs
 
 
+def arms_of(options: Options) -> list[ab.Arm]:
+    """What --mode compare runs: the baseline, then what is tested against it."""
+    return [ab.UNHOOKED, ab.Arm(options.against, hooked=True)]
+
+
+def compare(
+    engine: Engine,
+    options: Options,
+    true_off: Mapping[str, Any] | None,
+    max_pairs: int,
+) -> dict[str, Any]:
+    """Runs the pairs of --mode compare: what the result says of them.
+
+    true_off: the result of mode off in a process of its own, if there is one.
+
+    Raises:
+        OutputsDiffer: a run's outputs are not those of the others.
+    """
+    arms, repeats = arms_of(options), min(options.repeats, max_pairs)
+    num_runs = len(arms) + ab.runs_a_round(arms) * repeats
+    with Bar("compare", num_runs) as bar:
+        pairs = ab.compare(
+            engine.run,
+            arms,
+            repeats,
+            options.pairs_until_ci,
+            max_pairs,
+            bar,
+            None if true_off is None else true_off["outputs"]["tokens"],
+        )
+    tokens = pairs[0].reference.outputs
+    found = {
+        "baseline": arms[0].name,
+        "outputs": summary.outputs(tokens, options.keep_tokens)
+        | {"num_runs": len(arms) + 2 * len(pairs)},
+        "samples": summary.pair_samples(pairs),
+        "summary": summary.comparison(pairs, options.pairs_until_ci),
+    }
+    if true_off is not None:
+        found["true_off"] = {
+            "speed": true_off["summary"]["speed"]["off"],
+            "kv_blocks": true_off["engine"]["kv_blocks"],
+            "samples": true_off["samples"]["runs"],
+        }
+    return found
+
+
+def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
+    """Runs a mode other than compare: what the result says of it."""
+    runs = run_alike(engine.run, options)
+    return {
+        "outputs": summary.outputs(runs[0].outputs, options.keep_tokens)
+        | {"num_runs": len(runs) + 1},
+        "samples": {"runs": [summary.sample(run) for run in runs]},
+        "summary": summary.single(runs, options.mode),
+    }
+
+
 def base_result(
     options: Options, argv: Sequence[str], engine: Engine, env: dict[str, Any]
 ) -> dict[str, Any]:
-    """What all modes' results have in common; `outputs` and numbers come later."""
+    """What all modes' results have in common, without what was measured."""
     found = engine.report()
     arguments = asdict(options)
     for name in ("json", "plot", "prompts", "model", "draft_model"):
         del arguments[name]
     return {
         "kind": "bench_vllm",
-        "schema": 1,
+        "schema": summary.SCHEMA,
         "mode": options.mode,
-        "against": options.against,
         "command": command_line(argv),
         "environment": env,
         "arguments": arguments,
@@ -179,38 +239,14 @@ def bench(options: Options, argv: Sequence[str], on: str) -> dict[str, Any]:
     env = environment.describe(on, ROOT)
     neighbours = environment.Neighbours()
     if comparing:
-        with Bar("compare", 2 + 4 * options.repeats) as bar:
-            pairs = ab.compare(
-                engine.run,
-                options.repeats,
-                options.pairs_until_ci,
-                options.max_pairs,
-                bar,
-                None if true_off is None else true_off["outputs"]["tokens"],
-            )
-        tokens = pairs[0].reference.outputs
-        num_runs = 2 + 2 * len(pairs)
-        samples = {kind.value: summary.pair_samples(pairs, kind) for kind in ab.Kind}
-        numbers = summary.comparison(pairs, options.pairs_until_ci)
+        found = compare(engine, options, true_off, options.max_pairs)
     else:
-        runs = run_alike(engine.run, options)
-        tokens, num_runs = runs[0].outputs, len(runs) + 1
-        samples = {"runs": [summary.sample(run) for run in runs]}
-        numbers = summary.single(runs)
+        found = run_one_mode(engine, options)
     env["others_cpu_share"] = neighbours.share()
     result = base_result(options, argv, engine, env)
     engine.close()
     result["warnings"] = warnings + neighbours.warnings()
-    result["outputs"] = summary.outputs(tokens, options.keep_tokens)
-    result["outputs"]["num_runs"] = num_runs
-    result["samples"], result["summary"] = samples, numbers
-    if true_off is not None:
-        result["true_off"] = {
-            "speed": true_off["summary"]["test"],
-            "kv_blocks": true_off["engine"]["kv_blocks"],
-            "samples": true_off["samples"]["runs"],
-        }
-    return result
+    return result | found
 
 
 def check_plot(options: Options) -> None:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off against on in pairs, and off against off beside it as control.
+"""Ways to run the same requests ("arms") in pairs, and a control beside them.
 
-Pairs go in the order ABBA: off first in one, last in the next, so that a machine that
-slows down or warms up does so to both sides alike. After each pair comes a control pair
-in the same order with NWOR idle in both runs: what its ratios show is noise. A ratio is
-tokens a second of the test run over those of the reference run; below 1 the test is
-slower.
+The first arm is the baseline, and the reference of every pair; each other one is tested
+against it. Pairs go in the order ABBA: the reference first in one, last in the next, so
+that a machine that slows down or warms up does so to both sides alike. After a pair of
+each tested arm comes a control pair, the baseline in both runs: what its ratios show is
+noise. A ratio is tokens a second of the test run over those of the reference run; below
+1 the test is slower.
 
 Every run's outputs are compared with those of the first; a difference ends it all.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,37 +21,56 @@ from benchmarks.intervals import Interval, median_interval
 from benchmarks.runs import Run
 
 
-class Kind(enum.Enum):
-    """What a pair's test run is; the reference run is always off."""
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the requests on an engine.
 
-    NWOR = "nwor"
-    CONTROL = "control"
+    name: in tables and files. hooked: whether NWOR's hooks are on vLLM; else it runs
+    its own code only, as `hooks._wrap.unhook` says.
+    """
+
+    name: str
+    hooked: bool
+
+
+UNHOOKED = Arm("unhooked", hooked=False)
+# The name of the pairs whose test is the baseline too; no arm has it.
+CONTROL = "control"
 
 
 @dataclass(frozen=True)
 class PlannedPair:
-    """One pair to come. number counts the pairs of its kind from 0."""
+    """One pair to come. name: its test's, or CONTROL. number counts the pairs of its
+    name from 0."""
 
-    kind: Kind
+    name: str
     number: int
-    test_first: bool
+    reference: Arm
+    test: Arm
 
     @property
-    def actives(self) -> tuple[bool, bool]:
-        """Whether NWOR is active in the first run and in the second."""
-        test = self.kind is Kind.NWOR
-        return (test, False) if self.test_first else (False, test)
+    def test_first(self) -> bool:
+        return self.number % 2 == 1
+
+    @property
+    def arms(self) -> tuple[Arm, Arm]:
+        """What runs first, and second."""
+        if self.test_first:
+            return self.test, self.reference
+        return self.reference, self.test
 
 
 @dataclass(frozen=True)
 class Pair:
     """A pair that was run."""
 
-    kind: Kind
-    number: int
-    test_first: bool
+    planned: PlannedPair
     reference: Run
     test: Run
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
 
     @property
     def ratio(self) -> float:
@@ -63,12 +82,18 @@ class OutputsDiffer(Exception):
     """Two runs of the same requests gave different tokens."""
 
 
-def plan() -> Iterator[PlannedPair]:
-    """Pairs without end: nwor 0, control 0, nwor 1, control 1, ..."""
+def runs_a_round(arms: Sequence[Arm]) -> int:
+    """Runs in a pair of each tested arm and one of control."""
+    return 2 * len(arms)
+
+
+def plan(arms: Sequence[Arm]) -> Iterator[PlannedPair]:
+    """Pairs without end, a round after the other: each tested arm's, then control."""
+    baseline, *tested = arms
     for number in itertools.count():
-        test_first = number % 2 == 1
-        yield PlannedPair(Kind.NWOR, number, test_first)
-        yield PlannedPair(Kind.CONTROL, number, test_first)
+        for test in tested:
+            yield PlannedPair(test.name, number, baseline, test)
+        yield PlannedPair(CONTROL, number, baseline, baseline)
 
 
 def check_outputs(
@@ -98,59 +123,61 @@ def _token(ids: Sequence[int], at: int) -> str:
 
 
 def compare(
-    run: Callable[[bool], Run],
+    run: Callable[[Arm], Run],
+    arms: Sequence[Arm],
     repeats: int,
     until: float | None,
     max_pairs: int,
     progress: Callable[[str], None],
     expected: Sequence[Sequence[int]] | None = None,
 ) -> list[Pair]:
-    """Runs `repeats` pairs of each kind, after a warm-up that is not counted.
+    """Runs `repeats` rounds of pairs, after a warm-up of each arm that is not counted.
 
-    run: does one run with NWOR active or idle.
-    until: if set, pairs are added until both intervals reach no farther than this from
-        their medians, or there are `max_pairs` of each kind.
+    run: does one run in an arm.
+    arms: the baseline, then those that are tested against it.
+    until: if set, rounds are added until all intervals reach no farther than this from
+        their medians, or there are `max_pairs`.
     progress: called before each run with what it is.
     expected: outputs of another engine, which the first run must equal too.
 
     Raises:
         OutputsDiffer: a run's outputs are not those of the first.
     """
-    progress("warm-up")
-    first = run(False)
-    if expected is not None:
-        check_outputs(expected, first.outputs, "an engine without NWOR", "off")
-    progress("warm-up")
-    warm = run(True)
-    check_outputs(first.outputs, warm.outputs, "off", "the warm-up of nwor")
+    baseline = arms[0].name
+    first: list[list[int]] = []
+    for arm in arms:
+        progress("warm-up")
+        outputs = run(arm).outputs
+        if not first:
+            first = outputs
+            if expected is not None:
+                check_outputs(expected, first, "an engine without NWOR", baseline)
+        check_outputs(first, outputs, baseline, f"the warm-up of {arm.name}")
     pairs: list[Pair] = []
-    for planned in plan():
-        if planned.kind is Kind.NWOR and planned.number >= repeats:
+    for planned in plan(arms):
+        if planned.name == arms[1].name and planned.number >= repeats:
             if until is None or planned.number >= max_pairs:
                 return pairs
             if all(one.reach <= until for one in intervals(pairs).values()):
                 return pairs
         runs = []
-        for place, active in enumerate(planned.actives, 1):
-            progress(f"{planned.kind.value} {planned.number + 1}")
-            runs.append(run(active))
+        for place, arm in enumerate(planned.arms, 1):
+            progress(f"{planned.name} {planned.number + 1}")
+            runs.append(run(arm))
             check_outputs(
-                first.outputs,
+                first,
                 runs[-1].outputs,
-                "off",
-                f"run {place} ({'nwor' if active else 'off'}) of "
-                f"{planned.kind.value} pair {planned.number + 1}",
+                baseline,
+                f"run {place} ({arm.name}) of {planned.name} pair {planned.number + 1}",
             )
         test, reference = runs if planned.test_first else reversed(runs)
-        pairs.append(
-            Pair(planned.kind, planned.number, planned.test_first, reference, test)
-        )
+        pairs.append(Pair(planned, reference, test))
     raise AssertionError("plan() has no end")
 
 
-def intervals(pairs: Sequence[Pair]) -> dict[Kind, Interval]:
-    """The median ratio and its interval, for each kind."""
-    return {
-        kind: median_interval([pair.ratio for pair in pairs if pair.kind is kind])
-        for kind in Kind
-    }
+def intervals(pairs: Sequence[Pair]) -> dict[str, Interval]:
+    """The median ratio and its interval, by the pairs' names."""
+    ratios: dict[str, list[float]] = {}
+    for pair in pairs:
+        ratios.setdefault(pair.name, []).append(pair.ratio)
+    return {name: median_interval(found) for name, found in ratios.items()}

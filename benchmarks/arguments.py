@@ -116,21 +116,22 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Speculative decoding with and without NWOR on real vLLM: the same "
         "requests, the outputs compared, then tokens a second, latency and what NWOR "
-        "did. Without arguments: off against nwor on SmolLM2 with built-in prompts.",
+        "did. Without arguments: nwor against an unhooked engine, on SmolLM2 with "
+        "built-in prompts.",
     )
     add = p.add_argument
     add(
         "--mode",
         type=values.one_of(MODES),
         default=COMPARE,
-        help="off, nwor (the same as stage), stage, cow; or compare (default): off "
-        "against --against in one engine",
+        help="off, nwor (the same as stage), stage, cow; or compare (default): "
+        "--against against vLLM without our hooks, in one engine",
     )
     add(
         "--against",
         type=values.one_of(SIDES),
         default="nwor",
-        help="what compare compares with off: nwor (default), stage or cow",
+        help="what compare tests: nwor (default), stage or cow",
     )
     add("--batch-size", type=values.whole(1), default=4, help="requests at a time (4)")
     add(

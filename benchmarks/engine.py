@@ -3,21 +3,22 @@
 
 The engine core shares the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), prefix caching is
 off and all requests of a wave are added, in the same order, before the first step: two
-runs then make the same batches. Each run starts from the same seeds. NWOR is switched
-between runs by `NworWorkerExtension`, never during one.
+runs then make the same batches. Each run starts from the same seeds. NWOR's hooks are
+put on vLLM and taken off between runs, never during one: in the workers by
+`NworWorkerExtension`, and in this process, where scheduler and front end are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import prompts as prompt_source
 from benchmarks import runs
+from benchmarks.ab import Arm
 from benchmarks.arguments import BadArgument, Options
 from benchmarks.runs import Run
 from benchmarks.settings import engine_arguments, find_models
@@ -50,6 +51,7 @@ class Engine:
         texts = prompt_source.read(options.prompts)
         arguments = engine_arguments(options, device, self.target, self.drafter)
         from vllm import EngineArgs, LLMEngine
+        from vllm.v1.engine.core_client import InprocClient
 
         started = time.perf_counter()
         try:
@@ -57,11 +59,18 @@ class Engine:
             self._engine = LLMEngine.from_engine_args(config)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise EngineFailed(f"vLLM did not start: {_sentence(error)}") from error
+        client = self._engine.engine_core
+        if not isinstance(client, InprocClient):
+            raise EngineFailed(
+                f"the engine core is behind a {type(client).__name__}; expected it in "
+                "this process, where hooks can be taken off its scheduler "
+                "(VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+            )
+        self._core = client.engine_core
         self.start_s = time.perf_counter() - started
         self.kv_blocks: int = self.report()["kv_blocks"]
         self.waves = self._encode(texts)
         self._num_runs = 0
-        self._switch(False)
         gc.collect()
         gc.freeze()
 
@@ -96,13 +105,13 @@ class Engine:
         report: dict[str, Any] = self.rpc("nwor_report")
         return report
 
-    def run(self, active: bool) -> Run:
-        """Runs all requests once, with NWOR active or idle.
+    def run(self, arm: Arm) -> Run:
+        """Runs all requests once, with NWOR's hooks on vLLM or not.
 
         Raises:
-            EngineFailed: NWOR is not in this engine, but `active` asks for it.
+            EngineFailed: nothing is protected in this engine, but `arm` asks for it.
         """
-        self._switch(active)
+        self._switch(arm)
         self.rpc("nwor_reseed", self.options.seed)
         gc.collect()
         before, spec_before = self.report(), self._spec_counters()
@@ -119,15 +128,25 @@ class Engine:
             latency_s=latency_s,
             step_s=step_s,
             drafts=runs.drafts(spec_before, spec_after),
-            nwor=runs.nwor_done(before, after) if active else None,
+            nwor=runs.nwor_done(before, after) if arm.hooked else None,
         )
 
-    def _switch(self, active: bool) -> None:
-        if self.rpc("nwor_set_active", active) is not active:
-            raise EngineFailed(
-                "NWOR is not active in this engine "
-                f"(VLLM_NWOR_MODE={os.environ['VLLM_NWOR_MODE']}): {self.why_not()}"
-            )
+    def _switch(self, arm: Arm) -> None:
+        """Hooks as `arm` has them, from the other state: whatever ran before, Python
+        has to look up anew in the same classes, so that all runs start alike."""
+        if self.options.nwor_mode == "off" and not arm.hooked:
+            return  # never loaded: there is nothing to take off
+        from vllm_nwor.hooks import _wrap
+
+        assert not self._engine.has_unfinished_requests()
+        assert not self._core.batch_queue, "a step is in flight"
+        for hooked in (not arm.hooked, arm.hooked):
+            if self.rpc("nwor_set_hooked", hooked) is not hooked:
+                raise EngineFailed(
+                    "NWOR is not active in this engine "
+                    f"(VLLM_NWOR_MODE={self.options.nwor_mode}): {self.why_not()}"
+                )
+            (_wrap.rehook if hooked else _wrap.unhook)()
 
     def why_not(self) -> str:
         """The reasons that the runner recorded for the modes of its groups."""
@@ -192,7 +211,7 @@ class Engine:
         """Stops the engine and gives back its memory."""
         with contextlib.suppress(AttributeError):
             self._engine.engine_core.shutdown()
-        del self._engine
+        del self._engine, self._core
 
 
 def _sentence(error: BaseException) -> str:

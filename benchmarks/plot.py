@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of a comparison: each pair's ratio, nwor beside the control.
+"""The plot of a comparison: each pair's ratio, the tested arms beside the control.
 
 Drawn from the result alone (the content of the JSON file), so that it can be drawn
 again from a file. The PNG carries a digest of the result's samples: `digest_of` reads
@@ -13,8 +13,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ab import CONTROL
+from benchmarks.report import pair_of
+
 DIGEST_KEY = "nwor-samples-sha256"
-_OFF, _ON = "#7a7a7a", "#1f6fb4"
+_OFF, _ON = "#7a7a7a", ("#1f6fb4", "#c05a1a")
 
 
 def samples_digest(result: dict[str, Any]) -> str:
@@ -41,16 +44,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    kinds = (
-        ("nwor", f"{result['against']} / off", _ON, "o"),
-        ("control", "off / off (control)", _OFF, "s"),
-    )
     ratio = result["summary"]["ratio"]
     axes.axhline(1.0, color="black", linewidth=0.8)
-    for shift, (key, label, color, marker) in zip((-0.12, 0.12), kinds, strict=True):
-        pairs = result["samples"][key]
+    for place, (name, one) in enumerate(ratio.items()):
+        shift = 0.24 * (place - (len(ratio) - 1) / 2)
+        color, marker = (_OFF, "s") if name == CONTROL else (_ON[place % len(_ON)], "o")
+        label = pair_of(result, name)
+        pairs = result["samples"][name]
         numbers = [pair["number"] + 1 + shift for pair in pairs]
-        one = ratio[key]
         shown = f"{label}: {one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
         ratios = [pair["ratio"] for pair in pairs]
         axes.plot(numbers, ratios, marker, color=color, label=shown)

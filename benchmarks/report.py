@@ -10,10 +10,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from benchmarks import summary as summaries
+from benchmarks.ab import CONTROL
+from benchmarks.intervals import Interval
 from benchmarks.summary import CPU_SHARE_BUDGET, HOST_BUDGET_US
 from benchmarks.tables import Table, number, percent, size
 
 Result = dict[str, Any]
+OWN_PROCESS = "off (own process)"
 _BAR = 30
 
 
@@ -78,16 +82,11 @@ def outputs_line(result: Result) -> str:
 
 def speed_table(result: Result) -> Table:
     """Tokens a second and latency, of each side."""
-    summary, engine = result["summary"], result["engine"]
-    rows = []
-    if "off" in summary:
-        rows.append(("off (hooks idle)", summary["off"], engine["kv_blocks"]))
-    label = result["against"] if result["mode"] == "compare" else result["mode"]
-    rows.append((label, summary["test"], engine["kv_blocks"]))
+    blocks = result["engine"]["kv_blocks"]
+    rows = [(name, one, blocks) for name, one in result["summary"]["speed"].items()]
     if result.get("true_off"):
         true_off = result["true_off"]
-        name = "off (own process)"
-        rows.append((name, true_off["speed"], true_off["kv_blocks"]))
+        rows.append((OWN_PROCESS, true_off["speed"], true_off["kv_blocks"]))
     return Table(
         "speed",
         ("", "tokens/s", "latency median", "latency p95", "runs", "KV blocks"),
@@ -98,25 +97,40 @@ def speed_table(result: Result) -> Table:
                 f"{side['latency_s_median']:.3f} s",
                 f"{side['latency_s_p95']:.3f} s",
                 number(side["num_runs"]),
-                number(blocks),
+                "not compared" if blocks is None else number(blocks),
             )
             for name, side, blocks in rows
         ],
     )
 
 
+def pair_of(result: Result, name: str) -> str:
+    """What the ratio called `name` divides by what."""
+    baseline = result["baseline"]
+    return f"{baseline if name == CONTROL else name} / {baseline}"
+
+
 def ratio_table(result: Result) -> Table:
-    """The median ratio of the pairs beside the control's (compare only)."""
-    ratio = result["summary"]["ratio"]
-    rows = []
-    for name, key in ((result["against"] + " / off", "nwor"), ("off / off", "control")):
-        one = ratio[key]
+    """The median ratio of the pairs, the control's too (compare only); and, not from
+    pairs, that to the engine that never loaded NWOR."""
+    summary = result["summary"]
+    rows = [
+        (
+            pair_of(result, name),
+            f"{one['median']:.4f}",
+            f"{one['low']:.4f} to {one['high']:.4f}",
+            number(summary["num_pairs"]),
+        )
+        for name, one in summary["ratio"].items()
+    ]
+    own = summaries.own_process(result)
+    if own is not None:
         rows.append(
             (
-                name,
-                f"{one['median']:.4f}",
-                f"{one['low']:.4f} to {one['high']:.4f}",
-                number(ratio["num_pairs"]),
+                f"{result['baseline']} / {OWN_PROCESS}",
+                f"{own['median']:.4f}",
+                f"{own['low']:.4f} to {own['high']:.4f} (its fastest, slowest run)",
+                f"none; {number(own['num_runs'])} runs",
             )
         )
     return Table("tokens/s, ratio", ("", "median", "90 % interval", "pairs"), rows)
@@ -143,11 +157,15 @@ def acceptance_table(result: Result) -> Table:
     return Table(title, ("position", "accepted", "of windows", ""), rows, left=True)
 
 
-def nwor_table(result: Result) -> Table | None:
-    """Windows, drafts, bytes and host time; None if NWOR was never active."""
-    done = result["summary"]["nwor"]
-    if done is None:
-        return None
+def nwor_tables(result: Result) -> list[Table]:
+    """Windows, drafts, bytes and host time, a table for each arm with NWOR."""
+    return [
+        _nwor_table(result, name, done)
+        for name, done in result["summary"]["nwor"].items()
+    ]
+
+
+def _nwor_table(result: Result, name: str, done: dict[str, Any]) -> Table:
     engine = result["engine"]
     rows = [
         ("windows", number(done["windows"])),
@@ -181,47 +199,60 @@ def nwor_table(result: Result) -> Table | None:
     fallbacks = engine["fallbacks"] or {"none": 0}
     for reason, count in fallbacks.items():
         rows.append(("fallbacks: " + reason, number(count)))
-    title = f"what NWOR did in {number(done['num_runs'])} counted runs"
+    title = f"what {name} did in {number(done['num_runs'])} counted runs"
     return Table(title, ("", ""), rows)
 
 
 def verdict_lines(result: Result) -> list[str]:
     """The comparison in words, against the project's budgets."""
     lines = []
+    on_cpu = result["environment"]["device"] == "cpu"
     summary = result["summary"]
     if "ratio" in summary:
         ratio = summary["ratio"]
-        word = "overlaps" if ratio["overlap"] else "does NOT overlap"
-        lines.append(
-            f"the interval of {result['against']} / off {word} that of off / off"
-        )
-        if ratio["until"] is not None:
-            reached = "reached" if ratio["until_reached"] else "NOT reached"
+        control = Interval(**ratio[CONTROL])
+        for name in summaries.tested(result):
+            overlaps = control.overlaps(Interval(**ratio[name]))
+            word = "overlaps" if overlaps else "does NOT overlap"
             lines.append(
-                f"--pairs-until-ci {ratio['until']:g} {reached} with "
-                f"{ratio['num_pairs']} pairs"
+                f"the interval of {pair_of(result, name)} {word} that of "
+                f"{pair_of(result, CONTROL)}"
             )
-    if result.get("true_off"):
+            if not on_cpu:
+                lines.append(
+                    f"{pair_of(result, name)} at least {summaries.RATIO_BUDGET} at the "
+                    f"low end: {summaries.verdict(ratio[name], ratio[CONTROL])}"
+                )
+        if summary["until"] is not None:
+            reached = "reached" if summary["until_reached"] else "NOT reached"
+            lines.append(
+                f"--pairs-until-ci {summary['until']:g} {reached} with "
+                f"{summary['num_pairs']} pairs"
+            )
+    if result.get("true_off") and result["true_off"]["kv_blocks"] is not None:
         lost = result["true_off"]["kv_blocks"] - result["engine"]["kv_blocks"]
         lines.append(f"KV blocks that NWOR costs: {number(lost)}")
-    host = summary["nwor"] and summary["nwor"]["host"]
-    if not host:
-        return lines
-    if result["environment"]["device"] == "cpu":
+    for name, done in summary["nwor"].items():
+        if done["host"] is not None:
+            lines.append(_host_line(name, done["host"], on_cpu))
+    return lines
+
+
+def _host_line(name: str, host: dict[str, float], on_cpu: bool) -> str:
+    """begin and commit against their budget."""
+    if on_cpu:
         share = host["share_of_step"]
         word = "within" if share <= CPU_SHARE_BUDGET else "MISSES"
-        lines.append(
-            f"(begin + commit) / step {percent(share, 2)} {word} the budget of "
-            f"{percent(CPU_SHARE_BUDGET)}"
+        return (
+            f"(begin + commit) / step of {name}: {percent(share, 2)} {word} the budget "
+            f"of {percent(CPU_SHARE_BUDGET)}"
         )
-    else:
-        spent = host["begin_us_median"] + host["commit_us_median"]
-        word = "within" if spent <= HOST_BUDGET_US else "MISSES"
-        lines.append(
-            f"begin + commit {spent:.1f} us of host time {word} the budget of "
-            f"{HOST_BUDGET_US:.0f} us"
-        )
-    return lines
+    spent = host["begin_us_median"] + host["commit_us_median"]
+    word = "within" if spent <= HOST_BUDGET_US else "MISSES"
+    return (
+        f"begin + commit of {name}: {spent:.1f} us of host time {word} the budget of "
+        f"{HOST_BUDGET_US:.0f} us"
+    )
 
 
 def text(result: Result) -> str:
@@ -230,11 +261,10 @@ def text(result: Result) -> str:
     if result["warnings"]:
         parts.append("warnings\n" + _indented(result["warnings"]))
     parts.append("check\n" + _indented([outputs_line(result)]))
-    tables: list[Table | None] = [acceptance_table(result), speed_table(result)]
+    tables = [acceptance_table(result), speed_table(result)]
     if result["mode"] == "compare":
         tables.append(ratio_table(result))
-    tables.append(nwor_table(result))
-    parts += [table.text() for table in tables if table is not None]
+    parts += [table.text() for table in [*tables, *nwor_tables(result)]]
     verdicts = verdict_lines(result)
     if verdicts:
         parts.append("in words\n" + _indented(verdicts))

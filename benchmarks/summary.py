@@ -14,10 +14,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.ab import Kind, Pair, intervals
+from benchmarks.ab import CONTROL, Pair, intervals
 from benchmarks.intervals import Interval, percentile
 from benchmarks.runs import NworDone, Run
 
+# What a file of bench_vllm.py is made of; `upgraded` reads older ones.
+SCHEMA = 2
+# The baseline of schema 1: hooks that were on vLLM and did nothing.
+IDLE = "hooks idle"
+# The low end of a ratio's interval is at least this.
+RATIO_BUDGET = 0.995
 HOST_BUDGET_US = 40.0
 CPU_SHARE_BUDGET = 0.02
 
@@ -35,19 +41,20 @@ def sample(run: Run) -> dict[str, Any]:
     }
 
 
-def pair_samples(pairs: Sequence[Pair], kind: Kind) -> list[dict[str, Any]]:
-    """The raw numbers of all pairs of one kind, in the order they were run."""
-    return [
-        {
-            "number": pair.number,
-            "test_first": pair.test_first,
-            "ratio": pair.ratio,
-            "reference": sample(pair.reference),
-            "test": sample(pair.test),
-        }
-        for pair in pairs
-        if pair.kind is kind
-    ]
+def pair_samples(pairs: Sequence[Pair]) -> dict[str, list[dict[str, Any]]]:
+    """The raw numbers of all pairs, by their name, in the order they were run."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for pair in pairs:
+        found.setdefault(pair.name, []).append(
+            {
+                "number": pair.planned.number,
+                "test_first": pair.planned.test_first,
+                "ratio": pair.ratio,
+                "reference": sample(pair.reference),
+                "test": sample(pair.test),
+            }
+        )
+    return found
 
 
 def speed(runs: Sequence[Run]) -> dict[str, float]:
@@ -118,37 +125,81 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def comparison(pairs: Sequence[Pair], until: float | None) -> dict[str, Any]:
-    """The summary of `ab.compare`. until: what --pairs-until-ci asked for."""
-    tests = [pair.test for pair in pairs if pair.kind is Kind.NWOR]
-    references = [pair.reference for pair in pairs if pair.kind is Kind.NWOR]
+    """The summary of `ab.compare`. until: what --pairs-until-ci asked for.
+
+    ratio: of each tested arm, and of CONTROL. speed: of the baseline, outside of
+    control pairs, and of each tested arm. nwor: of each tested arm.
+    """
     found = intervals(pairs)
-    ratio, control = found[Kind.NWOR], found[Kind.CONTROL]
+    tests: dict[str, list[Run]] = {}
+    for pair in pairs:
+        tests.setdefault(pair.name, []).append(pair.test)
+    num_pairs = len(tests.pop(CONTROL))
+    references = [pair.reference for pair in pairs if pair.name != CONTROL]
+    baseline = pairs[0].planned.reference.name
+    reach = max(one.reach for one in found.values())
     return {
-        "ratio": {
-            "num_pairs": len(tests),
-            "nwor": _interval(ratio),
-            "control": _interval(control),
-            "overlap": ratio.overlaps(control),
-            "until": until,
-            "until_reached": None
-            if until is None
-            else max(ratio.reach, control.reach) <= until,
-        },
-        "off": speed(references),
-        "test": speed(tests),
-        "acceptance": acceptance(tests),
-        "nwor": nwor(tests),
+        "num_pairs": num_pairs,
+        "until": until,
+        "until_reached": None if until is None else reach <= until,
+        "ratio": {name: _interval(one) for name, one in found.items()},
+        "speed": {baseline: speed(references)}
+        | {name: speed(runs) for name, runs in tests.items()},
+        "acceptance": acceptance(next(iter(tests.values()))),
+        "nwor": {name: nwor(runs) for name, runs in tests.items()},
     }
 
 
-def single(runs: Sequence[Run]) -> dict[str, Any]:
-    """The summary of runs that are all alike."""
+def single(runs: Sequence[Run], mode: str) -> dict[str, Any]:
+    """The summary of runs that are all alike, in `mode`."""
     active = all(run.nwor is not None for run in runs)
     return {
-        "test": speed(runs),
+        "speed": {mode: speed(runs)},
         "acceptance": acceptance(runs),
-        "nwor": nwor(runs) if active else None,
+        "nwor": {mode: nwor(runs)} if active else {},
     }
+
+
+def upgraded(result: dict[str, Any]) -> dict[str, Any]:
+    """A file's content as SCHEMA has it. Schema 1 had one tested arm, which it called
+    nwor whatever its mode, and IDLE as baseline."""
+    if result["schema"] == SCHEMA:
+        return result
+    old = result["summary"]
+    compared = result["mode"] == "compare"
+    name = result["against"] if compared else result["mode"]
+    new: dict[str, Any] = {
+        "speed": {name: old["test"]},
+        "acceptance": old["acceptance"],
+        "nwor": {} if old["nwor"] is None else {name: old["nwor"]},
+    }
+    if not compared:
+        return result | {"schema": SCHEMA, "summary": new}
+    ratio, samples = old["ratio"], result["samples"]
+    new |= {key: ratio[key] for key in ("num_pairs", "until", "until_reached")}
+    new["ratio"] = {name: ratio["nwor"], CONTROL: ratio["control"]}
+    new["speed"] = {IDLE: old["off"]} | new["speed"]
+    return result | {
+        "schema": SCHEMA,
+        "baseline": IDLE,
+        "summary": new,
+        "samples": {name: samples["nwor"], CONTROL: samples["control"]},
+    }
+
+
+def tested(result: dict[str, Any]) -> list[str]:
+    """The names of what a comparison tested against its baseline."""
+    return [name for name in result["summary"]["ratio"] if name != CONTROL]
+
+
+def verdict(ratio: dict[str, float], control: dict[str, float]) -> str:
+    """Whether a ratio is within RATIO_BUDGET, which goes by the low end of its
+    interval. What noise alone may give, a median inside the control's interval, is
+    never "met": a difference was not resolved, wherever the low end is."""
+    holds = ratio["low"] >= RATIO_BUDGET
+    if control["low"] <= ratio["median"] <= control["high"]:
+        return "not resolved, low end holds" if holds else "not resolved"
+    return "met" if holds else "missed"
 
 
 def outputs(tokens: Sequence[Sequence[int]], keep: bool) -> dict[str, Any]:
@@ -161,6 +212,23 @@ def outputs(tokens: Sequence[Sequence[int]], keep: bool) -> dict[str, Any]:
     if keep:
         found["tokens"] = [list(ids) for ids in tokens]
     return found
+
+
+def own_process(result: dict[str, Any]) -> dict[str, float] | None:
+    """Tokens a second of the baseline over those of the engine that never loaded NWOR:
+    the median of all runs over the median there, over the fastest run there (low) and
+    over the slowest (high). None if no such engine ran. Not a pair's ratio: what one
+    process is faster than another for other reasons is in it."""
+    if not result.get("true_off"):
+        return None
+    speed = result["summary"]["speed"][result["baseline"]]["tokens_per_second"]
+    own = [run["num_tokens"] / run["seconds"] for run in result["true_off"]["samples"]]
+    return {
+        "median": speed / statistics.median(own),
+        "low": speed / max(own),
+        "high": speed / min(own),
+        "num_runs": len(own),
+    }
 
 
 def _interval(interval: Interval) -> dict[str, float]:

@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import models, report
+from benchmarks import models, report, summary
+from benchmarks.ab import CONTROL
 from benchmarks.tables import Table, number
 
 Result = dict[str, Any]
@@ -37,10 +38,10 @@ def words(result: Result) -> str:
 
 
 def _nwor(result: Result) -> str:
-    table = report.nwor_table(result)
-    if table is None:
+    tables = report.nwor_tables(result)
+    if not tables:
         raise BadBlock("the view nwor needs a file measured with NWOR on")
-    return table.markdown()
+    return "\n\n".join(table.markdown() for table in tables)
 
 
 def _ratio(result: Result) -> str:
@@ -53,7 +54,7 @@ def _all(result: Result) -> str:
     parts = [machine(result), report.speed_table(result).markdown()]
     if result["mode"] == "compare":
         parts.append(_ratio(result))
-    if result["summary"]["nwor"] is not None:
+    if result["summary"]["nwor"]:
         parts.append(_nwor(result))
     parts += [report.acceptance_table(result).markdown(), words(result)]
     return "\n\n".join(parts)
@@ -70,60 +71,15 @@ VIEWS: dict[str, Callable[[Result], str]] = {
 }
 
 
-# A cell's median ratio is at least this, or inside the interval of its control.
-BUDGET = 0.995
-
-
-def _verdict(ratio: dict[str, Any]) -> str:
-    """Whether a cell is within the budget; "unclear" where only a control says so whose
-    pairs were too few."""
-    median, control = ratio["nwor"]["median"], ratio["control"]
-    if median >= BUDGET:
-        return "met"
-    if not control["low"] <= median <= control["high"]:
-        return "**missed**"
-    return "met" if ratio["until_reached"] else "unclear"
-
-
 def cells(results: Sequence[Result]) -> str:
-    """A line a file: what was compared, its ratio beside the control's, whether that
-    is within the budget and the intervals as narrow as asked for, host time."""
+    """A line for each tested arm of a file: what was compared with which baseline, its
+    ratio beside the control's, whether that is within the budget and the intervals as
+    narrow as asked for, host time."""
     rows = []
     for result in results:
-        args, summary = result["arguments"], result["summary"]
         if result["mode"] != "compare":
             raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
-        ratio, host = summary["ratio"], summary["nwor"]["host"]
-        shown = [
-            f"{one['median']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
-            for one in (ratio["nwor"], ratio["control"])
-        ]
-        variables = result["environment"]["variables"]
-        runner = {"0": "V1", "1": "V2"}.get(
-            variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
-        )
-        if variables.get("VLLM_NWOR_EMIT_METRICS") == "0":
-            runner += ", no metrics"
-        drafts = summary["acceptance"]
-        rows.append(
-            (
-                f"{result['model']}, {_short_device(result['environment'])}",
-                f"{args['method']}, {args['num_speculative_tokens']}",
-                runner,
-                str(args["batch_size"]),
-                str(args["context"] or max(result["prompt_tokens"])),
-                f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
-                f"{result['engine']['log_bytes'] / 2**20:.0f} MiB",
-                *shown,
-                _verdict(ratio),
-                number(ratio["num_pairs"])
-                + ("" if ratio["until_reached"] else ", too few"),
-                "none"
-                if host is None
-                else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
-                *_measured(result),
-            )
-        )
+        rows += [_cell(result, name) for name in summary.tested(result)]
     head = (
         "model, device",
         "method, drafts",
@@ -132,8 +88,10 @@ def cells(results: Sequence[Result]) -> str:
         "prompt",
         "accepted",
         "log",
-        "nwor / off (90 %)",
-        "off / off (90 %)",
+        "mode",
+        "baseline",
+        "mode / baseline (90 %)",
+        "control (90 %)",
         "budget",
         "pairs",
         "begin + commit",
@@ -141,6 +99,41 @@ def cells(results: Sequence[Result]) -> str:
         "commit",
     )
     return Table("", head, rows).markdown()
+
+
+def _cell(result: Result, name: str) -> tuple[str, ...]:
+    """The line of the tested arm `name`."""
+    args, found = result["arguments"], result["summary"]
+    ratio, control = found["ratio"][name], found["ratio"][CONTROL]
+    host = found["nwor"][name]["host"]
+    variables = result["environment"]["variables"]
+    runner = {"0": "V1", "1": "V2"}.get(
+        variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
+    )
+    if variables.get("VLLM_NWOR_EMIT_METRICS") == "0":
+        runner += ", no metrics"
+    drafts = found["acceptance"]
+    return (
+        f"{result['model']}, {_short_device(result['environment'])}",
+        f"{args['method']}, {args['num_speculative_tokens']}",
+        runner,
+        str(args["batch_size"]),
+        str(args["context"] or max(result["prompt_tokens"])),
+        f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
+        f"{result['engine']['log_bytes'] / 2**20:.0f} MiB",
+        name,
+        result["baseline"],
+        *(
+            f"{one['median']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
+            for one in (ratio, control)
+        ),
+        summary.verdict(ratio, control).replace("missed", "**missed**"),
+        number(found["num_pairs"]) + ("" if found["until_reached"] else ", too few"),
+        "none"
+        if host is None
+        else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
+        *_measured(result),
+    )
 
 
 def host(results: Sequence[Result]) -> str:
@@ -262,30 +255,10 @@ def moved_bytes(results: Sequence[Result]) -> str:
     """
     rows = []
     for result in results:
-        name = result["model"].removeprefix(models.SHAPE)
-        if name not in models.SHAPES:
-            raise BadBlock(f"the view bytes needs a named shape, not {name}")
-        shape, done = models.SHAPES[name], result["summary"]["nwor"]
-        slot = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
-        slot *= shape["num_hidden_layers"]
-        args = result["arguments"]
-        if done is None or done["host"] is None:
+        if not result["summary"]["nwor"]:
             raise BadBlock("the view bytes needs a file measured with NWOR on")
-        steps = done["host"]["num_begins"]
-        rows.append(
-            (
-                _short_device(result["environment"]),
-                f"{args['runner']}, {args['method']}, "
-                f"k = {args['num_speculative_tokens']}",
-                str(args["batch_size"]),
-                f"{done['committed'] / max(done['staged'], 1):.2f}",
-                f"{done['staged'] / steps:.1f}",
-                f"{done['logged_bytes'] / steps / 2**20:.2f} MiB",
-                f"{done['restored_bytes'] / steps / 2**20:.2f} MiB",
-                number(done["logged_bytes"] - done["staged"] * slot),
-                number(done["restored_bytes"] - done["rejected"] * slot),
-            )
-        )
+        for done in result["summary"]["nwor"].values():
+            rows.append(_bytes(result, done))
     head = (
         "device",
         "runner, method",
@@ -300,15 +273,43 @@ def moved_bytes(results: Sequence[Result]) -> str:
     return Table("", head, rows).markdown()
 
 
+def _bytes(result: Result, done: dict[str, Any]) -> tuple[str, ...]:
+    """The line of what one arm did. Raises BadBlock."""
+    name = result["model"].removeprefix(models.SHAPE)
+    if name not in models.SHAPES:
+        raise BadBlock(f"the view bytes needs a named shape, not {name}")
+    if done["host"] is None:
+        raise BadBlock("the view bytes needs a file measured with NWOR on")
+    shape, args = models.SHAPES[name], result["arguments"]
+    slot = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    slot *= shape["num_hidden_layers"]
+    steps = done["host"]["num_begins"]
+    return (
+        _short_device(result["environment"]),
+        f"{args['runner']}, {args['method']}, k = {args['num_speculative_tokens']}",
+        str(args["batch_size"]),
+        f"{done['committed'] / max(done['staged'], 1):.2f}",
+        f"{done['staged'] / steps:.1f}",
+        f"{done['logged_bytes'] / steps / 2**20:.2f} MiB",
+        f"{done['restored_bytes'] / steps / 2**20:.2f} MiB",
+        number(done["logged_bytes"] - done["staged"] * slot),
+        number(done["restored_bytes"] - done["rejected"] * slot),
+    )
+
+
 def blocks(results: Sequence[Result]) -> str:
-    """Memory: the undo log and the KV blocks left, a line an engine.
+    """Memory, a line an engine: the undo log and the KV blocks left; and how fast it
+    was without hooks beside one that never loaded NWOR, if that ran.
 
     An engine that finds its model compiled starts in seconds, and gets more blocks.
     """
     rows: dict[tuple[object, ...], tuple[str, ...]] = {}
     for result in results:
         engine, args = result["engine"], result["arguments"]
-        true_off = result.get("true_off")
+        own = summary.own_process(result)
+        others = "not run" if own is None else "not compared"
+        if own is not None and result["true_off"]["kv_blocks"] is not None:
+            others = number(result["true_off"]["kv_blocks"])
         row = (
             _short_device(result["environment"]),
             f"{args['runner']}, k = {args['num_speculative_tokens']}",
@@ -317,9 +318,14 @@ def blocks(results: Sequence[Result]) -> str:
             f"{engine['log_bytes'] / 2**20:.0f} MiB",
             f"{engine['start_s']:.0f} s",
             number(engine["kv_blocks"]),
-            "not run" if true_off is None else number(true_off["kv_blocks"]),
         )
-        rows[(*row, engine["start_s"])] = row  # once for all batch sizes of an engine
+        # Once for all batch sizes of an engine; one of them may have more to tell.
+        engine_key = (*row, engine["start_s"])
+        if own is not None or engine_key not in rows:
+            speed = "not run"
+            if own is not None:
+                speed = f"{own['median']:.4f} ({own['low']:.4f} to {own['high']:.4f})"
+            rows[engine_key] = (*row, others, result["baseline"], speed)
     head = (
         "device",
         "runner",
@@ -329,6 +335,8 @@ def blocks(results: Sequence[Result]) -> str:
         "start-up",
         "KV blocks",
         "without NWOR",
+        "baseline",
+        "tokens/s, baseline / without NWOR (its fastest, slowest run)",
     )
     return Table("", head, list(rows.values())).markdown()
 

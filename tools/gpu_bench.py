@@ -7,7 +7,8 @@
 does what `python bench_vllm.py` does with each batch size's arguments, and writes what
 it would write, to RESULTS/bench_gpu_CELL_bN.json, without starting the engine anew for
 each: an 8B engine takes longer to start than to measure. Pairs are added until their
-intervals are narrow enough or `--seconds` are over; the file says which it was.
+intervals are narrow enough or `--seconds` are over; the file says which it was. No
+batch size has fewer than the fewest pairs that bench_vllm.py allows.
 
 Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 """
@@ -28,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_cells  # noqa: E402
-from benchmarks import ab, device, environment, prompts, report, summary  # noqa: E402
+from benchmarks import ab, device, environment, prompts, report  # noqa: E402
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
@@ -36,9 +37,6 @@ from benchmarks.process import leave  # noqa: E402
 from benchmarks.settings import prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
-
-# Runs in a pair of nwor and a pair of control.
-RUNS_PER_PAIR = 4
 
 
 def use(engine: Engine, options: Options) -> None:
@@ -48,13 +46,15 @@ def use(engine: Engine, options: Options) -> None:
 
 
 def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
-    """Pairs that fit into `seconds`, from the second of two runs; at least the fewest
-    that are allowed, at most --max-pairs."""
-    engine.run(False)
+    """Pairs of each name that fit into `seconds`, from the second of two runs; at least
+    the fewest that are allowed, at most --max-pairs."""
+    engine.run(ab.UNHOOKED)
     started = time.perf_counter()
-    engine.run(False)
-    fitting = int(seconds / (RUNS_PER_PAIR * (time.perf_counter() - started)))
-    return max(MIN_PAIRS, min(fitting, options.max_pairs))
+    engine.run(ab.UNHOOKED)
+    round_s = (time.perf_counter() - started) * ab.runs_a_round(
+        bench_vllm.arms_of(options)
+    )
+    return max(MIN_PAIRS, min(int(seconds / round_s), options.max_pairs))
 
 
 def measure(
@@ -68,30 +68,10 @@ def measure(
     """One batch size: what bench_vllm.bench returns."""
     use(engine, options)
     pairs_allowed = most_pairs(engine, options, seconds)
-    with bench_vllm.Bar("compare", 2 + RUNS_PER_PAIR * options.repeats) as bar:
-        pairs = ab.compare(
-            engine.run,
-            options.repeats,
-            options.pairs_until_ci,
-            pairs_allowed,
-            bar,
-            None if true_off is None else true_off["outputs"]["tokens"],
-        )
+    found = bench_vllm.compare(engine, options, true_off, pairs_allowed)
     result = bench_vllm.base_result(options, argv, engine, env)
     result["warnings"] = environment.warnings("cuda")
-    result["outputs"] = summary.outputs(pairs[0].reference.outputs, False)
-    result["outputs"]["num_runs"] = 2 + 2 * len(pairs)
-    result["samples"] = {
-        kind.value: summary.pair_samples(pairs, kind) for kind in ab.Kind
-    }
-    result["summary"] = summary.comparison(pairs, options.pairs_until_ci)
-    if true_off is not None:
-        result["true_off"] = {
-            "speed": true_off["summary"]["test"],
-            "kv_blocks": true_off["engine"]["kv_blocks"],
-            "samples": true_off["samples"]["runs"],
-        }
-    return result
+    return result | found
 
 
 def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
@@ -101,11 +81,11 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
     first = cell.batches[0]
     os.environ.update(cell.variables())
     on = device.resolve(options[first])
-    true_off = None
-    if cell.true_off:
-        # Whoever compiles first gets fewer KV blocks: the second time all start alike.
-        for _ in range(2):
-            true_off = bench_vllm.run_true_off(argvs[first])
+    true_off: dict[str, Any] | None = None
+    for _ in range(cell.true_off):
+        true_off = bench_vllm.run_true_off(argvs[first])
+    if true_off is not None and cell.true_off == 1:
+        true_off["engine"]["kv_blocks"] = None
     prepare_process(options[first], on)
     bench_vllm.note(f"{cell.name}: starting vLLM")
     largest = dataclasses.replace(options[first], batch_size=max(cell.batches))

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_cells  # noqa: E402
-from benchmarks import device, environment  # noqa: E402
+from benchmarks import ab, device, environment  # noqa: E402
 from benchmarks.arguments import BadArgument, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
@@ -194,14 +194,15 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
     times: dict[str, dict[str, list[float]]] = {
         kind: {"begin": [], "commit": []} for kind in launches
     }
-    engine.run(True)
+    hooked = ab.Arm("cow", hooked=True)
+    engine.run(hooked)
     num_steps = 0
     for number in range(rounds):
         order = list(launches) if number % 2 == 0 else list(reversed(launches))
         for kind in order:
             manager.launches = launches[kind]
             hooks.on = kind == "prepared"
-            run = engine.run(True)
+            run = engine.run(hooked)
             hooks.on = False
             num_steps += len(run.step_s) if kind == "prepared" else 0
             assert run.nwor is not None

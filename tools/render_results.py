@@ -40,7 +40,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import plot, views  # noqa: E402
+from benchmarks import plot, summary, views  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.views import VIEWS, BadBlock, Result  # noqa: E402
 
@@ -73,7 +73,7 @@ def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) ->
     command = result.get("command", "") if isinstance(result, dict) else ""
     if made_by not in command.split():
         raise BadBlock(f"{path.name} is not a result of {made_by}")
-    return result
+    return summary.upgraded(result) if made_by == "bench_vllm.py" else result
 
 
 class Renderer:
@@ -150,7 +150,8 @@ class Renderer:
         image = (self.results / file).with_suffix(".png")
         if not image.is_file() or plot.digest_of(image) != plot.samples_digest(result):
             self.stale_plots[image] = result
-        name = f"{result['against']} against off, each pair's ratio"
+        tested = ", ".join(summary.tested(result))
+        name = f"{tested} against {result['baseline']}, each pair's ratio"
         return f"![{name}]({self.link}/{image.name})"
 
 

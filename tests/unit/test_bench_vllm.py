@@ -7,6 +7,7 @@ engine makes such runs is for the e2e tests.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -28,6 +29,7 @@ from benchmarks import (
     plot,
     prompts,
     report,
+    summary,
 )
 from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import EngineFailed
@@ -35,10 +37,13 @@ from benchmarks.runs import Drafts, NworDone, Run
 
 import bench_vllm
 from vllm_nwor import worker_extension
+from vllm_nwor.hooks import _wrap
 from vllm_nwor.report import GroupInfo
 
 ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
+NWOR, STAGE = ab.Arm("nwor", hooked=True), ab.Arm("stage", hooked=True)
+ARMS = [ab.UNHOOKED, NWOR]
 
 
 def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
@@ -66,7 +71,7 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
 class FakeEngine:
     """Stands in for benchmarks.engine.Engine; `run_with` makes each run."""
 
-    run_with: Callable[[bool], Run] = staticmethod(make_run)
+    run_with: Callable[[bool], Run] = staticmethod(make_run)  # of whether it is hooked
 
     def __init__(self, options, on) -> None:
         self.target = models.Model("somewhere", "fake-model", False)
@@ -74,8 +79,8 @@ class FakeEngine:
         self.waves = [[[1, 2], [3, 4, 5]]]
         self.start_s = 0.1
 
-    def run(self, active: bool) -> Run:
-        return type(self).run_with(active)
+    def run(self, arm: ab.Arm) -> Run:
+        return type(self).run_with(arm.hooked)
 
     def report(self):
         return {
@@ -337,50 +342,92 @@ def test_what_others_use_of_the_processors_is_told(monkeypatch):
 
 
 def test_order_is_abba_with_controls_between():
-    actives = []
+    arms = []
 
-    def run(active: bool) -> Run:
-        actives.append(active)
-        return make_run(active)
+    def run(arm: ab.Arm) -> Run:
+        arms.append(arm)
+        return make_run(arm.hooked)
 
-    pairs = ab.compare(run, 3, None, 60, lambda what: None)
-    warm_up, counted = actives[:2], actives[2:]
-    assert warm_up == [False, True]
-    off, on = False, True
+    pairs = ab.compare(run, ARMS, 3, None, 60, lambda what: None)
+    warm_up, counted = arms[:2], arms[2:]
+    assert warm_up == ARMS
+    off, on = ARMS
     assert counted == [off, on, off, off, on, off, off, off, off, on, off, off]
-    kinds = [pair.kind for pair in pairs]
-    assert kinds == [ab.Kind.NWOR, ab.Kind.CONTROL] * 3
-    assert [pair.test_first for pair in pairs] == [off, off, on, on, off, off]
+    assert [pair.name for pair in pairs] == ["nwor", "control"] * 3
+    first = [pair.planned.test_first for pair in pairs]
+    assert first == [False, False, True, True, False, False]
+
+
+def test_each_tested_arm_has_pairs_with_the_baseline():
+    arms = []
+
+    def run(arm: ab.Arm) -> Run:
+        arms.append(arm.name)
+        return make_run(arm.hooked, {"nwor": 2.0, "stage": 4.0}.get(arm.name, 1.0))
+
+    pairs = ab.compare(run, [*ARMS, STAGE], 2, None, 60, lambda what: None)
+    assert ab.runs_a_round([*ARMS, STAGE]) == 6
+    round_ = ["unhooked", "nwor", "unhooked", "stage", "unhooked", "unhooked"]
+    turned = ["nwor", "unhooked", "stage", "unhooked", "unhooked", "unhooked"]
+    assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
+    found = summary.comparison(pairs, None)
+    assert summary.tested({"summary": found}) == ["nwor", "stage"]
+    medians = {name: one["median"] for name, one in found["ratio"].items()}
+    assert medians == {"nwor": 0.5, "stage": 0.25, "control": 1.0}
+    assert list(found["speed"]) == ["unhooked", "nwor", "stage"]
+    assert found["speed"]["unhooked"]["num_runs"] == 4
+    assert list(found["nwor"]) == ["nwor", "stage"]
+    assert found["num_pairs"] == 2
 
 
 def test_ratio_is_test_over_reference_in_either_order():
     """nwor takes 2 s and off 1 s; then in control pairs the second run takes 4 s."""
-    pairs = ab.compare(
-        lambda active: make_run(active, 2.0 if active else 1.0),
-        2,
-        None,
-        60,
-        lambda what: None,
-    )
-    assert [pair.ratio for pair in pairs] == [0.5, 1.0, 0.5, 1.0]
+
+    def ratios(run: Callable[[ab.Arm], Run]) -> list[float]:
+        pairs = ab.compare(run, ARMS, 2, None, 60, lambda what: None)
+        return [pair.ratio for pair in pairs]
+
+    found = ratios(lambda arm: make_run(arm.hooked, 2.0 if arm.hooked else 1.0))
+    assert found == [0.5, 1.0, 0.5, 1.0]
     seconds = iter([1.0] * 2 + [1.0, 1.0, 1.0, 4.0] * 2)
-    pairs = ab.compare(
-        lambda active: make_run(active, next(seconds)), 2, None, 60, lambda what: None
-    )
-    assert [pair.ratio for pair in pairs] == [1.0, 0.25, 1.0, 4.0]
+    found = ratios(lambda arm: make_run(arm.hooked, next(seconds)))
+    assert found == [1.0, 0.25, 1.0, 4.0]
 
 
 @pytest.mark.parametrize(("noise", "num_pairs"), [(0.0, 7), (0.5, 12)])
 def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
     draw = random.Random(1)
     pairs = ab.compare(
-        lambda active: make_run(active, 1 + noise * draw.random()),
+        lambda arm: make_run(arm.hooked, 1 + noise * draw.random()),
+        ARMS,
         7,
         0.005,
         12,
         lambda what: None,
     )
     assert len(pairs) == 2 * num_pairs
+    found = summary.comparison(pairs, 0.005)
+    assert found["until_reached"] is (num_pairs == 7)
+
+
+@pytest.mark.parametrize(
+    ("median", "low", "control", "verdict"),
+    [
+        (0.998, 0.9950, (0.999, 1.001), "met"),
+        (0.998, 0.9949, (0.999, 1.001), "missed"),
+        # Also a median above the budget, and one above 1: what counts is the low end.
+        (1.002, 0.9949, (0.999, 1.001), "missed"),
+        (0.998, 0.9949, (0.998, 1.001), "not resolved"),
+        (0.900, 0.8000, (0.890, 1.001), "not resolved"),
+        (0.998, 0.9950, (0.998, 1.001), "not resolved, low end holds"),
+    ],
+)
+def test_met_goes_by_the_low_end_and_never_by_the_control(
+    median, low, control, verdict
+):
+    ratio = {"median": median, "low": low, "high": 1.01}
+    noise = {"median": 1.0, "low": control[0], "high": control[1]}
+    assert summary.verdict(ratio, noise) == verdict
 
 
 def test_first_difference_is_named():
@@ -408,17 +455,19 @@ def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
     fake_engine.run_with = staticmethod(lambda a: make_run(a, next(seconds)))
     assert bench_vllm.main(compare_arguments()) == 0
     printed = capsys.readouterr().out
-    heads = ["environment", "warnings", "check", "acceptance", "speed", "what NWOR"]
+    heads = ["environment", "warnings", "check", "acceptance", "speed", "what nwor"]
     places = [printed.index(head) for head in heads]
     assert places == sorted(places)
     result = json.loads((tmp_path / "results/a.json").read_text())
     assert len(result["samples"]["nwor"]) == len(result["samples"]["control"]) == 7
-    summary = result["summary"]
-    assert summary["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
-    assert summary["nwor"]["staged"] == 7 * 20
-    assert summary["nwor"]["logged_bytes"] == 7 * 2000
+    assert (result["schema"], result["baseline"]) == (2, "unhooked")
+    found = result["summary"]
+    assert found["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
+    assert list(found["speed"]) == ["unhooked", "nwor"]
+    assert found["nwor"]["nwor"]["staged"] == 7 * 20
+    assert found["nwor"]["nwor"]["logged_bytes"] == 7 * 2000
     # Medians of (10, 30) and (5, 15) us are 20 and 10; half-second and second steps.
-    host = summary["nwor"]["host"]
+    host = found["nwor"]["nwor"]["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
     image = tmp_path / "results/a.png"
     assert plot.digest_of(image) == plot.samples_digest(result)
@@ -440,7 +489,8 @@ def test_differing_outputs_print_no_speed(fake_engine, capsys, tmp_path):
     assert printed.out == ""
     assert printed.err.splitlines()[-1] == (
         "bench_vllm.py: no speed is printed, outputs differ: request 1 differs at "
-        "output token 2: off gave token 23, run 1 (nwor) of nwor pair 2 gave token 99"
+        "output token 2: unhooked gave token 23, run 1 (nwor) of nwor pair 2 gave "
+        "token 99"
     )
     assert num_runs == 7
     assert list(tmp_path.iterdir()) == []
@@ -450,13 +500,13 @@ def test_difference_from_a_true_off_engine_is_refused(fake_engine, capsys, monke
     other = {"outputs": {"tokens": [[11, 12, 13], [21, 22, 23, 7]]}}
     monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: other)
     assert bench_vllm.main([]) == 1
-    assert "an engine without NWOR gave token 7, off gave token 24" in (
+    assert "an engine without NWOR gave token 7, unhooked gave token 24" in (
         capsys.readouterr().err
     )
 
 
 def test_engine_that_does_not_start_is_status_1(fake_engine, capsys, tmp_path):
-    def run(active: bool) -> Run:
+    def run(hooked: bool) -> Run:
         raise EngineFailed("NWOR is not active in this engine: because")
 
     fake_engine.run_with = staticmethod(run)
@@ -504,8 +554,8 @@ def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
     assert render.main(arguments) == 0
     assert render.main([*arguments, "--check"]) == 0
     rendered = readme.read_text()
-    assert "| nwor / off | 1.0000 |" in rendered
-    assert "![nwor against off, each pair's ratio](results/a.png)" in rendered
+    assert "| nwor / unhooked | 1.0000 |" in rendered
+    assert "![nwor against unhooked, each pair's ratio](results/a.png)" in rendered
 
     readme.write_text(rendered.replace("| windows | 35 |", "| windows | 36 |"))
     capsys.readouterr()
@@ -525,6 +575,86 @@ def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
     assert render.main([*arguments, "--check"]) == 1
     assert render.main(arguments) == 0
     assert plot.digest_of(results / "a.png") == plot.samples_digest(result)
+
+
+def test_a_file_of_the_first_schema_keeps_its_numbers_and_its_baseline(
+    fake_engine, tmp_path
+):
+    seconds = iter([1.0, 2.0, 2.0, 1.0] * 8)
+    fake_engine.run_with = staticmethod(lambda a: make_run(a, next(seconds)))
+    assert bench_vllm.main(compare_arguments("--against", "cow")) == 0
+    new = json.loads((tmp_path / "results/a.json").read_text())
+    found = new["summary"]
+    old = new | {
+        "schema": 1,
+        "against": "cow",
+        "samples": {
+            "nwor": new["samples"]["cow"],
+            "control": new["samples"]["control"],
+        },
+        "summary": {
+            "ratio": {
+                "nwor": found["ratio"]["cow"],
+                "control": found["ratio"]["control"],
+                "overlap": True,
+                **{name: found[name] for name in ("num_pairs", "until")},
+                "until_reached": None,
+            },
+            "off": found["speed"]["unhooked"],
+            "test": found["speed"]["cow"],
+            "acceptance": found["acceptance"],
+            "nwor": found["nwor"]["cow"],
+        },
+    }
+    del old["baseline"]
+
+    read = summary.upgraded(old)
+
+    assert read["baseline"] == "hooks idle"
+    assert read["samples"] == new["samples"]
+    for name in ("ratio", "acceptance", "nwor", "num_pairs", "until", "until_reached"):
+        assert read["summary"][name] == found[name]
+    assert list(read["summary"]["speed"]) == ["hooks idle", "cow"]
+    assert read["summary"]["speed"]["cow"] == found["speed"]["cow"]
+    assert "cow / hooks idle" in report.text(read)
+    assert summary.upgraded(new) is new
+
+
+def test_every_committed_file_of_the_bench_can_be_read():
+    for path in sorted((ROOT / "results").glob("bench_[cg]*.json")):
+        result = summary.upgraded(json.loads(path.read_text()))
+        assert set(result["summary"]["nwor"]) == set(summary.tested(result)), path
+        assert report.text(result)
+
+
+def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
+    fake_engine, monkeypatch, capsys, tmp_path
+):
+    """7 tokens a second unhooked; 10, 5 and 7 in the other process."""
+    off = {
+        "outputs": {"tokens": TOKENS},
+        "engine": {"kv_blocks": 70},
+        "samples": {"runs": [{"num_tokens": n, "seconds": 1.0} for n in (10, 5, 7)]},
+        "summary": {"speed": {"off": summary.speed([make_run(False)])}},
+    }
+    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: off)
+    assert bench_vllm.main(["--json", "a.json"]) == 0
+    result = json.loads((tmp_path / "a.json").read_text())
+
+    assert summary.own_process(result) == {
+        "median": 1.0,
+        "low": 0.7,
+        "high": 1.4,
+        "num_runs": 3,
+    }
+    line = "| unhooked / off (own process) | 1.0000 | 0.7000 to 1.4000 (its fastest, "
+    assert line in report.ratio_table(result).markdown()
+    assert "KV blocks that NWOR costs: 6" in capsys.readouterr().out
+    result["true_off"]["kv_blocks"] = None
+    assert "KV blocks that NWOR costs" not in report.text(result)
+    assert "not compared" in report.text(result)
+    del result["true_off"]
+    assert summary.own_process(result) is None
 
 
 def test_kernel_results_are_rendered(render, capsys, tmp_path):
@@ -617,7 +747,7 @@ class Worker(worker_extension.NworWorkerExtension):
 
 def test_extension_without_a_manager():
     worker = Worker(None)
-    assert worker.nwor_set_active(True) is False
+    assert worker.nwor_set_hooked(True) is False
     report_ = worker.nwor_report()
     assert (report_["kv_blocks"], report_["kv_block_tokens"]) == (64, [16])
     assert report_["present"] is False
@@ -627,19 +757,48 @@ def test_extension_without_a_manager():
     assert worker.nwor_report()["groups"][0]["reason"] == "unknown layout"
 
 
-def test_extension_switches_reports_and_forgets_host_times():
+@pytest.fixture
+def worker() -> Worker:
+    """A worker with a manager of plain numbers."""
     manager = types.SimpleNamespace(
-        active=True,
         host_times=None,
         counters=torch.tensor([[2, 6, 4, 2, 100, 0], [2, 6, 4, 2, 50, 0]]),
         log_bytes_per_draft=75,
         log_bytes=750,
         fallbacks={"stale_log": 1},
     )
-    worker = Worker(types.SimpleNamespace(manager=manager, infos=[]))
-    assert worker.nwor_set_active(False) is False
-    assert manager.host_times is None
-    assert worker.nwor_set_active(True) is True
+    return Worker(types.SimpleNamespace(manager=manager, infos=[]))
+
+
+@pytest.fixture
+def hooks(monkeypatch) -> list[str]:
+    """What of hooks._wrap was called; nothing is hooked."""
+    called: list[str] = []
+    for name in ("unhook", "rehook"):
+        monkeypatch.setattr(_wrap, name, functools.partial(called.append, name))
+    return called
+
+
+def test_extension_switches_hooks_and_keeps_host_times(worker, hooks):
+    manager = worker.model_runner.nwor_state.manager
+    assert worker.nwor_set_hooked(False) is False
+    assert (hooks, manager.host_times) == (["unhook"], None)
+    assert worker.nwor_set_hooked(True) is True
+    assert hooks == ["unhook", "rehook"]
+    assert manager.host_times is not None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_extension_switches_nothing_in_the_middle_of_a_step(worker, hooks, hooked):
+    worker.model_runner.execute_model_state = object()
+    with pytest.raises(RuntimeError, match=r"in the middle of a step; .* in flight"):
+        worker.nwor_set_hooked(hooked)
+    assert hooks == []
+
+
+def test_extension_reports_and_forgets_host_times(worker, hooks):
+    manager = worker.model_runner.nwor_state.manager
+    worker.nwor_set_hooked(True)
     manager.host_times.begin_ns.append(1500)
     found = worker.nwor_report()
     assert found["counters"] == {

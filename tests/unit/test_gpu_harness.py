@@ -119,9 +119,9 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
             names = ("kv_blocks", "kv_block_tokens", "groups", "log_bytes_per_draft")
             return dict.fromkeys((*names, "log_bytes", "fallbacks"), 1)
 
-        def run(self, active: bool) -> Run:
+        def run(self, arm: Any) -> Run:
             nothing = Drafts(1, 4, 2, [1, 1, 0, 0])
-            done = NworDone(1, 4, 2, 2, 0, 8, 16, [5.0], [4.0]) if active else None
+            done = NworDone(1, 4, 2, 2, 0, 8, 16, [5.0], [4.0]) if arm.hooked else None
             outputs = [[1, 2]] * self.options.batch_size
             times = [0.01] * self.options.batch_size
             return Run(outputs, 0.01, times, [0.01], nothing, done)
@@ -144,7 +144,9 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
         assert found["cell"] == "v2-k4-a30"
         assert found["environment"]["commit"] == "abc"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
-        assert len(found["samples"]["nwor"]) == len(found["samples"]["control"]) == 11
+        assert found["baseline"] == "unhooked"
+        assert [len(pairs) for pairs in found["samples"].values()] == [7, 7]
+        assert list(found["samples"]) == ["cow", "control"]
         assert "true_off" not in found
         assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "1"
 
@@ -160,8 +162,8 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
     def run_true_off(argv: Any) -> dict[str, Any]:
         off.append(
             {
-                "outputs": {"tokens": [[1, 2]] * 16},
-                "summary": {"test": "speed"},
+                "outputs": {"tokens": [[1, 2]] * parse(argv).batch_size},
+                "summary": {"speed": {"off": "speed"}},
                 "engine": {"kv_blocks": 100 + len(off)},
                 "samples": {"runs": []},
             }
@@ -175,6 +177,12 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
 
     path = tmp_path / "bench_gpu_v2-default-seqs_b16.json"
     assert json.loads(path.read_text())["true_off"]["kv_blocks"] == 101
+    # One that had to compile has fewer blocks for that reason.
+    assert bench.main(["v2-k4-a70", *cell[1:]]) == 0
+    found = json.loads((tmp_path / "bench_gpu_v2-k4-a70_b1.json").read_text())
+    assert (len(off), found["true_off"]["kv_blocks"]) == (3, None)
+    found = json.loads((tmp_path / "bench_gpu_v2-k4-a70_b16.json").read_text())
+    assert "true_off" not in found
 
 
 # -- the byte oracle -------------------------------------------------------------------

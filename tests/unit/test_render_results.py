@@ -21,12 +21,14 @@ def moved(logged, restored):
         "environment": {"gpu": "NVIDIA GeForce RTX 4090"},
         "summary": {
             "nwor": {
-                "staged": 8,
-                "committed": 6,
-                "rejected": 2,
-                "logged_bytes": logged,
-                "restored_bytes": restored,
-                "host": {"num_begins": 2},
+                "cow": {
+                    "staged": 8,
+                    "committed": 6,
+                    "rejected": 2,
+                    "logged_bytes": logged,
+                    "restored_bytes": restored,
+                    "host": {"num_begins": 2},
+                }
             }
         },
     }
@@ -77,25 +79,12 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     ]
 
 
-@pytest.mark.parametrize(
-    ("median", "control", "verdict"),
-    [
-        (0.9951, (0.999, 1.001), "met"),
-        (0.9949, (0.999, 1.001), "**missed**"),
-        (0.9949, (0.994, 1.001), "unclear"),
-        (0.9949, (0.990, 0.9948), "**missed**"),
-    ],
-)
-def test_a_cell_says_whether_it_is_within_the_budget(median, control, verdict):
-    low, high = control
-    ratio = {
-        "nwor": {"median": median, "low": 0.98, "high": 1.02},
-        "control": {"median": 1.0, "low": low, "high": high},
-        "num_pairs": 9,
-        "until_reached": False,
-    }
+def test_a_cell_has_a_line_for_each_tested_arm_with_its_baseline_and_verdict():
+    control = {"median": 1.0, "low": 0.999, "high": 1.001}
+    host = {"begin_us_median": 12.0, "commit_us_median": 11.0}
     result = {
         "mode": "compare",
+        "baseline": "unhooked",
         "model": "shape:llama-8b",
         "arguments": {
             "method": "eagle",
@@ -111,35 +100,41 @@ def test_a_cell_says_whether_it_is_within_the_budget(median, control, verdict):
             "variables": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
         },
         "summary": {
-            "ratio": ratio,
+            "ratio": {
+                "cow": {"median": 0.998, "low": 0.995, "high": 1.02},
+                "stage": {"median": 0.998, "low": 0.98, "high": 1.02},
+                "control": control,
+            },
+            "num_pairs": 9,
+            "until_reached": False,
             "acceptance": {"accepted": 7, "drafted": 10},
-            "nwor": {"host": {"begin_us_median": 12.0, "commit_us_median": 11.0}},
+            "nwor": {"cow": {"host": host}, "stage": {"host": None}},
         },
     }
 
-    row = last_row(views.cells([result]))
+    text = views.cells([result])
 
-    assert row[:7] == [
-        "shape:llama-8b, H100",
-        "eagle, 4",
-        "V2",
-        "16",
-        "256",
-        "0.70",
-        "32 MiB",
+    assert len(text.splitlines()) == 2 + 2
+    row = last_row(text.rsplit("\n", 1)[0])
+    assert row == [
+        *("shape:llama-8b, H100", "eagle, 4", "V2", "16", "256", "0.70", "32 MiB"),
+        *("cow", "unhooked", "0.9980 (0.9950 to 1.0200)"),
+        *("1.0000 (0.9990 to 1.0010)", "met", "9, too few", "23.0 us"),
+        *("2026-01-02 03:04", "abcdef01"),
     ]
-    assert row[9:12] == [verdict, "9, too few", "23.0 us"]
-    assert row[12:] == ["2026-01-02 03:04", "abcdef01"]
-    ratio["until_reached"] = True
+    row = last_row(text)
+    assert (row[7], row[11], row[13]) == ("stage", "**missed**", "none")
+    result["summary"]["until_reached"] = True
     result["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] = "0"
+    control["low"] = 0.99
     row = last_row(views.cells([result]))
-    assert (row[2], row[10]) == ("V2, no metrics", "9")
-    assert row[9] == verdict.replace("unclear", "met")
+    assert (row[2], row[11], row[12]) == ("V2, no metrics", "not resolved", "9")
 
 
 def test_memory_has_a_line_for_each_engine_not_for_each_batch_size():
     def result(start, **more):
         return {
+            "baseline": "unhooked",
             "arguments": {
                 "runner": "v2",
                 "num_speculative_tokens": 4,
@@ -148,15 +143,42 @@ def test_memory_has_a_line_for_each_engine_not_for_each_batch_size():
             },
             "engine": {"log_bytes": 2**28, "start_s": start, "kv_blocks": 1234},
             "environment": {"gpu": "NVIDIA H200"},
+            "summary": {"speed": {"unhooked": {"tokens_per_second": 100.0}}},
             **more,
         }
 
-    off = {"true_off": {"kv_blocks": 1250}}
-    text = views.blocks([result(70.2), result(70.2), result(14.1, **off)])
+    def off(kv_blocks):
+        samples = [{"num_tokens": 100, "seconds": s} for s in (1.0, 1.25, 0.8)]
+        return {"true_off": {"kv_blocks": kv_blocks, "samples": samples}}
 
-    assert len(text.splitlines()) == 2 + 2
-    assert last_row(text) == [
-        *("H200", "v2, k = 4", "1 024", "256", "256 MiB", "14 s", "1 234", "1 250"),
+    text = views.blocks(
+        [
+            *(result(70.2, **off(None)), result(70.2)),
+            *(result(14.1), result(14.1, **off(1250))),
+            result(15.0),
+        ]
+    )
+
+    assert len(text.splitlines()) == 2 + 3
+    lines = text.splitlines()
+    engine = ("H200", "v2, k = 4", "1 024", "256", "256 MiB")
+    own = "1.0000 (0.8000 to 1.2500)"
+    assert last_row(lines[2]) == [
+        *engine,
+        "70 s",
+        "1 234",
+        "not compared",
+        "unhooked",
+        own,
+    ]
+    assert last_row(lines[3]) == [*engine, "14 s", "1 234", "1 250", "unhooked", own]
+    assert last_row(lines[4]) == [
+        *engine,
+        "15 s",
+        "1 234",
+        "not run",
+        "unhooked",
+        "not run",
     ]
 
 

@@ -1,11 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installing wrappers: checked before the first one goes in, idempotent, reversible."""
 
+from inspect import getattr_static
 from types import ModuleType
 
 import pytest
 
-from vllm_nwor.hooks._wrap import HookTarget, HostMismatch, argument, install_all
+from vllm_nwor.hooks import _wrap
+from vllm_nwor.hooks._wrap import (
+    HookTarget,
+    HostMismatch,
+    argument,
+    install_all,
+    rehook,
+    unhook,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_hooked(monkeypatch):
+    monkeypatch.setattr(_wrap, "_hooks", [])
 
 
 def host() -> ModuleType:
@@ -91,3 +105,71 @@ def test_argument_is_found_by_position_or_by_name():
     assert argument(row, "flag", (1, True), {}) is True
     assert argument(row, "flag", (1,), {"flag": False}) is False
     assert argument(row, "flag", (1,), {}) is None
+
+
+def test_unhooked_all_is_as_it_was_before_and_rehooked_as_after():
+    module = host()
+
+    class Sub(module.Runner):
+        """Has `step` from its base."""
+
+        @staticmethod
+        def finish(tokens):
+            return ("static", tokens)
+
+    module.Sub = Sub
+    places = [(module.Runner, "step"), (Sub, "step"), (Sub, "finish")]
+    dicts = {owner: dict(vars(owner)) for owner in (module.Runner, Sub)}
+    before = [getattr_static(owner, name) for owner, name in places]
+    wrappers = {
+        target(): doubling,
+        target("Sub.step"): doubling,
+        target("Sub.finish", ("tokens",)): doubling,
+    }
+    install_all(module, wrappers)
+    hooked = [getattr_static(owner, name) for owner, name in places]
+    assert not any(a is b for a, b in zip(before, hooked, strict=True))
+
+    for _ in range(2):
+        unhook()
+        unhook()
+
+        found = [getattr_static(owner, name) for owner, name in places]
+        assert all(a is b for a, b in zip(found, before, strict=True))
+        assert {owner: dict(vars(owner)) for owner in dicts} == dicts
+        assert Sub().step(1) == ("step", 1, False)
+
+        rehook()
+        rehook()
+
+        found = [getattr_static(owner, name) for owner, name in places]
+        assert all(a is b for a, b in zip(found, hooked, strict=True))
+        assert Sub.finish(1) == ("wrapped", ("static", 1))
+
+
+def test_installing_again_puts_on_what_was_taken_off():
+    module = host()
+    install_all(module, {target(): doubling})
+    once = vars(module.Runner)["step"]
+    unhook()
+
+    install_all(module, {target(): doubling})
+
+    assert vars(module.Runner)["step"] is once
+
+
+@pytest.mark.parametrize("switch", [unhook, rehook])
+def test_what_somebody_put_over_a_hook_stays_and_so_do_all_hooks(switch, monkeypatch):
+    module = host()
+    finish = target("Runner.finish")
+    install_all(module, {target(): doubling, finish: doubling})
+    if switch is rehook:
+        unhook()
+    before = vars(module.Runner)["step"]
+    monkeypatch.setattr(module.Runner, "finish", len)
+
+    with pytest.raises(HostMismatch, match=r"^host\.Runner\.finish is <built-in .*len"):
+        switch()
+
+    assert vars(module.Runner)["step"] is before
+    assert vars(module.Runner)["finish"] is len

@@ -22,19 +22,40 @@ class NworWorkerExtension:
 
     model_runner: Any
 
-    def nwor_set_active(self, active: bool) -> bool:
-        """Makes the hooks of this worker work (True) or idle (False); returns which of
-        both they do now: False whenever nothing is protected here. The first call with
-        True also begins to keep host times."""
+    def nwor_set_hooked(self, hooked: bool) -> bool:
+        """Puts NWOR's hooks on vLLM again (True), or takes them all off (False), so
+        that vLLM runs nothing but its own code. Returns whether NWOR protects anything
+        here now. The first call with True also begins to keep host times.
+
+        That goes for the process this runs in. Scheduler and front end are in the
+        worker's process with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker. With
+        several workers, call `hooks._wrap.unhook` and `rehook` in the process of
+        scheduler and front end as well. An engine core in a process of its own cannot
+        be reached.
+
+        Raises:
+            RuntimeError: this worker is between execute_model and sample_tokens.
+            HostMismatch: something that is not NWOR's lies over one of its hooks.
+        """
         manager = _manager(self.model_runner)
         if manager is None:
             return False
-        if active and manager.host_times is None:
+        if getattr(self.model_runner, "execute_model_state", None) is not None:
+            raise RuntimeError(
+                f"nwor_set_hooked({hooked}) in the middle of a step; expected between "
+                "steps, with none in flight"
+            )
+        from .hooks import _wrap
+
+        if hooked:
+            _wrap.rehook()
+        else:
+            _wrap.unhook()
+        if hooked and manager.host_times is None:
             from .draft_manager import HostTimes
 
             manager.host_times = HostTimes()
-        manager.active = active
-        return active
+        return hooked
 
     def nwor_reseed(self, seed: int) -> None:
         """Seeds every generator that a step may draw from: Python's, numpy's, and
@@ -55,7 +76,7 @@ class NworWorkerExtension:
         Returns:
             kv_blocks: blocks of the KV cache, in every mode.
             kv_block_tokens: slots a block, of each KV-cache group.
-            present, active: whether there is a manager, and whether it works.
+            present: whether there is a manager.
             groups: group, requested, resolved, reason of each KV-cache group.
             counters: by name, since start-up; tokens as the first launch of a commit
                 counted them, bytes and invalid slots summed over all launches.
@@ -72,7 +93,6 @@ class NworWorkerExtension:
                 group.kv_cache_spec.block_size for group in config.kv_cache_groups
             ],
             "present": manager is not None,
-            "active": manager is not None and manager.active,
             "groups": _groups(runner),
             "counters": {},
             "log_bytes_per_draft": 0,

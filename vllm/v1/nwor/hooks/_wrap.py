@@ -5,6 +5,9 @@ A hook file lists what it wraps as `HookTarget` rows (its LEDGER) and calls
 `install_all`. Before the first wrapper goes in, every target's signature is compared
 with what the wrappers rely on, so a vLLM that has moved on is refused by name instead
 of being half patched. vLLM's own function stays reachable as `__wrapped__`.
+
+What was installed in this process is kept, so that `unhook` can take all of it off a
+live engine and `rehook` put it on again: benches compare with vLLM's own code that way.
 """
 
 from __future__ import annotations
@@ -69,8 +72,47 @@ def check(target: HookTarget, module: ModuleType) -> None:
         )
 
 
+_INHERITED = object()
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """A wrapper in its place. owner: the class or module whose attribute `name` it is.
+    original: what the owner itself had there, _INHERITED if only a base had it."""
+
+    target: HookTarget
+    owner: Any
+    name: str
+    original: Any
+    wrapper: Any
+
+    def is_on(self) -> bool:
+        """Raises HostMismatch if something that is not ours is in the place."""
+        found = vars(self.owner).get(self.name, _INHERITED)
+        if found is not self.wrapper and found is not self.original:
+            raise HostMismatch(
+                f"{self.target.name} is {found!r}, which somebody put over NWOR's hook "
+                "or in its place; it must go first"
+            )
+        return found is self.wrapper
+
+    def put_on(self) -> None:
+        setattr(self.owner, self.name, self.wrapper)
+
+    def take_off(self) -> None:
+        if self.original is _INHERITED:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+
+
+# Everything that install_all has put into this process.
+_hooks: list[_Hook] = []
+
+
 def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> None:
-    """Wraps each target found in `module`; a second call changes nothing.
+    """Wraps each target found in `module`; a second call changes nothing, or puts on
+    again what `unhook` took off.
 
     Raises:
         HostMismatch: before anything was wrapped.
@@ -80,9 +122,39 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
     for target, wrapper in wrappers.items():
         owner_name, _, name = target.qualname.rpartition(".")
         owner = getattr(module, owner_name) if owner_name else module
-        current = inspect.getattr_static(owner, name)
-        if getattr(current, "_self_nwor_target", None) == target.name:
-            continue
-        wrapped: Any = wrapt.FunctionWrapper(current, wrapper)
-        wrapped._self_nwor_target = target.name
-        setattr(owner, name, wrapped)
+        known = [hook for hook in _hooks if hook.owner is owner and hook.name == name]
+        if not known:
+            current = inspect.getattr_static(owner, name)
+            original = vars(owner).get(name, _INHERITED)
+            wrapped = wrapt.FunctionWrapper(current, wrapper)
+            hook = _Hook(target, owner, name, original, wrapped)
+            _hooks.append(hook)
+            hook.put_on()
+        elif not known[0].is_on():
+            known[0].put_on()
+
+
+def unhook() -> None:
+    """Takes all wrappers off: until `rehook`, vLLM's classes in this process have the
+    very attributes that they had before. A second call changes nothing.
+
+    Only between steps: what the first hook of a step leaves waits for its last one.
+    What hooks left on instances (`nwor_state` of a runner, `nwor_stats` of a scheduler)
+    stays; nothing of vLLM's reads it. Not undone, because no step passes it: memory
+    that was reserved, counters that were created, and what finds modules on import.
+
+    Raises:
+        HostMismatch: something else lies over a wrapper; nothing was taken off.
+    """
+    for hook in [hook for hook in _hooks if hook.is_on()]:
+        hook.take_off()
+
+
+def rehook() -> None:
+    """Undoes `unhook`, under its conditions. A second call changes nothing.
+
+    Raises:
+        HostMismatch: something else took a wrapper's place; nothing was put on.
+    """
+    for hook in [hook for hook in _hooks if not hook.is_on()]:
+        hook.put_on()
