@@ -6,6 +6,7 @@ so one file serves every Python 3: the wheel is tagged py3-none-<platform>. CMak
 it (tools/native.py), CUDA included when nvcc is found or NWOR_CUDA=ON.
 """
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,15 +17,19 @@ from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+PACKAGE = "vllm_nwor"
+BUILD_BASE = "build/setuptools"
 sys.path.insert(0, str(ROOT / "tools"))
 import native  # noqa: E402
 
 
 class CleanBuild(build):
-    """Starts from an empty staging directory: no deleted module gets into a wheel."""
+    """Starts from an empty staging directory: no deleted module gets into a wheel. A
+    directory that the user chose (--build-lib, --build-base) is left as it is."""
 
     def run(self) -> None:
-        shutil.rmtree(self.build_lib, ignore_errors=True)
+        if (ROOT / BUILD_BASE).resolve() in Path(self.build_lib).resolve().parents:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 
 
@@ -40,18 +45,31 @@ class CMakeBuildExt(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """Any Python 3 of this platform."""
+    """Any Python 3, on any Linux whose glibc has the symbols that the library needs:
+    manylinux_2_X, where 2.X is the newest version among them.
+
+    The tag also promises that torch is all that is missing there; tests/unit/
+    test_packaging.py has auditwheel check both.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
+        platform: str = super().get_tag()[2]
+        library = Path(self.bdist_dir) / PACKAGE / native.LIBRARY
+        if library.is_file():  # an editable wheel has none
+            # "GLIBC_2.17" and the like stand in the library for what it links to.
+            needed = re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes())
+            if needed:
+                tag = f"manylinux_2_{max(map(int, needed))}_"
+                platform = re.sub("^linux_", tag, platform)
+        return ("py3", "none", platform)
 
 
 setup(
-    ext_modules=[Extension("vllm_nwor._nwor_C", sources=[])],
+    ext_modules=[Extension(f"{PACKAGE}._nwor_C", sources=[])],
     cmdclass={
         "build": CleanBuild,
         "build_ext": CMakeBuildExt,
         "bdist_wheel": PlatformWheel,
     },
-    options={"build": {"build_base": "build/setuptools"}},
+    options={"build": {"build_base": BUILD_BASE}},
 )

@@ -91,7 +91,7 @@ step_build() {
     if [ -z "$site" ]; then
         "${pip[@]}" --force-reinstall "$what" || return
     else
-        # pip --target would replace the folder vllm/ as a whole: stage, then merge.
+        # Staged, so that a build that fails leaves what is there.
         staging=$WORK/staging
         rm -rf "$staging"
         if ! "${pip[@]}" --target "$staging" "$what"; then
@@ -100,6 +100,7 @@ step_build() {
             rm -rf "$staging"
             by_hand "$staging" || return
         fi
+        rm -rf "$site"/vllm_nwor "$site"/vllm_nwor-*.dist-info
         cp -a "$staging/." "$site/" || return
     fi
     "$PYTHON" - <<'PYTHON'
@@ -125,7 +126,9 @@ from pathlib import Path
 
 with zipfile.ZipFile(sys.argv[1]) as wheel:
     theirs = {n: wheel.read(n) for n in wheel.namelist() if n.endswith(".py")}
-ours = {str(p): p.read_bytes() for p in Path("vllm").rglob("*.py")}
+folder = Path("vllm/v1/nwor")
+files = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.py")}
+ours = {f"vllm_nwor/{name}": content for name, content in files.items()}
 different = sorted(n for n in theirs | ours if theirs.get(n) != ours.get(n))
 if different:
     sys.exit(f"{sys.argv[1]} is not of this checkout (make wheel): {different}")
@@ -134,11 +137,11 @@ PYTHON
 
 by_hand() { # what pip would install, for a setuptools that is too old for it
     local info=$1/vllm_nwor-0.dist-info
-    mkdir -p "$1/vllm/v1" "$info" || return
+    mkdir -p "$info" || return
     "$PYTHON" tools/native.py --output-dir "$WORK/native" || return
-    cp -a vllm/v1/nwor "$1/vllm/v1/" && rm -rf "$1"/vllm/v1/nwor/_nwor_C.so || return
+    cp -a vllm/v1/nwor "$1/vllm_nwor" && rm -f "$1"/vllm_nwor/_nwor_C.so || return
     find "$1" -name __pycache__ -prune -exec rm -rf {} +
-    cp "$WORK/native/_nwor_C.so" "$1/vllm/v1/nwor/" || return
+    cp "$WORK/native/_nwor_C.so" "$1/vllm_nwor/" || return
     printf 'Metadata-Version: 2.1\nName: vllm-nwor\nVersion: 0\n' >"$info/METADATA"
     printf '[vllm.general_plugins]\nnwor = vllm_nwor.plugin:register\n' \
         >"$info/entry_points.txt"

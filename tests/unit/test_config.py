@@ -12,6 +12,10 @@ def test_an_empty_environment_means_off_with_metrics():
     assert config == NworConfig(Mode.OFF, True, Strict.NEVER, False, None)
 
 
+def test_an_empty_mode_means_off():
+    assert NworConfig.from_env({"VLLM_NWOR_MODE": ""}).mode is Mode.OFF
+
+
 def test_every_variable_is_read():
     config = NworConfig.from_env(
         {
@@ -40,7 +44,7 @@ def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
     ("name", "value", "allowed"),
     [
         ("VLLM_NWOR_MODE", "on", "off, stage, cow"),
-        ("VLLM_NWOR_MODE", "", "off, stage, cow"),
+        ("VLLM_NWOR_MODE", " ", "off, stage, cow"),
         ("VLLM_NWOR_MODE", "COW", "off, stage, cow"),
         ("VLLM_NWOR_EMIT_METRICS", "yes", "0, 1"),
         ("VLLM_NWOR_STRICT", "", "0, 1, always"),

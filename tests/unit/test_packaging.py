@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution adds `vllm/v1/nwor` to an installed vLLM and touches nothing else.
+"""The distribution: what it holds, and that vLLM stays as it was beside it.
 
-Installs the wheel beside a copy of vLLM's Python files in a throw-away environment. It
-does not start vLLM there; the checkout's own environment stands for that.
+The wheel is installed into throw-away environments: beside a copy of vLLM's Python
+files, and beside a small package that is installed as vLLM is, as a wheel or editable.
+vLLM is not started there; the checkout's own environment stands for that.
 """
 
 from __future__ import annotations
@@ -11,26 +12,31 @@ import csv
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import wrapt
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
 ENTRY_POINT = "vllm_nwor.plugin:register"
 SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".sh"}
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
-def run(*command: str | Path, **env: str) -> str:
-    """Runs a command in the repository root; its output, or a failed test."""
+def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
+    """Runs a command; its output, or a failed test."""
     result = subprocess.run(
         [str(part) for part in command],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -49,80 +55,340 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check")
+def build(project: Path, out: Path, what: str) -> Path:
+    """What pip and build would get of a project: its sdist, wheel or editable."""
+    code = f"from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
+    out.mkdir(parents=True, exist_ok=True)
+    run(sys.executable, "-c", code, cwd=project, NWOR_CUDA="OFF")
+    (path,) = out.iterdir()
+    return path
+
+
+def built_wheel(project: Path, out: Path) -> Path:
     options = ("--no-deps", "--no-build-isolation", "-w", out)
-    run(*pip, *options, ROOT, NWOR_CUDA="OFF")
+    run(*PIP, "wheel", *options, project, NWOR_CUDA="OFF")
     (path,) = out.glob("*.whl")
     return path
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("sdist"), "sdist")
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist's files, in a folder that tests may build in."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (project,) = folder.iterdir()
+    return project
+
+
+# --- what is built ---
+
+
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     expected = {
-        str(path.relative_to(ROOT))
+        f"vllm_nwor/{path.relative_to(PACKAGE)}"
         for path in PACKAGE.rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
     }
-    expected.add("vllm/v1/nwor/_nwor_C.so")
+    expected.add("vllm_nwor/_nwor_C.so")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if ".dist-info/" not in name} == expected
-    assert wheel.name.startswith("vllm_nwor-")
-    assert "-py3-none-linux_" in wheel.name
 
 
-def test_wheel_needs_neither_vllm_nor_torch(wheel: Path) -> None:
+def test_sdist_builds_the_same_wheel(
+    wheel: Path, unpacked: Path, tmp_path: Path
+) -> None:
+    again = zipfile.ZipFile(built_wheel(unpacked, tmp_path))
+    first = zipfile.ZipFile(wheel)
+    assert Path(str(again.filename)).name == wheel.name
+    assert {name: again.read(name) for name in again.namelist()} == {
+        name: first.read(name) for name in first.namelist()
+    }
+
+
+def test_wheel_tag_promises_what_the_library_needs(wheel: Path) -> None:
+    """auditwheel's table of distributions knows what of libstdc++ goes with a glibc:
+    no policy lies between the tag and what it finds. Everything else comes from torch.
+    """
+    auditwheel = (sys.executable, "-m", "auditwheel", "show", "--json")
+    found = json.loads(run(*auditwheel, wheel))
+    pattern = r"manylinux_2_(\d+)_"
+    (tag,) = re.findall(rf"^vllm_nwor-[\d.]+-py3-none-{pattern}\w+\.whl$", wheel.name)
+    needed = [
+        int(version.split(".")[1])
+        for version in found["versioned_symbols"]["libc.so.6"]
+    ]
+    assert int(tag) == max(needed)
+    policies = re.findall(pattern, " ".join(found["policy_upgrades"]))
+    (verdict,) = re.findall(pattern, found["sym_tag"])
+    assert int(verdict) == min(int(p) for p in policies if int(p) >= int(tag))
+    assert not found["unsupported_isa"]
+    assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so"}
+
+
+def test_a_registry_accepts_the_metadata(wheel: Path, sdist: Path) -> None:
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+
+
+def test_wheel_needs_torch_and_no_build_of_vllm(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     lines = archive.read(name).decode().splitlines()
-    needs = [line for line in lines if line.startswith("Requires-Dist:")]
-    assert needs == ["Requires-Dist: wrapt>=1.16"]
+    needs = [line for line in lines if line.startswith("Requires-")]
+    assert needs == [
+        "Requires-Python: >=3.11",
+        "Requires-Dist: torch>=2.11",
+        "Requires-Dist: wrapt>=1.16",
+    ]
+
+
+def test_only_our_own_staging_directory_is_emptied(
+    unpacked: Path, tmp_path: Path
+) -> None:
+    command = (sys.executable, "setup.py", "-q", "build")
+    run(*command, cwd=unpacked, NWOR_CUDA="OFF")
+    (ours,) = (unpacked / "build" / "setuptools").glob("lib*")
+    mine, base = tmp_path / "mine", tmp_path / "base"
+    stale = [folder / "stale.py" for folder in (ours, mine, base / ours.name)]
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for options in ((), ("--build-lib", mine), ("--build-base", base)):
+        run(*command, *options, cwd=unpacked, NWOR_CUDA="OFF")
+    assert [path.exists() for path in stale] == [False, True, True]
+
+
+# --- beside vLLM ---
+
+VLLM = {
+    "vllm/__init__.py": '__version__ = "0.32.0"\n',
+    "vllm/envs.py": "environment_variables = {}\n",
+    "vllm/v1/__init__.py": "",
+    "pyproject.toml": """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "vllm"
+version = "0.32.0"
+[tool.setuptools]
+packages = ["vllm", "vllm.v1"]
+""",
+}
+MODES = (None, "", "off", "stage", "cow")
+FIND = "import vllm; print(vllm.__file__)"
+USE = """
+import vllm_nwor.plugin
+vllm_nwor.plugin.register()
+import vllm, vllm.v1.nwor.config
+assert vllm.v1.nwor.config is vllm_nwor.config
+print(vllm.__file__)
+"""
+ABSENT = (
+    "vllm-nwor: vLLM is not installed; install the build of vLLM for your hardware, "
+    "then vllm-nwor beside it"
+)
+REGISTER = """
+import vllm_nwor.plugin
+try:
+    vllm_nwor.plugin.register()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+class Environment:
+    """A virtual environment with wrapt and what a test installs, with pip (which
+    compiles to byte code) or with uv (which does not, and takes no second)."""
+
+    def __init__(self, folder: Path) -> None:
+        run(sys.executable, "-m", "venv", "--without-pip", folder)
+        self.python = folder / "bin" / "python"
+        (self.site,) = folder.glob("lib/python3*/site-packages")
+        (self.site / "wrapt").symlink_to(Path(wrapt.__file__).parent)
+
+    def pip(self, *arguments: str | Path) -> None:
+        run(*PIP, "--python", self.python, *arguments)
+
+    def install(self, wheel: Path) -> None:
+        uv = (sys.executable, "-m", "uv", "pip", "install", "--no-cache", "--offline")
+        run(*uv, "--python", self.python, "--no-deps", "--no-index", wheel)
+
+    def uninstall(self, name: str) -> None:
+        uv = (sys.executable, "-m", "uv", "pip", "uninstall", "--no-cache")
+        run(*uv, "--python", self.python, name)
+
+    def run(self, code: str, mode: str | None = None) -> str:
+        """The output of `code`, run where there is no folder vllm/."""
+        command = ["env", "-u", "PYTHONPATH", self.python, "-B", "-c", code]
+        settings = {} if mode is None else {"VLLM_NWOR_MODE": mode}
+        return run(*command, cwd=self.site.parent, **settings)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "env")
+
+
+@pytest.fixture(scope="module")
+def vllm_wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Stand-ins for an installed vLLM: a wheel, and an editable one, which setuptools
+    finds with a finder of its own."""
+    project = tmp_path_factory.mktemp("project")
+    for name, text in VLLM.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    out = tmp_path_factory.mktemp("vllm")
+    found = {what: build(project, out / what, what) for what in ("wheel", "editable")}
+    names = zipfile.ZipFile(found["editable"]).namelist()
+    assert any(name.endswith("_finder.py") for name in names)
+    return found
 
 
 def test_install_and_uninstall_leave_vllm_as_it_was(
-    wheel: Path, tmp_path: Path
+    wheel: Path, environment: Environment
 ) -> None:
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
-    (site,) = (tmp_path / "env").glob("lib/python3*/site-packages")
+    site = environment.site
     ignored = shutil.ignore_patterns("*.so", "*.so.*", "__pycache__")
     shutil.copytree(Path(found.origin).parent, site / "vllm", ignore=ignored)
     before = digests(site)
     assert len(before) > 1000
 
-    python = tmp_path / "env" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python)
-    pip += ("--disable-pip-version-check",)
-    run(*pip, "install", "--no-deps", "--no-index", wheel)
+    environment.pip("install", "--no-deps", "--no-index", wheel)
     installed = digests(site)
     assert {name: installed.get(name) for name in before} == before
     (record,) = site.glob("vllm_nwor-*.dist-info/RECORD")
-    ours = ("vllm/v1/nwor/", "vllm_nwor-")
+    ours = ("vllm_nwor/", "vllm_nwor-")
     recorded = [row[0] for row in csv.reader(record.read_text().splitlines())]
     assert [name for name in recorded if not name.startswith(ours)] == []
     added = {name for name, digest in installed.items() if digest} - set(before)
     assert added == set(recorded)
 
-    run(*pip, "uninstall", "-y", "vllm-nwor")
+    environment.pip("uninstall", "-y", "vllm-nwor")
     assert digests(site) == before
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    # Stand-ins for vLLM's packages, whose own imports do bring torch.
-    code = """
-import importlib, sys, types
-for name, path in (("vllm", "vllm"), ("vllm.v1", "vllm/v1")):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [path]
-print(importlib.import_module("vllm_nwor").__file__)
-print("torch" in sys.modules)
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("ours", ["wheel", "editable"])
+def test_vllm_is_found_in_every_mode_and_nothing_stays(
+    ours: str,
+    kind: str,
+    request: pytest.FixtureRequest,
+    vllm_wheels: dict[str, Path],
+    environment: Environment,
+    tmp_path: Path,
+) -> None:
+    """vLLM is reinstalled, too, while ours stays: nothing of it may be left then."""
+    if ours == "wheel":
+        package = request.getfixturevalue("wheel")
+    else:
+        unpacked = request.getfixturevalue("unpacked")
+        package = build(unpacked, tmp_path / "ours", "editable")
+    without_vllm = digests(environment.site)
+    environment.install(vllm_wheels[kind])
+    before, file = digests(environment.site), environment.run(FIND)
+    assert file.endswith("vllm/__init__.py\n")
+
+    environment.install(package)
+    for mode in MODES:
+        assert environment.run(FIND, mode) == file
+        assert environment.run(USE, mode) == file
+
+    environment.uninstall("vllm")
+    assert not (environment.site / "vllm").exists()
+    assert environment.run(REGISTER, "stage") == f"{ABSENT}\n"
+    environment.install(vllm_wheels[kind])
+    assert environment.run(USE, "stage") == file
+
+    environment.uninstall("vllm-nwor")
+    assert digests(environment.site) == before
+    environment.uninstall("vllm")
+    assert digests(environment.site) == without_vllm
+
+
+def test_without_vllm_the_sentence_that_is_meant_for_it(
+    wheel: Path, environment: Environment
+) -> None:
+    environment.install(wheel)
+    for mode in MODES:
+        is_asked = mode in ("stage", "cow")
+        assert environment.run(REGISTER, mode) == (f"{ABSENT}\n" if is_asked else "")
+    # A vLLM that lacks something is not an absent one.
+    (environment.site / "vllm").mkdir()
+    (environment.site / "vllm" / "__init__.py").write_text("import none_such\n")
+    code = REGISTER.replace("RuntimeError", "ModuleNotFoundError")
+    for mode in ("off", "stage"):
+        assert environment.run(code, mode) == "No module named 'none_such'\n"
+
+
+FORK = """
+import importlib, pkgutil, sys
+import vllm
+import vllm.v1.nwor as nwor
+from vllm.v1.nwor import plugin
+plugin.register()
+for found in pkgutil.walk_packages(nwor.__path__, f"{nwor.__name__}."):
+    importlib.import_module(found.name)
+import vllm.v1.core.sched.scheduler as scheduler
+print(vllm.__file__)
+print([type(finder).__name__ for finder in sys.meta_path].count("_Alias"))
+print(scheduler.Scheduler.update_from_output.__module__)
+print(scheduler.Scheduler.update_from_output._self_wrapper.__module__)
+print([name for name in sys.modules if name.startswith("vllm_nwor")])
 """
-    file, torch_imported = run(sys.executable, "-c", code).split()
+
+
+@pytest.mark.slow
+def test_in_a_fork_all_is_of_the_forks_own_names(tmp_path: Path) -> None:
+    """vLLM as it is installed, with the folder at vllm/v1/nwor."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    real, fork = Path(found.origin).parent, tmp_path / "vllm"
+    for folder in (Path(), Path("v1")):
+        (fork / folder).mkdir()
+        for path in (real / folder).iterdir():
+            if path.name not in ("v1" if folder == Path() else "", "__pycache__"):
+                (fork / folder / path.name).symlink_to(path)
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(PACKAGE, fork / "v1" / "nwor", ignore=ignored)
+    settings = {"PYTHONPATH": str(tmp_path), "VLLM_NWOR_MODE": "cow"}
+    out = run(sys.executable, "-c", FORK, cwd=tmp_path, **settings)
+    assert out.splitlines()[-5:] == [
+        str(fork / "__init__.py"),
+        "0",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.nwor.hooks.stats",
+        "[]",
+    ]
+
+
+# --- the checkout ---
+
+
+def test_importing_the_package_imports_neither_torch_nor_vllm() -> None:
+    code = """
+import sys
+import vllm_nwor.plugin
+print(vllm_nwor.__file__)
+print({"torch", "vllm", "wrapt"} & set(sys.modules))
+"""
+    file, imported = run(sys.executable, "-c", code).splitlines()
     assert Path(file).resolve() == PACKAGE / "__init__.py"
-    assert torch_imported == "False"
+    assert imported == "set()"
 
 
 def test_repository_root_does_not_shadow_vllm() -> None:

@@ -456,8 +456,8 @@ def gpu_checkout(tmp_path: Path) -> Path:
 def pack(checkout: Path, name: str) -> None:
     with zipfile.ZipFile(checkout / "dist" / name, "w") as wheel:
         source = checkout / "vllm/v1/nwor/window.py"
-        wheel.write(source, "vllm/v1/nwor/window.py")
-        wheel.writestr("vllm/v1/nwor/_nwor_C.so", b"not looked at")
+        wheel.write(source, "vllm_nwor/window.py")
+        wheel.writestr("vllm_nwor/_nwor_C.so", b"not looked at")
 
 
 def gpu_build(checkout: Path) -> str:
@@ -485,7 +485,7 @@ def test_a_wheel_of_another_checkout_is_refused(gpu_checkout: Path) -> None:
 
     said = gpu_build(gpu_checkout)
 
-    assert "is not of this checkout (make wheel): ['vllm/v1/nwor/window.py']" in said
+    assert "is not of this checkout (make wheel): ['vllm_nwor/window.py']" in said
     assert "asked" not in said
 
 

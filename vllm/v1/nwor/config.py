@@ -89,7 +89,8 @@ class NworConfig:
 
 
 def _mode(env: Mapping[str, str]) -> Mode:
-    value = env.get(MODE, Mode.OFF.value)
+    # Empty, as templates of containers leave a variable that is not chosen: off.
+    value = env.get(MODE) or Mode.OFF.value
     try:
         return Mode(value)
     except ValueError:

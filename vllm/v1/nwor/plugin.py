@@ -2,9 +2,10 @@
 """register(): vLLM's way into this package (entry point `vllm.general_plugins`).
 
 vLLM calls it once in every process it starts: front end, engine core, workers. With
-`VLLM_NWOR_MODE` off it makes the variables known to vLLM and returns: nothing is
-wrapped and no import hook is left pending. Otherwise it leaves post-import hooks, so
-that a process which never imports a model runner never pays for one.
+`VLLM_NWOR_MODE` off it makes the variables known to vLLM, and this package by the name
+`vllm.v1.nwor`, and returns: nothing is wrapped and no import hook is left pending.
+Otherwise it leaves post-import hooks, so that a process which never imports a model
+runner never pays for one.
 """
 
 from __future__ import annotations
@@ -59,9 +60,14 @@ def register() -> None:
 
 def _declare_variables() -> None:
     """Makes vLLM accept our variables, with a getter that hides their values: its
-    compile cache key then is the same in every mode."""
-    import vllm.envs as envs
-
+    compile cache key then is the same in every mode. Without a vLLM there is nobody to
+    tell; with a mode on, _check_host has said so before."""
+    try:
+        import vllm.envs as envs
+    except ModuleNotFoundError as error:
+        if error.name in ("vllm", "vllm.envs"):
+            return
+        raise
     for name in ENV_NAMES:
         envs.environment_variables.setdefault(name, lambda: None)
 
@@ -105,16 +111,18 @@ class _Alias(MetaPathFinder, Loader):
 def _check_host() -> None:
     try:
         import vllm
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
         raise RuntimeError(
             "vllm-nwor: vLLM is not installed; install the build of vLLM for your "
             "hardware, then vllm-nwor beside it"
         ) from None
     if getattr(vllm, "__file__", None) is None:
         raise RuntimeError(
-            "vllm-nwor: `import vllm` finds an empty namespace instead of vLLM "
-            "(vLLM is missing, or installed editable through a setuptools finder); "
-            "install a vLLM wheel, or vLLM with --config-settings editable_mode=compat"
+            "vllm-nwor: `import vllm` finds an empty namespace instead of vLLM, in "
+            f"{', '.join(vllm.__path__)}; without vLLM, install it; with an editable "
+            "one, start Python elsewhere or remove that folder"
         )
     version = getattr(vllm, "__version__", "unknown")
     if version.split("+")[0] not in TRIED_VLLM_VERSIONS:
