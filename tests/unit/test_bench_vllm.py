@@ -35,6 +35,7 @@ from benchmarks.runs import Drafts, NworDone, Run
 
 import bench_vllm
 from vllm_nwor import worker_extension
+from vllm_nwor.draft_manager import State
 from vllm_nwor.report import GroupInfo
 
 ROOT = Path(bench_vllm.__file__).parent
@@ -621,6 +622,7 @@ def test_extension_without_a_manager():
     report_ = worker.nwor_report()
     assert (report_["kv_blocks"], report_["kv_block_tokens"]) == (64, [16])
     assert report_["present"] is False
+    assert report_["state"] == ""
     assert report_["groups"] == []
     refused = GroupInfo(0, "cow", "off", "unknown layout")
     worker = Worker(types.SimpleNamespace(manager=None, infos=[refused]))
@@ -635,6 +637,7 @@ def test_extension_switches_reports_and_forgets_host_times():
         log_bytes_per_draft=75,
         log_bytes=750,
         fallbacks={"stale_log": 1},
+        state=State.FAILED,
     )
     worker = Worker(types.SimpleNamespace(manager=manager, infos=[]))
     assert worker.nwor_set_active(False) is False
@@ -652,6 +655,7 @@ def test_extension_switches_reports_and_forgets_host_times():
     }
     assert found["begin_ns"] == [1500]
     assert found["fallbacks"] == {"stale_log": 1}
+    assert found["state"] == "failed"
     assert worker.nwor_report()["begin_ns"] == []
 
 
