@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from tests.helpers.faults import replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
-from vllm_nwor.draft_manager import State
+from vllm_nwor.config import Strict
+from vllm_nwor.draft_manager import NworError, State
 
 pytestmark = pytest.mark.e2e
 
@@ -180,6 +181,80 @@ def test_an_op_may_fail_at_every_call(
     for call in range(num_calls):
         error = RuntimeError(f"injected at call {call}")
         run_with_fault(cow, op, call, late, error, off.result)
+
+
+# --- a hook that is gone --------------------------------------------------------------
+
+
+@pytest.fixture
+def without_begin(
+    cow: Engine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.MonkeyPatch]:
+    """The running engine's forward is vLLM's own; the other hooks are there."""
+    runner = cow.runner
+    hooked = type(runner)._model_forward
+    forward = hooked.__wrapped__
+
+    def vanilla(*args: Any, **kwargs: Any) -> Any:
+        cow.probe._tell("forward_begins")
+        return forward(runner, *args, **kwargs)
+
+    assert forward is not hooked
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "_model_forward", vanilla)
+        yield patched
+
+
+def test_a_missed_begin_is_counted_and_a_breach(
+    off: Baseline, cow: Engine, without_begin: pytest.MonkeyPatch
+) -> None:
+    """Guarantee 9. The windows that _calc_spec_decode_metadata announced go nowhere:
+    the tokens are vanilla's, and it is not silent."""
+    before = counters(cow)
+    with nwor_log() as lines:
+        found = cow.run(ALL)
+    assert_same(found, off.result)
+    sizes = [sum(step.drafted.values()) for step in found.steps if step.drafted]
+    assert cow.manager.fallbacks == {"begin_missed": len(sizes)}
+    rise = {name: n - before.get(name, 0) for name, n in counters(cow).items()}
+    assert rise["nwor_breaches"] == len(sizes)
+    told = {
+        metric.labels["reason"]: metric.value
+        for metric in cow.llm.get_metrics()
+        if metric.name == "vllm:nwor_fallbacks"
+    }
+    assert told["begin_missed"] == len(sizes)
+    assert rise["nwor_tokens_staged"] == 0
+    assert lines[0] == (
+        f"WARNING NWOR begin_missed: {sizes[0]} drafts were sampled that begin never "
+        "saw; the step ran as vanilla vLLM (further ones are counted in "
+        "vllm:nwor_fallbacks)"
+    )
+    assert len([line for line in lines if "begin_missed" in line]) == 1
+    cow.manager.fallbacks.clear()
+    without_begin.undo()
+    assert_same(cow.run(ALL), off.result)
+    assert cow.manager.fallbacks == {}
+
+
+def test_hooks_that_idle_miss_nothing(
+    off: Baseline, cow: Engine, without_begin: pytest.MonkeyPatch
+) -> None:
+    """The benches' switch."""
+    without_begin.setattr(cow.manager, "active", False)
+    assert_same(cow.run(ALL), off.result)
+    assert cow.manager.fallbacks == {}
+
+
+def test_a_missed_begin_raises_under_strict(
+    cow: Engine, without_begin: pytest.MonkeyPatch
+) -> None:
+    strict = replace(cow.manager.config, strictness=Strict.ALWAYS)
+    without_begin.setattr(cow.manager, "config", strict)
+    with pytest.raises(NworError, match=r"^NWOR begin_missed: \d+ drafts were sampled"):
+        cow.run(ALL)
+    cow.llm.abort_request([request.name for request in ALL])
+    assert cow.manager.fallbacks == {"begin_missed": 1}
 
 
 # --- clients --------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 """Guarantees 6 and 8: what fails, on a real engine, and exactly what NWOR then says.
 
 No failure of NWOR's own may lose or change a token; each is counted, logged once and
-visible in metrics; VLLM_NWOR_STRICT=1 raises instead. Not covered: faults inside a
+visible in metrics; VLLM_NWOR_STRICT raises instead. Not covered: faults inside a
 kernel (they kill the engine, as vLLM's own do), CUDA.
 """
 
@@ -138,7 +138,7 @@ def test_failing_op_loses_nothing(
 
 @pytest.mark.parametrize("op", REASONS)
 def test_strict_raises_where_an_op_fails(op: str, truth: dict[str, list[int]]) -> None:
-    engine = cow_engine(truth, STRICT="1")
+    engine = cow_engine(truth, STRICT="always")
     broken = failing(
         getattr(engine.manager.launches.ops, op), POINTS["first"], late=False
     )
@@ -148,7 +148,8 @@ def test_strict_raises_where_an_op_fails(op: str, truth: dict[str, list[int]]) -
         pytest.raises(NworError, match=f"^{re.escape(expected)}$"),
     ):
         engine.run(REQUESTS)
-    assert engine.manager.state is State.IDLE
+    after = {"begin_failed": State.VANILLA, "commit_failed": State.FAILED}
+    assert engine.manager.state is after[REASONS[op]]
 
 
 @pytest.mark.parametrize("op", REASONS)
@@ -224,7 +225,7 @@ def test_log_too_small(truth: dict[str, list[int]], vanilla: Result) -> None:
 
 
 def test_log_too_small_raises_under_strict(truth: dict[str, list[int]]) -> None:
-    engine = cow_engine(truth, MAX_LOG_ROWS="1", STRICT="1")
+    engine = cow_engine(truth, MAX_LOG_ROWS="1", STRICT="always")
     with pytest.raises(NworError, match=r"^NWOR over_capacity: \d+ drafts"):
         engine.run(REQUESTS)
 
@@ -234,7 +235,7 @@ def test_log_too_small_raises_under_strict(truth: dict[str, list[int]]) -> None:
 def test_aborted_step(where: str, strict: bool, truth: dict[str, list[int]]) -> None:
     """vLLM fails between begin and commit. The next step finds a log that nobody
     committed, drops it (it never reaches the cache) and counts it."""
-    settings = {"STRICT": "1"} if strict else {}
+    settings = {"STRICT": "always" if strict else "1"}
     engine = cow_engine(truth, **settings)
     runner, manager = engine.runner, engine.manager
     ScriptedDrafter(truth, all_wrong).attach(runner)

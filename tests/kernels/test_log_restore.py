@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """log_cache_slots and restore_rejected_drafts against the reference, byte for byte
-(guarantees 1 and 2 of the design, as far as the kernels can give them)."""
+(guarantees 1 and 2, as far as the kernels can give them)."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ from benchmarks.runs import Drafts, NworDone, Run
 
 import bench_vllm
 from vllm_nwor import worker_extension
+from vllm_nwor.draft_manager import State
 from vllm_nwor.hooks import _wrap
 from vllm_nwor.report import GroupInfo
 
@@ -751,6 +752,7 @@ def test_extension_without_a_manager():
     report_ = worker.nwor_report()
     assert (report_["kv_blocks"], report_["kv_block_tokens"]) == (64, [16])
     assert report_["present"] is False
+    assert report_["state"] == ""
     assert report_["groups"] == []
     refused = GroupInfo(0, "cow", "off", "unknown layout")
     worker = Worker(types.SimpleNamespace(manager=None, infos=[refused]))
@@ -766,6 +768,7 @@ def worker() -> Worker:
         log_bytes_per_draft=75,
         log_bytes=750,
         fallbacks={"stale_log": 1},
+        state=State.FAILED,
     )
     return Worker(types.SimpleNamespace(manager=manager, infos=[]))
 
@@ -811,6 +814,7 @@ def test_extension_reports_and_forgets_host_times(worker, hooks):
     }
     assert found["begin_ns"] == [1500]
     assert found["fallbacks"] == {"stale_log": 1}
+    assert found["state"] == "failed"
     assert worker.nwor_report()["begin_ns"] == []
 
 

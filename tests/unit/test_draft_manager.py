@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DraftCommitManager on small caches with the real CPU ops: the transaction, its
-states, and what becomes of a window when an op fails (guarantees 1, 2 and 6)."""
+states, and what becomes of a window when an op fails (guarantees 1, 2, 6 and 9)."""
 
 import logging
 

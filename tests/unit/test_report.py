@@ -11,6 +11,7 @@ import torch
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
 from vllm_nwor.hooks import runner as hooks
+from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import PayloadError, WorkerRecord
@@ -157,6 +158,111 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
     assert hasattr(output, "nwor_stats") == emits
     record = WorkerRecord.from_payload(getattr(output, "nwor_stats", {}))
     assert record.tokens_staged == (3 if emits else 0)
+
+
+WINDOW = VerificationWindows(
+    3, torch.arange(4), torch.tensor([4], dtype=torch.int32), [torch.arange(4)]
+)
+
+
+class RunnerV1:
+    """What the V1 hooks of a step need: one request with three drafts, or none."""
+
+    def __init__(self, state, num_drafts):
+        self.nwor_state = state
+        self.input_batch = SimpleNamespace(vocab_size=100)
+        self.num_drafts = num_drafts
+
+    def step(self, begins):
+        hooks.execute_model(lambda: None, self, (), {})
+        self.nwor_state.windows = WINDOW if self.num_drafts else None
+        if begins:
+            runner_v1._model_forward(lambda: None, self, (), {})
+        metadata = SimpleNamespace(num_draft_tokens=[self.num_drafts])
+        ids = torch.tensor([[1, 2, -1, -1]], dtype=torch.int32)
+        runner_v1._sample(
+            lambda *args: SimpleNamespace(sampled_token_ids=ids),
+            self,
+            (None, metadata if self.num_drafts else None),
+            {},
+        )
+
+
+class RunnerV2(RunnerV1):
+    def step(self, begins):
+        batch = SimpleNamespace(
+            num_draft_tokens=self.num_drafts,
+            logits_indices=WINDOW.logits_indices,
+            cu_num_logits=torch.tensor([0, 4], dtype=torch.int32),
+        )
+        hooks.execute_model(lambda: None, self, (), {})
+        if begins:
+            slots = (None, WINDOW.slot_mappings)
+            runner_v2._prepare_attn(lambda batch: slots, self, (batch,), {})
+        rejected = torch.tensor([2], dtype=torch.int32)
+        runner_v2._sample(
+            lambda *args: (None, None, rejected), self, (None, batch, None), {}
+        )
+
+
+@pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
+class TestMissedBegin:
+    """Guarantee 9, at the hooks of a runner."""
+
+    def runner(self, kind, num_drafts=3, strict=False):
+        manager, report = reporting_manager(strict)
+        return kind(hooks.RunnerState(manager, [], report), num_drafts)
+
+    @pytest.mark.parametrize("begins", [True, False])
+    def test_it_is_counted_and_told_as_a_breach(self, kind, begins):
+        runner = self.runner(kind)
+        state = runner.nwor_state
+        state.report.payload(None)
+
+        for _ in range(2):
+            runner.step(begins)
+
+        payload = state.report.payload(state.report.take_step())
+        record = WorkerRecord.from_payload(payload)
+        missed = {} if begins else {"begin_missed": 2}
+        assert record.fallbacks == state.manager.fallbacks == missed
+        assert record.breaches == (0 if begins else 2)
+        assert record.tokens_staged == (3 if begins else 0)
+        assert state.manager.state is State.IDLE
+
+    def test_it_raises_where_steps_are_strict(self, kind):
+        with pytest.raises(NworError, match=r"^NWOR begin_missed: 3 drafts were"):
+            self.runner(kind, strict=True).step(begins=False)
+
+    def test_a_step_without_drafts_has_no_begin_to_miss(self, kind):
+        runner = self.runner(kind, num_drafts=0)
+
+        for begins in (True, False):
+            runner.step(begins)
+
+        assert not runner.nwor_state.manager.fallbacks
+
+    def test_what_was_left_to_vanilla_is_not_missed(self, kind):
+        """Too many drafts, an op that fails, and hooks that idle."""
+        runner = self.runner(kind)
+        manager = runner.nwor_state.manager
+        manager.capacity = 2
+        runner.step(begins=True)
+        manager.capacity = 8
+        manager.launches.log = None
+        runner.step(begins=True)
+        manager.active = False
+        for begins in (True, False):
+            runner.step(begins)
+
+        assert manager.fallbacks == {"over_capacity": 1, "begin_failed": 1}
+        assert manager.state is State.IDLE
+
+
+def test_breaches_of_both_kinds_are_added_up():
+    payload = {"counters": (1, 2, 1, 1, 8, 1), "breaches": 2}
+
+    assert WorkerRecord.from_payload(payload).breaches == 3
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ class NworWorkerExtension:
                 counted them, bytes and invalid slots summed over all launches.
             log_bytes_per_draft, log_bytes: bytes logged for a draft; size of the log.
             fallbacks: windows that ran as vanilla vLLM, by reason.
+            state: the manager's; "failed" after a restore that failed, until the next
+                step with drafts. Empty without a manager.
             begin_ns, commit_ns: host times since the last report.
         """
         runner = self.model_runner
@@ -98,6 +100,7 @@ class NworWorkerExtension:
             "log_bytes_per_draft": 0,
             "log_bytes": 0,
             "fallbacks": {},
+            "state": "",
             "begin_ns": [],
             "commit_ns": [],
         }
@@ -106,6 +109,7 @@ class NworWorkerExtension:
             report["log_bytes_per_draft"] = manager.log_bytes_per_draft
             report["log_bytes"] = manager.log_bytes
             report["fallbacks"] = dict(manager.fallbacks)
+            report["state"] = manager.state.value
             times = manager.host_times
             if times is not None:
                 report["begin_ns"] = times.begin_ns[:]
