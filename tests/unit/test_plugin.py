@@ -2,6 +2,7 @@
 """register(): what a process gets in each mode, and what an unknown host is told."""
 
 import logging
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -162,6 +163,38 @@ print("RESULT {}")
 
 def test_the_name_in_vllm_gives_the_same_modules_once_registered():
     result_of(ALIAS)
+
+
+LEFT_OUT = """
+import json, os, sys
+import vllm.plugins
+from vllm.platforms import current_platform
+os.environ["VLLM_NWOR_MODE"] = "stage"
+found = {}
+for plugins in ("", "other", "other,nwor"):
+    os.environ["VLLM_PLUGINS"] = plugins
+    vllm.plugins.plugins_loaded = False
+    vllm.plugins.load_general_plugins()
+    try:
+        current_platform.validate_environ(hard_fail=True)
+        said = None
+    except ValueError as error:
+        said = str(error)
+    found[plugins] = ["vllm_nwor" in sys.modules, said]
+print("RESULT " + json.dumps(found))
+"""
+
+
+def test_what_vllm_does_where_its_list_of_plugins_leaves_us_out():
+    """As README.md says it."""
+    warning = "Unknown vLLM environment variable detected: VLLM_NWOR_MODE"
+    assert result_of(LEFT_OUT) == {
+        "": [False, warning],
+        "other": [False, warning],
+        "other,nwor": [True, None],
+    }
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    assert warning in readme.read_text()
 
 
 MISMATCH = (
