@@ -44,9 +44,8 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 	$(PY) bench_vllm.py --json $(RESULTS)/bench_cpu.json \
 		--plot $(RESULTS)/bench_cpu.png $(ARGS)
 
-# Without Prometheus the tests that need it fail, and say so; the others run.
+# Without Prometheus (make deps) the tests that need it fail, and say so; others run.
 test: models ## run the tests; ARGS="-k name" for some of them
-	-@$(PY) tools/monitoring/prometheus.py
 	$(PY) -m pytest -m "not nightly" $(ARGS)
 
 # Few KV blocks, so that requests are preempted, too. The caches that oneDNN and torch
@@ -132,11 +131,12 @@ models: setup ## make the models that tests and benchmarks use
 lock: setup ## resolve requirements/cpu.txt anew
 	@$(PYTHON) tools/setup_env.py --lock
 
-deps: ## install what the system lacks (apt-get)
+deps: ## install what the system lacks, and fetch Prometheus for the tests (apt-get)
 	@tools/check_system.sh --install
+	@$(PYTHON) tools/monitoring/prometheus.py
 
-clean: ## remove what builds and runs left, but not .venv nor the models
-	rm -rf build dist bench-out *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+clean: ## remove what builds left, but not .venv, the models, nor what was measured
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis vllm/v1/nwor/_nwor_C.so
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 

@@ -82,7 +82,7 @@ def note(text: str) -> None:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command that was given, without directories of this machine."""
+    """The command that was given; files.write_json takes directories out of it."""
     return shlex.join(["python", PROGRAM, *argv])
 
 

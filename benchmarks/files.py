@@ -2,7 +2,8 @@
 """Writing result files whole or not at all.
 
 A file is written beside its target under a temporary name and then renamed over it, so
-that a reader, and a run that is interrupted, finds the old file or the new one.
+that a reader, and a run that is interrupted, finds the old file or the new one. Result
+files are committed: of an absolute path they get the last part alone.
 """
 
 from __future__ import annotations
@@ -11,9 +12,25 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+# The folders of an absolute path, in any text. In front of it stands nothing that would
+# make it a part of something else: a relative path, a URL, a fraction.
+_FOLDERS = re.compile(r"(?<![\w.~*:)\]}>/-])/(?:[\w.+@~-]+/)+")
+
+
+def without_folders(content: Any) -> Any:
+    """`content`, of what JSON has, with each absolute path in its texts cut down to its
+    last part: they would tell of the machine."""
+    if isinstance(content, str):
+        return _FOLDERS.sub("", content)
+    if isinstance(content, Mapping):
+        return {without_folders(k): without_folders(v) for k, v in content.items()}
+    if isinstance(content, list | tuple):
+        return [without_folders(one) for one in content]
+    return content
 
 
 def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
@@ -40,8 +57,8 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes `content` to `path` as JSON, whole or not at all."""
-    text = json_text(content)
+    """Writes `content` to `path` as JSON, whole or not at all, without_folders."""
+    text = json_text(without_folders(content))
     write_whole(path, lambda temporary: _write_text(temporary, text))
 
 

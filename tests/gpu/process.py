@@ -30,10 +30,13 @@ SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
 def trace() -> str:
-    """The exception being handled, without the place of this checkout: results are
-    committed."""
-    root = Path(__file__).resolve().parents[2]
-    return traceback.format_exc().replace(f"{root}/", "")
+    """The exception being handled, with each file as seen from where Python imports it
+    (vllm/v1/outputs.py): results are committed."""
+    text = traceback.format_exc()
+    folders = {str(Path(entry).resolve()) for entry in sys.path} | set(sys.path)
+    for folder in sorted(folders - {"", "/"}, key=len, reverse=True):
+        text = text.replace(f'"{folder}/', '"')
+    return text
 
 
 class Report:

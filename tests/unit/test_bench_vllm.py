@@ -325,6 +325,32 @@ def test_json_text_keeps_values_and_short_lists():
     assert '"a": [1, 2.5, null]' in files.json_text(content)
 
 
+def test_a_result_file_gets_no_folder_of_the_machine(tmp_path):
+    path = tmp_path / "out.json"
+    content = {
+        "command": "python a.py --json=/root/out/b.json /x/y results/c.json",
+        "/tmp/key": ['File "/usr/lib/d.py", line 1', "a/b/c", "https://e/f/g", 0.5],
+        "rates": "(begin + commit) / step, tokens/s, ~/.cache/x",
+    }
+    files.write_json(path, content)
+    assert json.loads(path.read_text()) == {
+        "command": "python a.py --json=b.json y results/c.json",
+        "key": ['File "d.py", line 1', "a/b/c", "https://e/f/g", 0.5],
+        "rates": "(begin + commit) / step, tokens/s, ~/.cache/x",
+    }
+
+
+def test_no_committed_result_holds_an_absolute_path():
+    paths = [p for p in (ROOT / "results").iterdir() if p.suffix in (".json", ".md")]
+    assert len(paths) > 10
+    places = ("/home/", "/opt/", "/root", "/tmp", "/usr/", "/var/", "site-packages")
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert [place for place in places if place in text] == [], path.name
+        content = json.loads(text) if path.suffix == ".json" else text
+        assert files.without_folders(content) == content, path.name
+
+
 # --- the machine
 
 

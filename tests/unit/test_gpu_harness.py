@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import itertools
 import json
+import re
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ import torch
 from benchmarks.arguments import parse
 from benchmarks.runs import Drafts, NworDone, Run
 
-from tests.gpu import compare, engines, harness, rows, watch
+from tests.gpu import compare, engines, harness, process, rows, watch
 from tests.gpu.pool import Finished
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -738,3 +739,16 @@ def test_other_blocks_are_compared_by_what_was_written(
     assert failed(reports) == set()
     change(reports, *where, [[8, 9, 3], [8, 9, 7]])
     assert failed(reports) == {"digests"}
+
+
+def test_a_traceback_names_files_as_they_are_imported():
+    try:
+        json.loads("{")
+    except ValueError:
+        found = re.findall(r'File "(.*)", line', process.trace())
+    assert found == [
+        "tests/unit/test_gpu_harness.py",
+        "json/__init__.py",
+        "json/decoder.py",
+        "json/decoder.py",
+    ]

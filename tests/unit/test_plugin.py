@@ -2,6 +2,7 @@
 """register(): what a process gets in each mode, and what an unknown host is told."""
 
 import logging
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,6 +10,7 @@ import vllm
 import wrapt
 from vllm import envs
 
+from tests.helpers.environment import result_of
 from vllm_nwor import plugin
 from vllm_nwor.config import ENV_NAMES, NworConfigError
 from vllm_nwor.hooks._wrap import HostMismatch
@@ -113,10 +115,87 @@ def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setattr(vllm, "__file__", None)
 
-    with pytest.raises(RuntimeError, match="finds an empty namespace instead of vLLM"):
+    with pytest.raises(RuntimeError) as error:
         plugin.register()
 
+    (folder,) = vllm.__path__
+    assert str(error.value) == (
+        "vllm-nwor: `import vllm` finds an empty namespace instead of vLLM, in "
+        f"{folder}; without vLLM, install it; with an editable one, start Python "
+        "elsewhere or remove that folder"
+    )
+
     assert pending == []
+
+
+ALIAS = """
+import importlib, pickle, sys
+import vllm_nwor.plugin
+for name in ("vllm.v1.nwor", "vllm.v1.nwor.config"):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert error.name.startswith("vllm.v1.nwor"), error
+    else:
+        raise AssertionError(name)
+before = len(sys.meta_path)
+vllm_nwor.plugin.register()
+vllm_nwor.plugin.register()
+assert len(sys.meta_path) == before + 1
+import vllm.v1.nwor
+import vllm.v1.nwor.config as config
+from vllm.v1.nwor.hooks import _wrap
+assert vllm.v1.nwor is vllm_nwor
+assert config is vllm_nwor.config
+assert _wrap is sys.modules["vllm_nwor.hooks._wrap"]
+for module in (vllm_nwor, config, _wrap):
+    assert module.__spec__.name == module.__name__, module.__spec__
+    assert module.__spec__.loader is module.__loader__
+    assert module.__name__.startswith("vllm_nwor")
+assert importlib.reload(config) is config
+try:
+    import vllm.v1.nwor.none_such
+except ModuleNotFoundError as error:
+    assert "none_such" in str(error), error
+assert "vllm.v1.nwor.none_such" not in sys.modules
+print("RESULT {}")
+"""
+
+
+def test_the_name_in_vllm_gives_the_same_modules_once_registered():
+    result_of(ALIAS)
+
+
+LEFT_OUT = """
+import json, os, sys
+import vllm.plugins
+from vllm.platforms import current_platform
+os.environ["VLLM_NWOR_MODE"] = "stage"
+found = {}
+for plugins in ("", "other", "other,nwor"):
+    os.environ["VLLM_PLUGINS"] = plugins
+    vllm.plugins.plugins_loaded = False
+    vllm.plugins.load_general_plugins()
+    try:
+        current_platform.validate_environ(hard_fail=True)
+        said = None
+    except ValueError as error:
+        said = str(error)
+    found[plugins] = ["vllm_nwor" in sys.modules, said]
+print("RESULT " + json.dumps(found))
+"""
+
+
+def test_what_vllm_does_where_its_list_of_plugins_leaves_us_out():
+    """As README.md says it."""
+    warning = "Unknown vLLM environment variable detected: VLLM_NWOR_MODE"
+    assert result_of(LEFT_OUT) == {
+        "": [False, warning],
+        "other": [False, warning],
+        "other,nwor": [True, None],
+    }
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    assert warning in readme.read_text()
 
 
 MISMATCH = (

@@ -8,6 +8,7 @@ little, or nothing.
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -460,13 +461,14 @@ def pack(checkout: Path, name: str) -> None:
         wheel.writestr("vllm_nwor/_nwor_C.so", b"not looked at")
 
 
-def gpu_build(checkout: Path) -> str:
+def gpu_build(checkout: Path, **env: str) -> str:
     found = run(
         checkout / "tools/gpu_run.sh",
         "build",
         PATH=os.environ["PATH"],
         PYTHON=str(checkout / "python"),
         TMPDIR=str(checkout),
+        **env,
     )
     assert found.returncode == 1
     return found.stdout + found.stderr
@@ -478,6 +480,36 @@ def test_a_gpu_host_gets_the_wheel_of_this_checkout(gpu_checkout: Path) -> None:
     assert "installing dist/vllm_nwor-1-py3-none-any.whl" in said
     assert "asked: -m pip install" in said
     assert "--force-reinstall dist/vllm_nwor-1-py3-none-any.whl" in said
+
+
+def test_by_hand_a_gpu_host_gets_what_pip_would_install(gpu_checkout: Path) -> None:
+    """In a folder of packages, where pip fails: what was there of ours goes."""
+    shutil.rmtree(gpu_checkout / "dist")
+    (gpu_checkout / "tools/native.py").write_text(
+        "import pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[2])\n"
+        "folder.mkdir()\n"
+        "(folder / '_nwor_C.so').touch()\n"
+    )
+    site = gpu_checkout / "site"
+    for name in ("vllm/__init__.py", "vllm_nwor/removed.py", "vllm_nwor-0.dist-info/x"):
+        (site / name).parent.mkdir(parents=True)
+        (site / name).touch()
+
+    said = gpu_build(gpu_checkout, NWOR_SITE=str(site))
+
+    assert "installing by hand" in said
+    assert {str(p.relative_to(site)) for p in site.rglob("*") if p.is_file()} == {
+        "vllm/__init__.py",
+        "vllm_nwor/_nwor_C.so",
+        "vllm_nwor/window.py",
+        "vllm_nwor-0.dist-info/METADATA",
+        "vllm_nwor-0.dist-info/entry_points.txt",
+    }
+    (entry,) = importlib.metadata.distributions(name="vllm-nwor", path=[str(site)])
+    assert [point.value for point in entry.entry_points] == [
+        "vllm_nwor.plugin:register"
+    ]
 
 
 def test_a_wheel_of_another_checkout_is_refused(gpu_checkout: Path) -> None:

@@ -76,6 +76,31 @@ def test_missing_thing_is_one_line_with_its_command(
     assert "make deps" in hint
 
 
+def make(*arguments: str) -> str:
+    """The commands that make would run."""
+    command = ["make", "--dry-run", "--no-print-directory", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_only_make_deps_changes_the_system() -> None:
+    changes = ("--install", "prometheus.py")
+    assert [word for word in changes if word in make("deps")] == list(changes)
+    for target in ("test", "bench", "lint", "serve", "nightly", "soak"):
+        commands = make(target)
+        assert "check_system.sh" in commands
+        assert [word for word in changes if word in commands] == []
+
+
+def test_cleaning_keeps_what_was_measured() -> None:
+    for target in ("clean", "distclean"):
+        commands = make(target)
+        assert "rm -rf build" in commands
+        assert "bench-out" not in commands
+        assert "results" not in commands
+
+
 # --- setup_env.py ---
 
 

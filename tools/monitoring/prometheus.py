@@ -7,7 +7,8 @@
 What is on PATH is used. Otherwise Debian's or Ubuntu's package is downloaded and
 unpacked into the cache folder of tools/make_models.py: no root, and none of the
 package's scripts run, so no service is installed or started. Exit status: 0 it is
-there, 1 it could not be had.
+there, 1 it could not be had. `make deps` and .ci/run call it, no test does: as root it
+may update apt's lists.
 
 A server started here listens on loopback, scrapes one target and keeps its data in a
 folder that the caller gives.
@@ -37,7 +38,7 @@ from tools.make_models import cache_dir
 
 PACKAGE = "prometheus"
 PROGRAMS = ("prometheus", "promtool")
-COMMAND = "python tools/monitoring/prometheus.py"
+COMMAND = "make deps"
 START_SECONDS = 30
 
 
