@@ -10,20 +10,32 @@ its step: asynchronous outputs are covered by tests/unit/test_metrics.py.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from inspect import getattr_static
+from pathlib import Path
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.ab import UNHOOKED, Arm
+from benchmarks.arguments import parse
+from benchmarks.engine import Engine as BenchEngine
 from vllm.v1.metrics.reader import Counter, Gauge
 
+import vllm_nwor
 from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
-from tests.helpers.engine import Engine, Request, Result
-from tests.helpers.environment import model_path, subprocess_env
+from tests.helpers.engine import Engine, Request, Result, one_thread
+from tests.helpers.environment import model_path, nwor_settings, subprocess_env
 from tests.helpers.runner_probe import Observer, Step
+from vllm_nwor.hooks import _wrap, runner_v1, stats
 from vllm_nwor.metrics import COUNTERS
+from vllm_nwor.plugin import register
+
+LEDGER = (*runner_v1.LEDGER, *stats.LEDGER)
 
 REQUESTS = [
     Request("one", tuple(range(100, 130)), 40),
@@ -233,6 +245,71 @@ def test_after_the_mode_is_off_again_no_idle_series_remain():
     with_it, after = found
     assert {f"vllm:nwor_{name}" for name in COUNTERS} < with_it
     assert {name for name in with_it if "nwor" not in name} == after
+
+
+class OurFrames:
+    """The functions of NWOR that run in a bench engine's steps, by qualified name."""
+
+    FOLDER = str(Path(vllm_nwor.__path__[0]).resolve())
+
+    def __init__(self, bench: BenchEngine) -> None:
+        self.names: set[str] = set()
+        self._step = bench._engine.step
+        bench._engine.step = self._watched
+
+    def _watched(self) -> Any:
+        sys.setprofile(self._see)
+        try:
+            return self._step()
+        finally:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(self.FOLDER):
+            self.names.add(frame.f_code.co_qualname)
+
+
+def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
+    argv = ["--against", "cow", "--model", "shape:tiny", "--batch-size", "2"]
+    options = parse([*argv, "--max-tokens", "32", "--max-model-len", "256"])
+    hooked = Arm("cow", hooked=True)
+    with nwor_settings({"MODE": "cow"}), one_thread():
+        register()
+        bench = BenchEngine(options, "cpu")
+        hooks = [hook for hook in _wrap._hooks if hook.target in LEDGER]
+        shown = SimpleNamespace(llm=bench._engine)
+        frames = OurFrames(bench)
+        outputs, rises, ours, installed = [], [], [], []
+        for arm in (UNHOOKED, hooked, UNHOOKED, hooked):
+            before = counters(shown)
+            frames.names = set()
+            outputs.append(bench.run(arm).outputs)
+            after = counters(shown)
+            rises.append({name: num - before[name] for name, num in after.items()})
+            ours.append(frames.names)
+            installed.append([getattr_static(h.owner, h.name) for h in hooks])
+        gc.unfreeze()
+        bench.close()
+
+    assert outputs == outputs[:1] * 4
+    # That one is checked, and replaced on a scheduler for some steps.
+    assert {hook.target for hook in hooks} == {*LEDGER} - {stats.COUNT}
+    for unhooked in (0, 2):
+        assert ours[unhooked] == set()
+        assert {type(found) for found in installed[unhooked]} == {FunctionType}
+        assert all(
+            found is hook.wrapper.__wrapped__ and found.__module__ == hook.target.module
+            for found, hook in zip(installed[unhooked], hooks, strict=True)
+        )
+        rise = rises[unhooked]
+        assert rise["spec_decode_num_draft_tokens"] > 0
+        assert {num for name, num in rise.items() if name.startswith("nwor_")} == {0}
+    for names, rise in ((ours[1], rises[1]), (ours[3], rises[3])):
+        assert {"_model_forward", "_sample", "_update_from_output", "_record"} <= names
+        assert rise["nwor_tokens_staged"] == rise["spec_decode_num_draft_tokens"] > 0
+        assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
+        assert rise["nwor_breaches"] == 0
+        assert not any(num for name, num in rise.items() if "fallbacks" in name)
 
 
 SCRIPT = """

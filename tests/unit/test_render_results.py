@@ -129,6 +129,12 @@ def test_a_cell_has_a_line_for_each_tested_arm_with_its_baseline_and_verdict():
     control["low"] = 0.99
     row = last_row(views.cells([result]))
     assert (row[2], row[11], row[12]) == ("V2, no metrics", "not resolved", "9")
+    lines = views.cells([result | {"baseline": "hooks idle"}, result]).splitlines()
+    assert [last_row(line)[8] for line in lines[2:]] == [
+        *("unhooked", "unhooked", "hooks idle", "hooks idle"),
+    ]
+    with pytest.raises(views.BadBlock, match="needs mode compare, not cow"):
+        views.cells([{"mode": "cow"}])
 
 
 def test_memory_has_a_line_for_each_engine_not_for_each_batch_size():
