@@ -138,8 +138,12 @@ def run_alike(run: Callable[[ab.Arm], Run], options: Options) -> list[Run]:
 
 
 def arms_of(options: Options) -> list[ab.Arm]:
-    """What --mode compare runs: the baseline, then what is tested against it."""
-    return [ab.UNHOOKED, ab.Arm(options.against, hooked=True)]
+    """What --mode compare runs: the baseline, then what is tested against it. Against
+    stage: the same engine with the undo log, too."""
+    tested = [ab.Arm(options.against, hooked=True)]
+    if options.against == "stage":
+        tested.insert(0, ab.Arm("cow", hooked=True, stages=False))
+    return [ab.UNHOOKED, *tested]
 
 
 def compare(

@@ -26,11 +26,13 @@ class Arm:
     """One way to run the requests on an engine.
 
     name: in tables and files. hooked: whether NWOR's hooks are on vLLM; else it runs
-    its own code only, as `hooks._wrap.unhook` says.
+    its own code only, as `hooks._wrap.unhook` says. stages: whether shadow pages are
+    used where the engine has them; else all is logged.
     """
 
     name: str
     hooked: bool
+    stages: bool = True
 
 
 UNHOOKED = Arm("unhooked", hooked=False)

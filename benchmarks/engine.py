@@ -147,6 +147,8 @@ class Engine:
                     f"(VLLM_NWOR_MODE={self.options.nwor_mode}): {self.why_not()}"
                 )
             (_wrap.rehook if hooked else _wrap.unhook)()
+        if arm.hooked:
+            self.rpc("nwor_set_stages", arm.stages)
 
     def why_not(self) -> str:
         """The reasons that the runner recorded for the modes of its groups."""

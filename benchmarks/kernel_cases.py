@@ -145,7 +145,8 @@ class Case:
         ]
         self.table = torch.tensor(rows, device=device)
         self.runs = None if layout.runs is None else layout.runs.to(device)
-        self.counters = torch.zeros(6, dtype=torch.int64, device=device)
+        num_counters = len(ops.COUNTER_COLUMNS)
+        self.counters = torch.zeros(num_counters, dtype=torch.int64, device=device)
         blocks = torch.randperm(num_blocks).view(self.num_sets, windows)
         self.sets = [self._make_set(of_set) for of_set in blocks]
 

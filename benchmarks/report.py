@@ -178,6 +178,8 @@ def _nwor_table(result: Result, name: str, done: dict[str, Any]) -> Table:
         ),
         ("bytes logged", size(done["logged_bytes"])),
         ("bytes restored", size(done["restored_bytes"])),
+        ("bytes copied to shadow pages", size(done.get("shadow_copied_bytes", 0))),
+        ("bytes committed from them", size(done.get("committed_bytes", 0))),
         ("log bytes a draft", size(engine["log_bytes_per_draft"])),
         ("log in memory", size(engine["log_bytes"])),
     ]

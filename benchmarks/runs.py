@@ -22,7 +22,8 @@ class Drafts:
 class NworDone:
     """What NWOR did in a run: increments of its counters, and its host times.
 
-    logged_bytes is staged drafts times the log's bytes a draft.
+    logged_bytes is staged drafts times the log's bytes a draft, 0 where shadow pages
+    were used: those count shadow_copied_bytes and committed_bytes.
     begin_us, commit_us: one number a step that had drafts, [num_windowed_steps].
     """
 
@@ -35,6 +36,8 @@ class NworDone:
     logged_bytes: int
     begin_us: list[float] = field(default_factory=list)
     commit_us: list[float] = field(default_factory=list)
+    shadow_copied_bytes: int = 0
+    committed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def nwor_done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
         return int(after["counters"][name] - before["counters"][name])
 
     staged = grown("staged")
+    # A step is staged as a whole or logged as a whole in the engines of benches.
+    committed_bytes = grown("committed_bytes")
     return NworDone(
         windows=grown("windows"),
         staged=staged,
@@ -94,7 +99,11 @@ def nwor_done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
         rejected=grown("rejected"),
         invalid_slots=grown("invalid_slots"),
         restored_bytes=grown("restored_bytes"),
-        logged_bytes=staged * int(after["log_bytes_per_draft"]),
+        logged_bytes=0
+        if committed_bytes
+        else staged * int(after["log_bytes_per_draft"]),
+        shadow_copied_bytes=grown("shadow_copied_bytes"),
+        committed_bytes=committed_bytes,
         begin_us=[ns / 1000 for ns in after["begin_ns"]],
         commit_us=[ns / 1000 for ns in after["commit_ns"]],
     )

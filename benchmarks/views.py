@@ -265,8 +265,8 @@ def moved_bytes(results: Sequence[Result]) -> str:
         "batch",
         "accepted",
         "drafts a step",
-        "logged a step",
-        "restored a step",
+        "logged or copied to shadow a step",
+        "restored or committed a step",
         "logged - expected",
         "restored - expected",
     )
@@ -284,16 +284,25 @@ def _bytes(result: Result, done: dict[str, Any]) -> tuple[str, ...]:
     slot = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
     slot *= shape["num_hidden_layers"]
     steps = done["host"]["num_begins"]
+    copied, committed = (
+        done.get(name, 0) for name in ("shadow_copied_bytes", "committed_bytes")
+    )
     return (
         _short_device(result["environment"]),
         f"{args['runner']}, {args['method']}, k = {args['num_speculative_tokens']}",
         str(args["batch_size"]),
         f"{done['committed'] / max(done['staged'], 1):.2f}",
         f"{done['staged'] / steps:.1f}",
-        f"{done['logged_bytes'] / steps / 2**20:.2f} MiB",
-        f"{done['restored_bytes'] / steps / 2**20:.2f} MiB",
-        number(done["logged_bytes"] - done["staged"] * slot),
-        number(done["restored_bytes"] - done["rejected"] * slot),
+        f"{(done['logged_bytes'] + copied) / steps / 2**20:.2f} MiB",
+        f"{(done['restored_bytes'] + committed) / steps / 2**20:.2f} MiB",
+        *(
+            ("-", "-")
+            if committed
+            else (
+                number(done["logged_bytes"] - done["staged"] * slot),
+                number(done["restored_bytes"] - done["rejected"] * slot),
+            )
+        ),
     )
 
 

@@ -21,7 +21,13 @@ from pathlib import Path
 DISTRIBUTION = "vllm-nwor"
 LIBRARY = "_nwor_C.so"
 NAMESPACE = "_C_cache_ops"
-OPS = ("log_cache_slots", "restore_rejected_drafts", "stage", "commit_draft_layer")
+OPS = (
+    "log_cache_slots",
+    "restore_rejected_drafts",
+    "stage",
+    "commit_draft_layer",
+    "unstage",
+)
 DEVICES = ("cpu", "cuda")
 ENTRY_POINT = ("vllm.general_plugins", "nwor")
 

@@ -30,7 +30,7 @@ RATES = {
     (8, "50"): "0.9,0.78,0.64,0.5,0.4,0.32,0.26,0.2",
 }
 _COMMON = (
-    *("--mode", "compare", "--against", "cow", "--device", "cuda"),
+    *("--mode", "compare", "--against", "stage", "--device", "cuda"),
     *("--model", "shape:llama-8b", "--ignore-eos"),
     *("--repeats", "11", "--pairs-until-ci", "0.002", "--max-pairs", "200"),
 )

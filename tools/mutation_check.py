@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "stale_log",
         MANAGER,
-        "        self.state = State.IDLE\n        self._fall_back(reason, f",
-        "        self._fall_back(reason, f",
+        "        self.state = State.IDLE\n        if self.shadow is not None:",
+        "        if self.shadow is not None:",
     ),
     Mutation(
         "wrong_layer_order",

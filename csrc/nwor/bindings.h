@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops as PyTorch calls them. Definitions: cow_bindings.cpp (log and
-// restore), stage_bindings.cpp, single_bindings.cpp; registration and schemas:
-// torch_bindings.cpp.
+// The ops as PyTorch calls them. Definitions: cow_bindings.cpp (undo log) and
+// shadow_bindings.cpp (shadow pages); registration and schemas: torch_bindings.cpp.
 #pragma once
 
 #include "tensor_args.h"
@@ -17,15 +16,16 @@ void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
                              OptionalTensor sampled_token_ids, int64_t vocab_size,
                              OptionalTensor num_rejected, Tensor counters,
                              int64_t num_drafts, OptionalTensor counters_to);
-void log_cache_slots_single(Tensor kv_cache, Tensor slots, Tensor undo_log);
-void restore_rejected_drafts_single(Tensor kv_cache, Tensor slots, Tensor rejected_mask,
-                                    Tensor undo_log);
-void stage(Tensor key, Tensor value, Tensor slot_mapping, Tensor logits_indices,
-           Tensor cu_num_logits, Tensor staging_key, Tensor staging_value,
-           Tensor log_slots, Tensor log_windows, int64_t num_drafts);
-void commit_draft_layer(Tensor staging_key, Tensor staging_value, Tensor log_slots,
-                        Tensor log_windows, OptionalTensor sampled_token_ids,
-                        int64_t vocab_size, OptionalTensor num_rejected,
-                        Tensor key_cache, Tensor value_cache, int64_t num_drafts);
+void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_mapping,
+           Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits, Tensor saved,
+           int64_t first_entry, int64_t num_real_entries, int64_t span,
+           int64_t entry_tokens, bool patches);
+void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
+                        Tensor slot_mapping, Tensor saved,
+                        OptionalTensor sampled_token_ids, int64_t vocab_size,
+                        OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
+                        int64_t entry_tokens, bool undoes, OptionalTensor counters_to);
+void unstage(Tensor block_table, Tensor slot_mapping, Tensor saved, int64_t num_reqs,
+             int64_t entry_tokens);
 
 }  // namespace nwor

@@ -9,15 +9,21 @@
 #include "check.h"
 #include "cuda_stream.h"
 #include "launch.h"
+#include "shadow.h"
 
 namespace nwor {
 namespace {
 
+// What a handle points to.
 struct Prepared {
   int device;
+  int64_t num_launches;
+  std::vector<int64_t> columns;  // of the step being read; room for either
+  // One of these pairs.
   std::vector<LogArgs> logs;
   std::vector<RestoreArgs> restores;
-  std::vector<int64_t> columns;  // of the step being read; room for either
+  std::vector<ShadowStageArgs> stages;
+  std::vector<ShadowCommitArgs> commits;
 };
 
 template <typename T>
@@ -35,10 +41,16 @@ int64_t num_restore_columns(int64_t) {
   return sizeof(RestoreStep) / kColumn;
 }
 
+int64_t num_stage_columns(int64_t) {
+  return sizeof(StageStep) / kColumn;
+}
+
 NworInterpreter python;
 
 constexpr const char* kLog = "log_cache_slots";
 constexpr const char* kRestore = "restore_rejected_drafts";
+constexpr const char* kStage = "stage";
+constexpr const char* kCommit = "commit_draft_layer";
 
 void* refuse_number(const char* op, int64_t num_arguments,
                     const std::string& num_expected) {
@@ -64,7 +76,7 @@ void* call(const char* op, void* const* arguments, int64_t num_arguments,
     return nullptr;
   }
   Prepared& all = *reinterpret_cast<Prepared*>(handle);
-  const int64_t num_expected = 1 + num_columns(static_cast<int64_t>(all.logs.size()));
+  const int64_t num_expected = 1 + num_columns(all.num_launches);
   if (num_arguments != num_expected) {
     return refuse_number(op, num_arguments, std::to_string(num_expected));
   }
@@ -113,19 +125,60 @@ const char* enqueue_log(Prepared& all, const int64_t* columns) {
   }
 }
 
+Acceptance acceptance_of(const RestoreStep& step) {
+  return {at<const int32_t>(step.sampled_token_ids),
+          step.row_stride,
+          step.column_stride,
+          step.num_columns,
+          step.vocab_size,
+          at<const int32_t>(step.num_rejected),
+          step.num_reqs};
+}
+
+const char* enqueue_stage(Prepared& all, const int64_t* columns) {
+  const auto* step = reinterpret_cast<const StageStep*>(columns);
+  try {
+    void* const stream = current_cuda_stream(kStage, all.device);
+    for (ShadowStageArgs& args : all.stages) {
+      args.query_start_loc = at<const int32_t>(step->query_start_loc);
+      args.seq_lens = at<const int32_t>(step->seq_lens);
+      args.cu_num_logits = at<const int32_t>(step->cu_num_logits);
+      args.num_reqs = step->num_reqs;
+      stage_cuda(args, all.device, stream);
+    }
+    return nullptr;
+  } catch (const std::exception& error) {
+    return keep(error);
+  }
+}
+
+const char* enqueue_commit(Prepared& all, const int64_t* columns) {
+  const auto* step = reinterpret_cast<const RestoreStep*>(columns);
+  auto* counters_to = at<int64_t>(step->counters_to);
+  try {
+    void* const stream = current_cuda_stream(kCommit, all.device);
+    for (ShadowCommitArgs& args : all.commits) {
+      args.acceptance = acceptance_of(*step);
+      args.num_reqs = step->num_reqs;
+      args.counters_to = counters_to;
+      if (counters_to != nullptr) {
+        counters_to += kNumCounters;
+      }
+      commit_draft_layer_cuda(args, all.device, stream);
+    }
+    return nullptr;
+  } catch (const std::exception& error) {
+    return keep(error);
+  }
+}
+
 const char* enqueue_restore(Prepared& all, const int64_t* columns) {
   const auto* step = reinterpret_cast<const RestoreStep*>(columns);
   auto* counters_to = at<int64_t>(step->counters_to);
   const char* failure = nullptr;
   for (RestoreArgs& args : all.restores) {
     args.num_drafts = step->num_drafts;
-    args.acceptance = {at<const int32_t>(step->sampled_token_ids),
-                       step->row_stride,
-                       step->column_stride,
-                       step->num_columns,
-                       step->vocab_size,
-                       at<const int32_t>(step->num_rejected),
-                       step->num_reqs};
+    args.acceptance = acceptance_of(*step);
     args.counters_to = counters_to;
     if (counters_to != nullptr) {
       counters_to += kNumCounters;
@@ -144,17 +197,20 @@ const char* enqueue_restore(Prepared& all, const int64_t* columns) {
 }  // namespace nwor
 
 void nwor_prepared_version(int64_t* found) {
-  constexpr int64_t kVersion = 2;
+  constexpr int64_t kVersion = 3;
   found[0] = kVersion;
   found[1] = sizeof(nwor::PreparedLaunch) / nwor::kColumn;
   found[2] = sizeof(nwor::LogStep) / nwor::kColumn;
   found[3] = sizeof(nwor::LogStepLaunch) / nwor::kColumn;
   found[4] = sizeof(nwor::RestoreStep) / nwor::kColumn;
+  found[5] = sizeof(nwor::PreparedPages) / nwor::kColumn;
+  found[6] = sizeof(nwor::StageStep) / nwor::kColumn;
 }
 
 const char* nwor_prepared_load(int64_t device) {
   try {
     nwor::load_cow_kernels("start-up", static_cast<int>(device));
+    nwor::load_shadow_kernels("start-up", static_cast<int>(device));
     return nullptr;
   } catch (const std::exception& error) {
     return nwor::keep(error);
@@ -163,7 +219,7 @@ const char* nwor_prepared_load(int64_t device) {
 
 void* nwor_prepared_new(const nwor::PreparedLaunch* launches, int64_t num_launches,
                         int64_t device) {
-  auto* prepared = new nwor::Prepared{static_cast<int>(device), {}, {}, {}};
+  auto* prepared = new nwor::Prepared{static_cast<int>(device), num_launches};
   for (int64_t i = 0; i < num_launches; ++i) {
     const nwor::PreparedLaunch& launch = launches[i];
     nwor::LogArgs log{};
@@ -183,6 +239,39 @@ void* nwor_prepared_new(const nwor::PreparedLaunch* launches, int64_t num_launch
   return prepared;
 }
 
+void* nwor_prepared_pages_new(const nwor::PreparedPages* launches, int64_t num_launches,
+                              int64_t device) {
+  auto* prepared = new nwor::Prepared{static_cast<int>(device), num_launches};
+  for (int64_t i = 0; i < num_launches; ++i) {
+    const nwor::PreparedPages& launch = launches[i];
+    nwor::ShadowStageArgs stage{};
+    stage.table = {nwor::at<const nwor::LayerRow>(launch.table), launch.num_layers};
+    stage.blocks = {nwor::at<int32_t>(launch.block_table),
+                    launch.num_rows,
+                    launch.row_stride,
+                    launch.width,
+                    nwor::at<int64_t>(launch.slot_mapping),
+                    launch.num_slots_mapped};
+    stage.saved = {nwor::at<int32_t>(launch.saved), launch.max_windows, launch.span};
+    stage.first_entry = launch.first_entry;
+    stage.num_real_entries = launch.num_real_entries;
+    stage.entry_tokens = launch.entry_tokens;
+    stage.patches = true;
+    nwor::ShadowCommitArgs commit{};
+    commit.table = stage.table;
+    commit.blocks = stage.blocks;
+    commit.saved = stage.saved;
+    commit.counters = nwor::at<int64_t>(launch.counters);
+    commit.entry_tokens = launch.entry_tokens;
+    commit.undoes = true;
+    prepared->stages.push_back(stage);
+    prepared->commits.push_back(commit);
+  }
+  prepared->columns.resize(std::max(nwor::num_stage_columns(num_launches),
+                                    nwor::num_restore_columns(num_launches)));
+  return prepared;
+}
+
 void nwor_prepared_free(void* prepared) {
   delete static_cast<nwor::Prepared*>(prepared);
 }
@@ -194,6 +283,16 @@ void nwor_prepared_interpreter(const NworInterpreter* interpreter) {
 void* nwor_prepared_log(void*, void* const* arguments, int64_t num_arguments) {
   return nwor::call(nwor::kLog, arguments, num_arguments, nwor::num_log_columns,
                     nwor::enqueue_log);
+}
+
+void* nwor_prepared_stage(void*, void* const* arguments, int64_t num_arguments) {
+  return nwor::call(nwor::kStage, arguments, num_arguments, nwor::num_stage_columns,
+                    nwor::enqueue_stage);
+}
+
+void* nwor_prepared_commit(void*, void* const* arguments, int64_t num_arguments) {
+  return nwor::call(nwor::kCommit, arguments, num_arguments, nwor::num_restore_columns,
+                    nwor::enqueue_commit);
 }
 
 void* nwor_prepared_restore(void*, void* const* arguments, int64_t num_arguments) {

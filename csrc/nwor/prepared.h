@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Prepared launches: log_cache_slots and restore_rejected_drafts for a caller that
-// tells once what never changes and at each step only what a step changes. A step is
-// two C functions, whatever the number of launches, instead of dispatches through
-// PyTorch, whose code is not in the processor's cache when a step of a model has run
-// since the last one.
+// Prepared launches: log_cache_slots with restore_rejected_drafts, and stage with
+// commit_draft_layer, for a caller that tells once what never changes and at each step
+// only what a step changes. A step is two C functions, whatever the number of launches,
+// instead of dispatches through PyTorch, whose code is not in the processor's cache
+// when a step of a model has run since the last one.
 //
 // What a step hands over is all int64, addresses included; CUDA only. The columns are
 // mirrored in vllm/v1/nwor/prepared.py, which compares nwor_prepared_version. It sends
@@ -49,7 +49,8 @@ struct LogStepLaunch {
   int64_t num_tokens;
 };
 
-// A step of restore_rejected_drafts.
+// A step of restore_rejected_drafts, or of commit_draft_layer (which ignores
+// num_drafts).
 struct RestoreStep {
   int64_t num_drafts;
   int64_t sampled_token_ids;
@@ -62,9 +63,36 @@ struct RestoreStep {
   int64_t counters_to;  // [num_launches, kNumCounters] or 0
 };
 
+// What never changes, for each launch of stage and commit_draft_layer.
+struct PreparedPages {
+  int64_t table;
+  int64_t num_layers;
+  int64_t block_table;
+  int64_t num_rows;
+  int64_t row_stride;
+  int64_t width;
+  int64_t slot_mapping;
+  int64_t num_slots_mapped;
+  int64_t saved;
+  int64_t max_windows;
+  int64_t span;
+  int64_t first_entry;
+  int64_t num_real_entries;
+  int64_t entry_tokens;
+  int64_t counters;
+};
+
+// A step of stage.
+struct StageStep {
+  int64_t query_start_loc;
+  int64_t seq_lens;
+  int64_t cu_num_logits;
+  int64_t num_reqs;
+};
+
 }  // namespace nwor
 
-// found[0]: raised with every change of what this file exports. found[1..4]: int64
+// found[0]: raised with every change of what this file exports. found[1..6]: int64
 // values in each of the structs above, in their order.
 NWOR_EXPORT void nwor_prepared_version(int64_t* found);
 
@@ -76,6 +104,9 @@ NWOR_EXPORT const char* nwor_prepared_load(int64_t device);
 // What the launches' structs say is copied. nwor_prepared_free takes the result.
 NWOR_EXPORT void* nwor_prepared_new(const nwor::PreparedLaunch* launches,
                                     int64_t num_launches, int64_t device);
+NWOR_EXPORT void* nwor_prepared_pages_new(const nwor::PreparedPages* launches,
+                                          int64_t num_launches, int64_t device);
+// Takes the result of either.
 NWOR_EXPORT void nwor_prepared_free(void* prepared);
 
 // What the functions below need of the interpreter; in C's own types.
@@ -89,12 +120,17 @@ struct NworInterpreter {
 };
 NWOR_EXPORT void nwor_prepared_interpreter(const NworInterpreter* interpreter);
 
-// Builtins: (address of the result of nwor_prepared_new, a column of the step's struct
-// after another) -> None. Each enqueues every launch on PyTorch's current stream of the
-// device, which must be the current device. Raises RuntimeError: for another number of
-// arguments before anything is launched, else log at the first failure, restore after
-// it has tried the other launches too.
+// Builtins: (address of the result of nwor_prepared_new, for the last two of
+// nwor_prepared_pages_new, a column of the step's struct after another) -> None. Each
+// enqueues every launch on PyTorch's current stream of the device, which must be the
+// current device. Raises RuntimeError: for another number of arguments before anything
+// is launched, else log, stage and commit at the first failure, restore after it has
+// tried the other launches too.
 NWOR_EXPORT void* nwor_prepared_log(void* self, void* const* arguments,
                                     int64_t num_arguments);
 NWOR_EXPORT void* nwor_prepared_restore(void* self, void* const* arguments,
                                         int64_t num_arguments);
+NWOR_EXPORT void* nwor_prepared_stage(void* self, void* const* arguments,
+                                      int64_t num_arguments);
+NWOR_EXPORT void* nwor_prepared_commit(void* self, void* const* arguments,
+                                       int64_t num_arguments);

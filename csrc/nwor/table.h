@@ -81,7 +81,7 @@ struct UndoLog {
   }
 };
 
-// Columns of a row of counters, int64 [6]. Ops add to it.
+// Columns of a row of counters, int64 [8]. Ops add to it.
 enum Counter : int {
   kWindows,
   kStaged,
@@ -89,6 +89,8 @@ enum Counter : int {
   kRejected,
   kRestoredBytes,
   kInvalidSlots,
+  kShadowCopiedBytes,
+  kCommittedBytes,
   kNumCounters,
 };
 

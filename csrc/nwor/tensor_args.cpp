@@ -44,10 +44,6 @@ uint8_t* bytes_of(const Tensor& tensor) {
   return static_cast<uint8_t*>(tensor.data_ptr());
 }
 
-int64_t element_bytes_of(const Tensor& tensor) {
-  return static_cast<int64_t>(tensor.element_size());
-}
-
 }  // namespace
 
 TensorArgs::TensorArgs(const char* op, const char* name, const Tensor& reference)
@@ -87,14 +83,6 @@ void TensorArgs::size_is(const char* name, const Tensor& tensor, int64_t dim,
                          int64_t size, const char* meaning) const {
   NWOR_CHECK(tensor.size(dim) == size, op_, name, " has shape ", shape_of(tensor),
              "; dimension ", dim, " must be ", size, ", ", meaning);
-}
-
-void TensorArgs::same_dtype(const char* name, const Tensor& tensor,
-                            const char* other_name, const Tensor& other) const {
-  NWOR_CHECK(tensor.scalar_type() == other.scalar_type(), op_, name, " has dtype ",
-             torch::headeronly::toString(tensor.scalar_type()), " and ", other_name,
-             " has dtype ", torch::headeronly::toString(other.scalar_type()),
-             "; must be the same, a quantised cache is not supported");
 }
 
 void TensorArgs::num_drafts(int64_t num_drafts, int64_t capacity,
@@ -212,32 +200,30 @@ int64_t* TensorArgs::counters_to(const OptionalTensor& counters_to) const {
   return static_cast<int64_t*>(counters_to->data_ptr());
 }
 
-HeadRows TensorArgs::head_rows(const char* name, const Tensor& tensor) const {
-  same_device(name, tensor);
-  NWOR_CHECK(tensor.dim() == 3, op_, name, " has shape ", shape_of(tensor),
-             "; must be [rows, heads, head size]");
-  const int64_t element_bytes = element_bytes_of(tensor);
-  return {bytes_of(tensor),
-          tensor.stride(0) * element_bytes,
-          tensor.stride(1) * element_bytes,
-          tensor.stride(2) * element_bytes,
-          tensor.size(1),
-          tensor.size(2)};
+BlockTable TensorArgs::block_table(const Tensor& block_table,
+                                   const Tensor& slot_mapping) const {
+  array_of("block_table", block_table, ScalarType::Int, 2);
+  NWOR_CHECK(block_table.size(1) <= 1 || block_table.stride(1) == 1, op_,
+             "block_table has stride ", block_table.stride(1),
+             " in dimension 1; must be 1");
+  array("slot_mapping", slot_mapping, ScalarType::Long, 1);
+  return {static_cast<int32_t*>(block_table.data_ptr()),
+          block_table.size(0),
+          block_table.stride(0),
+          block_table.size(1),
+          static_cast<int64_t*>(slot_mapping.data_ptr()),
+          slot_mapping.size(0)};
 }
 
-PagedRows TensorArgs::paged_rows(const char* name, const Tensor& tensor) const {
-  same_device(name, tensor);
-  NWOR_CHECK(tensor.dim() == 4, op_, name, " has shape ", shape_of(tensor),
-             "; must be [blocks, heads, block size, head size]");
-  NWOR_CHECK(tensor.size(0) > 0 && tensor.size(2) > 0, op_, name, " has shape ",
-             shape_of(tensor), "; must have a block and a slot");
-  const int64_t element_bytes = element_bytes_of(tensor);
-  return {{bytes_of(tensor), tensor.stride(2) * element_bytes,
-           tensor.stride(1) * element_bytes, tensor.stride(3) * element_bytes,
-           tensor.size(1), tensor.size(3)},
-          tensor.stride(0) * element_bytes,
-          tensor.size(0),
-          tensor.size(2)};
+SavedWindows TensorArgs::saved(const Tensor& saved, int64_t num_reqs) const {
+  array("saved", saved, ScalarType::Int, 2);
+  const int64_t span = (saved.size(1) - kSavedEntries) / 2;
+  NWOR_CHECK(span >= 1 && saved.size(1) == kSavedEntries + 2 * span, op_,
+             "saved has shape ", shape_of(saved),
+             "; dimension 1 must be 8 + 2 * span, span at least 1");
+  NWOR_CHECK(num_reqs >= 0 && num_reqs <= saved.size(0), op_, "num_reqs is ", num_reqs,
+             " and saved has ", saved.size(0), " rows; must be between 0 and as many");
+  return {static_cast<int32_t*>(saved.data_ptr()), saved.size(0), span};
 }
 
 }  // namespace nwor

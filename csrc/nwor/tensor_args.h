@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "launch.h"
+#include "shadow.h"
 
 namespace nwor {
 
@@ -34,8 +35,6 @@ class TensorArgs {
                 torch::headeronly::ScalarType dtype, int64_t num_dims) const;
   void size_is(const char* name, const Tensor& tensor, int64_t dim, int64_t size,
                const char* meaning) const;
-  void same_dtype(const char* name, const Tensor& tensor, const char* other_name,
-                  const Tensor& other) const;
   void num_drafts(int64_t num_drafts, int64_t capacity, const char* buffer) const;
 
   LayerTable table(const Tensor& table) const;
@@ -51,10 +50,10 @@ class TensorArgs {
                         const OptionalTensor& num_rejected) const;
   // [kNumCounters] on the host, or nullptr.
   int64_t* counters_to(const OptionalTensor& counters_to) const;
-  // [rows, heads, head_size], any strides.
-  HeadRows head_rows(const char* name, const Tensor& tensor) const;
-  // [blocks, heads, block_size, head_size], any strides.
-  PagedRows paged_rows(const char* name, const Tensor& tensor) const;
+  // block_table [rows, width], rows may be strided, and slot_mapping [tokens].
+  BlockTable block_table(const Tensor& block_table, const Tensor& slot_mapping) const;
+  // [max_windows, 8 + 2 * span], with room for num_reqs windows.
+  SavedWindows saved(const Tensor& saved, int64_t num_reqs) const;
 
  private:
   const char* op_;

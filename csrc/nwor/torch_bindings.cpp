@@ -4,8 +4,7 @@
 // 2.11 and later. A FRAGMENT, because CUDA builds of vLLM own the namespace.
 // Fakes are registered in vllm/v1/nwor/ops.py.
 //
-// The table of addresses hides from PyTorch which caches an op reads and, in
-// restore_rejected_drafts, writes. The `.single` overloads say so honestly.
+// The table of addresses hides from PyTorch which caches an op reads and writes.
 #include <torch/csrc/stable/library.h>
 
 #include "bindings.h"
@@ -16,36 +15,31 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "Tensor logits_indices, Tensor cu_num_logits, Tensor(a!) undo_log, "
       "Tensor(b!) log_slots, Tensor(c!) log_windows, int num_drafts) -> ()");
   ops.def(
-      "log_cache_slots.single(Tensor kv_cache, Tensor slots, "
-      "Tensor(a!) undo_log) -> ()");
-  ops.def(
       "restore_rejected_drafts(Tensor table, Tensor? runs, Tensor undo_log, "
       "Tensor log_slots, Tensor log_windows, Tensor? sampled_token_ids, "
       "int vocab_size, Tensor? num_rejected, Tensor(a!) counters, "
       "int num_drafts, Tensor(b!)? counters_to=None) -> ()");
   ops.def(
-      "restore_rejected_drafts.single(Tensor(a!) kv_cache, Tensor slots, "
-      "Tensor rejected_mask, Tensor undo_log) -> ()");
+      "stage(Tensor table, Tensor? runs, Tensor(a!) block_table, "
+      "Tensor(b!) slot_mapping, Tensor query_start_loc, Tensor seq_lens, "
+      "Tensor cu_num_logits, Tensor(c!) saved, int first_entry, "
+      "int num_real_entries, int span, int entry_tokens, bool patches) -> ()");
   ops.def(
-      "stage(Tensor key, Tensor value, Tensor slot_mapping, "
-      "Tensor logits_indices, Tensor cu_num_logits, Tensor(a!) staging_key, "
-      "Tensor(b!) staging_value, Tensor(c!) log_slots, "
-      "Tensor(d!) log_windows, int num_drafts) -> ()");
+      "commit_draft_layer(Tensor table, Tensor? runs, Tensor(a!) block_table, "
+      "Tensor(b!) slot_mapping, Tensor saved, Tensor? sampled_token_ids, "
+      "int vocab_size, Tensor? num_rejected, Tensor(c!) counters, int num_reqs, "
+      "int entry_tokens, bool undoes, Tensor(d!)? counters_to=None) -> ()");
   ops.def(
-      "commit_draft_layer(Tensor staging_key, Tensor staging_value, "
-      "Tensor log_slots, Tensor log_windows, Tensor? sampled_token_ids, "
-      "int vocab_size, Tensor? num_rejected, Tensor(a!) key_cache, "
-      "Tensor(b!) value_cache, int num_drafts) -> ()");
+      "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor saved, "
+      "int num_reqs, int entry_tokens) -> ()");
 }
 
 #define NWOR_REGISTER_ALL(ops)                                                    \
   ops.impl("log_cache_slots", TORCH_BOX(&nwor::log_cache_slots));                 \
-  ops.impl("log_cache_slots.single", TORCH_BOX(&nwor::log_cache_slots_single));   \
   ops.impl("restore_rejected_drafts", TORCH_BOX(&nwor::restore_rejected_drafts)); \
-  ops.impl("restore_rejected_drafts.single",                                      \
-           TORCH_BOX(&nwor::restore_rejected_drafts_single));                     \
   ops.impl("stage", TORCH_BOX(&nwor::stage));                                     \
-  ops.impl("commit_draft_layer", TORCH_BOX(&nwor::commit_draft_layer))
+  ops.impl("commit_draft_layer", TORCH_BOX(&nwor::commit_draft_layer));           \
+  ops.impl("unstage", TORCH_BOX(&nwor::unstage))
 
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, ops) {
   NWOR_REGISTER_ALL(ops);

@@ -15,6 +15,7 @@ Imports neither torch nor vLLM.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ class EngineSpec:
         return (self.num_blocks - 1) * self.block_size
 
     @property
+    def num_shadow_blocks(self) -> int:
+        """In mode stage: blocks for the drafts of MAX_NUM_SEQS requests, beyond those
+        that the scheduler has in every mode."""
+        if os.environ.get("VLLM_NWOR_MODE") != "stage":
+            return 0
+        return MAX_NUM_SEQS * (1 - -(self.num_drafts - 1) // self.block_size)
+
+    @property
     def factors(self) -> tuple[frozenset[str], ...]:
         """The row's value of each factor; the default graph mode counts as two."""
         head = "head" if self.runner == "v2" else self.drafter
@@ -99,7 +108,7 @@ class EngineSpec:
             "max_num_seqs": MAX_NUM_SEQS,
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
             "block_size": self.block_size,
-            "num_gpu_blocks_override": self.num_blocks,
+            "num_gpu_blocks_override": self.num_blocks + self.num_shadow_blocks,
             # Engines start beside each other on one GPU: nothing is profiled.
             "kv_cache_memory_bytes": KV_CACHE_BYTES,
             "gpu_memory_utilization": 0.05,

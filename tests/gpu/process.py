@@ -248,6 +248,8 @@ def main(job: str, name: str, out: str, models: str) -> int:
     faulthandler.enable()
     spec = BY_NAME[name]
     mode = os.environ.get("VLLM_NWOR_MODE", "off")
+    if mode == "stage":
+        os.environ["VLLM_NWOR_SHADOW_BLOCKS"] = str(spec.num_shadow_blocks)
     report = Report(Path(out), engine=name, mode=mode, job=job)
     started = time.perf_counter()
     try:

@@ -5,8 +5,9 @@ The engines are rows of MATRIX in engines.py, what they are made to do is in row
 what is checked in compare.py, how bytes are watched in watch.py. Each engine runs twice
 in processes of its own, with NWOR off and on; the off one must fail the oracle.
 
-Not covered: stage, pipeline parallelism (refused), block copies (full attention makes
-none), and FLASHINFER, which the test machines lack.
+NWOR_GPU_MODE=stage has them run with shadow pages. Not covered: pipeline parallelism
+(refused), block copies (full attention makes none), and FLASHINFER, which the test
+machines lack.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.gpu.engines import BY_NAME, MATRIX, PARALLEL, EngineSpec
 from tests.gpu.pool import Finished, Pool
 
 Verdict = dict[str, Any]
-FILE = "gpu_engines.json"
+FILE = "gpu_engines.json" if ON == "cow" else f"gpu_engines_{ON}.json"
 
 
 def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:

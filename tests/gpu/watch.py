@@ -7,11 +7,18 @@ Three whole copies of every cache allocation a step, on the device:
     S1  after the forward
     S2  after the sampler has returned, NWOR's commit included
 
-and what must hold between them, in every target layer (guarantees 1 and 2):
+and what must hold between them, in every target layer (guarantees 1 and 2), outside of
+shadow blocks, which no request has:
 
     S2 == S0 at the slots of rejected drafts       else "not restored"
     S2 == S1 everywhere else                       else "stray write"
     S1 == S0 outside the slots of this step        else "unmapped write"
+
+With shadow pages (mode stage) drafts are verified elsewhere, and commit writes the kept
+rows: S2 == S1 has to hold outside the slots of this step only, and (guarantee 3)
+
+    S1 == S0 at the slots of rows verified in a shadow block    else "early write"
+    each rejected draft was verified in a shadow block          else "not staged"
 
 Besides, for each step three 64-bit digests: where the step's slots lie; the bytes of
 all slots except those whose last write was a rejected draft; and the same of the slots
@@ -38,7 +45,8 @@ MAX_REPORTED = 20
 class Step:
     """One step. drafted, accepted: of each request that had drafts.
 
-    slots: for each layer, [num_tokens] int64, device, -1 for padding.
+    slots: for each layer, [num_tokens] int64, device, -1 for padding: as they are once
+        the sampler has returned. verified: as the forward saw them.
     rejected: batch rows of rejected drafts, [n] int64, device.
     contradictions: where vLLM's own numbers do not agree.
     """
@@ -51,6 +59,7 @@ class Step:
     drafted: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
     slots: dict[str, torch.Tensor] = field(default_factory=dict)
+    verified: dict[str, torch.Tensor] = field(default_factory=dict)
     rejected: torch.Tensor | None = None
     contradictions: list[str] = field(default_factory=list)
 
@@ -86,6 +95,17 @@ class Watch:
             for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups)
             for name in group.layer_names
         }
+        # Shadow blocks lie behind those that requests can have.
+        reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
+        regions = reserved if isinstance(reserved, dict) else {}
+        self.is_staged = bool(regions)
+        self.num_real = {
+            name: regions[self.group_of[name]].num_real_blocks
+            * regions[self.group_of[name]].block_size
+            if self.group_of[name] in regions
+            else slot_count(layer)
+            for name, layer in self.layers.items()
+        }
         self.is_on = False
         self._step: Step | None = None
         self._graph = "NONE"
@@ -101,7 +121,7 @@ class Watch:
         self.num_rejected = self.num_dirty = 0
         self.num_windows = self.num_drafts = self.num_accepted = 0
         device = self.storages[0].device
-        sizes = {name: slot_count(layer) for name, layer in self.layers.items()}
+        sizes = self.num_real
         self.dirty, self.written = (
             {
                 name: torch.zeros(size, dtype=torch.bool, device=device)
@@ -113,11 +133,15 @@ class Watch:
     def start(self, seed: int) -> None:
         """Fills the caches with finite random bytes, so that a slot never written is
         like no other, and begins to watch. Only while nothing runs."""
-        generator = torch.Generator(device=self.storages[0].device)
-        generator.manual_seed(seed)
         for storage in self.storages:
+            storage.fill_(seed)
+        for number, layer in enumerate(cache_layers(self.runner).values()):
+            # A block's bytes do not depend on how many blocks there are.
+            blocks = layer.kv_cache.view(torch.uint8)
+            place = torch.arange(blocks.numel(), device=blocks.device)
+            mixed = (place + number * 7919 + seed) * 0x9E3779B1
             # 0x00..0x3F in every byte: finite as bf16, fp8 and float32 scales.
-            storage.random_(0, 0x40, generator=generator)
+            blocks.copy_(((mixed >> 15) & 0x3F).view(blocks.shape))
         self._reset()
         self.is_on = True
 
@@ -173,7 +197,7 @@ class Watch:
                 return model_forward(*args, **kwargs)
             context: Any = get_forward_context()
             step.graph = context.cudagraph_runtime_mode.name
-            step.slots = {
+            step.verified = {
                 name: context.slot_mapping[name].clone() for name in self.layers
             }
             self._before = self._copy()
@@ -184,6 +208,13 @@ class Watch:
         def observed_sample(logits: Any, metadata: Any):
             output = sample(logits, metadata)
             if self._step is not None:
+                tables = runner.input_batch.block_table
+                self._note_slots(
+                    {
+                        name: tables[group].slot_mapping.gpu
+                        for name, group in self.group_of.items()
+                    }
+                )
                 record_v1(self._step, runner, metadata, output.sampled_token_ids)
                 self._judge(self._step)
             return output
@@ -201,8 +232,12 @@ class Watch:
             self._before = self._copy()
             result = prepare_attn(input_batch)
             _, slot_mappings = result
-            self._step.slots = {
-                name: slot_mappings[self.group_of[name]].clone() for name in self.layers
+            mappings = {
+                name: slot_mappings[self.group_of[name]] for name in self.layers
+            }
+            self._mappings = mappings
+            self._step.verified = {
+                name: mapping.clone() for name, mapping in mappings.items()
             }
             return result
 
@@ -212,6 +247,7 @@ class Watch:
             self._after = self._copy()
             result = sample(hidden_states, input_batch, grammar_output)
             self._step.graph = self._graph
+            self._note_slots(self._mappings)
             record_v2(self._step, input_batch, *result[1:])
             self._judge(self._step)
             return result
@@ -222,6 +258,16 @@ class Watch:
         if manager is not None:
             self._note_graph(manager, "run_fullgraph", "FULL")
             self._note_graph(manager, "run_pw_graph", "PIECEWISE")
+
+    def _note_slots(self, mappings: dict[str, torch.Tensor]) -> None:
+        """The step's slots, after the sampler and before the drafter computes its own
+        into the same buffers."""
+        step = self._step
+        assert step is not None
+        step.slots = {
+            name: mappings[name][: len(verified)].clone()
+            for name, verified in step.verified.items()
+        }
 
     def _note_graph(self, manager: Any, method: str, mode: str) -> None:
         original = getattr(manager, method)
@@ -242,10 +288,22 @@ class Watch:
         number = len(self.steps)
         rejected_masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
         mapped_masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
+        staged_masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
+        real_masks = [torch.ones_like(s, dtype=torch.bool) for s in self.storages]
         for name, layer in self.layers.items():
             index = self.storage_of[name]
             slots = step.slots[name]
             mark(mapped_masks[index], layer, slots[slots >= 0])
+            if self.is_staged:
+                num_real = self.num_real[name]
+                shadow = torch.arange(num_real, slot_count(layer), device=slots.device)
+                mark(real_masks[index], layer, shadow, False)
+                verified = step.verified[name]
+                mark(staged_masks[index], layer, slots[verified >= num_real])
+                if step.rejected is not None:
+                    early = step.rejected[verified[step.rejected] < num_real]
+                    if len(early):
+                        self._add(number, "not staged", name, slots[early].tolist())
             if step.rejected is not None:
                 rejected = slots[step.rejected]
                 mark(rejected_masks[index], layer, rejected[rejected >= 0])
@@ -253,21 +311,24 @@ class Watch:
         for index, now in enumerate(self.storages):
             before, after = self._before[index], self._after[index]
             rejected_mask, mapped_mask = rejected_masks[index], mapped_masks[index]
+            real, staged = real_masks[index], staged_masks[index]
+            commits = mapped_mask if self.is_staged else rejected_mask
             trouble.append(
                 (
                     index,
                     ("not restored", (now != before) & rejected_mask),
-                    ("stray write", (now != after) & ~rejected_mask),
-                    ("unmapped write", (after != before) & ~mapped_mask),
+                    ("stray write", (now != after) & ~commits & real),
+                    ("unmapped write", (after != before) & ~mapped_mask & real),
+                    ("early write", (after != before) & staged),
                 )
             )
         if step.rejected is not None and len(step.rejected):
             for name, layer in self.layers.items():
                 index = self.storage_of[name]
-                changed = (self._before[index] != self._after[index]) & (
-                    rejected_masks[index]
-                )
-                self.num_dirty += int(slots_with(changed, layer).sum())
+                changed = self._before[index] != self._after[index]
+                wrote = torch.zeros_like(changed)
+                mark(wrote, layer, step.verified[name][step.rejected])
+                self.num_dirty += int(slots_with(changed & wrote, layer).sum())
                 self.num_rejected += len(step.rejected)
         for index, *kinds in trouble:
             for kind, mask in kinds:
@@ -328,6 +389,7 @@ class Watch:
             slots = step.slots[name]
             places += weight * int((slots * odd_numbers(slots)).sum())
             hashes = hash_slots(self.storages[self.storage_of[name]], layer)
+            hashes = hashes[: self.num_real[name]]
             hashes = hashes.masked_fill(self.dirty[name], 0)
             strict += weight * int((hashes * odd_numbers(hashes)).sum())
             hashes = hashes.masked_fill(~self.written[name], 0)
@@ -464,10 +526,12 @@ def layer_view(buffer: torch.Tensor, layer: Any) -> torch.Tensor:
     return view if cache.dim() == 4 else view.unsqueeze(1)
 
 
-def mark(mask: torch.Tensor, layer: Any, slots: torch.Tensor) -> None:
+def mark(
+    mask: torch.Tensor, layer: Any, slots: torch.Tensor, value: bool = True
+) -> None:
     """Sets `mask`, [storage bytes] bool, at the bytes of `slots`, [n] int64."""
     size = block_size_of(layer)
-    layer_view(mask, layer)[slots // size, :, slots % size] = True
+    layer_view(mask, layer)[slots // size, :, slots % size] = value
 
 
 def slots_with(mask: torch.Tensor, layer: Any) -> torch.Tensor:

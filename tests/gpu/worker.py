@@ -88,6 +88,10 @@ class GpuTestExtension(NworWorkerExtension):
                 for group in runner.kv_cache_config.kv_cache_groups
             ],
             "protected": protected_layers(runner),
+            "resolved": [
+                info.resolved
+                for info in getattr(getattr(runner, "nwor_state", None), "infos", ())
+            ],
         }
 
     def test_memory(self) -> dict[str, Any] | None:

@@ -155,6 +155,74 @@ class SnapshotOracle(Observer):
         return pointers.index(pointer), wanted[:, self.owners[name]]
 
 
+class ShadowOracle(Observer):
+    """Watches an engine in mode stage: what must never happen is in `violations`, as
+    (step, what).
+
+    A real block is one that the scheduler can hand out. num_staged: drafts that were
+    verified in a shadow block and rejected.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.runner = engine.runner
+        self.layers = engine.probe.target_layers()
+        # Groups overlay each other's bytes: one writes where another is not mapped.
+        self._aliases = _aliases(self.layers)
+        self.storages = {
+            storage.untyped_storage().data_ptr(): storage
+            for storage in engine.probe.storages()
+        }
+        self.num_real = engine.core.scheduler.kv_cache_config.num_blocks
+        self.violations: list[tuple[int, str]] = []
+        self.num_staged = 0
+        self._number = 0
+        self._before: dict[str, torch.Tensor] = {}
+
+    def _real(self, name: str) -> torch.Tensor:
+        cache = self.layers[name].kv_cache
+        storage = self.storages[cache.untyped_storage().data_ptr()]
+        return block_bytes(cache, storage)[: self.num_real]
+
+    def forward_begins(self, step: Step) -> None:
+        self._before = {name: self._real(name).clone() for name in self.layers}
+
+    def committed(self, step: Step) -> None:
+        """Before the drafter runs. What the forward wrote to a real block was no
+        draft; what commit wrote there is compared elsewhere, with an off engine."""
+        for name, layer in self.layers.items():
+            rejected = step.rejected.get(name)
+            if rejected is not None and len(rejected):
+                first_shadow = self.num_real * layer.kv_cache.shape[2]
+                self.num_staged += int((rejected >= first_shadow).sum())
+                if bool((rejected < first_shadow).any()):
+                    self._violation(f"a draft of {name} was sent to a real block")
+
+    def forward_ends(self, step: Step) -> None:
+        for name, layer in self.layers.items():
+            block_size = layer.kv_cache.shape[2]
+            changed = self._real(name) != self._before[name]
+            block, head, byte = changed.nonzero().unbind(1)
+            slots = set(
+                (block * block_size + owners(layer)[head, byte]).unique().tolist()
+            )
+            mapped = {
+                slot
+                for alias in self._aliases[name]
+                for slot in step.slots[alias].tolist()
+            }
+            if not slots <= mapped:
+                self._violation(f"the forward wrote real slots of {name} unasked")
+
+    def step_done(self, step: Step) -> None:
+        for table in self.runner.input_batch.block_table.block_tables:
+            if int(table.block_table.gpu.max()) >= self.num_real:
+                self._violation("a shadow block is in a table between steps")
+        self._number += 1
+
+    def _violation(self, what: str) -> None:
+        self.violations.append((self._number, what))
+
+
 class HashRecorder(Observer):
     """After each step, [num_blocks, N] int64 hashes of every layer's slots.
 

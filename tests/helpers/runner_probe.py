@@ -24,6 +24,8 @@ import torch
 import wrapt
 from vllm.forward_context import get_forward_context
 
+from tests.helpers.byte_map import block_bytes
+
 
 @dataclass
 class Step:
@@ -107,11 +109,16 @@ class RunnerProbe:
 
     def poison(self, seed: int = 0) -> None:
         """Fills the caches with finite random values, so that the bytes of a slot
-        that was never written are like no other's. Only while nothing runs."""
-        generator = torch.Generator().manual_seed(seed)
-        for storage in self.storages():
+        that was never written are like no other's. Only while nothing runs. A block's
+        values do not depend on how many there are."""
+        storages = {s.untyped_storage().data_ptr(): s for s in self.storages()}
+        for number, layer in enumerate(self.layers().values()):
+            cache = layer.kv_cache
+            storage = storages[cache.untyped_storage().data_ptr()]
+            blocks = block_bytes(cache, storage)
+            generator = torch.Generator().manual_seed(seed + number)
             # 0x00..0x3F in every byte: finite in bfloat16 and in both kinds of fp8.
-            storage.random_(0, 0x40, generator=generator)
+            blocks.copy_(torch.randint(0, 0x40, blocks.shape, generator=generator))
 
     # -- steps ---------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 1 and 2, byte by byte, on real engines (CPU_ATTN, bf16 and fp8 caches).
+"""Guarantees 1 to 3, byte by byte, on real engines (CPU_ATTN, bf16 and fp8 caches).
 
 Where a slot's bytes lie, and which drafts were rejected, is worked out here from vLLM
 alone (tests/helpers). Each oracle is shown to report vanilla vLLM and several ways to
@@ -24,6 +24,7 @@ from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result
 from tests.helpers.faults import replaced_ops
 from tests.helpers.oracle import (
     HashRecorder,
+    ShadowOracle,
     SnapshotOracle,
     Violation,
     committed_hashes,
@@ -99,13 +100,60 @@ def watch(
 
 
 @pytest.fixture(scope="module", params=CACHES)
-def runs(request: pytest.FixtureRequest) -> tuple[Run, Run]:
+def cache(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def runs(cache: str) -> tuple[Run, Run]:
     """An off and a cow engine with the same history, after the same arrivals."""
-    if request.param == "fp8" and not HAS_AVX512:
+    if cache == "fp8" and not HAS_AVX512:
         pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
-    off = watch(Engine("off", **CACHES[request.param]), REQUESTS)
-    cow = watch(Engine("cow", **CACHES[request.param]), REQUESTS, off.truth)
+    off = watch(Engine("off", **CACHES[cache]), REQUESTS)
+    cow = watch(Engine("cow", **CACHES[cache]), REQUESTS, off.truth)
     return off, cow
+
+
+@dataclass
+class StagedRun:
+    """One engine's run of REQUESTS in mode stage. num_real: blocks that its scheduler
+    has, as many as the off engine's."""
+
+    engine: Engine
+    oracle: ShadowOracle
+    hashes: HashRecorder
+    result: Result
+
+    def real_hashes(self) -> list[dict[str, torch.Tensor]]:
+        """Of the start and of each step, without the shadow blocks."""
+        return [
+            {name: hashes[: self.oracle.num_real] for name, hashes in step.items()}
+            for step in (self.hashes.start, *self.hashes.steps)
+        ]
+
+
+def watch_staged(engine: Engine, truth: dict[str, list[int]]) -> StagedRun:
+    truth_of(engine, REQUESTS)  # as `watch` does: blocks are free in the same order
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    engine.poison_caches()
+    oracle, hashes = ShadowOracle(engine), HashRecorder(engine.probe)
+    result = engine.run(REQUESTS, [oracle, hashes])
+    return StagedRun(engine, oracle, hashes, result)
+
+
+# Shadow blocks for all of DEFAULTS' 8 sequences, in up to two groups.
+NUM_SHADOW_BLOCKS = {"sliding_window": 32}
+
+
+@pytest.fixture(scope="module")
+def staged(cache: str, runs: tuple[Run, Run]) -> tuple[Run, StagedRun]:
+    """The off engine's run, and that of a stage engine whose scheduler has as many
+    blocks."""
+    num_shadow = NUM_SHADOW_BLOCKS.get(cache, 16)
+    arguments = dict(CACHES[cache])
+    arguments["num_gpu_blocks_override"] += num_shadow
+    engine = Engine("stage", {"SHADOW_BLOCKS": str(num_shadow)}, **arguments)
+    return runs[0], watch_staged(engine, runs[0].truth)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +244,32 @@ def test_cache_is_a_function_of_committed_tokens(runs: tuple[Run, Run]) -> None:
     assert differences([off.hashes.start], [cow.hashes.start]) == []
     assert differences(expected, cow.hashes.steps) == []
     assert differences(expected, off.hashes.steps) != [], "it cannot tell vanilla"
+
+
+def test_staged_drafts_touch_no_block_of_a_request(
+    staged: tuple[Run, StagedRun],
+) -> None:
+    """Guarantee 3's second half, and where shadow blocks may be seen."""
+    off, stage = staged
+    infos = stage.engine.runner.nwor_state.infos
+    assert {info.resolved for info in infos} == {"stage"}
+    assert not stage.engine.manager.fallbacks
+    assert stage.oracle.num_real == off.engine.runner.kv_cache_config.num_blocks
+    assert stage.oracle.violations == []
+    assert stage.oracle.num_staged > 100
+
+
+def test_staged_outputs_and_cache_are_those_of_off(
+    staged: tuple[Run, StagedRun],
+) -> None:
+    """Tokens, logprobs, acceptance, and every byte of every real block after every
+    step: guarantees 1 to 3."""
+    off, stage = staged
+    assert stage.result.tokens == off.result.tokens
+    assert stage.result.logprobs == off.result.logprobs
+    assert stage.result.schedule() == off.result.schedule()
+    expected, _ = committed_hashes(off.hashes, off.result.steps)
+    assert differences([off.hashes.start, *expected], stage.real_hashes()) == []
 
 
 def test_two_threads(cow: Engine) -> None:

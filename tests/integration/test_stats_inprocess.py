@@ -380,70 +380,56 @@ def test_nothing_is_created_when_it_is_not_wanted(env):
     assert not [name for name in found if "nwor" in name]
 
 
-SWITCHED_ON_LATE = {
-    # The plugin is loaded once a process: the front end's found the mode off.
-    "LLM": """
-import os, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    for mode in ("off", "cow"):
-        os.environ["VLLM_NWOR_MODE"] = mode
-        llm = LLM(sys.argv[1], disable_log_stats=False, **{arguments})
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        for _ in range(2):
-            (output,) = llm.generate([{prompt}], params)
-            print("TOKENS", len(output.outputs[0].token_ids))
-        print("NAMES", [m.name for m in llm.get_metrics()])
-        llm.llm_engine.engine_core.shutdown()
-""",
-    "AsyncLLM": """
+# The plugin is loaded once a process: the front end's found the mode off.
+SWITCHED_ON_LATE = """
 import asyncio, os, sys
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
-async def main():
+
+ARGUMENTS = dict(
+    model=sys.argv[2], enforce_eager=True, max_model_len=256, disable_log_stats=False,
+    num_gpu_blocks_override=32, max_num_seqs=4, dtype="bfloat16",
+    speculative_config={
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    },
+)
+PROMPT = {"prompt_token_ids": [7, 8, 9] * 8}
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+def serve_llm():
+    llm = LLM(**ARGUMENTS)
+    for _ in range(2):
+        yield llm.generate([PROMPT], PARAMS)[0]
+
+async def serve_async():
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**ARGUMENTS))
+    outputs = []
+    for number in range(2):
+        async for output in llm.generate(PROMPT, PARAMS, str(number)):
+            pass
+        outputs.append(output)
+    llm.shutdown()
+    return outputs
+
+if __name__ == "__main__":
     load_general_plugins()
     os.environ["VLLM_NWOR_MODE"] = "cow"
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(sys.argv[1], **{arguments}))
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    for number in range(2):
-        async for output in llm.generate({prompt}, params, str(number)):
-            pass
+    is_async = sys.argv[1] == "AsyncLLM"
+    for output in asyncio.run(serve_async()) if is_async else serve_llm():
         print("TOKENS", len(output.outputs[0].token_ids))
-    print("NAMES", [m.name for m in get_metrics_snapshot()])
-    llm.shutdown()
-if __name__ == "__main__":
-    asyncio.run(main())
-""",
-}
+    print("NAMES", [metric.name for metric in get_metrics_snapshot()])
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front_end", SWITCHED_ON_LATE)
-def test_an_engine_with_a_front_end_that_does_not_take_reports_serves_on(front_end):
-    arguments: dict[str, Any] = {
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "num_gpu_blocks_override": 32,
-        "max_num_seqs": 4,
-        "dtype": "bfloat16",
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-    }
-    script = SWITCHED_ON_LATE[front_end].replace("{arguments}", repr(arguments))
+@pytest.mark.parametrize("front_end", ["LLM", "AsyncLLM"])
+def test_an_engine_whose_front_end_does_not_take_reports_serves_on(front_end):
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            script.replace("{prompt}", repr({"prompt_token_ids": [7, 8, 9] * 8})),
-            model_path("tiny-llama"),
-        ],
+        [sys.executable, "-c", SWITCHED_ON_LATE, front_end, model_path("tiny-llama")],
         env=subprocess_env(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
         capture_output=True,
         text=True,
@@ -453,7 +439,7 @@ def test_an_engine_with_a_front_end_that_does_not_take_reports_serves_on(front_e
 
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-6000:]
-    assert printed.count("TOKENS 24") == (4 if front_end == "LLM" else 2)
+    assert printed.count("TOKENS 24") == 2
     assert "vllm:spec_decode_num_drafts" in printed
     assert "vllm:nwor" not in printed
     # The engine ran with NWOR, and said once that nobody hears of it.

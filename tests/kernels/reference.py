@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain reference of log and restore, from the contract and not from the C++.
+"""A plain reference of the ops, from the contract and not from the C++.
 
 A `Layer` knows for every slot the offsets of its bytes in one allocation, as an index
 tensor that the layout's definition gives byte by byte; logging is then `cache[index]`
 and restoring its reverse. Allocations have guard bytes at both ends, and tests compare
-them whole.
+them whole. `ShadowPages` does the same for stage, commit_draft_layer and unstage.
 """
 
 from __future__ import annotations
@@ -309,5 +309,295 @@ def expected_counters(tables: Tables, batch: Batch) -> list[int]:
         len(rejected) - sum(rejected),
         sum(rejected),
         restored,
-        0,
+        *(0, 0, 0),
     ]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """How a group's block table stands for slots, and where its shadow entries lie.
+
+    The cache ends with the last shadow entry of the last row.
+    """
+
+    entry_tokens: int
+    num_real_entries: int
+    first_entry: int
+    span: int
+    max_windows: int
+    width: int
+
+    @property
+    def num_entries(self) -> int:
+        return self.first_entry + self.max_windows * self.span
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_entries * self.entry_tokens
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request's rows of a step: the last of its seq_len positions, of which the
+    last num_drafts are drafts.
+
+    entries: its row of the block table.
+    wrong_slots: (row, slot) that do not agree with the entries.
+    """
+
+    entries: tuple[int, ...]
+    seq_len: int
+    num_rows: int
+    num_drafts: int
+    accepted: int = 0
+    wrong_slots: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def first_position(self) -> int:
+        return self.seq_len - self.num_rows
+
+    def sound_slots(self, entry_tokens: int) -> list[int]:
+        """The slots of the rows by the entries; PAD where there is no entry."""
+        positions = range(self.first_position, self.seq_len)
+        last = len(self.entries) * entry_tokens - 1
+        return [
+            slot_at(self.entries, position, entry_tokens)
+            if 0 <= position <= last
+            else PAD
+            for position in positions
+        ]
+
+    def slots(self, entry_tokens: int) -> list[int]:
+        wrong = dict(self.wrong_slots)
+        sound = self.sound_slots(entry_tokens)
+        return [wrong.get(row, slot) for row, slot in enumerate(sound)]
+
+
+def slot_at(entries: Sequence[int], position: int, entry_tokens: int) -> int:
+    entry = entries[position // entry_tokens]
+    return entry * entry_tokens + position % entry_tokens
+
+
+NUM_SAVED_FIELDS = 8
+
+
+@dataclass(frozen=True)
+class StagedWindow:
+    """A row of `saved` that is a staged window. Positions count in its request."""
+
+    num_drafts: int
+    first_row: int
+    first_position: int
+    seq_len: int
+    first_logical: int  # logical entry of the first draft
+    real: tuple[int, ...]
+    shadow: tuple[int, ...]
+    entry_tokens: int
+
+    @staticmethod
+    def of(row: Sequence[int], entry_tokens: int) -> StagedWindow:
+        span = (len(row) - NUM_SAVED_FIELDS) // 2
+        num_drafts, first_row, first_position, seq_len, first_logical, num = row[:6]
+        entries = row[NUM_SAVED_FIELDS:]
+        return StagedWindow(
+            *(num_drafts, first_row, first_position, seq_len, first_logical),
+            *(tuple(entries[:num]), tuple(entries[span : span + num]), entry_tokens),
+        )
+
+    def to_row(self, span: int) -> list[int]:
+        none = [0] * (span - len(self.real))
+        return [
+            *(self.num_drafts, self.first_row, self.first_position, self.seq_len),
+            *(self.first_logical, len(self.real), len(self.prefix), 0),
+            *(*self.real, *none, *self.shadow, *none),
+        ]
+
+    @property
+    def start(self) -> int:
+        """The first position of the first staged entry."""
+        return self.first_logical * self.entry_tokens
+
+    @property
+    def prefix(self) -> range:
+        """Positions that hold committed rows in a staged entry."""
+        return range(self.start, max(self.start, self.first_position))
+
+    @property
+    def written(self) -> range:
+        """Positions whose rows this step writes to shadow entries."""
+        return range(max(self.start, self.first_position), self.seq_len)
+
+    def kept(self, accepted: int) -> range:
+        return range(self.written.start, self.seq_len - self.num_drafts + accepted)
+
+    def row_of(self, position: int) -> int:
+        """Of slot_mapping."""
+        return self.first_row + position - self.first_position
+
+    def slots(self, entries: Sequence[int], positions: range) -> list[int]:
+        """entries: real or shadow."""
+        return [slot_at(entries, p - self.start, self.entry_tokens) for p in positions]
+
+
+def num_accepted(
+    sampled_token_ids: Tensor | None,
+    vocab_size: int,
+    num_rejected: Tensor | None,
+    request: int,
+    num_drafts: int,
+) -> int:
+    if num_rejected is not None:
+        accepted = num_drafts - int(num_rejected[request])
+    else:
+        tokens = sampled_token_ids[request].tolist()
+        accepted = sum(token != -1 and token < vocab_size for token in tokens) - 1
+    return min(max(accepted, 0), num_drafts)
+
+
+class ShadowPages:
+    """stage, commit_draft_layer and unstage, with the arguments of ops.py, on the cpu;
+    nothing is checked.
+
+    layers: those behind the tables that will come, known by their addresses.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = {layer.row(0)[0]: layer for layer in layers}
+
+    def stage(
+        self,
+        table: Tensor,
+        runs: Tensor | None,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        cu_num_logits: Tensor,
+        saved: Tensor,
+        first_entry: int,
+        num_real_entries: int,
+        span: int,
+        entry_tokens: int,
+        patches: bool,
+    ) -> None:
+        cumulative = [0, *cu_num_logits.tolist()]
+        for request in range(cu_num_logits.numel()):
+            if patches:
+                num_drafts = cumulative[request + 1] - cumulative[request] - 1
+                first_row, end_row = query_start_loc[request : request + 2].tolist()
+                seq_len = int(seq_lens[request])
+                first_position = seq_len - (end_row - first_row)
+                first_logical = (seq_len - num_drafts) // entry_tokens
+                logicals = range(first_logical, (seq_len - 1) // entry_tokens + 1)
+                entries = block_table[request].tolist()
+                if num_drafts == 0:
+                    saved[request, 0] = 0
+                    continue
+                saved[request, 0] = -num_drafts
+                if (
+                    end_row - first_row < 1 + num_drafts
+                    or first_position < 0
+                    or len(logicals) > span
+                    or logicals[-1] >= len(entries)
+                ):
+                    continue
+                window = StagedWindow(
+                    *(num_drafts, first_row, first_position, seq_len, first_logical),
+                    tuple(entries[b] for b in logicals),
+                    tuple(first_entry + request * span + b % span for b in logicals),
+                    entry_tokens,
+                )
+                if not all(0 < entry < num_real_entries for entry in window.real):
+                    continue
+                rows = [window.row_of(position) for position in window.written]
+                wanted = window.slots(window.real, window.written)
+                if slot_mapping[rows].tolist() != wanted:
+                    continue
+                saved[request] = torch.tensor(window.to_row(span))
+                for logical, entry in zip(logicals, window.shadow, strict=True):
+                    block_table[request, logical] = entry
+                slots = window.slots(window.shadow, window.written)
+                slot_mapping[rows] = torch.tensor(slots)
+            if saved[request, 0] > 0:
+                window = StagedWindow.of(saved[request].tolist(), entry_tokens)
+                self._copy(table, window, window.real, window.shadow, window.prefix)
+
+    def commit_draft_layer(
+        self,
+        table: Tensor,
+        runs: Tensor | None,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        saved: Tensor,
+        sampled_token_ids: Tensor | None,
+        vocab_size: int,
+        num_rejected: Tensor | None,
+        counters: Tensor,
+        num_reqs: int,
+        entry_tokens: int,
+        undoes: bool,
+        counters_to: Tensor | None = None,
+    ) -> None:
+        acceptance = (sampled_token_ids, vocab_size, num_rejected)
+        for request in range(num_reqs):
+            num_drafts = int(saved[request, 0])
+            if num_drafts == 0:
+                continue
+            accepted = num_accepted(*acceptance, request, abs(num_drafts))
+            counters[0] += 1
+            counters[1] += abs(num_drafts)
+            counters[2] += accepted
+            counters[3] += abs(num_drafts) - accepted
+            if num_drafts < 0:
+                counters[5] += -num_drafts
+                continue
+            window = StagedWindow.of(saved[request].tolist(), entry_tokens)
+            kept = window.kept(accepted)
+            row_bytes = self._copy(table, window, window.shadow, window.real, kept)
+            counters[6] += len(window.prefix) * row_bytes
+            counters[7] += len(kept) * row_bytes
+        if undoes:
+            self.unstage(block_table, slot_mapping, saved, num_reqs, entry_tokens)
+        if counters_to is not None and num_reqs > 0:
+            counters_to.copy_(counters)
+
+    def unstage(
+        self,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        saved: Tensor,
+        num_reqs: int,
+        entry_tokens: int,
+    ) -> None:
+        for request in range(num_reqs):
+            if saved[request, 0] <= 0:
+                continue
+            window = StagedWindow.of(saved[request].tolist(), entry_tokens)
+            for number, (real, shadow) in enumerate(
+                zip(window.real, window.shadow, strict=True)
+            ):
+                logical = window.first_logical + number
+                if block_table[request, logical] == shadow:
+                    block_table[request, logical] = real
+            old = window.slots(window.real, window.written)
+            new = window.slots(window.shadow, window.written)
+            for position, real, shadow in zip(window.written, old, new, strict=True):
+                row = window.row_of(position)
+                if slot_mapping[row] == shadow:
+                    slot_mapping[row] = real
+
+    def _copy(
+        self,
+        table: Tensor,
+        window: StagedWindow,
+        source: Sequence[int],
+        target: Sequence[int],
+        positions: range,
+    ) -> int:
+        """Copies all layers' rows from entries to entries; returns a row's bytes."""
+        layers = [self._layers[row[0]] for row in table.tolist()]
+        for layer in layers:
+            from_index = layer.index(window.slots(source, positions))
+            to_index = layer.index(window.slots(target, positions))
+            layer.memory[to_index] = layer.memory[from_index]
+        return sum(layer.layout.slot_bytes for layer in layers)

@@ -6,7 +6,15 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from tests.kernels.reference import PAD, Batch, Layout, packed_layout, row_layout
+from tests.kernels.reference import (
+    PAD,
+    Batch,
+    Layout,
+    Pages,
+    Request,
+    packed_layout,
+    row_layout,
+)
 
 
 @st.composite
@@ -73,3 +81,68 @@ def batches(draw: st.DrawFn, num_slots: int) -> Batch:
     slots = draw(st.lists(window, max_size=40 if draw(st.booleans()) else 4))
     accepted = [draw(st.integers(0, len(drafts))) for drafts in slots]
     return Batch(tuple(map(tuple, slots)), tuple(accepted))
+
+
+@st.composite
+def paged_batches(
+    draw: st.DrawFn, entry_tokens: int, num_steps: int = 1
+) -> tuple[Pages, list[list[Request]]]:
+    """Steps of up to four requests whose windows begin anywhere, with rows before the
+    target or without; some must be left alone."""
+    span = draw(st.integers(1, 4))
+    width = draw(st.integers(1, 6))
+    max_windows = draw(st.integers(1, 4))
+    num_real = 1 + max_windows * width + draw(st.integers(0, 2))
+    first = num_real + draw(st.integers(0, 2))
+    pages = Pages(entry_tokens, num_real, first, span, max_windows, width)
+    steps = []
+    for _ in range(num_steps):
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+        ids = (1 + torch.randperm(num_real - 1, generator=generator)).tolist()
+        rows = [ids[width * row :][:width] for row in range(max_windows)]
+        num_reqs = draw(st.integers(0, max_windows))
+        steps.append([draw(paged_requests(pages, row)) for row in rows[:num_reqs]])
+    return pages, steps
+
+
+FAULTS = ["few rows", "before 0", "beyond", "entry", "slot"]
+
+
+@st.composite
+def paged_requests(draw: st.DrawFn, pages: Pages, row: list[int]) -> Request:
+    entry_tokens, num_tokens = pages.entry_tokens, pages.width * pages.entry_tokens
+    # One more than always fits into `span` entries.
+    most = min((pages.span - 1) * entry_tokens + 2, num_tokens - 1)
+    num_drafts = draw(st.integers(0, most))
+    before = st.integers(0, num_tokens - 1 - num_drafts)
+    num_rows = 1 + num_drafts + draw(st.one_of(st.just(0), before))
+    seq_len = draw(st.integers(num_rows, num_tokens))
+    entries = list(row)
+    # A sliding window has dropped what lies before.
+    dropped = (seq_len - num_rows) // entry_tokens
+    if draw(st.booleans()):
+        entries[:dropped] = [0] * dropped
+    wrong_slots = []
+    faults = FAULTS if draw(st.integers(0, 3)) == 0 and num_drafts > 0 else [None]
+    fault = draw(st.sampled_from(faults))
+    if fault == "few rows":
+        num_rows = draw(st.integers(1, num_drafts))
+    elif fault == "before 0":
+        seq_len = draw(st.integers(0, num_rows - 1))
+    elif fault == "beyond":
+        seq_len = num_tokens + draw(st.integers(1, entry_tokens))
+    elif fault == "entry":
+        position = draw(st.integers(seq_len - num_drafts, seq_len - 1))
+        outside = [0, -1, pages.num_real_entries, pages.first_entry, (1 << 31) - 1]
+        entries[position // entry_tokens] = draw(st.sampled_from(outside))
+    elif fault == "slot":
+        # Also of a row in an entry that is not staged, which is no fault.
+        at = draw(st.integers(0, num_rows - 1))
+        sound = Request(tuple(entries), seq_len, num_rows, num_drafts)
+        slot = sound.sound_slots(entry_tokens)[at]
+        wrong = st.sampled_from([PAD, slot - 1, slot + 1, slot + entry_tokens])
+        wrong_slots.append((at, draw(wrong)))
+    accepted = draw(st.integers(0, num_drafts))
+    return Request(
+        *(tuple(entries), seq_len, num_rows, num_drafts, accepted, tuple(wrong_slots))
+    )

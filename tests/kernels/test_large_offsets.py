@@ -34,7 +34,7 @@ def run_step(device, cache, undo_log, table, slots):
     assert log_slots[:num_drafts].tolist() == slots
     yield
     rejected = torch.tensor([num_drafts], dtype=torch.int32, device=device)
-    counters = torch.zeros(6, dtype=torch.int64, device=device)
+    counters = torch.zeros(len(ops.COUNTER_COLUMNS), dtype=torch.int64, device=device)
     ops.restore_rejected_drafts(
         table, None, *log, None, 0, rejected, counters, num_drafts
     )
@@ -97,3 +97,122 @@ def test_log_offsets(device):
         cache[slot * RUN_BYTES : (slot + 1) * RUN_BYTES] = 99
     next(step)
     assert torch.equal(cache, before)
+
+
+def stage_and_commit(device, table, entries, pages, positions, forward):
+    """One request of two committed rows of its entry, a target and two drafts, both
+    accepted, in its only entry; `forward` runs in between."""
+    entry_tokens, first_entry = pages
+
+    def int32(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    block_table = int32([entries])
+    (entry,) = entries
+    slots = [entry * entry_tokens + position for position in positions]
+    slot_mapping = torch.tensor(slots, device=device)
+    saved = torch.zeros(1, 10, dtype=torch.int32, device=device)
+    ops.stage(
+        *(table, None, block_table, slot_mapping),
+        *(int32([0, 3]), int32([positions[-1] + 1]), int32([3]), saved),
+        *(first_entry, first_entry, 1, entry_tokens, True),
+    )
+    shadow = [first_entry * entry_tokens + position for position in positions]
+    assert slot_mapping.tolist() == shadow
+    forward()
+    counters = torch.zeros(len(ops.COUNTER_COLUMNS), dtype=torch.int64, device=device)
+    ops.commit_draft_layer(
+        *(table, None, block_table, slot_mapping, saved),
+        *(None, 0, int32([0]), counters, 1, entry_tokens, True),
+    )
+    assert slot_mapping.tolist() == slots
+    assert block_table.tolist() == [entries]
+    assert counters.tolist()[:4] == [1, 2, 2, 0]
+
+
+@pytest.mark.parametrize("far", ["block_stride", "head_stride", "slot_stride"])
+def test_offsets_of_shadow_pages(device, far):
+    strides = {"block_stride": 4096, "head_stride": 1024, "slot_stride": 64}
+    strides[far] = 2 * GIB + 4096
+    num_heads, num_rows = 2, 5
+    block_size = 8
+
+    def offsets(block):
+        """[row][head], of the rows that are used."""
+        return [
+            [
+                block * strides["block_stride"]
+                + row * strides["slot_stride"]
+                + head * strides["head_stride"]
+                for head in range(num_heads)
+            ]
+            for row in range(num_rows)
+        ]
+
+    real, shadow = offsets(1), offsets(2)
+    used = [offset for block in (real, shadow) for row in block for offset in row]
+    cache = sparse(max(used) + RUN_BYTES, device)
+    # Where a 32-bit offset would land.
+    wrapped = {offset % (1 << 32) for offset in used} - set(used)
+
+    def fill(rows, first):
+        for number, row in enumerate(rows):
+            for head, offset in enumerate(row):
+                cache[offset : offset + RUN_BYTES] = first + 2 * number + head
+
+    def holds(rows, first):
+        return all(
+            bool(
+                (cache[offset : offset + RUN_BYTES] == first + 2 * number + head).all()
+            )
+            for number, row in enumerate(rows)
+            for head, offset in enumerate(row)
+        )
+
+    for offset in wrapped:
+        cache[offset : offset + RUN_BYTES] = 200
+    fill(real, 1)
+    fill(shadow, 101)
+    row = [
+        cache.data_ptr(),
+        *(strides["block_stride"], strides["slot_stride"], strides["head_stride"]),
+        *(num_heads, RUN_BYTES, block_size, 3, 0),
+    ]
+    table = torch.tensor([row], device=device)
+
+    def forward():
+        assert holds(real, 1)
+        assert holds(shadow[:2], 1)
+        assert holds(shadow[2:], 105)
+        fill(shadow[2:], 51)
+
+    stage_and_commit(device, table, [1], (block_size, 2), [2, 3, 4], forward)
+    assert holds(real[:2], 1)
+    assert holds(real[2:], 51)
+    for offset in wrapped:
+        assert (cache[offset : offset + RUN_BYTES] == 200).all()
+
+
+def test_slots_of_shadow_pages(device):
+    """Past 2^32, of rows of one byte."""
+    entry_tokens, first_entry = 64, (1 << 26) + 1
+    num_slots = (first_entry + 1) * entry_tokens
+    cache = sparse(num_slots, device)
+    real = slice(3 * entry_tokens, 4 * entry_tokens)
+    shadow = slice(first_entry * entry_tokens, num_slots)
+    wrapped = slice(shadow.start % (1 << 32), shadow.start % (1 << 32) + entry_tokens)
+    cache[real] = torch.arange(64, dtype=torch.uint8, device=device)
+    cache[shadow] = 101
+    cache[wrapped] = 200
+    row = [cache.data_ptr(), entry_tokens, 1, 0, 1, 1, entry_tokens, first_entry + 1, 0]
+    table = torch.tensor([row], device=device)
+
+    def forward():
+        assert cache[shadow][:4].tolist() == [0, 1, 101, 101]
+        cache[shadow] = 51
+
+    stage_and_commit(
+        device, table, [3], (entry_tokens, first_entry), [2, 3, 4], forward
+    )
+    assert cache[real][:6].tolist() == [0, 1, 51, 51, 51, 5]
+    assert (cache[wrapped] == 200).all()

@@ -20,7 +20,13 @@ from tests.kernels.reference import (
     row_layout,
 )
 from tests.kernels.strategies import batches, packed_layouts, row_layouts
-from tests.kernels.transaction import AcceptanceForm, check_transaction, log, restore
+from tests.kernels.transaction import (
+    NUM_COUNTERS,
+    AcceptanceForm,
+    check_transaction,
+    log,
+    restore,
+)
 
 ANY_EXAMPLE = settings(
     max_examples=80,
@@ -149,9 +155,9 @@ def test_many_columns_of_sampled_tokens(device):
     tokens = torch.full((1, 70), -1, dtype=torch.int32, device=device)
     tokens[0, 33] = tokens[0, 69] = 4
     tables.layers[0].memory.zero_()
-    counters = torch.zeros(6, dtype=torch.int64, device=device)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     restore(tables, undo, (tokens, 10, None), counters, 2)
-    assert counters.tolist() == [1, 2, 1, 1, 256, 0]
+    assert counters.tolist() == [1, 2, 1, 1, 256, 0, 0, 0]
 
 
 def test_two_tables_share_a_log(device):
@@ -166,7 +172,7 @@ def test_two_tables_share_a_log(device):
     for tables in (first, second):
         tables.layers[0].memory.zero_()
     all_rejected = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
-    counters = torch.zeros(2, 6, dtype=torch.int64, device=device)
+    counters = torch.zeros(2, NUM_COUNTERS, dtype=torch.int64, device=device)
     for tables, row in zip((first, second), counters.unbind(), strict=True):
         restore(tables, undo, (None, 0, all_rejected), row, 3)
     for tables, old in zip((first, second), before, strict=True):
@@ -175,7 +181,7 @@ def test_two_tables_share_a_log(device):
         index = layer.index([20, 21]).flatten().to(device)
         wanted[index] = old[index]
         assert torch.equal(layer.memory, wanted)
-    assert counters.tolist() == [[2, 3, 0, 3, 512, 0]] * 2
+    assert counters.tolist() == [[2, 3, 0, 3, 512, 0, 0, 0]] * 2
 
 
 @ANY_EXAMPLE

@@ -19,6 +19,7 @@ pytestmark = [
     ),
 ]
 
+NUM_COUNTERS = len(ops.COUNTER_COLUMNS)
 LAYERS, BLOCKS, HEADS, SLOTS, DIM = 3, 4, 2, 16, 64
 CAPACITY = 8
 DEVICE = torch.device("cuda", 0)
@@ -35,8 +36,10 @@ class World:
             LayerCache(f"layer.{number}", cache, row_layout(cache))
             for number, cache in enumerate(self.cache)
         ]
-        self.counters = torch.zeros((2, 6), dtype=torch.int64, device=DEVICE)
-        self.published = torch.full((2, 6), -1, dtype=torch.int64, pin_memory=True)
+        self.counters = torch.zeros((2, NUM_COUNTERS), dtype=torch.int64, device=DEVICE)
+        self.published = torch.full(
+            (2, NUM_COUNTERS), -1, dtype=torch.int64, pin_memory=True
+        )
         self.groups = [
             GroupLog(
                 group_id,

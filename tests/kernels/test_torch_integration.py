@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops as PyTorch sees them: schemas, fakes, torch.compile, the naive overloads; and
-on CUDA streams, graphs, launches and allocations."""
+"""The ops as PyTorch sees them: schemas, fakes, torch.compile; and on CUDA streams,
+graphs, launches and allocations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from tests.kernels.reference import (
     Layer,
     Log,
     make_table,
-    random_bytes,
     row_bytes_of,
 )
 from tests.kernels.test_log_restore import nhd
-from tests.kernels.test_stage_commit import StagedLayer
+from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
+from tests.kernels.transaction import (
+    NUM_COUNTERS,
+    AcceptanceForm,
+    ShadowSide,
+    acceptance_arguments,
+)
 from vllm_nwor import ops
 
 REPO = Path(__file__).resolve().parents[2]
@@ -42,7 +47,7 @@ class Step:
         self.layers = [Layer(nhd(), device, seed) for seed in range(2)]
         self.tables = make_table(self.layers, device)
         self.undo = Log.poisoned(4, row_bytes_of(self.tables), device)
-        self.counters = torch.zeros(6, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         log = (self.undo.undo_log, self.undo.slots, self.undo.windows)
         metadata = BATCH.metadata(device, torch.int32, 0)
         self.slot_mapping = metadata[0]
@@ -54,6 +59,24 @@ class Step:
         )
 
 
+def shadow_example(device):
+    """The worked example, loaded, and the arguments of each op by its name."""
+    ops.load(device.type)
+    side = ShadowSide(PAGES, [[layout_for(PAGES)] * 2], device)
+    side.load(EXAMPLE)
+    acceptance = acceptance_arguments(
+        side.num_drafts, side.accepted, AcceptanceForm.SAMPLED, device
+    )
+    place = (side.block_table, side.slot_mapping, side.saved)
+    return side, {
+        "stage": side.stage_arguments(side.tables[0], True),
+        # Without counters_to, of which opcheck and torch.compile make copies that are
+        # not pinned.
+        "commit_draft_layer": side.commit_arguments(0, acceptance, True)[:-1],
+        "unstage": (*place, side.num_reqs, PAGES.entry_tokens),
+    }
+
+
 @pytest.mark.parametrize("name", ["log_cache_slots", "restore_rejected_drafts"])
 def test_opcheck_of_the_tables(device, name):
     step = Step(device)
@@ -62,32 +85,12 @@ def test_opcheck_of_the_tables(device, name):
     torch.library.opcheck(getattr(namespace(), name).default, arguments)
 
 
-def test_opcheck_of_the_single_forms(device):
-    cache = random_bytes(3 * 2 * 16 * 8, 0).view(3, 2, 16, 8).to(device)
-    slots = torch.tensor([5, PAD, 47], device=device)
-    undo_log = torch.zeros(3, 16, dtype=torch.uint8, device=device)
-    mask = torch.tensor([True, True, False], device=device)
-    torch.library.opcheck(namespace().log_cache_slots.single, (cache, slots, undo_log))
-    torch.library.opcheck(
-        namespace().restore_rejected_drafts.single, (cache, slots, mask, undo_log)
-    )
-
-
-def test_opcheck_of_stage_and_commit(device):
-    layer = StagedLayer(device, BATCH, "BNHD", 2, 8, torch.float32)
-    log = (layer.log_slots, layer.log_windows)
-    key, value = (t.contiguous() for t in (layer.key, layer.value))
-    torch.library.opcheck(
-        namespace().stage.default,
-        (key, value, *layer.metadata, *layer.staging, *log, 3),
-    )
-    layer.stage()
-    rejected = torch.tensor([1, 1], dtype=torch.int32, device=device)
-    caches = [torch.zeros(3, 2, 16, 8, device=device) for _ in range(2)]
-    torch.library.opcheck(
-        namespace().commit_draft_layer.default,
-        (*layer.staging, *log, None, 0, rejected, *caches, 3),
-    )
+@pytest.mark.parametrize("name", ["stage", "commit_draft_layer", "unstage"])
+def test_opcheck_of_shadow_pages(device, name):
+    _side, arguments = shadow_example(device)
+    if name != "stage":
+        ops.stage(*arguments["stage"])
+    torch.library.opcheck(getattr(namespace(), name).default, arguments[name])
 
 
 def test_compiled_without_a_graph_break(device):
@@ -100,86 +103,30 @@ def test_compiled_without_a_graph_break(device):
         return step.counters + 1
 
     before = [layer.memory.clone() for layer in step.layers]
-    assert log_and_restore().tolist() == [3, 4, 2, 3, 2 * 2 * 256 + 1, 1]
+    assert log_and_restore().tolist() == [3, 4, 2, 3, 2 * 2 * 256 + 1, 1, 1, 1]
     assert step.undo.slots[:3].tolist() == [3, 4, 20]
     for old, layer in zip(before, step.layers, strict=True):
         assert torch.equal(old, layer.memory)
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 16, 8), (3, 16, 24)])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
-def test_the_single_forms_are_the_same_copies(device, shape, dtype):
-    """The oracle against indexing, and the table ops against the oracle."""
-    size = torch.empty((), dtype=dtype).element_size()
-    raw = random_bytes(2 * torch.Size(shape).numel() * size, 1).view(dtype)
-    wide = raw.view(*shape[:-1], 2 * shape[-1]).to(device)
-    cache = wide[..., : shape[-1]]  # rows with a gap
-    by_slot = cache.unsqueeze(1) if cache.dim() == 3 else cache
-    num_blocks, heads, block_size, _ = by_slot.shape
-    slots = torch.tensor([5, PAD, 47, 0], device=device)
-    row_bytes = heads * shape[-1] * size
-    undo_log = torch.full((5, row_bytes), 7, dtype=torch.uint8, device=device)
-    wanted = undo_log.clone()
-    for i in (0, 2, 3):
-        slot = int(slots[i])
-        rows = by_slot[slot // block_size, :, slot % block_size]
-        wanted[i] = rows.contiguous().view(torch.uint8).flatten()
-    ops.log_cache_slots_single(cache, slots, undo_log)
-    assert torch.equal(undo_log, wanted)
+def test_shadow_pages_compiled_without_a_graph_break(device):
+    side, arguments = shadow_example(device)
 
-    strides = [stride * size for stride in by_slot.stride()]
-    row = [cache.data_ptr(), strides[0], strides[2], strides[1]]
-    row += [heads, shape[-1] * size, block_size, num_blocks, 0]
-    table = torch.tensor([row], device=device)
-    mapping = torch.tensor([PAD, 5, PAD, 47, 0], device=device)
-    indices = torch.arange(5, device=device)
-    cumulative = torch.tensor([5], dtype=torch.int32, device=device)
-    fast = torch.full_like(undo_log, 7)
-    log_slots = torch.zeros(5, dtype=torch.int64, device=device)
-    windows = torch.zeros(5, 3, dtype=torch.int32, device=device)
-    ops.log_cache_slots(
-        *(table, None, mapping, indices, cumulative, fast, log_slots, windows, 4)
-    )
-    assert torch.equal(fast, wanted)
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def stage_and_commit():
+        ops.stage(*arguments["stage"])
+        ops.commit_draft_layer(*arguments["commit_draft_layer"])
+        return side.counters + 1
 
-    before = wide.clone()
-    cache.zero_()
-    wanted_cache = wide.clone()
-    mask = torch.tensor([False, True, True, True], device=device)
-    for slot in (47, 0):
-        where = (slot // block_size, slot % block_size)
-        if cache.dim() == 3:
-            wanted_cache[where][: shape[-1]] = before[where][: shape[-1]]
-        else:
-            wanted_cache[where[0], :, where[1], : shape[-1]] = before[
-                where[0], :, where[1], : shape[-1]
-            ]
-    ops.restore_rejected_drafts_single(cache, slots, mask, undo_log)
-    assert torch.equal(wide.view(torch.uint8), wanted_cache.view(torch.uint8))
-
-
-SINGLE_ERRORS = [
-    ({"kv_cache": (48, 8)}, "kv_cache has 2 dimensions; must have 4"),
-    ({"undo_log": (3, 15)}, r"undo_log has shape \[3, 15\]; dimension 1 must be 16"),
-    ({"undo_log": (1, 16)}, "slots has 2 entries; must have at most 1, the rows of"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), SINGLE_ERRORS)
-def test_the_single_forms_refuse(device, change, message):
-    arguments = {"kv_cache": (3, 2, 16, 8), "undo_log": (3, 16), **change}
-    cache, undo_log = (
-        torch.zeros(arguments[name], dtype=torch.uint8, device=device)
-        for name in ("kv_cache", "undo_log")
-    )
-    slots = torch.tensor([0, 1], device=device)
-    with pytest.raises(RuntimeError, match=f"log_cache_slots.single: {message}"):
-        ops.log_cache_slots_single(cache, slots, undo_log)
-    if not change.get("kv_cache") and device.type == "cpu":
-        slots[1] = 48
-        full = torch.zeros(3, 16, dtype=torch.uint8)
-        with pytest.raises(RuntimeError, match=r"slots\[1\] is 48; must be -1"):
-            ops.log_cache_slots_single(cache, slots, full)
+    before = [layer.memory.clone() for layer in side.layers]
+    assert stage_and_commit()[0, :4].tolist() == [3, 7, 3, 5]
+    assert side.block_table[:3].tolist() == [list(r.entries) for r in EXAMPLE]
+    # No forward: committed rows are what the shadow entries held.
+    changed = [
+        (old != layer.memory).any().item()
+        for old, layer in zip(before, side.layers, strict=True)
+    ]
+    assert changed == [True, True]
 
 
 def test_columns_are_those_of_the_kernels():
@@ -213,32 +160,64 @@ def test_an_unknown_device_type_is_refused():
 class TestOnCuda:
     pytestmark = ON_CUDA
 
-    def test_one_launch_each_and_nothing_allocated(self):
-        step = Step(torch.device("cuda"))
+    @pytest.mark.parametrize("shadow", [False, True], ids=["log", "shadow"])
+    def test_one_launch_each_and_nothing_allocated(self, shadow):
+        device = torch.device("cuda")
         ops.load("cuda")
-        ops.log_cache_slots(*step.log)  # loads the code
-        ops.restore_rejected_drafts(*step.restore)
-        torch.cuda.synchronize()
+        if shadow:
+            _side, arguments = shadow_example(device)
+        else:
+            step = Step(device)
+            arguments = {
+                "log_cache_slots": step.log,
+                "restore_rejected_drafts": step.restore,
+            }
+
+        def run():
+            for name, args in arguments.items():
+                getattr(ops, name)(*args)
+            torch.cuda.synchronize()
+
+        run()  # loads the code
         allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
         activities = [
             torch.profiler.ProfilerActivity.CPU,
             torch.profiler.ProfilerActivity.CUDA,
         ]
         with torch.profiler.profile(activities=activities) as profile:
-            ops.log_cache_slots(*step.log)
-            ops.restore_rejected_drafts(*step.restore)
-            torch.cuda.synchronize()
+            run()
         on_device = [
             event.name
             for event in profile.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
         ]
-        assert len(on_device) == 2, on_device
+        assert len(on_device) == len(arguments), on_device
         assert all("nwor" in name for name in on_device), on_device
         calls = [event.key for event in profile.key_averages()]
         waits = [key for key in calls if "Synchronize" in key and "Device" not in key]
         assert not waits, calls
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+
+    def test_shadow_pages_in_a_captured_graph(self):
+        """A replay reads the tables that are there then, and leaves `saved` as the
+        next one needs it."""
+        side, arguments = shadow_example(torch.device("cuda"))
+        ops.stage(*arguments["stage"])
+        ops.commit_draft_layer(*arguments["commit_draft_layer"])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.stage(*arguments["stage"])
+            ops.commit_draft_layer(*arguments["commit_draft_layer"])
+        for replays in (1, 2):
+            graph.replay()
+            assert side.counters[0, :4].tolist() == [
+                *(2 + 2 * replays, 6 + 6 * replays),
+                *(2 + 2 * replays, 4 + 4 * replays),
+            ]
+            assert side.block_table[:3].tolist() == [list(r.entries) for r in EXAMPLE]
+        side.block_table[0, 2] = 0  # a null entry
+        graph.replay()
+        assert side.saved[:3, 0].tolist() == [-3, 0, 3]
 
     def test_in_a_captured_graph(self):
         """Capturing refuses whatever waits; replaying reads what is there then."""
@@ -281,4 +260,4 @@ class TestOnCuda:
             ops.restore_rejected_drafts(*step.restore)
             assert torch.cuda.current_device() == 0
         torch.cuda.synchronize(1)
-        assert step.counters.tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0]
+        assert step.counters.tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]

@@ -12,6 +12,8 @@ import torch
 
 from tests.kernels.reference import PAD, Batch, Layer, Log, make_table, row_bytes_of
 from tests.kernels.test_log_restore import column_major, nhd
+from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
+from tests.kernels.transaction import NUM_COUNTERS, ShadowSide
 from vllm_nwor import ops
 
 LOG_NAMES = (
@@ -76,10 +78,10 @@ class Step:
             "sampled_token_ids": int32([[1, 2, -1], [1, -1, -1]], device),
             "vocab_size": 10,
             "num_rejected": None,
-            "counters": torch.zeros(6, dtype=torch.int64, device=device),
+            "counters": torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device),
             "num_drafts": 3,
             "counters_to": torch.zeros(
-                6, dtype=torch.int64, pin_memory=device.type == "cuda"
+                NUM_COUNTERS, dtype=torch.int64, pin_memory=device.type == "cuda"
             ),
         }
 
@@ -105,7 +107,7 @@ def test_the_good_arguments_are_good(device):
     step = Step(device)
     ops.log_cache_slots(**step.log)
     ops.restore_rejected_drafts(**step.restore)
-    assert step.restore["counters"].tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0]
+    assert step.restore["counters"].tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]
 
 
 SHAPES = [
@@ -189,7 +191,7 @@ SHAPES = [
         "restore",
         "counters",
         lambda t: t[:5],
-        "counters has shape [5]; dimension 0 must be 6, its columns",
+        "counters has shape [5]; dimension 0 must be 8, its columns",
     ),
     (
         "restore",
@@ -225,13 +227,13 @@ SHAPES = [
         "restore",
         "counters_to",
         lambda t: t[:5],
-        "counters_to has shape [5]; must be [6], contiguous",
+        "counters_to has shape [5]; must be [8], contiguous",
     ),
     (
         "restore",
         "counters_to",
         lambda t: t.repeat(2)[::2],
-        "counters_to has shape [6]; must be [6], contiguous",
+        "counters_to has shape [8]; must be [8], contiguous",
     ),
     ("restore", "vocab_size", lambda n: 0, "vocab_size is 0; must be at least 1"),
 ]
@@ -396,12 +398,12 @@ class TestOnCuda:
             "restore",
             "counters_to is memory that the device does not see at its address; must "
             "be pinned",
-            counters_to=torch.zeros(6, dtype=torch.int64),
+            counters_to=torch.zeros(NUM_COUNTERS, dtype=torch.int64),
         )
         step.refuses(
             "restore",
             "counters_to is on cuda:0; must be on cpu",
-            counters_to=torch.zeros(6, dtype=torch.int64, device="cuda"),
+            counters_to=torch.zeros(NUM_COUNTERS, dtype=torch.int64, device="cuda"),
         )
         ops.log_cache_slots(**step.log)
         ops.restore_rejected_drafts(**step.restore)
@@ -420,7 +422,7 @@ class TestOnCuda:
         assert step.undo.slots[:3].tolist() == [ops.INVALID_SLOT] * 3
         step.restore["log_slots"] = step.undo.slots
         ops.restore_rejected_drafts(**step.restore)
-        assert step.restore["counters"].tolist() == [2, 3, 1, 2, 0, 3]
+        assert step.restore["counters"].tolist() == [2, 3, 1, 2, 0, 3, 0, 0]
         after = step.snapshot()
         for old, new in zip(before[:3], after[:3], strict=True):
             assert torch.equal(old, new)
@@ -432,7 +434,7 @@ class TestOnCuda:
         before = step.snapshot()
         step.restore["sampled_token_ids"] = int32([[1, 2, 3]], "cuda")
         ops.restore_rejected_drafts(**step.restore)
-        assert step.restore["counters"].tolist() == [1, 2, 2, 0, 0, 1]
+        assert step.restore["counters"].tolist() == [1, 2, 2, 0, 0, 1, 0, 0]
         for old, new in zip(before[:3], step.snapshot()[:3], strict=True):
             assert torch.equal(old, new)
 
@@ -443,3 +445,199 @@ def test_padding_is_no_error(device):
     mapping[step.log["logits_indices"][1].item()] = PAD
     ops.log_cache_slots(**step.log)
     assert step.undo.slots[:3].tolist() == [PAD, 4, 20]
+
+
+STAGE_NAMES = (
+    *("table", "runs", "block_table", "slot_mapping", "query_start_loc", "seq_lens"),
+    *("cu_num_logits", "saved", "first_entry", "num_real_entries", "span"),
+    *("entry_tokens", "patches"),
+)
+COMMIT_NAMES = (
+    *("table", "runs", "block_table", "slot_mapping", "saved", "sampled_token_ids"),
+    *("vocab_size", "num_rejected", "counters", "num_reqs", "entry_tokens", "undoes"),
+    "counters_to",
+)
+UNSTAGE_NAMES = ("block_table", "slot_mapping", "saved", "num_reqs", "entry_tokens")
+
+
+class ShadowCalls:
+    """Good arguments of the ops of shadow pages, by name; the batch is staged."""
+
+    def __init__(self, device, layout=nhd):
+        ops.load(device.type)
+        self.side = side = ShadowSide(PAGES, [[layout_for(PAGES, layout)] * 2], device)
+        side.load(EXAMPLE)
+        stage = side.stage_arguments(side.tables[0], True)
+        self.stage = dict(zip(STAGE_NAMES, stage, strict=True))
+        ops.stage(**self.stage)
+        tokens = int32([[1, 2, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]], device)
+        commit = side.commit_arguments(0, (tokens, 10, None), True)
+        self.commit_draft_layer = dict(zip(COMMIT_NAMES, commit, strict=True))
+        self.unstage = {name: self.commit_draft_layer[name] for name in UNSTAGE_NAMES}
+
+    def snapshot(self):
+        side = self.side
+        tensors = [layer.memory for layer in side.layers]
+        tensors += [side.table_memory, side.slot_memory, side.saved_memory]
+        tensors += [side.counters, side.published]
+        return [tensor.cpu().clone() for tensor in tensors]
+
+    def refuses(self, op, names, **changes):
+        """With `changes`, the call names the op and one of `names`, and writes
+        nothing."""
+        if op == "stage":
+            ops.unstage(**self.unstage)
+        before = self.snapshot()
+        message = rf"^{op}: .*\b({names})\b.* (must|has only)\b"
+        with pytest.raises(RuntimeError, match=message):
+            getattr(ops, op)(**{**getattr(self, op), **changes})
+        for old, new in zip(before, self.snapshot(), strict=True):
+            assert torch.equal(old, new)
+
+
+def test_the_good_arguments_of_shadow_pages_are_good(device):
+    calls = ShadowCalls(device)
+    ops.unstage(**calls.unstage)
+    ops.stage(**calls.stage)
+    ops.commit_draft_layer(**calls.commit_draft_layer)
+    row_bytes = calls.side.tables[0].slot_bytes
+    assert calls.side.counters[0].tolist() == [
+        *(2, 6, 1, 5, 0, 0),
+        *(row_bytes, 3 * row_bytes),
+    ]
+
+
+def every_second(tensor):
+    """The same values, not contiguous."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+BOTH = ("stage", "commit_draft_layer")
+ALL = (*BOTH, "unstage")
+SHADOW_SHAPES = [
+    (BOTH, "table", lambda t: t.int()),
+    (BOTH, "table", lambda t: t[:, :8].contiguous()),
+    (BOTH, "table", lambda t: t[:0]),
+    (ALL, "block_table", lambda t: t.long()),
+    (ALL, "block_table", lambda t: t[0]),
+    (ALL, "block_table", lambda t: every_second(t)),
+    (ALL, "block_table", lambda t: t[:2]),
+    (ALL, "slot_mapping", lambda t: t.int()),
+    (ALL, "slot_mapping", lambda t: t[None]),
+    (ALL, "slot_mapping", lambda t: every_second(t)),
+    (ALL, "saved", lambda t: t.long()),
+    (ALL, "saved", lambda t: every_second(t)),
+    (ALL, "saved", lambda t: t.flatten()),
+    (ALL, "saved", lambda t: t[:, :11].contiguous()),
+    (ALL, "entry_tokens", lambda n: 0),
+    (("stage",), "query_start_loc", lambda t: t.long()),
+    (("stage",), "query_start_loc", lambda t: t[:3]),
+    (("stage",), "query_start_loc", lambda t: every_second(t)),
+    (("stage",), "seq_lens", lambda t: t.long()),
+    (("stage",), "seq_lens", lambda t: t[:2]),
+    (("stage",), "seq_lens", lambda t: every_second(t)),
+    (("stage",), "cu_num_logits", lambda t: t.long()),
+    (("stage",), "cu_num_logits", lambda t: t[None]),
+    (("stage",), "cu_num_logits", lambda t: every_second(t)),
+    (("stage",), "span", lambda n: 0),
+    (("stage",), "first_entry", lambda n: -1),
+    # Shadow entries among the real ones.
+    (("stage",), "first_entry", lambda n: n - 1),
+    (("commit_draft_layer",), "counters", lambda t: t[:6]),
+    (("commit_draft_layer",), "counters", lambda t: t.int()),
+    (("commit_draft_layer",), "counters_to", lambda t: t[:6]),
+    (("commit_draft_layer",), "counters_to", lambda t: t.int()),
+    (("commit_draft_layer",), "sampled_token_ids", lambda t: t.long()),
+    (("commit_draft_layer",), "sampled_token_ids", lambda t: t[:, :0]),
+    (("commit_draft_layer",), "sampled_token_ids", lambda t: t[:2]),
+    (("commit_draft_layer",), "sampled_token_ids", lambda t: None),
+    (("commit_draft_layer",), "num_rejected", lambda t: int32([1, 0, 1])),
+    (("commit_draft_layer",), "vocab_size", lambda n: 0),
+    (ALL[1:], "num_reqs", lambda n: -1),
+    (ALL[1:], "num_reqs", lambda n: 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "change"),
+    [(op, name, change) for of, name, change in SHADOW_SHAPES for op in of],
+)
+def test_shapes_and_dtypes_of_shadow_pages(device, op, name, change):
+    calls = ShadowCalls(device)
+    value = change(getattr(calls, op)[name])
+    if torch.is_tensor(value) and name != "counters_to":
+        value = value.to(device)
+    calls.refuses(op, name, **{name: value})
+
+
+def test_more_requests_than_saved_has_rows_for(device):
+    calls = ShadowCalls(device)
+    calls.refuses("stage", "saved|cu_num_logits", saved=calls.stage["saved"][:2])
+    calls.refuses("unstage", "saved|num_reqs", saved=calls.stage["saved"][:2])
+
+
+def test_num_rejected_of_fewer_requests(device):
+    ShadowCalls(device).refuses(
+        "commit_draft_layer",
+        "num_rejected",
+        sampled_token_ids=None,
+        num_rejected=int32([1, 0], device),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cu_num_logits", [4, 4, 8]),
+        ("cu_num_logits", [0, 1, 5]),
+        ("query_start_loc", [0, 7, 5, 11]),
+        ("query_start_loc", [-1, 5, 7, 11]),
+        ("query_start_loc", [0, 5, 7, 900]),
+    ],
+)
+def test_batches_on_the_cpu(name, value):
+    calls = ShadowCalls(torch.device("cpu"))
+    calls.refuses("stage", name, **{name: int32(value)})
+
+
+def test_shadow_entries_beyond_the_cache_on_the_cpu():
+    """None of a row that might be used; the last one just fits."""
+    calls = ShadowCalls(torch.device("cpu"))
+    num_entries = PAGES.num_entries
+    for first_entry in (num_entries, (1 << 31) - 1):
+        calls.refuses("stage", "first_entry|table", first_entry=first_entry)
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("base", 0), ("block_size", 0), ("num_blocks", -3), ("num_blocks", 2)),
+        *(("num_heads", 0), ("run_bytes", 0)),
+    ],
+)
+def test_table_rows_of_shadow_pages_on_the_cpu(op, column, value):
+    calls = ShadowCalls(torch.device("cpu"))
+    table = calls.stage["table"].clone()
+    table[1, TABLE[column]] = value
+    calls.refuses(op, "table", table=table)
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_runs_of_shadow_pages_on_the_cpu(op):
+    calls = ShadowCalls(torch.device("cpu"), column_major)
+    runs = calls.stage["runs"]
+    calls.refuses(op, "table|runs", runs=runs[:3].contiguous())
+    # Of the slot of a row that is copied both ways.
+    for run in ((-2, 2), (0, -2), (1 << 20, 2)):
+        broken = runs.clone()
+        broken[0, 0] = int32(run)
+        calls.refuses(op, "runs", runs=broken)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("op", BOTH)
+def test_packed_layouts_have_no_shadow_pages_on_cuda(op):
+    runs = torch.zeros(4, 1, 2, dtype=torch.int32, device="cuda")
+    ShadowCalls(torch.device("cuda")).refuses(op, "runs", runs=runs)

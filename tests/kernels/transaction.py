@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One verification step through the real ops, every byte of it checked.
 
-Log, a forward that overwrites all draft slots, restore: after each, whole allocations
-are compared with what the reference says, guards and poison included.
+Log, a forward that overwrites all draft slots, restore; or stage, a forward through the
+shadow pages, commit. After each, whole allocations are compared with what the reference
+says, guards and poison included.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +18,24 @@ from torch import Tensor
 from tests.kernels.reference import (
     PAD,
     Batch,
+    Layer,
+    Layout,
     Log,
+    Pages,
+    Request,
+    ShadowPages,
+    StagedWindow,
     Tables,
     expected_counters,
     expected_log,
+    make_table,
     random_bytes,
+    slot_at,
 )
 from vllm_nwor import ops
 
 VOCAB_SIZE = 1000
+NUM_COUNTERS = len(ops.COUNTER_COLUMNS)
 
 
 class AcceptanceForm(enum.Enum):
@@ -36,17 +48,20 @@ class AcceptanceForm(enum.Enum):
 
 
 def acceptance_arguments(
-    batch: Batch, form: AcceptanceForm, device: torch.device
+    drafts: Sequence[int],
+    accepted_drafts: Sequence[int],
+    form: AcceptanceForm,
+    device: torch.device,
 ) -> tuple[Tensor | None, int, Tensor | None]:
-    """(sampled_token_ids, vocab_size, num_rejected)."""
-    drafts = [len(window) for window in batch.slots]
+    """(sampled_token_ids, vocab_size, num_rejected), from the number of drafts and of
+    accepted ones of each request."""
     if form is AcceptanceForm.NUM_REJECTED:
-        rejected = [k - a for k, a in zip(drafts, batch.accepted, strict=True)]
+        rejected = [k - a for k, a in zip(drafts, accepted_drafts, strict=True)]
         return None, 0, torch.tensor(rejected, dtype=torch.int32, device=device)
     width = max(drafts, default=0) + 1
     invalid = VOCAB_SIZE if form is AcceptanceForm.PLACEHOLDER else -1
     tokens = torch.full((len(drafts), width), invalid, dtype=torch.int32)
-    for request, accepted in enumerate(batch.accepted):
+    for request, accepted in enumerate(accepted_drafts):
         # Token 0 and the vocabulary's last one are valid.
         tokens[request, : accepted + 1] = torch.tensor([0, VOCAB_SIZE - 1]).repeat(
             accepted + 1
@@ -141,23 +156,25 @@ def check_transaction(
                 index = layer.index([slot])[0]
                 memory[index] = old[index]
 
-    counters = torch.arange(10, 16, dtype=torch.int64, device=device)
+    first_counts = torch.arange(10, 10 + NUM_COUNTERS)
+    counters = first_counts.to(device, copy=True)
     # A guard on each side of what the host reads.
-    published = torch.full((8,), -3, pin_memory=device.type == "cuda")
+    published = torch.full((NUM_COUNTERS + 2,), -3, pin_memory=device.type == "cuda")
+    num_drafts_of = [len(window) for window in batch.slots]
     restore(
         tables,
         undo,
-        acceptance_arguments(batch, form, device),
+        acceptance_arguments(num_drafts_of, batch.accepted, form, device),
         counters,
         num_drafts,
-        published[1:7],
+        published[1:-1],
     )
     for number, (layer, memory) in enumerate(zip(tables.layers, wanted, strict=True)):
         assert torch.equal(layer.memory.cpu(), memory), f"layer {number} after restore"
     assert_same_log(undo, wanted_log)
-    added = (counters.cpu() - torch.arange(10, 16)).tolist()
+    added = (counters.cpu() - first_counts).tolist()
     assert added == expected_counters(tables, batch)
-    untouched = [-3] * 6
+    untouched = [-3] * NUM_COUNTERS
     wanted_published = counters.tolist() if num_drafts else untouched
     assert published.tolist() == [-3, *wanted_published, -3]
 
@@ -167,3 +184,396 @@ def assert_same_log(undo: Log, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
     assert torch.equal(slots, wanted[1]), "log_slots"
     assert torch.equal(windows, wanted[2]), "log_windows"
     assert torch.equal(memory, wanted[0]), "undo_log, its padding or its guards"
+
+
+def shadow_ops(layers: Sequence[Layer]) -> Any:
+    """What is tested. With `return ShadowPages(layers)` the tests test themselves."""
+    return ops
+
+
+PADDING = 3  # ints beside and behind each array that an op gets
+POISON_ENTRY = 0x5A5A5A5A
+
+
+def guarded(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, padding: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(allocation, zeros of `shape` in it), poison around; rows `padding` apart."""
+    width = shape[-1] + padding
+    rows = 1 if len(shape) == 1 else shape[0]
+    memory = torch.full(
+        (2 * PADDING + rows * width,), POISON_ENTRY, dtype=dtype, device=device
+    )
+    strides = (1,) if len(shape) == 1 else (width, 1)
+    view = memory.as_strided(tuple(shape), strides, PADDING)
+    view.zero_()
+    return memory, view
+
+
+class ShadowSide:
+    """All that the ops of shadow pages read and write, on one device.
+
+    layouts: of the layers of each table of the group.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        layouts: Sequence[Sequence[Layout]],
+        device: torch.device,
+        *,
+        seed: int = 0,
+        misalignment: int = 0,
+    ) -> None:
+        self.pages = pages
+        self.device = device
+        self.tables = []
+        for number, of_table in enumerate(layouts):
+            first = seed + 100 * number
+            layers = [
+                Layer(layout, device, first + layer, misalignment)
+                for layer, layout in enumerate(of_table)
+            ]
+            # The column that these ops do not use holds nonsense.
+            table = make_table(layers, device)
+            table.table[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
+            self.tables.append(table)
+        int32 = torch.int32
+        shape = (pages.max_windows + 1, pages.width)
+        self.table_memory, self.block_table = guarded(shape, int32, device, PADDING)
+        shape = (pages.max_windows * pages.width * pages.entry_tokens + 1,)
+        self.slot_memory, self.slot_mapping = guarded(shape, torch.int64, device)
+        shape = (pages.max_windows, 8 + 2 * pages.span)
+        self.saved_memory, self.saved = guarded(shape, int32, device)
+        shape = (len(layouts), NUM_COUNTERS)
+        self.counters = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.published = torch.full(shape, -3, pin_memory=device.type == "cuda")
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for table in self.tables for layer in table.layers]
+
+    def load(self, requests: Sequence[Request]) -> None:
+        """The metadata of a batch; behind it the arrays hold what nobody may use."""
+        self.num_reqs = len(requests)
+        self.num_drafts = [request.num_drafts for request in requests]
+        self.accepted = [request.accepted for request in requests]
+        entry_tokens = self.pages.entry_tokens
+        self.block_table.fill_(POISON_ENTRY)
+        self.slot_mapping.fill_(POISON_ENTRY)
+        starts, logits = [0], []
+        for number, request in enumerate(requests):
+            self.block_table[number] = torch.tensor(request.entries)
+            slots = torch.tensor(request.slots(entry_tokens), dtype=torch.int64)
+            starts.append(starts[-1] + request.num_rows)
+            self.slot_mapping[starts[-2] : starts[-1]] = slots
+            logits.append((logits or [0])[-1] + 1 + request.num_drafts)
+
+        def int32(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        lengths = [request.seq_len for request in requests]
+        self.query_start_loc = int32([*starts, -1, 1 << 30])
+        self.seq_lens = int32([*lengths, -1, 1 << 30])
+        self.cu_num_logits = int32(logits)
+
+    def stage(self) -> None:
+        """All tables; the first call patches."""
+        for number, table in enumerate(self.tables):
+            self.ops.stage(*self.stage_arguments(table, patches=number == 0))
+
+    def commit(self, form: AcceptanceForm = AcceptanceForm.SAMPLED) -> None:
+        """All tables; the last call undoes."""
+        for number in range(len(self.tables)):
+            self.commit_table(number, form)
+
+    def commit_table(self, number: int, form: AcceptanceForm) -> None:
+        acceptance = acceptance_arguments(
+            self.num_drafts, self.accepted, form, self.device
+        )
+        undoes = number == len(self.tables) - 1
+        arguments = self.commit_arguments(number, acceptance, undoes)
+        self.ops.commit_draft_layer(*arguments)
+
+    def unstage(self) -> None:
+        self.ops.unstage(
+            self.block_table,
+            self.slot_mapping,
+            self.saved,
+            self.num_reqs,
+            self.pages.entry_tokens,
+        )
+
+    @property
+    def ops(self) -> Any:
+        return shadow_ops(self.layers)
+
+    def stage_arguments(self, table: Tables, patches: bool) -> tuple[Any, ...]:
+        pages = self.pages
+        return (
+            *(table.table, table.runs, self.block_table, self.slot_mapping),
+            *(self.query_start_loc, self.seq_lens, self.cu_num_logits, self.saved),
+            *(pages.first_entry, pages.num_real_entries, pages.span),
+            *(pages.entry_tokens, patches),
+        )
+
+    def commit_arguments(
+        self,
+        number: int,
+        acceptance: tuple[Tensor | None, int, Tensor | None],
+        undoes: bool,
+    ) -> tuple[Any, ...]:
+        table = self.tables[number]
+        return (
+            *(table.table, table.runs, self.block_table, self.slot_mapping, self.saved),
+            *acceptance,
+            *(self.counters[number], self.num_reqs, self.pages.entry_tokens, undoes),
+            self.published[number],
+        )
+
+    def windows(self) -> dict[int, StagedWindow]:
+        """The staged windows of the batch, by request."""
+        rows = self.saved[: self.num_reqs].tolist()
+        return {
+            request: StagedWindow.of(row, self.pages.entry_tokens)
+            for request, row in enumerate(rows)
+            if row[0] > 0
+        }
+
+    def saved_fields(self) -> list[list[int]]:
+        """What `saved` means: without entries beyond num_blocks and, in rows of the
+        batch that are no staged windows, without all but the first and the internal
+        field."""
+        span = self.pages.span
+        fields = []
+        for row in self.saved.tolist():
+            if row[0] <= 0:
+                fields.append([row[0], row[7]])
+            else:
+                num = row[5]
+                fields.append([*row[: 8 + num], *row[8 + span : 8 + span + num]])
+        return fields
+
+
+class Reference(ShadowSide):
+    """The same on the cpu, where the reference does the work."""
+
+    @property
+    def ops(self) -> ShadowPages:
+        return ShadowPages(self.layers)
+
+
+class ShadowStep:
+    """Steps of one group, checked against the reference and against vanilla: layers
+    of the same bytes that the same forwards write in place."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        pages: Pages,
+        layouts: Sequence[Sequence[Layout]],
+        *,
+        seed: int = 0,
+        misalignment: int = 0,
+    ) -> None:
+        options = {"seed": seed, "misalignment": misalignment}
+        cpu = torch.device("cpu")
+        self.pages = pages
+        self.seed = seed
+        self.side = ShadowSide(pages, layouts, device, **options)
+        self.reference = Reference(pages, layouts, cpu, **options)
+        self.vanilla = ShadowSide(pages, layouts, cpu, **options).layers
+        shadows = range(pages.first_entry * pages.entry_tokens, pages.num_slots)
+        self.is_real = []
+        for layer in self.vanilla:
+            is_real = torch.ones(layer.memory.numel(), dtype=torch.bool)
+            is_real[layer.index(shadows).flatten()] = False
+            self.is_real.append(is_real)
+
+    def stage(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        for side in (self.side, self.reference):
+            side.load(requests)
+        self.before = [layer.memory.clone() for layer in self.vanilla]
+        self.table_before = self.reference.table_memory.clone()
+        self.slots_before = self.reference.slot_memory.clone()
+        self.side.stage()
+        self.reference.stage()
+        for name in ("query_start_loc", "seq_lens", "cu_num_logits"):
+            value = getattr(self.side, name).cpu()
+            assert torch.equal(value, getattr(self.reference, name)), name
+        self.compare("stage")
+        self._check_real_rows(self.before, "stage")
+        self._check_reads("stage", lambda window: range(window.first_position))
+        # Entries without a draft stay real: others may be reading them.
+        for number, request in enumerate(requests):
+            first = (request.seq_len - request.num_drafts) // self.pages.entry_tokens
+            entries = self.side.block_table[number].tolist()
+            kept = slice(max(first, 0) if request.num_drafts else None)
+            assert entries[kept] == list(request.entries[kept]), f"request {number}"
+
+    def forward(self) -> None:
+        """Writes the rows of all tokens with a sound slot of a real entry."""
+        pages, requests = self.pages, self.requests
+        self.seed += 1000
+        pairs = [
+            pair
+            for request in requests
+            for pair in zip(
+                request.slots(pages.entry_tokens),
+                request.sound_slots(pages.entry_tokens),
+                strict=True,
+            )
+        ]
+        real = range(pages.entry_tokens, pages.num_real_entries * pages.entry_tokens)
+        tokens = [
+            token
+            for token, (slot, sound) in enumerate(pairs)
+            if slot == sound and slot in real
+        ]
+        patched = [
+            window.row_of(position)
+            for window in self.reference.windows().values()
+            for position in window.written
+        ]
+        assert set(patched) <= set(tokens)
+        sides = [
+            (self.side.layers, self.side.slot_mapping.tolist()),
+            (self.reference.layers, self.reference.slot_mapping.tolist()),
+            (self.vanilla, [slot for slot, _ in pairs]),
+        ]
+        for layers, slots in sides:
+            for number, layer in enumerate(layers):
+                memory = layer.memory.cpu()
+                index = layer.index([slots[token] for token in tokens])
+                data = random_bytes(index.numel(), self.seed + number)
+                memory[index] = data.view(index.shape)
+                layer.memory.copy_(memory)
+        self.compare("the forward")
+        # No row that was staged has reached a real entry.
+        untouched = [pairs[token][0] for token in patched]
+        self._check_real_rows(self._vanilla_without(untouched), "the forward")
+        self._check_reads("the forward", lambda window: range(window.seq_len))
+
+    def meddle(self, seed: int) -> None:
+        """Somebody overwrites some of the patched entries and slots, some with values
+        of our own."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def choose(values: Sequence[int]) -> int:
+            return values[int(torch.randint(len(values), (), generator=generator))]
+
+        for request, window in self.reference.windows().items():
+            values = (*window.real, *window.shadow, 0, self.pages.num_real_entries)
+            for number in range(len(window.real)):
+                if choose([0, 1]):
+                    logical = window.first_logical + number
+                    self.overwrite_entry(request, logical, choose(values))
+            for position in window.written:
+                if choose([0, 1]):
+                    slot = choose(values) * self.pages.entry_tokens
+                    slot += choose([position, position + 1]) % self.pages.entry_tokens
+                    self.overwrite_slot(window.row_of(position), slot)
+
+    def overwrite_entry(self, request: int, logical: int, value: int) -> None:
+        """Somebody writes there; it stays, unless it is what stage wrote."""
+        if value != int(self.reference.block_table[request, logical]):
+            offset = self.reference.block_table[request, logical].storage_offset()
+            self.table_before[offset] = value
+        for side in (self.side, self.reference):
+            side.block_table[request, logical] = value
+
+    def overwrite_slot(self, row: int, value: int) -> None:
+        if value != int(self.reference.slot_mapping[row]):
+            self.slots_before[PADDING + row] = value
+        for side in (self.side, self.reference):
+            side.slot_mapping[row] = value
+
+    def commit(self, form: AcceptanceForm = AcceptanceForm.SAMPLED) -> None:
+        saved_before = self.side.saved_memory.clone()
+        for number in range(len(self.side.tables)):
+            for side in (self.side, self.reference):
+                side.commit_table(number, form)
+            self.compare(f"commit of table {number}")
+        self.check_undone("commit")
+        assert torch.equal(self.side.saved_memory, saved_before), "saved after commit"
+        rejected = []
+        for number in self.reference.windows():
+            request = self.requests[number]
+            kept = request.num_rows - request.num_drafts + request.accepted
+            rejected += request.slots(self.pages.entry_tokens)[kept:]
+        wanted = self._vanilla_without(rejected)
+        self._check_real_rows(wanted, "commit")
+        for layer, memory in zip(self.vanilla, wanted, strict=True):
+            layer.memory.copy_(memory)
+
+    def unstage(self) -> None:
+        memories = [layer.memory.clone() for layer in self.side.layers]
+        saved_before = self.side.saved_memory.clone()
+        for side in (self.side, self.reference):
+            side.unstage()
+        self.compare("unstage")
+        self.check_undone("unstage")
+        assert torch.equal(self.side.saved_memory, saved_before), "saved after unstage"
+        for layer, memory in zip(self.side.layers, memories, strict=True):
+            assert torch.equal(layer.memory, memory)
+
+    def compare(self, after: str) -> None:
+        """Everything with the reference, whole allocations."""
+        side, reference = self.side, self.reference
+        assert side.saved_fields() == reference.saved_fields(), f"saved after {after}"
+        for memory in (side.saved_memory, reference.saved_memory):
+            guards = torch.cat([memory[:PADDING], memory[-PADDING:]])
+            assert (guards == POISON_ENTRY).all(), f"around saved after {after}"
+        for name in ("table_memory", "slot_memory", "counters"):
+            got, wanted = getattr(side, name).cpu(), getattr(reference, name)
+            assert torch.equal(got, wanted), f"{name} after {after}"
+        if side.device.type == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(side.published, reference.published), f"{after}: published"
+        for number, (layer, wanted) in enumerate(
+            zip(side.layers, reference.layers, strict=True)
+        ):
+            same = torch.equal(layer.memory.cpu(), wanted.memory)
+            assert same, f"layer {number} after {after}"
+
+    def check_undone(self, after: str) -> None:
+        table, slots = self.side.table_memory.cpu(), self.side.slot_memory.cpu()
+        assert torch.equal(table, self.table_before), f"block_table after {after}"
+        assert torch.equal(slots, self.slots_before), f"slot_mapping after {after}"
+
+    def _check_real_rows(self, wanted: Sequence[Tensor], after: str) -> None:
+        """All bytes but those of shadow entries, guards and gaps included."""
+        for number, (layer, memory, is_real) in enumerate(
+            zip(self.side.layers, wanted, self.is_real, strict=True)
+        ):
+            is_wrong = (layer.memory.cpu() != memory) & is_real
+            assert not is_wrong.any(), f"real rows of layer {number} after {after}"
+
+    def _check_reads(self, after: str, positions_of: Any) -> None:
+        """What attention reads through the tables is what vanilla has."""
+        entry_tokens = self.pages.entry_tokens
+        for request, window in self.reference.windows().items():
+            positions = positions_of(window)
+            patched = self.side.block_table[request].tolist()
+            tables = (self.requests[request].entries, patched)
+            old, new = (
+                [slot_at(entries, position, entry_tokens) for position in positions]
+                for entries in tables
+            )
+            for layer, vanilla in zip(self.side.layers, self.vanilla, strict=True):
+                same = torch.equal(
+                    layer.memory.cpu()[layer.index(new)],
+                    vanilla.memory[vanilla.index(old)],
+                )
+                assert same, f"request {request} reads other bytes after {after}"
+
+    def _vanilla_without(self, slots: Sequence[int]) -> list[Tensor]:
+        """Vanilla's bytes, with those of before the step at `slots`."""
+        wanted = []
+        for layer, before in zip(self.vanilla, self.before, strict=True):
+            index = layer.index(slots)
+            memory = layer.memory.clone()
+            memory[index] = before[index]
+            wanted.append(memory)
+        return wanted

@@ -53,7 +53,13 @@ from vllm_nwor.draft_manager import (
     State,
 )
 from vllm_nwor.launches import num_bytes
-from vllm_nwor.metrics import DraftCount, NworStats, WorkerRecord
+from vllm_nwor.metrics import (
+    COUNTERS,
+    DraftCount,
+    NworStats,
+    WorkerRecord,
+    agreed_counts,
+)
 from vllm_nwor.report import GroupInfo, Report
 
 MAX_REQUESTS = 6
@@ -571,7 +577,7 @@ class Simulator:
                     step.num_accepted,
                     rejected,
                     restored_slots * slot_bytes,
-                    0,
+                    *(0, 0, 0),
                 ]
         found = self.manager.counters.tolist()
         if found != self.counters.tolist():
@@ -581,17 +587,21 @@ class Simulator:
 
     def _check_report(self, step: Step, failed: bool) -> None:
         """What would be in the metrics, from worker and scheduler together."""
-        payload = self.report.payload(self.report.take_step())
+        payload = self.report.take_payload()
         scheduled = step.scheduled_windows()
         counted = SimpleNamespace(
             num_drafts=step.num_windows - step.num_dropped_windows,
             num_draft_tokens=scheduled.num_counted_drafts,
             num_accepted_tokens=scheduled.num_counted_accepted,
         )
-        if not self.stats.add_if_all_agrees(payload or {}, scheduled, counted):
+        counts = agreed_counts(payload, scheduled.num_windows, counted)
+        if counts is not None:
+            self.stats.add_counts(counts)
+        else:
             record = WorkerRecord.from_payload(payload or {})
             self.stats.add_step(record, scheduled)
-        found = self.stats.take_report()
+        found = {"fallbacks": {}} | self.stats.take_report()
+        found |= zip(COUNTERS, found["counts"], strict=True)
         parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
         if sum(found[part] for part in parts) != found["tokens_staged"]:
             raise Violation("guarantee 7 (sum)", f"{found}")

@@ -172,8 +172,8 @@ class Step:
             rows.request.name: [1] * rows.num_drafts for rows in self.rows
         }
         index_of = {rows.request.name: i for i, rows in enumerate(self.rows)}
-        sampled = [[1] * rows.num_valid_ids for rows in self.rows]
-        scheduled = ScheduledWindows(drafted, index_of, sampled, 1)
+        num_ids = [rows.num_valid_ids for rows in self.rows]
+        scheduled = ScheduledWindows(drafted, index_of, num_ids, 1)
         for rows in self.rows:
             if rows.num_drafts and not rows.dropped:
                 scheduled.count(rows.num_drafts, rows.num_accepted)

@@ -790,7 +790,7 @@ def worker() -> Worker:
     """A worker with a manager of plain numbers."""
     manager = types.SimpleNamespace(
         host_times=None,
-        counters=torch.tensor([[2, 6, 4, 2, 100, 0], [2, 6, 4, 2, 50, 0]]),
+        counters=torch.tensor([[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]),
         log_bytes_per_draft=75,
         log_bytes=750,
         fallbacks={"stale_log": 1},
@@ -836,7 +836,9 @@ def test_extension_reports_and_forgets_host_times(worker, hooks):
         "committed": 4,
         "rejected": 2,
         "restored_bytes": 150,
-        "invalid_slots": 0,
+        "invalid_slots": 1,
+        "shadow_copied_bytes": 10,
+        "committed_bytes": 10,
     }
     assert found["begin_ns"] == [1500]
     assert found["fallbacks"] == {"stale_log": 1}

@@ -31,7 +31,7 @@ from vllm_nwor import prepared
 
 library = ctypes.CDLL(sys.argv[1])
 library.nwor_prepared_new.restype = ctypes.c_void_p
-launch, log_step, of_a_launch, restore_step = prepared.COLUMNS
+launch, log_step, of_a_launch, restore_step = prepared.COLUMNS[:4]
 
 def prepare(num_launches):
     constants = (ctypes.c_int64 * (launch * num_launches))()

@@ -9,7 +9,7 @@ from vllm_nwor.config import Mode, NworConfig, NworConfigError, Strict
 def test_an_empty_environment_means_off_with_metrics():
     config = NworConfig.from_env({})
 
-    assert config == NworConfig(Mode.OFF, True, Strict.NEVER, False, None)
+    assert config == NworConfig(Mode.OFF, True, Strict.NEVER, False, None, None)
 
 
 def test_an_empty_mode_means_off():
@@ -24,10 +24,20 @@ def test_every_variable_is_read():
             "VLLM_NWOR_STRICT": "1",
             "VLLM_NWOR_DEBUG_SYNC": "1",
             "VLLM_NWOR_MAX_LOG_ROWS": "64",
+            "VLLM_NWOR_SHADOW_BLOCKS": "12",
         }
     )
 
-    assert config == NworConfig(Mode.STAGE, False, Strict.STARTUP, True, 64)
+    assert config == NworConfig(Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
+
+
+def test_no_shadow_blocks_is_not_the_default_number_of_them():
+    numbers = [
+        NworConfig.from_env({"VLLM_NWOR_SHADOW_BLOCKS": value}).max_shadow_blocks
+        for value in ("", "0", "1")
+    ]
+
+    assert numbers == [None, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,16 @@ def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
             "VLLM_NWOR_MAX_LOG_ROWS",
             "1e3",
             "empty (no cap) or a whole number of rows, at least 1",
+        ),
+        (
+            "VLLM_NWOR_SHADOW_BLOCKS",
+            "-1",
+            "empty (5 % of the blocks) or a whole number of KV blocks, at least 0",
+        ),
+        (
+            "VLLM_NWOR_SHADOW_BLOCKS",
+            "5%",
+            "empty (5 % of the blocks) or a whole number of KV blocks, at least 0",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import NworError
 from vllm_nwor.hooks import discovery
 from vllm_nwor.launches import num_bytes
@@ -97,7 +97,9 @@ def runner(groups):
 
 
 def build(found, storage=None, strict=False):
-    return discovery.build(found, NworConfig(mode=Mode.COW, strict=strict), storage)
+    strictness = Strict.STARTUP if strict else Strict.NEVER
+    config = NworConfig(mode=Mode.COW, strictness=strictness)
+    return discovery.build(found, config, storage)
 
 
 def of_dtype(kv_cache_dtype):
@@ -229,7 +231,7 @@ def test_what_nobody_expected_is_a_refusal(place, text, error, monkeypatch):
     found = runner([(SPEC, {"a": layer()})])
     calls = []
 
-    def fail(*arguments):
+    def fail(*arguments, **_):
         calls.append(arguments)
         if place == "Report" and arguments[1] is None:
             return Report(*arguments)
@@ -244,7 +246,7 @@ def test_what_nobody_expected_is_a_refusal(place, text, error, monkeypatch):
     (info,) = infos
     assert info.resolved == "off"
     assert info.reason == f"{text}{type(error).__name__}: x"
-    assert report.payload(None)["info"][0]["reason"] == info.reason
+    assert report.take_payload()["info"][0]["reason"] == info.reason
     with pytest.raises(NworError, match=f"{type(error).__name__}: x"):
         build(found, strict=True)
 
@@ -337,7 +339,7 @@ def test_a_connector_that_may_save_before_commit_is_told(
             "forward, before commit"
         )
     assert info.reason == expected
-    assert report.payload(None)["info"][0]["reason"] == expected
+    assert report.take_payload()["info"][0]["reason"] == expected
     (line,) = [line.getMessage() for line in caplog.records]
     assert f"group 0: cow ({expected});" in line
 

@@ -152,7 +152,7 @@ def test_guarantee_1_and_2_rejected_slots_are_restored_and_nothing_else(
     assert torch.equal(snapshot(cache_layers), expected(before, after, rejected))
     slot_bytes = 3 * HEADS * DIM
     assert manager.counters.tolist() == [
-        [2, 3, 3 - len(rejected), len(rejected), len(rejected) * slot_bytes, 0]
+        [2, 3, 3 - len(rejected), len(rejected), len(rejected) * slot_bytes, 0, 0, 0]
     ]
 
 
@@ -217,7 +217,7 @@ def test_a_step_left_to_vanilla_is_a_state_until_it_ends(end):
 def test_guarantee_9_drafts_that_begin_never_saw_are_counted(caplog):
     manager = manager_of([(0, layers())])
     report = Report([], manager)
-    report.payload(None)
+    report.take_payload()
 
     with caplog.at_level(logging.WARNING):
         manager.end_unlogged(3)
@@ -230,10 +230,10 @@ def test_guarantee_9_drafts_that_begin_never_saw_are_counted(caplog):
         "NWOR begin_missed: 3 drafts were sampled that begin never saw; the step ran "
         "as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
     ]
-    payload = report.payload(None)
+    payload = report.take_payload()
     assert payload == {"fallbacks": {"begin_missed": 2}, "breaches": 2}
     assert WorkerRecord.from_payload(payload).breaches == 2
-    assert report.payload(None) is None
+    assert report.take_payload() is None
 
 
 def test_a_missed_begin_raises_where_steps_are_strict():
@@ -505,7 +505,9 @@ def test_strict_raises_on_a_stale_log():
     manager = manager_of([(0, layers())], strict=Strict.ALWAYS)
     manager.begin(windows())
 
-    with pytest.raises(NworError, match="NWOR stale_log: a log of 3 drafts"):
+    with pytest.raises(
+        NworError, match="NWOR stale_log: windows with 3 drafts were dropped"
+    ):
         manager.begin(windows())
 
 
@@ -551,16 +553,14 @@ class TestReport:
     def step(self, manager, report, first, second):
         manager.begin(windows())
         report.commit(accepted(first, second))
-        return report.take_step()
+        return report.take_payload()
 
     def test_a_step_reports_its_own_counts_and_the_groups_once(self):
         manager = manager_of([(0, layers())])
         report = Report(self.infos, manager)
 
         first, second = (
-            WorkerRecord.from_payload(
-                report.payload(self.step(manager, report, accepted, 0))
-            )
+            WorkerRecord.from_payload(self.step(manager, report, accepted, 0))
             for accepted in (2, 0)
         )
 
@@ -593,34 +593,31 @@ class TestReport:
         report = Report(self.infos, manager)
         self.step(manager, report, 2, 1)
 
-        payload = report.payload(self.step(manager, report, 2, 1))
+        payload = self.step(manager, report, 2, 1)
 
         assert WorkerRecord.from_payload(payload).tokens_staged == 3
 
     def test_a_step_without_windows_says_nothing(self):
         manager = manager_of([(0, layers())])
         report = Report(self.infos, manager)
-        report.payload(None)
+        report.take_payload()
 
-        assert report.take_step() is None
-        assert report.payload(None) is None
+        assert report.take_payload() is None
 
     def test_a_fallback_is_told_with_the_next_output(self):
         manager = manager_of([(0, layers())], capacity=2)
         report = Report([], manager)
-        report.payload(None)
-        step = self.step(manager, report, 0, 0)
+        report.take_payload()
 
-        payload = report.payload(step)
+        payload = self.step(manager, report, 0, 0)
 
-        assert step is None
         assert payload == {"fallbacks": {"over_capacity": 1}}
-        assert report.payload(None) is None
+        assert report.take_payload() is None
 
     def test_a_refused_engine_still_tells_why(self):
         report = Report([GroupInfo(0, "cow", "off", "no")], None)
 
-        assert report.payload(report.take_step()) == {
+        assert report.take_payload() == {
             "info": [
                 {"group": 0, "requested": "cow", "resolved": "off", "reason": "no"}
             ]

@@ -86,7 +86,7 @@ def test_cells_are_commands_that_bench_vllm_takes(
     for cell in table.CELLS:
         for batch in cell.batches:
             options = parse(cell.arguments(batch))
-            assert options.nwor_mode == "cow"
+            assert options.nwor_mode == "stage"
             assert options.acceptance is not None
             mean = sum(options.acceptance) / len(options.acceptance)
             assert mean == pytest.approx(int(cell.acceptance) / 100)
@@ -146,8 +146,8 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
         assert found["environment"]["commit"] == "abc"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
         assert found["baseline"] == "unhooked"
-        assert [len(pairs) for pairs in found["samples"].values()] == [7, 7]
-        assert list(found["samples"]) == ["cow", "control"]
+        assert [len(pairs) for pairs in found["samples"].values()] == [7, 7, 7]
+        assert list(found["samples"]) == ["cow", "stage", "control"]
         assert "true_off" not in found
         assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "1"
 
@@ -289,7 +289,10 @@ class RunnerV1(Runner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.input_batch = SimpleNamespace(req_ids=["one"], vocab_size=100)
+        table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=self.slots))
+        self.input_batch = SimpleNamespace(
+            req_ids=["one"], vocab_size=100, block_table=[table]
+        )
         self.metadata = SimpleNamespace(
             logits_indices=torch.tensor([0, 1, 2, 3]), num_draft_tokens=[3]
         )

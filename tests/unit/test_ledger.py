@@ -9,11 +9,11 @@ from importlib import import_module
 
 import pytest
 
-from vllm_nwor.hooks import runner, runner_v1, runner_v2, stats
+from vllm_nwor.hooks import engine_core, runner, runner_v1, runner_v2, stats
 from vllm_nwor.hooks._wrap import check
 from vllm_nwor.plugin import HOOKS
 
-ROWS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER]
+ROWS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

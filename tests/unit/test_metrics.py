@@ -6,12 +6,11 @@ and Prometheus objects are the real ones. That vLLM itself behaves like the stan
 the subject of tests/integration/test_stats_inprocess.py.
 """
 
+import array
 import dataclasses
-import gc
 import pickle
 import subprocess
 import sys
-import weakref
 from types import ModuleType, SimpleNamespace
 
 import msgspec
@@ -35,7 +34,9 @@ from vllm_nwor.metrics import (
     NworPrometheus,
     NworStats,
     ScheduledWindows,
+    StepCounts,
     WorkerRecord,
+    agreed_counts,
 )
 from vllm_nwor.ops import COUNTER_COLUMNS
 
@@ -50,7 +51,7 @@ def _fresh(monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setattr(stats, "_logged", set())
     stats._log_no_front_end.cache_clear()
-    monkeypatch.setattr(stats, "_info", {})
+    monkeypatch.setattr(metrics, "_info", {})
 
 
 # --- attach ---------------------------------------------------------------------------
@@ -61,47 +62,53 @@ def plain_output():
 
 
 class LateOutput(AsyncModelRunnerOutput):
-    def __init__(self, output, log=None):
-        self.output, self.log = output, log if log is not None else []
+    """Has its output as those of the two runners have."""
+
+    def __init__(self, output, name="model_runner_output"):
+        setattr(self, name, output)
+        self.name = name
 
     def get_output(self):
-        self.log.append("device done")
-        if isinstance(self.output, Exception):
-            raise self.output
-        return self.output
+        return getattr(self, self.name)
 
 
-def test_a_plain_output_carries_the_payload_to_another_process():
-    output = plain_output()
-
-    stats.attach(output, lambda: {"windows": 1})
-
-    assert pickle.loads(pickle.dumps(output)).nwor_stats == {"windows": 1}
+def later_output(output):
+    return LateOutput(output, "_model_runner_output")
 
 
-def test_an_asynchronous_output_reads_the_payload_when_the_device_is_done():
-    log = []
-    late = LateOutput(plain_output(), log)
-
-    stats.attach(late, lambda: log.append("payload") or {"windows": 2})
-
-    assert log == []
-    assert isinstance(late, LateOutput)
-    assert late.get_output().nwor_stats == {"windows": 2}
-    assert log == ["device done", "payload"]
+def step_counts():
+    """Counts of a step, and the memory that they become readable in."""
+    memory = array.array("q", [0] * 8)
+    return StepCounts(
+        memoryview(array.array("q", range(8))), memoryview(memory)
+    ), memory
 
 
-def test_an_asynchronous_output_that_nobody_asks_for_dies_at_once():
-    late = LateOutput(plain_output())
-    stats.attach(late, lambda: {"windows": 1})
-    alive = weakref.ref(late)
+@pytest.mark.parametrize("wrap", [lambda output: output, LateOutput, later_output])
+def test_an_output_carries_counts_that_are_read_when_it_is(wrap):
+    counts, memory = step_counts()
+    output = wrap(plain_output())
 
-    gc.disable()
-    try:
-        del late
-        assert alive() is None
-    finally:
-        gc.enable()
+    stats.attach(output, lambda: counts)
+    memory[:] = array.array("q", range(10, 90, 10))
+
+    if not isinstance(output, ModelRunnerOutput):
+        output = output.get_output()
+    risen = (10, 19, 28, 37, 46, 55, 64, 73)
+    assert output.nwor_stats.read() == risen
+    assert pickle.loads(pickle.dumps(output)).nwor_stats == risen
+
+
+@pytest.mark.parametrize("payload", ["step", {"counters": "step", "breaches": 1}])
+def test_a_record_is_the_same_from_this_process_and_from_another(payload):
+    counts, memory = step_counts()
+    memory[:] = array.array("q", range(10, 90, 10))
+    payload = counts if payload == "step" else payload | {"counters": counts}
+    record = WorkerRecord.from_payload(payload)
+
+    assert record.tokens_staged == 19
+    assert record.breaches == (55 if payload is counts else 55 + 1)
+    assert WorkerRecord.from_payload(pickle.loads(pickle.dumps(payload))) == record
 
 
 def test_a_step_without_news_leaves_the_output_as_it_was():
@@ -128,30 +135,26 @@ def test_attach_never_raises_whatever_the_runner_returned(result):
     stats.attach(result, lambda: {"windows": 1})
 
 
-@pytest.mark.parametrize("wrap", [lambda output: output, LateOutput])
-def test_counts_that_cannot_be_read_become_a_breach_and_no_token_is_lost(wrap):
+def test_counts_that_cannot_be_had_lose_no_token(caplog):
     output = plain_output()
-    result = wrap(output)
 
-    stats.attach(result, lambda: 1 // 0)
+    stats.attach(output, lambda: 1 // 0)
 
-    assert (result if result is output else result.get_output()) is output
-    assert output.nwor_stats == {"breaches": 1}
-
-
-def test_an_error_of_the_device_stays_vllms_own():
-    late = LateOutput(RuntimeError("device lost"))
-    stats.attach(late, lambda: {"windows": 1})
-
-    with pytest.raises(RuntimeError, match="device lost"):
-        late.get_output()
+    assert output.__dict__ == plain_output().__dict__
+    assert "no statistics on a ModelRunnerOutput" in caplog.text
 
 
 # --- the identities -------------------------------------------------------------------
 
 
+def named(report):
+    """A report with its counts by their names."""
+    others = {"fallbacks": {}} | report
+    return dict(zip(COUNTERS, others.pop("counts"), strict=True)) | others
+
+
 def totals(nwor_stats):
-    return nwor_stats.take_report()
+    return named(nwor_stats.take_report())
 
 
 def partition_holds(report):
@@ -165,10 +168,7 @@ def scheduled(windows, counted):
     step = ScheduledWindows(
         {rid: [5] * drafts for rid, (drafts, _) in windows.items()},
         {rid: row for row, rid in enumerate(windows)},
-        [
-            [] if accepted is None else [5] * accepted + [BONUS]
-            for _, accepted in windows.values()
-        ],
+        [0 if accepted is None else accepted + 1 for _, accepted in windows.values()],
         1,
     )
     for rid in counted:
@@ -205,6 +205,8 @@ def test_a_dropped_window_is_neither_committed_nor_rejected():
         "rejected_tokens": 3,
         "dropped_drafts": 3,
         "restored_bytes": 640,
+        "shadow_copied_bytes": 0,
+        "committed_bytes": 0,
         "breaches": 0,
         "fallbacks": {},
     }
@@ -256,18 +258,17 @@ def test_each_identity_that_fails_is_a_breach_by_name(found, kinds, counted):
 SUMS = {"num_drafts": 2, "num_draft_tokens": 7, "num_accepted_tokens": 3}
 
 
-def agrees(nwor_stats, counters, sums=SUMS, **more):
-    step = scheduled({"a": (4, 1), "b": (3, 2)}, counted="")
-    payload = {"counters": counters, **more}
-    return nwor_stats.add_if_all_agrees(payload, step, SimpleNamespace(**sums))
+def agrees(counters, sums=SUMS, **more):
+    payload = {"counters": counters, **more} if more else tuple(counters)
+    return agreed_counts(payload, 2, SimpleNamespace(**sums))
 
 
 def test_the_short_way_adds_what_the_long_way_does():
     short, long = (NworStats(DraftCount.EXACT, pytest.fail) for _ in range(2))
-    counters = [2, 7, 3, 4, 640, 0]
+    counters = [2, 7, 3, 4, 640, 0, 96, 48]
 
     for _ in range(2):
-        assert agrees(short, counters)
+        short.add_counts(agrees(counters))
         step = scheduled({"a": (4, 1), "b": (3, 2)}, counted="ab")
         long.add_step(WorkerRecord(*counters), step)
 
@@ -287,13 +288,10 @@ def test_the_short_way_adds_what_the_long_way_does():
     ],
 )
 def test_the_short_way_is_closed_to_whatever_does_not_agree(place, value):
-    nwor_stats = NworStats(DraftCount.EXACT, pytest.fail)
-    counters = [2, 7, 3, 4, 640, 0]
+    counters = [2, 7, 3, 4, 640, 0, 96, 48]
     counters[place] = value
 
-    assert not agrees(nwor_stats, counters)
-    assert not nwor_stats.pending
-    assert totals(nwor_stats) == totals(NworStats(DraftCount.EXACT, pytest.fail))
+    assert agrees(counters) is None
 
 
 @pytest.mark.parametrize(
@@ -311,14 +309,11 @@ def test_the_short_way_is_closed_to_whatever_does_not_agree(place, value):
         ([2, 7, 3, 4, 0, 0], {}, {"fallbacks": {"stale_log": 1}}),
         ([2, 7, 3, 4, 0], {}, {}),
         ([2, 7, 8, -1, 0, 0], {"num_accepted_tokens": 8}, {}),
-        (None, {}, {}),
+        ((), {}, {}),
     ],
 )
 def test_the_short_way_is_closed_to_what_it_cannot_tell(counters, sums, more):
-    nwor_stats = NworStats(DraftCount.EXACT, pytest.fail)
-
-    assert not agrees(nwor_stats, counters, SUMS | sums, **more)
-    assert not nwor_stats.pending
+    assert agrees(counters, SUMS | sums, **more) is None
 
 
 def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
@@ -353,7 +348,7 @@ def test_info_is_reported_when_it_is_new():
     nwor_stats = NworStats(DraftCount.EXACT, lambda kind, found: None)
     reports = []
     for info in (INFO, INFO, [{**INFO[0], "resolved": "off"}]):
-        nwor_stats.add_step(WorkerRecord(info=info), ScheduledWindows({}, {}, None, 1))
+        nwor_stats.add_step(WorkerRecord(info=info), ScheduledWindows({}, {}, [], 1))
         reports.append(totals(nwor_stats).get("info"))
 
     assert reports == [INFO, None, [{**INFO[0], "resolved": "off"}]]
@@ -417,7 +412,7 @@ class Step(SimpleNamespace):
 
 
 def payload_of(record):
-    return {"counters": list(record[: len(COUNTER_COLUMNS)])}
+    return tuple(record[: len(COUNTER_COLUMNS)])
 
 
 def scheduler_module():
@@ -529,9 +524,9 @@ def run(scheduler, step, payload="truth", invalid=None):
     )
     outputs = scheduler.update_from_output(scheduler_output, model_runner_output=output)
     found = outputs[0].scheduler_stats
-    if found is None or not found.kv_connector_stats:
+    if found is None or "nwor" not in (found.kv_connector_stats or ()):
         return None
-    return found.kv_connector_stats.get("nwor")
+    return named(found.kv_connector_stats["nwor"])
 
 
 MIXED = Step(
@@ -616,7 +611,7 @@ def test_outputs_of_another_form_are_breaches_and_lose_no_counts():
     report = run(scheduler, MIXED)
     assert report["windows"] == 2 * 4
     assert (report["committed_tokens"], report["dropped_drafts"]) == (5, 13 + 6)
-    assert report["breaches"] == 2  # of the sums, and of the report
+    assert report["breaches"] == 1
 
 
 def test_a_report_that_cannot_be_sent_is_a_breach_and_loses_no_output():
@@ -682,7 +677,7 @@ def test_a_record_that_belongs_to_another_step_is_found_out():
     assert partition_holds(report)
 
 
-@pytest.mark.parametrize("payload", [{"counters": "many"}, ["counters"]])
+@pytest.mark.parametrize("payload", [{"counters": "many"}, ["counters"], 5])
 def test_a_bad_payload_is_a_breach_or_raises_when_strict(payload, monkeypatch, caplog):
     scheduler = hooked_scheduler()
 
@@ -692,7 +687,7 @@ def test_a_bad_payload_is_a_breach_or_raises_when_strict(payload, monkeypatch, c
     assert len([r for r in caplog.records if "breach" in r.message]) == 1
 
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
-    with pytest.raises((metrics.PayloadError, AttributeError)):
+    with pytest.raises((metrics.PayloadError, TypeError)):
         run(scheduler, MIXED, payload)
 
 
@@ -847,7 +842,7 @@ def hooked_loggers():
 
 
 def report_of(**counts):
-    return {**dict.fromkeys(COUNTERS, 0), "fallbacks": {}, **counts}
+    return {"counts": [counts.pop(name, 0) for name in COUNTERS], **counts}
 
 
 def recorded(manager, kv_connector_stats, **arguments):
@@ -894,15 +889,29 @@ def test_records_without_a_report_pass_untouched():
     assert manager.recorded[-1] is None
 
 
+def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(metrics, "MAX_WAITING", 5)
+    module = hooked_loggers()
+    manager = module.StatLoggerManager()
+    prometheus = manager.stat_loggers[1].nwor_prometheus
+
+    for _ in range(20):
+        recorded(manager, {"nwor": report_of(windows=1)})
+        assert len(prometheus._waiting[0]) <= 5
+
+    assert value(module.registry, "windows_total") == 20
+    assert value(module.registry, "windows_total") == 20
+
+
 def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
     manager = hooked_loggers().StatLoggerManager()
-    reports = {"nwor": report_of(windows=1)}
+    report = report_of(windows=1)
 
-    assert recorded(manager, reports, engine_idx=9) is None
+    assert recorded(manager, {"nwor": report}, engine_idx=9) is None
 
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises(KeyError):
-        recorded(manager, reports, engine_idx=9)
+        recorded(manager, {"nwor": report}, engine_idx=9)
 
 
 def info_labels(resolved):
@@ -979,9 +988,8 @@ def test_an_engine_whose_front_end_said_nothing_sends_nothing_and_says_so_once(c
     assert [r.message.partition(":")[0] for r in caplog.records] == [
         "NWOR metrics are off"
     ]
-    # What nobody asked for is not kept.
-    scheduler.vllm_config.parallel_config.nwor_front_end = 1
-    assert run(scheduler, MIXED)["windows"] == 4
+    assert not scheduler.nwor_stats.pending  # what nobody asked for is not kept
+    assert not any(scheduler.nwor_stats.take_report()["counts"])
 
 
 @pytest.mark.parametrize(
@@ -1051,11 +1059,11 @@ spec.loader.exec_module(metrics)
 prometheus = metrics.NworPrometheus(
     prometheus_client.Counter, prometheus_client.Gauge, {0: ["tiny", "0"]}
 )
-counts = dict.fromkeys(metrics.COUNTERS, int(sys.argv[2]))
-prometheus.add({**counts, "fallbacks": {"over_capacity": 1}}, 0)
+counts = [int(sys.argv[2])] * len(metrics.COUNTERS)
+prometheus.add({"counts": counts, "fallbacks": {"over_capacity": 1}}, 0)
 if sys.argv[3:]:
     info = dict(group=0, requested="stage", resolved="cow", reason="no path")
-    prometheus.set_info([info], 0)
+    prometheus.add({"counts": [0] * len(counts), "info": [info]}, 0)
 """
 
 
@@ -1097,7 +1105,7 @@ def test_objects_need_nothing_but_classes_like_prometheus_clients():
 
     prometheus = NworPrometheus(RayLike, RayLike, {0: ["tiny", "0"]})
     prometheus.add(report_of(windows=1, fallbacks={"over_capacity": 1}), 0)
-    prometheus.set_info(INFO, 0)
+    prometheus.add(report_of(info=INFO), 0)
 
     assert sorted(made) == sorted(
         f"vllm:nwor_{name}" for name in [*COUNTERS, "fallbacks", "info"]

@@ -36,7 +36,7 @@ def launches(monkeypatch):
     cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
     layer = LayerCache("layer", cache, row_layout(cache))
     group = GroupLog(0, [layer], 8, DeviceMemory(cpu, None))
-    launch = Launch(group, group.tables[0], torch.zeros(6, dtype=torch.int64))
+    launch = Launch(group, group.tables[0], torch.zeros(8, dtype=torch.int64))
     made = prepared.PreparedLaunches(torch.device("cuda", 0), [launch])
     made.calls = calls
     return made

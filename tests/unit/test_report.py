@@ -60,9 +60,8 @@ def step(manager, report, num_drafts):
 
 
 def counts(report, *taken):
-    """Of the step in `taken`, or of the one just made."""
-    taken = taken or (report.take_step(),)
-    record = WorkerRecord.from_payload(report.payload(*taken))
+    """Of the payload in `taken`, or of the step just made."""
+    record = WorkerRecord.from_payload(*taken or (report.take_payload(),))
     return record.tokens_staged, record.tokens_rejected
 
 
@@ -84,17 +83,17 @@ def test_each_step_has_its_own_counts_until_the_last_moment(max_in_flight, uncou
         # A restore that fails behind its counting leaves them to be copied.
         manager._copy_counters = fail if fails else copy
         step(manager, report, num_drafts)
-        in_flight.append((report.take_step(), num_drafts))
+        in_flight.append((report.take_payload(), num_drafts))
         if len(in_flight) == max_in_flight:
             taken, num_drafts = in_flight.popleft()
-            if taken is not None:
+            if WorkerRecord.from_payload(taken or {}).tokens_staged:
                 assert counts(report, taken) == (num_drafts, 1)
 
 
 def test_a_step_whose_output_nobody_takes_is_not_in_the_next():
     manager, report = reporting_manager()
     step(manager, report, 5)
-    report.take_step()
+    report.drop_step()
 
     step(manager, report, 2)
 
@@ -104,7 +103,7 @@ def test_a_step_whose_output_nobody_takes_is_not_in_the_next():
 def test_a_commit_that_raises_is_not_in_the_next_step():
     manager, report = reporting_manager(strict=True)
     step(manager, report, 1)
-    report.take_step()
+    report.drop_step()
     manager.launches.fails = True
     with pytest.raises(NworError, match="planted"):
         step(manager, report, 5)
@@ -123,7 +122,7 @@ def test_a_commit_that_fails_late_still_counts():
     step(manager, report, 3)
     manager.launches.fails = False
 
-    record = WorkerRecord.from_payload(report.payload(report.take_step()))
+    record = WorkerRecord.from_payload(report.take_payload())
 
     assert record.tokens_staged == 3
     assert record.fallbacks == {"commit_failed": 1}
@@ -133,20 +132,21 @@ def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
     manager, _ = reporting_manager()
     state = hooks.RunnerState(manager, [], Report([], manager))
     runner = SimpleNamespace(nwor_state=state)
-    state.report.payload(None)
+    state.report.take_payload()
     step(manager, state.report, 5)
 
     # The drafter raised; a step without drafts follows.
     hooks.execute_model(lambda: None, runner, (), {})
 
-    assert state.report.payload(state.report.take_step()) is None
+    assert state.report.take_payload() is None
 
 
 @pytest.mark.parametrize("emits", [True, False])
 def test_an_output_carries_counts_unless_nobody_wants_them(emits):
     manager, report = reporting_manager()
     state = hooks.RunnerState(manager, [], report, emits)
-    runner, output = SimpleNamespace(nwor_state=state), SimpleNamespace()
+    runner = SimpleNamespace(nwor_state=state)
+    output = SimpleNamespace(req_ids=["a"])
 
     def sample_tokens():
         step(manager, report, 3)
@@ -217,12 +217,12 @@ class TestMissedBegin:
     def test_it_is_counted_and_told_as_a_breach(self, kind, begins):
         runner = self.runner(kind)
         state = runner.nwor_state
-        state.report.payload(None)
+        state.report.take_payload()
 
         for _ in range(2):
             runner.step(begins)
 
-        payload = state.report.payload(state.report.take_step())
+        payload = state.report.take_payload()
         record = WorkerRecord.from_payload(payload)
         missed = {} if begins else {"begin_missed": 2}
         assert record.fallbacks == state.manager.fallbacks == missed
@@ -260,14 +260,23 @@ class TestMissedBegin:
 
 
 def test_breaches_of_both_kinds_are_added_up():
-    payload = {"counters": (1, 2, 1, 1, 8, 1), "breaches": 2}
+    payload = {"counters": (1, 2, 1, 1, 8, 1, 0, 0), "breaches": 2}
 
     assert WorkerRecord.from_payload(payload).breaches == 3
 
 
 @pytest.mark.parametrize(
     "counters",
-    [(), (1, 2, 3, 4, 5), (0,) * 7, (1, 4, 2, 2, -64, 0), (b"1",) * 6, 6, [1.5, 2] * 3],
+    [
+        (),
+        (1, 2, 3, 4, 5, 6, 7),
+        (0,) * 9,
+        (1, 4, 2, 2, -64, 0, 0, 0),
+        (1, 4, 2, 2, 0, 0, 0, -64),
+        (b"1",) * 8,
+        8,
+        [1.5, 2] * 4,
+    ],
 )
 def test_counters_of_another_form_are_named(counters):
     with pytest.raises(PayloadError, match=f"counters is {re.escape(repr(counters))}"):
@@ -277,18 +286,18 @@ def test_counters_of_another_form_are_named(counters):
 def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
     """Two groups: every launch sees all windows."""
     manager, _ = reporting_manager()
-    manager.counters = torch.zeros(2, 6, dtype=torch.int64)
+    manager.counters = torch.zeros(2, 8, dtype=torch.int64)
     report = Report([], manager)
-    report.payload(None)
+    report.take_payload()
     manager.commit = lambda acceptance, to: to.copy_(told) is not None
-    before = torch.tensor([[1, 2, 1, 1, 10, 0], [1, 2, 1, 1, 30, 0]])
-    risen = torch.tensor([[3, 9, 4, 5, 50, 1], [3, 9, 4, 5, 70, 2]])
+    before = torch.tensor([[1, 2, 1, 1, 10, 0, 5, 6], [1, 2, 1, 1, 30, 0, 7, 8]])
+    risen = torch.tensor([[3, 9, 4, 5, 50, 1, 20, 3], [3, 9, 4, 5, 70, 2, 30, 4]])
     for told in (before, before + risen):  # noqa: B007
         manager.state = State.LOGGED
         report.commit(NumRejected(torch.tensor([0])))
-        step_counts = report.take_step()
+        payload = report.take_payload()
 
-    payload = report.payload(step_counts) | {"fallbacks": {"over_capacity": 1}}
+    payload = {"counters": payload, "fallbacks": {"over_capacity": 1}}
 
     assert WorkerRecord.from_payload(payload) == WorkerRecord(
         windows=3,
@@ -297,6 +306,8 @@ def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
         tokens_rejected=5,
         restored_bytes=120,
         breaches=3,
+        shadow_copied_bytes=50,
+        committed_bytes=7,
         fallbacks={"over_capacity": 1},
     )
 
@@ -305,7 +316,7 @@ def test_a_record_begins_with_the_columns_of_the_counters():
     columns = list(WorkerRecord._fields)[: len(COUNTER_COLUMNS)]
     names = [name.removeprefix("tokens_") for name in columns]
 
-    assert len(set(names)) == 6
+    assert len(set(names)) == 8
     assert dict(zip(COUNTER_COLUMNS, names, strict=True)) == {
         "windows": "windows",
         "staged": "staged",
@@ -313,4 +324,6 @@ def test_a_record_begins_with_the_columns_of_the_counters():
         "rejected": "rejected",
         "restored_bytes": "restored_bytes",
         "invalid_slots": "breaches",
+        "shadow_copied_bytes": "shadow_copied_bytes",
+        "committed_bytes": "committed_bytes",
     }

@@ -286,7 +286,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / "tools" / name, folder / "tools")
     result = rebuild(folder, "--cuda", "off")
     assert result.returncode == 0, result.stderr
-    assert "check: 4 ops for cpu: all there" in result.stdout
+    assert "check: 5 ops for cpu: all there" in result.stdout
     return folder
 
 

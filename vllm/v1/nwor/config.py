@@ -18,8 +18,8 @@ class Mode(enum.Enum):
 
     OFF: vanilla vLLM, nothing is wrapped.
     COW: old bytes are logged before the forward, rejected slots restored after it.
-    STAGE: drafts stay out of the cache until accepted where the attention backend
-        has a staged path; the other KV-cache groups use COW.
+    STAGE: drafts are verified in shadow blocks, and only kept rows get into a request's
+        own; a KV-cache group that cannot have them uses COW.
     """
 
     OFF = "off"
@@ -48,7 +48,8 @@ EMIT_METRICS = "VLLM_NWOR_EMIT_METRICS"
 STRICT = "VLLM_NWOR_STRICT"
 DEBUG_SYNC = "VLLM_NWOR_DEBUG_SYNC"
 MAX_LOG_ROWS = "VLLM_NWOR_MAX_LOG_ROWS"
-ENV_NAMES = (MODE, EMIT_METRICS, STRICT, DEBUG_SYNC, MAX_LOG_ROWS)
+SHADOW_BLOCKS = "VLLM_NWOR_SHADOW_BLOCKS"
+ENV_NAMES = (MODE, EMIT_METRICS, STRICT, DEBUG_SYNC, MAX_LOG_ROWS, SHADOW_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class NworConfig:
     strictness: Strict = Strict.NEVER
     debug_sync: bool = False
     max_log_rows: int | None = None
+    max_shadow_blocks: int | None = None
 
     @property
     def strict(self) -> bool:
@@ -84,7 +86,10 @@ class NworConfig:
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
             strictness=_strictness(env),
             debug_sync=_switch(env, DEBUG_SYNC, default=False),
-            max_log_rows=_rows(env),
+            max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", least=1),
+            max_shadow_blocks=_number(
+                env, SHADOW_BLOCKS, "5 % of the blocks", "KV blocks", least=0
+            ),
         )
 
 
@@ -118,13 +123,15 @@ def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
     return value == "1"
 
 
-def _rows(env: Mapping[str, str]) -> int | None:
-    value = env.get(MAX_LOG_ROWS, "")
+def _number(
+    env: Mapping[str, str], name: str, empty: str, unit: str, least: int
+) -> int | None:
+    value = env.get(name, "")
     if value == "":
         return None
-    if not (value.isascii() and value.isdigit() and int(value) > 0):
+    if not (value.isascii() and value.isdigit() and int(value) >= least):
         raise NworConfigError(
-            f"{MAX_LOG_ROWS}={value!r} is not allowed; allowed values: empty (no cap) "
-            "or a whole number of rows, at least 1"
+            f"{name}={value!r} is not allowed; allowed values: empty ({empty}) "
+            f"or a whole number of {unit}, at least {least}"
         )
     return int(value)

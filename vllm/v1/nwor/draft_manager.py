@@ -2,18 +2,30 @@
 """DraftCommitManager: the transaction around one verification step.
 
 What commit guarantees: after it, every byte at a rejected draft's slot, in every layer
-of the manager's groups, is what it was when begin logged it; no other byte of the
-cache was touched by us; and accepted drafts are what vLLM wrote. Restoring is a copy of
-bytes, blind to their type.
+of the manager's groups, is what it was before the step; no other byte of a request's
+blocks was touched by us; and accepted drafts are what vLLM wrote. Copies are of bytes,
+blind to their type. There are two ways to it, and each KV-cache group has one:
+
+    undo log      begin saves the old bytes of the drafts' slots, commit restores those
+                  of the rejected ones (launches.py)
+    shadow pages  stage has the drafts verified in private blocks, commit copies the
+                  kept rows to the request's own (shadow_pages.py)
+
+A step whose windows cannot all be staged uses the undo log for all groups.
 
 States:
 
-    IDLE    -begin->  LOGGED   old bytes of all draft slots are in the undo log
+    IDLE    -stage->  STAGED   shadow blocks are in the tables of the staged groups;
+                               begin then logs the drafts of the others
+            -begin->  LOGGED   old bytes of all draft slots are in the undo log
             -begin->  VANILLA  they are not, that is counted, the step runs as vanilla
     LOGGED  -commit-> IDLE     rejected slots restored, accepted ones kept
             -commit-> FAILED   each rejected slot holds old or new bytes, all else is as
                                in vanilla vLLM
             -abort->  IDLE     the log is dropped, the cache stays as vLLM left it
+    STAGED  -commit-> IDLE     kept rows are in the real blocks, the tables are vLLM's
+                               own; if that fails it raises: tokens would be lost
+            -abort->  IDLE     the tables are vLLM's own, nothing was copied
     VANILLA -end_unlogged, abort-> IDLE
     FAILED  -begin->  as from IDLE
 
@@ -28,7 +40,8 @@ drafts reach the sampler in state IDLE or FAILED was missed: no begin saw it.
 
 Invariants, by the numbers that `check_state` names:
 
-    1. LOGGED has a log of 1 to `capacity` drafts, every other state one of 0.
+    1. LOGGED has a log of 1 to `capacity` drafts; STAGED has drafts; every other state
+       has none. Shadow blocks are in the tables in STAGED only.
     2. FAILED is left behind by a commit_failed only, VANILLA by an over_capacity or
        begin_failed.
     3. Each entry of the log is a draft at its position in a window, or none.
@@ -37,9 +50,9 @@ Invariants, by the numbers that `check_state` names:
     5. No two of the manager's tensors overlap, nor does one lie in a cache.
     6. In each row of the counters, staged drafts are the committed and the rejected.
 
-begin and commit enqueue one launch a KV-cache group on the current stream (a group
-whose layers are packed in several ways: one for each packing). They allocate nothing
-on the device, never wait for it and have no loop over layers.
+stage or begin, and commit, enqueue one launch each a KV-cache group on the current
+stream (a group whose layers are packed in several ways: one for each packing). They
+allocate nothing on the device, never wait for it and have no loop over layers.
 """
 
 from __future__ import annotations
@@ -49,7 +62,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -58,7 +71,7 @@ import torch
 
 from . import ops as native_ops
 from .config import NworConfig
-from .device_memory import DeviceMemory
+from .device_memory import ALIGNMENT, DeviceMemory
 from .launches import (
     GroupLog,
     Launch,
@@ -68,6 +81,8 @@ from .launches import (
     bytes_per_draft,
     num_bytes,
 )
+from .shadow_pages import ShadowGroup, ShadowPages, ShadowRegion
+from .shadow_pages import num_bytes as num_shadow_bytes
 from .window import Acceptance, VerificationWindows
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -77,16 +92,21 @@ OVER_CAPACITY = "over_capacity"
 BEGIN_FAILED = "begin_failed"
 COMMIT_FAILED = "commit_failed"
 BEGIN_MISSED = "begin_missed"
+STAGE_FAILED = "stage_failed"
+NO_SEAT = "no_seat"
+STEP_FAILED = "step_failed"
 
 
 class NworError(RuntimeError):
-    """A failure of ours, raised only under VLLM_NWOR_STRICT."""
+    """A failure of ours: raised under VLLM_NWOR_STRICT, and where going on would lose
+    tokens."""
 
 
 class State(enum.Enum):
     """Where the manager is between begin and commit; the module has the moves."""
 
     IDLE = "idle"
+    STAGED = "staged"
     LOGGED = "logged"
     VANILLA = "vanilla"
     FAILED = "failed"
@@ -100,17 +120,37 @@ class HostTimes:
     commit_ns: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class StagedGroup:
+    """What makes a KV-cache group a staged one.
+
+    region: its shadow blocks. entry_tokens: positions for which an entry of the
+    worker's block table stands.
+    """
+
+    region: ShadowRegion
+    entry_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the group takes beside its undo log."""
+        span = self.region.blocks_per_seat * self.region.block_size // self.entry_tokens
+        return num_shadow_bytes(self.region.num_seats, span) + ALIGNMENT
+
+
 class DraftCommitManager:
     """Begins, commits and aborts the verification windows of one model runner.
 
-    groups: the protected KV-cache groups. capacity: drafts a step that fit the log.
-    counters: [num_tables, 6] int64, device (ops.COUNTER_COLUMNS), a row for each
+    groups: the protected KV-cache groups, staged ones first. capacity: drafts a step
+        that fit the log. shadow: the pages of the staged groups, or None.
+    counters: [num_tables, 8] int64, device (ops.COUNTER_COLUMNS), a row for each
         launch of a commit, only ever added to, by the kernels. Every launch sees all
         windows, so that windows and tokens are read from row 0; bytes and invalid
         slots are summed.
-    launches: how a step's copies are enqueued.
-    active: a switch for benches; while False, begin does nothing.
-    fallbacks: windows that ran as vanilla vLLM, by reason.
+    launches: how a step's copies to and from the undo log are enqueued.
+    active, stages: switches for benches; while False, stage and begin do nothing, or
+        stage alone, so that all groups are logged.
+    fallbacks: steps that did not run as they should, by reason.
     """
 
     def __init__(
@@ -120,6 +160,7 @@ class DraftCommitManager:
         capacity: int,
         storage: torch.Tensor | None = None,
         ops: Any = None,
+        staged: Mapping[int, StagedGroup] | None = None,
     ) -> None:
         """groups: (KV-cache group id, its layers), at least one, each with layers.
 
@@ -128,6 +169,7 @@ class DraftCommitManager:
             None allocates it.
         ops: the seam where tests inject faults: what has the functions of
             `ops`; None for that module, or on CUDA prepared launches.
+        staged: for the KV-cache groups that have shadow pages.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -136,7 +178,10 @@ class DraftCommitManager:
             raise ValueError("groups is empty or has one without layers to protect")
         self.config = config
         self.device = groups[0][1][0].kv_cache.device
-        self.capacity = _fitting_capacity(capacity, groups, storage)
+        staged = staged or {}
+        groups = sorted(groups, key=lambda group: group[0] not in staged)
+        shadow_bytes = sum(entry.num_bytes for entry in staged.values())
+        self.capacity = _fitting_capacity(capacity, groups, storage, shadow_bytes)
         memory = DeviceMemory(self.device, storage)
         self.groups = [
             GroupLog(group_id, layers, self.capacity, memory)
@@ -148,22 +193,46 @@ class DraftCommitManager:
         columns = len(native_ops.COUNTER_COLUMNS)
         self.counters = memory.take((len(parts_of_groups), columns), torch.int64)
         self.counters.zero_()
-        self.launches = _launches_for(
-            self.device,
-            [
-                Launch(group, part, counters)
-                for (group, part), counters in zip(
-                    parts_of_groups, self.counters.unbind(), strict=True
-                )
-            ],
-            ops,
+        launches = [
+            Launch(group, part, counters)
+            for (group, part), counters in zip(
+                parts_of_groups, self.counters.unbind(), strict=True
+            )
+        ]
+        self.launches = _launches_for(self.device, launches, ops)
+        self.shadow: ShadowPages | None = None
+        # Of the groups that are logged beside staged ones; their rows of the counters.
+        self._beside: Launches | None = None
+        self._is_logged_beside = False
+        self._num_staged_rows = sum(
+            len(group.tables) for group in self.groups if group.group_id in staged
         )
+        if staged:
+            pages = [
+                ShadowGroup(
+                    group.group_id,
+                    group.tables,
+                    staged[group.group_id].region,
+                    staged[group.group_id].entry_tokens,
+                    memory,
+                )
+                for group in self.groups
+                if group.group_id in staged
+            ]
+            rows = self.counters.unbind()[: self._num_staged_rows]
+            self.shadow = _pages_for(self.device, pages, rows, ops)
+            if launches[self._num_staged_rows :]:
+                self._beside = _launches_for(
+                    self.device, launches[self._num_staged_rows :], ops
+                )
         self.active = True
+        self.stages = True
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self.host_times: HostTimes | None = None
         self._copy_counters = native_ops.publish
         self._num_drafts = 0
+        self._stage_ns = 0
 
     @property
     def log_bytes_per_draft(self) -> int:
@@ -175,8 +244,48 @@ class DraftCommitManager:
         """Bytes of device memory that the undo logs take."""
         return self.capacity * self.log_bytes_per_draft
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are windows to commit."""
+        return self.state is State.LOGGED or self.state is State.STAGED
+
+    def stage(self, windows: VerificationWindows) -> None:
+        """Puts shadow pages in the place of the blocks that hold drafts. Call when
+        block tables and slot mappings are final, before attention metadata is built;
+        then begin. Where a window has no seat, or this fails, begin logs the step.
+
+        Raises:
+            NworError: under VLLM_NWOR_STRICT=always, if it fails.
+        """
+        if self.is_open:
+            self.abort(STALE_LOG)
+        num_drafts = windows.num_drafts
+        shadow = self.shadow
+        if shadow is None or not (self.active and self.stages) or num_drafts == 0:
+            return
+        started = time.perf_counter_ns()
+        num_reqs = windows.cu_num_logits.shape[0] - windows.num_leading_zeros
+        if num_reqs > shadow.num_seats:
+            self.fallbacks[NO_SEAT] += 1
+            return
+        if self._beside is not None and num_drafts > self.capacity:
+            return
+        try:
+            shadow.stage(windows)
+            if self.config.debug_sync:
+                self._wait()
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                shadow.abort()
+            self._fall_back(STAGE_FAILED, f"stage: {error}", error)
+            return
+        self._num_drafts = num_drafts
+        self.state = State.STAGED
+        self._stage_ns = time.perf_counter_ns() - started
+
     def begin(self, windows: VerificationWindows) -> None:
-        """Logs the old bytes at every draft slot. Call before the target's forward.
+        """Logs the old bytes at every draft slot, of the groups that are not staged in
+        this step. Call before the target's forward.
 
         Requires that the caches and slot mappings are as the forward will see them.
 
@@ -184,6 +293,9 @@ class DraftCommitManager:
             NworError: under VLLM_NWOR_STRICT=always, if the windows cannot be logged,
                 or the restore before failed.
         """
+        if self.state is State.STAGED:
+            self._begin_beside(windows)
+            return
         if self.state is not State.IDLE:
             self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
@@ -216,11 +328,29 @@ class DraftCommitManager:
         if self.config.debug_sync:
             self.check_state()
 
+    def _begin_beside(self, windows: VerificationWindows) -> None:
+        """begin, for groups that are logged in a step in which others are staged."""
+        started = time.perf_counter_ns()
+        self._is_logged_beside = False
+        if self._beside is not None:
+            try:
+                self._beside.log(windows)
+                self._is_logged_beside = True
+            except Exception as error:
+                self._fall_back(BEGIN_FAILED, f"log_cache_slots: {error}", error)
+        if self.host_times is not None:
+            elapsed = time.perf_counter_ns() - started
+            self.host_times.begin_ns.append(self._stage_ns + elapsed)
+        if self.config.debug_sync:
+            self._wait()
+            self.check_state()
+
     def commit(
         self, acceptance: Acceptance, counters_to: torch.Tensor | None = None
     ) -> bool:
-        """Restores the rejected drafts' slots and counts the windows. Call right after
-        rejection sampling, on the stream of the forward, before the drafter runs.
+        """Keeps the accepted drafts, undoes the rejected ones and counts the windows.
+        Call right after rejection sampling, on the stream of the forward, before the
+        drafter runs.
 
         counters_to: as `publish` takes it, written behind the restore.
 
@@ -228,8 +358,11 @@ class DraftCommitManager:
         and without a log, when nothing is done.
 
         Raises:
-            NworError: under VLLM_NWOR_STRICT=always, if restoring fails.
+            NworError: if copying from shadow pages fails; under
+                VLLM_NWOR_STRICT=always, if restoring fails.
         """
+        if self.state is State.STAGED:
+            return self._commit_staged(acceptance, counters_to)
         if self.state is not State.LOGGED:
             return False
         started = time.perf_counter_ns()
@@ -255,6 +388,47 @@ class DraftCommitManager:
             self.check_state()
         return counters_to is not None
 
+    def _commit_staged(
+        self, acceptance: Acceptance, counters_to: torch.Tensor | None
+    ) -> bool:
+        """commit, in a step with staged groups."""
+        assert self.shadow is not None
+        started = time.perf_counter_ns()
+        self.state = State.FAILED
+        num_drafts, self._num_drafts = self._num_drafts, 0
+        num_rows = self._num_staged_rows
+        is_logged_beside, self._is_logged_beside = self._is_logged_beside, False
+        try:
+            self.shadow.commit(
+                acceptance, None if counters_to is None else counters_to[:num_rows]
+            )
+            if self.config.debug_sync:
+                self._wait()
+        except Exception as error:
+            self.fallbacks[COMMIT_FAILED] += 1
+            raise NworError(
+                f"NWOR {COMMIT_FAILED}: commit_draft_layer: {error}; accepted tokens "
+                "of this step are not in the KV cache"
+            ) from error
+        if self._beside is not None:
+            beside_to = None if counters_to is None else counters_to[num_rows:]
+            try:
+                if is_logged_beside:
+                    self._beside.restore(acceptance, num_drafts, beside_to)
+            except Exception as error:
+                self._fall_back(
+                    COMMIT_FAILED, f"restore_rejected_drafts: {error}", error
+                )
+                is_logged_beside = False
+            if not is_logged_beside and counters_to is not None:
+                self.publish(counters_to)
+        self.state = State.IDLE
+        if self.host_times is not None:
+            self.host_times.commit_ns.append(time.perf_counter_ns() - started)
+        if self.config.debug_sync:
+            self.check_state()
+        return counters_to is not None
+
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where there is no log: a step that was left to vanilla
         vLLM ends, or one without drafts, or one that begin never saw.
@@ -267,13 +441,13 @@ class DraftCommitManager:
         """
         if self.state is State.VANILLA:
             self.state = State.IDLE
-        elif num_drafts > 0 and self.active and self.state is not State.LOGGED:
+        elif num_drafts > 0 and self.active and not self.is_open:
             self._fall_back(
                 BEGIN_MISSED, f"{num_drafts} drafts were sampled that begin never saw"
             )
 
     def publish(self, to: torch.Tensor) -> bool:
-        """Enqueues a copy of the counters to `to`: [num_launches, 6] int64, cpu, pinned
+        """Enqueues a copy of the counters to `to`: [num_launches, 8] int64, cpu, pinned
         if the counters are on a device. Returns whether that worked.
 
         Raises:
@@ -287,18 +461,28 @@ class DraftCommitManager:
         return True
 
     def abort(self, reason: str) -> None:
-        """Drops a log that was never committed; the cache stays as vLLM left it.
+        """Drops windows that were never committed: the tables are put back, the cache
+        stays as vLLM left it.
 
         Raises:
-            NworError: under VLLM_NWOR_STRICT=always, if there was a log.
+            NworError: if a table cannot be put back; under VLLM_NWOR_STRICT=always, if
+                there were windows.
         """
         if self.state is State.VANILLA:
             self.state = State.IDLE
-        if self.state is not State.LOGGED:
+        if not self.is_open:
             return
         num_drafts, self._num_drafts = self._num_drafts, 0
         self.state = State.IDLE
-        self._fall_back(reason, f"a log of {num_drafts} drafts was dropped")
+        if self.shadow is not None:
+            try:
+                self.shadow.abort()
+            except Exception as error:
+                self.fallbacks[reason] += 1
+                raise NworError(
+                    f"NWOR {reason}: a block table cannot be put back: {error}"
+                ) from error
+        self._fall_back(reason, f"windows with {num_drafts} drafts were dropped")
 
     def check_state(self) -> None:
         """Checks the numbered invariants of this module. Waits for the device.
@@ -307,8 +491,13 @@ class DraftCommitManager:
             AssertionError: naming the invariant that does not hold, and what was found.
         """
         num_drafts, fallbacks = self._num_drafts, self.fallbacks
+        is_patched = self.shadow is not None and self.shadow.is_open
+        is_staged = self.state is State.STAGED
+        _require(1, is_patched == is_staged, f"{self.state}, in tables: {is_patched}")
         if self.state is State.LOGGED:
             _require(1, 0 < num_drafts <= self.capacity, f"{num_drafts} drafts logged")
+        elif is_staged:
+            _require(1, num_drafts > 0, f"{self.state} with {num_drafts} drafts")
         else:
             _require(1, num_drafts == 0, f"{self.state} with {num_drafts} drafts")
         if self.state is State.FAILED:
@@ -318,7 +507,7 @@ class DraftCommitManager:
             _require(2, counted > 0, f"VANILLA after {fallbacks}")
         ranges = [_memory(self.counters)]
         for group in self.groups:
-            logged = group.log_windows[:num_drafts].tolist()
+            logged = group.log_windows[: 0 if is_staged else num_drafts].tolist()
             for draft, (request, position, size) in enumerate(logged):
                 is_draft = request >= 0 and 0 <= position < size
                 is_none = (request, position, size) == (-1, -1, 0)
@@ -391,6 +580,7 @@ def _fitting_capacity(
     capacity: int,
     groups: Sequence[tuple[int, Sequence[LayerCache]]],
     storage: torch.Tensor | None,
+    shadow_bytes: int,
 ) -> int:
     """Drafts, at most `capacity`, whose log fits the storage. Raises ValueError."""
     row_bytes = sum(bytes_per_draft(layers) for _, layers in groups)
@@ -398,7 +588,8 @@ def _fitting_capacity(
     if storage is not None:
         empty = num_bytes(0, row_bytes, len(groups), num_layers)
         of_draft = num_bytes(1, row_bytes, len(groups), num_layers) - empty
-        capacity = min(capacity, max(0, storage.numel() - empty) // of_draft)
+        left = storage.numel() - empty - shadow_bytes
+        capacity = min(capacity, max(0, left) // of_draft)
     if capacity < 1:
         raise ValueError(
             f"capacity is {capacity} drafts of {row_bytes} bytes; expected at least 1"
@@ -416,3 +607,16 @@ def _launches_for(
     from .prepared import PreparedLaunches
 
     return PreparedLaunches(device, launches)
+
+
+def _pages_for(
+    device: torch.device,
+    groups: Sequence[ShadowGroup],
+    counters: Sequence[torch.Tensor],
+    ops: Any,
+) -> ShadowPages:
+    if ops is not None or device.type != "cuda":
+        return ShadowPages(groups, counters, ops)
+    from .prepared import PreparedPages
+
+    return PreparedPages(device, groups, counters)

@@ -91,7 +91,7 @@ class GroupLog:
 class Launch:
     """A table of layers, the log of their group, and what counts a launch's drafts.
 
-    counters: [6] int64, device (ops.COUNTER_COLUMNS).
+    counters: [8] int64, device (ops.COUNTER_COLUMNS).
     """
 
     group: GroupLog
@@ -115,7 +115,7 @@ class Launches(Protocol):
         """Enqueues the restoring of what `log` saved, and the counting.
 
         num_drafts: as in the windows that were logged.
-        counters_to: [num_launches, 6] int64, cpu, pinned if the caches are on a
+        counters_to: [num_launches, 8] int64, cpu, pinned if the caches are on a
             device: gets the counters too.
 
         Raises:

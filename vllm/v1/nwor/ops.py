@@ -9,9 +9,8 @@ value before the first byte is written. On CUDA only what the host knows is chec
 drafts whose slot is out of range are left alone, and counted as `invalid_slots`.
 
 A wrapper hides what it reads and writes behind a table of addresses: PyTorch cannot see
-that log_cache_slots reads the caches and restore_rejected_drafts writes them. Who holds
-the table keeps the caches alive, and keeps the two calls out of anything that reorders
-ops by their schemas. The `_single` forms say honestly what they mutate.
+which caches an op reads and writes. Who holds the table keeps the caches alive, and
+keeps the calls out of anything that reorders ops by their schemas.
 
 Words: a draft's place in a batch follows from `cu_num_logits`, the inclusive cumulative
 number of logits rows; a request has 1 + k rows, the first of which is no draft. With
@@ -39,7 +38,7 @@ TABLE_COLUMNS = (
     "log_offset",  # of this layer's bytes in a row of the undo log
 )
 
-# Columns of a row of counters, int64 [6].
+# Columns of a row of counters, int64 [8].
 COUNTER_COLUMNS = (
     "windows",
     "staged",
@@ -47,7 +46,12 @@ COUNTER_COLUMNS = (
     "rejected",
     "restored_bytes",
     "invalid_slots",
+    "shadow_copied_bytes",
+    "committed_bytes",
 )
+
+# Columns of a window saved by `stage`, int32, in front of its real and shadow entries.
+SAVED_COLUMNS = 8
 
 # log_slots entries that are no slot: padding or no draft; refused on the device.
 PAD_SLOT = -1
@@ -58,11 +62,10 @@ LIBRARY = Path(__file__).with_name("_nwor_C.so")
 _NAMESPACE = "_C_cache_ops"
 _OPS = (
     "log_cache_slots",
-    "log_cache_slots.single",
     "restore_rejected_drafts",
-    "restore_rejected_drafts.single",
     "stage",
     "commit_draft_layer",
+    "unstage",
 )
 # Set on torch's namespace object, for a second copy of this module.
 _FAKES_MARK = "nwor_fakes_registered"
@@ -206,8 +209,8 @@ def restore_rejected_drafts(
     num_rejected: [num_reqs] int32: rejected drafts of each window. Exactly one of the
         two is given. A draft is rejected if its position is not below the number of
         accepted ones.
-    counters: [6] int64, COUNTER_COLUMNS. Mutated: added to.
-    counters_to: [6] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
+    counters: [8] int64, COUNTER_COLUMNS. Mutated: added to.
+    counters_to: [8] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
         become, unless num_drafts is 0.
 
     Raises:
@@ -229,99 +232,124 @@ def restore_rejected_drafts(
 
 
 def publish(to: Tensor, counters: Tensor) -> None:
-    """Copies `counters` to `to`, both [rows, 6] int64; does not wait for the device.
+    """Copies `counters` to `to`, both [rows, 8] int64; does not wait for the device.
     Mutated: `to`, on the host, in pinned memory if `counters` is on a device."""
     to.copy_(counters, non_blocking=True)
 
 
-def log_cache_slots_single(kv_cache: Tensor, slots: Tensor, undo_log: Tensor) -> None:
-    """log_cache_slots for one cache and given slots: the naive form, for tests.
-
-    kv_cache: [blocks, heads, block_size, size] with any strides but 1 in the last
-        dimension, or [blocks, block_size, size]; any dtype.
-    slots: [num_slots] int64; PAD_SLOT is skipped.
-    undo_log: [>= num_slots, bytes of a slot] uint8. Mutated: row i, heads in order.
-    """
-    _overload("log_cache_slots.single")(kv_cache, slots, undo_log)
-
-
-def restore_rejected_drafts_single(
-    kv_cache: Tensor, slots: Tensor, rejected_mask: Tensor, undo_log: Tensor
-) -> None:
-    """restore_rejected_drafts for one cache: the naive form, for tests.
-
-    kv_cache, slots, undo_log: as log_cache_slots_single. kv_cache is mutated.
-    rejected_mask: [num_slots] bool; True: copy row i back to slots[i].
-    """
-    _overload("restore_rejected_drafts.single")(
-        kv_cache, slots, rejected_mask, undo_log
-    )
-
-
 def stage(
-    key: Tensor,
-    value: Tensor,
+    table: Tensor,
+    runs: Tensor | None,
+    block_table: Tensor,
     slot_mapping: Tensor,
-    logits_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     cu_num_logits: Tensor,
-    staging_key: Tensor,
-    staging_value: Tensor,
-    log_slots: Tensor,
-    log_windows: Tensor,
-    num_drafts: int,
+    saved: Tensor,
+    first_entry: int,
+    num_real_entries: int,
+    span: int,
+    entry_tokens: int,
+    patches: bool,
 ) -> None:
-    """Copies one layer's draft keys and values to the staging buffers, unquantised.
+    """Puts shadow pages in the place of the blocks that hold drafts, for one step.
 
-    key, value: [num_tokens, heads, head_size], any strides, one dtype. A padded batch
-        may have more rows than slot_mapping.
-    slot_mapping, logits_indices, cu_num_logits, log_slots, log_windows, num_drafts: as
-        in log_cache_slots. Slots are only kept here; commit_draft_layer checks them.
-    staging_key, staging_value: [capacity, heads, head_size], the dtype of key. Mutated:
-        row d, unless the slot of draft d is padding.
+    An entry of a block table stands for `entry_tokens` positions: entry e, offset o is
+    slot e * entry_tokens + o. The drafts of request r are its last k positions, with
+    1 + k logits rows. Each entry that holds one of them is replaced by the shadow entry
+    first_entry + r * span + (its place in the row) % span: in block_table, and in the
+    slots of this step's rows in it. The committed rows of the first such entry are
+    copied to the shadow in all layers.
+
+    table, runs: as log_cache_slots; the caches behind it are mutated, in shadow entries
+        only. A layer's block size divides entry_tokens.
+    block_table: [>= num_reqs, width] int32, rows may be strided. Mutated.
+    slot_mapping: [>= num_tokens] int64. Mutated.
+    query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this step's
+        rows included. cu_num_logits: [num_reqs] int32, inclusive.
+    saved: [max_windows, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
+        Mutated: what the other calls of the step need.
+    num_real_entries: entries from here on are not the scheduler's.
+    patches: False for all but the first call of a group whose layers come in several
+        tables: it copies by what the first one saved.
+
+    A window whose entries or slots are not as described is left alone: its drafts go
+    to the real blocks, and are counted as `invalid_slots` by commit_draft_layer.
+
+    Raises:
+        RuntimeError: a bad argument; it names the argument, its value and the rule.
     """
     _overload("stage")(
-        key,
-        value,
+        table,
+        runs,
+        block_table,
         slot_mapping,
-        logits_indices,
+        query_start_loc,
+        seq_lens,
         cu_num_logits,
-        staging_key,
-        staging_value,
-        log_slots,
-        log_windows,
-        num_drafts,
+        saved,
+        first_entry,
+        num_real_entries,
+        span,
+        entry_tokens,
+        patches,
     )
 
 
 def commit_draft_layer(
-    staging_key: Tensor,
-    staging_value: Tensor,
-    log_slots: Tensor,
-    log_windows: Tensor,
+    table: Tensor,
+    runs: Tensor | None,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    saved: Tensor,
     sampled_token_ids: Tensor | None,
     vocab_size: int,
     num_rejected: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    num_drafts: int,
+    counters: Tensor,
+    num_reqs: int,
+    entry_tokens: int,
+    undoes: bool,
+    counters_to: Tensor | None = None,
 ) -> None:
-    """Copies the accepted drafts of one layer from the staging buffers to the cache.
+    """Copies the rows that this step wrote to shadow pages and that are kept (target,
+    accepted drafts, and any before them) to the real blocks, in all layers of a table;
+    counts; puts block table and slots back.
 
-    staging_key, staging_value, log_slots, log_windows, num_drafts: as stage left them.
-    sampled_token_ids, vocab_size, num_rejected: as in restore_rejected_drafts.
-    key_cache, value_cache: [blocks, heads, block_size, head_size], any strides, the
-        dtype of staging_key. Mutated: the slots of accepted drafts. On CUDA a slot out
-        of range is left alone.
+    table, runs, block_table, slot_mapping, saved, entry_tokens: as in stage. Mutated:
+        the caches at the kept rows, and what stage wrote in block_table and
+        slot_mapping, where it still stands there.
+    sampled_token_ids, vocab_size, num_rejected, counters, counters_to: as in
+        restore_rejected_drafts.
+    num_reqs: as in cu_num_logits of stage.
+    undoes: False for all but the last call of a group with several tables.
+
+    Raises:
+        RuntimeError: a bad argument; it names the argument, its value and the rule.
     """
     _overload("commit_draft_layer")(
-        staging_key,
-        staging_value,
-        log_slots,
-        log_windows,
+        table,
+        runs,
+        block_table,
+        slot_mapping,
+        saved,
         sampled_token_ids,
         vocab_size,
         num_rejected,
-        key_cache,
-        value_cache,
-        num_drafts,
+        counters,
+        num_reqs,
+        entry_tokens,
+        undoes,
+        counters_to,
     )
+
+
+def unstage(
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    saved: Tensor,
+    num_reqs: int,
+    entry_tokens: int,
+) -> None:
+    """Puts back what stage wrote to block_table and slot_mapping, where it still stands
+    there, and copies nothing: a step that failed. Arguments: as commit_draft_layer."""
+    _overload("unstage")(block_table, slot_mapping, saved, num_reqs, entry_tokens)

@@ -29,6 +29,7 @@ TRIED_VLLM_VERSIONS = ("0.26.0", "0.32.0")
 HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1:install",
     "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2:install",
+    "vllm.v1.engine.core": ".hooks.engine_core:install",
     "vllm.v1.core.sched.scheduler": ".hooks.stats:install_scheduler",
     "vllm.v1.metrics.loggers": ".hooks.stats:install_loggers",
     "vllm.v1.engine.utils": ".hooks.stats:install_engines",

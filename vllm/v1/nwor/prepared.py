@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PreparedLaunches: a step's log and restore on CUDA, each as one C call.
+"""A step's launches on CUDA as one C call each way: PreparedLaunches for log and
+restore, PreparedPages for stage and commit.
 
 Between two steps of a model a lot of code runs, and what a step of ours runs is not in
 the processor's cache when its turn comes: a call through PyTorch's dispatcher costs
@@ -26,12 +27,14 @@ from torch import Tensor
 
 from . import ops
 from .launches import Launch, OpLaunches
+from .shadow_pages import ShadowGroup, ShadowPages
 from .window import Acceptance, SampledIds, VerificationWindows
 
 # Raised with every change of what prepared.h exports.
-VERSION = 2
-# int64 values in PreparedLaunch, LogStep, LogStepLaunch and RestoreStep.
-COLUMNS = (8, 6, 2, 9)
+VERSION = 3
+# int64 values in PreparedLaunch, LogStep, LogStepLaunch, RestoreStep, PreparedPages and
+# StageStep.
+COLUMNS = (8, 6, 2, 9, 15, 4)
 _INT32, _INT64 = torch.int32, torch.int64
 _INT32_BYTES = _INT32.itemsize
 
@@ -46,11 +49,7 @@ class PreparedLaunches:
             NworOpsUnavailable: no library, one without CUDA or without code for this
                 GPU, one of another version, or not the one whose ops are registered.
         """
-        ops.load("cuda")
-        library = _loaded_library()
-        missing = library.nwor_prepared_load(c_int64(device.index))
-        if missing is not None:
-            raise ops.NworOpsUnavailable(f"{ops.LIBRARY}: {missing.decode()}")
+        library = _library_for(device)
         self._launches = tuple(launches)
         constants = [value for launch in launches for value in _constants(launch)]
         handle = library.nwor_prepared_new(
@@ -74,7 +73,7 @@ class PreparedLaunches:
 
     def log(self, windows: VerificationWindows) -> None:
         """As Launches.log."""
-        num_drafts, logits_indices, cu_num_logits, slot_mappings, skipped = windows
+        num_drafts, logits_indices, cu_num_logits, slot_mappings, skipped = windows[:5]
         if isinstance(slot_mappings, Tensor):
             slots: int | list[int] = slot_mappings.data_ptr()
         else:
@@ -113,13 +112,7 @@ class PreparedLaunches:
         buffer that stays: what is known of it is its whole length."""
         columns: list[int] = []
         for launch in self._launches:
-            of_group = slot_mappings[launch.group.group_id]
-            storage = of_group.untyped_storage()
-            behind = storage.data_ptr() + storage.nbytes() - of_group.data_ptr()
-            length = behind // _INT64.itemsize
-            if isinstance(slot_mappings, Tensor) and slot_mappings.dim() == 2:
-                length = min(length, slot_mappings.stride(0))
-            columns += (of_group.data_ptr(), length)
+            columns += _whole_mapping(slot_mappings, launch.group.group_id)
         self._slot_columns = columns
         self._known_slots = slots
 
@@ -127,45 +120,170 @@ class PreparedLaunches:
         self, acceptance: Acceptance, num_drafts: int, counters_to: Tensor | None
     ) -> None:
         """As Launches.restore."""
-        to = 0 if counters_to is None else counters_to.data_ptr()
-        num_reqs = self._num_reqs
-        if not self._knows_restore:
-            is_known = False
-        elif isinstance(acceptance, SampledIds):
-            sampled, vocab_size = acceptance
-            rows, num_columns = sampled.shape
-            is_known = rows == num_reqs and sampled.dtype is _INT32
-            if is_known:
-                self._enqueue_restore(
-                    self._handle,
-                    num_drafts,
-                    sampled.data_ptr(),
-                    *sampled.stride(),
-                    num_columns,
-                    vocab_size,
-                    0,
-                    num_reqs,
-                    to,
-                )
-        else:
-            num_rejected = acceptance.num_rejected
-            is_known = (
-                num_rejected.numel() == num_reqs
-                and num_rejected.dtype is _INT32
-                and num_rejected.is_contiguous()
-            )
-            if is_known:
-                self._enqueue_restore(
-                    self._handle,
-                    num_drafts,
-                    *(0, 0, 0, 0, 0),
-                    num_rejected.data_ptr(),
-                    num_reqs,
-                    to,
-                )
-        if not is_known:
+        columns = None
+        if self._knows_restore:
+            columns = _acceptance_columns(acceptance, self._num_reqs)
+        if columns is None:
             self._ops.restore(acceptance, num_drafts, counters_to)
             self._knows_restore = True
+            return
+        self._enqueue_restore(
+            self._handle,
+            num_drafts,
+            *columns,
+            0 if counters_to is None else counters_to.data_ptr(),
+        )
+
+
+class PreparedPages(ShadowPages):
+    """As ShadowPages, for tensors on one CUDA device. Row layouts only: each group has
+    one table of layers."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        groups: Sequence[ShadowGroup],
+        counters: Sequence[Tensor],
+    ) -> None:
+        """As ShadowPages. Raises NworOpsUnavailable as PreparedLaunches does."""
+        super().__init__(groups, counters)
+        self._device = device
+        self._library = _library_for(device)
+        self._enqueue = (
+            _builtin(self._library, "nwor_prepared_stage"),
+            _builtin(self._library, "nwor_prepared_commit"),
+        )
+        # Addresses of tables and slot mappings that the ops have accepted, and what was
+        # prepared for them.
+        self._known: list[int] = []
+        self._handle = 0
+        self._knows_commit = False
+
+    def _enqueue_stage(self, windows: VerificationWindows) -> None:
+        num_reqs = self._num_reqs
+        query_start_loc, seq_lens = windows.query_start_loc, windows.seq_lens
+        cu_num_logits = windows.cu_num_logits
+        assert windows.block_tables is not None
+        assert query_start_loc is not None
+        assert seq_lens is not None
+        places = []
+        for group in self.groups:
+            places.append(windows.block_tables[group.group_id].data_ptr())
+            places.append(windows.slot_mappings[group.group_id].data_ptr())
+        is_known = (
+            places == self._known
+            and query_start_loc.dtype is _INT32
+            and seq_lens.dtype is _INT32
+            and cu_num_logits.dtype is _INT32
+            and query_start_loc.numel() > num_reqs <= seq_lens.numel()
+            and query_start_loc.is_contiguous()
+            and seq_lens.is_contiguous()
+            and cu_num_logits.is_contiguous()
+        )
+        if not is_known:
+            super()._enqueue_stage(windows)
+            self._prepare(windows, places)
+            return
+        # What fails may have patched any of them; what is not patched stays as it is.
+        self._num_patched = len(self.groups)
+        self._enqueue[0](
+            self._handle,
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            cu_num_logits.data_ptr() + _INT32_BYTES * windows.num_leading_zeros,
+            num_reqs,
+        )
+
+    def _prepare(self, windows: VerificationWindows, places: list[int]) -> None:
+        """Remembers tables and slot mappings that the ops took, in their whole size."""
+        assert windows.block_tables is not None
+        constants: list[int] = []
+        for group, counters in zip(self.groups, self._counters, strict=True):
+            (part,) = group.tables
+            table = windows.block_tables[group.group_id]
+            storage = table.untyped_storage()
+            behind = storage.data_ptr() + storage.nbytes() - table.data_ptr()
+            row_bytes = table.stride(0) * _INT32_BYTES
+            constants += (
+                part.table.data_ptr(),
+                part.table.shape[0],
+                table.data_ptr(),
+                behind // row_bytes,
+                table.stride(0),
+                table.shape[1],
+                *_whole_mapping(windows.slot_mappings, group.group_id),
+                group.saved.data_ptr(),
+                group.num_seats,
+                group.span,
+                group.first_entry,
+                group.num_real_entries,
+                group.entry_tokens,
+                counters.data_ptr(),
+            )
+        handle = self._library.nwor_prepared_pages_new(
+            (c_int64 * len(constants))(*constants),
+            c_int64(len(self.groups)),
+            c_int64(self._device.index),
+        )
+        weakref.finalize(self, self._library.nwor_prepared_free, handle).atexit = False
+        self._handle = handle
+        self._known = places
+        self._knows_commit = False
+
+    def _enqueue_commit(
+        self,
+        windows: VerificationWindows,
+        acceptance: Acceptance,
+        counters_to: Tensor | None,
+    ) -> None:
+        columns = None
+        if self._knows_commit:
+            columns = _acceptance_columns(acceptance, self._num_reqs)
+        if columns is None:
+            super()._enqueue_commit(windows, acceptance, counters_to)
+            self._knows_commit = True
+            return
+        self._enqueue[1](
+            self._handle,
+            0,
+            *columns,
+            0 if counters_to is None else counters_to.data_ptr(),
+        )
+
+
+def _acceptance_columns(
+    acceptance: Acceptance, num_reqs: int
+) -> tuple[int, ...] | None:
+    """The columns of RestoreStep between its first and its last; None where the
+    acceptance is not that of `num_reqs` requests as vLLM gives it."""
+    if isinstance(acceptance, SampledIds):
+        sampled, vocab_size = acceptance
+        rows, num_columns = sampled.shape
+        if rows != num_reqs or sampled.dtype is not _INT32:
+            return None
+        strides = sampled.stride()
+        return (sampled.data_ptr(), *strides, num_columns, vocab_size, 0, num_reqs)
+    num_rejected = acceptance.num_rejected
+    if (
+        num_rejected.numel() != num_reqs
+        or num_rejected.dtype is not _INT32
+        or not num_rejected.is_contiguous()
+    ):
+        return None
+    return (0, 0, 0, 0, 0, num_rejected.data_ptr(), num_reqs)
+
+
+def _whole_mapping(
+    slot_mappings: Sequence[Tensor] | Tensor, group_id: int
+) -> tuple[int, int]:
+    """Address and entries of the buffer whose left part a step sees."""
+    of_group = slot_mappings[group_id]
+    storage = of_group.untyped_storage()
+    behind = storage.data_ptr() + storage.nbytes() - of_group.data_ptr()
+    length = behind // _INT64.itemsize
+    if isinstance(slot_mappings, Tensor) and slot_mappings.dim() == 2:
+        length = min(length, slot_mappings.stride(0))
+    return of_group.data_ptr(), length
 
 
 def _constants(launch: Launch) -> tuple[int, ...]:
@@ -183,6 +301,16 @@ def _constants(launch: Launch) -> tuple[int, ...]:
     )
 
 
+def _library_for(device: torch.device) -> ctypes.CDLL:
+    """The library, its kernels loaded on `device`. Raises NworOpsUnavailable."""
+    ops.load("cuda")
+    library = _loaded_library()
+    missing = library.nwor_prepared_load(c_int64(device.index))
+    if missing is not None:
+        raise ops.NworOpsUnavailable(f"{ops.LIBRARY}: {missing.decode()}")
+    return library
+
+
 def _loaded_library() -> ctypes.CDLL:
     """The library whose ops are registered, with what prepared.h exports."""
     try:
@@ -198,6 +326,7 @@ def _loaded_library() -> ctypes.CDLL:
         library.nwor_prepared_version(found)
         library.nwor_prepared_load.restype = c_char_p
         library.nwor_prepared_new.restype = c_void_p
+        library.nwor_prepared_pages_new.restype = c_void_p
         library.nwor_prepared_free.argtypes = [c_void_p]
     except AttributeError as error:
         found[0] = -1

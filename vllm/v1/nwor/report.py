@@ -12,15 +12,14 @@ output nobody reads (vLLM's warm-up requests) are not counted in the next one.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .draft_manager import BEGIN_MISSED, DraftCommitManager, State
-from .ops import COUNTER_COLUMNS
+from .draft_manager import BEGIN_MISSED, DraftCommitManager
+from .metrics import StepCounts
 from .window import Acceptance
 
 # Steps that may have made their commit while the first of them was not read: vLLM's
@@ -40,14 +39,6 @@ class GroupInfo:
     requested: str
     resolved: str
     reason: str
-
-
-class StepCounts(NamedTuple):
-    """Where the counters before and after one step's commit can be read: indices of
-    ring slots."""
-
-    before: int
-    after: int
 
 
 class Report:
@@ -74,7 +65,11 @@ class Report:
                 pin_memory=pinned,
             ).unbind()
             # The same memory for quick reading: a torch operator costs more.
-            self._slots = [slot.view(-1).numpy().data for slot in self._ring]
+            slots = [slot.view(-1).numpy().data for slot in self._ring]
+            # By the slot behind a step's commit.
+            self._steps = [
+                StepCounts(slots[i - 1], slots[i]) for i in range(len(slots))
+            ]
             # The slot that the latest counters went to, and whether they did.
             self._slot = 0
             self._slot_is_current = True
@@ -85,7 +80,7 @@ class Report:
         the next one first fetches what to compare with."""
         manager = self._manager
         assert manager is not None
-        if manager.state is not State.LOGGED:
+        if not manager.is_open:
             return
         if not self._slot_is_current:
             # Not to the slot of the last counts, which may not have been read.
@@ -97,36 +92,32 @@ class Report:
         self._slot_is_current = False  # if it raises, too
         self._slot_is_current = manager.commit(acceptance, self._ring[following])
         if self._slot_is_current:
-            self._step = StepCounts(self._slot, following)
+            self._step = self._steps[following]
             self._slot = following
 
-    def take_step(self) -> StepCounts | None:
-        """The counts of this step's commit, or None without one; forgets them."""
+    def drop_step(self) -> None:
+        """Forgets the counts of a commit that no output took along."""
+        self._step = None
+
+    def take_payload(self) -> StepCounts | dict[str, Any] | None:
+        """What to tell the scheduler with this step's output, for
+        metrics.WorkerRecord.from_payload; None for nothing. It is forgotten here."""
         step, self._step = self._step, None
-        return step
-
-    def payload(self, step: StepCounts | None) -> dict[str, Any] | None:
-        """What to tell the scheduler with a step's output, or None for nothing: plain
-        data, to be read by metrics.WorkerRecord.
-
-        step: what `take_step()` gave in that step. Does not wait: to be called once
-        the step's output is there.
-        """
+        manager = self._manager
+        if self._infos is None and (manager is None or not manager.fallbacks):
+            return step
         payload: dict[str, Any] = {}
-        if step is not None:
-            before, after = self._slots[step.before], self._slots[step.after]
-            rose = list(map(operator.sub, after.tolist(), before.tolist()))
-            payload["counters"] = rose if len(rose) == _COLUMNS else _summed(rose)
-        if self._manager is not None and self._manager.fallbacks:
-            fallbacks = self._new_fallbacks(self._manager.fallbacks)
-            if fallbacks:
-                payload["fallbacks"] = fallbacks
+        if manager is not None and (
+            fallbacks := self._new_fallbacks(manager.fallbacks)
+        ):
+            payload["fallbacks"] = fallbacks
             if BEGIN_MISSED in fallbacks:
                 payload["breaches"] = fallbacks[BEGIN_MISSED]
         if self._infos is not None:
-            payload["info"] = self._infos
-            self._infos = None
-        return payload or None
+            payload["info"], self._infos = self._infos, None
+        if not payload:
+            return step
+        return payload if step is None else payload | {"counters": step}
 
     def _new_fallbacks(self, fallbacks: Mapping[str, int]) -> dict[str, int]:
         """By how much each rose since the last payload."""
@@ -137,18 +128,3 @@ class Report:
             for reason, count in totals.items()
             if count != known.get(reason, 0)
         }
-
-
-_COLUMNS = len(COUNTER_COLUMNS)
-# Every launch of a step sees all windows, but only its own bytes and invalid slots.
-_OF_ONE_LAUNCH = [
-    COUNTER_COLUMNS.index(name) for name in ("restored_bytes", "invalid_slots")
-]
-
-
-def _summed(rose: list[int]) -> list[int]:
-    """A step's counts from those of its launches. rose: [num_launches * 6]."""
-    counts = rose[:_COLUMNS]
-    for column in _OF_ONE_LAUNCH:
-        counts[column] = sum(rose[column::_COLUMNS])
-    return counts

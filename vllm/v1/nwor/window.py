@@ -29,6 +29,11 @@ class VerificationWindows(NamedTuple):
         the slot of each batch row, -1 for padding; a sequence or one tensor.
     num_leading_zeros: entries in front of the first request's in cu_num_logits, as the
         arrays have them that begin with 0.
+
+    What shadow pages need besides; None where there are none:
+    block_tables: for each KV-cache group id, [>= num_reqs, width] int32, device.
+    query_start_loc: [>= num_reqs + 1] int32, device: batch row where a request begins.
+    seq_lens: [>= num_reqs] int32, device: its tokens, those of this step included.
     """
 
     num_drafts: int
@@ -36,6 +41,9 @@ class VerificationWindows(NamedTuple):
     cu_num_logits: torch.Tensor
     slot_mappings: Sequence[torch.Tensor] | torch.Tensor
     num_leading_zeros: int = 0
+    block_tables: Sequence[torch.Tensor] | None = None
+    query_start_loc: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
 
 
 class SampledIds(NamedTuple):

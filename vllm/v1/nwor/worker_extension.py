@@ -57,6 +57,13 @@ class NworWorkerExtension:
             manager.host_times = HostTimes()
         return hooked
 
+    def nwor_set_stages(self, stages: bool) -> None:
+        """Uses shadow pages where there are some (True), or logs all groups (False).
+        Between steps only."""
+        manager = _manager(self.model_runner)
+        if manager is not None:
+            manager.stages = stages
+
     def nwor_reseed(self, seed: int) -> None:
         """Seeds every generator that a step may draw from: Python's, numpy's, and
         torch's on the CPU and on all GPUs. Requests' own generators are seeded by
@@ -132,12 +139,12 @@ def _groups(runner: Any) -> list[dict[str, Any]]:
 
 
 def _counters(manager: DraftCommitManager) -> dict[str, int]:
-    """The manager's [num_tables, 6] counters by column name."""
+    """The manager's [num_tables, 8] counters by column name."""
     from .ops import COUNTER_COLUMNS
 
     rows = manager.counters.tolist()
     counters = dict(zip(COUNTER_COLUMNS, rows[0], strict=True))
-    for name in ("restored_bytes", "invalid_slots"):
+    for name in COUNTER_COLUMNS[COUNTER_COLUMNS.index("restored_bytes") :]:
         column = COUNTER_COLUMNS.index(name)
         counters[name] = sum(row[column] for row in rows)
     return counters

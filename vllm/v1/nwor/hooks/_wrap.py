@@ -51,9 +51,9 @@ class HookTarget:
 def argument(
     target: HookTarget, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The value passed for parameter `name` of `target` (a method: `self` is not in
+    """The value passed for parameter `name` of `target` (of a method: `self` is not in
     `args`), or None where the caller left it to its default."""
-    index = target.params.index(name) - 1
+    index = target.params.index(name) - (target.params[0] == "self")
     return args[index] if index < len(args) else kwargs.get(name)
 
 

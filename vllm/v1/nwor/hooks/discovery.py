@@ -24,11 +24,13 @@ from vllm.v1.kv_cache_interface import (
 
 from .. import ops
 from ..config import Mode, NworConfig
-from ..draft_manager import DraftCommitManager, LayerCache, NworError
+from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGroup
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
 from ..launches import num_bytes
 from ..report import MAX_IN_FLIGHT, GroupInfo, Report
+from ..shadow_pages import num_bytes as num_shadow_bytes
+from .engine_core import config_refusal
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -109,6 +111,7 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
         except ops.NworOpsUnavailable as missing:
             refusal = str(missing)
     protected: list[tuple[int, list[LayerCache]]] = []
+    staged: dict[int, StagedGroup] = {}
     infos: list[GroupInfo] = []
     exports = _exports_before_commit(runner.vllm_config)
     layouts = _LayoutCache(runner)
@@ -126,12 +129,20 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
             continue
         if layers:
             protected.append((gid, layers))
-            reason = _cow_reason(config, layers) + exports
-            infos.append(GroupInfo(gid, requested, Mode.COW.value, reason))
+            resolved, reason = Mode.COW, _shape(layers) + exports
+            if config.mode is Mode.STAGE:
+                try:
+                    staged[gid] = _staged_group(runner, gid, group, layers)
+                    resolved = Mode.STAGE
+                except GroupRefused as refused:
+                    reason = f"{refused}; {reason}"
+            infos.append(GroupInfo(gid, requested, resolved.value, reason))
     if protected:
         capacity = _capacity(runner.vllm_config, config)
         try:
-            manager = DraftCommitManager(config, protected, capacity, storage)
+            manager = DraftCommitManager(
+                config, protected, capacity, storage, staged=staged
+            )
             report = Report(infos, manager, _max_in_flight(runner.vllm_config))
         except (torch.OutOfMemoryError, MemoryError) as error:
             infos = _all_off(
@@ -190,7 +201,13 @@ def _reserved_bytes(runner: Any, config: NworConfig) -> int:
     # How vLLM will group the layers is not known yet.
     num_layers = num_groups = len(slot_bytes)
     capacity = _capacity(runner.vllm_config, config)
-    return num_bytes(capacity, sum(slot_bytes), num_groups, num_layers)
+    size = num_bytes(capacity, sum(slot_bytes), num_groups, num_layers)
+    if config.mode is Mode.STAGE:
+        scheduler = runner.vllm_config.scheduler_config
+        # An entry of a block table stands for one token at least.
+        span = 2 + runner.vllm_config.speculative_config.num_speculative_tokens
+        size += num_groups * num_shadow_bytes(scheduler.max_num_seqs, span)
+    return size
 
 
 def _config_refusal(vllm_config: Any) -> str | None:
@@ -338,12 +355,72 @@ class _LayoutCache:
         return layout
 
 
-def _cow_reason(config: NworConfig, layers: list[LayerCache]) -> str:
+def _shape(layers: list[LayerCache]) -> str:
     packed = any(layer.layout.runs is not None for layer in layers)
-    shape = f"{len(layers)} layers, {'packed slots' if packed else 'rows'}"
-    if config.mode is Mode.STAGE:
-        return f"the attention backend has no staged path; {shape}"
-    return shape
+    return f"{len(layers)} layers, {'packed slots' if packed else 'rows'}"
+
+
+# Backends whose metadata holds block table and slots as they are, so that a V2 drafter,
+# which reads them again later in the step, finds them put back. The others copy.
+VIEWING_BACKENDS = (
+    "FLASH_ATTN",
+    "TRITON_ATTN",
+    "TRITON_MLA",
+    "FLASH_ATTN_MLA",
+    "FLASHMLA",
+    "CUTLASS_MLA",
+)
+
+
+def _staged_group(
+    runner: Any, gid: int, group: Any, layers: list[LayerCache]
+) -> StagedGroup:
+    """What the group needs for shadow pages. Raises GroupRefused: why it has none."""
+    refusal = config_refusal(runner.vllm_config)
+    if refusal is not None:
+        raise GroupRefused(f"no shadow pages: {refusal}")
+    reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
+    if reserved is None:
+        raise GroupRefused(
+            "no shadow pages: the engine core has reserved no blocks for them"
+        )
+    if isinstance(reserved, str):
+        raise GroupRefused(f"no shadow pages: {reserved}")
+    if gid not in reserved:
+        raise GroupRefused("no shadow pages: no blocks are reserved for this group")
+    is_v2 = hasattr(runner, "block_tables")
+    if is_v2:
+        tables = runner.block_tables
+        sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
+        entry_tokens = sizes[gid]
+        drafters = _draft_layer_names(runner).intersection(group.layer_names)
+        backends = {
+            attention.backend.get_name() for attention in runner.attn_groups[gid]
+        }
+        copying = sorted(backends - set(VIEWING_BACKENDS))
+        if drafters and copying:
+            raise GroupRefused(
+                f"no shadow pages: the drafter has layers in this group, and "
+                f"{', '.join(copying)} may copy the block table into its metadata"
+            )
+    else:
+        entry_tokens = runner.input_batch.block_table[gid].block_size
+    region = reserved[gid]
+    for layer in layers:
+        block_size, num_blocks = layer.layout.block_size, layer.layout.num_blocks
+        if entry_tokens % block_size or region.block_size % entry_tokens:
+            raise GroupRefused(
+                f"no shadow pages: layer {layer.name} has blocks of {block_size} "
+                f"tokens, its block table {entry_tokens}, the scheduler "
+                f"{region.block_size}"
+            )
+        end = (region.first_block + region.num_blocks) * region.block_size
+        if end > num_blocks * block_size:
+            raise GroupRefused(
+                f"no shadow pages: layer {layer.name} has {num_blocks * block_size} "
+                f"slots, and shadow blocks end at {end}"
+            )
+    return StagedGroup(region, entry_tokens)
 
 
 def _exports_before_commit(vllm_config: Any) -> str:
@@ -409,5 +486,7 @@ def _announce(
             f"; undo log: {manager.capacity} drafts, "
             f"{manager.log_bytes / 2**20:.1f} MiB"
         )
+        if manager.shadow is not None:
+            size += f"; shadow pages: {manager.shadow.num_seats} seats"
     log = logger.warning if refused else logger.info
     log("NWOR %s requested; %s%s", config.mode.value, groups, size)

@@ -16,7 +16,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..config import Mode, NworConfig
-from ..draft_manager import STALE_LOG, DraftCommitManager
+from ..draft_manager import (
+    STALE_LOG,
+    STEP_FAILED,
+    DraftCommitManager,
+    NworError,
+    State,
+)
 from ..hooks import stats
 from ..report import GroupInfo, Report
 from ..window import VerificationWindows
@@ -81,7 +87,7 @@ def _telling_of_refusal(reason: str) -> Wrapper:
             groups = range(len(runner.kv_cache_config.kv_cache_groups))
             infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
             report = reports[runner] = Report(infos, None)
-        stats.attach(output, lambda: report.payload(None))
+        stats.attach(output, report.take_payload)
         return output
 
     return wrapper
@@ -133,22 +139,40 @@ def execute_model(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
     """Wrapper: what a step left that failed half-way is dropped: its windows, a log
-    that it did not commit, counts that no output took along."""
+    that it did not commit, counts that no output took along. Where this step fails,
+    block tables are put back at once: their rows may move before the next one."""
     state = state_of(runner)
-    if state is not None and state.manager is not None:
-        state.windows = None
-        state.report.take_step()
-        state.manager.abort(STALE_LOG)
-    return wrapped(*args, **kwargs)
+    if state is None or state.manager is None:
+        return wrapped(*args, **kwargs)
+    state.windows = None
+    state.report.drop_step()
+    state.manager.abort(STALE_LOG)
+    try:
+        return wrapped(*args, **kwargs)
+    except BaseException:
+        _put_back(state.manager)
+        raise
+
+
+def _put_back(manager: DraftCommitManager) -> None:
+    """Staged windows do not outlive an exception in their step, which is the one to
+    report."""
+    if manager.state is State.STAGED:
+        with contextlib.suppress(NworError):
+            manager.abort(STEP_FAILED)
 
 
 def sample_tokens(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
     """Wrapper: the step's output carries its counts."""
-    output = wrapped(*args, **kwargs)
-    state = state_of(runner)
+    state: RunnerState | None = runner.__dict__.get("nwor_state")
+    try:
+        output = wrapped(*args, **kwargs)
+    except BaseException:
+        if state is not None and state.manager is not None:
+            _put_back(state.manager)
+        raise
     if state is not None and state.emits:
-        step = state.report.take_step()
-        stats.attach(output, lambda: state.report.payload(step))
+        stats.attach(output, state.report.take_payload)
     return output

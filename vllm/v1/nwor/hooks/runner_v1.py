@@ -3,8 +3,10 @@
 
 A step, and where the hooks sit:
 
-    execute_model      a log that nobody committed is dropped
-      _calc_spec_decode_metadata   which rows of the batch are drafts: remembered
+    execute_model      what a failed step left is dropped, and its tables put back
+      _calc_spec_decode_metadata   which rows of the batch are drafts: remembered; block
+                       tables and slots are final here, attention metadata is not built
+                       yet: shadow pages are put in place
       _model_forward   begin: the old bytes are logged, then the forward runs
     sample_tokens
       _sample          rejection sampling, then commit; after it come the drafter, the
@@ -21,7 +23,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..draft_manager import State
 from ..hooks import runner as shared
 from ..window import SampledIds, VerificationWindows
 from ._wrap import HookTarget, argument
@@ -53,7 +54,8 @@ METADATA = HookTarget(
     MODULE,
     "GPUModelRunner._calc_spec_decode_metadata",
     ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
-    why="the only place that knows which rows are drafts before the forward",
+    why="which rows are drafts is known; shadow pages have to be in the tables before "
+    "attention metadata is built from them",
     delete_when="spec_decode_metadata is in the forward context",
 )
 FORWARD = HookTarget(
@@ -103,13 +105,21 @@ def _calc_spec_decode_metadata(
     metadata = wrapped(*args, **kwargs)
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
-        tables = runner.input_batch.block_table
-        state.windows = VerificationWindows(
+        tables = runner.input_batch.block_table.block_tables
+        windows = VerificationWindows(
             num_drafts=sum(metadata.num_draft_tokens),
             logits_indices=metadata.logits_indices,
             cu_num_logits=metadata.cu_num_sampled_tokens,
-            slot_mappings=[table.slot_mapping.gpu for table in tables.block_tables],
+            slot_mappings=[table.slot_mapping.gpu for table in tables],
         )
+        if state.manager.shadow is not None:
+            windows = windows._replace(
+                block_tables=[table.block_table.gpu for table in tables],
+                query_start_loc=runner.query_start_loc.gpu,
+                seq_lens=runner.seq_lens,
+            )
+            state.manager.stage(windows)
+        state.windows = windows
     return metadata
 
 
@@ -128,7 +138,7 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
     output = wrapped(*args, **kwargs)
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
-        if state.manager.state is State.LOGGED:
+        if state.manager.is_open:
             state.report.commit(
                 SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
             )

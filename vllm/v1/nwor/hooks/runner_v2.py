@@ -3,10 +3,11 @@
 
 A step, and where the hooks sit:
 
-    execute_model      a log that nobody committed is dropped
-      prepare_attn     slots are computed, then begin: the old bytes are logged. A full
-                       CUDA graph is replayed later without a forward context, so this
-                       is the last place before the forward that every path passes.
+    execute_model      what a failed step left is dropped, and its tables put back
+      prepare_attn     tables and slots are computed, then shadow pages are put in
+                       place; then begin: the old bytes are logged. A full CUDA graph is
+                       replayed later without a forward context, so this is the last
+                       place before the forward that every path passes.
     sample_tokens
       sample           rejection sampling, then commit; after it come the output copy,
                        the drafter and the connector's saves
@@ -24,7 +25,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..draft_manager import State
 from ..hooks import runner as shared
 from ..window import NumRejected, VerificationWindows
 from ._wrap import HookTarget, argument
@@ -100,16 +100,22 @@ def _prepare_attn(
     if state is not None and state.manager is not None:
         batch = argument(PREPARE, "input_batch", args, kwargs)
         if batch.num_draft_tokens > 0:
-            _, slot_mappings = result
-            state.manager.begin(
-                VerificationWindows(
-                    num_drafts=batch.num_draft_tokens,
-                    logits_indices=batch.logits_indices,
-                    cu_num_logits=batch.cu_num_logits,
-                    slot_mappings=slot_mappings,
-                    num_leading_zeros=1,
-                )
+            block_tables, slot_mappings = result
+            windows = VerificationWindows(
+                num_drafts=batch.num_draft_tokens,
+                logits_indices=batch.logits_indices,
+                cu_num_logits=batch.cu_num_logits,
+                slot_mappings=slot_mappings,
+                num_leading_zeros=1,
             )
+            if state.manager.shadow is not None:
+                windows = windows._replace(
+                    block_tables=block_tables,
+                    query_start_loc=batch.query_start_loc,
+                    seq_lens=batch.seq_lens,
+                )
+                state.manager.stage(windows)
+            state.manager.begin(windows)
     return result
 
 
@@ -117,7 +123,7 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
     result = wrapped(*args, **kwargs)
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
-        if state.manager.state is State.LOGGED:
+        if state.manager.is_open:
             _, _, num_rejected = result
             state.report.commit(NumRejected(num_rejected))
         else:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -46,6 +46,7 @@ from ..metrics import (
     PayloadError,
     ScheduledWindows,
     WorkerRecord,
+    agreed_counts,
 )
 from ._wrap import (
     HookTarget,
@@ -150,117 +151,71 @@ def install_engines(module: ModuleType) -> None:
 # --- worker ---------------------------------------------------------------------------
 
 
-def attach(result: Any, payload_fn: Callable[[], Mapping[str, Any] | None]) -> None:
+def attach(result: Any, take_payload: Callable[[], Any]) -> None:
     """Makes a step's output carry a payload to the scheduler; never raises.
 
-    result: what the runner's sample_tokens returned. A ModelRunnerOutput gets the
-        payload now, as its attribute `nwor_stats`. An asynchronous output gets it in
-        its get_output, perhaps in another thread: until then the device may still be
-        counting. Nothing else (None, vLLM's shared empty output) gets one.
-    payload_fn: returns the payload, plain data as of `Report.payload`, or None if there
-        is nothing to tell. It is called at most once, when the output is final,
-        and must not wait for the device.
+    result: what the runner's sample_tokens returned: a ModelRunnerOutput, which gets
+        the payload as its attribute `nwor_stats`, or an asynchronous output that has
+        one and gives it out, to be read or pickled, when the device has counted. None
+        and outputs without requests, as vLLM's shared empty one, get nothing.
+    take_payload: `Report.take_payload`; called at most once.
     """
     if result is None:
         return
     try:
-        if hasattr(result, "get_output"):
-            # A subclass instead of an attribute that holds a bound method: no reference
-            # cycle keeps the output's tensors alive when nobody asks for it.
-            result.__dict__["nwor_payload_fn"] = payload_fn
-            output_class: Any = type(result)
-            result.__class__ = _reporting_class(output_class)
-        else:
-            _set_payload(result, payload_fn)
+        output = (
+            getattr(result, "model_runner_output", None)
+            or getattr(result, "_model_runner_output", None)
+            or result
+        )
+        if output.req_ids and (payload := take_payload()) is not None:
+            output.nwor_stats = payload
     except Exception:
         _log_once("attach", f"no statistics on a {type(result).__name__}")
-
-
-@cache
-def _reporting_class(output_class: type) -> type:
-    """`output_class` whose get_output sets the payload that `attach` left there."""
-
-    def get_output(self: Any) -> Any:
-        output = output_class.get_output(self)  # type: ignore[attr-defined]
-        payload_fn = self.__dict__.pop("nwor_payload_fn", None)
-        if payload_fn is not None:
-            _set_payload(output, payload_fn)
-        return output
-
-    namespace = {
-        "__slots__": (),
-        "__module__": output_class.__module__,
-        "__doc__": output_class.__doc__,
-        "get_output": get_output,
-    }
-    return type(output_class)(output_class.__name__, (output_class,), namespace)
-
-
-def _set_payload(
-    output: Any, payload_fn: Callable[[], Mapping[str, Any] | None]
-) -> None:
-    if output is None or output is _empty_output():
-        return
-    payload: Mapping[str, Any] | None
-    try:
-        payload = payload_fn()
-    except Exception:
-        _log_once("payload", "a step's counts could not be read")
-        payload = {"breaches": 1}
-    if payload:
-        output.nwor_stats = payload
-
-
-@cache
-def _empty_output() -> Any:
-    """vLLM's shared output of a step without requests."""
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-
-    return EMPTY_MODEL_RUNNER_OUTPUT
 
 
 # --- scheduler ------------------------------------------------------------------------
 
 
 def _new_stats(scheduler: Any) -> NworStats:
-    stats = NworStats(_draft_count(scheduler), _log_breach)
-    scheduler.nwor_stats = stats
-    return stats
-
-
-def _draft_count(scheduler: Any) -> DraftCount:
     config = getattr(scheduler, "vllm_config", None)
     speculative = getattr(config, "speculative_config", None)
     trims = getattr(speculative, "method", None) == "ngram_gpu" or getattr(
         speculative, "enable_adaptive_verification", False
     )
-    return DraftCount.UPPER_BOUND if trims else DraftCount.EXACT
+    draft_count = DraftCount.UPPER_BOUND if trims else DraftCount.EXACT
+    # A step runs: whoever started this engine has marked its config.
+    mark = getattr(getattr(config, "parallel_config", None), MARK, False)
+    stats = scheduler.nwor_stats = NworStats(draft_count, _log_breach, bool(mark))
+    return stats
 
 
 def _update_from_output(
     wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
 ) -> Any:
-    stats: NworStats | None = scheduler.__dict__.get("nwor_stats")
+    # Every object that is touched here costs a step more than what is done with it:
+    # after a forward it is in no cache of the processor.
+    stats: NworStats | None = getattr(scheduler, "nwor_stats", None)
     if stats is None:
         stats = _new_stats(scheduler)
-    output = argument(UPDATE, "model_runner_output", args, kwargs)
-    payload: Any = getattr(output, "nwor_stats", None)
-    step = None
-    vllm_tells = True
-    if payload is not None:
-        try:
-            scheduler_output = argument(UPDATE, "scheduler_output", args, kwargs)
-            step = ScheduledWindows(
-                scheduler_output.scheduled_spec_decode_tokens,
-                output.req_id_to_index,
-                output.sampled_token_ids,
-                scheduler.num_sampled_tokens_per_step,
-            )
-            has_invalid = scheduler_output.num_invalid_spec_tokens
-            vllm_tells = scheduler.log_stats and not has_invalid
-        except Exception as error:
-            _failed(stats, error)
-    if step is None or vllm_tells:
+    output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    payload = getattr(output, "nwor_stats", None)
+    if payload is None and not stats.pending:
+        return wrapped(*args, **kwargs)
+    step = counted = None
+    carrier: Any = None
+    try:
+        if payload is not None:
+            scheduled = args[0] if args else kwargs["scheduler_output"]
+            drafts = scheduled.scheduled_spec_decode_tokens
+            # vLLM cuts the ids of requests that stop.
+            num_ids = list(map(len, output.sampled_token_ids or ()))
+            if scheduled.num_invalid_spec_tokens or not scheduler.log_stats:
+                step = _windows(scheduler, drafts, output, num_ids)
+    except Exception as error:
+        _failed(stats, error)
+        payload = None
+    if step is None:
         engine_outputs = wrapped(*args, **kwargs)
     else:
         scheduler.make_spec_decoding_stats = _counting(scheduler, step)
@@ -269,50 +224,52 @@ def _update_from_output(
         finally:
             del scheduler.make_spec_decoding_stats
     try:
-        if step is not None:
-            _add_step(stats, payload, step, engine_outputs if vllm_tells else None)
+        for engine_output in engine_outputs.values():
+            if engine_output.scheduler_stats is not None:
+                carrier = engine_output  # the only one; none while statistics are off
+        if payload is not None and step is None:
+            # Without grammar-invalid drafts the sums of what vLLM counted.
+            counted = carrier.scheduler_stats.spec_decoding_stats
+    except Exception as error:
+        # Windows of which vLLM says nothing are dropped ones, not lost.
+        _failed(stats, error)
+    try:
+        counts = None
+        if counted is not None:
+            counts = agreed_counts(payload, len(drafts), counted)
+        if counts is not None:
+            found = carrier.scheduler_stats
+            if (
+                stats.has_front_end
+                and carrier.outputs
+                and not stats.pending
+                and not found.kv_connector_stats
+            ):
+                found.kv_connector_stats = {REPORT_KEY: {"counts": counts}}
+                return engine_outputs
+            stats.add_counts(counts)
+        elif payload is not None:
+            if step is None:
+                step = _windows(scheduler, drafts, output, num_ids)
+            if counted is not None:
+                step.count(counted.num_draft_tokens, counted.num_accepted_tokens)
+            stats.add_step(WorkerRecord.from_payload(payload), step)
     except Exception as error:
         _failed(stats, error)
     try:
-        if stats.pending:
-            _send_report(scheduler, stats, engine_outputs)
+        if stats.pending and carrier is not None:
+            _send_report(scheduler, stats, carrier)
     except Exception as error:
         _failed(stats, error)
     return engine_outputs
 
 
-def _carrier(engine_outputs: Mapping[int, Any]) -> Any:
-    """The one output that carries a SchedulerStats; None while statistics are off."""
-    for engine_output in engine_outputs.values():
-        if engine_output.scheduler_stats is not None:
-            return engine_output
-    return None
-
-
-def _add_step(
-    stats: NworStats,
-    payload: Any,
-    step: ScheduledWindows,
-    engine_outputs: Mapping[int, Any] | None,
-) -> None:
-    """Adds what the worker sent to what vLLM counted.
-
-    engine_outputs: where vLLM's SpecDecodingStats is, if that says what it counted:
-        without grammar-invalid drafts its sums are those of what
-        `make_spec_decoding_stats` was called with. None if `step` knows it already.
-    """
-    try:
-        if engine_outputs is not None:
-            counted = _carrier(engine_outputs).scheduler_stats.spec_decoding_stats
-            if counted is not None:
-                if stats.add_if_all_agrees(payload, step, counted):
-                    return
-                step.count(counted.num_draft_tokens, counted.num_accepted_tokens)
-    except Exception:
-        # Windows of which vLLM says nothing are dropped ones, not lost.
-        stats.add_step(WorkerRecord.from_payload(payload), step)
-        raise
-    stats.add_step(WorkerRecord.from_payload(payload), step)
+def _windows(
+    scheduler: Any, drafts: Any, output: Any, num_ids: Sequence[int]
+) -> ScheduledWindows:
+    return ScheduledWindows(
+        drafts, output.req_id_to_index, num_ids, scheduler.num_sampled_tokens_per_step
+    )
 
 
 def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
@@ -343,20 +300,14 @@ def _counting(scheduler: Any, step: ScheduledWindows) -> Callable[..., Any]:
     return counted
 
 
-def _send_report(
-    scheduler: Any, stats: NworStats, engine_outputs: Mapping[int, Any]
-) -> None:
-    """Puts what is pending on the output that carries a SchedulerStats. There is none
-    while statistics are off: the counts wait."""
-    carrier = _carrier(engine_outputs)
-    if carrier is None:
-        return
+def _send_report(scheduler: Any, stats: NworStats, carrier: Any) -> None:
+    """Puts what is pending on the output that carries a SchedulerStats."""
     # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they wait
     # for the next ones, unless there is nothing left that could make any.
     if not carrier.outputs and scheduler.has_unfinished_requests():
         return
     report = {REPORT_KEY: stats.take_report()}
-    if not getattr(scheduler.vllm_config.parallel_config, MARK, False):
+    if not stats.has_front_end:
         _log_no_front_end()
         return
     others = carrier.scheduler_stats.kv_connector_stats
@@ -388,10 +339,6 @@ def _log_breach(kind: str, found: str) -> None:
 
 
 # --- front end ------------------------------------------------------------------------
-
-# Engine index -> rows of vllm:nwor_info that came last. An engine sends them once, but
-# loggers are created anew while it runs (elastic expert parallelism).
-_info: dict[int, Any] = {}
 
 
 def _takes_reports() -> bool:
@@ -447,37 +394,24 @@ def _create_prometheus(
 
 
 def _record(wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
-    scheduler_stats = argument(RECORD, "scheduler_stats", args, kwargs)
+    scheduler_stats = args[0] if args else kwargs.get("scheduler_stats")
     carried = getattr(scheduler_stats, "kv_connector_stats", None)
     if carried and REPORT_KEY in carried:
-        report = _pop_report(scheduler_stats)
+        # The dict is the scheduler's hook's own, or came from another process.
+        report = carried.pop(REPORT_KEY)
+        if not carried:
+            scheduler_stats.kv_connector_stats = None
         try:
-            _bump(manager, report, argument(RECORD, "engine_idx", args, kwargs) or 0)
+            engine = argument(RECORD, "engine_idx", args, kwargs) or 0
+            for stat_logger in manager.stat_loggers:
+                prometheus = getattr(stat_logger, "nwor_prometheus", None)
+                if prometheus is not None:
+                    prometheus.add(report, engine)
         except Exception:
             if NworConfig.from_env().strict_steps:
                 raise
             _log_once("record", f"a report was lost: {report}")
     return wrapped(*args, **kwargs)
-
-
-def _pop_report(scheduler_stats: Any) -> dict[str, Any]:
-    """Takes our report out of a SchedulerStats, which then is as vLLM made it."""
-    others = dict(scheduler_stats.kv_connector_stats)
-    report: dict[str, Any] = others.pop(REPORT_KEY)
-    scheduler_stats.kv_connector_stats = others or None
-    return report
-
-
-def _bump(manager: Any, report: dict[str, Any], engine: int) -> None:
-    if "info" in report:
-        _info[engine] = report["info"]
-    for stat_logger in manager.stat_loggers:
-        prometheus = getattr(stat_logger, "nwor_prometheus", None)
-        if prometheus is None:
-            continue
-        prometheus.add(report, engine)
-        if engine in _info and ("info" in report or not prometheus.has_info(engine)):
-            prometheus.set_info(_info[engine], engine)
 
 
 # --------------------------------------------------------------------------------------

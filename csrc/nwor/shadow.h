@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shadow pages: the arithmetic that CPU and CUDA share, and the launchers'
+// arguments. Nothing is copied here.
+//
+// An entry of a block table stands for entry_tokens (T) positions of a request;
+// entry e, offset o is slot e * T + o. A window's drafts are its last k positions.
+// The entries that hold one of them are replaced by shadow entries while the
+// window is verified; an entry that holds only the target token stays real.
+//
+// Worked example, T = 16: a request with 34 computed tokens, a target token and
+// k = 4 drafts has p0 = 34 and seq_len = 39, drafts at 35 to 38, all in logical
+// entry 2. Rows 32 and 33 are copied to its shadow; rows 34 to 38 are written
+// there; with 2 drafts accepted rows 34 to 36 are copied back.
+#pragma once
+
+#include "table.h"
+#include "window.h"
+
+namespace nwor {
+
+// Columns of a row of `saved`, int32 [max_windows, 8 + 2 * span].
+enum SavedColumn : int {
+  kSavedDrafts,  // k; 0: no window; -k: left alone
+  kSavedFirstRow,
+  kSavedFirstPosition,  // p0, of the first row
+  kSavedSeqLen,
+  kSavedFirstBlock,  // logical entry of the first draft
+  kSavedNumBlocks,
+  kSavedCopiedRows,
+  kSavedTicket,   // blocks of a launch that have read their entries
+  kSavedEntries,  // real [span], then shadow [span]
+};
+
+// What stage keeps of the windows, for the other launches of the step.
+struct SavedWindows {
+  int32_t* data;
+  int64_t max_windows;
+  int64_t span;
+
+  NWOR_HOST_DEVICE int32_t* row(int64_t r) const {
+    return data + r * (kSavedEntries + 2 * span);
+  }
+};
+
+// One window: a row of `saved` without its entries.
+struct StagedWindow {
+  int32_t num_drafts;
+  int32_t first_row;
+  int32_t first_position;
+  int32_t seq_len;
+  int32_t first_block;
+  int32_t num_blocks;
+
+  NWOR_HOST_DEVICE int64_t first_staged(int64_t entry_tokens) const {
+    const int64_t start = first_block * entry_tokens;
+    return start > first_position ? start : first_position;
+  }
+  NWOR_HOST_DEVICE int64_t first_draft() const { return seq_len - num_drafts; }
+  // Committed rows of the first staged entry: what its shadow lacks.
+  NWOR_HOST_DEVICE int32_t num_copied(int64_t entry_tokens) const {
+    const int64_t rows = first_position - first_block * entry_tokens;
+    return rows > 0 ? static_cast<int32_t>(rows) : 0;
+  }
+};
+
+NWOR_HOST_DEVICE inline StagedWindow load_window(const int32_t* saved) {
+  return {saved[kSavedDrafts], saved[kSavedFirstRow],   saved[kSavedFirstPosition],
+          saved[kSavedSeqLen], saved[kSavedFirstBlock], saved[kSavedNumBlocks]};
+}
+
+struct BlockTable {
+  int32_t* entries;
+  int64_t num_rows;
+  int64_t row_stride;
+  int64_t width;
+  int64_t* slot_mapping;
+  int64_t num_slots_mapped;
+
+  NWOR_HOST_DEVICE int32_t& at(int64_t r, int64_t block) const {
+    return entries[r * row_stride + block];
+  }
+};
+
+struct ShadowStageArgs {
+  LayerTable table;
+  RunList runs;
+  BlockTable blocks;
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int32_t* seq_lens;         // [num_reqs]
+  const int32_t* cu_num_logits;    // [num_reqs]
+  SavedWindows saved;
+  int64_t first_entry;
+  int64_t num_real_entries;
+  int64_t entry_tokens;
+  int64_t num_reqs;
+  bool patches;
+
+  // Of batch row r and its logical entry `block`.
+  NWOR_HOST_DEVICE int32_t shadow_entry(int64_t r, int64_t block) const {
+    return static_cast<int32_t>(first_entry + r * saved.span + block % saved.span);
+  }
+};
+
+struct ShadowCommitArgs {
+  LayerTable table;
+  RunList runs;
+  BlockTable blocks;
+  SavedWindows saved;
+  Acceptance acceptance;
+  int64_t* counters;     // [kNumCounters]
+  int64_t* counters_to;  // [kNumCounters], host memory, or nullptr
+  int64_t entry_tokens;
+  int64_t num_reqs;
+  bool undoes;
+};
+
+struct ShadowUndoArgs {
+  BlockTable blocks;
+  SavedWindows saved;
+  int64_t entry_tokens;
+  int64_t num_reqs;
+};
+
+// The window of request r by the batch's metadata; num_drafts is negative where it
+// cannot be staged, 0 without drafts. Its entries and slots are not looked at.
+NWOR_HOST_DEVICE inline StagedWindow find_window(const ShadowStageArgs& args,
+                                                 int64_t r) {
+  const int32_t first_logits = r == 0 ? 0 : args.cu_num_logits[r - 1];
+  const int32_t num_drafts = args.cu_num_logits[r] - first_logits - 1;
+  StagedWindow window{};
+  if (num_drafts <= 0) {
+    return window;
+  }
+  window.num_drafts = num_drafts;
+  window.first_row = args.query_start_loc[r];
+  const int32_t num_rows = args.query_start_loc[r + 1] - window.first_row;
+  window.seq_len = args.seq_lens[r];
+  window.first_position = window.seq_len - num_rows;
+  const int64_t tokens = args.entry_tokens;
+  window.first_block = static_cast<int32_t>(window.first_draft() / tokens);
+  const int64_t last_block = (window.seq_len - 1) / tokens;
+  window.num_blocks = static_cast<int32_t>(last_block - window.first_block + 1);
+  const bool fits = num_rows > num_drafts && window.first_position >= 0 &&
+                    window.first_row >= 0 &&
+                    window.first_row + num_rows <= args.blocks.num_slots_mapped &&
+                    window.num_blocks <= args.saved.span &&
+                    last_block < args.blocks.width && r < args.blocks.num_rows;
+  if (!fits) {
+    window.num_drafts = -num_drafts;
+  }
+  return window;
+}
+
+// Entry i of the window may be replaced.
+NWOR_HOST_DEVICE inline bool is_real_entry(const ShadowStageArgs& args, int64_t r,
+                                           const StagedWindow& window, int64_t i) {
+  const int32_t entry = args.blocks.at(r, window.first_block + i);
+  return entry > 0 && entry < args.num_real_entries;
+}
+
+// The slot of `position` by entries[0 .. num_blocks) of the window.
+NWOR_HOST_DEVICE inline int64_t slot_by_entries(const StagedWindow& window,
+                                                const int32_t* entries,
+                                                int64_t position,
+                                                int64_t entry_tokens) {
+  const int64_t block = position / entry_tokens;
+  return static_cast<int64_t>(entries[block - window.first_block]) * entry_tokens +
+         (position - block * entry_tokens);
+}
+
+NWOR_HOST_DEVICE inline int64_t clamp_accepted(int64_t accepted, int64_t num_drafts) {
+  return accepted < 0 ? 0 : accepted > num_drafts ? num_drafts : accepted;
+}
+
+void stage_cpu(const ShadowStageArgs& args);
+void commit_draft_layer_cpu(const ShadowCommitArgs& args);
+void unstage_cpu(const ShadowUndoArgs& args);
+
+#ifdef NWOR_CUDA
+// `stream` is a cudaStream_t of the current device.
+void stage_cuda(const ShadowStageArgs& args, int device, void* stream);
+void commit_draft_layer_cuda(const ShadowCommitArgs& args, int device, void* stream);
+void unstage_cuda(const ShadowUndoArgs& args, int device, void* stream);
+// What the first launches on a device would do besides.
+void load_shadow_kernels(const char* op, int device);
+#endif
+
+}  // namespace nwor

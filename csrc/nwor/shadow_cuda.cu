@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// CUDA kernels and launchers of shadow pages: a block for each window and layer; each
+// warp copies one row at a time. Row layouts only. The grid follows from what the host
+// knows, everything else is read on the device.
+//
+// stage patches what its own blocks read: each block reads its window's entries and
+// slots, then takes a ticket; the last one patches, when nobody reads them any more.
+// commit_draft_layer and unstage read `saved` only.
+#include "driver_launch.h"
+#include "launch.h"
+#include "shadow.h"
+#include "windows_cuda.h"
+
+namespace nwor {
+namespace {
+
+constexpr const char* kStage = "stage";
+constexpr const char* kCommit = "commit_draft_layer";
+constexpr const char* kUnstage = "unstage";
+constexpr int kWarps = kBlockThreads / kWarpThreads;
+constexpr uint32_t kUnroll = 8;
+constexpr int kMaxSpan = 64;
+
+// A window in shared memory, with its entries.
+struct SharedWindow {
+  StagedWindow window;
+  int32_t real[kMaxSpan];
+  int32_t shadow[kMaxSpan];
+};
+
+template <int kBytes>
+__device__ void copy_slot(uint8_t* to, const uint8_t* from, const LayerRow& layer) {
+  using Piece = typename PieceOf<kBytes>::type;
+  const auto pieces_per_run = static_cast<uint32_t>(layer.run_bytes / kBytes);
+  const uint32_t num_pieces = pieces_per_run * static_cast<uint32_t>(layer.num_heads);
+  for (uint32_t first = threadIdx.x % kWarpThreads; first < num_pieces;
+       first += kUnroll * kWarpThreads) {
+    Piece values[kUnroll];
+    int64_t offsets[kUnroll];
+#pragma unroll
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      const uint32_t piece = first + u * kWarpThreads;
+      const uint32_t head = layer.num_heads == 1 ? 0 : piece / pieces_per_run;
+      offsets[u] = head * layer.head_stride +
+                   static_cast<int64_t>(piece - head * pieces_per_run) * kBytes;
+      if (piece < num_pieces) {
+        values[u] = __ldcg(reinterpret_cast<const Piece*>(from + offsets[u]));
+      }
+    }
+#pragma unroll
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      if (first + u * kWarpThreads < num_pieces) {
+        __stwb(reinterpret_cast<Piece*>(to + offsets[u]), values[u]);
+      }
+    }
+  }
+}
+
+enum class Way { kToShadow, kToReal };
+
+// All warps of the block: the rows at positions [first, last) of the window.
+template <Way kWay>
+__device__ void copy_rows(const LayerRow& layer, const SharedWindow& shared,
+                          int64_t first, int64_t last, int64_t entry_tokens) {
+  auto* base = reinterpret_cast<uint8_t*>(layer.base);
+  const uint32_t width = widest_access(
+      static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
+      layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
+  for (int64_t p = first + threadIdx.x / kWarpThreads; p < last; p += kWarps) {
+    const int64_t real = slot_by_entries(shared.window, shared.real, p, entry_tokens);
+    const int64_t shadow =
+        slot_by_entries(shared.window, shared.shadow, p, entry_tokens);
+    // A table whose layers have fewer slots than its first: leave the layer alone.
+    if (real >= layer.num_slots() || shadow >= layer.num_slots()) {
+      continue;
+    }
+    const int64_t from = kWay == Way::kToShadow ? real : shadow;
+    const int64_t to = kWay == Way::kToShadow ? shadow : real;
+    uint8_t* const target = base + layer.slot_offset(to);
+    const uint8_t* const source = base + layer.slot_offset(from);
+    switch (width) {
+      case 16:
+        copy_slot<16>(target, source, layer);
+        break;
+      case 8:
+        copy_slot<8>(target, source, layer);
+        break;
+      case 4:
+        copy_slot<4>(target, source, layer);
+        break;
+      case 2:
+        copy_slot<2>(target, source, layer);
+        break;
+      default:
+        copy_slot<1>(target, source, layer);
+    }
+  }
+}
+
+// Calls visit(place, what it holds if staged, what it held), by all threads.
+template <typename Visit>
+__device__ void for_each_patch(const BlockTable& blocks, int64_t r,
+                               const SharedWindow& shared, int64_t tokens,
+                               const Visit& visit) {
+  const StagedWindow& window = shared.window;
+  for (int i = threadIdx.x; i < window.num_blocks; i += kBlockThreads) {
+    visit(blocks.at(r, window.first_block + i), shared.shadow[i], shared.real[i]);
+  }
+  for (int64_t p = window.first_staged(tokens) + threadIdx.x; p < window.seq_len;
+       p += kBlockThreads) {
+    visit(blocks.slot_mapping[window.first_row + (p - window.first_position)],
+          slot_by_entries(window, shared.shadow, p, tokens),
+          slot_by_entries(window, shared.real, p, tokens));
+  }
+}
+
+// A window that an earlier launch saved; num_drafts is 0 where nothing is staged, also
+// where `saved` is of a batch that does not fit these tensors.
+__device__ void load_saved(SharedWindow& shared, const SavedWindows& saved, int64_t r,
+                           const BlockTable& blocks) {
+  const int32_t* row = saved.row(r);
+  if (threadIdx.x == 0) {
+    StagedWindow window = load_window(row);
+    const bool fits = window.num_drafts > 0 && window.num_blocks <= saved.span &&
+                      r < blocks.num_rows &&
+                      window.first_block + window.num_blocks <= blocks.width &&
+                      window.first_row + window.seq_len - window.first_position <=
+                          blocks.num_slots_mapped;
+    if (!fits) {
+      window.num_drafts = 0;
+      window.num_blocks = 0;
+    }
+    shared.window = window;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < shared.window.num_blocks; i += kBlockThreads) {
+    shared.real[i] = row[kSavedEntries + i];
+    shared.shadow[i] = row[kSavedEntries + saved.span + i];
+  }
+  __syncthreads();
+}
+
+// Whether the window's entries and slots are what its patches assume; reads them to
+// the end, so that they may be patched after all blocks have been here.
+__device__ bool read_entries(const ShadowStageArgs& args, int64_t r,
+                             SharedWindow& shared) {
+  const StagedWindow& window = shared.window;
+  bool is_real = true;
+  for (int i = threadIdx.x; i < window.num_blocks; i += kBlockThreads) {
+    is_real = is_real && is_real_entry(args, r, window, i);
+    shared.real[i] = args.blocks.at(r, window.first_block + i);
+    shared.shadow[i] = args.shadow_entry(r, window.first_block + i);
+  }
+  __syncthreads();
+  for (int64_t p = window.first_staged(args.entry_tokens) + threadIdx.x;
+       p < window.seq_len; p += kBlockThreads) {
+    const int64_t row = window.first_row + (p - window.first_position);
+    is_real = is_real && args.blocks.slot_mapping[row] ==
+                             slot_by_entries(window, shared.real, p, args.entry_tokens);
+  }
+  return __syncthreads_and(is_real) != 0;
+}
+
+__device__ void patch_and_save(const ShadowStageArgs& args, int64_t r,
+                               const SharedWindow& shared) {
+  const StagedWindow& window = shared.window;
+  for_each_patch(args.blocks, r, shared, args.entry_tokens,
+                 [](auto& place, auto shadow, auto) { place = shadow; });
+  int32_t* saved = args.saved.row(r);
+  for (int i = threadIdx.x; i < window.num_blocks; i += kBlockThreads) {
+    saved[kSavedEntries + i] = shared.real[i];
+    saved[kSavedEntries + args.saved.span + i] = shared.shadow[i];
+  }
+  if (threadIdx.x == 0) {
+    saved[kSavedDrafts] = window.num_drafts;
+    saved[kSavedFirstRow] = window.first_row;
+    saved[kSavedFirstPosition] = window.first_position;
+    saved[kSavedSeqLen] = window.seq_len;
+    saved[kSavedFirstBlock] = window.first_block;
+    saved[kSavedNumBlocks] = window.num_blocks;
+    saved[kSavedCopiedRows] = window.num_copied(args.entry_tokens);
+  }
+}
+
+__global__ void __launch_bounds__(kBlockThreads)
+    stage_kernel(const __grid_constant__ ShadowStageArgs args) {
+  __shared__ SharedWindow shared;
+  __shared__ bool is_last;
+  const auto num_layers = static_cast<unsigned>(args.table.num_layers);
+  const int64_t r = blockIdx.x / num_layers;
+  const unsigned layer = blockIdx.x % num_layers;
+  int32_t* saved = args.saved.row(r);
+  if (args.patches) {
+    if (threadIdx.x == 0) {
+      shared.window = find_window(args, r);
+    }
+    __syncthreads();
+    const int32_t num_drafts = shared.window.num_drafts;
+    if (num_drafts <= 0 || !read_entries(args, r, shared)) {
+      if (layer == 0 && threadIdx.x == 0) {
+        saved[kSavedDrafts] = num_drafts > 0 ? -num_drafts : num_drafts;
+      }
+      return;
+    }
+    if (threadIdx.x == 0) {
+      __threadfence();
+      is_last = atomicAdd(&saved[kSavedTicket], 1) == static_cast<int>(num_layers) - 1;
+    }
+    __syncthreads();
+    if (is_last) {
+      patch_and_save(args, r, shared);
+      if (threadIdx.x == 0) {
+        saved[kSavedTicket] = 0;
+      }
+    }
+  } else {
+    load_saved(shared, args.saved, r, args.blocks);
+    if (shared.window.num_drafts <= 0) {
+      return;
+    }
+  }
+  const StagedWindow& window = shared.window;
+  copy_rows<Way::kToShadow>(args.table.rows[layer], shared,
+                            window.first_block * args.entry_tokens,
+                            window.first_position, args.entry_tokens);
+}
+
+// The work of the first block: all windows, so that it knows the sums, and can write
+// them where the host reads them. No other launch of the stream runs beside it.
+__device__ void count_windows(const ShadowCommitArgs& args) {
+  __shared__ unsigned long long slot_bytes;
+  __shared__ unsigned sums[kNumCounters];
+  if (threadIdx.x < kNumCounters) {
+    sums[threadIdx.x] = 0;
+  }
+  if (threadIdx.x == 0) {
+    slot_bytes = 0;
+  }
+  __syncthreads();
+  unsigned long long layer_bytes = 0;
+  for (int64_t i = threadIdx.x; i < args.table.num_layers; i += kBlockThreads) {
+    layer_bytes += args.table.rows[i].num_heads * args.table.rows[i].run_bytes;
+  }
+  atomicAdd(&slot_bytes, layer_bytes);
+  unsigned counts[kNumCounters] = {};
+  for (int64_t r = threadIdx.x; r < args.num_reqs; r += kBlockThreads) {
+    const int32_t* saved = args.saved.row(r);
+    const StagedWindow window = load_window(saved);
+    const int num_drafts = abs(window.num_drafts);
+    if (num_drafts == 0) {
+      continue;
+    }
+    const auto accepted = static_cast<int>(
+        clamp_accepted(num_accepted(args.acceptance, r, num_drafts), num_drafts));
+    counts[kWindows] += 1;
+    counts[kStaged] += num_drafts;
+    counts[kCommitted] += accepted;
+    counts[kRejected] += num_drafts - accepted;
+    if (window.num_drafts < 0) {
+      counts[kInvalidSlots] += num_drafts;
+      continue;
+    }
+    const int64_t kept =
+        window.first_draft() + accepted - window.first_staged(args.entry_tokens);
+    counts[kShadowCopiedBytes] += saved[kSavedCopiedRows];
+    counts[kCommittedBytes] += kept > 0 ? static_cast<unsigned>(kept) : 0;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kNumCounters; ++i) {
+    const unsigned of_warp = __reduce_add_sync(kFullWarp, counts[i]);
+    if (threadIdx.x % kWarpThreads == 0) {
+      atomicAdd(&sums[i], of_warp);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kNumCounters) {
+    const int i = threadIdx.x;
+    const bool is_rows = i == kShadowCopiedBytes || i == kCommittedBytes;
+    const int64_t total =
+        args.counters[i] + static_cast<int64_t>(sums[i] * (is_rows ? slot_bytes : 1));
+    args.counters[i] = total;
+    if (args.counters_to != nullptr) {
+      args.counters_to[i] = total;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kBlockThreads)
+    commit_kernel(const __grid_constant__ ShadowCommitArgs args) {
+  if (blockIdx.x == 0) {
+    count_windows(args);
+    return;
+  }
+  __shared__ SharedWindow shared;
+  __shared__ int64_t num_kept;
+  const auto num_layers = static_cast<unsigned>(args.table.num_layers);
+  const int64_t r = (blockIdx.x - 1) / num_layers;
+  const unsigned layer = (blockIdx.x - 1) % num_layers;
+  load_saved(shared, args.saved, r, args.blocks);
+  const StagedWindow& window = shared.window;
+  if (window.num_drafts <= 0) {
+    return;
+  }
+  if (threadIdx.x < kWarpThreads) {
+    const int64_t accepted =
+        num_accepted_by_warp(args.acceptance, r, window.num_drafts);
+    if (threadIdx.x == 0) {
+      num_kept = clamp_accepted(accepted, window.num_drafts);
+    }
+  }
+  __syncthreads();
+  copy_rows<Way::kToReal>(args.table.rows[layer], shared,
+                          window.first_staged(args.entry_tokens),
+                          window.first_draft() + num_kept, args.entry_tokens);
+  if (layer == 0 && args.undoes) {
+    for_each_patch(args.blocks, r, shared, args.entry_tokens,
+                   [](auto& place, auto shadow, auto real) {
+                     if (place == shadow) {
+                       place = real;
+                     }
+                   });
+  }
+}
+
+__global__ void __launch_bounds__(kBlockThreads)
+    unstage_kernel(const __grid_constant__ ShadowUndoArgs args) {
+  __shared__ SharedWindow shared;
+  load_saved(shared, args.saved, blockIdx.x, args.blocks);
+  if (shared.window.num_drafts > 0) {
+    for_each_patch(args.blocks, blockIdx.x, shared, args.entry_tokens,
+                   [](auto& place, auto shadow, auto real) {
+                     if (place == shadow) {
+                       place = real;
+                     }
+                   });
+  }
+}
+
+DriverKernel stage_launcher(reinterpret_cast<const void*>(&stage_kernel));
+DriverKernel commit_launcher(reinterpret_cast<const void*>(&commit_kernel));
+DriverKernel unstage_launcher(reinterpret_cast<const void*>(&unstage_kernel));
+
+void check_span(const char* op, const SavedWindows& saved) {
+  NWOR_CHECK(saved.span <= kMaxSpan, op, "span is ", saved.span, "; must be at most ",
+             kMaxSpan, " on CUDA");
+}
+
+template <typename Args>
+void launch(DriverKernel& kernel, const char* op, const Args& args, int64_t num_blocks,
+            int device, void* stream) {
+  check_span(op, args.saved);
+  void* arguments[] = {const_cast<Args*>(&args)};
+  kernel.launch(op, device, grid_size(op, num_blocks), kBlockThreads, stream,
+                arguments);
+}
+
+}  // namespace
+
+void stage_cuda(const ShadowStageArgs& args, int device, void* stream) {
+  if (args.num_reqs > 0) {
+    launch(stage_launcher, kStage, args, args.num_reqs * args.table.num_layers, device,
+           stream);
+  }
+}
+
+void commit_draft_layer_cuda(const ShadowCommitArgs& args, int device, void* stream) {
+  if (args.num_reqs > 0) {
+    launch(commit_launcher, kCommit, args, 1 + args.num_reqs * args.table.num_layers,
+           device, stream);
+  }
+}
+
+void unstage_cuda(const ShadowUndoArgs& args, int device, void* stream) {
+  if (args.num_reqs > 0) {
+    launch(unstage_launcher, kUnstage, args, args.num_reqs, device, stream);
+  }
+}
+
+void load_shadow_kernels(const char* op, int device) {
+  stage_launcher.load(op, device);
+  commit_launcher.load(op, device);
+  unstage_launcher.load(op, device);
+}
+
+}  // namespace nwor

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""stage, commit_draft_layer and unstage against the reference and against vanilla: what
+is read through the tables is what vanilla reads, no draft reaches a real entry before
+it is accepted, and tables and slots come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.reference import PAD, Pages, Request
+from tests.kernels.strategies import packed_layouts, paged_batches, row_layouts
+from tests.kernels.test_log_restore import column_major, hnd, interleaved, mla, nhd
+from tests.kernels.transaction import (
+    NUM_COUNTERS,
+    AcceptanceForm,
+    ShadowSide,
+    ShadowStep,
+)
+
+ANY_EXAMPLE = settings(
+    max_examples=80,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
+)
+CPU = torch.device("cpu")
+FORMS = st.sampled_from(list(AcceptanceForm))
+
+# The worked example: entries of 4 tokens, two for the shadow of each row.
+PAGES = Pages(
+    entry_tokens=4, num_real_entries=10, first_entry=10, span=2, max_windows=4, width=4
+)
+# Two rows before the first draft, of which position 5 and the target at 6 lie in the
+# first staged entry, as position 4 of an earlier step does; drafts in two entries.
+CROSSING = Request((3, 5, 7, 0), seq_len=10, num_rows=5, num_drafts=3, accepted=2)
+# The target is the last row of an entry that no draft is in.
+TARGET_ALONE = Request((2, 4, 0, 0), seq_len=7, num_rows=4, num_drafts=3)
+NO_DRAFTS = Request((1, 0, 0, 0), seq_len=2, num_rows=2, num_drafts=0)
+EXAMPLE = [CROSSING, NO_DRAFTS, TARGET_ALONE]
+
+
+def layout_for(pages, layout=nhd, block_size=None, **kwargs):
+    block_size = block_size or pages.entry_tokens
+    return layout(pages.num_slots // block_size, block_size, **kwargs)
+
+
+def one_step(device, requests, pages=PAGES, layouts=None, form=AcceptanceForm.SAMPLED):
+    """Staged, run and committed, with everything compared; returns the step."""
+    step = ShadowStep(device, pages, layouts or [[layout_for(pages)] * 2])
+    step.stage(requests)
+    step.forward()
+    step.commit(form)
+    return step
+
+
+@pytest.mark.sanitizer
+def test_the_worked_example(device):
+    """In numbers, without the reference."""
+    side = ShadowSide(PAGES, [[layout_for(PAGES)] * 2], device)
+    side.load(EXAMPLE)
+    # Position 4 of the first request.
+    layer = side.layers[0]
+    committed = layer.memory[layer.index([20])[0].to(device)].clone()
+
+    side.stage()
+
+    assert side.block_table[:3].tolist() == [
+        [3, 11, 10, 0],
+        [1, 0, 0, 0],
+        [2, 15, 0, 0],
+    ]
+    assert side.slot_mapping[:11].tolist() == [
+        *(45, 46, 47, 40, 41),
+        *(4, 5),
+        *(11, 60, 61, 62),
+    ]
+    assert side.saved_fields() == [
+        [3, 0, 5, 10, 1, 2, 1, 0, 5, 7, 11, 10],
+        [0, 0],
+        [3, 7, 3, 7, 1, 1, 0, 0, 4, 15],
+        [0, 0],
+    ]
+    shadow = layer.memory[layer.index([44])[0].to(device)]
+    assert torch.equal(shadow, committed)
+
+    layer.memory[layer.index(side.slot_mapping[:11].tolist()).flatten().to(device)] = 7
+    side.commit()
+
+    assert side.block_table[:3].tolist() == [list(r.entries) for r in EXAMPLE]
+    assert side.slot_mapping[:11].tolist() == [
+        *(21, 22, 23, 28, 29),
+        *(4, 5),
+        *(11, 16, 17, 18),
+    ]
+    is_seven = [
+        bool((layer.memory[layer.index([slot])[0].to(device)] == 7).all())
+        for slot in (20, 21, 22, 23, 28, 29, 11, 16, 17, 18)
+    ]
+    assert is_seven == [False, *[True] * 4, False, True, *[False] * 3]
+    row_bytes = 2 * 256
+    assert side.counters.tolist() == [[2, 6, 2, 4, 0, 0, row_bytes, 4 * row_bytes]]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert side.published.tolist() == side.counters.tolist()
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("form", AcceptanceForm)
+@pytest.mark.parametrize("layout", [nhd, hnd, mla])
+def test_only_accepted_drafts_reach_real_entries(device, layout, form):
+    layouts = [[layout_for(PAGES, layout)] * 3]
+    one_step(device, EXAMPLE, layouts=layouts, form=form)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+@pytest.mark.parametrize("request_", [CROSSING, TARGET_ALONE], ids=["cross", "alone"])
+def test_every_number_of_accepted_drafts(device, request_, accepted):
+    one_step(device, [replace(request_, accepted=accepted)])
+
+
+@pytest.mark.parametrize("run_bytes", [1, 2, 3, 4, 8, 16, 24, 33, 130, 272])
+@pytest.mark.parametrize(
+    "misalignment", [pytest.param(0, marks=pytest.mark.sanitizer), 1, 8]
+)
+def test_every_access_width(device, run_bytes, misalignment):
+    layouts = [layout_for(PAGES, kind, run_bytes=run_bytes) for kind in (nhd, hnd)]
+    step = ShadowStep(device, PAGES, [layouts], misalignment=misalignment)
+    step.stage(EXAMPLE)
+    step.forward()
+    step.commit()
+
+
+LONG_PAGES = Pages(
+    entry_tokens=32, num_real_entries=9, first_entry=11, span=2, max_windows=3, width=3
+)
+LONG = [
+    Request((1, 2, 3), seq_len=66, num_rows=40, num_drafts=5, accepted=3),
+    Request((4, 5, 0), seq_len=50, num_rows=3, num_drafts=2, accepted=2),
+]
+
+
+@pytest.mark.parametrize("block_size", [32, 16])
+@pytest.mark.parametrize("layout", [column_major, interleaved])
+def test_packed_rows(layout, block_size):
+    """Of an entry that is a block, and of one that is two."""
+    layouts = [[layout_for(LONG_PAGES, layout, block_size)] * 2]
+    one_step(CPU, LONG, LONG_PAGES, layouts)
+
+
+@pytest.mark.sanitizer
+def test_an_entry_of_several_blocks(device):
+    layouts = [
+        layout_for(LONG_PAGES, nhd, 16, num_heads=1, run_bytes=48),
+        layout_for(LONG_PAGES, hnd, 8, num_heads=3, run_bytes=16),
+    ]
+    one_step(device, LONG, LONG_PAGES, [layouts])
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "num_entries"), [(9, [3, 3]), (12, [4, 3]), (13, [4, 4])]
+)
+def test_windows_of_more_than_two_entries(device, num_drafts, num_entries):
+    pages = replace(PAGES, num_real_entries=21, first_entry=21, span=4, width=5)
+    requests = [
+        Request((5, 6, 7, 8, 9), 18, num_drafts + 1, num_drafts, num_drafts - 2),
+        Request((15, 16, 17, 18, 0), 16, num_drafts + 3, num_drafts, 1),
+    ]
+    step = one_step(device, requests, pages)
+    assert step.side.saved[:2, 5].tolist() == num_entries
+
+
+def test_a_target_alone_in_its_entry_stays_real(device):
+    step = ShadowStep(device, PAGES, [[layout_for(PAGES)]])
+    step.stage([TARGET_ALONE])
+    assert step.side.block_table[0].tolist() == [2, 13 - 2, 0, 0]
+    assert step.side.slot_mapping[0] == 11
+    step.forward()
+    step.commit()
+
+
+def many_requests(num_requests):
+    """Windows of 0 to 4 drafts in tables of three entries, and pages for them."""
+    pages = Pages(4, 1 + 3 * num_requests, 2 + 3 * num_requests, 2, num_requests, 3)
+    requests = []
+    for number in range(num_requests):
+        num_drafts = number % 5
+        num_rows = 1 + num_drafts + number % 2
+        seq_len = num_rows + number % (13 - num_rows)
+        entries = tuple(range(1 + 3 * number, 4 + 3 * number))
+        accepted = num_drafts // 2
+        requests.append(Request(entries, seq_len, num_rows, num_drafts, accepted))
+    return requests, pages
+
+
+@pytest.mark.parametrize("num_requests", [31, 32, 33, 64, 1025])
+def test_large_batches(device, num_requests):
+    requests, pages = many_requests(num_requests)
+    layouts = [[layout_for(pages, num_heads=1, run_bytes=16)]]
+    step = one_step(device, requests, pages, layouts)
+    staged = sum(request.num_drafts for request in requests)
+    assert step.side.counters[0, [1, 5]].tolist() == [staged, 0]
+
+
+def test_many_layers(device):
+    """All of them copy from the entries that were there before the tables are
+    patched, whichever is first."""
+    requests, pages = many_requests(40)
+    layouts = [[layout_for(pages, num_heads=2, run_bytes=16)] * 61]
+    step = ShadowStep(device, pages, layouts)
+    for _ in range(3):
+        step.stage(requests)
+        step.forward()
+        step.commit()
+
+
+def test_no_drafts_touch_nothing(device):
+    for requests in (
+        [],
+        [NO_DRAFTS],
+        [NO_DRAFTS, replace(NO_DRAFTS, entries=(0,) * 4)],
+    ):
+        step = one_step(device, requests)
+        assert step.side.counters.tolist() == [[0] * NUM_COUNTERS]
+
+
+LEFT_ALONE = {
+    "fewer rows than logits": replace(CROSSING, num_rows=3),
+    "begins before 0": replace(CROSSING, num_rows=11),
+    "more entries than the span": replace(CROSSING, num_rows=9, num_drafts=7),
+    "more entries than the table is wide": Request((3, 5, 6, 7), 18, 4, 3),
+    "a null entry": replace(CROSSING, entries=(3, 5, 0, 0)),
+    "a negative entry": replace(CROSSING, entries=(3, -5, 7, 0)),
+    "the first id that is not real": replace(CROSSING, entries=(3, 5, 10, 0)),
+    "a shadow entry": replace(CROSSING, entries=(3, 11, 7, 0)),
+    "a draft's padded slot": replace(CROSSING, wrong_slots=((4, PAD),)),
+    "a draft's slot in another entry": replace(CROSSING, wrong_slots=((3, 21),)),
+    "a target's slot": replace(CROSSING, wrong_slots=((1, 21),)),
+    "the slot of a row before the target": replace(CROSSING, wrong_slots=((0, 22),)),
+}
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("why", LEFT_ALONE)
+def test_windows_left_alone(device, why):
+    """They keep their entries and slots, are written in place, and are counted; their
+    neighbours are staged."""
+    odd = LEFT_ALONE[why]
+    step = ShadowStep(device, PAGES, [[layout_for(PAGES)] * 2])
+    step.stage([TARGET_ALONE, odd, NO_DRAFTS])
+    assert step.side.saved[:3, 0].tolist() == [3, -odd.num_drafts, 0]
+    assert step.side.block_table[1].tolist() == list(odd.entries)
+    assert step.side.slot_mapping[4 : 4 + odd.num_rows].tolist() == odd.slots(4)
+    step.forward()
+    step.commit()
+    windows = [2, 3 + odd.num_drafts, odd.accepted, 3 + odd.num_drafts - odd.accepted]
+    assert step.side.counters[0, :6].tolist() == [*windows, 0, odd.num_drafts]
+
+
+def test_slots_of_entries_that_are_not_staged_may_be_anything(device):
+    """Of rows before the target, and of the target alone."""
+    chunk = Request((6, 8, 9, 0), 10, 8, 1, 1, wrong_slots=((0, PAD), (1, 999), (5, 0)))
+    alone = replace(TARGET_ALONE, wrong_slots=((0, PAD),))
+    step = one_step(device, [chunk, alone])
+    assert step.side.saved[:2, 0].tolist() == [1, 3]
+
+
+def test_null_entries_that_are_not_staged_are_no_fault(device):
+    one_step(device, [replace(CROSSING, entries=(0, 5, 7, -1))])
+
+
+@pytest.mark.parametrize("num_accepted", [-2, -1, 4, 70])
+def test_acceptance_outside_the_window(device, num_accepted):
+    """More valid tokens than rows, or none, as for a request whose prompt is not
+    done: the target and what is before it are committed all the same."""
+    accepted = min(max(num_accepted, 0), 3)
+    requests = [replace(request, accepted=accepted) for request in EXAMPLE[::2]]
+    for as_rejected in (False, True):
+        step = ShadowStep(device, PAGES, [[layout_for(PAGES)] * 2])
+        step.stage(requests)
+        step.forward()
+        if as_rejected:
+            value = 3 - num_accepted
+            rejected = torch.full((2,), value, dtype=torch.int32, device=device)
+            acceptance = (None, 0, rejected)
+        else:
+            # Valid ones not in front, and more columns than a warp has lanes.
+            tokens = torch.full((2, 71), -1, dtype=torch.int32, device=device)
+            tokens[:, 70 - num_accepted :] = 4
+            acceptance = (tokens, 10, None)
+        for side in (step.side, step.reference):
+            here = [x.to(side.device) if torch.is_tensor(x) else x for x in acceptance]
+            side.ops.commit_draft_layer(*side.commit_arguments(0, tuple(here), True))
+        step.compare("commit")
+        assert step.side.counters[0, :4].tolist() == [
+            2,
+            6,
+            2 * accepted,
+            6 - 2 * accepted,
+        ]
+
+
+@pytest.mark.sanitizer
+def test_unstage_puts_tables_and_slots_back(device):
+    for with_forward in (False, True):
+        step = ShadowStep(device, PAGES, [[layout_for(PAGES)] * 2])
+        step.stage(EXAMPLE)
+        if with_forward:
+            step.forward()
+        step.unstage()
+        step.unstage()
+        assert step.side.counters.tolist() == [[0] * NUM_COUNTERS]
+
+
+@pytest.mark.parametrize("undo", ["commit", "unstage"])
+def test_what_somebody_wrote_in_between_stays(device, undo):
+    step = ShadowStep(device, PAGES, [[layout_for(PAGES)]])
+    step.stage(EXAMPLE)
+    step.forward()
+    # Another id, and the shadow entry of the same window's other entry.
+    step.overwrite_entry(0, 1, 9)
+    step.overwrite_entry(0, 2, 11)
+    step.overwrite_slot(0, PAD)
+    step.overwrite_slot(2, 46)
+    step.overwrite_slot(9, 60)
+    getattr(step, undo)()
+    assert step.side.block_table[0].tolist() == [3, 9, 11, 0]
+    assert step.side.slot_mapping[:5].tolist() == [PAD, 22, 46, 28, 29]
+    assert step.side.slot_mapping[7:11].tolist() == [11, 16, 60, 18]
+    assert step.side.block_table[2].tolist() == [2, 4, 0, 0]
+
+
+@pytest.mark.sanitizer
+def test_tables_of_one_group(device):
+    """The first call patches and the last one undoes; each copies its own layers."""
+    layouts = [
+        [layout_for(PAGES)] * 2,
+        [layout_for(PAGES, hnd, num_heads=3)],
+        [layout_for(PAGES, column_major if device.type == "cpu" else mla)],
+    ]
+    step = ShadowStep(device, PAGES, layouts)
+    step.stage(EXAMPLE)
+    step.forward()
+    patched = step.side.table_memory.clone(), step.side.slot_memory.clone()
+    for number in range(3):
+        assert torch.equal(step.side.table_memory, patched[0])
+        assert torch.equal(step.side.slot_memory, patched[1])
+        for side in (step.side, step.reference):
+            side.commit_table(number, AcceptanceForm.SAMPLED)
+    step.compare("commit")
+    step.check_undone("commit")
+    sizes = [sum(x.layout.slot_bytes for x in t.layers) for t in step.side.tables]
+    counters = step.side.counters.tolist()
+    assert counters == [[2, 6, 2, 4, 0, 0, size, 4 * size] for size in sizes]
+
+
+def test_a_call_that_does_not_patch_reads_saved_alone(device):
+    """The table and the slots are patched by then, and might be anything."""
+    step = ShadowStep(device, PAGES, [[layout_for(PAGES)], [layout_for(PAGES, hnd)]])
+    for side in (step.side, step.reference):
+        side.load(EXAMPLE)
+        first, second = side.tables
+        side.ops.stage(*side.stage_arguments(first, True))
+        side.block_table.fill_(-7)
+        side.slot_mapping.fill_(-7)
+        side.ops.stage(*side.stage_arguments(second, False))
+    step.compare("stage")
+
+
+def test_saved_is_used_again(device):
+    """By a smaller batch, of other windows: what the last step left says nothing."""
+    step = ShadowStep(device, PAGES, [[layout_for(PAGES)]])
+    for requests in (
+        EXAMPLE,
+        [replace(NO_DRAFTS, entries=(8, 0, 0, 0)), CROSSING],
+        [replace(CROSSING, entries=(6, 8, 0, 0)), TARGET_ALONE, CROSSING, NO_DRAFTS],
+        [TARGET_ALONE],
+    ):
+        step.stage(requests)
+        step.forward()
+        step.commit()
+
+
+def test_no_requests_publish_nothing(device):
+    step = one_step(device, [])
+    assert step.side.published.tolist() == [[-3] * NUM_COUNTERS]
+
+
+def test_counters_are_added_to(device):
+    step = ShadowStep(device, PAGES, [[layout_for(PAGES)]])
+    for side in (step.side, step.reference):
+        side.counters.copy_(torch.arange(10, 10 + NUM_COUNTERS)[None])
+    for _ in range(2):
+        step.stage(EXAMPLE)
+        step.forward()
+        step.commit()
+    added = step.side.counters[0].cpu() - torch.arange(10, 10 + NUM_COUNTERS)
+    assert added.tolist() == [4, 12, 4, 8, 0, 0, 512, 2048]
+
+
+@ANY_EXAMPLE
+@given(data=st.data())
+def test_any_rows(device, data):
+    block_size = data.draw(st.sampled_from([1, 2, 4, 8]))
+    times = data.draw(st.integers(1, 3))
+    pages, steps = data.draw(paged_batches(block_size * times, num_steps=2))
+    num_blocks = pages.num_slots // block_size
+    tables = st.lists(row_layouts(block_size, num_blocks), min_size=1, max_size=3)
+    _any_steps(
+        device, data, pages, steps, data.draw(st.lists(tables, min_size=1, max_size=2))
+    )
+
+
+@ANY_EXAMPLE
+@given(data=st.data())
+def test_any_packing(data):
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    times = data.draw(st.integers(1, 2))
+    pages, steps = data.draw(paged_batches(block_size * times, num_steps=2))
+    num_blocks = pages.num_slots // block_size
+    layouts = [[data.draw(packed_layouts(block_size, num_blocks))] * 2]
+    if data.draw(st.booleans()):
+        layouts.append([data.draw(row_layouts(block_size, num_blocks))])
+    _any_steps(CPU, data, pages, steps, layouts)
+
+
+def _any_steps(device, data, pages, steps, layouts):
+    step = ShadowStep(
+        *(device, pages, layouts),
+        seed=data.draw(st.integers(0, 1000)),
+        misalignment=data.draw(st.one_of(st.just(0), st.integers(0, 20))),
+    )
+    for requests in steps:
+        step.stage(requests)
+        if data.draw(st.integers(0, 4)) == 0:
+            step.unstage()
+            continue
+        step.forward()
+        if data.draw(st.integers(0, 2)) == 0:
+            step.meddle(data.draw(st.integers(0, 1 << 16)))
+        step.commit(data.draw(FORMS))

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shadow blocks are taken from the scheduler and from nobody else; the workers are told
+which, or why there are none. vLLM's configurations are real ones."""
+
+import copy
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from tests.helpers.logs import nwor_log
+from vllm_nwor.config import Mode, NworConfig
+from vllm_nwor.hooks import engine_core
+from vllm_nwor.hooks.engine_core import plan
+from vllm_nwor.shadow_pages import ShadowRegion
+
+NUM_DRAFTS, NUM_SEQS, MAX_MODEL_LEN = 4, 8, 256
+NUM_BLOCKS, BLOCK = 1000, 16
+HEADS = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(block_size=BLOCK, **HEADS)
+SLIDING = SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **HEADS)
+LARGE = FullAttentionSpec(block_size=64, **HEADS)
+CROSS = CrossAttentionSpec(block_size=BLOCK, **HEADS)
+MAMBA = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((4, 4),), dtypes=(torch.float32,))
+STAGE = NworConfig(mode=Mode.STAGE)
+PAGE_BYTES = FULL.page_size_bytes
+
+
+def vllm_config(**changes):
+    """The parts that are read; `changes` by "part.name", or a whole part."""
+    found = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=NUM_DRAFTS),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(
+            max_model_len=MAX_MODEL_LEN, original_max_model_len=None
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=NUM_SEQS),
+    )
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        setattr(getattr(found, part) if field else found, field or part, value)
+    return found
+
+
+def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
+    groups = [
+        KVCacheGroupSpec([f"layer {number}"], spec)
+        for number, spec in enumerate(specs or (FULL,))
+    ]
+    tensors = [
+        KVCacheTensor(
+            size=num_blocks * PAGE_BYTES * share,
+            layers=[f"layer {number}"],
+            layer_stride=0,
+            block_stride=PAGE_BYTES,
+        )
+        for number, share in enumerate((1, 3))
+    ]
+    return KVCacheConfig(num_blocks, tensors, groups)
+
+
+def budget(num_blocks):
+    return NworConfig(mode=Mode.STAGE, max_shadow_blocks=num_blocks)
+
+
+def test_every_sequence_has_a_seat_where_all_fit():
+    found = plan(vllm_config(), kv_cache_config(), STAGE)
+
+    assert found == {0: ShadowRegion(984, NUM_SEQS, 2, 984, BLOCK)}
+
+
+def test_the_default_budget_is_5_percent_of_the_blocks():
+    found = plan(
+        vllm_config(scheduler_config__max_num_seqs=256), kv_cache_config(), STAGE
+    )
+
+    assert found[0].num_seats == 25
+    assert found[0].num_blocks == 50
+    assert found[0].first_block + found[0].num_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_seats"), [(16, 8), (1000, 8), (15, 7), (5, 2), (3, 1), (2, 1)]
+)
+def test_a_smaller_budget_makes_fewer_seats(num_blocks, num_seats):
+    found = plan(vllm_config(), kv_cache_config(), budget(num_blocks))
+
+    assert found[0].num_seats == num_seats
+    assert found[0].num_real_blocks == NUM_BLOCKS - 2 * num_seats
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1])
+def test_a_budget_without_room_for_one_request_reserves_nothing(num_blocks):
+    assert plan(vllm_config(), kv_cache_config(), budget(num_blocks)) == (
+        f"{num_blocks} of 1000 KV blocks may be shadow blocks, and a request needs 2 "
+        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "of_one_request", "a_seat"),
+    # Blocks of a request of 256 tokens, the null block among them.
+    [([FULL], 17, 2), ([FULL, SLIDING], 33, 4), ([FULL, LARGE], 21, 4)],
+)
+def test_one_request_of_max_model_len_still_fits(specs, of_one_request, a_seat):
+    for num_seats in range(4):
+        for spare in range(a_seat):
+            size = of_one_request + num_seats * a_seat + spare
+            config = kv_cache_config(*specs, num_blocks=size)
+
+            found = plan(vllm_config(), config, budget(10**6))
+
+            if num_seats == 0:
+                assert found.startswith(f"{spare} of {size} KV blocks may be shadow")
+            else:
+                assert {region.num_seats for region in found.values()} == {num_seats}
+                assert found[0].num_real_blocks == of_one_request + spare
+
+
+def test_fewer_blocks_than_one_request_are_no_negative_number():
+    found = plan(vllm_config(), kv_cache_config(num_blocks=5), budget(100))
+
+    assert found.startswith("0 of 5 KV blocks may be shadow blocks, and")
+
+
+def test_regions_of_groups_are_disjoint_and_behind_the_schedulers_blocks():
+    """Groups may overlay bytes: one block id is one group's."""
+    specs = [FULL, MAMBA, LARGE, CROSS, SLIDING]
+
+    found = plan(vllm_config(), kv_cache_config(*specs), budget(100))
+
+    assert list(found) == [0, 2, 4]
+    assert [region.block_size for region in found.values()] == [BLOCK, 64, BLOCK]
+    (num_real,) = {region.num_real_blocks for region in found.values()}
+    (num_seats,) = {region.num_seats for region in found.values()}
+    assert num_seats == NUM_SEQS
+    ids = [
+        block
+        for region in found.values()
+        for block in range(region.first_block, region.first_block + region.num_blocks)
+    ]
+    assert ids == list(range(num_real, NUM_BLOCKS))
+
+
+def test_a_group_of_several_specs_of_a_kind_is_one():
+    mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL})
+
+    assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
+
+
+def test_no_slot_based_group_reserves_nothing():
+    found = plan(vllm_config(), kv_cache_config(MAMBA, CROSS), STAGE)
+
+    assert found == "no KV-cache group is slot based"
+
+
+REFUSED = [
+    ({"speculative_config": None}, "no speculative decoding is configured"),
+    (
+        {"parallel_config__pipeline_parallel_size": 2},
+        "pipeline_parallel_size is 2; only 1 is supported",
+    ),
+    (
+        {"parallel_config__decode_context_parallel_size": 4},
+        "decode_context_parallel_size is 4; only 1 is supported",
+    ),
+    (
+        {"parallel_config__prefill_context_parallel_size": 2},
+        "prefill_context_parallel_size is 2; only 1 is supported",
+    ),
+    (
+        {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
+        "the KV connector NixlConnector may read or write blocks while their drafts "
+        "are in shadow blocks",
+    ),
+    (
+        {"model_config__enable_return_routed_experts": True},
+        "enable_return_routed_experts keeps what it captures by slot",
+    ),
+    (
+        {"model_config__original_max_model_len": -1},
+        "max_model_len is auto: vLLM sizes it to take all blocks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED)
+def test_what_cannot_have_shadow_pages_is_refused_with_a_sentence(changes, sentence):
+    assert plan(vllm_config(**changes), kv_cache_config(), STAGE) == sentence
+
+
+def start(workers, found_config=None, calls=None):
+    """What vLLM's engine core calls, through our wrappers; the scheduler's config."""
+
+    def get_kv_cache_configs(*arguments):
+        return workers
+
+    def generate(configs):
+        if calls is not None:
+            calls.append(configs)
+        return generate_scheduler_kv_cache_config(configs)
+
+    arguments = (found_config or vllm_config(), [], [])
+    got = engine_core._get_kv_cache_configs(get_kv_cache_configs, None, arguments, {})
+    assert got is workers
+    return engine_core._scheduler_config(generate, None, (workers,), {})
+
+
+@pytest.fixture
+def mode(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "vllm.v1.nwor")
+
+    def choose(name, **more):
+        monkeypatch.setenv("VLLM_NWOR_MODE", name)
+        for variable, value in more.items():
+            monkeypatch.setenv(f"VLLM_NWOR_{variable}", value)
+
+    yield choose
+    assert not engine_core._starting
+
+
+def workers_of(num_workers=2, **arguments):
+    return [kv_cache_config(FULL, SLIDING, **arguments) for _ in range(num_workers)]
+
+
+def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(mode):
+    mode("stage", SHADOW_BLOCKS="20")
+    workers = workers_of()
+    before = copy.deepcopy(workers)
+
+    with nwor_log() as lines:
+        scheduler = start(workers)
+
+    assert scheduler.num_blocks == 980
+    sizes = [tensor.size for tensor in scheduler.kv_cache_tensors]
+    assert sizes == [980 * PAGE_BYTES, 980 * PAGE_BYTES * 3]
+    assert workers == before
+    expected = {
+        0: ShadowRegion(980, 5, 2, 980, BLOCK),
+        1: ShadowRegion(990, 5, 2, 980, BLOCK),
+    }
+    assert [worker.nwor_shadow for worker in workers] == [expected] * 2
+    assert not hasattr(scheduler, "nwor_shadow")
+    assert lines == [
+        "INFO NWOR: 20 of 1000 KV blocks reserved as shadow blocks, for 5 requests"
+    ]
+
+
+def test_the_mark_travels_with_copies_and_pickles(mode):
+    """As vLLM sends the configurations to workers of other processes."""
+    mode("stage")
+    workers = workers_of()
+    start(workers)
+
+    for copied in (copy.deepcopy(workers), pickle.loads(pickle.dumps(workers))):
+        assert [worker.nwor_shadow for worker in copied] == [
+            worker.nwor_shadow for worker in workers
+        ]
+        assert isinstance(copied[0].nwor_shadow[0], ShadowRegion)
+
+
+def test_a_refusal_is_told_and_is_the_mark(mode):
+    mode("stage", SHADOW_BLOCKS="0")
+    workers = workers_of()
+
+    with nwor_log() as lines:
+        scheduler = start(workers)
+
+    assert scheduler == generate_scheduler_kv_cache_config(workers)
+    sentence = (
+        "0 of 1000 KV blocks may be shadow blocks, and a request needs 4 "
+        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)"
+    )
+    assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
+    assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
+
+
+@pytest.mark.parametrize("place", ["plan", "_lower", "_block_sizes", "config_refusal"])
+def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, monkeypatch):
+    mode("stage")
+    workers = workers_of()
+
+    def fail(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(engine_core, place, fail)
+    with nwor_log() as lines:
+        scheduler = start(workers)
+
+    assert scheduler.num_blocks == NUM_BLOCKS
+    sentence = "the reservation failed: KeyError: 'planted'"
+    assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
+    assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
+
+
+def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode, monkeypatch):
+    """Behind some of its work: a tensor's size is not the kind of thing it was."""
+    mode("stage")
+    workers = workers_of()
+    for worker in workers:
+        worker.kv_cache_tensors[1].size = None
+
+    scheduler = start(workers)
+
+    assert scheduler.num_blocks == NUM_BLOCKS
+    assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
+    assert workers[0].nwor_shadow.startswith("the reservation failed: TypeError: ")
+
+
+@pytest.mark.parametrize("name", ["off", "cow"])
+def test_other_modes_leave_everything(mode, name):
+    mode(name)
+    workers = workers_of()
+    calls = []
+
+    with nwor_log() as lines:
+        scheduler = start(workers, calls=calls)
+
+    assert calls == [workers]
+    assert scheduler == generate_scheduler_kv_cache_config(workers)
+    assert not any(hasattr(worker, "nwor_shadow") for worker in workers)
+    assert lines == []
+
+
+def test_a_call_that_no_engine_start_led_to_leaves_everything(mode):
+    mode("stage")
+    workers = workers_of()
+    start(workers)
+    del workers[0].nwor_shadow, workers[1].nwor_shadow
+
+    scheduler = engine_core._scheduler_config(
+        generate_scheduler_kv_cache_config, None, (workers,), {}
+    )
+
+    assert scheduler.num_blocks == NUM_BLOCKS
+    assert not hasattr(workers[0], "nwor_shadow")
+
+
+def test_an_engine_has_its_own_configuration_not_an_earlier_ones(mode):
+    mode("stage")
+    first, second = workers_of(), workers_of()
+    start(first, vllm_config(speculative_config=None))
+    start(second)
+
+    assert first[0].nwor_shadow == "no speculative decoding is configured"
+    assert second[0].nwor_shadow[0].num_seats == NUM_SEQS

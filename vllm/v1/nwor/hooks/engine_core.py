@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes shadow blocks away from the scheduler, before it knows how many there are.
+
+The workers allocate all blocks; the scheduler is told of fewer. What lies between is
+described on the workers' configs (their attribute `nwor_shadow`), and that mark is the
+handshake: a worker without it cannot know which blocks are free of requests, and uses
+the undo log. The scheduler's number is lowered first and the mark made last, so that a
+fault in between costs blocks and never correctness.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from ..config import Mode, NworConfig
+from ..shadow_pages import ShadowRegion, blocks_per_seat
+from ._wrap import HookTarget, argument, install_all
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+MODULE = "vllm.v1.engine.core"
+# Part of all blocks that shadow blocks may take, unless VLLM_NWOR_SHADOW_BLOCKS says.
+DEFAULT_SHARE = 0.05
+
+CONFIGS = HookTarget(
+    MODULE,
+    "get_kv_cache_configs",
+    ("vllm_config", "kv_cache_specs", "available_memory"),
+    why="its vllm_config is remembered for the call that follows",
+    delete_when="vLLM lets plugins reserve KV blocks",
+)
+SCHEDULER_CONFIG = HookTarget(
+    MODULE,
+    "generate_scheduler_kv_cache_config",
+    ("kv_cache_configs",),
+    why="the one place that has the workers' configs and makes the scheduler's: shadow "
+    "blocks are taken from the scheduler's number of blocks",
+    delete_when="vLLM lets plugins reserve KV blocks",
+)
+LEDGER = (CONFIGS, SCHEDULER_CONFIG)
+
+# Group id -> its shadow blocks, or why there are none.
+Reservation = dict[int, ShadowRegion] | str
+
+
+def install(module: ModuleType) -> None:
+    """Wraps the engine core in `module`; what that does depends on the mode when an
+    engine starts. Raises HostMismatch."""
+    install_all(
+        module, {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
+    )
+
+
+def config_refusal(vllm_config: Any) -> str | None:
+    """Why this configuration cannot have shadow pages at all, or None. The worker asks
+    too."""
+    if vllm_config.speculative_config is None:
+        return "no speculative decoding is configured"
+    parallel = vllm_config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} is {getattr(parallel, name)}; only 1 is supported"
+    connector = getattr(vllm_config, "kv_transfer_config", None)
+    if connector is not None:
+        return (
+            f"the KV connector {connector.kv_connector} may read or write blocks while "
+            "their drafts are in shadow blocks"
+        )
+    model = vllm_config.model_config
+    if getattr(model, "enable_return_routed_experts", False):
+        return "enable_return_routed_experts keeps what it captures by slot"
+    if getattr(model, "original_max_model_len", None) == -1:
+        return "max_model_len is auto: vLLM sizes it to take all blocks"
+    return None
+
+
+# The vllm_config of the engine that is being started in this process.
+_starting: list[Any] = []
+
+
+def _get_kv_cache_configs(
+    wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any
+) -> Any:
+    _starting[:] = [argument(CONFIGS, "vllm_config", args, kwargs)]
+    return wrapped(*args, **kwargs)
+
+
+def _scheduler_config(
+    wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any
+) -> Any:
+    scheduler_config = wrapped(*args, **kwargs)
+    workers = argument(SCHEDULER_CONFIG, "kv_cache_configs", args, kwargs)
+    vllm_config = _starting.pop() if _starting else None
+    config = NworConfig.from_env()
+    if config.mode is not Mode.STAGE or vllm_config is None:
+        return scheduler_config
+    num_blocks = scheduler_config.num_blocks
+    try:
+        found = plan(vllm_config, workers[0], config)
+        if not isinstance(found, str):
+            _lower(
+                scheduler_config, sum(region.num_blocks for region in found.values())
+            )
+    except Exception as error:
+        scheduler_config.num_blocks = num_blocks
+        found = f"the reservation failed: {type(error).__name__}: {error}"
+    if isinstance(found, str):
+        logger.info("NWOR: no shadow blocks: %s", found)
+    else:
+        logger.info(
+            "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests",
+            num_blocks - scheduler_config.num_blocks,
+            num_blocks,
+            min(region.num_seats for region in found.values()),
+        )
+    for worker in workers:
+        worker.nwor_shadow = found
+    return scheduler_config
+
+
+def plan(vllm_config: Any, kv_cache_config: Any, config: NworConfig) -> Reservation:
+    """The shadow blocks of each KV-cache group that can have some, or why there are
+    none. Changes nothing.
+
+    A seat for each sequence that a step can hold, if all fit in the budget; otherwise
+    as many as fit. What is left must hold one request of max_model_len.
+    """
+    refusal = config_refusal(vllm_config)
+    if refusal is not None:
+        return refusal
+    num_drafts = vllm_config.speculative_config.num_speculative_tokens
+    sizes = _block_sizes(kv_cache_config.kv_cache_groups)
+    if not sizes:
+        return "no KV-cache group is slot based"
+    num_blocks = kv_cache_config.num_blocks
+    budget = config.max_shadow_blocks
+    if budget is None:
+        budget = int(num_blocks * DEFAULT_SHARE)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # Block 0 is the scheduler's null block.
+    of_one_request = 1 + sum(
+        -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        for spec in specs
+    )
+    a_seat = {gid: blocks_per_seat(num_drafts, size) for gid, size in sizes.items()}
+    available = min(budget, num_blocks - of_one_request)
+    num_seats = min(
+        vllm_config.scheduler_config.max_num_seqs, available // sum(a_seat.values())
+    )
+    if num_seats < 1:
+        return (
+            f"{max(available, 0)} of {num_blocks} KV blocks may be shadow blocks, and "
+            f"a request needs {sum(a_seat.values())} (VLLM_NWOR_SHADOW_BLOCKS raises "
+            "the number)"
+        )
+    first = num_real = num_blocks - num_seats * sum(a_seat.values())
+    regions: dict[int, ShadowRegion] = {}
+    for gid, size in sizes.items():
+        regions[gid] = ShadowRegion(first, num_seats, a_seat[gid], num_real, size)
+        first += regions[gid].num_blocks
+    return regions
+
+
+def _block_sizes(groups: Sequence[Any]) -> dict[int, int]:
+    """Tokens a block of each group that is slot based."""
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        CrossAttentionSpec,
+        EncoderOnlyAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    sizes = {}
+    for gid, group in enumerate(groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = next(iter(spec.kv_cache_specs.values()))
+        if isinstance(spec, AttentionSpec) and not isinstance(
+            spec, CrossAttentionSpec | EncoderOnlyAttentionSpec
+        ):
+            sizes[gid] = group.kv_cache_spec.block_size
+    return sizes
+
+
+def _lower(scheduler_config: Any, num_shadow_blocks: int) -> None:
+    """Takes blocks from the scheduler's own copy of the configuration."""
+    before = scheduler_config.num_blocks
+    after = before - num_shadow_blocks
+    tensors = scheduler_config.kv_cache_tensors
+    sizes = [tensor.size // before * after for tensor in tensors]
+    for tensor, size in zip(tensors, sizes, strict=True):
+        tensor.size = size
+    scheduler_config.num_blocks = after

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ShadowPages: drafts are verified in private blocks, and never touch a request's own.
+
+For one step the blocks of a window that hold drafts are replaced by shadow blocks, in
+the block table and in the slot mapping, so that vLLM's own kernels write and read
+there; then the kept rows are copied to the real blocks and the table is put back. Any
+backend that reads through the block table gives the same bits, under any CUDA graph,
+because only the content of buffers changes that outlive the step.
+
+    stage    committed rows of those blocks -> shadow; table and slots name the shadow
+    (vLLM's forward and rejection sampling)
+    commit   kept rows -> real blocks; table and slots put back; counted
+    abort    table and slots put back, nothing copied: the step failed
+
+Invariants (`check_state`; the tests cite the numbers):
+
+1. Between steps table and slots are vLLM's own, and no row of a block but the committed
+   ones of this step was changed by us.
+2. Shadow blocks are in tables only between stage and commit or abort; the scheduler
+   never hands one out.
+3. An entry is put back only where it still holds what stage wrote.
+
+Nothing is remembered from step to step: batch row r of a group has the shadow blocks of
+seat r, and the committed rows of a staged block are copied each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import ops as native_ops
+from .device_memory import DeviceMemory
+from .launches import CopyTable
+from .window import Acceptance, SampledIds, VerificationWindows
+
+
+@dataclass(frozen=True)
+class ShadowRegion:
+    """The shadow blocks of one KV-cache group: blocks that exist in the workers' caches
+    and that the scheduler does not know.
+
+    first_block: id of the first one. num_seats: batch rows that have some.
+    blocks_per_seat: as many as a window's drafts can touch. num_real_blocks: ids below
+    are the scheduler's. block_size: tokens a block, as the scheduler counts.
+    """
+
+    first_block: int
+    num_seats: int
+    blocks_per_seat: int
+    num_real_blocks: int
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_seats * self.blocks_per_seat
+
+
+def blocks_per_seat(num_drafts: int, block_size: int) -> int:
+    """Blocks that `num_drafts` neighbouring positions can touch.
+
+    Example: 4 drafts touch at most 2 blocks of 16 tokens; 18 drafts at most 3.
+    """
+    return 1 + -(-(num_drafts - 1) // block_size)
+
+
+class ShadowGroup:
+    """One KV-cache group: its layers' tables, where its shadow blocks are, and what
+    stage keeps of the windows.
+
+    entry_tokens: positions for which an entry of the worker's block table stands: the
+        block size, or a kernel's smaller one. All counts in entries from here on.
+    saved: [num_seats, 8 + 2 * span] int32, device (ops.stage).
+    """
+
+    def __init__(
+        self,
+        group_id: int,
+        tables: Sequence[CopyTable],
+        region: ShadowRegion,
+        entry_tokens: int,
+        memory: DeviceMemory,
+    ) -> None:
+        """Raises ValueError: entry_tokens does not divide the block size."""
+        if region.block_size % entry_tokens != 0:
+            raise ValueError(
+                f"entry_tokens is {entry_tokens}; must divide the block size "
+                f"{region.block_size}"
+            )
+        entries_per_block = region.block_size // entry_tokens
+        self.group_id = group_id
+        self.tables = tuple(tables)
+        self.num_seats = region.num_seats
+        self.entry_tokens = entry_tokens
+        self.first_entry = region.first_block * entries_per_block
+        self.num_real_entries = region.num_real_blocks * entries_per_block
+        self.span = region.blocks_per_seat * entries_per_block
+        self.saved = memory.take(
+            (region.num_seats, native_ops.SAVED_COLUMNS + 2 * self.span), torch.int32
+        ).zero_()
+
+
+def num_bytes(num_seats: int, span: int) -> int:
+    """Memory of what a group keeps of its windows."""
+    return num_seats * (native_ops.SAVED_COLUMNS + 2 * span) * torch.int32.itemsize
+
+
+class ShadowPages:
+    """All staged groups of a runner.
+
+    num_seats: batch rows that can be staged; a step with more requests cannot.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ShadowGroup],
+        counters: Sequence[torch.Tensor],
+        ops: Any = None,
+    ) -> None:
+        """counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
+        group, in order. ops: the seam where tests inject faults; what has the functions
+        of the module `ops`."""
+        self.groups = tuple(groups)
+        self.num_seats = min(group.num_seats for group in groups)
+        self.ops = native_ops if ops is None else ops
+        self._counters = tuple(counters)
+        # The step's, between stage and commit or abort.
+        self._windows: VerificationWindows | None = None
+        self._num_reqs = 0
+        self._num_patched = 0  # groups in whose tables shadow entries may be
+
+    @property
+    def is_open(self) -> bool:
+        return self._windows is not None
+
+    def stage(self, windows: VerificationWindows) -> None:
+        """Enqueues the copies and puts the shadow blocks in place. Call when block
+        tables and slot mappings are final, before attention metadata is built.
+
+        Raises:
+            Exception: table, slots and cache are as they were.
+        """
+        self._windows = windows
+        self._num_reqs = windows.cu_num_logits.shape[0] - windows.num_leading_zeros
+        self._num_patched = 0
+        try:
+            self._enqueue_stage(windows)
+        except Exception:
+            self.abort()
+            raise
+
+    def _enqueue_stage(self, windows: VerificationWindows) -> None:
+        """The launches of stage. Raises with `_num_patched` saying which were made."""
+        assert windows.block_tables is not None
+        assert windows.query_start_loc is not None
+        assert windows.seq_lens is not None
+        cu_num_logits = windows.cu_num_logits
+        if windows.num_leading_zeros:
+            cu_num_logits = cu_num_logits[windows.num_leading_zeros :]
+        for group in self.groups:
+            # Before the call: it may fail behind its patching.
+            self._num_patched += 1
+            for index, part in enumerate(group.tables):
+                self.ops.stage(
+                    part.table,
+                    part.runs,
+                    windows.block_tables[group.group_id],
+                    windows.slot_mappings[group.group_id],
+                    windows.query_start_loc,
+                    windows.seq_lens,
+                    cu_num_logits,
+                    group.saved,
+                    group.first_entry,
+                    group.num_real_entries,
+                    group.span,
+                    group.entry_tokens,
+                    index == 0,
+                )
+
+    def commit(
+        self, acceptance: Acceptance, counters_to: torch.Tensor | None = None
+    ) -> None:
+        """Enqueues the copies of what is kept, the counting, and the putting back.
+
+        counters_to: [num_tables, 8] int64, cpu, pinned if the caches are on a device.
+
+        Raises:
+            Exception: after table and slots were put back; kept rows are lost, so that
+                the step's tokens must not be used.
+        """
+        windows = self._windows
+        assert windows is not None
+        try:
+            self._enqueue_commit(windows, acceptance, counters_to)
+        except Exception:
+            self.abort()
+            raise
+        self._windows = None
+
+    def _enqueue_commit(
+        self,
+        windows: VerificationWindows,
+        acceptance: Acceptance,
+        counters_to: torch.Tensor | None,
+    ) -> None:
+        """The launches of commit."""
+        assert windows.block_tables is not None
+        accepted: tuple[torch.Tensor | None, int, torch.Tensor | None]
+        if isinstance(acceptance, SampledIds):
+            accepted = (acceptance.sampled_token_ids, acceptance.vocab_size, None)
+        else:
+            accepted = (None, 0, acceptance.num_rejected)
+        row = 0
+        for group in self.groups:
+            last = len(group.tables) - 1
+            for index, part in enumerate(group.tables):
+                self.ops.commit_draft_layer(
+                    part.table,
+                    part.runs,
+                    windows.block_tables[group.group_id],
+                    windows.slot_mappings[group.group_id],
+                    group.saved,
+                    *accepted,
+                    self._counters[row],
+                    self._num_reqs,
+                    group.entry_tokens,
+                    index == last,
+                    None if counters_to is None else counters_to[row],
+                )
+                row += 1
+
+    def abort(self) -> None:
+        """Enqueues the putting back of table and slots; does nothing without a step.
+
+        Raises:
+            Exception: a table could not be put back, after all others were.
+        """
+        windows, self._windows = self._windows, None
+        if windows is None:
+            return
+        assert windows.block_tables is not None
+        failure: Exception | None = None
+        for group in self.groups[: self._num_patched]:
+            try:
+                self.ops.unstage(
+                    windows.block_tables[group.group_id],
+                    windows.slot_mappings[group.group_id],
+                    group.saved,
+                    self._num_reqs,
+                    group.entry_tokens,
+                )
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
