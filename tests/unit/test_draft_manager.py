@@ -3,6 +3,7 @@
 states, and what becomes of a window when an op fails (guarantees 1, 2, 6 and 9)."""
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from vllm_nwor.draft_manager import (
     HostTimes,
     LayerCache,
     NworError,
+    StagedGroup,
     State,
 )
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.metrics import WorkerRecord
 from vllm_nwor.report import GroupInfo, Report
+from vllm_nwor.shadow_pages import ShadowRegion
 from vllm_nwor.window import NumRejected, SampledIds, VerificationWindows
 
 BLOCKS, HEADS, SLOTS, DIM = 6, 2, 4, 8
@@ -33,22 +36,29 @@ DRAFT_SLOTS = [5, 6, 17]
 class FailingOps:
     """The real ops, with one call out of each kind made to raise."""
 
-    def __init__(self, log_call=None, restore_call=None):
-        self.calls = {"log": 0, "restore": 0}
-        self.fail = {"log": log_call, "restore": restore_call}
+    NAMES = {
+        "log_cache_slots": "log",
+        "restore_rejected_drafts": "restore",
+        "stage": "stage",
+        "commit_draft_layer": "commit",
+        "unstage": "unstage",
+    }
 
-    def _count(self, kind):
-        self.calls[kind] += 1
-        if self.calls[kind] == self.fail[kind]:
-            raise RuntimeError(f"planted failure in {kind} call {self.calls[kind]}")
+    def __init__(self, **fails):
+        """fails: log_call, restore_call and so on: the call to raise, from 1."""
+        self.calls = Counter()
+        self.fails = fails
 
-    def log_cache_slots(self, *args):
-        self._count("log")
-        ops.log_cache_slots(*args)
+    def __getattr__(self, name):
+        kind, op = self.NAMES[name], getattr(ops, name)
 
-    def restore_rejected_drafts(self, *args):
-        self._count("restore")
-        ops.restore_rejected_drafts(*args)
+        def run(*args):
+            self.calls[kind] += 1
+            if self.calls[kind] == self.fails.get(f"{kind}_call"):
+                raise RuntimeError(f"planted failure in {kind} call {self.calls[kind]}")
+            op(*args)
+
+        return run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,10 +66,10 @@ def library():
     ops.load()
 
 
-def layers(num_layers=3):
+def layers(num_layers=3, num_blocks=BLOCKS):
     torch.manual_seed(0)
     caches = [
-        torch.randint(0, 256, (BLOCKS, HEADS, SLOTS, DIM), dtype=torch.uint8)
+        torch.randint(0, 256, (num_blocks, HEADS, SLOTS, DIM), dtype=torch.uint8)
         for _ in range(num_layers)
     ]
     return [
@@ -545,6 +555,437 @@ def test_host_times_are_kept_only_when_asked_for():
 
     assert len(manager.host_times.begin_ns) == len(manager.host_times.commit_ns) == 1
     assert manager.host_times.begin_ns[0] > 0
+
+
+# A step of shadow pages: two requests, one with 2 drafts in slots 6 and 7, one with a
+# draft in slot 18. Slots 5 and 17 are their targets; 4 and 16 hold committed rows of
+# the same blocks, that attention reads in the shadow blocks, too.
+STAGED_SLOTS = [5, 6, 7, 17, 18]
+REAL_TABLE = [[2, 1, 0], [4, 0, 0]]
+NUM_SHADOW_BLOCKS = 4
+SHADOW_TABLE = [[2, 7, 0], [8, 0, 0]]
+SHADOW_SLOTS = [29, 30, 31, 33, 34]
+LAYER_BYTES = HEADS * DIM
+
+
+def staged_group(first_block=BLOCKS, num_seats=2):
+    region = ShadowRegion(first_block, num_seats, 2, BLOCKS, SLOTS)
+    return StagedGroup(region, SLOTS)
+
+
+def staged_windows(num_groups=1):
+    """With tables and slot mappings of their own for each group."""
+    return VerificationWindows(
+        num_drafts=3,
+        logits_indices=torch.arange(5, dtype=torch.int32),
+        cu_num_logits=torch.tensor([3, 5], dtype=torch.int32),
+        slot_mappings=[torch.tensor(STAGED_SLOTS) for _ in range(num_groups)],
+        block_tables=[
+            torch.tensor(REAL_TABLE, dtype=torch.int32) for _ in range(num_groups)
+        ],
+        query_start_loc=torch.tensor([0, 3, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([8, 3], dtype=torch.int32),
+    )
+
+
+def tables_of(step):
+    return [
+        (table.tolist(), slots.tolist())
+        for table, slots in zip(step.block_tables, step.slot_mappings, strict=True)
+    ]
+
+
+VANILLA_TABLES = (REAL_TABLE, STAGED_SLOTS)
+SHADOW_TABLES = (SHADOW_TABLE, SHADOW_SLOTS)
+
+
+def write_rows(cache_layers, slots):
+    """What vLLM's forward does: row i of the step is written to slots[i]."""
+    for layer in cache_layers:
+        for row, slot in enumerate(slots):
+            layer.kv_cache[slot // SLOTS, :, slot % SLOTS] = 100 + row
+
+
+def with_rows(before, rows):
+    """[layers, blocks...] of real blocks, with those rows of the step written."""
+    result = before[:, :BLOCKS].clone()
+    for row in rows:
+        block, offset = divmod(STAGED_SLOTS[row], SLOTS)
+        result[:, block, :, offset] = 100 + row
+    return result
+
+
+def real_blocks(cache_layers):
+    return snapshot(cache_layers)[:, :BLOCKS]
+
+
+class TestShadowPages:
+    def manager(self, num_layers=3, strict=Strict.STARTUP, **fails):
+        """One staged group; `layers` are on the manager."""
+        cache_layers = layers(num_layers, BLOCKS + NUM_SHADOW_BLOCKS)
+        manager = manager_of(
+            [(0, cache_layers)],
+            strict=strict,
+            ops=FailingOps(**fails),
+            staged={0: staged_group()},
+        )
+        manager.layers = cache_layers
+        return manager
+
+    def mixed(self, strict=Strict.STARTUP, **fails):
+        """Group 0 is logged, group 1 is staged: its rows of the counters come first."""
+        logged, staged = layers(1), layers(2, BLOCKS + NUM_SHADOW_BLOCKS)
+        manager = manager_of(
+            [(0, logged), (1, staged)],
+            strict=strict,
+            ops=FailingOps(**fails),
+            staged={1: staged_group()},
+        )
+        manager.logged_layers, manager.layers = logged, staged
+        return manager
+
+    @pytest.mark.parametrize(
+        ("acceptance", "kept"),
+        [
+            (accepted(2, 1), [0, 1, 2, 3, 4]),
+            (accepted(1, 0), [0, 1, 3]),
+            (accepted(0, 1), [0, 3, 4]),
+            (NumRejected(torch.tensor([2, 1], dtype=torch.int32)), [0, 3]),
+        ],
+    )
+    def test_only_kept_rows_reach_a_requests_blocks(self, acceptance, kept):
+        manager, step = self.manager(), staged_windows()
+        before = snapshot(manager.layers)
+
+        manager.stage(step)
+        assert manager.state is State.STAGED
+        assert manager.is_open
+        assert tables_of(step) == [SHADOW_TABLES]
+        manager.begin(step)
+        manager.check_state()
+        write_rows(manager.layers, step.slot_mappings[0].tolist())
+        assert torch.equal(real_blocks(manager.layers), before[:, :BLOCKS])
+        # The committed rows of those blocks can be read there.
+        verified = snapshot(manager.layers)
+        assert torch.equal(verified[:, 7, :, 0], before[:, 1, :, 0])
+        assert torch.equal(verified[:, 8, :, 0], before[:, 4, :, 0])
+        assert not manager.commit(acceptance)
+
+        assert manager.state is State.IDLE
+        assert tables_of(step) == [VANILLA_TABLES]
+        assert torch.equal(real_blocks(manager.layers), with_rows(before, kept))
+        num_accepted, row_bytes = len(kept) - 2, 3 * LAYER_BYTES
+        assert manager.counters.tolist() == [
+            [
+                *(2, 3, num_accepted, 3 - num_accepted, 0, 0),
+                *(2 * row_bytes, len(kept) * row_bytes),
+            ]
+        ]
+        assert manager.launches.ops.calls == {"stage": 1, "commit": 1}
+        assert not manager.fallbacks
+
+    def test_aborted_windows_leave_tables_and_real_blocks_as_they_were(self, caplog):
+        manager, step = self.manager(), staged_windows()
+        before = snapshot(manager.layers)
+        manager.stage(step)
+        manager.begin(step)
+        write_rows(manager.layers, step.slot_mappings[0].tolist())
+
+        with caplog.at_level(logging.WARNING):
+            manager.abort("step_failed")
+
+        assert manager.state is State.IDLE
+        assert tables_of(step) == [VANILLA_TABLES]
+        assert torch.equal(real_blocks(manager.layers), before[:, :BLOCKS])
+        assert manager.fallbacks == {"step_failed": 1}
+        (record,) = caplog.records
+        assert record.getMessage().startswith(
+            "NWOR step_failed: windows with 3 drafts were dropped; the step ran as"
+        )
+        assert not manager.counters.any()
+
+    def test_a_stage_that_finds_windows_drops_them_first(self):
+        manager, left, step = self.manager(), staged_windows(), staged_windows()
+        manager.stage(left)
+
+        manager.stage(step)
+
+        assert tables_of(left) == [VANILLA_TABLES]
+        assert tables_of(step) == [SHADOW_TABLES]
+        assert manager.fallbacks == {"stale_log": 1}
+
+    @pytest.mark.parametrize("strict", [Strict.STARTUP, Strict.ALWAYS])
+    def test_a_step_with_more_requests_than_seats_is_logged_whole(self, strict):
+        """Not a failure: strict steps go on."""
+        manager = manager_of(
+            [(0, layers(1, BLOCKS + 2)), (1, layers(1, BLOCKS + 2))],
+            strict=strict,
+            ops=FailingOps(),
+            staged={0: staged_group(num_seats=1), 1: staged_group(num_seats=1)},
+        )
+        step = staged_windows(num_groups=2)
+        caches = [layer for group in manager.groups for layer in group.layers]
+        before = snapshot(caches)
+
+        manager.stage(step)
+        assert manager.state is State.IDLE
+        manager.begin(step)
+        assert manager.state is State.LOGGED
+        write_rows(caches, STAGED_SLOTS)
+        manager.commit(accepted(1, 0))
+
+        assert tables_of(step) == [VANILLA_TABLES] * 2
+        assert torch.equal(real_blocks(caches), with_rows(before, [0, 1, 3]))
+        assert manager.fallbacks == {"no_seat": 1}
+        assert manager.launches.ops.calls == {"log": 2, "restore": 2}
+        assert manager.counters[:, :4].tolist() == [[2, 3, 1, 2]] * 2
+
+    def test_as_many_requests_as_seats_are_staged(self):
+        manager, step = self.manager(), staged_windows()
+        assert manager.shadow.num_seats == step.cu_num_logits.numel()
+
+        zeros = torch.tensor([0, 3, 5], dtype=torch.int32)
+        manager.stage(step._replace(cu_num_logits=zeros, num_leading_zeros=1))
+
+        assert manager.state is State.STAGED
+
+    def test_a_stage_that_fails_leaves_the_step_to_the_log(self, caplog):
+        manager, step = self.manager(stage_call=1), staged_windows()
+        before = snapshot(manager.layers)
+
+        with caplog.at_level(logging.WARNING):
+            manager.stage(step)
+        assert manager.state is State.IDLE
+        assert tables_of(step) == [VANILLA_TABLES]
+        manager.begin(step)
+        write_rows(manager.layers, STAGED_SLOTS)
+        manager.commit(accepted(0, 0))
+
+        assert torch.equal(real_blocks(manager.layers), with_rows(before, [0, 3]))
+        assert manager.fallbacks == {"stage_failed": 1}
+        (record,) = caplog.records
+        assert record.getMessage().startswith(
+            "NWOR stage_failed: stage: planted failure in stage call 1; the step ran"
+        )
+
+    def test_strict_steps_raise_where_a_stage_fails(self):
+        manager, step = (
+            self.manager(strict=Strict.ALWAYS, stage_call=1),
+            staged_windows(),
+        )
+
+        with pytest.raises(NworError, match=r"^NWOR stage_failed: stage: planted fail"):
+            manager.stage(step)
+
+        assert tables_of(step) == [VANILLA_TABLES]
+        assert manager.state is State.IDLE
+
+    @pytest.mark.parametrize("strict", list(Strict))
+    def test_a_commit_that_fails_raises_always_with_the_tables_put_back(self, strict):
+        """Accepted tokens would not be in the cache: no step may go on from there."""
+        manager, step = self.manager(strict=strict, commit_call=1), staged_windows()
+        before = snapshot(manager.layers)
+        manager.stage(step)
+        manager.begin(step)
+        write_rows(manager.layers, step.slot_mappings[0].tolist())
+
+        with pytest.raises(
+            NworError,
+            match=r"^NWOR commit_failed: commit_draft_layer: planted failure in commit "
+            r"call 1; accepted tokens of this step are not in the KV cache$",
+        ):
+            manager.commit(accepted(2, 1))
+
+        assert tables_of(step) == [VANILLA_TABLES]
+        assert torch.equal(real_blocks(manager.layers), before[:, :BLOCKS])
+        assert manager.state is State.FAILED
+        assert manager.fallbacks == {"commit_failed": 1}
+
+    def test_after_a_failed_commit_the_next_step_is_staged_again(self):
+        manager, step = self.manager(commit_call=1), staged_windows()
+        manager.stage(step)
+        with pytest.raises(NworError):
+            manager.commit(accepted(0, 0))
+
+        manager.stage(step)
+        manager.begin(step)
+        manager.commit(accepted(2, 1))
+
+        assert manager.state is State.IDLE
+        assert manager.counters[0, :4].tolist() == [2, 3, 3, 0]
+
+    @pytest.mark.parametrize("strict", list(Strict))
+    def test_a_table_that_cannot_be_put_back_raises_always(self, strict, managers):
+        manager, step = self.manager(strict=strict, unstage_call=1), staged_windows()
+        manager.stage(step)
+
+        with pytest.raises(
+            NworError,
+            match=r"^NWOR stale_log: a block table cannot be put back: planted failure",
+        ):
+            manager.abort("stale_log")
+
+        assert manager.fallbacks == {"stale_log": 1}
+        assert manager.state is State.IDLE
+
+    def test_nothing_is_staged_without_drafts_or_while_inactive(self):
+        manager, step = self.manager(), staged_windows()
+        manager.stage(step._replace(num_drafts=0))
+        manager.active = False
+        manager.stage(step)
+
+        assert manager.state is State.IDLE
+        assert tables_of(step) == [VANILLA_TABLES]
+        assert not manager.launches.ops.calls
+        assert not manager.fallbacks
+
+    def test_host_times_have_one_begin_for_stage_and_begin(self):
+        manager, step = self.manager(), staged_windows()
+        manager.host_times = HostTimes()
+
+        manager.stage(step)
+        manager.begin(step)
+        manager.commit(accepted(0, 0))
+
+        assert len(manager.host_times.begin_ns) == 1
+        assert len(manager.host_times.commit_ns) == 1
+        assert manager.host_times.begin_ns[0] >= manager._stage_ns > 0
+
+    @pytest.mark.parametrize("publishes", [True, False])
+    def test_staged_and_logged_groups_of_one_step(self, publishes):
+        manager, step = self.mixed(), staged_windows(num_groups=2)
+        assert [group.group_id for group in manager.groups] == [1, 0]
+        before, logged_before = map(snapshot, (manager.layers, manager.logged_layers))
+        to = torch.zeros_like(manager.counters) if publishes else None
+
+        manager.stage(step)
+        manager.begin(step)
+        assert tables_of(step) == [VANILLA_TABLES, SHADOW_TABLES]
+        write_rows(manager.layers, step.slot_mappings[1].tolist())
+        write_rows(manager.logged_layers, step.slot_mappings[0].tolist())
+        assert manager.commit(accepted(1, 0), to) is publishes
+
+        assert tables_of(step) == [VANILLA_TABLES] * 2
+        for cache_layers, old in (
+            (manager.layers, before),
+            (manager.logged_layers, logged_before),
+        ):
+            assert torch.equal(real_blocks(cache_layers), with_rows(old, [0, 1, 3]))
+        row = LAYER_BYTES
+        assert manager.counters.tolist() == [
+            [2, 3, 1, 2, 0, 0, 2 * 2 * row, 3 * 2 * row],
+            [2, 3, 1, 2, 2 * row, 0, 0, 0],
+        ]
+        assert to is None or torch.equal(to, manager.counters)
+        calls = {"stage": 1, "log": 1, "commit": 1, "restore": 1}
+        assert manager.launches.ops.calls == calls
+
+    def test_a_log_that_fails_beside_staged_groups_is_of_its_own_groups_only(self):
+        manager, step = self.mixed(log_call=1), staged_windows(num_groups=2)
+        before, to = snapshot(manager.layers), torch.zeros_like(manager.counters)
+        manager.stage(step)
+        manager.begin(step)
+        assert manager.state is State.STAGED
+        write_rows(manager.layers, step.slot_mappings[1].tolist())
+
+        assert manager.commit(accepted(1, 0), to)
+
+        assert torch.equal(real_blocks(manager.layers), with_rows(before, [0, 1, 3]))
+        assert manager.fallbacks == {"begin_failed": 1}
+        assert manager.counters[:, 1].tolist() == [3, 0]
+        assert torch.equal(to, manager.counters)
+
+    def test_a_log_of_an_aborted_step_is_never_restored(self):
+        """Nor by a step whose begin was missed."""
+        manager, step = self.mixed(), staged_windows(num_groups=2)
+        manager.stage(step)
+        manager.begin(step)
+        manager.abort("step_failed")
+        write_rows(manager.logged_layers, STAGED_SLOTS)
+        written = snapshot(manager.logged_layers)
+
+        manager.stage(step)
+        manager.commit(accepted(0, 0))
+
+        assert torch.equal(snapshot(manager.logged_layers), written)
+
+    def test_a_restore_that_fails_beside_staged_groups_loses_no_token(self):
+        manager, step = self.mixed(restore_call=1), staged_windows(num_groups=2)
+        before, to = snapshot(manager.layers), torch.zeros_like(manager.counters)
+        manager.stage(step)
+        manager.begin(step)
+        write_rows(manager.layers, step.slot_mappings[1].tolist())
+
+        assert manager.commit(accepted(1, 0), to)
+
+        assert torch.equal(real_blocks(manager.layers), with_rows(before, [0, 1, 3]))
+        assert manager.fallbacks == {"commit_failed": 1}
+        assert torch.equal(to, manager.counters)
+
+    def test_counters_that_cannot_be_published_are_not_said_to_be(self):
+        manager, step = self.mixed(restore_call=1), staged_windows(num_groups=2)
+
+        def fail(*_):
+            raise RuntimeError("planted")
+
+        manager._copy_counters = fail
+        manager.stage(step)
+        manager.begin(step)
+
+        assert not manager.commit(accepted(1, 0), torch.zeros_like(manager.counters))
+
+    def test_more_drafts_than_the_log_beside_holds_are_not_staged(self):
+        """A step is protected whole or not at all."""
+        manager, step = self.mixed(), staged_windows(num_groups=2)
+        manager.capacity = 2
+
+        manager.stage(step)
+        manager.begin(step)
+
+        assert manager.state is State.VANILLA
+        assert tables_of(step) == [VANILLA_TABLES] * 2
+        assert manager.fallbacks == {"over_capacity": 1}
+
+    def test_a_log_too_small_is_no_limit_where_all_is_staged(self):
+        manager, step = self.manager(), staged_windows()
+        manager.capacity = 2
+
+        manager.stage(step)
+
+        assert manager.state is State.STAGED
+
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            lambda manager: setattr(manager, "state", State.LOGGED),
+            lambda manager: setattr(manager, "_num_drafts", 0),
+            lambda manager: manager.shadow.abort(),
+        ],
+    )
+    def test_check_state_knows_when_pages_are_in_tables(self, broken, managers):
+        manager = self.manager()
+        manager.stage(staged_windows())
+        manager.check_state()
+        managers.clear()
+
+        broken(manager)
+
+        with pytest.raises(AssertionError, match=r"^NWOR invariant 1 does not hold"):
+            manager.check_state()
+
+    def test_storage_holds_what_shadow_pages_keep(self):
+        slot_bytes, saved_bytes = 3 * LAYER_BYTES, staged_group().num_bytes
+        needed = num_bytes(5, slot_bytes, num_groups=1, num_layers=3)
+        storage = torch.zeros(needed + saved_bytes + slot_bytes, dtype=torch.uint8)
+        manager = manager_of(
+            [(0, layers(3, BLOCKS + NUM_SHADOW_BLOCKS))],
+            storage=storage,
+            staged={0: staged_group()},
+        )
+
+        assert manager.capacity == 5
+        first = manager.shadow.groups[0].saved.data_ptr()
+        assert storage.data_ptr() < first < storage.data_ptr() + storage.numel()
 
 
 class TestReport:

@@ -280,6 +280,7 @@ class DraftCommitManager:
             self._fall_back(STAGE_FAILED, f"stage: {error}", error)
             return
         self._num_drafts = num_drafts
+        self._is_logged_beside = False
         self.state = State.STAGED
         self._stage_ns = time.perf_counter_ns() - started
 
@@ -410,6 +411,7 @@ class DraftCommitManager:
                 f"NWOR {COMMIT_FAILED}: commit_draft_layer: {error}; accepted tokens "
                 "of this step are not in the KV cache"
             ) from error
+        is_told = counters_to is not None
         if self._beside is not None:
             beside_to = None if counters_to is None else counters_to[num_rows:]
             try:
@@ -421,13 +423,13 @@ class DraftCommitManager:
                 )
                 is_logged_beside = False
             if not is_logged_beside and counters_to is not None:
-                self.publish(counters_to)
+                is_told = self.publish(counters_to)
         self.state = State.IDLE
         if self.host_times is not None:
             self.host_times.commit_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
             self.check_state()
-        return counters_to is not None
+        return is_told
 
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where there is no log: a step that was left to vanilla
