@@ -6,6 +6,7 @@ Runners here are stand-ins with real KV-cache specs; tests/integration has real 
 
 import itertools
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from vllm_nwor.config import Mode, NworConfig, Strict
-from vllm_nwor.draft_manager import NworError
+from vllm_nwor.draft_manager import (
+    DraftCommitManager,
+    LayerCache,
+    NworError,
+    StagedGroup,
+)
 from vllm_nwor.hooks import discovery
+from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.report import Report
+from vllm_nwor.shadow_pages import ShadowRegion, blocks_per_seat
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
 SPEC = FullAttentionSpec(
@@ -96,9 +104,9 @@ def runner(groups):
     )
 
 
-def build(found, storage=None, strict=False):
+def build(found, storage=None, strict=False, mode=Mode.COW):
     strictness = Strict.STARTUP if strict else Strict.NEVER
-    config = NworConfig(mode=Mode.COW, strictness=strictness)
+    config = NworConfig(mode=mode, strictness=strictness)
     return discovery.build(found, config, storage)
 
 
@@ -270,6 +278,197 @@ def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
             found.vllm_config.max_concurrent_batches = said
         _, _, report = build(found)
         assert len(report._ring) == expected + 1
+
+
+# Of BLOCKS blocks the last two are shadow blocks, for one request.
+REGION = ShadowRegion(2, 1, 2, num_real_blocks=2, block_size=SLOTS)
+
+
+def staged_runner(groups=None, reserved=None, entry_tokens=SLOTS):
+    """A V1 runner as the engine core leaves it in mode stage. reserved: the mark."""
+    groups = groups or [(SPEC, {"a": layer()})]
+    found = runner(groups)
+    found.kv_cache_config.nwor_shadow = {0: REGION} if reserved is None else reserved
+    table = SimpleNamespace(block_size=entry_tokens)
+    found.input_batch = SimpleNamespace(block_table=[table] * len(groups))
+    return found
+
+
+def staged_runner_v2(*backends, drafter=(), **tables):
+    """A V2 runner. drafter: names of its drafter's layers."""
+    found = staged_runner([(SPEC, {"a": layer(), **dict.fromkeys(drafter, layer())})])
+    del found.input_batch
+    found.block_tables = SimpleNamespace(**(tables or {"block_sizes": [SLOTS]}))
+    found.speculator = SimpleNamespace(draft_attn_layer_names=set(drafter))
+    found.attn_groups = [
+        [SimpleNamespace(backend=SimpleNamespace(get_name=lambda name=name: name))]
+        for name in backends[:1]
+    ]
+    for name in backends[1:]:
+        backend = SimpleNamespace(get_name=lambda name=name: name)
+        found.attn_groups[0].append(SimpleNamespace(backend=backend))
+    return found
+
+
+def stage(found, storage=None):
+    """The manager in mode stage, and what became of the first group."""
+    manager, infos, _ = build(found, storage, mode=Mode.STAGE)
+    return manager, infos[0]
+
+
+@pytest.mark.parametrize("entry_tokens", [SLOTS, 2 * SLOTS])
+def test_a_group_with_shadow_blocks_is_staged(entry_tokens):
+    """Also where the scheduler's blocks are two of the layer's."""
+    region = ShadowRegion(1, 1, 1, 1, 2 * SLOTS)
+    reserved = {0: REGION} if entry_tokens == SLOTS else {0: region}
+    found = staged_runner(reserved=reserved, entry_tokens=entry_tokens)
+
+    manager, info = stage(found)
+
+    assert (info.requested, info.resolved) == ("stage", "stage")
+    assert info.reason == "1 layers, rows"
+    (group,) = manager.shadow.groups
+    assert group.entry_tokens == entry_tokens
+    assert group.first_entry == reserved[0].first_block
+    assert group.tables == manager.groups[0].tables
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"kernel_block_sizes": [SLOTS], "block_sizes": [2 * SLOTS]},
+        {"block_sizes": [SLOTS]},
+        {"kernel_block_sizes": None, "block_sizes": [SLOTS]},
+    ],
+)
+def test_a_v2_table_has_kernel_blocks_where_it_says_so(tables):
+    manager, info = stage(staged_runner_v2("FLASHINFER", **tables))
+
+    assert info.resolved == "stage"
+    assert manager.shadow.groups[0].entry_tokens == SLOTS
+
+
+def without_a_mark(found):
+    del found.kv_cache_config.nwor_shadow
+
+
+def with_a_connector(found):
+    found.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="NixlConnector")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_a_mark, "the engine core has reserved no blocks for them"),
+        (
+            lambda found: setattr(found.kv_cache_config, "nwor_shadow", "no room"),
+            "no room",
+        ),
+        (
+            lambda found: setattr(found.kv_cache_config, "nwor_shadow", {1: REGION}),
+            "no blocks are reserved for this group",
+        ),
+        (with_a_connector, "the KV connector NixlConnector may read or write blocks"),
+        (
+            lambda found: setattr(found.input_batch.block_table[0], "block_size", 8),
+            "layer a has blocks of 16 tokens, its block table 8, the scheduler 16",
+        ),
+        (
+            lambda found: setattr(found.input_batch.block_table[0], "block_size", 32),
+            "layer a has blocks of 16 tokens, its block table 32, the scheduler 16",
+        ),
+        (
+            lambda found: found.kv_cache_config.nwor_shadow.update(
+                {0: ShadowRegion(3, 1, 2, 3, SLOTS)}
+            ),
+            "layer a has 64 slots, and shadow blocks end at 80",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_staged_is_logged_and_says_why(change, reason):
+    found = staged_runner()
+    change(found)
+
+    manager, info = stage(found)
+
+    assert manager.shadow is None
+    assert (info.requested, info.resolved) == ("stage", "cow")
+    assert info.reason.startswith(f"no shadow pages: {reason}")
+    assert info.reason.endswith("; 1 layers, rows")
+
+
+@pytest.mark.parametrize(
+    ("backends", "drafter", "copying"),
+    [
+        (["FLASHINFER"], ["d"], "FLASHINFER"),
+        (["FLASH_ATTN", "FLEX_ATTENTION", "A_NEW_ONE"], ["d"], "A_NEW_ONE, FLEX_ATTEN"),
+        (["FLASHINFER"], [], None),
+        (["FLASH_ATTN", "TRITON_ATTN"], ["d"], None),
+    ],
+)
+def test_a_v2_drafter_may_not_read_a_copy_of_the_patched_table(
+    backends, drafter, copying
+):
+    _, info = stage(staged_runner_v2(*backends, drafter=drafter))
+
+    assert info.resolved == ("stage" if copying is None else "cow")
+    if copying is not None:
+        assert info.reason.startswith(
+            f"no shadow pages: the drafter has layers in this group, and {copying}"
+        )
+        assert "may copy the block table into its metadata; 1 layers" in info.reason
+
+
+def test_one_group_is_staged_and_another_logged(monkeypatch, caplog):
+    groups = [(SPEC, {"a": layer()}), (SPEC, {"b": layer()})]
+    found = staged_runner(groups, reserved={1: REGION})
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    with caplog.at_level(logging.INFO, "vllm.v1.nwor"):
+        manager, infos, _ = build(found, mode=Mode.STAGE)
+
+    assert [info.resolved for info in infos] == ["cow", "stage"]
+    assert [group.group_id for group in manager.shadow.groups] == [1]
+    assert [group.group_id for group in manager.groups] == [1, 0]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("NWOR stage requested; group 0: cow (no shadow pages: ")
+    assert "; group 1: stage (1 layers, rows);" in line
+    assert line.endswith("; shadow pages: 1 seats")
+
+
+def test_mode_cow_stages_nothing_that_is_reserved():
+    manager, (info,), _ = build(staged_runner())
+
+    assert (manager.shadow, info.resolved) == (None, "cow")
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 64])
+@pytest.mark.parametrize("num_drafts", [1, 3, 20])
+@pytest.mark.parametrize("block_size", [8, 16, 64, 528])
+def test_what_is_reserved_is_enough_for_shadow_pages_too(
+    num_seqs, num_drafts, block_size
+):
+    """With one group, as many seats as sequences, and kernel blocks of 16 tokens."""
+    per_seat = blocks_per_seat(num_drafts, block_size)
+    entry_tokens = min(block_size, 16)
+    cache = layer()
+    region = ShadowRegion(2, num_seqs, per_seat, 2, block_size)
+    found = staged_runner([(replace(SPEC, block_size=block_size), {"a": cache})])
+    found.vllm_config.speculative_config.num_speculative_tokens = num_drafts
+    found.vllm_config.scheduler_config.max_num_seqs = num_seqs
+    found.vllm_config.scheduler_config.max_num_batched_tokens = 4096
+    storage = discovery.reserve(found, NworConfig(mode=Mode.STAGE))
+    staged = StagedGroup(region, entry_tokens)
+
+    manager = DraftCommitManager(
+        NworConfig(mode=Mode.STAGE),
+        [(0, [LayerCache("a", cache.kv_cache, row_layout(cache.kv_cache))])],
+        num_seqs * num_drafts,
+        storage,
+        staged={0: staged},
+    )
+
+    assert manager.capacity == num_seqs * num_drafts
 
 
 def connector(name, *children, module_path=None):

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from vllm_nwor.config import Mode, NworConfig, Strict
-from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
+from vllm_nwor.draft_manager import (
+    DraftCommitManager,
+    NworError,
+    StagedGroup,
+    State,
+)
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.kv_layout import row_layout
@@ -17,6 +22,7 @@ from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import PayloadError, WorkerRecord
 from vllm_nwor.ops import COUNTER_COLUMNS
 from vllm_nwor.report import Report
+from vllm_nwor.shadow_pages import ShadowRegion
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 
@@ -257,6 +263,191 @@ class TestMissedBegin:
 
         assert manager.fallbacks == {"over_capacity": 1, "begin_failed": 1}
         assert manager.state is State.IDLE
+
+
+class Stopped(BaseException):
+    """As KeyboardInterrupt: no Exception."""
+
+
+REAL, SHADOW = [[1]], [[2]]
+
+
+@pytest.fixture
+def state():
+    cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
+    layer = LayerCache("layer", cache, row_layout(cache))
+    manager = DraftCommitManager(
+        NworConfig(mode=Mode.STAGE),
+        [(0, [layer])],
+        capacity=8,
+        staged={0: StagedGroup(ShadowRegion(2, 1, 2, 2, 16), 16)},
+    )
+    return hooks.RunnerState(manager, [], Report([], manager))
+
+
+@pytest.fixture(name="step")
+def staged_step():
+    """One request with three drafts, at positions 1 to 3 of block 1."""
+    return VerificationWindows(
+        num_drafts=3,
+        logits_indices=torch.arange(4),
+        cu_num_logits=torch.tensor([4], dtype=torch.int32),
+        slot_mappings=[torch.arange(16, 20)],
+        block_tables=[torch.tensor(REAL, dtype=torch.int32)],
+        query_start_loc=torch.tensor([0, 4], dtype=torch.int32),
+        seq_lens=torch.tensor([4], dtype=torch.int32),
+    )
+
+
+class TestFailedStep:
+    """Where vLLM fails between stage and commit, tables are put back at once: before
+    the next step they may be another request's."""
+
+    def stage(self, state, step):
+        state.manager.stage(step)
+        state.manager.begin(step)
+        assert step.block_tables[0].tolist() == SHADOW
+
+    @pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
+    def test_in_the_forward(self, state, step, error):
+        runner = SimpleNamespace(nwor_state=state)
+
+        def execute_model():
+            self.stage(state, step)
+            raise error
+
+        with pytest.raises(type(error)) as raised:
+            hooks.execute_model(execute_model, runner, (), {})
+
+        assert raised.value is error
+        self.check_put_back(state, step)
+
+    @pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
+    def test_in_the_sampler(self, state, step, error):
+        runner = SimpleNamespace(nwor_state=state)
+        hooks.execute_model(lambda: self.stage(state, step), runner, (), {})
+        assert step.block_tables[0].tolist() == SHADOW
+
+        def sample_tokens():
+            raise error
+
+        with pytest.raises(type(error)) as raised:
+            hooks.sample_tokens(sample_tokens, runner, (), {})
+
+        assert raised.value is error
+        self.check_put_back(state, step)
+
+    def check_put_back(self, state, step):
+        assert step.block_tables[0].tolist() == REAL
+        assert step.slot_mappings[0].tolist() == [16, 17, 18, 19]
+        assert state.manager.state is State.IDLE
+        assert state.manager.fallbacks == {"step_failed": 1}
+
+    def test_a_table_that_cannot_be_put_back_does_not_hide_the_steps_own_error(
+        self, state, step
+    ):
+        runner = SimpleNamespace(nwor_state=state)
+
+        def execute_model():
+            self.stage(state, step)
+            state.manager.shadow.ops = None
+            raise RuntimeError("vLLM's own")
+
+        with pytest.raises(RuntimeError, match=r"^vLLM's own$"):
+            hooks.execute_model(execute_model, runner, (), {})
+
+        assert state.manager.fallbacks == {"step_failed": 1}
+
+    def test_behind_commit_there_is_nothing_to_put_back(self, state, step):
+        runner = SimpleNamespace(nwor_state=state)
+        self.stage(state, step)
+
+        def sample_tokens():
+            state.report.commit(NumRejected(torch.tensor([1], dtype=torch.int32)))
+            raise RuntimeError("the drafter's")
+
+        with pytest.raises(RuntimeError, match=r"^the drafter's$"):
+            hooks.sample_tokens(sample_tokens, runner, (), {})
+
+        assert step.block_tables[0].tolist() == REAL
+        assert not state.manager.fallbacks
+
+    def test_a_step_that_was_left_staged_is_put_back_by_the_next(self, state, step):
+        """As after an exception that no hook of ours saw."""
+        runner = SimpleNamespace(nwor_state=state)
+        self.stage(state, step)
+        seen = []
+
+        hooks.execute_model(
+            lambda: seen.append(step.block_tables[0].tolist()), runner, (), {}
+        )
+
+        assert seen == [REAL]
+        assert state.manager.fallbacks == {"stale_log": 1}
+
+
+def v1_runner(state, step):
+    """A V1 runner that has prepared that step."""
+    tables = [
+        SimpleNamespace(
+            slot_mapping=SimpleNamespace(gpu=slots),
+            block_table=SimpleNamespace(gpu=table),
+        )
+        for slots, table in zip(step.slot_mappings, step.block_tables, strict=True)
+    ]
+    return SimpleNamespace(
+        nwor_state=state,
+        input_batch=SimpleNamespace(
+            vocab_size=100, block_table=SimpleNamespace(block_tables=tables)
+        ),
+        query_start_loc=SimpleNamespace(gpu=step.query_start_loc),
+        seq_lens=step.seq_lens,
+    )
+
+
+class TestStagedHooks:
+    """A step of each runner: staged before attention metadata is built, committed
+    behind the sampler."""
+
+    def test_v1(self, state, step):
+        runner = v1_runner(state, step)
+        metadata = SimpleNamespace(
+            num_draft_tokens=[3],
+            logits_indices=step.logits_indices,
+            cu_num_sampled_tokens=step.cu_num_logits,
+        )
+
+        runner_v1._calc_spec_decode_metadata(lambda *_: metadata, runner, (), {})
+        assert step.block_tables[0].tolist() == SHADOW
+        runner_v1._model_forward(lambda: None, runner, (), {})
+        assert state.manager.state is State.STAGED
+        ids = torch.tensor([[1, 2, -1, -1]], dtype=torch.int32)
+        output = SimpleNamespace(sampled_token_ids=ids)
+        runner_v1._sample(lambda *_: output, runner, (None, metadata), {})
+
+        assert step.block_tables[0].tolist() == REAL
+        assert counts(state.report) == (3, 2)
+
+    def test_v2(self, state, step):
+        runner = SimpleNamespace(nwor_state=state)
+        batch = SimpleNamespace(
+            num_draft_tokens=3,
+            logits_indices=step.logits_indices,
+            cu_num_logits=torch.tensor([0, 4], dtype=torch.int32),
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+        )
+        prepared = (step.block_tables, step.slot_mappings)
+
+        runner_v2._prepare_attn(lambda *_: prepared, runner, (batch,), {})
+        assert step.block_tables[0].tolist() == SHADOW
+        assert state.manager.state is State.STAGED
+        rejected = torch.tensor([2], dtype=torch.int32)
+        sampled = (None, None, rejected)
+        runner_v2._sample(lambda *_: sampled, runner, (None, batch, None), {})
+
+        assert step.block_tables[0].tolist() == REAL
+        assert counts(state.report) == (3, 2)
 
 
 def test_breaches_of_both_kinds_are_added_up():

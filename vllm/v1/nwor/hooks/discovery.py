@@ -24,11 +24,13 @@ from vllm.v1.kv_cache_interface import (
 
 from .. import ops
 from ..config import Mode, NworConfig
+from ..device_memory import ALIGNMENT
 from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGroup
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
 from ..launches import num_bytes
 from ..report import MAX_IN_FLIGHT, GroupInfo, Report
+from ..shadow_pages import blocks_per_seat
 from ..shadow_pages import num_bytes as num_shadow_bytes
 from .engine_core import config_refusal
 
@@ -193,20 +195,24 @@ def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
 
 def _reserved_bytes(runner: Any, config: NworConfig) -> int:
     draft_names = _draft_layer_names(runner)
-    slot_bytes = [
-        spec.page_size_bytes // spec.block_size
+    specs = [
+        spec
         for name, spec in runner.get_kv_cache_spec().items()
         if isinstance(spec, AttentionSpec) and name not in draft_names
     ]
+    slot_bytes = [spec.page_size_bytes // spec.block_size for spec in specs]
     # How vLLM will group the layers is not known yet.
     num_layers = num_groups = len(slot_bytes)
     capacity = _capacity(runner.vllm_config, config)
     size = num_bytes(capacity, sum(slot_bytes), num_groups, num_layers)
     if config.mode is Mode.STAGE:
-        scheduler = runner.vllm_config.scheduler_config
-        # An entry of a block table stands for one token at least.
-        span = 2 + runner.vllm_config.speculative_config.num_speculative_tokens
-        size += num_groups * num_shadow_bytes(scheduler.max_num_seqs, span)
+        num_seqs = runner.vllm_config.scheduler_config.max_num_seqs
+        num_drafts = runner.vllm_config.speculative_config.num_speculative_tokens
+        for block_size in (spec.block_size for spec in specs):
+            # Kernel blocks, which entries of a table may stand for, have 16 tokens.
+            entries_per_block = -(-block_size // 16)
+            span = blocks_per_seat(num_drafts, block_size) * entries_per_block
+            size += num_shadow_bytes(num_seqs, span) + ALIGNMENT
     return size
 
 
