@@ -21,7 +21,8 @@ SPECULATION = {
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
-    arguments += ["--num-gpu-blocks-override", "64", "--block-size", "32"]
+    # 5 % of them are shadow blocks for all sequences.
+    arguments += ["--num-gpu-blocks-override", "320", "--block-size", "32"]
     arguments += ["--speculative-config", json.dumps(SPECULATION)]
     folder = tmp_path_factory.mktemp("server")
     with serve(folder, "stage", "smollm2-135m", *arguments) as running:

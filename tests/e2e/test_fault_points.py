@@ -10,8 +10,11 @@ are shared by its tests. Not covered: CUDA; sleep and weight reload (tests/gpu).
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import time
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -32,6 +35,8 @@ from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
 from vllm_nwor.config import Strict
 from vllm_nwor.draft_manager import NworError, State
+from vllm_nwor.hooks import discovery
+from vllm_nwor.ops import COUNTER_COLUMNS
 
 pytestmark = pytest.mark.e2e
 
@@ -340,6 +345,218 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     assert found.num_drafted == rise["spec_decode_num_draft_tokens"] + dropped
     assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
     assert rise["nwor_breaches"] == 0
+
+
+# --- shadow pages ---------------------------------------------------------------------
+
+
+def stage_engine(num_shadow_blocks: int) -> Engine:
+    """One that can stage num_shadow_blocks / 4 requests: two blocks for each group."""
+    name = "SHADOW_BLOCKS"
+    try:
+        return Engine("stage", {name: str(num_shadow_blocks)}, **ARGUMENTS)
+    finally:
+        os.environ.pop(f"VLLM_NWOR_{name}", None)
+
+
+def resolved(engine: Engine) -> list[str]:
+    return [info.resolved for info in engine.runner.nwor_state.infos]
+
+
+def num_scheduler_blocks(engine: Engine) -> int:
+    return int(engine.core.scheduler.kv_cache_config.num_blocks)
+
+
+@pytest.fixture(scope="module")
+def staged(off: Baseline) -> Engine:
+    """For all requests of a step there are shadow blocks."""
+    engine = stage_engine(8)
+    assert resolved(engine) == ["stage"] * NUM_GROUPS
+    assert num_scheduler_blocks(engine) == num_scheduler_blocks(off.engine) - 8
+    ScriptedDrafter(off.truth, mixture).attach(engine.runner)
+    return engine
+
+
+def num_shadow_entries(engine: Engine) -> int:
+    """Shadow blocks in the block tables, which are the host's own on this platform."""
+    first = num_scheduler_blocks(engine)
+    tables = engine.runner.input_batch.block_table.block_tables
+    return sum(int((table.block_table.gpu >= first).sum()) for table in tables)
+
+
+@pytest.fixture
+def staged_ops(
+    off: Baseline, staged: Engine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[types.SimpleNamespace]:
+    """The ops of `staged`, to be replaced. Afterwards its next run is as ever."""
+    shadow = staged.manager.shadow
+    ops = types.SimpleNamespace(
+        stage=shadow.ops.stage,
+        commit_draft_layer=shadow.ops.commit_draft_layer,
+        unstage=shadow.ops.unstage,
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(shadow, "ops", ops)
+        yield ops
+    staged.llm.abort_request([request.name for request in ALL])
+    staged.manager.fallbacks.clear()
+    assert_same(staged.run(ALL), off.result)
+    assert num_shadow_entries(staged) == 0
+    assert staged.manager.fallbacks == {}
+    assert staged.manager.state is State.IDLE
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("call", [0, NUM_GROUPS + 1])
+def test_a_step_that_cannot_be_staged_is_logged(
+    call: int,
+    late: bool,
+    off: Baseline,
+    staged: Engine,
+    staged_ops: types.SimpleNamespace,
+) -> None:
+    error = RuntimeError("injected")
+    staged_ops.stage = failing_once(staged_ops.stage, call, late, error)
+    logged_before = staged.manager.counters[:, 4].tolist()
+    with nwor_log() as lines:
+        found = staged.run(ALL)
+    assert_same(found, off.result)
+    assert staged.manager.fallbacks == {"stage_failed": 1}
+    (line,) = lines
+    assert line.startswith("WARNING NWOR stage_failed: stage: injected; the step ran")
+    (step,) = [step for step in found.steps if step.drafted][call // NUM_GROUPS :][:1]
+    rejects = sum(step.drafted.values()) > sum(step.accepted.values())
+    logged = staged.manager.counters[:, 4].tolist()
+    assert (logged != logged_before) == rejects
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("call", [0, NUM_GROUPS + 1])
+def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
+    call: int, late: bool, staged: Engine, staged_ops: types.SimpleNamespace
+) -> None:
+    """No token goes out whose keys and values may be missing."""
+    error = RuntimeError("injected")
+    name = "commit_draft_layer"
+    setattr(
+        staged_ops, name, failing_once(getattr(staged_ops, name), call, late, error)
+    )
+    expected = (
+        f"NWOR commit_failed: {name}: injected; accepted tokens of this step are not "
+        "in the KV cache"
+    )
+    with pytest.raises(NworError, match=f"^{re.escape(expected)}$"):
+        staged.run(ALL)
+    assert num_shadow_entries(staged) == 0
+    assert staged.manager.fallbacks == {"commit_failed": 1}
+    assert staged.manager.state is State.FAILED
+
+
+def raise_in(where: str, engine: Engine) -> Any:
+    """vLLM raises there once drafts are staged. Returns what to remove."""
+
+    def fail(*args: Any) -> None:
+        if engine.manager.state is State.STAGED:
+            assert num_shadow_entries(engine) > 0
+            raise RuntimeError("injected into vLLM")
+
+    runner = engine.runner
+    module = runner.get_model() if where == "forward" else runner.rejection_sampler
+    return module.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("where", ["forward", "sampler"])
+def test_tables_are_put_back_as_soon_as_vllm_fails(
+    where: str, staged: Engine, staged_ops: types.SimpleNamespace
+) -> None:
+    handle = raise_in(where, staged)
+    with (
+        nwor_log() as lines,
+        pytest.raises(RuntimeError, match=r"^injected into vLLM$"),
+    ):
+        staged.run(ALL)
+    handle.remove()
+    assert num_shadow_entries(staged) == 0
+    assert staged.manager.state is State.IDLE
+    assert staged.manager.fallbacks == {"step_failed": 1}
+    (line,) = lines
+    assert re.match(r"WARNING NWOR step_failed: windows with \d drafts were dr", line)
+
+
+def test_a_table_that_cannot_be_put_back_does_not_hide_vllms_failure(
+    staged: Engine, staged_ops: types.SimpleNamespace
+) -> None:
+    """One group's; the other's is put back all the same."""
+    error = RuntimeError("injected")
+    staged_ops.unstage = failing_once(staged_ops.unstage, 0, False, error)
+    handle = raise_in("forward", staged)
+    with pytest.raises(RuntimeError, match=r"^injected into vLLM$"):
+        staged.run(ALL)
+    handle.remove()
+    tables = staged.runner.input_batch.block_table.block_tables
+    first = num_scheduler_blocks(staged)
+    is_patched = [bool((table.block_table.gpu >= first).any()) for table in tables]
+    assert is_patched == [True, False]
+    assert staged.manager.fallbacks == {"step_failed": 1}
+    tables[0].block_table.gpu[tables[0].block_table.gpu >= first] = 0
+
+
+def test_steps_with_more_requests_than_seats_are_logged(off: Baseline) -> None:
+    engine = stage_engine(4)
+    assert resolved(engine) == ["stage"] * NUM_GROUPS
+    assert engine.manager.shadow.num_seats == 1
+    ScriptedDrafter(off.truth, mixture).attach(engine.runner)
+    found = engine.run(ALL)
+    assert_same(found, off.result)
+    drafting = [step for step in found.steps if step.drafted]
+    crowded = [step for step in drafting if len(step.scheduled) > 1]
+    assert 0 < len(crowded) < len(drafting)
+    assert engine.manager.fallbacks == {"no_seat": len(crowded)}
+    columns = dict(
+        zip(COUNTER_COLUMNS, engine.manager.counters[0].tolist(), strict=True)
+    )
+    assert columns["staged"] == found.num_drafted
+    assert columns["committed"] == found.num_accepted
+    assert columns["restored_bytes"] > 0
+    assert columns["committed_bytes"] > 0
+
+
+def test_a_worker_that_was_told_of_no_shadow_blocks_uses_the_log(
+    off: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose engine core has no NWOR, or another vLLM."""
+    build = discovery._build
+
+    def build_without_mark(runner: Any, *args: Any) -> Any:
+        del runner.kv_cache_config.nwor_shadow
+        return build(runner, *args)
+
+    monkeypatch.setattr(discovery, "_build", build_without_mark)
+    engine = stage_engine(8)
+    ScriptedDrafter(off.truth, mixture).attach(engine.runner)
+    assert resolved(engine) == ["cow"] * NUM_GROUPS
+    for info in engine.runner.nwor_state.infos:
+        assert info.reason.startswith(
+            "no shadow pages: the engine core has reserved no blocks for them; "
+        )
+    assert engine.manager.shadow is None
+    assert_same(engine.run(ALL), off.result)
+    assert engine.manager.fallbacks == {}
+
+
+def test_a_budget_of_no_blocks_reserves_none(off: Baseline) -> None:
+    with nwor_log() as lines:
+        engine = stage_engine(0)
+    ScriptedDrafter(off.truth, mixture).attach(engine.runner)
+    assert resolved(engine) == ["cow"] * NUM_GROUPS
+    assert num_scheduler_blocks(engine) == num_scheduler_blocks(off.engine)
+    sentence = (
+        "0 of 64 KV blocks may be shadow blocks, and a request needs 4 "
+        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)"
+    )
+    assert lines[0] == f"INFO NWOR: no shadow blocks: {sentence}"
+    assert f"group 0: cow (no shadow pages: {sentence}; " in lines[1]
+    assert_same(engine.run(ALL), off.result)
 
 
 # --- start-up -------------------------------------------------------------------------

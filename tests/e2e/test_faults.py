@@ -254,7 +254,7 @@ def test_aborted_step(where: str, strict: bool, truth: dict[str, list[int]]) -> 
     engine.llm.abort_request([request.name for request in REQUESTS])
     after_abort = [Request("next", prompt(9, 20), 12)]
     if strict:
-        with pytest.raises(NworError, match=r"^NWOR stale_log: a log of"):
+        with pytest.raises(NworError, match=r"^NWOR stale_log: windows with"):
             engine.run(after_abort)
         return
     oracle = SnapshotOracle(engine.probe)
@@ -262,7 +262,7 @@ def test_aborted_step(where: str, strict: bool, truth: dict[str, list[int]]) -> 
         engine.run(after_abort, [oracle])
     assert manager.fallbacks == {"stale_log": 1}
     assert lines == [
-        f"WARNING NWOR stale_log: a log of {logged} drafts was dropped{VANILLA}"
+        f"WARNING NWOR stale_log: windows with {logged} drafts were dropped{VANILLA}"
     ]
     assert manager.state is State.IDLE
     assert oracle.violations == []

@@ -136,7 +136,7 @@ def test_prometheus_has_the_servers_own_counts(watched: Watched) -> None:
         (one,) = watched.prometheus.query(f"{name}_total")
         assert float(one["value"][1]) == found[name] > 0
     (row,) = watched.prometheus.query("vllm:nwor_info == 1")
-    assert (row["metric"]["requested"], row["metric"]["resolved"]) == ("stage", "cow")
+    assert (row["metric"]["requested"], row["metric"]["resolved"]) == ("stage", "stage")
 
 
 def test_no_alert_fires_on_a_healthy_server(watched: Watched) -> None:
