@@ -42,6 +42,8 @@ from benchmarks.files import write_json  # noqa: E402
 # No engine among them: about half a minute in all.
 TESTS = (
     "tests/unit/test_draft_manager.py",
+    "tests/unit/test_shadow_pages.py",
+    "tests/kernels/test_shadow_pages.py",
     "tests/kernels/test_log_restore.py",
     "tests/kernels/test_large_offsets.py",
     "tests/simulation",
@@ -66,6 +68,8 @@ TABLE = "csrc/nwor/table.h"
 WINDOWS = "csrc/nwor/windows_cpu.h"
 MANAGER = "vllm/v1/nwor/draft_manager.py"
 LAUNCHES = "vllm/v1/nwor/launches.py"
+SHADOW = "csrc/nwor/shadow_cpu.cpp"
+PAGES = "vllm/v1/nwor/shadow_pages.py"
 MUTATIONS = (
     Mutation(
         "wrong_stride",
@@ -131,6 +135,62 @@ MUTATIONS = (
         LAUNCHES,
         "for index, launch in enumerate(self._launches):",
         "for index, launch in enumerate(self._launches[:1]):",
+    ),
+    Mutation(
+        "no_prefix_copy",
+        SHADOW,
+        "window.first_block * args.entry_tokens, window.first_position,",
+        "window.first_position, window.first_position,",
+    ),
+    Mutation(
+        "no_undo",
+        SHADOW,
+        "args.undoes && r < args.num_reqs",
+        "args.undoes && r < 0",
+    ),
+    Mutation(
+        "undo_without_comparing",
+        SHADOW,
+        "if (place == shadow) {",
+        "if (place == shadow || place != real) {",
+    ),
+    Mutation(
+        "target_left_out",
+        SHADOW,
+        "const int64_t first = window.first_staged(args.entry_tokens);",
+        "const int64_t first = window.first_draft();",
+    ),
+    Mutation(
+        "rows_before_target_left_out",
+        SHADOW,
+        "const int64_t first = window.first_staged(args.entry_tokens);",
+        "const int64_t first = std::max(window.first_staged(args.entry_tokens),\n"
+        "                                   window.first_draft() - 1);",
+    ),
+    Mutation(
+        "rejected_committed",
+        SHADOW,
+        "const int64_t last = window.first_draft() + accepted;",
+        "const int64_t last = std::min<int64_t>(window.first_draft() + accepted + 1,\n"
+        "                                           window.seq_len);",
+    ),
+    Mutation(
+        "accepted_not_committed",
+        SHADOW,
+        "const int64_t last = window.first_draft() + accepted;",
+        "const int64_t last = window.first_draft() + accepted - (accepted > 0);",
+    ),
+    Mutation(
+        "no_seat_check",
+        MANAGER,
+        "if num_reqs > shadow.num_seats:",
+        "if num_reqs > shadow.num_seats + num_reqs:",
+    ),
+    Mutation(
+        "group_not_put_back",
+        PAGES,
+        "for group in self.groups[: self._num_patched]:",
+        "for group in self.groups[: self._num_patched - 1]:",
     ),
 )
 
