@@ -136,21 +136,24 @@ def _vllm(record: Record, name: str) -> float:
     return float(record["metrics"].get(f"vllm:spec_decode_num_{name}", 0))
 
 
+# What each mode copies to a request's own blocks.
+_BYTES_OF = {"cow": "restored_bytes", "stage": "committed_bytes"}
+
+
 def check_protected(record: Record) -> Check:
     """NWOR was on for every KV-cache group, and had something to do."""
     info = [row for row in record["info"] if row["value"] == 1]
-    on = [row for row in info if row["resolved"] in ("cow", "stage")]
-    counts = {
-        name: _nwor(record, name)
-        for name in ("windows", "committed_tokens", "rejected_tokens", "restored_bytes")
-    }
+    on = [row for row in info if row["resolved"] in _BYTES_OF]
+    names = ["windows", "committed_tokens", "rejected_tokens"]
+    names += sorted({_BYTES_OF[row["resolved"]] for row in on})
+    counts = {name: _nwor(record, name) for name in names}
     found = f"{len(on)} of {len(info)} groups protected; "
     found += ", ".join(f"{value:.0f} {name}" for name, value in counts.items())
     return _check(
         "NWOR at work",
         bool(info) and len(on) == len(info) and all(counts.values()),
         found,
-        "all groups protected; windows, committed, rejected and restored above 0",
+        "all groups protected; windows, committed, rejected and bytes above 0",
     )
 
 

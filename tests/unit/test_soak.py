@@ -80,6 +80,14 @@ def test_a_good_record_passes_every_check() -> None:
     assert soak_checks.passed(checks)
 
 
+def test_shadow_pages_have_bytes_of_their_own() -> None:
+    record = good_record()
+    record["info"][0]["resolved"] = "stage"
+    record["metrics"]["vllm:nwor_committed_bytes"] = 4096.0
+    del record["metrics"]["vllm:nwor_restored_bytes"]
+    assert verdicts(record)["NWOR at work"] == "pass"
+
+
 def put(*path: Any) -> Callable[[Record], None]:
     """Sets record[path[0]][path[1]]... = path[-1]."""
 
@@ -115,6 +123,7 @@ BAD: list[tuple[Callable[[Record], None], set[str]]] = [
     (put("info", 0, "resolved", "off"), {"NWOR at work"}),
     (put("info", []), {"NWOR at work"}),
     (put("metrics", "vllm:nwor_restored_bytes", 0.0), {"NWOR at work"}),
+    (put("info", 0, "resolved", "stage"), {"NWOR at work"}),
     (
         put("metrics", "vllm:nwor_dropped_drafts", 9.0),
         {"identity: parts", "identity: drafts"},
