@@ -43,7 +43,11 @@ def vllm_config(**changes):
     """The parts that are read; `changes` by "part.name", or a whole part."""
     found = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=NUM_DRAFTS),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
         kv_transfer_config=None,
         model_config=SimpleNamespace(
             max_model_len=MAX_MODEL_LEN, original_max_model_len=None

@@ -397,12 +397,9 @@ class DraftCommitManager:
         started = time.perf_counter_ns()
         self.state = State.FAILED
         num_drafts, self._num_drafts = self._num_drafts, 0
-        num_rows = self._num_staged_rows
         is_logged_beside, self._is_logged_beside = self._is_logged_beside, False
         try:
-            self.shadow.commit(
-                acceptance, None if counters_to is None else counters_to[:num_rows]
-            )
+            self.shadow.commit(acceptance, counters_to)
             if self.config.debug_sync:
                 self._wait()
         except Exception as error:
@@ -413,7 +410,9 @@ class DraftCommitManager:
             ) from error
         is_told = counters_to is not None
         if self._beside is not None:
-            beside_to = None if counters_to is None else counters_to[num_rows:]
+            beside_to = None
+            if counters_to is not None:
+                beside_to = counters_to[self._num_staged_rows :]
             try:
                 if is_logged_beside:
                     self._beside.restore(acceptance, num_drafts, beside_to)

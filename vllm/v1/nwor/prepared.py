@@ -166,10 +166,13 @@ class PreparedPages(ShadowPages):
         assert windows.block_tables is not None
         assert query_start_loc is not None
         assert seq_lens is not None
-        places = []
+        slot_mappings = windows.slot_mappings
+        if isinstance(slot_mappings, Tensor):
+            places = [slot_mappings.data_ptr()]
+        else:
+            places = [tensor.data_ptr() for tensor in slot_mappings]
         for group in self.groups:
             places.append(windows.block_tables[group.group_id].data_ptr())
-            places.append(windows.slot_mappings[group.group_id].data_ptr())
         is_known = (
             places == self._known
             and query_start_loc.dtype is _INT32

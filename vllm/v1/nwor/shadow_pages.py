@@ -185,7 +185,8 @@ class ShadowPages:
     ) -> None:
         """Enqueues the copies of what is kept, the counting, and the putting back.
 
-        counters_to: [num_tables, 8] int64, cpu, pinned if the caches are on a device.
+        counters_to: [>= num_tables, 8] int64, cpu, pinned if the caches are on a
+            device: its first rows get the counters too.
 
         Raises:
             Exception: after table and slots were put back; kept rows are lost, so that

@@ -106,20 +106,20 @@ def _calc_spec_decode_metadata(
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
         tables = runner.input_batch.block_table.block_tables
-        windows = VerificationWindows(
-            num_drafts=sum(metadata.num_draft_tokens),
-            logits_indices=metadata.logits_indices,
-            cu_num_logits=metadata.cu_num_sampled_tokens,
+        is_staged = state.manager.shadow is not None
+        state.windows = VerificationWindows(
+            sum(metadata.num_draft_tokens),
+            metadata.logits_indices,
+            metadata.cu_num_sampled_tokens,
             slot_mappings=[table.slot_mapping.gpu for table in tables],
+            block_tables=[table.block_table.gpu for table in tables]
+            if is_staged
+            else None,
+            query_start_loc=runner.query_start_loc.gpu if is_staged else None,
+            seq_lens=runner.seq_lens if is_staged else None,
         )
-        if state.manager.shadow is not None:
-            windows = windows._replace(
-                block_tables=[table.block_table.gpu for table in tables],
-                query_start_loc=runner.query_start_loc.gpu,
-                seq_lens=runner.seq_lens,
-            )
-            state.manager.stage(windows)
-        state.windows = windows
+        if is_staged:
+            state.manager.stage(state.windows)
     return metadata
 
 

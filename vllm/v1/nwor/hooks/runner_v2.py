@@ -102,18 +102,16 @@ def _prepare_attn(
         if batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
             windows = VerificationWindows(
-                num_drafts=batch.num_draft_tokens,
-                logits_indices=batch.logits_indices,
-                cu_num_logits=batch.cu_num_logits,
-                slot_mappings=slot_mappings,
-                num_leading_zeros=1,
+                batch.num_draft_tokens,
+                batch.logits_indices,
+                batch.cu_num_logits,
+                slot_mappings,
+                1,
+                block_tables,
+                batch.query_start_loc,
+                batch.seq_lens,
             )
             if state.manager.shadow is not None:
-                windows = windows._replace(
-                    block_tables=block_tables,
-                    query_start_loc=batch.query_start_loc,
-                    seq_lens=batch.seq_lens,
-                )
                 state.manager.stage(windows)
             state.manager.begin(windows)
     return result
