@@ -325,6 +325,20 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode, monkeypatc
     assert workers[0].nwor_shadow.startswith("the reservation failed: TypeError: ")
 
 
+def test_a_fault_behind_the_lowering_gives_the_blocks_back(mode, monkeypatch):
+    mode("stage")
+    workers = workers_of()
+    lower = engine_core._lower
+
+    def fail(*arguments):
+        lower(*arguments)
+        raise KeyError("planted")
+
+    monkeypatch.setattr(engine_core, "_lower", fail)
+
+    assert start(workers).num_blocks == NUM_BLOCKS
+
+
 @pytest.mark.parametrize("name", ["off", "cow"])
 def test_other_modes_leave_everything(mode, name):
     mode(name)
