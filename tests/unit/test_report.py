@@ -198,6 +198,8 @@ class RunnerV2(RunnerV1):
     def step(self, begins):
         batch = SimpleNamespace(
             num_draft_tokens=self.num_drafts,
+            query_start_loc=None,
+            seq_lens=None,
             logits_indices=WINDOW.logits_indices,
             cu_num_logits=torch.tensor([0, 4], dtype=torch.int32),
         )

@@ -52,7 +52,11 @@ def vllm_config(**changes):
         model_config=SimpleNamespace(
             max_model_len=MAX_MODEL_LEN, original_max_model_len=None
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=NUM_SEQS),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=NUM_SEQS, max_num_encoder_input_tokens=MAX_MODEL_LEN
+        ),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        max_in_flight_tokens=64,
     )
     for name, value in changes.items():
         part, _, field = name.partition("__")
@@ -117,8 +121,9 @@ def test_a_budget_without_room_for_one_request_reserves_nothing(num_blocks):
 
 @pytest.mark.parametrize(
     ("specs", "of_one_request", "a_seat"),
-    # Blocks of a request of 256 tokens, the null block among them.
-    [([FULL], 17, 2), ([FULL, SLIDING], 33, 4), ([FULL, LARGE], 21, 4)],
+    # Blocks of a request of 256 tokens, the null block among them; a window of 64
+    # keeps 63 + 64 in flight, in 8 blocks and one that it begins in.
+    [([FULL], 17, 2), ([FULL, SLIDING], 26, 4), ([FULL, LARGE], 21, 4)],
 )
 def test_one_request_of_max_model_len_still_fits(specs, of_one_request, a_seat):
     for num_seats in range(4):
