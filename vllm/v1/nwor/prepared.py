@@ -390,18 +390,20 @@ def _interpreter() -> _Interpreter:
     )
 
 
+# By address. They live as long as the process: the garbage collector may clear what a
+# builtin points to, its definition, before the builtin, and then reads freed memory.
+_builtins: dict[int, tuple[Callable[..., None], _MethodDef]] = {}
+
+
 def _builtin(library: ctypes.CDLL, name: str) -> Callable[..., None]:
     """The function `name` of the library as a builtin of this interpreter."""
-    library.nwor_prepared_interpreter(ctypes.byref(_interpreter()))
-    definition = _MethodDef(
-        name.encode(),
-        ctypes.cast(getattr(library, name), c_void_p).value,
-        _METH_FASTCALL,
-        None,
-    )
-    make = _api.PyCFunction_NewEx
-    make.argtypes = [POINTER(_MethodDef), py_object, c_void_p]
-    make.restype = py_object
-    # As its self, the definition lives as long as the function that points to it.
-    function: Callable[..., None] = make(ctypes.byref(definition), definition, None)
-    return function
+    address = ctypes.cast(getattr(library, name), c_void_p).value
+    assert address is not None
+    if address not in _builtins:
+        library.nwor_prepared_interpreter(ctypes.byref(_interpreter()))
+        definition = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
+        make = _api.PyCFunction_NewEx
+        make.argtypes = [POINTER(_MethodDef), py_object, c_void_p]
+        make.restype = py_object
+        _builtins[address] = make(ctypes.byref(definition), None, None), definition
+    return _builtins[address][0]
