@@ -64,6 +64,8 @@ REQUESTS = (
     Request("middle", prompt(3, 50), 70, at=2),
     Request("aborted", prompt(4, 33), 100, at=3, abort_at=14),
     Request("prefix", SHARED + prompt(5, 40), 60, at=6),
+    # Finds its prompt cached, in windows of a sliding one, too.
+    Request("echo", SHARED + prompt(5, 40), 12, at=12),
     Request("late", prompt(6, 64), 50, at=20),
     Request("again", SHARED + prompt(5, 40), 30, at=60),
 )
