@@ -20,7 +20,7 @@ from tests.gpu.engines import BY_NAME, SYNC, EngineSpec
 from tests.gpu.pool import Finished, Pool
 from tests.gpu.test_engine_matrix import selected
 
-FILE = "gpu_sync.json"
+FILE = "gpu_sync.json" if ON == "cow" else f"gpu_sync_{ON}.json"
 # Calls of the CUDA runtime and driver that make the host wait.
 SYNCHRONISING = (
     "cudaDeviceSynchronize",
