@@ -111,8 +111,10 @@ wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
 	NWOR_CUDA=$(WHEEL_CUDA) $(PY) -m pip wheel . -w dist --no-deps \
 		--no-build-isolation
 
+# .venv's Python, which has torch, unless PYTHON names another one.
 rebuild: ## bring the native library up to date, with CUDA code if nvcc is found
-	tools/rebuild_nwor_extension.sh --cuda $(WHEEL_CUDA)
+	PYTHON=$(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(PY))),$(PY),$(PYTHON)) \
+		tools/rebuild_nwor_extension.sh --cuda $(WHEEL_CUDA)
 
 image: ## build the container image vllm-nwor, for GPUs
 	docker build -f docker/Dockerfile -t vllm-nwor .
