@@ -368,6 +368,12 @@ def with_a_connector(found):
             lambda found: setattr(found.kv_cache_config, "nwor_shadow", {1: REGION}),
             "no blocks are reserved for this group",
         ),
+        (
+            lambda found: setattr(
+                found.kv_cache_config, "needs_kv_cache_zeroing", True
+            ),
+            "vLLM zeroes this model's new blocks",
+        ),
         (with_a_connector, "the KV connector NixlConnector may read or write blocks"),
         (
             lambda found: setattr(found.input_batch.block_table[0], "block_size", 8),
@@ -417,6 +423,28 @@ def test_a_v2_drafter_may_not_read_a_copy_of_the_patched_table(
             f"no shadow pages: the drafter has layers in this group, and {copying}"
         )
         assert "may copy the block table into its metadata; 1 layers" in info.reason
+
+
+def test_a_v2_drafter_may_not_read_a_table_mapped_to_kernel_blocks():
+    found = staged_runner_v2("FLASH_ATTN", drafter=["d"])
+    found.attn_groups[0][0].kernel_block_size = 8
+
+    _, info = stage(found)
+
+    assert info.resolved == "cow"
+    assert "a kernel block size of 8 may copy the block table" in info.reason
+
+
+def test_more_entries_than_a_kernel_holds_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(discovery, "MAX_SPAN", 1)
+    found = staged_runner()
+    manager, info = stage(found)
+    assert (manager.shadow is not None, info.resolved) == (True, "stage")
+
+    group = found.kv_cache_config.kv_cache_groups[0]
+    found.device = torch.device("cuda")
+    with pytest.raises(discovery.GroupRefused, match="needs 2 entries of its block"):
+        discovery._staged_group(found, 0, group, manager.groups[0].layers)
 
 
 def test_one_group_is_staged_and_another_logged(monkeypatch, caplog):

@@ -3,6 +3,7 @@
 states, and what becomes of a window when an op fails (guarantees 1, 2, 6 and 9)."""
 
 import logging
+import pickle
 from collections import Counter
 
 import pytest
@@ -765,7 +766,8 @@ class TestShadowPages:
         assert manager.fallbacks == {"stage_failed": 1}
         (record,) = caplog.records
         assert record.getMessage().startswith(
-            "NWOR stage_failed: stage: planted failure in stage call 1; the step ran"
+            "NWOR stage_failed: stage: planted failure in stage call 1; the step uses"
+            " the undo log"
         )
 
     def test_strict_steps_raise_where_a_stage_fails(self):
@@ -1041,8 +1043,25 @@ class TestReport:
     def test_a_step_without_windows_says_nothing(self):
         manager = manager_of([(0, layers())])
         report = Report(self.infos, manager)
-        report.take_payload()
+        WorkerRecord.from_payload(report.take_payload())
 
+        assert report.take_payload() is None
+
+    def test_the_groups_are_told_again_until_somebody_reads_them(self):
+        """vLLM throws its warm-up's outputs away."""
+        report = Report(self.infos, None)
+        for _ in range(3):
+            payload = report.take_payload()
+
+        info = WorkerRecord.from_payload(payload).info
+        assert [row["reason"] for row in info] == ["because"]
+        assert report.take_payload() is None
+
+    def test_the_groups_are_told_when_they_were_pickled(self):
+        report = Report(self.infos, None)
+        travelled = pickle.loads(pickle.dumps(report.take_payload()))
+
+        assert type(travelled["info"]) is list
         assert report.take_payload() is None
 
     def test_a_fallback_is_told_with_the_next_output(self):

@@ -132,10 +132,14 @@ class StagedGroup:
     entry_tokens: int
 
     @property
+    def span(self) -> int:
+        """Entries of the block table that belong to a seat."""
+        return self.region.blocks_per_seat * self.region.block_size // self.entry_tokens
+
+    @property
     def num_bytes(self) -> int:
         """Device memory that the group takes beside its undo log."""
-        span = self.region.blocks_per_seat * self.region.block_size // self.entry_tokens
-        return num_shadow_bytes(self.region.num_seats, span) + ALIGNMENT
+        return num_shadow_bytes(self.region.num_seats, self.span) + ALIGNMENT
 
 
 class DraftCommitManager:
@@ -267,6 +271,14 @@ class DraftCommitManager:
         num_reqs = windows.cu_num_logits.shape[0] - windows.num_leading_zeros
         if num_reqs > shadow.num_seats:
             self.fallbacks[NO_SEAT] += 1
+            if self.fallbacks[NO_SEAT] == 1:
+                logger.warning(
+                    "NWOR %s: a step of %d requests, shadow blocks for %d; it uses the "
+                    "undo log (further ones are counted in vllm:nwor_fallbacks)",
+                    NO_SEAT,
+                    num_reqs,
+                    shadow.num_seats,
+                )
             return
         if self._beside is not None and num_drafts > self.capacity:
             return
@@ -277,7 +289,9 @@ class DraftCommitManager:
         except Exception as error:
             with contextlib.suppress(Exception):
                 shadow.abort()
-            self._fall_back(STAGE_FAILED, f"stage: {error}", error)
+            self._fall_back(
+                STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
+            )
             return
         self._num_drafts = num_drafts
         self._is_logged_beside = False
@@ -534,17 +548,21 @@ class DraftCommitManager:
             torch.accelerator.synchronize(self.device)
 
     def _fall_back(
-        self, reason: str, detail: str, cause: Exception | None = None
+        self,
+        reason: str,
+        detail: str,
+        cause: Exception | None = None,
+        outcome: str = "the step ran as vanilla vLLM",
     ) -> None:
         self.fallbacks[reason] += 1
         if self.config.strict_steps:
             raise NworError(f"NWOR {reason}: {detail}") from cause
         if self.fallbacks[reason] == 1:
             logger.warning(
-                "NWOR %s: %s; the step ran as vanilla vLLM (further ones are counted "
-                "in vllm:nwor_fallbacks)",
+                "NWOR %s: %s; %s (further ones are counted in vllm:nwor_fallbacks)",
                 reason,
                 detail,
+                outcome,
             )
 
 

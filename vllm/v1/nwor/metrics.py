@@ -31,7 +31,7 @@ import enum
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -102,6 +102,20 @@ class StepCounts:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (self.read(),)
+
+
+class UntilRead(list[dict[str, Any]]):
+    """Rows that are sent again until somebody has gone through them: vLLM throws the
+    outputs of its warm-up away. Another process gets a plain list."""
+
+    is_read = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.is_read = True
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
 
 
 class WorkerRecord(NamedTuple):

@@ -157,6 +157,7 @@ class PreparedPages(ShadowPages):
         # prepared for them.
         self._known: list[int] = []
         self._handle = 0
+        self._free: weakref.finalize[..., PreparedPages] | None = None
         self._knows_commit = False
 
     def _enqueue_stage(self, windows: VerificationWindows) -> None:
@@ -228,7 +229,10 @@ class PreparedPages(ShadowPages):
             c_int64(len(self.groups)),
             c_int64(self._device.index),
         )
-        weakref.finalize(self, self._library.nwor_prepared_free, handle).atexit = False
+        if self._free is not None:
+            self._free()  # what was prepared for other tables
+        self._free = weakref.finalize(self, self._library.nwor_prepared_free, handle)
+        self._free.atexit = False
         self._handle = handle
         self._known = places
         self._knows_commit = False

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .draft_manager import BEGIN_MISSED, DraftCommitManager
-from .metrics import StepCounts
+from .metrics import StepCounts, UntilRead
 from .window import Acceptance
 
 # Steps that may have made their commit while the first of them was not read: vLLM's
@@ -52,7 +52,8 @@ class Report:
     ) -> None:
         """max_in_flight: steps, from the oldest that was not read to the newest that
         made its commit."""
-        self._infos: list[dict[str, Any]] | None = [asdict(info) for info in infos]
+        told = UntilRead(asdict(info) for info in infos)
+        self._infos: UntilRead | None = told or None
         self._manager = manager
         self._reported_fallbacks: dict[str, int] = {}
         self._step: StepCounts | None = None
@@ -104,6 +105,8 @@ class Report:
         metrics.WorkerRecord.from_payload; None for nothing. It is forgotten here."""
         step, self._step = self._step, None
         manager = self._manager
+        if self._infos is not None and self._infos.is_read:
+            self._infos = None
         if self._infos is None and (manager is None or not manager.fallbacks):
             return step
         payload: dict[str, Any] = {}
@@ -114,7 +117,7 @@ class Report:
             if BEGIN_MISSED in fallbacks:
                 payload["breaches"] = fallbacks[BEGIN_MISSED]
         if self._infos is not None:
-            payload["info"], self._infos = self._infos, None
+            payload["info"] = self._infos
         if not payload:
             return step
         return payload if step is None else payload | {"counters": step}

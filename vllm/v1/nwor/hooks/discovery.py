@@ -366,6 +366,9 @@ def _shape(layers: list[LayerCache]) -> str:
     return f"{len(layers)} layers, {'packed slots' if packed else 'rows'}"
 
 
+# Entries of a block table that a window can have in shadow: kMaxSpan of shadow_cuda.cu.
+MAX_SPAN = 64
+
 # Backends whose metadata holds block table and slots as they are, so that a V2 drafter,
 # which reads them again later in the step, finds them put back. The others copy.
 VIEWING_BACKENDS = (
@@ -394,6 +397,11 @@ def _staged_group(
         raise GroupRefused(f"no shadow pages: {reserved}")
     if gid not in reserved:
         raise GroupRefused("no shadow pages: no blocks are reserved for this group")
+    if getattr(runner.kv_cache_config, "needs_kv_cache_zeroing", False):
+        raise GroupRefused(
+            "no shadow pages: vLLM zeroes this model's new blocks, which it cannot do "
+            "with shadow blocks"
+        )
     is_v2 = hasattr(runner, "block_tables")
     if is_v2:
         tables = runner.block_tables
@@ -404,6 +412,11 @@ def _staged_group(
             attention.backend.get_name() for attention in runner.attn_groups[gid]
         }
         copying = sorted(backends - set(VIEWING_BACKENDS))
+        copying += (
+            f"a kernel block size of {attention.kernel_block_size}"
+            for attention in runner.attn_groups[gid]
+            if getattr(attention, "kernel_block_size", None) is not None
+        )
         if drafters and copying:
             raise GroupRefused(
                 f"no shadow pages: the drafter has layers in this group, and "
@@ -426,7 +439,13 @@ def _staged_group(
                 f"no shadow pages: layer {layer.name} has {num_blocks * block_size} "
                 f"slots, and shadow blocks end at {end}"
             )
-    return StagedGroup(region, entry_tokens)
+    staged = StagedGroup(region, entry_tokens)
+    if runner.device.type == "cuda" and staged.span > MAX_SPAN:
+        raise GroupRefused(
+            f"no shadow pages: a request needs {staged.span} entries of its block "
+            f"table, more than {MAX_SPAN}"
+        )
+    return staged
 
 
 def _exports_before_commit(vllm_config: Any) -> str:
