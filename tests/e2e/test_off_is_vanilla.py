@@ -26,6 +26,8 @@ HOSTS = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.metrics.loggers",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.utils",
 )
 assert "vllm_nwor" not in sys.modules
 import vllm.envs
@@ -90,8 +92,8 @@ result["alias"] = {
 os.environ["VLLM_NWOR_MODE"] = "cow"
 entry.load()()
 result["cow"] = look()
-from vllm_nwor.hooks import runner_v1, runner_v2, stats
-rows = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER]
+from vllm_nwor.hooks import engine_core, runner_v1, runner_v2, stats
+rows = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
 result["ledger"] = sorted(row.name for row in rows)
 result["seen"] = sorted(set(result["ledger"]) & set(before))
 print("RESULT " + json.dumps(result))

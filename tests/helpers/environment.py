@@ -52,7 +52,9 @@ def prepare() -> None:
 def subprocess_env(**changes: str | None) -> dict[str, str]:
     """This process's environment without NWOR's variables, then `changes` (None
     removes a variable)."""
-    env = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    # The last one vLLM sets itself, for the workers of engines in this process.
+    left_out = (*SETTINGS, "VLLM_DIST_IDENT")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     for name, value in changes.items():
         if value is None:
             env.pop(name, None)

@@ -458,7 +458,7 @@ def test_one_group_is_staged_and_another_logged(monkeypatch, caplog):
     assert [info.resolved for info in infos] == ["cow", "stage"]
     assert [group.group_id for group in manager.shadow.groups] == [1]
     assert [group.group_id for group in manager.groups] == [1, 0]
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = {record.getMessage() for record in caplog.records}
     assert line.startswith("NWOR stage requested; group 0: cow (no shadow pages: ")
     assert "; group 1: stage (1 layers, rows);" in line
     assert line.endswith("; shadow pages: 1 seats")
@@ -567,7 +567,7 @@ def test_a_connector_that_may_save_before_commit_is_told(
         )
     assert info.reason == expected
     assert report.take_payload()["info"][0]["reason"] == expected
-    (line,) = [line.getMessage() for line in caplog.records]
+    (line,) = {line.getMessage() for line in caplog.records}
     assert f"group 0: cow ({expected});" in line
 
 
