@@ -423,6 +423,7 @@ class DraftCommitManager:
                 "of this step are not in the KV cache"
             ) from error
         is_told = counters_to is not None
+        restored = State.IDLE
         if self._beside is not None:
             beside_to = None
             if counters_to is not None:
@@ -435,9 +436,10 @@ class DraftCommitManager:
                     COMMIT_FAILED, f"restore_rejected_drafts: {error}", error
                 )
                 is_logged_beside = False
+                restored = State.FAILED
             if not is_logged_beside and counters_to is not None:
                 is_told = self.publish(counters_to)
-        self.state = State.IDLE
+        self.state = restored
         if self.host_times is not None:
             self.host_times.commit_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
