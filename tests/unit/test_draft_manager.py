@@ -923,6 +923,7 @@ class TestShadowPages:
         assert torch.equal(real_blocks(manager.layers), with_rows(before, [0, 1, 3]))
         assert manager.fallbacks == {"commit_failed": 1}
         assert torch.equal(to, manager.counters)
+        assert manager.state is State.FAILED
 
     def test_counters_that_cannot_be_published_are_not_said_to_be(self):
         manager, step = self.mixed(restore_call=1), staged_windows(num_groups=2)
