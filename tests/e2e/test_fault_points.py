@@ -423,7 +423,9 @@ def test_a_step_that_cannot_be_staged_is_logged(
     assert_same(found, off.result)
     assert staged.manager.fallbacks == {"stage_failed": 1}
     (line,) = lines
-    assert line.startswith("WARNING NWOR stage_failed: stage: injected; the step ran")
+    assert line.startswith(
+        "WARNING NWOR stage_failed: stage: injected; the step uses the undo log"
+    )
     (step,) = [step for step in found.steps if step.drafted][call // NUM_GROUPS :][:1]
     rejects = sum(step.drafted.values()) > sum(step.accepted.values())
     logged = staged.manager.counters[:, 4].tolist()
