@@ -9,6 +9,18 @@
 
 #include "bindings.h"
 
+// How the audit's ops take a group, a batch, and a table of layers. None copies or
+// writes a cache.
+#define NWOR_AUDIT_GROUP                                                           \
+  "Tensor(a!) records, Tensor(b!) seats, Tensor(c!) expected, Tensor(d!) owners, " \
+  "Tensor(e!) plan, Tensor(f!) findings, int block_size"
+#define NWOR_AUDIT_BATCH                                                           \
+  ", Tensor row_seats, Tensor query_start_loc, Tensor block_table, int num_reqs, " \
+  "int entry_tokens"
+#define NWOR_AUDIT_BYTES                                                  \
+  ", Tensor table, Tensor? runs, Tensor(g!) contents, int first_column, " \
+  "int table_index"
+
 STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
       "log_cache_slots(Tensor table, Tensor? runs, Tensor slot_mapping, "
@@ -32,6 +44,26 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
       "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor saved, "
       "int num_reqs, int entry_tokens) -> ()");
+  ops.def("audit_seat(" NWOR_AUDIT_GROUP
+          ", Tensor tokens, int length, int seat, int generation, int seed, "
+          "bool opaque, bool loads, int hit_length) -> ()");
+  ops.def("audit_plan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
+          ", Tensor tokens, Tensor positions, Tensor slot_mapping, int num_tokens, "
+          "int step) -> ()");
+  ops.def("audit_resolve(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
+          ", Tensor? cu_num_logits, Tensor? sampled_token_ids, int vocab_size, "
+          "Tensor? num_rejected, int window, int step) -> ()");
+  ops.def("audit_adopt(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
+          ", Tensor tokens, int length, int row, int window, int step) -> ()");
+  ops.def("audit_record(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES
+          ", int num_tokens, int step, bool is_undone, bool is_last) -> ()");
+  ops.def("audit_scan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH NWOR_AUDIT_BYTES
+          ", int row, int cursor, int num_blocks, int window, int step, "
+          "bool is_last) -> ()");
+  ops.def("audit_snapshot(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES ") -> ()");
+  ops.def(
+      "audit_hand_out(Tensor(a!) records, Tensor(b!) owners, Tensor blocks, "
+      "int block_size, int generation, int state) -> ()");
 }
 
 #define NWOR_REGISTER_ALL(ops)                                                    \
@@ -43,6 +75,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
 
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, ops) {
   NWOR_REGISTER_ALL(ops);
+  // The audit runs on the CPU only.
+  ops.impl("audit_seat", TORCH_BOX(&nwor::audit_seat));
+  ops.impl("audit_plan", TORCH_BOX(&nwor::audit_plan));
+  ops.impl("audit_resolve", TORCH_BOX(&nwor::audit_resolve));
+  ops.impl("audit_adopt", TORCH_BOX(&nwor::audit_adopt));
+  ops.impl("audit_record", TORCH_BOX(&nwor::audit_record));
+  ops.impl("audit_scan", TORCH_BOX(&nwor::audit_scan));
+  ops.impl("audit_snapshot", TORCH_BOX(&nwor::audit_snapshot));
+  ops.impl("audit_hand_out", TORCH_BOX(&nwor::audit_hand_out));
 }
 
 #ifdef NWOR_CUDA

@@ -178,8 +178,9 @@ class Engine:
     ) -> None:
         self.mode = mode
         options = DEFAULTS | {"model": model_path(model)} | arguments
+        is_audited = (settings or {}).get("AUDIT", "off") != "off"
         with nwor_settings({"MODE": mode} | (settings or {})), one_thread():
-            if mode != "off":
+            if mode != "off" or is_audited:
                 from vllm_nwor.plugin import register
 
                 register()
@@ -192,7 +193,7 @@ class Engine:
         if options.get("tensor_parallel_size", 1) == 1:
             worker = self.core.model_executor.driver_worker.worker
             self.runner = worker.model_runner
-            if mode == "off":
+            if mode == "off" and not is_audited:
                 unwrap_instance(self.runner)
                 unwrap_instance(self.core.scheduler)
             self.probe = RunnerProbe(self.runner)
@@ -201,6 +202,11 @@ class Engine:
                 # the first one it may: without any, triton complains of leaks.
                 self.llm.engine_core._finalizer.detach()
         _all_engines.append(self)
+
+    @property
+    def audit(self) -> Any:
+        """The audit of this runner (audit/runner_v1.py), or None without one."""
+        return self.runner.__dict__.get("nwor_audit")
 
     @property
     def manager(self) -> Any:
@@ -214,6 +220,8 @@ class Engine:
         assert self.probe is not None
         self.llm.reset_prefix_cache()
         self.probe.poison()
+        if self.audit is not None:
+            self.audit.audit.forget_cache()
 
     def run(
         self,

@@ -11,6 +11,7 @@ import enum
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 class Mode(enum.Enum):
@@ -39,6 +40,18 @@ class Strict(enum.Enum):
     ALWAYS = "always"
 
 
+class AuditMode(enum.Enum):
+    """What the KV audit does with what it finds.
+
+    OFF: there is no audit, nothing of it is wrapped. LOG: findings are logged and
+    counted. RAISE: besides, the tokens of their step do not leave the worker.
+    """
+
+    OFF = "off"
+    LOG = "log"
+    RAISE = "raise"
+
+
 class NworConfigError(ValueError):
     """A `VLLM_NWOR_*` variable holds a value that is not allowed."""
 
@@ -49,7 +62,22 @@ STRICT = "VLLM_NWOR_STRICT"
 DEBUG_SYNC = "VLLM_NWOR_DEBUG_SYNC"
 MAX_LOG_ROWS = "VLLM_NWOR_MAX_LOG_ROWS"
 SHADOW_BLOCKS = "VLLM_NWOR_SHADOW_BLOCKS"
-ENV_NAMES = (MODE, EMIT_METRICS, STRICT, DEBUG_SYNC, MAX_LOG_ROWS, SHADOW_BLOCKS)
+AUDIT = "VLLM_NWOR_AUDIT"
+AUDIT_MIB = "VLLM_NWOR_AUDIT_MIB"
+AUDIT_FILE = "VLLM_NWOR_AUDIT_FILE"
+ENV_NAMES = (
+    MODE,
+    EMIT_METRICS,
+    STRICT,
+    DEBUG_SYNC,
+    MAX_LOG_ROWS,
+    SHADOW_BLOCKS,
+    AUDIT,
+    AUDIT_MIB,
+    AUDIT_FILE,
+)
+# MiB of cache whose bytes the audit compares in a step, unless AUDIT_MIB says.
+DEFAULT_AUDIT_MIB = 32
 
 
 @dataclass(frozen=True)
@@ -62,6 +90,9 @@ class NworConfig:
     debug_sync: bool = False
     max_log_rows: int | None = None
     max_shadow_blocks: int | None = None
+    audit: AuditMode = AuditMode.OFF
+    audit_mib: int = DEFAULT_AUDIT_MIB
+    audit_file: str = ""
 
     @property
     def strict(self) -> bool:
@@ -81,38 +112,41 @@ class NworConfig:
             NworConfigError: naming the variable, its value and the allowed ones.
         """
         env = os.environ if env is None else env
+        audit_mib = _number(
+            env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", least=0
+        )
         return cls(
-            mode=_mode(env),
+            mode=_choice(env, MODE, Mode.OFF, empty_is_default=True),
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
-            strictness=_strictness(env),
+            strictness=_choice(env, STRICT, Strict.NEVER),
             debug_sync=_switch(env, DEBUG_SYNC, default=False),
             max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", least=1),
             max_shadow_blocks=_number(
                 env, SHADOW_BLOCKS, "5 % of the blocks", "KV blocks", least=0
             ),
+            audit=_choice(env, AUDIT, AuditMode.OFF, empty_is_default=True),
+            audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
+            audit_file=env.get(AUDIT_FILE, ""),
         )
 
 
-def _mode(env: Mapping[str, str]) -> Mode:
-    # Empty, as templates of containers leave a variable that is not chosen: off.
-    value = env.get(MODE) or Mode.OFF.value
-    try:
-        return Mode(value)
-    except ValueError:
-        allowed = ", ".join(mode.value for mode in Mode)
-        raise NworConfigError(
-            f"{MODE}={value!r} is not allowed; allowed values: {allowed}"
-        ) from None
+_Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
-def _strictness(env: Mapping[str, str]) -> Strict:
-    value = env.get(STRICT, Strict.NEVER.value)
+def _choice(
+    env: Mapping[str, str], name: str, default: _Choice, empty_is_default: bool = False
+) -> _Choice:
+    """empty_is_default: as templates of containers leave a variable that is not
+    chosen."""
+    value = env.get(name, default.value)
+    if empty_is_default:
+        value = value or default.value
     try:
-        return Strict(value)
+        return type(default)(value)
     except ValueError:
-        allowed = ", ".join(strict.value for strict in Strict)
+        allowed = ", ".join(choice.value for choice in type(default))
         raise NworConfigError(
-            f"{STRICT}={value!r} is not allowed; allowed values: {allowed}"
+            f"{name}={value!r} is not allowed; allowed values: {allowed}"
         ) from None
 
 

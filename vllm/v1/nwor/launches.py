@@ -84,7 +84,7 @@ class GroupLog:
         self.undo_log = memory.take((capacity, self.bytes_per_draft), torch.uint8)
         self.log_slots = memory.take((capacity,), torch.int64).fill_(-1)
         self.log_windows = memory.take((capacity, 3), torch.int32).zero_()
-        self.tables = _copy_tables(self.layers, memory)
+        self.tables = copy_tables(self.layers, memory)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class OpLaunches:
             raise failure
 
 
-def _copy_tables(
+def copy_tables(
     layers: Sequence[LayerCache], memory: DeviceMemory
 ) -> tuple[CopyTable, ...]:
     """The layers' table rows: all row caches in one table, and one more for each

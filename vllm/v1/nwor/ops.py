@@ -66,6 +66,14 @@ _OPS = (
     "stage",
     "commit_draft_layer",
     "unstage",
+    "audit_seat",
+    "audit_plan",
+    "audit_resolve",
+    "audit_adopt",
+    "audit_record",
+    "audit_scan",
+    "audit_snapshot",
+    "audit_hand_out",
 )
 # Set on torch's namespace object, for a second copy of this module.
 _FAKES_MARK = "nwor_fakes_registered"
@@ -353,3 +361,8 @@ def unstage(
     """Puts back what stage wrote to block_table and slot_mapping, where it still stands
     there, and copies nothing: a step that failed. Arguments: as commit_draft_layer."""
     _overload("unstage")(block_table, slot_mapping, saved, num_reqs, entry_tokens)
+
+
+def audit_op(name: str) -> torch._ops.OpOverload:
+    """An op of the KV audit (audit/state.py calls them), without its "audit_"."""
+    return _overload(f"audit_{name}")

@@ -2,7 +2,7 @@
 """register(): vLLM's way into this package (entry point `vllm.general_plugins`).
 
 vLLM calls it once in every process it starts: front end, engine core, workers. With
-`VLLM_NWOR_MODE` off it makes the variables known to vLLM, and this package by the name
+`VLLM_NWOR_MODE` and `VLLM_NWOR_AUDIT` off it makes the variables known to vLLM, and this package by the name
 `vllm.v1.nwor`, and returns: nothing is wrapped and no import hook is left pending.
 Otherwise it leaves post-import hooks, so that a process which never imports a model
 runner never pays for one.
@@ -18,7 +18,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from .config import ENV_NAMES, Mode, NworConfig
+from .config import ENV_NAMES, AuditMode, Mode, NworConfig
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -35,28 +35,44 @@ HOOKS = {
     "vllm.v1.engine.utils": ".hooks.stats:install_engines",
 }
 
+# What the KV audit hooks besides, or alone; its wrappers lie over the others.
+AUDIT_HOOKS = {
+    "vllm.v1.worker.gpu_model_runner": ".audit.runner_v1:install",
+    "vllm.v1.core.sched.scheduler": ".audit.stats:install_scheduler",
+    "vllm.v1.metrics.loggers": ".audit.stats:install_loggers",
+    "vllm.v1.engine.utils": ".audit.stats:install_engines",
+}
+
 _registered = False
+_audit_registered = False
 
 
 def register() -> None:
-    """Reads the mode and, unless it is off, arranges for vLLM to be hooked.
+    """Reads the modes and, unless both are off, arranges for vLLM to be hooked.
 
     Idempotent. Raises NworConfigError on a bad `VLLM_NWOR_*` value, in any mode: vLLM
     passes it on and does not start.
     """
-    global _registered
+    global _registered, _audit_registered
     config = NworConfig.from_env()
-    if config.mode is not Mode.OFF and not _registered:
+    needs_nwor = config.mode is not Mode.OFF and not _registered
+    needs_audit = config.audit is not AuditMode.OFF and not _audit_registered
+    if needs_nwor or needs_audit:
         _check_host()
     _declare_variables()
     _Alias.install()
-    if config.mode is Mode.OFF or _registered:
+    if not (needs_nwor or needs_audit):
         return
     import wrapt
 
-    for module_name, hook in HOOKS.items():
-        wrapt.register_post_import_hook(_guarded(hook), module_name)
-    _registered = True
+    if needs_nwor:
+        for module_name, hook in HOOKS.items():
+            wrapt.register_post_import_hook(_guarded(hook), module_name)
+        _registered = True
+    if needs_audit:
+        for module_name, hook in AUDIT_HOOKS.items():
+            wrapt.register_post_import_hook(_guarded(hook), module_name)
+        _audit_registered = True
 
 
 def _declare_variables() -> None:

@@ -75,12 +75,14 @@ def check(target: HookTarget, module: ModuleType) -> None:
 _INHERITED = object()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Hook:
-    """A wrapper in its place. owner: the class or module whose attribute `name` it is.
-    original: what the owner itself had there, _INHERITED if only a base had it."""
+    """Wrappers in their place. owner: the class or module whose attribute `name` it is.
+    original: what the owner itself had there, _INHERITED if only a base had it.
+    targets: those that are wrapped here, the innermost first. wrapper: the outermost.
+    """
 
-    target: HookTarget
+    targets: list[HookTarget]
     owner: Any
     name: str
     original: Any
@@ -91,7 +93,7 @@ class _Hook:
         found = vars(self.owner).get(self.name, _INHERITED)
         if found is not self.wrapper and found is not self.original:
             raise HostMismatch(
-                f"{self.target.name} is {found!r}, which somebody put over NWOR's hook "
+                f"{self.targets[0].name} is {found!r}, which somebody put over NWOR's hook "
                 "or in its place; it must go first"
             )
         return found is self.wrapper
@@ -112,7 +114,8 @@ _hooks: list[_Hook] = []
 
 def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> None:
     """Wraps each target found in `module`; a second call changes nothing, or puts on
-    again what `unhook` took off.
+    again what `unhook` took off. Another target in a place that is wrapped already
+    goes over what is there.
 
     Raises:
         HostMismatch: before anything was wrapped.
@@ -127,11 +130,18 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
             current = inspect.getattr_static(owner, name)
             original = vars(owner).get(name, _INHERITED)
             wrapped = wrapt.FunctionWrapper(current, wrapper)
-            hook = _Hook(target, owner, name, original, wrapped)
+            hook = _Hook([target], owner, name, original, wrapped)
             _hooks.append(hook)
             hook.put_on()
-        elif not known[0].is_on():
-            known[0].put_on()
+            continue
+        (hook,) = known
+        is_on = hook.is_on()
+        if target not in hook.targets:
+            hook.targets.append(target)
+            hook.wrapper = wrapt.FunctionWrapper(hook.wrapper, wrapper)
+            is_on = False
+        if not is_on:
+            hook.put_on()
 
 
 def unhook() -> None:

@@ -218,9 +218,14 @@ def _reserved_bytes(runner: Any, config: NworConfig) -> int:
 
 def _config_refusal(vllm_config: Any) -> str | None:
     """Why this configuration as a whole cannot be protected, or None."""
-    parallel = vllm_config.parallel_config
     if vllm_config.speculative_config is None:
         return "no speculative decoding is configured"
+    return config_refusal_of_ranks(vllm_config)
+
+
+def config_refusal_of_ranks(vllm_config: Any) -> str | None:
+    """What kind of parallelism splits a request over ranks, or None."""
+    parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
@@ -230,6 +235,21 @@ def _config_refusal(vllm_config: Any) -> str | None:
         if size > 1:
             return f"{name} is {size}; only 1 is supported"
     return None
+
+
+def target_layers(runner: Any) -> list[list[LayerCache] | str]:
+    """For each KV-cache group its target layers, or why they are not understood. The
+    caches have been bound. Raises nothing."""
+    layouts = _LayoutCache(runner)
+    found: list[list[LayerCache] | str] = []
+    for group in runner.kv_cache_config.kv_cache_groups:
+        try:
+            found.append(_target_layers(runner, group, layouts))
+        except (GroupRefused, LayoutRefused) as refused:
+            found.append(str(refused))
+        except Exception as error:
+            found.append(f"its layers could not be examined: {_told(error)}")
+    return found
 
 
 def _sleeps(runner: Any) -> bool:
@@ -318,7 +338,9 @@ def _draft_layer_names(runner: Any) -> frozenset[str]:
         if names is not None:
             return frozenset(names)
     speculative = runner.vllm_config.speculative_config
-    if speculative.use_eagle() or speculative.uses_draft_model():
+    if speculative is not None and (
+        speculative.use_eagle() or speculative.uses_draft_model()
+    ):
         raise GroupRefused(
             f"{type(drafter).__name__} does not say which attention layers are its own"
         )

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The KV audit: what it keeps of slots and requests, and the arithmetic that CPU
+// and CUDA share. It reads caches and never writes them.
+//
+// A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
+// the position of what was written there: equal for equal texts, and a sum, so that
+// a batch is one parallel scan. It is chained from the request's own value, never
+// from the slot before, which may be the bad one.
+//
+// Mirrored by vllm/v1/nwor/audit/ops.py; a test compares the two.
+#pragma once
+
+#include <cstdint>
+
+#include "table.h"
+#include "window.h"
+
+namespace nwor {
+
+// What a slot holds. Unknown: something that cannot be verified (a connector's load,
+// prompt embeddings, what a wake-up left); it matches any text.
+enum SlotState : int32_t {
+  kSlotNever,
+  kSlotUnknown,
+  kSlotPlanned,
+  kSlotCommitted,
+  kSlotRejected
+};
+
+// A row of `records`, int64 [num_slots, 4]: the last write to a slot.
+struct SlotRecord {
+  int64_t hash;
+  int32_t token;
+  int32_t position;
+  int32_t step;
+  int32_t generation;  // of the request that wrote; 0: none
+  int32_t state;       // SlotState
+  // 0: no checksums; 1: there are; 2 + layer: there are, and that layer's did not
+  // change when they should have.
+  int32_t content;
+};
+static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
+
+// A row of `seats`, int64 [num_seats, 8]: a request in the batch.
+struct Seat {
+  int64_t hash;  // H of its last committed position
+  int64_t length;
+  int64_t generation;
+  int64_t opaque;      // its text is not known: identity is not checked
+  int64_t hit_length;  // positions below were written by others, or loaded
+  int64_t loads;       // its hit may come from a KV connector
+  int64_t seed;        // H in front of its first position
+  int64_t unused;
+};
+static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
+
+// A row of `plan`, int64 [max_tokens, 8]: a batch row, and what its slot held.
+struct PlanRow {
+  int64_t slot;  // -1: none
+  int64_t hash;
+  int64_t old_hash;
+  int64_t position;
+  int32_t token;
+  int32_t old_token;
+  int32_t old_content;
+  int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
+  int64_t seat;
+  int64_t unused;
+};
+static_assert(sizeof(PlanRow) == 64, "a PlanRow is a row of plan");
+
+enum FindingClass : int64_t {
+  kForeignWrite,
+  kWrongPrefix,
+  kChanged,
+  kMissingWrite,
+  kHandedOn,
+  kNeverLoaded,
+};
+
+// A row of `findings`, int64 [1 + capacity, 12]; the first row is a FindingsHeader.
+// Finding number n is in row 1 + n % capacity.
+struct Finding {
+  int64_t kind;
+  int64_t layer;  // index in its table's list; -1: no layer in particular
+  int64_t num_layers;
+  int64_t slot;
+  int64_t position;
+  int64_t owner;   // generation of the request that the slot belongs to
+  int64_t writer;  // and of the one that wrote last
+  int64_t writer_step;
+  int64_t step;
+  int64_t expected;
+  int64_t found;
+  int64_t table;
+};
+static_assert(sizeof(Finding) == 96, "a Finding is a row of findings");
+
+// Running totals.
+struct FindingsHeader {
+  int64_t num_findings;
+  int64_t num_unverified;  // slots taken over from somewhere that is not audited
+  int64_t num_identities;  // slots and block ends compared
+  int64_t num_contents;    // slots whose bytes were compared
+  int64_t unused[8];
+};
+static_assert(sizeof(FindingsHeader) == 96, "the header is a row of findings");
+
+NWOR_HOST_DEVICE inline uint64_t mix64(uint64_t value) {
+  // splitmix64's finaliser.
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBULL;
+  return value ^ (value >> 31);
+}
+
+// What token `token` at `position` adds to H.
+NWOR_HOST_DEVICE inline int64_t identity_of(int64_t token, int64_t position) {
+  return static_cast<int64_t>(
+      mix64(static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ULL +
+            mix64(static_cast<uint64_t>(position) + 1)));
+}
+
+// Wrap-around addition.
+NWOR_HOST_DEVICE inline int64_t add(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+}
+
+// What word number `index` of a slot, 8 bytes, adds to its checksum in a layer.
+NWOR_HOST_DEVICE inline uint32_t checksum_of(uint64_t word, int64_t index) {
+  return static_cast<uint32_t>(
+      mix64(word + static_cast<uint64_t>(index + 1) * 0x9E3779B97F4A7C15ULL) >> 32);
+}
+
+// One group's state, and this step's batch. Positions below `window` from a
+// request's end may be gone (0: none are); block 0 is the scheduler's null block.
+struct AuditGroup {
+  SlotRecord* records;
+  int64_t num_slots;
+  Seat* seats;
+  int64_t num_seats;
+  int64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
+  int64_t max_blocks;
+  const int32_t* owners;  // [num_blocks]: generation; 0: nobody's
+  int64_t block_size;     // tokens a block, as the scheduler counts
+  PlanRow* plan;
+  int64_t max_tokens;
+  Finding* findings;  // behind the header
+  int64_t capacity;
+  FindingsHeader* header;
+
+  NWOR_HOST_DEVICE bool is_block_end(int64_t position) const {
+    return (position + 1) % block_size == 0;
+  }
+};
+
+struct AuditBatch {
+  const int32_t* row_seats;        // [num_reqs]
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  int64_t num_reqs;
+  const int32_t* block_table;  // [num_reqs, width], rows may be strided
+  int64_t table_stride;
+  int64_t width;
+  int64_t entry_tokens;  // positions that an entry of the block table stands for
+
+  // The slot of `position` by the block table; -1: the table does not go so far.
+  // With entries of 16 positions, position 35 is offset 3 of the third entry.
+  NWOR_HOST_DEVICE int64_t slot(int64_t r, int64_t position) const {
+    const int64_t entry = position / entry_tokens;
+    if (entry >= width) {
+      return -1;
+    }
+    return block_table[r * table_stride + entry] * entry_tokens +
+           position % entry_tokens;
+  }
+};
+
+struct AuditPlanArgs {
+  AuditGroup group;
+  AuditBatch batch;
+  const int32_t* tokens;
+  const int64_t* positions;
+  const int64_t* slot_mapping;
+  int64_t num_tokens;
+  int64_t step;
+};
+
+struct AuditResolveArgs {
+  AuditGroup group;
+  AuditBatch batch;
+  const int32_t* cu_num_logits;  // [num_reqs], or nullptr: no drafts
+  Acceptance acceptance;
+  int64_t window;
+  int64_t step;
+};
+
+// Bytes: one table of layers, whose checksums are columns of `contents` from
+// first_column on.
+struct AuditBytes {
+  LayerTable table;
+  RunList runs;
+  int32_t* contents;  // [num_slots, num_columns]
+  int64_t num_columns;
+  int64_t first_column;
+  int64_t table_index;
+};
+
+struct AuditRecordArgs {
+  AuditGroup group;
+  AuditBytes bytes;
+  int64_t num_tokens;
+  int64_t step;
+  bool is_undone;  // rejected slots hold what they held before the step
+  bool is_last;    // table of the group
+};
+
+struct AuditScanArgs {
+  AuditGroup group;
+  AuditBatch batch;
+  AuditBytes bytes;
+  int64_t row;  // one row of the batch, or -1 for all
+  int64_t cursor;
+  int64_t num_blocks;
+  int64_t window;
+  int64_t step;
+  bool is_last;  // table of the group
+};
+
+struct AuditSeatArgs {
+  AuditGroup group;
+  const int32_t* tokens;  // [length], what is in the cache already
+  int64_t length;
+  int64_t seat;
+  Seat fresh;  // what is known of it but hash and length
+};
+
+struct AuditAdoptArgs {
+  AuditGroup group;
+  AuditBatch batch;
+  const int32_t* tokens;  // [length]
+  int64_t length;
+  int64_t row;
+  int64_t window;
+  int64_t step;
+};
+
+struct AuditSnapshotArgs {
+  AuditGroup group;
+  AuditBytes bytes;
+};
+
+struct AuditHandOutArgs {
+  SlotRecord* records;
+  int32_t* owners;
+  int64_t num_blocks;
+  int64_t block_size;
+  const int32_t* blocks;
+  int64_t count;
+  int64_t generation;  // the new owner's
+  int64_t state;       // SlotState of all their slots from now on; -1: as they are
+};
+
+void audit_seat_cpu(const AuditSeatArgs& args);
+void audit_plan_cpu(const AuditPlanArgs& args);
+void audit_resolve_cpu(const AuditResolveArgs& args);
+void audit_adopt_cpu(const AuditAdoptArgs& args);
+void audit_record_cpu(const AuditRecordArgs& args);
+void audit_scan_cpu(const AuditScanArgs& args);
+void audit_snapshot_cpu(const AuditSnapshotArgs& args);
+void audit_hand_out_cpu(const AuditHandOutArgs& args);
+
+}  // namespace nwor
