@@ -37,7 +37,7 @@ struct SlotRecord {
   int32_t generation;  // of the request that wrote; 0: none
   int32_t state;       // SlotState
   // 0: no checksums; 1: there are; 2 + layer: there are, and that layer's did not
-  // change when they should have.
+  // change when they should have (layer: in the table that noticed).
   int32_t content;
 };
 static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
@@ -51,24 +51,22 @@ struct Seat {
   int64_t hit_length;  // positions below were written by others, or loaded
   int64_t loads;       // its hit may come from a KV connector
   int64_t seed;        // H in front of its first position
-  int64_t unused;
+  int64_t is_new;      // its hit was not looked at yet
 };
 static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
 
-// A row of `plan`, int64 [max_tokens, 8]: a batch row, and what its slot held.
+// A row of `plan`, int64 [max_tokens, 10]: a batch row, and what its slot held.
 struct PlanRow {
   int64_t slot;  // -1: none
   int64_t hash;
-  int64_t old_hash;
   int64_t position;
   int32_t token;
-  int32_t old_token;
-  int32_t old_content;
   int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
   int64_t seat;
+  SlotRecord old;
   int64_t unused;
 };
-static_assert(sizeof(PlanRow) == 64, "a PlanRow is a row of plan");
+static_assert(sizeof(PlanRow) == 80, "a PlanRow is a row of plan");
 
 enum FindingClass : int64_t {
   kForeignWrite,
@@ -192,6 +190,7 @@ struct AuditResolveArgs {
   Acceptance acceptance;
   int64_t window;
   int64_t step;
+  bool is_undone;  // rejected slots hold what they held before the step
 };
 
 // Bytes: one table of layers, whose checksums are columns of `contents` from

@@ -16,7 +16,7 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t kRecordColumns = 4;
 constexpr int64_t kSeatColumns = 8;
-constexpr int64_t kPlanColumns = 8;
+constexpr int64_t kPlanColumns = 10;
 constexpr int64_t kFindingColumns = 12;
 
 template <typename Row>
@@ -120,7 +120,7 @@ void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,
        tokens_of(tensors, tokens, length, group.max_blocks * block_size),
        length,
        seat,
-       {0, 0, generation, opaque ? 1 : 0, hit_length, loads ? 1 : 0, seed, 0}});
+       {0, 0, generation, opaque ? 1 : 0, hit_length, loads ? 1 : 0, seed, 1}});
 }
 
 void audit_plan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -152,7 +152,8 @@ void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                    Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
                    int64_t entry_tokens, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, int64_t window, int64_t step) {
+                   OptionalTensor num_rejected, int64_t window, int64_t step,
+                   bool is_undone) {
   const TensorArgs tensors("audit_resolve", "records", records);
   AuditResolveArgs args{
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size),
@@ -161,7 +162,8 @@ void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
       nullptr,
       {},
       window,
-      step};
+      step,
+      is_undone};
   if (cu_num_logits.has_value()) {
     tensors.array("cu_num_logits", *cu_num_logits, ScalarType::Int, 1);
     args.cu_num_logits = static_cast<const int32_t*>(cu_num_logits->data_ptr());

@@ -194,6 +194,8 @@ void judge_row(const AuditRecordArgs& args, int64_t index, const int32_t* sums,
   finding.table = args.bytes.table_index;
   if (row.state == kSlotRejected) {
     if (args.is_undone && num_same < num_layers) {
+      finding.writer = seat.generation;
+      finding.writer_step = args.step;
       finding.layer = first_other;
       finding.num_layers = num_layers - num_same;
       finding.expected = static_cast<uint32_t>(before[first_other]);
@@ -202,13 +204,9 @@ void judge_row(const AuditRecordArgs& args, int64_t index, const int32_t* sums,
     }
     return;
   }
-  if (seat.opaque || row.old_hash == row.hash || num_same == 0) {
-    return;
-  }
-  // Another token changes the bytes of every layer. The same token behind another
-  // prefix may leave those of the first layers; it changes those of some.
-  const bool is_other_token = row.old_token != row.token;
-  if (!is_other_token && (num_same < num_layers || num_layers < 2)) {
+  // Another token changes the bytes of every layer; the same one behind another prefix
+  // need not (it never does in the first layer).
+  if (seat.opaque || row.old.token == row.token || num_same == 0) {
     return;
   }
   // One checksum of 32 bits in billions agrees by chance: it takes a second one, of
@@ -225,7 +223,7 @@ void judge_row(const AuditRecordArgs& args, int64_t index, const int32_t* sums,
     finding.layer = first_same;
     finding.num_layers = num_same;
     finding.expected = row.hash;
-    finding.found = row.old_hash;
+    finding.found = row.old.hash;
     report(group, finding);
   }
 }
@@ -269,7 +267,7 @@ void audit_plan_cpu(const AuditPlanArgs& args) {
       const int64_t slot = args.slot_mapping[i];
       hash = add(hash, identity_of(args.tokens[i], position));
       PlanRow& row = group.plan[i];
-      row = {-1, hash, 0, position, args.tokens[i], -1, 0, kSlotPlanned, seat_index, 0};
+      row = {-1, hash, position, args.tokens[i], kSlotPlanned, seat_index, {}, 0};
       if (slot < 0) {
         continue;
       }
@@ -296,9 +294,12 @@ void audit_plan_cpu(const AuditPlanArgs& args) {
       }
       SlotRecord& record = group.records[slot];
       row.slot = slot;
-      row.old_hash = record.hash;
-      row.old_token = record.state == kSlotNever ? -1 : record.token;
-      row.old_content = record.state == kSlotPlanned ? 0 : record.content;
+      row.old = record;
+      if (record.state == kSlotPlanned) {
+        // Of a step that failed: nobody knows what it wrote.
+        row.old.state = kSlotUnknown;
+        row.old.content = 0;
+      }
       record = {hash,
                 args.tokens[i],
                 static_cast<int32_t>(position),
@@ -331,7 +332,11 @@ void audit_resolve_cpu(const AuditResolveArgs& args) {
       row.state = i < end - num_rejected ? kSlotCommitted : kSlotRejected;
       if (row.slot >= 0) {
         SlotRecord& record = group.records[row.slot];
-        if (record.state == kSlotPlanned && record.hash == row.hash) {
+        if (record.state != kSlotPlanned || record.hash != row.hash) {
+          // Another row of this step went to the same slot.
+        } else if (row.state == kSlotRejected && args.is_undone) {
+          record = row.old;
+        } else {
           record.state =
               seat.opaque && row.state == kSlotCommitted ? kSlotUnknown : row.state;
         }
@@ -370,7 +375,8 @@ void audit_resolve_cpu(const AuditResolveArgs& args) {
          b < seat.length / group.block_size; ++b) {
       const int64_t position = (b + 1) * group.block_size - 1;
       const int64_t slot = batch.slot(r, position);
-      if (expected[b] == 0 || !is_in_cache(group, slot)) {
+      const bool is_adopted_soon = seat.is_new && position < seat.hit_length;
+      if (expected[b] == 0 || is_adopted_soon || !is_in_cache(group, slot)) {
         continue;
       }
       ++group.header->num_identities;
@@ -384,7 +390,8 @@ void audit_resolve_cpu(const AuditResolveArgs& args) {
 void audit_adopt_cpu(const AuditAdoptArgs& args) {
   const AuditGroup& group = args.group;
   const int64_t seat_index = args.batch.row_seats[args.row];
-  const Seat& seat = group.seats[seat_index];
+  Seat& seat = group.seats[seat_index];
+  seat.is_new = 0;
   if (seat.opaque) {
     return;
   }
@@ -436,7 +443,7 @@ void audit_record_cpu(const AuditRecordArgs& args) {
     }
     const int32_t* found = sums.data() + i * num_layers;
     int32_t* known = bytes.contents + row.slot * bytes.num_columns + bytes.first_column;
-    if (row.old_content != 0) {
+    if (row.old.content != 0) {
       judge_row(args, i, found, known);
     }
     std::copy_n(found, num_layers, known);

@@ -43,7 +43,8 @@ void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                    Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
                    int64_t entry_tokens, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, int64_t window, int64_t step);
+                   OptionalTensor num_rejected, int64_t window, int64_t step,
+                   bool is_undone);
 void audit_adopt(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                  Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
                  Tensor query_start_loc, Tensor block_table, int64_t num_reqs,

@@ -52,7 +52,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
           "int step) -> ()");
   ops.def("audit_resolve(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
           ", Tensor? cu_num_logits, Tensor? sampled_token_ids, int vocab_size, "
-          "Tensor? num_rejected, int window, int step) -> ()");
+          "Tensor? num_rejected, int window, int step, bool is_undone) -> ()");
   ops.def("audit_adopt(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
           ", Tensor tokens, int length, int row, int window, int step) -> ()");
   ops.def("audit_record(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES

@@ -2,8 +2,9 @@
 """register(): vLLM's way into this package (entry point `vllm.general_plugins`).
 
 vLLM calls it once in every process it starts: front end, engine core, workers. With
-`VLLM_NWOR_MODE` and `VLLM_NWOR_AUDIT` off it makes the variables known to vLLM, and this package by the name
-`vllm.v1.nwor`, and returns: nothing is wrapped and no import hook is left pending.
+`VLLM_NWOR_MODE` and `VLLM_NWOR_AUDIT` off it makes the variables known to vLLM, and
+this package by the name `vllm.v1.nwor`, and returns: nothing is wrapped and no import
+hook is left pending.
 Otherwise it leaves post-import hooks, so that a process which never imports a model
 runner never pays for one.
 """

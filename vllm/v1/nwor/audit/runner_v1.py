@@ -9,8 +9,8 @@
       _sample          resolve: behind commit, so that kept rows are in real blocks
                        what was found is logged, counted, or raised
 
-These wrappers lie over NWOR's own in the same places. A failure of the audit ends the
-audit, with one line, and never the engine (VLLM_NWOR_STRICT=always raises).
+These wrappers lie over NWOR's own in the same places (`layer`). A failure of the audit
+ends the audit, with one line, and never the engine (VLLM_NWOR_STRICT=always raises).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ INITIALIZE = HookTarget(
     ("self", "kv_cache_config", "is_profiling"),
     why="audit: the caches are bound here",
     delete_when="vLLM offers a callback once KV caches are bound",
+    layer=1,
 )
 EXECUTE = HookTarget(
     MODULE,
@@ -49,6 +50,7 @@ EXECUTE = HookTarget(
     ("self", "scheduler_output"),
     why="audit: which blocks were handed out to which requests",
     delete_when="vLLM tells plugins of blocks that it hands out",
+    layer=1,
 )
 METADATA = HookTarget(
     MODULE,
@@ -56,6 +58,7 @@ METADATA = HookTarget(
     ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
     why="audit: slots are final, and no shadow page is in them yet",
     delete_when="vLLM has a pre-forward callback for real steps",
+    layer=1,
 )
 FORWARD = HookTarget(
     MODULE,
@@ -63,6 +66,7 @@ FORWARD = HookTarget(
     ("self",),
     why="audit: slots are final; without speculation the last place before the forward",
     delete_when="vLLM has a pre-forward callback for real steps",
+    layer=1,
 )
 SAMPLE = HookTarget(
     MODULE,
@@ -70,6 +74,7 @@ SAMPLE = HookTarget(
     ("self", "logits", "spec_decode_metadata"),
     why="audit: what is kept is known, and the drafter has not run",
     delete_when="vLLM has a callback after rejection sampling",
+    layer=1,
 )
 OUTPUT = HookTarget(
     MODULE,
@@ -77,6 +82,7 @@ OUTPUT = HookTarget(
     ("self", "grammar_output"),
     why="audit: findings leave with the step's output, or keep it from leaving",
     delete_when="ModelRunnerOutput has a field for extensions",
+    layer=1,
 )
 LEDGER = (INITIALIZE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
 
@@ -344,7 +350,7 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
             None if metadata is None else output.sampled_token_ids,
             runner.input_batch.vocab_size,
             None,
-            was_protected and manager.state is State.IDLE,
+            manager is not None and was_protected and manager.state is State.IDLE,
         )
 
     _guarded(runner, resolve)

@@ -36,7 +36,7 @@ from .findings import COLUMNS, MAX_KEPT, Finding, decode
 # Columns of int64 tables; csrc/nwor/audit.h has the structs.
 RECORD_COLUMNS = 4
 SEAT_COLUMNS = 8
-PLAN_COLUMNS = 8
+PLAN_COLUMNS = 10
 # SlotState.
 NEVER, UNKNOWN = 0, 1
 AS_IT_IS = -1
@@ -246,9 +246,7 @@ class Audit:
         self._row_seats = torch.zeros(num_seats, dtype=torch.int32)
         self._is_changed = True
         self._open: _Step | None = None
-        for group in self.groups:
-            for index in range(len(group.parts)):
-                audit_op("snapshot")(*group.state, *group.bytes_of(index))
+        self.snapshot()
 
     @property
     def num_bytes(self) -> int:
@@ -332,8 +330,16 @@ class Audit:
                 state,
             )
 
+    def snapshot(self) -> None:
+        """Takes the checksums of all slots as they are, so that a first write that
+        does not happen is noticed, too. Reads the whole cache."""
+        for group in self.groups:
+            for index in range(len(group.parts)):
+                audit_op("snapshot")(*group.state, *group.bytes_of(index))
+
     def forget_cache(self) -> None:
-        """The cache's content is gone, as after a wake-up."""
+        """The cache's content is gone, as after a wake-up: what its slots hold now is
+        not known, and may even be what they held."""
         for group in self.groups:
             group.records.zero_()
             group.owners.zero_()
@@ -439,6 +445,7 @@ class Audit:
                 num_rejected,
                 window,
                 self.step,
+                is_undone,
             )
             for row, length, tokens in step.fresh:
                 audit_op("adopt")(

@@ -27,7 +27,7 @@ MARK = "nwor_audit_front_end"
 
 
 def _ours(target: HookTarget) -> HookTarget:
-    return replace(target, why=f"audit: {target.why}")
+    return replace(target, why=f"audit: {target.why}", layer=1)
 
 
 UPDATE = _ours(nwor.UPDATE)

@@ -35,6 +35,8 @@ class HookTarget:
     params: its first parameters, in order, `self` included: those that the wrapper
         reads. Further ones are passed through unseen.
     why, delete_when: for the people who maintain this.
+    layer: where several wrap one function, those of a higher layer lie over the others,
+        whichever came first.
     """
 
     module: str
@@ -42,6 +44,7 @@ class HookTarget:
     params: tuple[str, ...]
     why: str
     delete_when: str
+    layer: int = 0
 
     @property
     def name(self) -> str:
@@ -79,22 +82,32 @@ _INHERITED = object()
 class _Hook:
     """Wrappers in their place. owner: the class or module whose attribute `name` it is.
     original: what the owner itself had there, _INHERITED if only a base had it.
-    targets: those that are wrapped here, the innermost first. wrapper: the outermost.
+    function: what is wrapped. layers: our wrappers of it. wrapper: what is put on, all
+    of them.
     """
 
-    targets: list[HookTarget]
     owner: Any
     name: str
     original: Any
-    wrapper: Any
+    function: Any
+    layers: dict[HookTarget, Wrapper]
+    wrapper: Any = None
+
+    def add(self, target: HookTarget, wrapper: Wrapper) -> None:
+        """Puts it on, too. Whoever already holds the old wrapper keeps that."""
+        self.layers[target] = wrapper
+        self.wrapper = self.function
+        for layer in sorted(self.layers, key=lambda target: target.layer):
+            self.wrapper = wrapt.FunctionWrapper(self.wrapper, self.layers[layer])
+        self.put_on()
 
     def is_on(self) -> bool:
         """Raises HostMismatch if something that is not ours is in the place."""
         found = vars(self.owner).get(self.name, _INHERITED)
         if found is not self.wrapper and found is not self.original:
             raise HostMismatch(
-                f"{self.targets[0].name} is {found!r}, which somebody put over NWOR's hook "
-                "or in its place; it must go first"
+                f"{next(iter(self.layers)).name} is {found!r}, which somebody put over "
+                "NWOR's hook or in its place; it must go first"
             )
         return found is self.wrapper
 
@@ -115,7 +128,7 @@ _hooks: list[_Hook] = []
 def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> None:
     """Wraps each target found in `module`; a second call changes nothing, or puts on
     again what `unhook` took off. Another target in a place that is wrapped already
-    goes over what is there.
+    joins it, by its layer.
 
     Raises:
         HostMismatch: before anything was wrapped.
@@ -129,19 +142,14 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
         if not known:
             current = inspect.getattr_static(owner, name)
             original = vars(owner).get(name, _INHERITED)
-            wrapped = wrapt.FunctionWrapper(current, wrapper)
-            hook = _Hook([target], owner, name, original, wrapped)
+            hook = _Hook(owner, name, original, current, {})
             _hooks.append(hook)
-            hook.put_on()
-            continue
-        (hook,) = known
-        is_on = hook.is_on()
-        if target not in hook.targets:
-            hook.targets.append(target)
-            hook.wrapper = wrapt.FunctionWrapper(hook.wrapper, wrapper)
-            is_on = False
-        if not is_on:
-            hook.put_on()
+            hook.add(target, wrapper)
+        elif target not in known[0].layers:
+            known[0].is_on()
+            known[0].add(target, wrapper)
+        elif not known[0].is_on():
+            known[0].put_on()
 
 
 def unhook() -> None:
