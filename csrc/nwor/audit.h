@@ -101,7 +101,8 @@ struct FindingsHeader {
   int64_t num_unverified;  // slots taken over from somewhere that is not audited
   int64_t num_identities;  // slots and block ends compared
   int64_t num_contents;    // slots whose bytes were compared
-  int64_t unused[8];
+  int64_t cursor;          // of the batch's blocks, the next one to compare
+  int64_t unused[7];
 };
 static_assert(sizeof(FindingsHeader) == 96, "the header is a row of findings");
 
@@ -119,9 +120,12 @@ NWOR_HOST_DEVICE inline int64_t identity_of(int64_t token, int64_t position) {
             mix64(static_cast<uint64_t>(position) + 1)));
 }
 
-// Wrap-around addition.
+// Both wrap around.
 NWOR_HOST_DEVICE inline int64_t add(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+}
+NWOR_HOST_DEVICE inline int64_t subtract(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
 }
 
 // What word number `index` of a slot, 8 bytes, adds to its checksum in a layer.
@@ -217,8 +221,7 @@ struct AuditScanArgs {
   AuditGroup group;
   AuditBatch batch;
   AuditBytes bytes;
-  int64_t row;  // one row of the batch, or -1 for all
-  int64_t cursor;
+  int64_t row;  // its hit; or -1: of all rows, from the cursor on
   int64_t num_blocks;
   int64_t window;
   int64_t step;

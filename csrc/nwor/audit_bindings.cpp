@@ -216,20 +216,18 @@ void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                 Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
                 int64_t entry_tokens, Tensor table, OptionalTensor runs,
                 Tensor contents, int64_t first_column, int64_t table_index, int64_t row,
-                int64_t cursor, int64_t num_blocks, int64_t window, int64_t step,
-                bool is_last) {
+                int64_t num_blocks, int64_t window, int64_t step, bool is_last) {
   const TensorArgs tensors("audit_scan", "records", records);
   const AuditGroup group =
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
   NWOR_CHECK(row >= -1 && row < num_reqs, tensors.op(), "row is ", row,
              "; must be -1 (all) or between 0 and ", num_reqs - 1);
-  NWOR_CHECK(cursor >= 0, tensors.op(), "cursor is ", cursor, "; must be at least 0");
   audit_scan_cpu(
       {group,
        batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
                 entry_tokens),
        bytes_of(tensors, group, table, runs, contents, first_column, table_index), row,
-       cursor, num_blocks, window, step, is_last});
+       num_blocks, window, step, is_last});
 }
 
 void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,

@@ -100,6 +100,29 @@ void report_prefix(const AuditGroup& group, int64_t slot, int64_t position,
   group.expected[seat_index * group.max_blocks + position / group.block_size] = 0;
 }
 
+// Compares every slot of a full block, from its end back: a record's own token leads
+// from its H to the one before.
+void check_block(const AuditGroup& group, const AuditBatch& batch, int64_t r, int64_t b,
+                 int64_t step) {
+  const int64_t seat_index = batch.row_seats[r];
+  const int64_t hash_at_end = group.expected[seat_index * group.max_blocks + b];
+  if (hash_at_end == 0 || group.seats[seat_index].opaque) {
+    return;
+  }
+  int64_t hash = hash_at_end;
+  for (int64_t p = (b + 1) * group.block_size - 1; p >= b * group.block_size; --p) {
+    const int64_t slot = batch.slot(r, p);
+    if (!is_in_cache(group, slot) || group.records[slot].state == kSlotUnknown) {
+      return;
+    }
+    if (!holds(group.records[slot], hash)) {
+      report_prefix(group, slot, p, hash, seat_index, step);
+      return;
+    }
+    hash = subtract(hash, identity_of(group.records[slot].token, p));
+  }
+}
+
 // --- bytes ---------------------------------------------------------------------
 
 // The checksums of one slot in all layers of a table.
@@ -475,13 +498,18 @@ void audit_scan_cpu(const AuditScanArgs& args) {
       places.push_back({r, b});
     }
   }
-  const int64_t count = std::min<int64_t>(args.num_blocks, places.size());
+  const int64_t num_places = static_cast<int64_t>(places.size());
+  const int64_t count = std::min(args.num_blocks, num_places);
+  const int64_t start = args.row < 0 ? group.header->cursor : 0;
   std::vector<int64_t> slots;
   std::vector<int64_t> positions;
   std::vector<int64_t> rows;
   for (int64_t n = 0; n < count; ++n) {
-    const Place& place = places[(args.cursor + n) % places.size()];
+    const Place& place = places[(start + n) % num_places];
     const Seat& seat = group.seats[batch.row_seats[place.row]];
+    if (args.is_last && (place.block + 1) * group.block_size <= seat.length) {
+      check_block(group, batch, place.row, place.block, args.step);
+    }
     for (int64_t p = place.block * group.block_size;
          p < std::min((place.block + 1) * group.block_size, seat.length); ++p) {
       const int64_t slot = batch.slot(place.row, p);
@@ -492,6 +520,9 @@ void audit_scan_cpu(const AuditScanArgs& args) {
         rows.push_back(place.row);
       }
     }
+  }
+  if (args.is_last && args.row < 0 && num_places > 0) {
+    group.header->cursor = (start + count) % num_places;
   }
   const std::vector<int32_t> sums = checksums_of(bytes, slots);
   const int64_t num_layers = bytes.table.num_layers;
@@ -514,7 +545,7 @@ void audit_scan_cpu(const AuditScanArgs& args) {
       }
       report(group, finding);
     }
-    group.header->num_contents += record.content != 0;
+    group.header->num_contents += args.is_last && record.content != 0;
     std::copy_n(found, num_layers, known);
     if (args.is_last && record.content == 0) {
       record.content = 1;

@@ -60,8 +60,7 @@ void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                 Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
                 int64_t entry_tokens, Tensor table, OptionalTensor runs,
                 Tensor contents, int64_t first_column, int64_t table_index, int64_t row,
-                int64_t cursor, int64_t num_blocks, int64_t window, int64_t step,
-                bool is_last);
+                int64_t num_blocks, int64_t window, int64_t step, bool is_last);
 void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                     Tensor plan, Tensor findings, int64_t block_size, Tensor table,
                     OptionalTensor runs, Tensor contents, int64_t first_column,

@@ -58,7 +58,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def("audit_record(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES
           ", int num_tokens, int step, bool is_undone, bool is_last) -> ()");
   ops.def("audit_scan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH NWOR_AUDIT_BYTES
-          ", int row, int cursor, int num_blocks, int window, int step, "
+          ", int row, int num_blocks, int window, int step, "
           "bool is_last) -> ()");
   ops.def("audit_snapshot(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES ") -> ()");
   ops.def(

@@ -281,7 +281,6 @@ def _begin_step(audit: Audit, scheduled: Any) -> None:
         new,
         grown,
         [tuple(pair) for pair in getattr(scheduled, "kv_cache_block_copies", ()) or ()],
-        getattr(scheduled, "new_block_ids_to_zero", ()) or (),
     )
 
 

@@ -37,9 +37,8 @@ from .findings import COLUMNS, MAX_KEPT, Finding, decode
 RECORD_COLUMNS = 4
 SEAT_COLUMNS = 8
 PLAN_COLUMNS = 10
-# SlotState.
-NEVER, UNKNOWN = 0, 1
-AS_IT_IS = -1
+# SlotState of handed out blocks.
+NEVER, AS_IT_IS = 0, -1
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
 # Names of requests that findings may still ask for.
@@ -237,7 +236,6 @@ class Audit:
         self._scanned = [
             max(budget_bytes // total, 1) if budget_bytes else 0 for group in groups
         ]
-        self._cursor = 0
         self._generations = itertools.count(1)
         self._names: dict[int, str] = {}
         self._requests: dict[str, _Request] = {}
@@ -264,7 +262,6 @@ class Audit:
         new: Sequence[tuple[str, int, Sequence[Sequence[int]]]],
         grown: Sequence[tuple[str, Sequence[Sequence[int]]]],
         copied: Sequence[tuple[int, int]] = (),
-        zeroed: Sequence[int] = (),
     ) -> None:
         """What the scheduler says of requests and blocks, before the step's rows.
 
@@ -275,9 +272,6 @@ class Audit:
         self._open = None
         for name in finished:
             self._forget(name)
-        if zeroed:
-            for group in self.groups:
-                self._hand_out(group, zeroed, 0, UNKNOWN)
         for source, to in copied:
             for group in self.groups:
                 group.copy_block(source, to)
@@ -462,21 +456,19 @@ class Audit:
                     is_undone,
                     index == last,
                 )
-            scans = [(row, 0, HIT_BUDGETS * num_blocks) for row, _, _ in step.fresh]
-            for row, cursor, count in [*scans, (-1, self._cursor, num_blocks)]:
+            scans = [(row, HIT_BUDGETS * num_blocks) for row, _, _ in step.fresh]
+            for row, count in [*scans, (-1, num_blocks)]:
                 for index in range(len(group.parts)):
                     audit_op("scan")(
                         *group.state,
                         *rows,
                         *group.bytes_of(index),
                         row,
-                        cursor,
                         count,
                         window,
                         self.step,
                         index == last,
                     )
-        self._cursor += max(self._scanned)
 
     # -- findings ------------------------------------------------------------------
 

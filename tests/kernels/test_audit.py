@@ -1,0 +1,650 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit's state and ops on a small cache of its own: no vLLM, every byte known.
+
+`World` is a scheduler and a model in a few lines: requests with texts and blocks, three
+layers whose bytes for a token follow from the token, its position and the layer. A test
+runs steps, spoils one thing, and wants exactly one finding, or none.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.environment import REPO
+from vllm_nwor import ops
+from vllm_nwor.audit.findings import CLASSES, COLUMNS, Finding
+from vllm_nwor.audit.state import (
+    PLAN_COLUMNS,
+    RECORD_COLUMNS,
+    SEAT_COLUMNS,
+    Audit,
+    AuditedGroup,
+    Batch,
+    GroupShape,
+    Text,
+)
+from vllm_nwor.device_memory import DeviceMemory
+from vllm_nwor.kv_layout import KVLayout, row_layout
+from vllm_nwor.launches import LayerCache
+
+N = 4  # slots a block
+NUM_BLOCKS = 16
+NUM_LAYERS = 3
+HEADS, WIDTH = 2, 5  # an odd number of bytes: 10 a slot
+CPU = torch.device("cpu")
+EVERYTHING = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _loaded():
+    ops.load()
+
+
+@dataclass
+class Request:
+    """text: prompt and what was sampled. computed: tokens in the cache."""
+
+    text: list[int]
+    blocks: list[int]
+    computed: int = 0
+    is_opaque: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step does for a request: `num` rows of its text, then drafts, of which
+    the first `accepted` are right."""
+
+    num: int
+    drafts: tuple[int, ...] = ()
+    accepted: int = 0
+
+
+@dataclass
+class World:
+    """is_undone: rejected slots are restored, as in mode cow. The last layer is packed:
+    its slots are columns of a block."""
+
+    budget: int = EVERYTHING
+    is_undone: bool = False
+    window: int = 0
+    loads: bool = False
+    num_groups: int = 1
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self.caches = [
+            torch.randint(
+                0, 256, (NUM_BLOCKS, HEADS, N, WIDTH), generator=draw, dtype=torch.uint8
+            )
+            for _ in range(NUM_LAYERS)
+        ]
+        layouts = [row_layout(cache) for cache in self.caches]
+        layouts[-1] = packed(layouts[-1])
+        layers = [
+            LayerCache(f"layer{i}", cache, layout)
+            for i, (cache, layout) in enumerate(zip(self.caches, layouts, strict=True))
+        ]
+        groups = [
+            AuditedGroup(
+                GroupShape(gid, N, N, NUM_BLOCKS, 8, self.window),
+                layers,
+                4,
+                64,
+                self.budget > 0,
+                DeviceMemory(CPU, None),
+            )
+            for gid in range(self.num_groups)
+        ]
+        self.audit = Audit(groups, self.budget, 4, [N] * self.num_groups, self.loads)
+        self.news: list[Any] = []
+        self.finished: list[str] = []
+
+    # -- the scheduler -------------------------------------------------------------
+
+    def add(self, name: str, text: Sequence[int], blocks: Sequence[int], hit: int = 0):
+        self.requests[name] = Request(list(text), list(blocks), hit)
+        self.news.append((name, hit, [list(blocks)] * self.num_groups))
+
+    def finish(self, name: str) -> None:
+        del self.requests[name]
+        self.finished.append(name)
+
+    def step(
+        self,
+        works: dict[str, Work],
+        slots: Callable[[torch.Tensor], Any] = lambda slots: None,
+        skip: Callable[[int, int], bool] = lambda layer, slot: False,
+        table: Callable[[torch.Tensor], Any] = lambda table: None,
+        restores: bool = True,
+    ) -> list[Finding]:
+        """One step; returns what was found in it. slots, table: spoil the slot mapping
+        or the block table. skip: writes that are left out, by layer and slot."""
+        self.audit.begin_step(self.finished, self.news, [])
+        self.finished, self.news = [], []
+        tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
+        blocks = torch.zeros((len(works), 8), dtype=torch.int32)
+        for row, (name, work) in enumerate(works.items()):
+            request = self.requests[name]
+            blocks[row, : len(request.blocks)] = torch.tensor(request.blocks)
+            rows = request.text[request.computed : request.computed + work.num]
+            rows = [*rows, *work.drafts]
+            for offset, token in enumerate(rows):
+                position = request.computed + offset
+                tokens.append(token)
+                positions.append(position)
+                mapping.append(request.blocks[position // N] * N + position % N)
+            starts.append(len(tokens))
+            cu_logits.append(cu_logits[-1] + 1 + len(work.drafts))
+        slot_mapping = torch.tensor(mapping, dtype=torch.int64)
+        table(blocks)
+        slots(slot_mapping)
+        batch = Batch(
+            len(works),
+            len(tokens),
+            torch.tensor(tokens, dtype=torch.int32),
+            torch.tensor(positions, dtype=torch.int64),
+            torch.tensor(starts, dtype=torch.int32),
+            [slot_mapping] * self.num_groups,
+            [blocks] * self.num_groups,
+        )
+        self.audit.plan(batch, list(works), lambda row: self._text(list(works)[row]))
+        before = [cache.clone() for cache in self.caches]
+        for token, position, slot in zip(
+            tokens, positions, slot_mapping.tolist(), strict=True
+        ):
+            for layer in range(NUM_LAYERS):
+                if not skip(layer, slot):
+                    self.write(layer, slot, token, position)
+        sampled = torch.full((len(works), 8), -1, dtype=torch.int32)
+        for row, (name, work) in enumerate(works.items()):
+            request = self.requests[name]
+            sampled[row, : 1 + work.accepted] = 9
+            first = starts[row] + work.num + work.accepted
+            if self.is_undone and restores:
+                for slot in slot_mapping[first : starts[row + 1]].tolist():
+                    for layer in range(NUM_LAYERS):
+                        self.slot(layer, slot)[:] = slot_of(before, layer, slot)
+            request.computed += work.num + work.accepted
+            if work.accepted:
+                right = work.drafts[: work.accepted]
+                request.text[request.computed - work.accepted :] = right
+        self.audit.resolve(
+            torch.tensor(cu_logits[1:], dtype=torch.int32),
+            sampled,
+            100,
+            None,
+            self.is_undone,
+        )
+        return self.found()
+
+    def _text(self, name: str) -> Text:
+        request = self.requests[name]
+        tokens = torch.tensor(request.text[: request.computed], dtype=torch.int32)
+        return Text(tokens, 0, request.is_opaque)
+
+    def found(self) -> list[Finding]:
+        return self.audit.take_findings()[0]
+
+    # -- the cache -----------------------------------------------------------------
+
+    def slot(self, layer: int, slot: int) -> torch.Tensor:
+        """[HEADS, WIDTH]: a slot's bytes."""
+        return slot_of(self.caches, layer, slot)
+
+    def write(self, layer: int, slot: int, token: int, position: int) -> None:
+        seed = zlib.crc32(f"{layer} {token} {position}".encode())
+        draw = torch.Generator().manual_seed(seed)
+        self.slot(layer, slot)[:] = torch.randint(
+            0, 256, (HEADS, WIDTH), generator=draw, dtype=torch.uint8
+        )
+
+
+def slot_of(caches: list[torch.Tensor], layer: int, slot: int) -> torch.Tensor:
+    """A view of what the layouts say, written anew."""
+    block, offset = divmod(slot, N)
+    if layer < NUM_LAYERS - 1:
+        return caches[layer][block, :, offset]
+    columns = caches[layer].view(NUM_BLOCKS, HEADS * WIDTH, N)
+    return columns[block, :, offset].unflatten(0, (HEADS, WIDTH))
+
+
+def packed(rows: KVLayout) -> KVLayout:
+    """As many bytes a slot, each a run of its own."""
+    starts = torch.arange(HEADS * WIDTH) * N
+    runs = [torch.stack([starts + o, torch.ones_like(starts)], 1) for o in range(N)]
+    return KVLayout(
+        N, NUM_BLOCKS, rows.block_stride, 0, 0, 0, 0, torch.stack(runs).to(torch.int32)
+    )
+
+
+def kinds(found: list[Finding]) -> list[str]:
+    return [finding.kind for finding in found]
+
+
+TEXT = list(range(10, 40))
+OTHER = list(range(50, 80))
+
+
+def prefilled(**settings: Any) -> World:
+    """Two requests, both with two full blocks and a part of a third."""
+    world = World(**settings)
+    world.add("a", TEXT[:10], [1, 2, 3, 7, 8])
+    world.add("b", OTHER[:9], [4, 5, 6, 9, 10])
+    assert world.step({"a": Work(10), "b": Work(9)}) == []
+    return world
+
+
+def decode(world: World, count: int = 1) -> list[Finding]:
+    found = []
+    for _ in range(count):
+        for request in world.requests.values():
+            request.text.append(7)
+        found += world.step({name: Work(1) for name in world.requests})
+    return found
+
+
+# --- nothing is wrong -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_drafts_accepted_and_rejected_are_no_findings(is_undone):
+    world = prefilled(is_undone=is_undone)
+    for accepted in (0, 2, 1):
+        world.requests["a"].text.append(30 + accepted)
+        work = Work(1, (31, 32), accepted)
+        assert world.step({"a": work}) == []
+    # What was proposed and rejected is written after all, then another token.
+    assert decode(world) == []
+
+
+def test_a_slot_whose_rejected_draft_was_undone_may_keep_its_bytes():
+    """The token of the request before, at the same place: nothing changes."""
+    world = prefilled(is_undone=True)
+    world.finish("a")
+    world.add("c", [*TEXT[:4], 90], [1, 2, 3])
+    world.requests["c"].text = [*TEXT[:5]]
+    assert world.step({"c": Work(4, (91,), 0)}) == []
+    assert world.step({"c": Work(1)}) == []
+
+
+def test_a_hit_in_the_step_that_writes_it_is_no_finding():
+    world = World()
+    world.add("a", TEXT[:10], [1, 2, 3])
+    world.add("b", TEXT[:9], [1, 2, 6], hit=8)
+    assert world.step({"a": Work(10), "b": Work(1)}) == []
+    assert world.step({"b": Work(0)}) == []
+    assert world.audit.totals()["unverified"] == 0
+
+
+def test_a_name_used_again_is_another_request():
+    world = prefilled()
+    world.finish("a")
+    world.add("a", OTHER[:6], [11, 12, 13])
+    assert world.step({"a": Work(6), "b": Work(0)}) == []
+    assert decode(world, 3) == []
+
+
+def test_a_request_that_sat_out_some_steps_goes_on():
+    world = prefilled()
+    for _ in range(2):
+        world.requests["b"].text.append(7)
+        assert world.step({"b": Work(1)}) == []
+    assert decode(world) == []
+
+
+def test_a_block_below_the_window_may_be_another_requests():
+    world = prefilled(window=4)
+    world.add("c", OTHER[10:14], [1])
+    assert world.step({"a": Work(0), "b": Work(0), "c": Work(4)}) == []
+
+
+def test_a_block_in_use_may_not():
+    world = prefilled()
+    world.add("c", OTHER[10:14], [1])
+    found = world.step({"a": Work(0), "b": Work(0), "c": Work(4)})
+    assert [(f.kind, f.owner, f.writer.request) for f in found] == [
+        ("wrong_prefix", "a", "c")
+    ]
+
+
+def test_a_load_that_failed_sends_a_request_back():
+    world = prefilled()
+    world.requests["a"].computed = 4
+    assert world.step({"a": Work(6)}) == []
+    world.requests["a"].computed = 0
+    assert world.step({"a": Work(10)}) == []
+    assert decode(world) == []
+
+
+def test_what_a_connector_loads_is_counted_and_not_reported():
+    world = World(loads=True)
+    world.add("a", TEXT[:9], [1, 2, 3], hit=8)
+    assert world.step({"a": Work(1)}) == []
+    assert world.audit.totals()["unverified"] == 8
+    assert decode(world) == []
+    # From here on its bytes are watched.
+    world.slot(1, 5)[0, 0] ^= 1
+    assert kinds(decode(world)) == ["changed"]
+
+
+def test_an_opaque_text_is_not_looked_at():
+    world = World()
+    world.add("a", TEXT[:9], [1, 2, 3])
+    world.requests["a"].is_opaque = True
+    assert world.step({"a": Work(9)}) == []
+    world.add("b", OTHER[:9], [1, 2, 4], hit=8)
+    assert world.step({"a": Work(0), "b": Work(1)}) == []
+    assert world.audit.totals()["unverified"] == 8
+
+
+# --- foreign_write --------------------------------------------------------------------
+
+
+def test_a_write_to_another_requests_block():
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    spoiled = 4 * N + 2  # position 2 of b; a's is position 10
+
+    found = world.step({"a": Work(1)}, slots=lambda s: s.fill_(spoiled))
+
+    assert kinds(found) == ["foreign_write", "wrong_prefix"]
+    assert (found[0].slot, found[0].owner) == (spoiled, "b")
+    assert found[0].writer.request == "a"
+    # What was overwritten is found where b's block is looked at, by its identity: its
+    # bytes are those that were written last.
+    found = decode(world)
+    assert [(f.kind, f.slot, f.owner, f.writer.request) for f in found] == [
+        ("wrong_prefix", spoiled, "b", "a"),
+        ("wrong_prefix", 3 * N + 2, "a", None),  # a's own block is full now
+    ]
+    assert decode(world) == []
+
+
+def test_a_write_to_a_prefix_cached_block():
+    """The table is bent as well, so that slot and table agree."""
+    world = prefilled()
+    world.finish("b")
+    world.add("c", OTHER[:5], [4, 7], hit=4)
+    assert world.step({"c": Work(1)}) == []
+    world.requests["c"].computed = 3
+    found = world.step({"c": Work(1)})
+    assert kinds(found)[0] == "foreign_write"
+    assert (found[0].slot, found[0].owner) == (4 * N + 3, "b")
+
+
+def test_a_write_to_the_wrong_slot_of_ones_own_block():
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    found = world.step({"a": Work(1)}, slots=lambda s: s.sub_(1))
+    assert kinds(found)[0] == "foreign_write"
+    assert found[0].slot == 3 * N + 1
+
+
+def test_a_write_behind_the_cache():
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    found = world.step(
+        {"a": Work(1)},
+        slots=lambda s: s.fill_(NUM_BLOCKS * N),
+        skip=lambda layer, slot: slot >= NUM_BLOCKS * N,
+    )
+    assert kinds(found) == ["foreign_write"]
+
+
+# --- wrong_prefix ---------------------------------------------------------------------
+
+
+def test_swapped_tables():
+    world = prefilled()
+    found = world.step({"a": Work(0), "b": Work(0)}, table=lambda t: t.copy_(t.flip(0)))
+    assert kinds(found) == ["wrong_prefix"] * 4
+    assert [(f.slot, f.owner, f.writer.request) for f in found] == [
+        (4 * N + 3, "a", "b"),
+        (5 * N + 3, "a", "b"),
+        (1 * N + 3, "b", "a"),
+        (2 * N + 3, "b", "a"),
+    ]
+    # Each block is reported once.
+    assert (
+        world.step({"a": Work(0), "b": Work(0)}, table=lambda t: t.copy_(t.flip(0)))
+        == []
+    )
+
+
+def test_a_hit_on_another_text_names_its_first_wrong_slot():
+    world = prefilled()
+    mixed = [*TEXT[:6], *OTHER[6:9]]
+    world.add("c", mixed, [1, 2, 7], hit=8)
+    found = world.step({"c": Work(1)})
+    assert kinds(found) == ["wrong_prefix"]
+    assert (found[0].slot, found[0].position) == (2 * N + 2, 6)
+    assert found[0].writer.request == "a"
+
+
+def test_a_hit_on_a_rejected_draft():
+    world = World()
+    world.add("a", TEXT[:7], [1, 2])
+    world.step({"a": Work(7, (TEXT[7],), 0)})
+    world.add("b", TEXT[:9], [1, 2, 3], hit=8)
+    found = world.step({"b": Work(1)})
+    assert [(f.kind, f.slot) for f in found] == [("wrong_prefix", 2 * N + 3)]
+
+
+def test_a_hit_on_what_another_group_was_given():
+    world = World(num_groups=2)
+    world.add("a", TEXT[:8], [1, 2])
+    world.news[-1] = ("a", 0, [[1, 2], []])
+    world.step({"a": Work(8)})
+    world.add("c", OTHER[:4], [1])
+    world.news[-1] = ("c", 0, [[], [1]])
+    world.add("b", TEXT[:9], [1, 2, 3], hit=8)
+    world.news[-1] = ("b", 8, [[1, 2, 3], []])
+    found = world.step({"b": Work(1)})
+    assert ("wrong_prefix", 0, 1 * N) in [(f.kind, f.group, f.slot) for f in found]
+
+
+# --- changed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("byte", [(0, 0), (1, 4)])
+@pytest.mark.parametrize("position", [0, 5, 9])
+def test_any_byte_of_a_committed_slot(layer, byte, position):
+    world = prefilled()
+    slot = (1 + position // N) * N + position % N
+    world.slot(layer, slot)[byte] ^= 0x80
+    found = decode(world)
+    assert [(f.kind, f.layer, f.num_layers, f.slot) for f in found] == [
+        ("changed", f"layer{layer}", 1, slot)
+    ]
+    assert (found[0].owner, found[0].writer.request) == ("a", "a")
+    assert decode(world) == []  # once
+
+
+def test_bytes_that_changed_places():
+    """A checksum that only added bytes up would not see it."""
+    world = prefilled()
+    bytes_of_slot = world.slot(0, 1 * N)
+    bytes_of_slot[:] = bytes_of_slot.flip(1)
+    assert kinds(decode(world)) == ["changed"]
+
+
+def test_a_slot_that_is_not_committed_may_change():
+    world = prefilled()
+    world.slot(0, 3 * N + 3)[0, 0] ^= 1
+    assert decode(world) == []
+
+
+def test_a_rejected_draft_that_is_not_undone():
+    world = prefilled(is_undone=True)
+    world.requests["a"].text.append(7)
+    found = world.step({"a": Work(1, (31, 32), 1)}, restores=False)
+    # In each of the two tables of layers; position 12 is the first of block 7.
+    assert [(f.kind, f.slot, f.num_layers) for f in found] == [
+        ("changed", 7 * N, 2),
+        ("changed", 7 * N, 1),
+    ]
+    assert found[0].writer.request == "a"
+
+
+def test_the_budget_is_kept_and_the_cursor_goes_around():
+    """One block a step: every block of both requests within as many steps."""
+    block_bytes = N * NUM_LAYERS * HEADS * WIDTH
+    world = prefilled(budget=block_bytes)
+    before = world.audit.totals()["contents"]
+    decode(world)
+    assert world.audit.totals()["contents"] - before == N
+    for cache in world.caches:
+        cache[1:7] ^= 1
+    # Requests grow meanwhile; then there are ten blocks at most.
+    found = decode(world, 5)
+    for _ in range(6):
+        found += world.step({"a": Work(0), "b": Work(0)})
+    assert {f.block for f in found} == {1, 2, 3, 4, 5, 6}
+
+
+def test_no_budget_compares_no_bytes():
+    world = prefilled(budget=0)
+    world.slot(0, 1 * N)[0, 0] ^= 1
+    assert decode(world) == []
+    assert world.audit.totals()["contents"] == 0
+
+
+# --- missing_write --------------------------------------------------------------------
+
+
+def test_one_layer_of_two_rows():
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    found = world.step({"a": Work(1, (31,), 1)}, skip=lambda layer, slot: layer == 1)
+    assert [(f.kind, f.layer, f.position) for f in found] == [
+        ("missing_write", "layer1", 11)
+    ]
+    assert found[0].writer.request == "a"
+
+
+def test_all_layers_of_one_row():
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    found = world.step({"a": Work(1)}, skip=lambda layer, slot: True)
+    # Of the table with two layers; the other one alone is not sure.
+    assert [(f.kind, f.num_layers) for f in found] == [("missing_write", 2)]
+
+
+def test_one_checksum_that_agrees_is_not_yet_a_finding():
+    """32 bits agree by chance once in billions, and a cache has billions."""
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    assert world.step({"a": Work(1)}, skip=lambda layer, slot: layer == 1) == []
+
+
+def test_the_same_token_again_need_not_change_anything():
+    world = prefilled()
+    world.finish("a")
+    world.add("c", [*OTHER[:9], TEXT[9]], [1, 2, 3])
+    found = world.step({"c": Work(10)}, skip=lambda layer, slot: slot == 3 * N + 1)
+    assert found == []
+
+
+def test_a_write_that_failed_step_left_behind_is_not_believed():
+    """A plan without a resolve: its slots hold nobody knows what."""
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    audit = world.audit
+    resolve, audit.resolve = audit.resolve, lambda *args: None
+    world.step({"a": Work(1)})
+    audit.resolve = resolve
+    world.requests["a"].computed -= 1
+    assert world.step({"a": Work(1)}) == []
+
+
+# --- the tables -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_copied_block_is_known(is_told):
+    world = prefilled()
+    for cache in world.caches:
+        cache[11] = cache[2]
+    copied = [(2, 11)] if is_told else []
+    world.audit.begin_step([], [], [("a", [[11]])], copied)
+    world.requests["a"].blocks[1] = 11
+    found = world.step({"a": Work(0), "b": Work(0)})
+    assert kinds(found) == ([] if is_told else ["wrong_prefix"])
+
+
+def test_after_the_cache_is_gone_nothing_of_it_is_believed():
+    world = prefilled()
+    world.finish("a")
+    world.finish("b")
+    for cache in world.caches:
+        cache.zero_()
+    world.audit.forget_cache()
+    world.add("c", TEXT[:9], [1, 2, 3])
+    assert world.step({"c": Work(9)}) == []
+
+
+def test_more_findings_than_the_table_holds_are_counted():
+    world = prefilled()
+    found, world.found = world.found, lambda: []
+    for _ in range(20):
+        for cache in world.caches:
+            cache[1] += 1
+            cache[4] += 1
+        world.step({"a": Work(0), "b": Work(0)})
+    # 8 slots in each of two tables, 20 times.
+    assert world.audit.totals()["findings"] == 320
+    kept, num_lost, _ = world.audit.take_findings()
+    assert (len(kept), num_lost) == (256, 64)
+    assert found() == []
+
+
+def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
+    header = (REPO / "csrc/nwor/audit.h").read_text()
+    body = header.split("struct Finding {")[1].split("};")[0]
+    assert tuple(re.findall(r"int64_t (\w+);", body)) == COLUMNS
+    names = header.split("enum FindingClass")[1].split("};")[0]
+    assert tuple(re.findall(r"k([A-Z]\w+)", names)) == tuple(
+        kind.title().replace("_", "") for kind in CLASSES
+    )
+    for struct, columns in (
+        ("SlotRecord", RECORD_COLUMNS),
+        ("Seat", SEAT_COLUMNS),
+        ("PlanRow", PLAN_COLUMNS),
+        ("Finding", len(COLUMNS)),
+        ("FindingsHeader", len(COLUMNS)),
+    ):
+        assert f"static_assert(sizeof({struct}) == {8 * columns}," in header
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda w: w.audit._row_seats.fill_(4), "row_seats[0] is 4; must be between"),
+        (
+            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[1].fill_(9),
+            "query_start_loc[0] is 9; must be 0",
+        ),
+    ],
+)
+def test_a_batch_that_makes_no_sense_is_refused(spoil, message):
+    world = prefilled()
+    world.requests["a"].text.append(7)
+    plan = world.audit.plan
+
+    def spoiled(*args):
+        plan(*args)
+        spoil(world)
+
+    world.audit.plan = spoiled
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        world.step({"a": Work(1), "b": Work(0)})
