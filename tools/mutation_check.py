@@ -46,6 +46,7 @@ TESTS = (
     "tests/kernels/test_shadow_pages.py",
     "tests/kernels/test_log_restore.py",
     "tests/kernels/test_large_offsets.py",
+    "tests/kernels/test_audit.py",
     "tests/simulation",
 )
 TESTS_SHOWN = 3
@@ -70,6 +71,8 @@ MANAGER = "vllm/v1/nwor/draft_manager.py"
 LAUNCHES = "vllm/v1/nwor/launches.py"
 SHADOW = "csrc/nwor/shadow_cpu.cpp"
 PAGES = "vllm/v1/nwor/shadow_pages.py"
+AUDIT = "csrc/nwor/audit_cpu.cpp"
+AUDIT_STATE = "vllm/v1/nwor/audit/state.py"
 MUTATIONS = (
     Mutation(
         "wrong_stride",
@@ -191,6 +194,137 @@ MUTATIONS = (
         PAGES,
         "for group in self.groups[: self._num_patched]:",
         "for group in self.groups[: self._num_patched - 1]:",
+    ),
+    # The audit: each check left out, then what keeps it from false alarms.
+    Mutation(
+        "audit_no_owner",
+        AUDIT,
+        "(group.owners[slot / group.block_size] == seat.generation ||",
+        "(group.owners[slot / group.block_size] >= 0 ||",
+    ),
+    Mutation(
+        "audit_no_table",
+        AUDIT,
+        "return slot == batch.slot(r, position) && slot < group.num_slots &&",
+        "return slot < group.num_slots &&",
+    ),
+    Mutation(
+        "audit_no_row_identity",
+        AUDIT,
+        "if (!holds(group.records[slot], row.hash)) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "audit_no_block_ends",
+        AUDIT,
+        "if (!holds(group.records[slot], expected[b])) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "audit_no_slots_of_blocks",
+        AUDIT,
+        "if (!holds(group.records[slot], hash)) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "audit_no_hits",
+        AUDIT,
+        "} else if (p / group.block_size != reported_block) {",
+        "} else if (false) {",
+    ),
+    Mutation(
+        "audit_rejected_counts",
+        AUDIT,
+        "row.state = i < end - num_rejected ? kSlotCommitted : kSlotRejected;",
+        "row.state = kSlotCommitted;",
+    ),
+    Mutation(
+        "audit_no_bytes",
+        AUDIT,
+        "if (record.content != 0 && !std::equal(found, found + num_layers, known)) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "audit_first_layer_only",
+        AUDIT,
+        "if (record.content != 0 && !std::equal(found, found + num_layers, known)) {",
+        "if (record.content != 0 && !std::equal(found, found + 1, known)) {",
+    ),
+    Mutation(
+        "audit_not_undone",
+        AUDIT,
+        "if (args.is_undone && num_same < num_layers) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "audit_no_missing_write",
+        AUDIT,
+        "bool is_sure = num_same > 1;",
+        "bool is_sure = false;",
+    ),
+    Mutation(
+        "audit_one_checksum_is_sure",
+        AUDIT,
+        "bool is_sure = num_same > 1;",
+        "bool is_sure = true;",
+    ),
+    Mutation(
+        "audit_same_token_is_other",
+        AUDIT,
+        "if (seat.opaque || row.old.token == row.token || num_same == 0) {",
+        "if (seat.opaque || num_same == 0) {",
+    ),
+    Mutation(
+        "audit_undone_forgotten", AUDIT, "record = row.old;", "record.content = 1;"
+    ),
+    Mutation("audit_failed_step_believed", AUDIT, "row.old.content = 0;", ""),
+    Mutation(
+        "audit_no_going_back",
+        AUDIT,
+        "if (start < seat.length && group.is_block_end(start - 1)) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "audit_no_window",
+        AUDIT,
+        "return window > 0 ? ",
+        "return window < 0 ? ",
+    ),
+    Mutation(
+        "audit_loads_reported",
+        AUDIT,
+        "if (record.state == kSlotUnknown || seat.loads) {",
+        "if (record.state == kSlotUnknown) {",
+    ),
+    Mutation(
+        "audit_cursor_stands",
+        AUDIT,
+        "group.header->cursor = (start + count) % num_places;",
+        "group.header->cursor = 0;",
+    ),
+    Mutation(
+        "audit_other_group_kept",
+        AUDIT_STATE,
+        "self._hand_out(group, own, 0, NEVER)",
+        "pass",
+    ),
+    Mutation(
+        "audit_hits_are_own",
+        AUDIT_STATE,
+        "first = num_computed // self._block_sizes[group_id]",
+        "first = 0",
+    ),
+    Mutation(
+        "audit_copies_unknown",
+        AUDIT_STATE,
+        "table[to * size : (to + 1) * size] = rows",
+        "pass",
+    ),
+    Mutation(
+        "audit_lost_not_counted",
+        AUDIT_STATE,
+        "num_lost += first - group.counts.num_findings",
+        "pass",
     ),
 )
 

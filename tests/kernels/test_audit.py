@@ -37,7 +37,7 @@ from vllm_nwor.launches import LayerCache
 N = 4  # slots a block
 NUM_BLOCKS = 16
 NUM_LAYERS = 3
-HEADS, WIDTH = 2, 5  # an odd number of bytes: 10 a slot
+HEADS, WIDTH = 2, 9  # 18 bytes a slot: two words, and a part of one
 CPU = torch.device("cpu")
 EVERYTHING = 1 << 30
 
@@ -323,6 +323,10 @@ def test_a_load_that_failed_sends_a_request_back():
     world.requests["a"].computed = 0
     assert world.step({"a": Work(10)}) == []
     assert decode(world) == []
+    # Its identity is still known: a hit on it can be verified.
+    world.add("c", TEXT[:9], [1, 2, 11], hit=8)
+    assert world.step({"c": Work(1)}) == []
+    assert world.audit.totals()["unverified"] == 0
 
 
 def test_what_a_connector_loads_is_counted_and_not_reported():
@@ -403,8 +407,9 @@ def test_a_write_behind_the_cache():
 # --- wrong_prefix ---------------------------------------------------------------------
 
 
-def test_swapped_tables():
-    world = prefilled()
+@pytest.mark.parametrize("budget", [0, EVERYTHING])
+def test_swapped_tables(budget):
+    world = prefilled(budget=budget)
     found = world.step({"a": Work(0), "b": Work(0)}, table=lambda t: t.copy_(t.flip(0)))
     assert kinds(found) == ["wrong_prefix"] * 4
     assert [(f.slot, f.owner, f.writer.request) for f in found] == [
@@ -456,7 +461,7 @@ def test_a_hit_on_what_another_group_was_given():
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-@pytest.mark.parametrize("byte", [(0, 0), (1, 4)])
+@pytest.mark.parametrize("byte", [(0, 0), (1, 8)])
 @pytest.mark.parametrize("position", [0, 5, 9])
 def test_any_byte_of_a_committed_slot(layer, byte, position):
     world = prefilled()
@@ -473,8 +478,9 @@ def test_any_byte_of_a_committed_slot(layer, byte, position):
 def test_bytes_that_changed_places():
     """A checksum that only added bytes up would not see it."""
     world = prefilled()
-    bytes_of_slot = world.slot(0, 1 * N)
-    bytes_of_slot[:] = bytes_of_slot.flip(1)
+    before = world.slot(0, 1 * N).flatten().clone()
+    swapped = torch.cat([before[8:16], before[:8], before[16:]])
+    world.slot(0, 1 * N)[:] = swapped.view(HEADS, WIDTH)
     assert kinds(decode(world)) == ["changed"]
 
 
@@ -555,16 +561,19 @@ def test_the_same_token_again_need_not_change_anything():
     assert found == []
 
 
-def test_a_write_that_failed_step_left_behind_is_not_believed():
-    """A plan without a resolve: its slots hold nobody knows what."""
+def test_what_a_failed_step_left_behind_is_not_believed():
+    """A plan without a resolve says nothing of the bytes, nor do the checksums."""
     world = prefilled()
-    world.requests["a"].text.append(7)
-    audit = world.audit
-    resolve, audit.resolve = audit.resolve, lambda *args: None
-    world.step({"a": Work(1)})
-    audit.resolve = resolve
-    world.requests["a"].computed -= 1
-    assert world.step({"a": Work(1)}) == []
+    world.finish("a")
+    world.add("c", [*TEXT[:4], 91], [1, 2, 3])
+    assert world.step({"c": Work(4)}) == []
+    resolve, world.audit.resolve = world.audit.resolve, lambda *args: None
+    world.step({"c": Work(1)})
+    world.audit.resolve = resolve
+    # Another token after all, which is the one that was there before.
+    world.requests["c"].computed = 4
+    world.requests["c"].text[4] = TEXT[4]
+    assert world.step({"c": Work(1)}) == []
 
 
 # --- the tables -----------------------------------------------------------------------
