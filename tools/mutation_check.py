@@ -275,9 +275,11 @@ MUTATIONS = (
         "if (seat.opaque || num_same == 0) {",
     ),
     Mutation(
-        "audit_undone_forgotten", AUDIT, "record = row.old;", "record.content = 1;"
+        "audit_undone_forgotten",
+        AUDIT,
+        "record = row.old;",
+        "record.state = kSlotRejected;",
     ),
-    Mutation("audit_failed_step_believed", AUDIT, "row.old.content = 0;", ""),
     Mutation(
         "audit_no_going_back",
         AUDIT,

@@ -319,9 +319,7 @@ void audit_plan_cpu(const AuditPlanArgs& args) {
       row.slot = slot;
       row.old = record;
       if (record.state == kSlotPlanned) {
-        // Of a step that failed: nobody knows what it wrote.
-        row.old.state = kSlotUnknown;
-        row.old.content = 0;
+        row.old.state = kSlotUnknown;  // a step that failed; it has no checksums
       }
       record = {hash,
                 args.tokens[i],

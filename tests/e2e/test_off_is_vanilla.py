@@ -2,8 +2,9 @@
 """Mode off, and no mode at all, leave vLLM exactly as it was, at no cost.
 
 A process of its own loads vLLM's modules, then runs the installed entry point as vLLM
-does, first without VLLM_NWOR_MODE, then with off, then with cow: the same look that
-finds nothing changed by the first two must see what the third one does.
+does, first without VLLM_NWOR_MODE and VLLM_NWOR_AUDIT, then with off, then with the
+audit, then with cow: the same look that finds nothing changed by the first two must see
+what the others do.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ before, finders, modules = functions(), list(sys.meta_path), set(sys.modules)
 result = {"unset": None, "off": None}
 for mode in result:
     if mode != "unset":
-        os.environ["VLLM_NWOR_MODE"] = mode
+        os.environ["VLLM_NWOR_MODE"] = os.environ["VLLM_NWOR_AUDIT"] = mode
     entry.load()()
     result[mode] = look()
 
@@ -88,6 +89,14 @@ result["alias"] = {
     "names": len(names),
     "milliseconds": (time.process_time() - started) * 1e3,
 }
+
+os.environ["VLLM_NWOR_AUDIT"] = "log"
+entry.load()()
+result["audit"] = look()
+from vllm_nwor.audit import runner_v1 as audit_runner, stats as audit_stats
+from vllm_nwor.hooks import _wrap
+result["audited"] = sorted(row.name for row in audit_runner.LEDGER + audit_stats.LEDGER)
+_wrap.unhook()
 
 os.environ["VLLM_NWOR_MODE"] = "cow"
 entry.load()()
@@ -138,6 +147,12 @@ def test_imports_of_others_cost_what_they_did(looks: dict[str, Any]) -> None:
     assert looks["alias"]["found"] == []
     assert looks["alias"]["names"] > 1000
     assert looks["alias"]["milliseconds"] < 10
+
+
+def test_the_audit_alone_wraps_its_own_ledger(looks: dict[str, Any]) -> None:
+    changed = {name.rpartition(".")[2] for name in looks["audit"]["changed"]}
+    assert set(looks["audited"]) <= set(looks["audit"]["changed"])
+    assert changed == {name.rpartition(".")[2] for name in looks["audited"]}
 
 
 def test_the_look_sees_what_cow_does(looks: dict[str, Any]) -> None:

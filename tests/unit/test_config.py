@@ -3,13 +3,18 @@
 
 import pytest
 
-from vllm_nwor.config import Mode, NworConfig, NworConfigError, Strict
+from vllm_nwor.config import AuditMode, Mode, NworConfig, NworConfigError, Strict
 
 
 def test_an_empty_environment_means_off_with_metrics():
     config = NworConfig.from_env({})
 
     assert config == NworConfig(Mode.OFF, True, Strict.NEVER, False, None, None)
+    assert (config.audit, config.audit_mib, config.audit_file) == (
+        AuditMode.OFF,
+        32,
+        "",
+    )
 
 
 def test_an_empty_mode_means_off():
@@ -25,10 +30,27 @@ def test_every_variable_is_read():
             "VLLM_NWOR_DEBUG_SYNC": "1",
             "VLLM_NWOR_MAX_LOG_ROWS": "64",
             "VLLM_NWOR_SHADOW_BLOCKS": "12",
+            "VLLM_NWOR_AUDIT": "raise",
+            "VLLM_NWOR_AUDIT_MIB": "0",
+            "VLLM_NWOR_AUDIT_FILE": "found.json",
         }
     )
 
-    assert config == NworConfig(Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
+    assert config == NworConfig(
+        Mode.STAGE,
+        False,
+        Strict.STARTUP,
+        True,
+        64,
+        12,
+        AuditMode.RAISE,
+        0,
+        "found.json",
+    )
+
+
+def test_an_empty_audit_means_off():
+    assert NworConfig.from_env({"VLLM_NWOR_AUDIT": ""}).audit is AuditMode.OFF
 
 
 def test_no_shadow_blocks_is_not_the_default_number_of_them():
@@ -74,6 +96,12 @@ def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
             "VLLM_NWOR_MAX_LOG_ROWS",
             "1e3",
             "empty (no cap) or a whole number of rows, at least 1",
+        ),
+        ("VLLM_NWOR_AUDIT", "on", "off, log, raise"),
+        (
+            "VLLM_NWOR_AUDIT_MIB",
+            "1.5",
+            "empty (32) or a whole number of MiB a step, at least 0",
         ),
         (
             "VLLM_NWOR_SHADOW_BLOCKS",

@@ -9,11 +9,15 @@ from importlib import import_module
 
 import pytest
 
+from vllm_nwor.audit import runner_v1 as audit_runner_v1
+from vllm_nwor.audit import stats as audit_stats
 from vllm_nwor.hooks import engine_core, runner, runner_v1, runner_v2, stats
 from vllm_nwor.hooks._wrap import check
-from vllm_nwor.plugin import HOOKS
+from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
-ROWS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
+OURS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
+OF_THE_AUDIT = [*audit_runner_v1.LEDGER, *audit_stats.LEDGER]
+ROWS = [*OURS, *OF_THE_AUDIT]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -28,7 +32,14 @@ def test_a_row_says_why_and_until_when(row):
 
 
 def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
-    assert set(HOOKS) == {row.module for row in ROWS}
+    assert set(HOOKS) == {row.module for row in OURS}
+    assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT}
+
+
+def test_the_audits_wrappers_lie_over_the_others():
+    """Its plan comes before shadow pages are put in place, its resolve after commit."""
+    assert {row.layer for row in OURS} == {0}
+    assert {row.layer for row in OF_THE_AUDIT} == {1}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def pending(monkeypatch):
     """Modules for which a post-import hook was left, in order."""
     names: list[str] = []
     monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(plugin, "_audit_registered", False)
     monkeypatch.setattr(
         wrapt, "register_post_import_hook", lambda hook, name: names.append(name)
     )

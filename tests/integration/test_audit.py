@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV audit on real engines: nothing in clean runs, and what is planted is found.
+
+Clean runs are those of the byte oracle (chunked prefill, preemption, prefix hits,
+aborts), at 100 % of the bytes, in every mode. Faults are planted from outside: into the
+cache tensor, by the packing rules of tests/helpers/byte_map.py, which know nothing of
+the audit's layouts. The self-test (tests/e2e/test_audit_selftest.py) plants many more.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.byte_map import block_bytes, owners
+from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request
+from tests.helpers.runner_probe import Observer, Step, request_name
+from tests.integration.test_byte_oracle import (
+    CACHES,
+    FEW_BLOCKS,
+    HAS_AVX512,
+    REQUESTS,
+    prompt,
+)
+from vllm_nwor.audit.findings import AuditError, Finding
+
+EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
+
+
+def found(engine: Engine) -> list[Finding]:
+    return list(engine.audit.findings.last)
+
+
+# --- clean runs -----------------------------------------------------------------------
+
+SHADOW = 16
+CLEAN = [
+    *(("off", cache) for cache in CACHES),
+    *(("stage", cache) for cache in CACHES),
+    ("cow", "bf16"),
+    ("cow", "sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("mode", "cache"), CLEAN)
+def test_a_clean_run_has_no_finding(mode: str, cache: str) -> None:
+    if cache == "fp8" and not HAS_AVX512:
+        pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
+    arguments, settings = dict(CACHES[cache]), dict(EVERYTHING)
+    if mode == "stage":  # as many blocks for requests as in the other modes
+        settings["SHADOW_BLOCKS"] = str(SHADOW)
+        arguments["num_gpu_blocks_override"] += SHADOW
+    engine = Engine(mode, settings, **arguments)
+    truth = truth_of(engine, REQUESTS)
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    engine.poison_caches()
+
+    result = engine.run(REQUESTS)
+
+    assert found(engine) == []
+    assert result.num_preemptions > 0
+    assert sum(result.cached.values()) > 0
+    assert 0 < result.num_accepted < result.num_drafted
+    totals = engine.audit.audit.totals()
+    assert totals["unverified"] == 0
+    # All committed slots of all steps, nearly.
+    assert totals["contents"] > 20_000
+    assert totals["identities"] > 4000
+    if mode != "off":
+        assert engine.manager is not None
+        assert not engine.manager.fallbacks
+
+
+def test_without_speculation_and_with_a_name_used_again() -> None:
+    engine = Engine("off", EVERYTHING, speculative_config=None, **FEW_BLOCKS)
+    again = Request("short", prompt(12, 40), 30)
+    first = engine.run(REQUESTS)
+    engine.run([again, *REQUESTS[:2][:1]])
+    engine.run([Request("short", prompt(2, 3), 60, abort_at=9)])
+    engine.run([again])
+
+    assert first.num_preemptions > 0
+    assert found(engine) == []
+    assert engine.audit.audit.totals()["contents"] > 20_000
+
+
+# --- planted faults -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def audited() -> Engine:
+    return Engine("off", EVERYTHING, enable_prefix_caching=True)
+
+
+class Scribbler(Observer):
+    """Behind step number `at` one byte of one committed slot changes."""
+
+    def __init__(self, engine: Engine, at: int, seed: int) -> None:
+        self.engine, self.at = engine, at
+        self.draw = random.Random(seed)
+        self.expected: tuple[str, str, int, str] | None = None
+
+    def step_done(self, step: Step) -> None:
+        self.at -= 1
+        if self.at != 0:
+            return
+        probe = self.engine.probe
+        assert probe is not None
+        batch = self.engine.runner.input_batch
+        row = self.draw.randrange(batch.num_reqs)
+        # The last sampled token is not in the cache yet.
+        position = self.draw.randrange(int(batch.num_tokens_no_spec[row]) - 1)
+        block = int(batch.block_table[0].block_table.np[row, position // BLOCK_SIZE])
+        name, layer = self.draw.choice(list(probe.target_layers().items()))
+        mine = (owners(layer) == position % BLOCK_SIZE).nonzero().tolist()
+        head, byte = self.draw.choice(mine)
+        (storage,) = (
+            s
+            for s in probe.storages()
+            if s.untyped_storage().data_ptr()
+            == layer.kv_cache.untyped_storage().data_ptr()
+        )
+        block_bytes(layer.kv_cache, storage)[block, head, byte] ^= 1
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        self.expected = ("changed", name, slot, request_name(batch.req_ids[row]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_bit_in_the_cache_is_found_where_it_is(audited: Engine, seed: int) -> None:
+    audited.poison_caches()
+    audited.audit.findings.last.clear()
+    scribbler = Scribbler(audited, 12, seed)
+
+    audited.run(
+        [Request("a", prompt(seed, 80), 30), Request("b", prompt(-seed, 50), 40)],
+        [scribbler],
+    )
+
+    assert [
+        (f.kind, f.layer, f.slot, request_name(f.writer.request or ""))
+        for f in found(audited)
+    ] == [scribbler.expected]
+
+
+def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "findings.json"
+    settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
+    engine = Engine("cow", settings)
+    seen: list[int] = []
+
+    class Counter(Observer):
+        def step_done(self, step: Step) -> None:
+            seen.append(1)
+
+    scribbler = Scribbler(engine, 12, 3)
+    with pytest.raises(AuditError, match="1 findings, the first: changed: "):
+        engine.run([Request("a", prompt(3, 80), 60)], [Counter(), scribbler])
+
+    assert len(seen) == 12  # the next step's output did not come out
+    written = json.loads(path.read_text())
+    assert written["counts"] == {"changed": 1}
+    (finding,) = written["findings"]
+    assert scribbler.expected is not None
+    assert (finding["kind"], finding["layer"], finding["slot"]) == (
+        scribbler.expected[:3]
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["findings.json"]
+
+
+def test_the_counters_come_out_of_get_metrics() -> None:
+    engine = Engine("off", EVERYTHING, disable_log_stats=False)
+
+    def metrics() -> dict[tuple[str, str | None], int]:
+        return {
+            (metric.name, metric.labels.get("class")): metric.value
+            for metric in engine.llm.get_metrics()
+            if metric.name.startswith("vllm:nwor")
+        }
+
+    before = metrics()
+    assert set(before.values()) == {0}
+    assert ("vllm:nwor_audit_findings", "changed") in before
+    assert ("vllm:nwor_audit_unverified", None) in before
+    engine.run([Request("a", prompt(1, 80), 40)], [Scribbler(engine, 12, 1)])
+
+    rise = {key: value for key, value in metrics().items() if value}
+    assert rise == {("vllm:nwor_audit_findings", "changed"): 1}
+
+
+def test_a_failure_of_the_audit_ends_the_audit_and_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {name: value for name, value in EVERYTHING.items() if name != "STRICT"}
+    engine = Engine("off", settings)
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine.audit.audit, "resolve", failing)
+    result = engine.run([Request("a", prompt(1, 40), 20)])
+
+    assert len(result.tokens["a"]) == 20
+    assert engine.audit is None
+
+
+def test_the_tables_are_as_large_as_start_up_says(audited: Engine) -> None:
+    """32 bytes a slot and 4 a slot and layer, and nothing else that grows with it."""
+    audit = audited.audit.audit
+    (group,) = audit.groups
+    num_slots = group.shape.num_blocks * group.shape.block_size
+    per_slot = 32 + 4 * len(group.layers)
+    assert group.contents.dtype is torch.int32
+    assert audit.num_bytes >= per_slot * num_slots
+    batch = (256 + 1) * 96 + 256 * 80 + 8 * (64 + 8 * group.shape.max_blocks)
+    assert audit.num_bytes <= per_slot * num_slots + batch + 4 * group.shape.num_blocks
