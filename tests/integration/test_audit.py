@@ -25,6 +25,7 @@ from tests.integration.test_byte_oracle import (
     CACHES,
     FEW_BLOCKS,
     HAS_AVX512,
+    NUM_SHADOW_BLOCKS,
     REQUESTS,
     prompt,
 )
@@ -39,7 +40,6 @@ def found(engine: Engine) -> list[Finding]:
 
 # --- clean runs -----------------------------------------------------------------------
 
-SHADOW = 16
 CLEAN = [
     *(("off", cache) for cache in CACHES),
     *(("stage", cache) for cache in CACHES),
@@ -54,8 +54,9 @@ def test_a_clean_run_has_no_finding(mode: str, cache: str) -> None:
         pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
     arguments, settings = dict(CACHES[cache]), dict(EVERYTHING)
     if mode == "stage":  # as many blocks for requests as in the other modes
-        settings["SHADOW_BLOCKS"] = str(SHADOW)
-        arguments["num_gpu_blocks_override"] += SHADOW
+        num_shadow = NUM_SHADOW_BLOCKS.get(cache, 16)
+        settings["SHADOW_BLOCKS"] = str(num_shadow)
+        arguments["num_gpu_blocks_override"] += num_shadow
     engine = Engine(mode, settings, **arguments)
     truth = truth_of(engine, REQUESTS)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
@@ -79,11 +80,9 @@ def test_a_clean_run_has_no_finding(mode: str, cache: str) -> None:
 
 def test_without_speculation_and_with_a_name_used_again() -> None:
     engine = Engine("off", EVERYTHING, speculative_config=None, **FEW_BLOCKS)
-    again = Request("short", prompt(12, 40), 30)
     first = engine.run(REQUESTS)
-    engine.run([again, *REQUESTS[:2][:1]])
     engine.run([Request("short", prompt(2, 3), 60, abort_at=9)])
-    engine.run([again])
+    engine.run([Request("short", prompt(12, 40), 30), REQUESTS[0]])
 
     assert first.num_preemptions > 0
     assert found(engine) == []

@@ -49,6 +49,25 @@ def test_each_alert_fires_when_it_should_and_only_then() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_audits_alert_fires_on_a_finding_and_on_nothing_else(
+    tmp_path: Path,
+) -> None:
+    trials = (MONITORING / "audit_alerts_test.yml").read_text()
+    (tmp_path / "audit_alerts_test.yml").write_text(trials)
+    rules = (MONITORING / "audit_alerts.yml").read_text()
+    assert "`NworAuditFinding`" in (MONITORING / "README.md").read_text()
+    for expression, is_right in (
+        ("vllm:nwor_audit_findings_total > 0", True),
+        ("vllm:nwor_audit_findings_total >= 0", False),
+        ("increase(vllm:nwor_audit_findings_total[10m]) > 0", False),
+        ("vllm:nwor_audit_unverified_total > 0", False),
+    ):
+        changed = rules.replace("vllm:nwor_audit_findings_total > 0", expression)
+        (tmp_path / "audit_alerts.yml").write_text(changed)
+        done = promtool("test", "rules", tmp_path / "audit_alerts_test.yml")
+        assert (done.returncode == 0) is is_right, done.stdout + done.stderr
+
+
 def rules() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
     found: list[dict[str, Any]] = group["rules"]

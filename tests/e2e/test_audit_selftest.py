@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m vllm_nwor.audit --selftest`, as an operator runs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers.environment import subprocess_env
+from vllm_nwor.audit import selftest
+from vllm_nwor.audit.findings import CLASSES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NOT_BUILT = {"handed_on", "never_loaded"}
+
+
+def test_every_planted_fault_is_reported_as_what_it_is() -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_nwor.audit", "--selftest"],
+        env=subprocess_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    passed = re.findall(r"^ok   (\w+)", done.stdout, re.MULTILINE)
+    assert passed == ["clean", *(fault.__name__ for fault in selftest.FAULTS)]
+    kinds = set(re.findall(r"^     (\w+): ", done.stdout, re.MULTILINE))
+    assert kinds == set(CLASSES) - NOT_BUILT
+    (steps,) = re.findall(r"^(\d+) steps; passed$", done.stdout, re.MULTILINE)
+    assert int(steps) > 400
+    assert time.monotonic() - started < 240
+
+
+def test_a_selftest_without_a_fault_fails() -> None:
+    """The verdict is of what was found, not of what was planted."""
+    expected = selftest.Expected("changed", (5,), "layer", "one")
+    finding = _finding("changed", 5, "layer", "one-1")
+    assert selftest.matches(expected, finding)
+    for other in (
+        _finding("missing_write", 5, "layer", "one-1"),
+        _finding("changed", 6, "layer", "one-1"),
+        _finding("changed", 5, "other", "one-1"),
+        _finding("changed", 5, "layer", "two-1"),
+    ):
+        assert not selftest.matches(expected, other)
+
+
+def _finding(kind: str, slot: int, layer: str, writer: str) -> selftest.Finding:
+    from vllm_nwor.audit.findings import Finding, Writer
+
+    return Finding(
+        kind, 0, layer, 1, 0, slot, 0, None, Writer(writer, 1, 1), 2, "0x0", "0x1"
+    )
