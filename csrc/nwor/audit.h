@@ -37,7 +37,8 @@ struct SlotRecord {
   int32_t generation;  // of the request that wrote; 0: none
   int32_t state;       // SlotState
   // 0: no checksums; 1: there are; 2 + layer: there are, and that layer's did not
-  // change when they should have (layer: in the table that noticed).
+  // change when they should have (layer: in the table that noticed); -1: those that
+  // there are are of another text, which a load should have replaced.
   int32_t content;
 };
 static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
@@ -246,6 +247,14 @@ struct AuditAdoptArgs {
   int64_t step;
 };
 
+// Blocks of the group that go to a KV connector.
+struct AuditHandOnArgs {
+  AuditGroup group;
+  const int32_t* blocks;
+  int64_t count;
+  int64_t step;
+};
+
 struct AuditSnapshotArgs {
   AuditGroup group;
   AuditBytes bytes;
@@ -268,6 +277,7 @@ void audit_resolve_cpu(const AuditResolveArgs& args);
 void audit_adopt_cpu(const AuditAdoptArgs& args);
 void audit_record_cpu(const AuditRecordArgs& args);
 void audit_scan_cpu(const AuditScanArgs& args);
+void audit_hand_on_cpu(const AuditHandOnArgs& args);
 void audit_snapshot_cpu(const AuditSnapshotArgs& args);
 void audit_hand_out_cpu(const AuditHandOutArgs& args);
 

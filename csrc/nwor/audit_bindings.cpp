@@ -230,6 +230,17 @@ void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
        num_blocks, window, step, is_last});
 }
 
+void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
+                   Tensor plan, Tensor findings, int64_t block_size, Tensor blocks,
+                   int64_t step) {
+  const TensorArgs tensors("audit_hand_on", "records", records);
+  const AuditGroup group =
+      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
+  tensors.array("blocks", blocks, ScalarType::Int, 1);
+  audit_hand_on_cpu(
+      {group, static_cast<const int32_t*>(blocks.data_ptr()), blocks.size(0), step});
+}
+
 void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                     Tensor plan, Tensor findings, int64_t block_size, Tensor table,
                     OptionalTensor runs, Tensor contents, int64_t first_column,

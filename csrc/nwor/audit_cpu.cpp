@@ -15,6 +15,9 @@
 namespace nwor {
 namespace {
 
+// SlotRecord::content of a slot that was loaded over another text's bytes.
+constexpr int32_t kReplaced = -1;
+
 void report(const AuditGroup& group, const Finding& finding) {
   group.findings[group.header->num_findings % group.capacity] = finding;
   ++group.header->num_findings;
@@ -433,13 +436,15 @@ void audit_adopt_cpu(const AuditAdoptArgs& args) {
     }
     if (record.state == kSlotUnknown || seat.loads) {
       ++group.header->num_unverified;
+      const bool is_other = record.state != kSlotUnknown && record.content != 0 &&
+                            record.token != args.tokens[p];
       record = {hash,
                 args.tokens[p],
                 static_cast<int32_t>(p),
                 static_cast<int32_t>(args.step),
                 static_cast<int32_t>(seat.generation),
                 kSlotCommitted,
-                0};
+                is_other ? kReplaced : 0};
     } else if (p / group.block_size != reported_block) {
       reported_block = p / group.block_size;
       report_prefix(group, slot, p, hash, seat_index, args.step);
@@ -528,11 +533,20 @@ void audit_scan_cpu(const AuditScanArgs& args) {
     SlotRecord& record = group.records[slots[i]];
     const int32_t* found = sums.data() + i * num_layers;
     int32_t* known = bytes.contents + slots[i] * bytes.num_columns + bytes.first_column;
+    Finding finding = at_slot(group, kChanged, slots[i], positions[i],
+                              group.seats[batch.row_seats[rows[i]]], args.step);
+    finding.table = bytes.table_index;
     // What has no checksums yet was taken over: it gets some.
-    if (record.content != 0 && !std::equal(found, found + num_layers, known)) {
-      Finding finding = at_slot(group, kChanged, slots[i], positions[i],
-                                group.seats[batch.row_seats[rows[i]]], args.step);
-      finding.table = bytes.table_index;
+    if (record.content == kReplaced) {
+      // A single layer's checksum may agree by chance.
+      if (num_layers > 1 && std::equal(found, found + num_layers, known)) {
+        finding.kind = kNeverLoaded;
+        finding.layer = 0;
+        finding.num_layers = num_layers;
+        finding.expected = record.hash;
+        report(group, finding);
+      }
+    } else if (record.content != 0 && !std::equal(found, found + num_layers, known)) {
       for (int64_t layer = num_layers - 1; layer >= 0; --layer) {
         if (found[layer] != known[layer]) {
           finding.layer = layer;
@@ -543,10 +557,44 @@ void audit_scan_cpu(const AuditScanArgs& args) {
       }
       report(group, finding);
     }
-    group.header->num_contents += args.is_last && record.content != 0;
+    group.header->num_contents += args.is_last && record.content > 0;
     std::copy_n(found, num_layers, known);
-    if (args.is_last && record.content == 0) {
-      record.content = 1;
+    if (args.is_last) {
+      record.content = std::max(record.content, 1);
+    }
+  }
+}
+
+void audit_hand_on_cpu(const AuditHandOnArgs& args) {
+  const AuditGroup& group = args.group;
+  const int64_t num_blocks = group.num_slots / group.block_size;
+  for (int64_t i = 0; i < args.count; ++i) {
+    const int64_t block = args.blocks[i];
+    NWOR_CHECK(block >= 0 && block < num_blocks, "audit_hand_on", "blocks[", i, "] is ",
+               block, "; must be between 0 and ", num_blocks - 1);
+    const SlotRecord* records = group.records + block * group.block_size;
+    for (int64_t o = block == 0 ? group.block_size : 0; o < group.block_size; ++o) {
+      if (records[o].state == kSlotUnknown) {
+        break;
+      }
+      // Each slot's H follows from the one before, or it is of another text.
+      const bool is_next =
+          o == 0 || records[o].hash ==
+                        add(records[o - 1].hash,
+                            identity_of(records[o].token, records[o - 1].position + 1));
+      ++group.header->num_identities;
+      if (records[o].state == kSlotCommitted && is_next) {
+        continue;
+      }
+      Seat seat{};
+      seat.generation = group.owners[block];
+      const int64_t position = o == 0 ? records[o].position : records[0].position + o;
+      Finding finding = at_slot(group, kHandedOn, block * group.block_size + o,
+                                position, seat, args.step);
+      finding.expected = kSlotCommitted;
+      finding.found = records[o].state;
+      report(group, finding);
+      break;
     }
   }
 }

@@ -61,6 +61,9 @@ void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                 int64_t entry_tokens, Tensor table, OptionalTensor runs,
                 Tensor contents, int64_t first_column, int64_t table_index, int64_t row,
                 int64_t num_blocks, int64_t window, int64_t step, bool is_last);
+void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
+                   Tensor plan, Tensor findings, int64_t block_size, Tensor blocks,
+                   int64_t step);
 void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                     Tensor plan, Tensor findings, int64_t block_size, Tensor table,
                     OptionalTensor runs, Tensor contents, int64_t first_column,

@@ -60,6 +60,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def("audit_scan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH NWOR_AUDIT_BYTES
           ", int row, int num_blocks, int window, int step, "
           "bool is_last) -> ()");
+  ops.def("audit_hand_on(" NWOR_AUDIT_GROUP ", Tensor blocks, int step) -> ()");
   ops.def("audit_snapshot(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES ") -> ()");
   ops.def(
       "audit_hand_out(Tensor(a!) records, Tensor(b!) owners, Tensor blocks, "
@@ -82,6 +83,7 @@ STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, ops) {
   ops.impl("audit_adopt", TORCH_BOX(&nwor::audit_adopt));
   ops.impl("audit_record", TORCH_BOX(&nwor::audit_record));
   ops.impl("audit_scan", TORCH_BOX(&nwor::audit_scan));
+  ops.impl("audit_hand_on", TORCH_BOX(&nwor::audit_hand_on));
   ops.impl("audit_snapshot", TORCH_BOX(&nwor::audit_snapshot));
   ops.impl("audit_hand_out", TORCH_BOX(&nwor::audit_hand_out));
 }

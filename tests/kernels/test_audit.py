@@ -332,6 +332,9 @@ def test_a_load_that_failed_sends_a_request_back():
 def test_what_a_connector_loads_is_counted_and_not_reported():
     world = World(loads=True)
     world.add("a", TEXT[:9], [1, 2, 3], hit=8)
+    for position in range(8):
+        for layer in range(NUM_LAYERS):
+            world.write(layer, N + position, TEXT[position], position)
     assert world.step({"a": Work(1)}) == []
     assert world.audit.totals()["unverified"] == 8
     assert decode(world) == []
@@ -574,6 +577,65 @@ def test_what_a_failed_step_left_behind_is_not_believed():
     world.requests["c"].computed = 4
     world.requests["c"].text[4] = TEXT[4]
     assert world.step({"c": Work(1)}) == []
+
+
+# --- KV connectors --------------------------------------------------------------------
+
+
+def test_a_load_that_wrote_nothing():
+    """The blocks hold what another text left there."""
+    world = World(loads=True)
+    world.add("a", TEXT[:8], [1, 2])
+    assert world.step({"a": Work(8)}) == []
+    world.finish("a")
+    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
+    for position in range(4):  # its first block was loaded, the second was not
+        for layer in range(NUM_LAYERS):
+            world.write(layer, 1 * N + position, OTHER[position], position)
+    found = world.step({"b": Work(1)})
+    assert [(f.kind, f.slot, f.owner) for f in found] == [
+        ("never_loaded", 2 * N + offset, "b") for offset in range(4)
+    ]
+    assert world.step({"b": Work(0)}) == []
+
+
+def test_a_load_of_what_was_there_before_is_no_finding():
+    world = World(loads=True)
+    world.add("a", TEXT[:8], [1, 2])
+    assert world.step({"a": Work(8)}) == []
+    world.finish("a")
+    world.add("b", TEXT[:9], [1, 2, 3], hit=8)
+    assert world.step({"b": Work(1)}) == []
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_a_block_with_a_rejected_draft_is_handed_on(is_undone):
+    world = World(is_undone=is_undone)
+    world.add("a", TEXT[:7], [1, 2])
+    assert world.step({"a": Work(7, (77,), 0)}) == []
+    world.audit.hand_on([[1]])
+    assert world.found() == []
+    world.audit.hand_on([[1, 2]])
+    (finding,) = world.found()
+    assert (finding.kind, finding.slot, finding.position) == ("handed_on", 2 * N + 3, 7)
+    assert finding.owner == "a"
+    assert finding.writer.step == (0 if is_undone else 1)
+    world.requests["a"].text.append(7)
+    assert world.step({"a": Work(1)}) == []
+    world.audit.hand_on([[1, 2]])
+    assert world.found() == []
+
+
+def test_a_block_whose_last_slot_was_never_written_is_handed_on():
+    """It still holds what the request before committed there."""
+    world = prefilled()
+    world.finish("a")
+    world.add("c", OTHER[:7], [11, 2])
+    assert world.step({"c": Work(7)}) == []
+    world.audit.hand_on([[11, 2]])
+    (finding,) = world.found()
+    assert (finding.kind, finding.slot) == ("handed_on", 2 * N + 3)
+    assert (finding.owner, finding.writer.request) == ("c", "a")
 
 
 # --- the tables -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 
+from vllm_nwor.audit import offloading as audit_offloading
 from vllm_nwor.audit import runner_v1 as audit_runner_v1
 from vllm_nwor.audit import stats as audit_stats
 from vllm_nwor.hooks import engine_core, runner, runner_v1, runner_v2, stats
@@ -16,7 +17,11 @@ from vllm_nwor.hooks._wrap import check
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
 OURS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
-OF_THE_AUDIT = [*audit_runner_v1.LEDGER, *audit_stats.LEDGER]
+OF_THE_AUDIT = [
+    *audit_runner_v1.LEDGER,
+    *audit_stats.LEDGER,
+    *audit_offloading.LEDGER,
+]
 ROWS = [*OURS, *OF_THE_AUDIT]
 
 

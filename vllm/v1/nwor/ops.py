@@ -72,6 +72,7 @@ _OPS = (
     "audit_adopt",
     "audit_record",
     "audit_scan",
+    "audit_hand_on",
     "audit_snapshot",
     "audit_hand_out",
 )

@@ -39,6 +39,9 @@ HOOKS = {
 # What the KV audit hooks besides, or alone; its wrappers lie over the others.
 AUDIT_HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".audit.runner_v1:install",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker": (
+        ".audit.offloading:install"
+    ),
     "vllm.v1.core.sched.scheduler": ".audit.stats:install_scheduler",
     "vllm.v1.metrics.loggers": ".audit.stats:install_loggers",
     "vllm.v1.engine.utils": ".audit.stats:install_engines",

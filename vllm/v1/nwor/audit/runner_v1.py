@@ -29,6 +29,7 @@ from ..device_memory import DeviceMemory
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, install_all
 from ..hooks.discovery import config_refusal_of_ranks, target_layers
+from . import offloading
 from .findings import AuditError, Findings
 from .state import Audit, AuditedGroup, Batch, GroupShape, Text
 
@@ -141,7 +142,12 @@ def _initialize_kv_cache(
         logger.warning("NWOR audit: off: %s", found)
     else:
         runner.nwor_audit = found
+        offloading.watch(runner, _hand_on)
     return result
+
+
+def _hand_on(runner: Any, blocks: Any) -> None:
+    _guarded(runner, lambda state: state.audit.hand_on(blocks))
 
 
 def _refusal(runner: Any) -> str | None:

@@ -470,6 +470,12 @@ class Audit:
                         index == last,
                     )
 
+    def hand_on(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Blocks, by KV-cache group, go to a KV connector now: handed_on."""
+        for group in self.groups:
+            ids = torch.tensor(blocks[group.shape.group_id], dtype=torch.int32)
+            audit_op("hand_on")(*group.state, ids, self.step)
+
     # -- findings ------------------------------------------------------------------
 
     def take_findings(self) -> tuple[list[Finding], int, int]:
