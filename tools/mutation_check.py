@@ -229,7 +229,7 @@ MUTATIONS = (
     Mutation(
         "audit_no_hits",
         AUDIT,
-        "} else if (p / group.block_size != reported_block) {",
+        "} else if (!holds(record, hash) && p / group.block_size != reported_block) {",
         "} else if (false) {",
     ),
     Mutation(
@@ -295,8 +295,8 @@ MUTATIONS = (
     Mutation(
         "audit_loads_reported",
         AUDIT,
-        "if (record.state == kSlotUnknown || seat.loads) {",
-        "if (record.state == kSlotUnknown) {",
+        "record.state == kSlotLoaded ||\n        seat.loads == kUntoldLoads) {",
+        "record.state == kSlotLoaded) {",
     ),
     Mutation(
         "audit_cursor_stands",

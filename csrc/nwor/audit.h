@@ -25,7 +25,8 @@ enum SlotState : int32_t {
   kSlotUnknown,
   kSlotPlanned,
   kSlotCommitted,
-  kSlotRejected
+  kSlotRejected,
+  kSlotLoaded,  // a KV connector was told to fill it
 };
 
 // A row of `records`, int64 [num_slots, 4]: the last write to a slot.
@@ -43,6 +44,10 @@ struct SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 
+// Where a request's hit may come from besides the cache. Told: the slots that a load
+// fills are kSlotLoaded. Untold: any slot of a hit may have been filled.
+enum Loads : int64_t { kNoLoads, kToldLoads, kUntoldLoads };
+
 // A row of `seats`, int64 [num_seats, 8]: a request in the batch.
 struct Seat {
   int64_t hash;  // H of its last committed position
@@ -50,7 +55,7 @@ struct Seat {
   int64_t generation;
   int64_t opaque;      // its text is not known: identity is not checked
   int64_t hit_length;  // positions below were written by others, or loaded
-  int64_t loads;       // its hit may come from a KV connector
+  int64_t loads;       // Loads: whether its hit may come from a KV connector
   int64_t seed;        // H in front of its first position
   int64_t is_new;      // its hit was not looked at yet
 };
@@ -247,12 +252,13 @@ struct AuditAdoptArgs {
   int64_t step;
 };
 
-// Blocks of the group that go to a KV connector.
+// Blocks of the group that a KV connector is about to read, or to fill.
 struct AuditHandOnArgs {
   AuditGroup group;
   const int32_t* blocks;
   int64_t count;
   int64_t step;
+  bool fills;
 };
 
 struct AuditSnapshotArgs {

@@ -109,18 +109,17 @@ const int32_t* tokens_of(const TensorArgs& tensors, const Tensor& tokens,
 void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                 Tensor plan, Tensor findings, int64_t block_size, Tensor tokens,
                 int64_t length, int64_t seat, int64_t generation, int64_t seed,
-                bool opaque, bool loads, int64_t hit_length) {
+                bool opaque, int64_t loads, int64_t hit_length) {
   const TensorArgs tensors("audit_seat", "records", records);
   const AuditGroup group =
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
   NWOR_CHECK(seat >= 0 && seat < group.num_seats, tensors.op(), "seat is ", seat,
              "; must be between 0 and ", group.num_seats - 1);
-  audit_seat_cpu(
-      {group,
-       tokens_of(tensors, tokens, length, group.max_blocks * block_size),
-       length,
-       seat,
-       {0, 0, generation, opaque ? 1 : 0, hit_length, loads ? 1 : 0, seed, 1}});
+  audit_seat_cpu({group,
+                  tokens_of(tensors, tokens, length, group.max_blocks * block_size),
+                  length,
+                  seat,
+                  {0, 0, generation, opaque ? 1 : 0, hit_length, loads, seed, 1}});
 }
 
 void audit_plan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -232,13 +231,13 @@ void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
 
 void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                    Tensor plan, Tensor findings, int64_t block_size, Tensor blocks,
-                   int64_t step) {
+                   int64_t step, bool fills) {
   const TensorArgs tensors("audit_hand_on", "records", records);
   const AuditGroup group =
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
   tensors.array("blocks", blocks, ScalarType::Int, 1);
-  audit_hand_on_cpu(
-      {group, static_cast<const int32_t*>(blocks.data_ptr()), blocks.size(0), step});
+  audit_hand_on_cpu({group, static_cast<const int32_t*>(blocks.data_ptr()),
+                     blocks.size(0), step, fills});
 }
 
 void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,

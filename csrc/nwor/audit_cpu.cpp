@@ -430,13 +430,10 @@ void audit_adopt_cpu(const AuditAdoptArgs& args) {
     }
     ++group.header->num_identities;
     SlotRecord& record = group.records[slot];
-    const bool is_known = record.state == kSlotCommitted && record.hash == hash;
-    if (is_known) {
-      continue;
-    }
-    if (record.state == kSlotUnknown || seat.loads) {
+    if (record.state == kSlotUnknown || record.state == kSlotLoaded ||
+        seat.loads == kUntoldLoads) {
       ++group.header->num_unverified;
-      const bool is_other = record.state != kSlotUnknown && record.content != 0 &&
+      const bool is_other = record.state == kSlotLoaded && record.content != 0 &&
                             record.token != args.tokens[p];
       record = {hash,
                 args.tokens[p],
@@ -445,7 +442,7 @@ void audit_adopt_cpu(const AuditAdoptArgs& args) {
                 static_cast<int32_t>(seat.generation),
                 kSlotCommitted,
                 is_other ? kReplaced : 0};
-    } else if (p / group.block_size != reported_block) {
+    } else if (!holds(record, hash) && p / group.block_size != reported_block) {
       reported_block = p / group.block_size;
       report_prefix(group, slot, p, hash, seat_index, args.step);
     }
@@ -572,7 +569,13 @@ void audit_hand_on_cpu(const AuditHandOnArgs& args) {
     const int64_t block = args.blocks[i];
     NWOR_CHECK(block >= 0 && block < num_blocks, "audit_hand_on", "blocks[", i, "] is ",
                block, "; must be between 0 and ", num_blocks - 1);
-    const SlotRecord* records = group.records + block * group.block_size;
+    SlotRecord* records = group.records + block * group.block_size;
+    if (args.fills) {
+      for (int64_t o = 0; o < group.block_size; ++o) {
+        records[o].state = kSlotLoaded;
+      }
+      continue;
+    }
     for (int64_t o = block == 0 ? group.block_size : 0; o < group.block_size; ++o) {
       if (records[o].state == kSlotUnknown) {
         break;

@@ -32,7 +32,7 @@ void unstage(Tensor block_table, Tensor slot_mapping, Tensor saved, int64_t num_
 void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                 Tensor plan, Tensor findings, int64_t block_size, Tensor tokens,
                 int64_t length, int64_t seat, int64_t generation, int64_t seed,
-                bool opaque, bool loads, int64_t hit_length);
+                bool opaque, int64_t loads, int64_t hit_length);
 void audit_plan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                 Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
                 Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
@@ -63,7 +63,7 @@ void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                 int64_t num_blocks, int64_t window, int64_t step, bool is_last);
 void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                    Tensor plan, Tensor findings, int64_t block_size, Tensor blocks,
-                   int64_t step);
+                   int64_t step, bool fills);
 void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,
                     Tensor plan, Tensor findings, int64_t block_size, Tensor table,
                     OptionalTensor runs, Tensor contents, int64_t first_column,

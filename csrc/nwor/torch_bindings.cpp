@@ -46,7 +46,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "int num_reqs, int entry_tokens) -> ()");
   ops.def("audit_seat(" NWOR_AUDIT_GROUP
           ", Tensor tokens, int length, int seat, int generation, int seed, "
-          "bool opaque, bool loads, int hit_length) -> ()");
+          "bool opaque, int loads, int hit_length) -> ()");
   ops.def("audit_plan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
           ", Tensor tokens, Tensor positions, Tensor slot_mapping, int num_tokens, "
           "int step) -> ()");
@@ -60,7 +60,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def("audit_scan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH NWOR_AUDIT_BYTES
           ", int row, int num_blocks, int window, int step, "
           "bool is_last) -> ()");
-  ops.def("audit_hand_on(" NWOR_AUDIT_GROUP ", Tensor blocks, int step) -> ()");
+  ops.def("audit_hand_on(" NWOR_AUDIT_GROUP
+          ", Tensor blocks, int step, bool fills) -> ()");
   ops.def("audit_snapshot(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES ") -> ()");
   ops.def(
       "audit_hand_out(Tensor(a!) records, Tensor(b!) owners, Tensor blocks, "

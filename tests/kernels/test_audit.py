@@ -28,6 +28,7 @@ from vllm_nwor.audit.state import (
     AuditedGroup,
     Batch,
     GroupShape,
+    Loads,
     Text,
 )
 from vllm_nwor.device_memory import DeviceMemory
@@ -75,7 +76,7 @@ class World:
     budget: int = EVERYTHING
     is_undone: bool = False
     window: int = 0
-    loads: bool = False
+    loads: Loads = Loads.NONE
     num_groups: int = 1
     requests: dict[str, Request] = field(default_factory=dict)
 
@@ -330,7 +331,7 @@ def test_a_load_that_failed_sends_a_request_back():
 
 
 def test_what_a_connector_loads_is_counted_and_not_reported():
-    world = World(loads=True)
+    world = World(loads=Loads.UNTOLD)
     world.add("a", TEXT[:9], [1, 2, 3], hit=8)
     for position in range(8):
         for layer in range(NUM_LAYERS):
@@ -584,10 +585,11 @@ def test_what_a_failed_step_left_behind_is_not_believed():
 
 def test_a_load_that_wrote_nothing():
     """The blocks hold what another text left there."""
-    world = World(loads=True)
+    world = World(loads=Loads.TOLD)
     world.add("a", TEXT[:8], [1, 2])
     assert world.step({"a": Work(8)}) == []
     world.finish("a")
+    world.audit.hand_on([[1, 2]], fills=True)
     world.add("b", OTHER[:9], [1, 2, 3], hit=8)
     for position in range(4):  # its first block was loaded, the second was not
         for layer in range(NUM_LAYERS):
@@ -600,12 +602,25 @@ def test_a_load_that_wrote_nothing():
 
 
 def test_a_load_of_what_was_there_before_is_no_finding():
-    world = World(loads=True)
+    """Nor is one of the same text whose bytes came out differently."""
+    world = World(loads=Loads.TOLD)
     world.add("a", TEXT[:8], [1, 2])
     assert world.step({"a": Work(8)}) == []
     world.finish("a")
+    world.audit.hand_on([[1, 2]], fills=True)
+    world.slot(0, 2 * N)[0, 0] ^= 1
     world.add("b", TEXT[:9], [1, 2, 3], hit=8)
     assert world.step({"b": Work(1)}) == []
+    assert world.audit.totals()["unverified"] == 8
+
+
+def test_a_hit_beside_a_connector_that_tells_its_loads_is_verified():
+    world = World(loads=Loads.TOLD)
+    world.add("a", TEXT[:8], [1, 2])
+    assert world.step({"a": Work(8)}) == []
+    world.add("b", [*TEXT[:4], *OTHER[4:9]], [1, 2, 3], hit=8)
+    assert kinds(world.step({"a": Work(0), "b": Work(1)})) == ["wrong_prefix"]
+    assert world.audit.totals()["unverified"] == 0
 
 
 @pytest.mark.parametrize("is_undone", [False, True])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audit's adapter for vLLM's OffloadingConnector: `handed_on`.
+"""The audit's adapter for vLLM's OffloadingConnector: `handed_on`, `never_loaded`.
 
 A store is submitted one step after it was decided, when that step has been resolved: so
 every slot of its blocks must be committed by then. A block that is not is stored as it
-is, and loaded into another request later. (`never_loaded` needs no hook: a load that
-changes nothing shows when a request takes its blocks over.)
+is, and loaded into another request later. The blocks that a load fills are told apart
+from those that were found in the cache; that they change is seen when a request takes
+them over.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
 
-from ..hooks._wrap import HookTarget, install_all
+from ..hooks._wrap import HookTarget, argument, install_all, is_installed
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker"
 
@@ -37,38 +38,60 @@ TRANSFERS = HookTarget(
 )
 LEDGER = (PREEMPTIONS, TRANSFERS)
 
-# Model runners of this process that are audited, with what looks at blocks of theirs.
-_audited: list[tuple[weakref.ref[Any], Callable[[Any, Any], None]]] = []
+NAME = "OffloadingConnector"
+
+# Called with a runner, blocks by KV-cache group, and whether they are filled.
+Watcher = Callable[[Any, list[list[int]], bool], None]
+# Model runners of this process that are audited.
+_audited: list[tuple[weakref.ref[Any], Watcher]] = []
 
 
 def install(module: ModuleType) -> None:
     """Wraps the connector's worker in `module`. Raises HostMismatch."""
-    install_all(module, {PREEMPTIONS: _stores, TRANSFERS: _stores})
+    install_all(module, {PREEMPTIONS: _stores, TRANSFERS: _stores_and_loads})
 
 
-def watch(runner: Any, hand_on: Callable[[Any, Any], None]) -> None:
-    """Has `hand_on(runner, blocks by group)` called for what this runner's connector is
-    about to read."""
+def tells() -> bool:
+    """Whether `watch` will be told in this process."""
+    return is_installed(TRANSFERS)
+
+
+def watch(runner: Any, watcher: Watcher) -> None:
+    """Has `watcher` called for what this runner's connector will read or fill."""
     _audited[:] = [entry for entry in _audited if entry[0]() is not None]
-    _audited.append((weakref.ref(runner), hand_on))
+    _audited.append((weakref.ref(runner), watcher))
+
+
+def _tell(worker: Any, specs: list[Any], fills: bool) -> None:
+    for reference, watcher in _audited:
+        runner = reference()
+        if runner is None or runner.vllm_config is not worker.vllm_config:
+            continue
+        for spec in specs:
+            ends = [0, *accumulate(spec.group_sizes)]
+            ids = list(map(int, spec.block_ids))
+            watcher(runner, [ids[a:b] for a, b in pairwise(ends)], fills)
+
+
+def _waiting(worker: Any) -> list[Any]:
+    return [source for _, source, _ in worker._unsubmitted_store_jobs]
 
 
 def _stores(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
-    for reference, hand_on in _audited:
-        runner = reference()
-        if runner is not None and runner.vllm_config is worker.vllm_config:
-            metadata = args[0] if args else next(iter(kwargs.values()))
-            for spec in _specs(worker, metadata):
-                ends = [0, *accumulate(spec.group_sizes)]
-                ids = list(map(int, spec.block_ids))
-                hand_on(runner, [ids[a:b] for a, b in pairwise(ends)])
+    metadata = argument(PREEMPTIONS, "kv_connector_metadata", args, kwargs)
+    flushed = [
+        metadata.store_jobs[job].src_spec
+        for job in metadata.jobs_to_flush or ()
+        if job in metadata.store_jobs
+    ]
+    _tell(worker, _waiting(worker) + flushed, fills=False)
     return wrapped(*args, **kwargs)
 
 
-def _specs(worker: Any, metadata: Any) -> list[Any]:
-    """What the call is going to store: jobs that wait, and those that are flushed."""
-    flushed = getattr(metadata, "jobs_to_flush", None) or ()
-    jobs = getattr(metadata, "store_jobs", {})
-    return [source for _, source, _ in worker._unsubmitted_store_jobs] + [
-        jobs[job].src_spec for job in flushed if job in jobs
-    ]
+def _stores_and_loads(
+    wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any
+) -> Any:
+    _tell(worker, _waiting(worker), fills=False)
+    metadata = argument(TRANSFERS, "metadata", args, kwargs)
+    _tell(worker, [job.dst_spec for job in metadata.load_jobs.values()], fills=True)
+    return wrapped(*args, **kwargs)

@@ -31,7 +31,7 @@ from ..hooks._wrap import HookTarget, install_all
 from ..hooks.discovery import config_refusal_of_ranks, target_layers
 from . import offloading
 from .findings import AuditError, Findings
-from .state import Audit, AuditedGroup, Batch, GroupShape, Text
+from .state import Audit, AuditedGroup, Batch, GroupShape, Loads, Text
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -146,8 +146,17 @@ def _initialize_kv_cache(
     return result
 
 
-def _hand_on(runner: Any, blocks: Any) -> None:
-    _guarded(runner, lambda state: state.audit.hand_on(blocks))
+def _hand_on(runner: Any, blocks: Any, fills: bool) -> None:
+    _guarded(runner, lambda state: state.audit.hand_on(blocks, fills))
+
+
+def _loads_of(vllm_config: Any) -> Loads:
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None:
+        return Loads.NONE
+    is_told = offloading.tells() and transfer.kv_connector == offloading.NAME
+    is_vllms = not getattr(transfer, "kv_connector_module_path", None)
+    return Loads.TOLD if is_told and is_vllms else Loads.UNTOLD
 
 
 def _refusal(runner: Any) -> str | None:
@@ -201,7 +210,7 @@ def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:
         config.audit_mib << 20,
         num_seats,
         [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups],
-        loads=getattr(runner.vllm_config, "kv_transfer_config", None) is not None,
+        _loads_of(runner.vllm_config),
     )
     logger.info(
         "NWOR audit: %s; %s; %.1f MiB; bytes: %s",

@@ -21,9 +21,11 @@ text is then read from the host; from there on it is chained on the device.
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,15 @@ NEVER, AS_IT_IS = 0, -1
 HIT_BUDGETS = 4
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
+
+
+class Loads(enum.IntEnum):
+    """Whether a KV connector fills blocks: not at all; where it says so (`fill`); or
+    anywhere in what a request is said to have found."""
+
+    NONE = 0
+    TOLD = 1
+    UNTOLD = 2
 
 
 class Batch(NamedTuple):
@@ -214,7 +225,7 @@ class _Step:
 class Audit:
     """All audited groups of a runner.
 
-    step: of this runner, from 1. loads: whether a KV connector may fill blocks.
+    step: of this runner, from 1.
     """
 
     def __init__(
@@ -223,7 +234,7 @@ class Audit:
         budget_bytes: int,
         num_seats: int,
         block_sizes: Sequence[int],
-        loads: bool = False,
+        loads: Loads = Loads.NONE,
     ) -> None:
         """budget_bytes: of the caches, compared in a step; 0 compares none.
         block_sizes: tokens a block of each KV-cache group, audited or not."""
@@ -244,6 +255,7 @@ class Audit:
         self._row_seats = torch.zeros(num_seats, dtype=torch.int32)
         self._is_changed = True
         self._open: _Step | None = None
+        self._news: Callable[[], None] | None = None
         self.snapshot()
 
     @property
@@ -267,9 +279,27 @@ class Audit:
 
         new: (request, tokens computed, its blocks by group), also for one that is
             resumed. grown: (request, new blocks by group). copied: (block, to block).
+
+        It is taken in by `plan`: until then a connector may read blocks for the
+        requests that had them.
         """
+        self._take_in()
         self.step += 1
         self._open = None
+        self._news = partial(self._apply, finished, new, grown, copied)
+
+    def _take_in(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news()
+
+    def _apply(
+        self,
+        finished: Sequence[str],
+        new: Sequence[tuple[str, int, Sequence[Sequence[int]]]],
+        grown: Sequence[tuple[str, Sequence[Sequence[int]]]],
+        copied: Sequence[tuple[int, int]],
+    ) -> None:
         for name in finished:
             self._forget(name)
         for source, to in copied:
@@ -349,6 +379,7 @@ class Audit:
         row_ids: the request of each row of the batch. text_of: asked for rows whose
             request was not in the last batch.
         """
+        self._take_in()
         step = _Step(batch)
         if self._is_changed or self._row_ids != row_ids:
             self._seat_rows(step, row_ids, text_of)
@@ -470,11 +501,12 @@ class Audit:
                         index == last,
                     )
 
-    def hand_on(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Blocks, by KV-cache group, go to a KV connector now: handed_on."""
+    def hand_on(self, blocks: Sequence[Sequence[int]], fills: bool = False) -> None:
+        """A KV connector is about to read these blocks, by KV-cache group: handed_on.
+        fills: or to fill them; what they held is kept, to see that it changes."""
         for group in self.groups:
             ids = torch.tensor(blocks[group.shape.group_id], dtype=torch.int32)
-            audit_op("hand_on")(*group.state, ids, self.step)
+            audit_op("hand_on")(*group.state, ids, self.step, fills)
 
     # -- findings ------------------------------------------------------------------
 

@@ -152,6 +152,11 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
             known[0].put_on()
 
 
+def is_installed(target: HookTarget) -> bool:
+    """Whether install_all has wrapped `target` in this process."""
+    return any(target in hook.layers for hook in _hooks)
+
+
 def unhook() -> None:
     """Takes all wrappers off: until `rehook`, vLLM's classes in this process have the
     very attributes that they had before. A second call changes nothing.

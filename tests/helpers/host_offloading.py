@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An offloading spec that runs on the CPU: chunks are kept in this process, a transfer
+is done when it was submitted. vLLM's own CPUOffloadingSpec refuses a CPU platform; its
+manager is used as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class HostWorker(OffloadingWorker):
+    """loads_write: whether loads do what they say; tests switch it off."""
+
+    loads_write = True
+
+    def __init__(self, caches: CanonicalKVCaches) -> None:
+        self._tensors = [entry.tensor for entry in caches.tensors]
+        self._chunks: dict[int, list[torch.Tensor]] = {}
+        self._done: list[TransferResult] = []
+        self.num_loaded = 0
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        for block, chunk in self._pairs(src_spec, dst_spec):
+            self._chunks[chunk] = [tensor[block].clone() for tensor in self._tensors]
+        return self._finish(job_id)
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec
+    ) -> bool:
+        for block, chunk in self._pairs(dst_spec, src_spec):
+            self.num_loaded += 1
+            if HostWorker.loads_write:
+                for tensor, saved in zip(
+                    self._tensors, self._chunks[chunk], strict=True
+                ):
+                    tensor[block] = saved
+        return self._finish(job_id)
+
+    @staticmethod
+    def _pairs(blocks: Any, chunks: Any) -> list[tuple[int, int]]:
+        return list(
+            zip(blocks.block_ids.tolist(), chunks.block_ids.tolist(), strict=True)
+        )
+
+    def _finish(self, job_id: int) -> bool:
+        self._done.append(TransferResult(job_id, True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None: ...
+
+
+class HostSpec(CPUOffloadingSpec):
+    """last: the worker that was made last."""
+
+    last: HostWorker
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        HostSpec.last = HostWorker(kv_caches)
+        return HostSpec.last
