@@ -371,6 +371,40 @@ def foreign_block(bench: Bench) -> Expected:
     return Expected("foreign_write", (slot,), writer="one")
 
 
+def rejected_tail(bench: Bench) -> Expected:
+    """A block goes to a KV connector before its last slots are committed."""
+    start(bench)
+    batch = bench.runner.input_batch
+    length = int(batch.num_tokens_no_spec[bench.row("one")]) - 1
+    slot = bench.slot("one", length)
+    # As its adapter calls it, between two steps.
+    bench.audit.audit.hand_on([[slot // BLOCK_SIZE]])
+    bench.finish()
+    return Expected("handed_on", (slot,))
+
+
+def idle_load(bench: Bench) -> Expected:
+    """A load is reported done, and its block still holds another text."""
+    start(bench)
+    bench.finish()
+    slots: list[int] = []
+    execute_model = bench.runner.execute_model
+
+    def bent(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        for request in scheduled.scheduled_new_reqs:
+            (blocks,) = request.block_ids
+            slots.append(blocks[1] * BLOCK_SIZE)
+            blocks[0] = blocks[1]
+            bench.audit.audit.hand_on([[blocks[0]]], fills=True)
+        return execute_model(scheduled, *args, **kwargs)
+
+    bench.add("again", prompt(1, 75), 4)
+    with bench.replaced(bench.runner, "execute_model", bent):
+        bench.step()
+    bench.finish()
+    return Expected("never_loaded", tuple(slots), bench.layer(0).name)
+
+
 FAULTS = (
     scribble,
     lost_scale,
@@ -382,6 +416,8 @@ FAULTS = (
     swapped_tables,
     wrong_hit,
     missing_write,
+    rejected_tail,
+    idle_load,
 )
 
 
