@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tests.helpers import drafters
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.runner_probe import RunnerProbe
@@ -48,3 +50,28 @@ class WorkerProbe:
             "active": manager is not None and not manager.fallbacks,
             "counters": None if manager is None else manager.counters.tolist(),
         }
+
+    def audit_totals(self) -> dict[str, int]:
+        """What this rank's audit compared so far."""
+        totals: dict[str, int] = self.model_runner.nwor_audit.audit.totals()
+        return totals
+
+    def scribble(self, rank: int, at: int) -> None:
+        """On that rank a bit of the first request's first token changes behind step
+        number `at` from now."""
+        runner = self.model_runner
+        if runner.vllm_config.parallel_config.rank != rank:
+            return
+        sample_tokens = runner.sample_tokens
+        left = [at]
+
+        def scribbling(*args: Any, **kwargs: Any) -> Any:
+            output = sample_tokens(*args, **kwargs)
+            left[0] -= 1
+            if left[0] == 0:
+                (layer, *_) = RunnerProbe(runner).target_layers().values()
+                block = int(runner.input_batch.block_table[0].block_table.np[0, 0])
+                layer.kv_cache.view(torch.uint8)[block, 0, 0, 0] ^= 1
+            return output
+
+        runner.sample_tokens = scribbling

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import worker_probe
 from tests.helpers.byte_map import block_bytes, owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
+from tests.helpers.environment import model_path
 from tests.helpers.runner_probe import Observer, Step, request_name
 from tests.integration.test_byte_oracle import (
     CACHES,
@@ -218,3 +220,57 @@ def test_the_tables_are_as_large_as_start_up_says(audited: Engine) -> None:
     assert audit.num_bytes >= per_slot * num_slots
     batch = (256 + 1) * 96 + 256 * 80 + 8 * (64 + 8 * group.shape.max_blocks)
     assert audit.num_bytes <= per_slot * num_slots + batch + 4 * group.shape.num_blocks
+
+
+@pytest.mark.parametrize("mode", ["off", "cow"])
+def test_a_clean_run_beside_a_draft_model(mode: str) -> None:
+    """Its layers lie in the target's group and are written behind commit: they are not
+    audited, and what they do to their own caches is no finding."""
+    engine = Engine(
+        mode,
+        EVERYTHING,
+        "smollm2-135m",
+        num_gpu_blocks_override=20,
+        speculative_config={
+            "method": "draft_model",
+            "model": model_path("smollm2-draft-26"),
+            "num_speculative_tokens": 3,
+        },
+    )
+    assert engine.probe is not None
+    (group,) = engine.audit.audit.groups
+    assert {layer.name for layer in group.layers} == set(engine.probe.target_layers())
+
+    result = engine.run([Request(f"r{i}", prompt(i, 40), 40, at=i) for i in range(4)])
+
+    assert result.num_drafted > 100
+    assert found(engine) == []
+    assert engine.audit.audit.totals()["contents"] > 3000
+
+
+@pytest.mark.slow
+def test_each_rank_audits_its_own_share(tmp_path: Path) -> None:
+    """Two CPU workers, real processes, which log for themselves."""
+    path = tmp_path / "findings.json"
+    engine = Engine(
+        "stage",
+        EVERYTHING | {"AUDIT_FILE": str(path)},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        worker_extension_cls=worker_probe.NAME,
+    )
+    try:
+        engine.run([Request(f"r{i}", prompt(i, 60), 40, at=i) for i in range(4)])
+        assert list(tmp_path.iterdir()) == []
+        totals = engine.llm.collective_rpc("audit_totals")
+        assert len(totals) == 2
+        for rank in totals:
+            assert rank["findings"] == 0
+            assert rank["contents"] > 10_000
+        engine.llm.collective_rpc("scribble", args=(1, 5))
+        engine.run([Request("next", prompt(9, 60), 30)])
+    finally:
+        engine.core.shutdown()
+    (written,) = tmp_path.iterdir()
+    assert written.name == "findings.json.1"
+    assert json.loads(written.read_text())["counts"] == {"changed": 1}
