@@ -58,7 +58,7 @@ def tells() -> bool:
 
 def watch(runner: Any, watcher: Watcher) -> None:
     """Has `watcher` called for what this runner's connector will read or fill."""
-    _audited[:] = [entry for entry in _audited if entry[0]() is not None]
+    _audited[:] = [entry for entry in _audited if entry[0]() not in (None, runner)]
     _audited.append((weakref.ref(runner), watcher))
 
 
