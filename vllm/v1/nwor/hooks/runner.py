@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 from ..config import Mode, NworConfig
 from ..draft_manager import (
-    STALE_LOG,
     STEP_FAILED,
     DraftCommitManager,
     NworError,
@@ -146,7 +145,7 @@ def execute_model(
         return wrapped(*args, **kwargs)
     state.windows = None
     state.report.drop_step()
-    state.manager.abort(STALE_LOG)
+    state.manager.start_step()
     try:
         return wrapped(*args, **kwargs)
     except BaseException:
