@@ -34,7 +34,14 @@ from tests.helpers.drafters import (
     mixture,
     truth_of,
 )
-from tests.helpers.engine import DEFAULTS, NUM_DRAFTS, Engine, Request, Result
+from tests.helpers.engine import (
+    BLOCK_SIZE,
+    DEFAULTS,
+    NUM_DRAFTS,
+    Engine,
+    Request,
+    Result,
+)
 from tests.helpers.environment import model_path
 from tests.helpers.faults import replaced_ops
 from tests.helpers.logs import nwor_log
@@ -131,15 +138,20 @@ def counts(engine: Engine) -> dict[str, int]:
     return dict(zip(COUNTER_COLUMNS, totals, strict=True))
 
 
+def bytes_of_slots(engine: Engine) -> dict[str, int]:
+    """Of a slot in each of the target's layers."""
+    return {
+        name: layer.kv_cache[0].nbytes // layer.kv_cache.shape[2]
+        for name, layer in engine.probe.target_layers().items()
+    }
+
+
 def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
     """NWOR protected every window of the run, and counted exactly what happened."""
     assert not engine.manager.fallbacks
     num_windows = sum(len(step.drafted) for step in result.steps)
     num_rejected = result.num_drafted - result.num_accepted
-    slot_bytes = {
-        name: layer.kv_cache[0].nbytes // layer.kv_cache.shape[2]
-        for name, layer in engine.probe.target_layers().items()
-    }
+    slot_bytes = bytes_of_slots(engine)
     restored = sum(
         len(step.rejected.get(name, ())) * size
         for step in result.steps
@@ -162,8 +174,33 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
 
 
 def test_single_batch() -> None:
+    staged = staged_of(pair_of()[0])
+    before = counts(staged)["shadow_copied_bytes"]
     off, _ = compare([Request("one", prompt(1, 40), 80)], mixture)
     assert len(off.tokens["one"]) == 80
+    copied = counts(staged)["shadow_copied_bytes"] - before
+    with_seat, without_seat = rows_before_drafts(off, "one")
+    assert 0 < with_seat < without_seat / 4
+    assert copied == with_seat * sum(bytes_of_slots(staged).values())
+
+
+def rows_before_drafts(result: Result, name: str) -> tuple[int, int]:
+    """Committed rows of the blocks that the drafts of a request alone in its batch are
+    in: those that its shadow blocks lack, having been staged in the step before or not,
+    and all of them."""
+    lacking = total = position = 0
+    was_staged = False
+    for step in result.steps:
+        num_drafts = step.drafted.get(name, 0)
+        end = position + step.scheduled[name]
+        if num_drafts:
+            first = (end - num_drafts) // BLOCK_SIZE * BLOCK_SIZE
+            rows = max(0, position - first)
+            total += rows
+            lacking += 0 if was_staged else rows
+        was_staged = num_drafts > 0
+        position = end - num_drafts + step.accepted.get(name, 0)
+    return lacking, total
 
 
 def test_comparison_sees_a_wrong_restore() -> None:

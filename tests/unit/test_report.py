@@ -276,13 +276,13 @@ REAL, SHADOW = [[1]], [[2]]
 
 @pytest.fixture
 def state():
-    cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
+    cache = torch.zeros(6, 2, 16, 8, dtype=torch.uint8)
     layer = LayerCache("layer", cache, row_layout(cache))
     manager = DraftCommitManager(
         NworConfig(mode=Mode.STAGE),
         [(0, [layer])],
         capacity=8,
-        staged={0: StagedGroup(ShadowRegion(2, 1, 2, 2, 16), 16)},
+        staged={0: StagedGroup(ShadowRegion(2, 2, 2, 2, 16), 16)},
     )
     return hooks.RunnerState(manager, [], Report([], manager))
 
@@ -387,6 +387,13 @@ class TestFailedStep:
         assert seen == [REAL]
         assert state.manager.fallbacks == {"stale_log": 1}
 
+    def test_every_step_of_the_runner_counts_for_the_seats(self, state):
+        runner = SimpleNamespace(nwor_state=state)
+        before = state.manager.shadow.step
+        for _ in range(2):
+            hooks.execute_model(lambda: None, runner, (), {})
+        assert state.manager.shadow.step == before + 2
+
 
 def v1_runner(state, step):
     """A V1 runner that has prepared that step."""
@@ -430,19 +437,22 @@ class TestStagedHooks:
         assert step.block_tables[0].tolist() == REAL
         assert counts(state.report) == (3, 2)
 
-    def test_v2(self, state, step):
-        runner = SimpleNamespace(nwor_state=state)
+    @pytest.mark.parametrize(("max_num_reqs", "shadow"), [(2, [[4]]), (3, SHADOW)])
+    def test_v2(self, state, step, max_num_reqs, shadow):
+        """Seats are the request states' if there are as many, else the batch rows'."""
+        runner = SimpleNamespace(nwor_state=state, max_num_reqs=max_num_reqs)
         batch = SimpleNamespace(
             num_draft_tokens=3,
             logits_indices=step.logits_indices,
             cu_num_logits=torch.tensor([0, 4], dtype=torch.int32),
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
+            idx_mapping=torch.tensor([1]),
         )
         prepared = (step.block_tables, step.slot_mappings)
 
         runner_v2._prepare_attn(lambda *_: prepared, runner, (batch,), {})
-        assert step.block_tables[0].tolist() == SHADOW
+        assert step.block_tables[0].tolist() == shadow
         assert state.manager.state is State.STAGED
         rejected = torch.tensor([2], dtype=torch.int32)
         sampled = (None, None, rejected)
