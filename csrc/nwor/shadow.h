@@ -21,7 +21,8 @@
 // - that commit kept all rows before this step's p0, and none from there on;
 // - the entry that holds row p0 - 1 is the one that it wrote the row to.
 // Then nobody else had the block in between: who gets it needs a step without drafts
-// to fill it, and a request that is computed again begins at another p0.
+// to fill it. (The host's count skips a number where a request has drafts in its very
+// first step: its rows may be a copy of another's block.)
 #pragma once
 
 #include "table.h"

@@ -25,7 +25,9 @@ runner: its batch row (V1), or its index in the request states (V2). Committed r
 the shadow has from the step before are not copied again. What a shadow has counts only
 if the seat was committed in the runner's step before this one, up to the first row that
 this step writes, to the block that is in the table now (csrc/nwor/shadow.h says why
-that is enough); so nobody has to tell when a request comes, goes or is preempted.
+that is enough); so nobody has to tell when a request goes, moves or is preempted. The
+exception is a step that verifies drafts of a request which did not run in the step
+before: in that one nothing counts.
 """
 
 from __future__ import annotations
@@ -145,10 +147,15 @@ class ShadowPages:
     def is_open(self) -> bool:
         return self._windows is not None
 
-    def start_step(self) -> None:
+    def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: only what was
-        committed in the step before counts as present in a shadow block."""
-        self.step = self.step + 1 if self.step < _MAX_STEP else 1
+        committed in the step before counts as present in a shadow block.
+
+        keeps: False: in this step nothing counts.
+        """
+        self.step += 1 if keeps else 2
+        if self.step > _MAX_STEP:
+            self.step = 1
 
     def stage(self, windows: VerificationWindows) -> None:
         """Enqueues the copies and puts the shadow blocks in place. Call when block
