@@ -203,6 +203,36 @@ def rows_before_drafts(result: Result, name: str) -> tuple[int, int]:
     return lacking, total
 
 
+def test_a_block_and_a_row_change_hands() -> None:
+    """The second request gets the first one's block and batch row, and verifies its
+    first drafts at the position where the first one ended: all that distinguishes it
+    for its shadow blocks is that steps without drafts lie between."""
+    requests = [
+        Request("first", prompt(1, 10), 11),
+        Request("second", prompt(2, 20), 30, at=14),
+    ]
+    off, _ = compare(requests, all_wrong)
+    slots = {}
+    for step in off.steps:
+        ((name, _),) = step.scheduled.items()
+        slots.setdefault(name, next(iter(step.slots.values()))[:10].tolist())
+    assert slots["first"] == slots["second"]
+
+
+def test_a_row_changes_hands_from_one_step_to_the_next() -> None:
+    """A request moves into the row of one that was as long as it: all that
+    distinguishes them for the row's shadow blocks is their own block."""
+    requests = [
+        Request("gone", prompt(1, 10), 30, abort_at=8),
+        Request("moved", prompt(2, 10), 30),
+    ]
+    off, _ = compare(requests, all_wrong)
+    assert [list(step.scheduled) for step in off.steps[7:9]] == [
+        ["gone", "moved"],
+        ["moved"],
+    ]
+
+
 def test_comparison_sees_a_wrong_restore() -> None:
     """The rows can fail: undoing one accepted draft too many changes the outputs."""
     cow = pair_of()[1]
