@@ -549,8 +549,14 @@ def test_tensor_parallel_2() -> None:
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(4)]
     truth: dict[str, list[int]] = {}
     results, reports = {}, {}
-    for mode in ("off", "cow"):
-        engine = Engine(mode, **arguments)
+    for mode in ("off", "cow", "stage"):
+        num_shadow = 16 if mode == "stage" else 0
+        engine = Engine(
+            mode,
+            {"SHADOW_BLOCKS": str(num_shadow)},
+            **arguments,
+            num_gpu_blocks_override=DEFAULTS["num_gpu_blocks_override"] + num_shadow,
+        )
         rpc = engine.llm.collective_rpc
         try:
             rpc("script", args=({}, "no_drafts"))
@@ -564,16 +570,19 @@ def test_tensor_parallel_2() -> None:
             reports[mode] = rpc("report")
         finally:
             engine.core.shutdown()
-    assert results["off"].tokens == results["cow"].tokens
-    assert results["off"].logprobs == results["cow"].logprobs
+    for mode in ("cow", "stage"):
+        assert results["off"].tokens == results[mode].tokens
+        assert results["off"].logprobs == results[mode].logprobs
+        for off, on in zip(reports["off"], reports[mode], strict=True):
+            assert off["schedule"] == on["schedule"]
+            assert on["violations"] == []
+            assert on["active"]
+        assert reports[mode][0]["counters"] == reports[mode][1]["counters"]
+    assert all(stage["num_staged"] > 100 for stage in reports["stage"])
     for off, cow in zip(reports["off"], reports["cow"], strict=True):
-        assert off["schedule"] == cow["schedule"]
         assert off["num_dirty"] > 100
         assert cow["num_dirty"] > 100
         assert off["violations"] != []
-        assert cow["violations"] == []
-        assert cow["active"]
-    assert reports["cow"][0]["counters"] == reports["cow"][1]["counters"]
 
 
 @pytest.mark.slow
