@@ -256,8 +256,7 @@ void* nwor_prepared_pages_new(const nwor::PreparedPages* launches, int64_t num_l
                     launch.width,
                     nwor::at<int64_t>(launch.slot_mapping),
                     launch.num_slots_mapped};
-    stage.saved = {nwor::at<int32_t>(launch.saved), launch.num_seats, launch.span,
-                   {}};
+    stage.saved = {nwor::at<int32_t>(launch.saved), launch.num_seats, launch.span, {}};
     stage.first_entry = launch.first_entry;
     stage.num_real_entries = launch.num_real_entries;
     stage.entry_tokens = launch.entry_tokens;

@@ -39,11 +39,11 @@ enum SavedColumn : int {
   kSavedFirstBlock,  // logical entry of the first draft
   kSavedNumBlocks,
   kSavedCopiedRows,
-  kSavedTicket,  // blocks of a launch that have read their entries
-  kSavedStep,    // in which the seat was last staged
-  kSavedValid,   // behind the last row that its commit kept; -1 before commit
+  kSavedTicket,      // blocks of a launch that have read their entries
+  kSavedStep,        // in which the seat was last staged
+  kSavedValid,       // behind the last row that its commit kept; -1 before commit
   kSavedValidEntry,  // real entry of that row; 0 if it was not staged
-  kSavedEntries,  // real [span], then shadow [span]
+  kSavedEntries,     // real [span], then shadow [span]
 };
 
 // What stage keeps of the windows, for the other launches of the step.
@@ -199,9 +199,9 @@ NWOR_HOST_DEVICE inline void save_valid(int32_t* saved, const StagedWindow& wind
   const int64_t valid = window.first_draft() + num_kept;
   const int64_t block = (valid - 1) / entry_tokens;
   saved[kSavedValid] = static_cast<int32_t>(valid);
-  saved[kSavedValidEntry] =
-      block < window.first_block ? 0
-                                 : saved[kSavedEntries + block - window.first_block];
+  saved[kSavedValidEntry] = block < window.first_block
+                                ? 0
+                                : saved[kSavedEntries + block - window.first_block];
 }
 
 // The slot of `position` by entries[0 .. num_blocks) of the window.

@@ -350,8 +350,8 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
     const StagedWindow window = load_window(args.saved.row(r));
     if (window.num_drafts > 0) {
       const int64_t accepted = num_accepted(args.acceptance, r, window.num_drafts);
-      save_valid(args.saved.row(r), window,
-                 clamp_accepted(accepted, window.num_drafts), args.entry_tokens);
+      save_valid(args.saved.row(r), window, clamp_accepted(accepted, window.num_drafts),
+                 args.entry_tokens);
       undo(args.blocks, args.saved, r, window, args.entry_tokens);
     }
   }

@@ -158,8 +158,7 @@ __device__ bool read_entries(const ShadowStageArgs& args, int64_t r,
     shared.shadow[i] = args.shadow_entry(r, window.first_block + i);
   }
   if (threadIdx.x == 0) {
-    shared.num_copied =
-        num_lacking(args, args.saved.row(r), window, shared.real[0]);
+    shared.num_copied = num_lacking(args, args.saved.row(r), window, shared.real[0]);
   }
   __syncthreads();
   for (int64_t p = window.first_staged(args.entry_tokens) + threadIdx.x;

@@ -223,9 +223,8 @@ SavedWindows TensorArgs::saved(const Tensor& saved, const OptionalTensor& seats,
   array("saved", saved, ScalarType::Int, 2);
   const int64_t span = (saved.size(1) - kSavedEntries) / 2;
   NWOR_CHECK(span >= 1 && saved.size(1) == kSavedEntries + 2 * span, op_,
-             "saved has shape ", shape_of(saved),
-             "; dimension 1 must be ", kSavedEntries + 0,
-             " + 2 * span, span at least 1");
+             "saved has shape ", shape_of(saved), "; dimension 1 must be ",
+             kSavedEntries + 0, " + 2 * span, span at least 1");
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= saved.size(0), op_, "num_reqs is ", num_reqs,
              " and saved has ", saved.size(0), " rows; must be between 0 and as many");
   IndexArray of_rows{};
