@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.simulation import __main__ as program
-from tests.simulation import operations
+from tests.simulation import operations, seats
 from tests.simulation.__main__ import Failure, run, run_seed
 from tests.simulation.memory import Violation, draw_cache
 from tests.simulation.operations import FAULT_NAMES, Operation, from_text, to_text
@@ -104,6 +104,65 @@ def test_slots_share_no_bytes_and_guards_belong_to_none() -> None:
             assert len(taken) == len(set(taken))
             assert min(taken) >= 64
             assert max(taken) < cache.memory.real.size - 64
+
+
+# --- the rule of the seats ------------------------------------------------------------
+
+
+def test_shadow_rows_that_count_are_the_real_ones() -> None:
+    happened = seats.run(0, 100_000)
+    assert len(happened) == 9
+    assert min(happened.values()) > 1000, happened
+
+
+class AnyStep(seats.Rule):
+    """Committed at some time."""
+
+    def counts(self, seat: seats.Seat, first_position: int, entry: int) -> bool:
+        return seat.valid == first_position and seat.entry == entry
+
+
+class StepsWithDrafts(seats.Rule):
+    def start(self, has_drafts: bool, is_staged: bool, has_copies: bool) -> None:
+        self.step += has_drafts + has_copies
+
+
+class StepsWithoutLog(seats.Rule):
+    def start(self, has_drafts: bool, is_staged: bool, has_copies: bool) -> None:
+        self.step += (is_staged or not has_drafts) + has_copies
+
+
+class CopiesUnseen(seats.Rule):
+    def start(self, has_drafts: bool, is_staged: bool, has_copies: bool) -> None:
+        self.step += 1
+
+
+class AnyEntry(seats.Rule):
+    def counts(self, seat: seats.Seat, first_position: int, entry: int) -> bool:
+        return seat.step == self.step - 1 and seat.valid == first_position
+
+
+class FailedStepsCommit(seats.Rule):
+    """What an earlier commit left is not taken back by a step that fails."""
+
+    def stage(self, seat: seats.Seat) -> None:
+        seat.step = self.step
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        AnyStep,
+        StepsWithDrafts,
+        StepsWithoutLog,
+        CopiesUnseen,
+        AnyEntry,
+        FailedStepsCommit,
+    ],
+)
+def test_each_condition_of_the_rule_is_needed(mutation: type[seats.Rule]) -> None:
+    with pytest.raises(Violation, match=r"^stale shadow row"):
+        seats.run(0, 400_000, mutation)
 
 
 # --- bugs that are planted ------------------------------------------------------------
