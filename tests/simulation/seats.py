@@ -25,6 +25,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from tests.simulation.blocks import condense
 from tests.simulation.memory import Violation
 
 STEPS_PER_SEED = 50
@@ -116,7 +117,7 @@ class World:
         self.shadow = [[0] * (self.span * self.tokens) for _ in range(self.num_rows)]
         self.seats = [Seat() for _ in range(self.num_rows)]
         self.indices = list(range(self.num_rows))
-        self.rows: list[Request | None] = []
+        self.rows: list[Request] = []
         self.requests: list[Request] = []
         self.num_writes = 0
         self.happened: Counter[str] = Counter()
@@ -138,7 +139,8 @@ class World:
 
     def _release(self, request: Request) -> None:
         """Blocks and index are another's from now on."""
-        for block in reversed(request.blocks):
+        # The last ones are given out first.
+        for block in request.blocks if self.is_lifo else reversed(request.blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
                 (self.free.appendleft if self.is_lifo else self.free.append)(block)
@@ -188,7 +190,7 @@ class World:
         while len(self.requests) < self.num_rows and draw.random() < 0.7:
             self.requests.append(Request(draw.randint(1, self.max_length - 1)))
         windows, has_copies = self._schedule()
-        self._place([window.request for window in windows])
+        self.rows = condense(self.rows, [window.request for window in windows])
         has_drafts = any(window.num_drafts for window in windows)
         is_staged = has_drafts and draw.random() < 0.9
         self.rule.start(has_drafts, is_staged, has_copies)
@@ -238,22 +240,6 @@ class World:
                 self._release(victim)
                 return True
         return False
-
-    def _place(self, scheduled: list[Request]) -> None:
-        """V1's rows: new ones in the holes that others left, then the last ones."""
-        rows = [row if row in scheduled else None for row in self.rows]
-        for request in scheduled:
-            if request not in rows:
-                if None in rows:
-                    rows[rows.index(None)] = request
-                else:
-                    rows.append(request)
-        while None in rows:
-            last = rows.pop()
-            if last is not None:
-                rows[rows.index(None)] = last
-                self.happened["moved"] += 1
-        self.rows = rows
 
     def _seat(self, request: Request) -> int:
         return request.index if self.has_indices else self.rows.index(request)
