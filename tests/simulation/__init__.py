@@ -7,8 +7,9 @@
     operations  what can happen, drawn from a seed
     simulator   lets it happen, and checks the guarantees at each step
     shrink      cuts a failing run down to a few operations
+    seats       the rule by which shadow rows are not copied anew, without tensors
 
 `python -m tests.simulation --help` runs and replays it. The real parts under test are
-DraftCommitManager, VerificationWindows, KVLayout, Report, NworStats and the native CPU
-ops. Not simulated: attention, threads, a device that runs behind the host.
+DraftCommitManager, ShadowPages, VerificationWindows, KVLayout, Report, NworStats and
+the native CPU ops. Not simulated: attention, threads, a device behind the host.
 """

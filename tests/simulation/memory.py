@@ -172,7 +172,7 @@ def draw_cache(draw: random.Random) -> Cache:
     each with its own view of the blocks that the common pool gave it. No group is
     staged, or all, or the first one only.
     """
-    num_real_blocks = draw.choice((16, 48, 80))
+    num_real_blocks = draw.choice((16, 32, 48))
     num_groups = draw.choice((1, 1, 2, 2, 3))
     num_layers = draw.randint(1, 3)
     shared = num_groups > 1 and draw.random() < 0.4

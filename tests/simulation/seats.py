@@ -98,6 +98,7 @@ class World:
     """Requests, blocks and seats of one KV-cache group, drawn from a seed."""
 
     def __init__(self, seed: int, rule: Rule) -> None:
+        self.seed = seed
         draw = self.draw = random.Random(seed)
         self.rule = rule
         self.tokens = draw.choice((1, 2, 2, 3, 4))  # of an entry
@@ -262,7 +263,12 @@ class World:
                 if not counts:
                     shadow[place] = real
                 elif shadow[place] != real:
-                    raise Violation("stale shadow row", f"{window}, row {position}")
+                    raise Violation(
+                        "stale shadow row",
+                        f"{window}, row {position}; replay:\n  python -m "
+                        f"tests.simulation --seed {self.seed} --operations 0 "
+                        f"--seat-steps {STEPS_PER_SEED}",
+                    )
         self.rule.stage(seat)
 
     def _forward(self, window: Window, is_staged: bool) -> None:
@@ -302,10 +308,7 @@ def run(first_seed: int, num_steps: int, rule: type[Rule] = Rule) -> Counter[str
     happened: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + -(-num_steps // STEPS_PER_SEED)):
         world = World(seed, rule())
-        try:
-            for _ in range(STEPS_PER_SEED):
-                world.step()
-        except Violation as violation:
-            raise Violation(violation.kind, f"{violation}; seed {seed}") from None
+        for _ in range(STEPS_PER_SEED):
+            world.step()
         happened += world.happened
     return happened

@@ -297,7 +297,7 @@ class Simulator:
                     break
                 played.append((kind, numbers))
                 is_played = self.play_operation[kind](*numbers)
-                if kind == ops.RUN:
+                if is_played and kind == ops.RUN:
                     self._check_invariants()
                 self.totals.operations[kind] += is_played
             self._check_bytes("the end")

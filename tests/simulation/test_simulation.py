@@ -14,10 +14,9 @@ import torch
 
 from tests.simulation import __main__ as program
 from tests.simulation import operations, seats
-from tests.simulation.__main__ import Failure, run, run_seed
+from tests.simulation.__main__ import Failure, run
 from tests.simulation.memory import Violation, draw_cache
-from tests.simulation.operations import FAULT_NAMES, Operation, from_text, to_text
-from tests.simulation.shrink import shrink
+from tests.simulation.operations import FAULT_NAMES, Operation, from_text
 from tests.simulation.simulator import PERSISTS, Simulator, Totals
 from vllm_nwor import ops
 from vllm_nwor.draft_manager import DraftCommitManager
@@ -172,8 +171,12 @@ class FailedStepsCommit(seats.Rule):
     ],
 )
 def test_each_condition_of_the_rule_is_needed(mutation: type[seats.Rule]) -> None:
-    with pytest.raises(Violation, match=r"^stale shadow row"):
+    with pytest.raises(Violation, match=r"^stale shadow row") as caught:
         seats.run(0, 400_000, mutation)
+    seed = int(str(caught.value).split()[-5])
+    with pytest.raises(Violation, match=re.escape(str(caught.value))):
+        seats.run(seed, seats.STEPS_PER_SEED, mutation)
+    seats.run(seed, seats.STEPS_PER_SEED)
 
 
 # --- bugs that are planted ------------------------------------------------------------
@@ -393,23 +396,5 @@ def test_an_unknown_operation_is_refused_by_name() -> None:
         from_text('[["arrive", 1]]')
 
 
-def test_shrinking_ends_with_what_is_needed() -> None:
-    """Two operations among many, and one number of them, make it fail."""
-    story: list[Operation] = [("arrive", (i, 5)) for i in range(40)]
-
-    def fails(candidate: list[Operation]) -> bool:
-        return ("arrive", (3, 5)) in candidate and any(
-            numbers[0] >= 20 for _, numbers in candidate
-        )
-
-    assert shrink(story, fails) == [("arrive", (3, 5)), ("arrive", (20, 0))]
-    assert from_text(to_text(story)) == story
-
-
-def test_a_run_stops_at_its_limit() -> None:
-    assert run_seed(3, 100).num_operations == 100
-
-
 def _drawn(seed: int) -> random.Random:
-
     return random.Random(seed)
