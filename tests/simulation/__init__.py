@@ -2,7 +2,7 @@
 """A seeded simulation of vLLM's paged KV cache around the real manager and CPU ops.
 
     memory      one allocation with caches of several layouts, and its plain models
-    blocks      vLLM's side: requests, block pool, prefix cache, offload store
+    blocks      vLLM's side: requests, block pool, prefix cache
     faults      the op module with faults planted in it
     operations  what can happen, drawn from a seed
     simulator   lets it happen, and checks the guarantees at each step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side of the cache: requests, a pool of blocks, prefix cache, offload store.
+"""vLLM's side of the cache: requests, a pool of blocks, prefix cache.
 
 Written after what vLLM's block pool and scheduler do, as plainly as possible. A
 request's text is what its target would say: token p of family f is always the same, so
@@ -8,7 +8,7 @@ that requests of a family share prefixes, generated ones too.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.simulation.memory import Bytes, Cache, Saved, Violation
-
-MAX_STORED = 8
+from tests.simulation.memory import Bytes, Cache, Violation
 
 Text = tuple[int, ...]
 
@@ -148,8 +146,8 @@ class Pool:
 class Blocks:
     """Gives blocks to requests, and takes them back.
 
-    num_hits, num_loads: chunks that came from the prefix cache and from the store. A
-    chunk is the least number of tokens that fills whole blocks in every group.
+    num_hits: chunks that came from the prefix cache. A chunk is the least number of
+    tokens that fills whole blocks in every group.
     """
 
     def __init__(self, cache: Cache, is_lifo: bool) -> None:
@@ -157,9 +155,7 @@ class Blocks:
         self.pool = Pool(cache, is_lifo)
         self.sizes = [group.block_size for group in cache.groups]
         self.chunk_tokens = lcm(*self.sizes)
-        self.store: OrderedDict[Text, list[list[Saved]]] = OrderedDict()
         self.num_hits = 0
-        self.num_loads = 0
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that are needed until `num_tokens` tokens have slots."""
@@ -189,8 +185,8 @@ class Blocks:
         ]
 
     def start(self, request: Request) -> None:
-        """What the prefix cache and then the store know of a request's text becomes
-        its own; at least one token is left to compute."""
+        """What the prefix cache knows of a request's text becomes its own; at least one
+        token is left to compute."""
         while self._extend(request):
             request.num_computed += self.chunk_tokens
 
@@ -206,28 +202,13 @@ class Blocks:
             for group, size in enumerate(self.sizes)
         ]
         hits = [[block for block in blocks if block is not None] for blocks in found]
-        if hits == found:
-            for blocks, shared in zip(request.blocks, hits, strict=True):
-                for block in shared:
-                    self.pool.share(block)
-                blocks.extend(shared)
-            self.num_hits += 1
-            return True
-        saved = self.store.get(tuple(request.text[:end]))
-        if saved is None or self.missing(request, end) > len(self.pool.free):
+        if hits != found:
             return False
-        self.grow(request, end, zero=False)
-        for group, (blocks, contents) in enumerate(
-            zip(request.blocks, saved, strict=True)
-        ):
-            size = self.sizes[group]
-            stops = range(request.num_computed + size, end + 1, size)
-            added = blocks[-len(contents) :]
-            for block, content, stop in zip(added, contents, stops, strict=True):
-                index = self.cache.groups[group].block_index(block)
-                self.cache.memory.load(content, index)
-                self.pool.register(group, tuple(request.text[:stop]), block)
-        self.num_loads += 1
+        for blocks, shared in zip(request.blocks, hits, strict=True):
+            for block in shared:
+                self.pool.share(block)
+            blocks.extend(shared)
+        self.num_hits += 1
         return True
 
     def commit(self, request: Request, num_tokens: int) -> None:
@@ -281,23 +262,3 @@ class Blocks:
                     blocks.block_index(child.blocks[group][full]),
                 )
         return len(self.pool.free) < before
-
-    def offload(self, request: Request, chunk: int) -> bool:
-        """Saves one chunk of a request's committed tokens; False if it has none."""
-        num_chunks = request.num_computed // self.chunk_tokens
-        if num_chunks == 0:
-            return False
-        first = chunk % num_chunks * self.chunk_tokens
-        end = first + self.chunk_tokens
-        self.store[tuple(request.text[:end])] = [
-            [
-                self.cache.memory.save(self.cache.groups[group].block_index(block))
-                for block in blocks[first // size : end // size]
-            ]
-            for group, (size, blocks) in enumerate(
-                zip(self.sizes, request.blocks, strict=True)
-            )
-        ]
-        if len(self.store) > MAX_STORED:
-            self.store.popitem(last=False)
-        return True

@@ -130,26 +130,6 @@ class Memory:
         for array in (self.real, self.expected, self.vanilla, self.dirty):
             array[to] = array[source]
 
-    def save(self, at: Index) -> Saved:
-        """A copy out of the cache, as a KV connector makes it."""
-        return Saved(self.real[at], self.vanilla[at], self.dirty[at])
-
-    def load(self, saved: Saved, at: Index) -> None:
-        """The way back."""
-        self.real[at] = saved.real
-        self.expected[at] = saved.real
-        self.vanilla[at] = saved.vanilla
-        self.dirty[at] = saved.dirty
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A block outside the cache, as it would be with and without NWOR."""
-
-    real: Bytes
-    vanilla: Bytes
-    dirty: Mask
-
 
 @dataclass(frozen=True)
 class Cache:

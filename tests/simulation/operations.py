@@ -22,7 +22,6 @@ ABORT = "abort"  # request, 1: in flight (between log and commit)
 PREEMPT = "preempt"  # request
 FINISH = "finish"  # request
 FORK = "fork"  # request, family, 1: another one of its length finishes before
-OFFLOAD = "offload"  # request, chunk
 TAKE_BACK = "take back"  # request
 
 # Of a window: all as usual; its last rejected draft has slot -1; the sampler returns no
@@ -50,7 +49,6 @@ _WEIGHTS = {
     PREEMPT: 2,
     FINISH: 3,
     FORK: 5,
-    OFFLOAD: 3,
     TAKE_BACK: 2,
 }
 
@@ -87,7 +85,7 @@ def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
     if kind == RUN:
         fault = NO_FAULT
         if draw.random() > 0.85:
-            faults = (*OP_FAULTS, FORWARD_FAULT, SAMPLER_FAULT, MISSED)
+            faults = (*OP_FAULTS, LOG_FAULT, FORWARD_FAULT, SAMPLER_FAULT, MISSED)
             fault = draw.choice((*range(1, len(FAULT_NAMES)), *faults))
         bound = draw.choice((0, 0, 0, 1, 3))
         return (
@@ -102,8 +100,6 @@ def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
         return request, draw.choice((0, 1, 1))
     if kind == FORK:
         return request, draw.randrange(3), draw.randrange(2)
-    if kind == OFFLOAD:
-        return request, draw.randrange(4)
     return (request,)
 
 

@@ -23,11 +23,11 @@ Checked in every step, over the whole allocation and its guard bytes:
     blocks found in the prefix cache are, byte for byte, those that were cached
 
 One operation is one event on the cache: a request arrives, gets rows (a prefill chunk
-or a verification window) in the next batch, is aborted, preempted, finished, forked,
-offloaded or taken back to an earlier token, or the batch runs (stage, begin, forward,
-sampling, commit, with all its windows). An operation that found nothing to do (a
-request where there is none) is not counted, and what follows by itself (blocks
-allocated, evicted, found, loaded) neither.
+or a verification window) in the next batch, is aborted, preempted, finished, forked or
+taken back to an earlier token, or the batch runs (stage, begin, forward, sampling,
+commit, with all its windows). An operation that found nothing to do (a request where
+there is none) is not counted, and what follows by itself (blocks allocated, evicted,
+found) neither.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class Totals:
     faults: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     prefix_hits: int = 0
-    loads: int = 0
     evictions: int = 0
     forced_preemptions: int = 0
     restarts: int = 0
@@ -159,7 +158,6 @@ class Simulator:
             ops.PREEMPT: self._preempt,
             ops.FINISH: self._finish,
             ops.FORK: self._fork,
-            ops.OFFLOAD: self._offload,
             ops.TAKE_BACK: self._take_back,
         }
 
@@ -202,7 +200,6 @@ class Simulator:
             raise Broken(f"blocks are lost: {pool.references}")
         self.totals.fallbacks.update(self.fallbacks)
         self.totals.prefix_hits += self.blocks.num_hits
-        self.totals.loads += self.blocks.num_loads
         self.totals.evictions += pool.num_evicted
 
     def _make_manager(self) -> DraftCommitManager:
@@ -426,10 +423,6 @@ class Simulator:
         self.has_copies |= self.blocks.fork(parent, child)
         self.requests.append(child)
         return True
-
-    def _offload(self, number: int, chunk: int) -> bool:
-        request = self._request(number)
-        return request is not None and self.blocks.offload(request, chunk)
 
     def _take_back(self, number: int) -> bool:
         request = self._request(number)
