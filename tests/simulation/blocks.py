@@ -244,10 +244,9 @@ class Blocks:
             blocks.clear()
         request.num_computed = 0
 
-    def fork(self, parent: Request, child: Request) -> bool:
+    def fork(self, parent: Request, child: Request) -> None:
         """The child shares full blocks and gets copies of those partly filled, if any:
         vLLM's fine-grained prefix hits. Requires a free block for each group."""
-        before = len(self.pool.free)
         child.num_computed = parent.num_computed
         for group, size in enumerate(self.sizes):
             full, rest = divmod(parent.num_computed, size)
@@ -261,4 +260,3 @@ class Blocks:
                     blocks.block_index(parent.blocks[group][full]),
                     blocks.block_index(child.blocks[group][full]),
                 )
-        return len(self.pool.free) < before

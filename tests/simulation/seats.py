@@ -17,6 +17,17 @@ tail in it (vLLM's fine-grained prefix hits), which may verify drafts in its fir
 computed tokens taken back to a block's start (an invalid load) or to any row of the
 last step (its output was lost); chunks of prompts, also in front of drafts; steps
 without drafts, steps that use the undo log, steps that fail after stage.
+
+What of the rule is needed, `test_simulation` shows by leaving it out. Two parts are
+belt and braces, no interleaving tells them from the rule without them: `valid` equal to
+the first position, and `entry` 0 after a row that was not staged. Rows before the first
+position are asked for where it lies inside the first staged entry. A commit into this
+entry in the step before was its only owner's: an entry partly filled is nobody's else,
+and who gets it later has rows in it after a step of its own, or by a copy and then has
+drafts in its first step: both set the seat's step apart. So it was this request's,
+whose rows before `valid` are in the shadow, and whose first position is not behind
+`valid`. And an entry whose last row was written beside the shadow is full of known
+tokens: it is not staged again.
 """
 
 from __future__ import annotations
@@ -48,10 +59,10 @@ class Rule:
     def __init__(self) -> None:
         self.step = 0
 
-    def start(self, has_drafts: bool, is_staged: bool, has_copies: bool) -> None:
-        """A step of the runner begins. A block copy is a write without a step of its
-        own: the step counts twice."""
-        self.step += 1 + has_copies
+    def start(self, has_drafts: bool, is_staged: bool, begins: bool) -> None:
+        """A step of the runner begins. begins: a request that is new or comes back has
+        drafts in it, so that its rows had no step of their own: it counts twice."""
+        self.step += 1 + begins
 
     def counts(self, seat: Seat, first_position: int, entry: int) -> bool:
         """Whether the rows before `first_position` are in the shadow of `entry`."""
@@ -71,12 +82,14 @@ class Rule:
 
 @dataclass(eq=False)
 class Request:
-    """length: tokens known. blocks: its block ids. index: V2's, -1 without one."""
+    """length: tokens known. blocks: its block ids. index: V2's, -1 without one. is_new:
+    no step yet since it got its first block."""
 
     length: int
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     index: int = -1
+    is_new: bool = True
     has_sampled: bool = False
 
 
@@ -145,16 +158,16 @@ class World:
             self.references[block] -= 1
             if self.references[block] == 0:
                 (self.free.appendleft if self.is_lifo else self.free.append)(block)
-        request.blocks, request.num_computed = [], 0
+        request.blocks, request.num_computed, request.is_new = [], 0, True
         if request.index >= 0:
             self.indices.append(request.index)
             request.index = -1
 
-    def _start(self, request: Request) -> bool:
-        """What a request finds of its text; whether a block was copied for it."""
+    def _start(self, request: Request) -> None:
+        """What a request finds of its text, in shared blocks and in a copy of one."""
         donors = [other for other in self.requests if other.num_computed > 0]
         if not donors or self.draw.random() < 0.4:
-            return False
+            return
         donor, size = self.draw.choice(donors), self.block_size
         most = min(donor.num_computed, request.length - 1)
         for block in donor.blocks[: most // size]:
@@ -163,14 +176,13 @@ class World:
         request.num_computed = len(request.blocks) * size
         tail = most % size
         if tail == 0 or not self.free or self.draw.random() < 0.5:
-            return False
+            return
         source = donor.blocks[len(request.blocks)] * size
         to = self._take()
         self.real[to * size : (to + 1) * size] = self.real[source : source + size]
         request.blocks.append(to)
         request.num_computed += tail
         self.happened["copy"] += 1
-        return True
 
     # -- a step --------------------------------------------------------------------
 
@@ -190,11 +202,11 @@ class World:
                 self.happened["taken back"] += 1
         while len(self.requests) < self.num_rows and draw.random() < 0.7:
             self.requests.append(Request(draw.randint(1, self.max_length - 1)))
-        windows, has_copies = self._schedule()
+        windows, begins = self._schedule()
         self.rows = condense(self.rows, [window.request for window in windows])
         has_drafts = any(window.num_drafts for window in windows)
         is_staged = has_drafts and draw.random() < 0.9
-        self.rule.start(has_drafts, is_staged, has_copies)
+        self.rule.start(has_drafts, is_staged, begins)
         staged = [window for window in windows if is_staged and window.num_drafts]
         for window in staged:
             self._stage(window)
@@ -208,12 +220,12 @@ class World:
         self.happened["staged" if staged else "not staged"] += 1
 
     def _schedule(self) -> tuple[list[Window], bool]:
-        draw, windows, has_copies = self.draw, list[Window](), False
+        draw, windows, begins = self.draw, list[Window](), False
         for request in self.requests:
             if draw.random() < self.skips:
                 continue
             if not request.blocks:
-                has_copies |= self._start(request)
+                self._start(request)
             remaining = request.length - request.num_computed
             num_rows = remaining
             if remaining > 1 and draw.random() < 0.3:
@@ -231,7 +243,9 @@ class World:
             if self.has_indices and request.index < 0:
                 request.index = self.indices.pop()
             windows.append(Window(request, request.num_computed, end, num_drafts))
-        return windows, has_copies
+            begins |= request.is_new and num_drafts > 0
+            request.is_new = False
+        return windows, begins
 
     def _preempt(self, request: Request, windows: list[Window]) -> bool:
         """Preempts a request that is not in the batch, if there is another."""

@@ -83,9 +83,6 @@ from vllm_nwor.metrics import (
 from vllm_nwor.report import GroupInfo, Report
 
 MAX_TOKENS = 64
-# Whether shadow rows stay from step to step, by the rule of seats.py, and the manager
-# is told of each step; otherwise all committed rows of an entry are copied anew.
-PERSISTS = hasattr(DraftCommitManager, "start_step")
 LOG_GUARD = 0xA7
 LOGGER = logging.getLogger("vllm.v1.nwor")
 
@@ -173,7 +170,6 @@ class Simulator:
         ]
         self.slots = torch.zeros(len(self.tables), 0).long()
         self._note_own()
-        self.has_copies = False
         self.rule = Rule()
         self.seats = {
             gid: [Seat() for _ in range(region.num_seats)]
@@ -420,7 +416,7 @@ class Simulator:
                 return False
         child = self._new_request(family)
         child.text = list(parent.text)
-        self.has_copies |= self.blocks.fork(parent, child)
+        self.blocks.fork(parent, child)
         self.requests.append(child)
         return True
 
@@ -437,9 +433,11 @@ class Simulator:
     ) -> bool:
         if not self.batch:
             return False
+        begins = False
         for rows in self.batch.values():
             if rows.request.index < 0:
                 rows.request.index = self.indices.pop()
+                begins |= rows.num_drafts > 0
         batch = [rows.request for rows in self.batch.values()]
         self.rows = batch if self.has_indices else condense(self.rows, batch)
         step = Step(
@@ -447,6 +445,7 @@ class Simulator:
             self.cache.groups,
             self.blocks,
             pads,
+            begins,
         )
         self.batch = {}
         self.manager.active = fault != ops.INACTIVE
@@ -470,15 +469,6 @@ class Simulator:
             self._end_engine()
             self._start_engine()
         return True
-
-    def _enter(self) -> None:
-        """What the hook does when a step of the runner starts."""
-        if not PERSISTS:
-            if self.aborts_at_entry:
-                self.manager.abort(STALE_LOG)
-            return
-        for _ in range(1 + self.has_copies):
-            self.manager.start_step()
 
     def _fill_tables(self, step: Step) -> None:
         """vLLM's own entries and slots, for the requests of the batch."""
@@ -505,7 +495,7 @@ class Simulator:
         if self.state is not State.FAILED:
             self.state = State.IDLE
         is_dead = bool(reasons) and self.strict
-        self.rule.start(True, True, self.has_copies)
+        self.rule.start(True, True, step.begins)
         planted: Planted | None = None
         if num_drafts and self.manager.active and not is_missed and not is_dead:
             found, planted = self._plan(step, num_drafts, fault, launch, moment)
@@ -515,7 +505,9 @@ class Simulator:
         self.seam.arm(planted)
         raised = False
         try:
-            self._enter()
+            # What the hook does when a step of the runner starts.
+            if self.aborts_at_entry:
+                self.manager.start_step(keeps=not step.begins)
             self._check_tables()
             self._fill_tables(step)
             if is_missed:
@@ -534,7 +526,6 @@ class Simulator:
         except NworError:
             raised = True
             self._put_back()
-        self.has_copies = False
         self._check_fallbacks(reasons, raised)
         self._check_state()
         if step.staged:
@@ -555,7 +546,7 @@ class Simulator:
     def _seats_are_indices(self) -> bool:
         """V2 with a seat for each of its indices; else the seats are the batch rows."""
         seats = [region.num_seats for region in self.regions.values()]
-        return PERSISTS and self.has_indices and min(seats, default=0) >= MAX_REQUESTS
+        return self.has_indices and min(seats, default=0) >= MAX_REQUESTS
 
     def _plan(
         self, step: Step, num_drafts: int, fault: int, launch: int, moment: Moment
@@ -815,7 +806,7 @@ class Simulator:
             row, first = step.rows.index(rows), rows.request.num_computed
             seat = self.seats[gid][self._seat(row, rows)]
             real = int(self.own[gid][row, (first - 1) // tokens]) if first else 0
-            counts = PERSISTS and self.rule.counts(seat, first, real)
+            counts = self.rule.counts(seat, first, real)
             self.rule.stage(seat)
             if first > entry * tokens:
                 self.totals.prefixes["kept" if counts else "copied"] += 1

@@ -81,6 +81,7 @@ class Step:
     slot_mappings: [num_groups, num_rows + pads] int64, PAD_SLOT for padding: vLLM's.
     is_written: [num_rows + pads] bool: rows that have a slot.
     index: where the step's forward writes in vanilla, all groups and layers, flat.
+    begins: whether a request that is new or comes back has drafts.
     staged, logged: groups that are protected, and how; set before the forward.
     num_copied: committed rows that stage had to copy, for each group.
     copied_bytes, committed_bytes: to and from shadow pages, of the launches that did
@@ -88,9 +89,15 @@ class Step:
     """
 
     def __init__(
-        self, rows: list[Rows], groups: Sequence[Group], blocks: Blocks, pads: int
+        self,
+        rows: list[Rows],
+        groups: Sequence[Group],
+        blocks: Blocks,
+        pads: int,
+        begins: bool,
     ) -> None:
         self.rows = rows
+        self.begins = begins
         self.groups = groups
         self.staged: set[int] = set()
         self.logged: set[int] = set()
