@@ -189,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--json",
         type=values.file_to_write(".json"),
-        help="write raw samples to this file",
+        help="write what was measured to this file",
     )
     add(
         "--plot",

@@ -50,10 +50,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         shift = 0.24 * (place - (len(ratio) - 1) / 2)
         color, marker = (_OFF, "s") if name == CONTROL else (_ON[place % len(_ON)], "o")
         label = pair_of(result, name)
-        pairs = result["samples"][name]
-        numbers = [pair["number"] + 1 + shift for pair in pairs]
+        ratios = result["samples"][name]["ratio"]
+        numbers = [number + shift for number in range(1, len(ratios) + 1)]
         shown = f"{label}: {one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
-        ratios = [pair["ratio"] for pair in pairs]
         axes.plot(numbers, ratios, marker, color=color, label=shown)
         axes.axhspan(one["low"], one["high"], color=color, alpha=0.15, linewidth=0)
         axes.axhline(one["median"], color=color, linewidth=1.2, linestyle="--")

@@ -7,7 +7,6 @@ Each takes the content of a file in results/, or of several.
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -390,12 +389,11 @@ def kernels(result: Result) -> str:
     """
     rows = []
     for case in result["results"]:
-        seconds = case["seconds"]
-        cells_ = [f"{_rate(case, 'copy'):.1f}"]
+        rates = case["gb_per_s"]
+        cells_ = [f"{rates['copy']:.1f}"]
         for operation in ("log", "restore"):
-            pairs = zip(seconds["copy"], seconds[operation], strict=True)
-            share = statistics.median(copy / ours for copy, ours in pairs)
-            cells_.append(f"{_rate(case, operation):.1f} ({share:.2f})")
+            share = case[f"{operation}_of_copy"][0]
+            cells_.append(f"{rates[operation]:.1f} ({share:.2f})")
         counts = (str(case["num_drafts"]), str(case["num_layers"]))
         rows.append((case["layout"], number(case["bytes"] / 1024), *counts, *cells_))
     head = (
@@ -433,11 +431,6 @@ def soak(result: Result) -> str:
 
 def _code(command: str) -> str:
     return f"```\n{command}\n```"
-
-
-def _rate(case: dict[str, Any], operation: str) -> float:
-    """GB/s, read and written, median of the samples."""
-    return 2 * case["bytes"] / statistics.median(case["seconds"][operation]) / 1e9
 
 
 def _device(environment: dict[str, Any]) -> str:

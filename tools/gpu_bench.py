@@ -32,7 +32,7 @@ import gpu_cells  # noqa: E402
 from benchmarks import ab, device, environment, prompts, report  # noqa: E402
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
-from benchmarks.files import write_json  # noqa: E402
+from benchmarks.files import recorded, write_json  # noqa: E402
 from benchmarks.process import leave  # noqa: E402
 from benchmarks.settings import prepare_process  # noqa: E402
 
@@ -102,9 +102,9 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
             env,
             true_off if batch == first else None,
         )
-        result["cell"] = cell.name
         settings = [f"{name}={value}" for name, value in cell.variables().items()]
-        result["command"] = " ".join([*settings, result["command"]])
+        command = " ".join([*settings, result["command"]])
+        result = recorded(result | {"cell": cell.name, "command": command})
         path = results / f"bench_gpu_{cell.name}_b{batch}.json"
         write_json(path, result)
         written.append(path)

@@ -73,7 +73,9 @@ def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) ->
     command = result.get("command", "") if isinstance(result, dict) else ""
     if made_by not in command.split():
         raise BadBlock(f"{path.name} is not a result of {made_by}")
-    return summary.upgraded(result) if made_by == "bench_vllm.py" else result
+    if made_by == "bench_vllm.py" and result.get("schema") != summary.SCHEMA:
+        raise BadBlock(f"{path.name} is not of schema {summary.SCHEMA}")
+    return result
 
 
 class Renderer:

@@ -39,6 +39,15 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     write_json(path, {"kind": kind, "schema": 1, "entries": known})
 
 
+def facts(report: dict[str, Any]) -> dict[str, Any]:
+    """What an engine turned out to be, of its process's report: without what each layer
+    is, which gpu_layouts.json has."""
+    found = {**(report.get("facts") or {})}
+    for name in ("layers", "groups", "capture_sizes", "protected"):
+        found.pop(name, None)
+    return found
+
+
 def merge(folders: Sequence[Path], to: Path) -> list[str]:
     """Puts result files of `folders` into `to`, and returns their names. Of files that
     have entries, each entry is the newest; of others a later folder's replaces."""

@@ -56,11 +56,10 @@ def test_a_small_run(small_cache, tmp_path, capsys):
         *(("packed", 5 * 768), ("packed", 10 * 768)),
     ]
     for result in results:
-        assert {name: len(s) for name, s in result["seconds"].items()} == {
-            "copy": 3,
-            "log": 3,
-            "restore": 3,
-        }
+        assert min(result["gb_per_s"][name] for name in ("copy", "log", "restore")) > 0
+        for name in ("log", "restore"):
+            median, low, high = result[f"{name}_of_copy"]
+            assert 0 < low <= median <= high
 
 
 def test_a_wrong_byte_leaves_no_number(small_cache, tmp_path, capsys, monkeypatch):

@@ -35,6 +35,7 @@ from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import EngineFailed
 from benchmarks.runs import Drafts, NworDone, Run
 
+import bench_kernels
 import bench_vllm
 from vllm_nwor import worker_extension
 from vllm_nwor.draft_manager import State
@@ -319,10 +320,26 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
     assert os.listdir(path.parent) == ["out.json"]
 
 
-def test_json_text_keeps_values_and_short_lists():
-    content = {"a": [1, 2.5, None], "b": ["x [1,\n 2]", "y"], "c": [[1, 2], []]}
-    assert json.loads(files.json_text(content)) == content
-    assert '"a": [1, 2.5, null]' in files.json_text(content)
+def test_json_text_has_a_line_for_each_row_of_values():
+    content = {
+        "a": {"x": [1, 2.5, None], "y": {}},
+        "b": [["x [1,\n 2]"], [{"ä": 1}, 2]],
+        "c": {"d": {"e": {"f": 1}}, "g": 2},
+    }
+    text = files.json_text(content)
+    assert json.loads(text) == content
+    assert text.splitlines()[1:3] == [
+        ' "a": {"x": [1, 2.5, null], "y": {}},',
+        ' "b": [',
+    ]
+    assert len(text.splitlines()) == 11
+
+
+def test_recorded_floats_are_rounded_and_stay_so():
+    content = {"a": 1.00144999987, "b": [1 / 3, 1e-5, 12], "c": 650_000_000_001}
+    found = files.recorded(content)
+    assert found == {"a": 1.00145, "b": [0.333333, 1e-5, 12], "c": 650_000_000_001}
+    assert files.recorded(found) == found
 
 
 def test_a_result_file_gets_no_folder_of_the_machine(tmp_path):
@@ -340,15 +357,18 @@ def test_a_result_file_gets_no_folder_of_the_machine(tmp_path):
     }
 
 
-def test_no_committed_result_holds_an_absolute_path():
+def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
     paths = [p for p in (ROOT / "results").iterdir() if p.suffix in (".json", ".md")]
     assert len(paths) > 10
     places = ("/home/", "/opt/", "/root", "/tmp", "/usr/", "/var/", "site-packages")
     for path in paths:
         text = path.read_text(encoding="utf-8")
         assert [place for place in places if place in text] == [], path.name
-        content = json.loads(text) if path.suffix == ".json" else text
-        assert files.without_folders(content) == content, path.name
+        if path.suffix == ".json":
+            content = json.loads(text)
+            assert files.json_text(files.recorded(content)) + "\n" == text, path.name
+        else:
+            assert files.recorded(text) == text, path.name
 
 
 # --- the machine
@@ -486,8 +506,14 @@ def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
     places = [printed.index(head) for head in heads]
     assert places == sorted(places)
     result = json.loads((tmp_path / "results/a.json").read_text())
-    assert len(result["samples"]["nwor"]) == len(result["samples"]["control"]) == 7
-    assert (result["schema"], result["baseline"]) == (2, "unhooked")
+    assert list(result["samples"]) == ["nwor", "control"]
+    # 7 tokens; nwor is first in every second pair, where the first takes 2 s.
+    assert result["samples"]["nwor"] == {
+        "ratio": [2.0, 0.5, 2.0, 0.5, 2.0, 0.5, 2.0],
+        "reference": [3.5, 7.0, 3.5, 7.0, 3.5, 7.0, 3.5],
+        "test": [7.0, 3.5, 7.0, 3.5, 7.0, 3.5, 7.0],
+    }
+    assert (result["schema"], result["baseline"]) == (3, "unhooked")
     found = result["summary"]
     assert found["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
     assert list(found["speed"]) == ["unhooked", "nwor"]
@@ -593,7 +619,7 @@ def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
     )
     readme.write_text(rendered)
     result = json.loads((results / "a.json").read_text())
-    result["samples"]["nwor"][0]["ratio"] = 0.9
+    result["samples"]["nwor"]["ratio"][0] = 0.9
     files.write_json(results / "a.json", result)
     assert render.main([*arguments, "--check"]) == 1
     assert "README.md is not what results/ says: a.png;" in capsys.readouterr().err
@@ -604,52 +630,9 @@ def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
     assert plot.digest_of(results / "a.png") == plot.samples_digest(result)
 
 
-def test_a_file_of_the_first_schema_keeps_its_numbers_and_its_baseline(
-    fake_engine, tmp_path
-):
-    seconds = iter([1.0, 2.0, 2.0, 1.0] * 8)
-    fake_engine.run_with = staticmethod(lambda a: make_run(a, next(seconds)))
-    assert bench_vllm.main(compare_arguments("--against", "cow")) == 0
-    new = json.loads((tmp_path / "results/a.json").read_text())
-    found = new["summary"]
-    old = new | {
-        "schema": 1,
-        "against": "cow",
-        "samples": {
-            "nwor": new["samples"]["cow"],
-            "control": new["samples"]["control"],
-        },
-        "summary": {
-            "ratio": {
-                "nwor": found["ratio"]["cow"],
-                "control": found["ratio"]["control"],
-                "overlap": True,
-                **{name: found[name] for name in ("num_pairs", "until")},
-                "until_reached": None,
-            },
-            "off": found["speed"]["unhooked"],
-            "test": found["speed"]["cow"],
-            "acceptance": found["acceptance"],
-            "nwor": found["nwor"]["cow"],
-        },
-    }
-    del old["baseline"]
-
-    read = summary.upgraded(old)
-
-    assert read["baseline"] == "hooks idle"
-    assert read["samples"] == new["samples"]
-    for name in ("ratio", "acceptance", "nwor", "num_pairs", "until", "until_reached"):
-        assert read["summary"][name] == found[name]
-    assert list(read["summary"]["speed"]) == ["hooks idle", "cow"]
-    assert read["summary"]["speed"]["cow"] == found["speed"]["cow"]
-    assert "cow / hooks idle" in report.text(read)
-    assert summary.upgraded(new) is new
-
-
 def test_every_committed_file_of_the_bench_can_be_read():
     for path in sorted((ROOT / "results").glob("bench_[cg]*.json")):
-        result = summary.upgraded(json.loads(path.read_text()))
+        result = json.loads(path.read_text())
         assert set(result["summary"]["nwor"]) == set(summary.tested(result)), path
         assert report.text(result)
 
@@ -661,7 +644,7 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
     off = {
         "outputs": {"tokens": TOKENS},
         "engine": {"kv_blocks": 70},
-        "samples": {"runs": [{"num_tokens": n, "seconds": 1.0} for n in (10, 5, 7)]},
+        "samples": [10.0, 5.0, 7.0],
         "summary": {"speed": {"off": summary.speed([make_run(False)])}},
     }
     monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: off)
@@ -690,11 +673,14 @@ def test_kernel_results_are_rendered(render, capsys, tmp_path):
         "bytes": 1 << 20,
         "num_drafts": 4,
         "num_layers": 32,
-        "seconds": {
-            "copy": [1e-3, 2e-3, 2e-3],
-            "log": [4e-3, 4e-3, 4e-3],
-            "restore": [2e-3, 2e-3, 2e-3],
-        },
+        **bench_kernels.statistics_of(
+            {
+                "copy": [1e-3, 2e-3, 2e-3],
+                "log": [4e-3, 4e-3, 4e-3],
+                "restore": [2e-3, 2e-3, 2e-3],
+            },
+            num_bytes=1 << 20,
+        ),
     }
     env = {"date": "2026-01-01", "cpu": "some CPU", "cores": 2}
     found = {

@@ -24,7 +24,7 @@ import torch
 from benchmarks.arguments import parse
 from benchmarks.runs import Drafts, NworDone, Run
 
-from tests.gpu import compare, engines, harness, process, rows, watch
+from tests.gpu import compare, engines, harness, process, rows, test_no_sync, watch
 from tests.gpu.pool import Finished
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +146,8 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
         assert found["environment"]["commit"] == "abc"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
         assert found["baseline"] == "unhooked"
-        assert [len(pairs) for pairs in found["samples"].values()] == [7, 7, 7]
+        samples = found["samples"].values()
+        assert [len(pairs["ratio"]) for pairs in samples] == [7, 7, 7]
         assert list(found["samples"]) == ["cow", "stage", "control"]
         assert "true_off" not in found
         assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "1"
@@ -166,7 +167,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
                 "outputs": {"tokens": [[1, 2]] * parse(argv).batch_size},
                 "summary": {"speed": {"off": "speed"}},
                 "engine": {"kv_blocks": 100 + len(off)},
-                "samples": {"runs": []},
+                "samples": [],
             }
         )
         return off[-1]
@@ -742,6 +743,39 @@ def test_other_blocks_are_compared_by_what_was_written(
     assert failed(reports) == set()
     change(reports, *where, [[8, 9, 3], [8, 9, 7]])
     assert failed(reports) == {"digests"}
+
+
+def test_the_file_of_synchronising_calls_has_counts_and_what_was_added():
+    def run(**kernels: int) -> Finished:
+        profile = {
+            "steps": 3,
+            "windowed_steps": 2,
+            "kernel": {"theirs": 9} | kernels,
+            "gpu_memcpy": {"Memcpy DtoH (Device -> Pageable)": 4},
+            "gpu_memset": {},
+            "cuda_runtime": {"cudaStreamSynchronize": 5, "cudaLaunchKernel": 9},
+            "cuda_driver": {},
+            "cpu_op": {"aten::add": 1},
+        }
+        trace = 'File "a.py", line 1, in f\nRuntimeError: sync\nFile "b.py", line 2'
+        found = {"profiles": [profile] * 2, "sync_check": {"one": trace, "two": None}}
+        return Finished(found | {"finished": True, "compiled": ["k"]}, 0, 1.0, "")
+
+    entry = test_no_sync.shortened({"off": run(), "cow": run(ours=2)})
+
+    assert entry["added_work"] == {"ours": 2}
+    assert entry["cow"]["sync_check"] == {
+        "one": 'File "a.py", line 1, in f',
+        "two": None,
+    }
+    assert entry["cow"]["profiles"][1] == {
+        "steps": 3,
+        "windowed_steps": 2,
+        "synchronising": {"cudaStreamSynchronize": 5},
+        "allocating": {},
+        "pageable_copies": {"Memcpy DtoH (Device -> Pageable)": 4},
+        "device_work": 9 + 2 + 4,
+    }
 
 
 def test_a_traceback_names_files_as_they_are_imported():

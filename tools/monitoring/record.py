@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import environment, plot  # noqa: E402
-from benchmarks.files import write_json, write_whole  # noqa: E402
+from benchmarks.files import recorded, write_json, write_whole  # noqa: E402
 
 from tools.monitoring import panels, prometheus  # noqa: E402
 
@@ -63,12 +63,9 @@ def record(target: str, seconds: float, step: int, device: str) -> dict[str, Any
         if not any(float(s["value"][1]) for s in server.query("up")):
             raise prometheus.PrometheusError(f"no server answers at {target}")
         series = [
-            {
-                "panel": query.panel,
-                "unit": query.unit,
-                "series": _series(server, query, started, ended, step),
-            }
+            {"panel": query.panel, "unit": query.unit, **one}
             for query in queries
+            for one in _series(server, query, started, ended, step)
         ]
         alerts = {rule["name"]: rule["state"] for rule in server.rules()}
     return {
@@ -111,16 +108,15 @@ def draw(result: dict[str, Any], panel: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = [one for one in result["samples"] if one["panel"] == panel]
-    if not any(one["series"] for one in shown):
+    if not shown:
         known = sorted({one["panel"] for one in result["samples"]})
         raise panels.BadPanel(f"nothing to draw for panel {panel!r}; panels: {known}")
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for one in shown:
-        for series in one["series"]:
-            values = [float("nan") if v is None else v for v in series["values"]]
-            axes.plot(series["seconds"], values, label=series["legend"], linewidth=1.2)
+    for series in shown:
+        values = [float("nan") if v is None else v for v in series["values"]]
+        axes.plot(series["seconds"], values, label=series["legend"], linewidth=1.2)
     env = result["environment"]
     machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
     axes.set_title(f"{panel} · {machine} · {env['date'][:10]}", fontsize=9)
@@ -156,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "command": shlex.join(["python", PROGRAM, *argv]),
             }
             found = record(args.target, args.seconds, args.step, args.device)
-            result = command | found
+            result = recorded(command | found)
             write_json(args.json, result)
         picture = args.json.with_suffix(".png")
         write_whole(picture, functools.partial(draw, result, args.panel))
