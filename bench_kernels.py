@@ -274,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.kernel_cases import CheckFailed
 
     found: dict[str, Any] = {
+        "kind": "bench_kernels",
         "command": command(arguments, options),
         "environment": describe(options),
         "warnings": environment.warnings(options.device),

@@ -18,7 +18,7 @@ from benchmarks.arguments import BadArgument
 from benchmarks.files import write_json
 
 SHAPE = "shape:"
-# Names that tools/make_models.py gives to what it converts.
+# Names that tools/setup/make_models.py gives to what it converts.
 TARGET = "smollm2-135m"
 DRAFTER = "smollm2-draft-26"
 
@@ -108,7 +108,7 @@ def find(argument: str, value: str | None, default: str) -> Model:
         if not (path / "config.json").is_file():
             raise BadArgument(
                 f"argument {argument}: the default model {default} is not in the "
-                "cache folder; make it with `python tools/make_models.py --only "
+                "cache folder; make it with `python tools/setup/make_models.py --only "
                 f"{default}`, or name another model"
             )
         return Model(str(path), default, random_weights=False)

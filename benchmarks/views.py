@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown of results, a function a view, for tools/render_results.py.
+"""Markdown of results, a function a view, for tools/results/render.py.
 
 Each takes the content of a file in results/, or of several.
 """
@@ -447,7 +447,7 @@ def _short_device(environment: dict[str, Any]) -> str:
 
 
 def _cell_of(result: Result) -> str:
-    """A cell of gpu_cells.py, and what it ran on."""
+    """A cell of cells.py, and what it ran on."""
     return f"{result['cell']}, {_short_device(result['environment'])}"
 
 

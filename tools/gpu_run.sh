@@ -15,16 +15,16 @@
 #   parallel                 the oracle on both ranks of two GPUs
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
-#   soak [MINUTES [off]]     tools/soak.py on a server of an 8B shape (5); off: the
+#   soak [MINUTES [off]]     tools/soak/soak.py on a server of an 8B shape (5); off: the
 #                            control, without NWOR
 #   bench-kernels [ARG...]   bench_kernels.py
-#   traffic                  tools/gpu_traffic.py: bytes that a launch moves, by ncu
-#   host-profile [CELL...]   tools/host_profile.py (default: one of each runner)
-#   bench [CELL...]          cells of tools/gpu_cells.py (default: the budgeted five)
+#   traffic                  tools/gpu/traffic.py: bytes that a launch moves, by ncu
+#   host-profile [CELL...]   tools/gpu/host_profile.py (default: one of each runner)
+#   bench [CELL...]          cells of tools/gpu/cells.py (default: the budgeted five)
 #
 # Without arguments: build kernels engines sync layouts. A step that fails or outlives
 # its limit does not stop the others; the exit status tells whether one did.
-# tools/gpu_lanes.py runs several of these beside each other on several GPUs.
+# tools/gpu/lanes.py runs several of these beside each other on several GPUs.
 #
 # PYTHON        the Python that has vLLM and torch (python3)
 # NWOR_RESULTS  folder for result files (results/; with OUT set: a folder that ends as
@@ -195,7 +195,7 @@ print(models.find("--model", "shape:llama-8b", models.TARGET).location)') || ret
     # Random weights: token ids instead of text. Greedy answers depend on who shares
     # the batch, so the probe is alone. The C library gives freed memory back at once,
     # as in `make soak`, so that what is kept can be told from what lies about.
-    "$PYTHON" tools/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
+    "$PYTHON" tools/soak/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
         --mode "$mode" --json "$RESULTS/$json" --log "$WORK/soak.log" \
         --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \
         --vocab-size 120000 --probe quiet --probe-seconds 20 --concurrency 32 \
@@ -253,14 +253,14 @@ step_bench-kernels() {
 }
 
 step_traffic() {
-    "$PYTHON" tools/gpu_traffic.py --json "$RESULTS/gpu_traffic.json"
+    "$PYTHON" tools/gpu/traffic.py --json "$RESULTS/gpu_traffic.json"
 }
 
 step_host-profile() {
     local cells=("$@") failed=0
     [ $# -gt 0 ] || cells=(v2-k4-a70 v1-ngram-k4-a70)
     for cell in "${cells[@]}"; do
-        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/host_profile.py \
+        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/host_profile.py \
             "$cell" --json "$RESULTS/host_profile_$cell.json" || failed=1
     done
     return $failed
@@ -270,14 +270,12 @@ step_bench() {
     local cells=("$@") failed=0
     if [ $# = 0 ]; then
         read -ra cells < <("$PYTHON" -c '
-import sys
-sys.path.insert(0, "tools")
-import gpu_cells
-print(*gpu_cells.BUDGETED)')
+from tools.gpu.cells import BUDGETED
+print(*BUDGETED)')
     fi
     for cell in "${cells[@]}"; do
         local started=$SECONDS
-        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu_bench.py \
+        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/bench.py \
             "$cell" --results "$RESULTS" --seconds "${NWOR_BENCH_S:-70}" || failed=1
         echo "$cell: $((SECONDS - started)) s"
     done

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench_vllm.py, its parts, the worker extension and tools/render_results.py.
+"""bench_vllm.py, its parts, the worker extension and tools/results/render.py.
 
 No engine runs here: a stand-in gives runs with known tokens and times. That a real
 engine makes such runs is for the e2e tests.
@@ -8,7 +8,6 @@ engine makes such runs is for the e2e tests.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import random
@@ -37,6 +36,7 @@ from benchmarks.runs import Drafts, NworDone, Run
 
 import bench_kernels
 import bench_vllm
+from tools.results import render
 from vllm_nwor import worker_extension
 from vllm_nwor.draft_manager import State
 from vllm_nwor.hooks import _wrap
@@ -581,19 +581,7 @@ def test_true_off_gets_the_same_requests():
 # --- the README
 
 
-@pytest.fixture
-def render():
-    spec = importlib.util.spec_from_file_location(
-        "render_results", ROOT / "tools" / "render_results.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
+def test_readme_is_rendered_and_checked(fake_engine, capsys, tmp_path):
     assert bench_vllm.main(compare_arguments()) == 0
     readme, results = tmp_path / "README.md", tmp_path / "results"
     arguments = ["--readme", str(readme), "--results", str(results)]
@@ -615,7 +603,7 @@ def test_readme_is_rendered_and_checked(fake_engine, render, capsys, tmp_path):
     assert render.main([*arguments, "--check"]) == 1
     assert capsys.readouterr().err == (
         "README.md is not what results/ says: block 'a.json all'; run: python "
-        "tools/render_results.py\n"
+        "tools/results/render.py\n"
     )
     readme.write_text(rendered)
     result = json.loads((results / "a.json").read_text())
@@ -667,7 +655,7 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
     assert summary.own_process(result) is None
 
 
-def test_kernel_results_are_rendered(render, capsys, tmp_path):
+def test_kernel_results_are_rendered(capsys, tmp_path):
     case = {
         "layout": "nhd",
         "bytes": 1 << 20,
@@ -684,6 +672,7 @@ def test_kernel_results_are_rendered(render, capsys, tmp_path):
     }
     env = {"date": "2026-01-01", "cpu": "some CPU", "cores": 2}
     found = {
+        "kind": "bench_kernels",
         "command": "python bench_kernels.py",
         "environment": env,
         "results": [case],
@@ -698,7 +687,7 @@ def test_kernel_results_are_rendered(render, capsys, tmp_path):
     assert row in readme.read_text()
     readme.write_text("<!-- results: k.json speed -->\n<!-- /results -->\n")
     assert render.main(arguments) == 2
-    assert "k.json is not a result of bench_vllm.py" in capsys.readouterr().err
+    assert "k.json is not a file of kind bench_vllm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -716,7 +705,7 @@ def test_kernel_results_are_rendered(render, capsys, tmp_path):
         ),
     ],
 )
-def test_unusable_block_is_named(block, why, render, capsys, tmp_path):
+def test_unusable_block_is_named(block, why, capsys, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(block + "\n")
     status = render.main(["--readme", str(readme), "--results", str(tmp_path)])

@@ -7,7 +7,6 @@ and V2's ways of calling), and that a verdict follows from what two processes wr
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import json
 import re
@@ -26,9 +25,7 @@ from benchmarks.runs import Drafts, NworDone, Run
 
 from tests.gpu import compare, engines, harness, process, rows, test_no_sync, watch
 from tests.gpu.pool import Finished
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tools.gpu import bench, cells
 
 # -- tables ----------------------------------------------------------------------------
 
@@ -66,31 +63,16 @@ def test_rows_fit_their_engine(spec: engines.EngineSpec, tmp_path: Path) -> None
             assert common >= 3 * spec.block_size
 
 
-def tool(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script of tools/, imported; the search path stays as it was."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_cells_are_commands_that_bench_vllm_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    table = tool("gpu_cells", monkeypatch)
+def test_cells_are_commands_that_bench_vllm_takes() -> None:
     budgeted = set()
-    for cell in table.CELLS:
+    for cell in cells.CELLS:
         for batch in cell.batches:
             options = parse(cell.arguments(batch))
             assert options.nwor_mode == "stage"
             assert options.acceptance is not None
             mean = sum(options.acceptance) / len(options.acceptance)
             assert mean == pytest.approx(int(cell.acceptance) / 100)
-            if cell.name in table.BUDGETED:
+            if cell.name in cells.BUDGETED:
                 budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
     assert len(budgeted) == 5 * 3
     assert ("v2", 8, "50", 64) in budgeted
@@ -99,9 +81,8 @@ def test_cells_are_commands_that_bench_vllm_takes(
 def test_a_cell_runs_each_batch_size_on_one_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """gpu_bench.py with an engine that only notes what it is asked for: each file says
+    """bench.py with an engine that only notes what it is asked for: each file says
     with which command of bench_vllm.py it can be had again."""
-    bench = tool("gpu_bench", monkeypatch)
     started: list[Any] = []
 
     class FakeEngine:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import results
-from tools import gpu_lanes
+from tools.gpu import lanes as gpu_lanes
 
 FAKE = """#!/usr/bin/env bash
 echo "steps $*, GPUs $CUDA_VISIBLE_DEVICES, OUT ${OUT:-unset}"

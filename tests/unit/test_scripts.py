@@ -25,7 +25,8 @@ from typing import Any
 import pytest
 import torch
 
-from tools import check_install, native, time_rebuild
+from tools import check_install, native
+from tools.results import time_rebuild
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"

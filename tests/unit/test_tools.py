@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools import gguf_to_hf, make_models, model_recipes, setup_env
+from tools.setup import gguf_to_hf, make_models, model_recipes, setup_env
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECK_SYSTEM = ROOT / "tools" / "check_system.sh"
+CHECK_SYSTEM = ROOT / "tools" / "setup" / "check_system.sh"
 
 # --- check_system.sh ---
 

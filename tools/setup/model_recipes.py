@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gguf_to_hf import (
+from tools.setup.gguf_to_hf import (
     TOKENIZER_FILES,
     WEIGHTS,
     Progress,

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times tools/rebuild_nwor_extension.sh after a change of each kernel.
 
-    python tools/time_rebuild.py [--cuda on|off|both] [--archs LIST] [--json FILE]
+    python tools/results/time_rebuild.py [--cuda on|off|both] [--archs LIST] [--json F]
 
 In a copy of the checked-out commit, so that this checkout's library stays. For each
 configuration: a build from nothing, one with nothing changed, and one for each source
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import environment  # noqa: E402
@@ -107,7 +107,7 @@ def main() -> int:
     result: dict[str, Any] = {
         "kind": "rebuild",
         "schema": 1,
-        "command": " ".join(["python", "tools/time_rebuild.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "tools/results/time_rebuild.py", *sys.argv[1:]]),
         "environment": environment.describe("cpu", ROOT) | {"compilers": compilers},
         "archs": args.archs if "on" in choices else None,
         "limit_s": LIMIT_S,

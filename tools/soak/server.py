@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-TOOLS = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
 STOP_SECONDS = 60
 MIB = 2**20
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback \(most recent call last\)")
@@ -31,11 +31,11 @@ class ServerError(RuntimeError):
 
 
 def serve_command() -> list[str]:
-    """How `vllm serve` is run with this Python: see soak_serve.py."""
+    """How `vllm serve` is run with this Python: see serve.py."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, str(TOOLS / "soak_serve.py")]
+        return [sys.executable, str(HERE / "serve.py")]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several runs of tools/gpu_run.sh beside each other, on a host with several GPUs.
 
-    python tools/gpu_lanes.py '0: engines sync' '1: soak 5' '2: bench' '0,1: parallel'
+    python tools/gpu/lanes.py '0: engines sync' '1: soak 5' '2: bench' '0,1: parallel'
 
 An argument is a lane: its GPUs, then steps of gpu_run.sh with their arguments. Lanes
 run at the same time, each with compile caches of its own and on the processors of its
@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402

@@ -25,9 +25,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gguf_to_hf import Progress, RecipeError
-from model_recipes import RECIPES, RECIPES_VERSION, Recipe
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.setup.gguf_to_hf import Progress, RecipeError
+from tools.setup.model_recipes import RECIPES, RECIPES_VERSION, Recipe
 
 STAMP = "nwor_model.json"
 

@@ -15,8 +15,8 @@ The first names a file in results/ and a view; of views marked * the name may ho
                               cells*, a line a file; blocks*, a line an engine; of a
                               named shape bytes*
     of bench_kernels.py       kernels
-    of tools/soak.py          soak
-    of tools/host_profile.py  host*
+    of tools/soak/soak.py     soak
+    of tools/gpu              host*, traffic
     of tests/gpu              engines, sleep
 
 A plot is drawn beside its file, results/bench_cpu.png, and drawn again when the samples
@@ -34,18 +34,35 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import plot, summary, views  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.views import VIEWS, BadBlock, Result  # noqa: E402
 
+BENCH, PLOT = "bench_vllm", "plot"
+View = Callable[[Result], str]
+# Views of a file, and of all files that match, by name, with the files' kind.
+OF_ONE: dict[str, tuple[str, View]] = {
+    "engines": ("gpu_engines", views.engines),
+    "sleep": ("gpu_sleep", views.sleep),
+    "traffic": ("gpu_traffic", views.traffic),
+    "kernels": ("bench_kernels", views.kernels),
+    "soak": ("soak", views.soak),
+}
+OF_SEVERAL: dict[str, tuple[str, Callable[[Sequence[Result]], str]]] = {
+    "cells": (BENCH, views.cells),
+    "blocks": (BENCH, views.blocks),
+    "bytes": (BENCH, views.moved_bytes),
+    "host": ("host_profile", views.host),
+}
+
 READMES = (ROOT / "README.md", ROOT / "results" / "README.md")
-COMMAND = "python tools/render_results.py"
+COMMAND = "python tools/results/render.py"
 OPEN = re.compile(r"<!-- results: (?P<what>.*?) -->")
 BLOCK = re.compile(
     r"(?P<open><!-- results: (?P<what>[^\n]*?) -->\n)(?P<body>.*?)"
@@ -54,26 +71,15 @@ BLOCK = re.compile(
 )
 
 
-PLOT, CELLS, KERNELS, SOAK, HOST = "plot", "cells", "kernels", "soak", "host"
-ENGINES, BYTES, SLEEP, BLOCKS = "engines", "bytes", "sleep", "blocks"
-TRAFFIC = "traffic"
-
-
-def load(path: Path, made_by: str = "bench_vllm.py", kind: str | None = None) -> Result:
-    """The result in `path`. Raises BadBlock unless `made_by` wrote it; with `kind`,
-    unless it is a file of that kind."""
+def load(path: Path, kind: str) -> Result:
+    """The result in `path`. Raises BadBlock unless it is a file of that kind."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadBlock(f"{path.name} cannot be read: {error}") from error
-    if kind is not None:
-        if not isinstance(result, dict) or result.get("kind") != kind:
-            raise BadBlock(f"{path.name} is not a file of kind {kind}")
-        return result
-    command = result.get("command", "") if isinstance(result, dict) else ""
-    if made_by not in command.split():
-        raise BadBlock(f"{path.name} is not a result of {made_by}")
-    if made_by == "bench_vllm.py" and result.get("schema") != summary.SCHEMA:
+    if not isinstance(result, dict) or result.get("kind") != kind:
+        raise BadBlock(f"{path.name} is not a file of kind {kind}")
+    if kind == BENCH and result.get("schema") != summary.SCHEMA:
         raise BadBlock(f"{path.name} is not of schema {summary.SCHEMA}")
     return result
 
@@ -114,42 +120,27 @@ class Renderer:
         return f"{match['open']}{body}\n{match['close']}"
 
     def _parse(self, what: str) -> tuple[str, str]:
+        known = [*VIEWS, *OF_ONE, *OF_SEVERAL, PLOT]
         parts = what.split()
-        known = [*VIEWS, PLOT, CELLS, KERNELS, SOAK, HOST]
-        known += [ENGINES, BYTES, SLEEP, BLOCKS, TRAFFIC]
         if len(parts) != 2 or parts[1] not in known:
             raise BadBlock(f"expected FILE and a view; views: {', '.join(known)}")
         return parts[0], parts[1]
 
     def view(self, file: str, view: str) -> str:
         """Markdown of one view. Raises BadBlock."""
-        if view == ENGINES:
-            return views.engines(load(self.results / file, kind="gpu_engines"))
-        if view == SLEEP:
-            return views.sleep(load(self.results / file, kind="gpu_sleep"))
-        if view == TRAFFIC:
-            return views.traffic(load(self.results / file, kind="gpu_traffic"))
-        if view in (CELLS, HOST, BYTES, BLOCKS):
+        if view in OF_SEVERAL:
+            kind, render = OF_SEVERAL[view]
             paths = sorted(self.results.glob(file))
             if not paths:
                 raise BadBlock(f"no file in results/ matches {file}")
-            if view == CELLS:
-                return views.cells([load(path) for path in paths])
-            if view == BLOCKS:
-                return views.blocks([load(path) for path in paths])
-            if view == BYTES:
-                return views.moved_bytes([load(path) for path in paths])
-            return views.host([load(path, "tools/host_profile.py") for path in paths])
-        if view == KERNELS:
-            return views.kernels(load(self.results / file, "bench_kernels.py"))
-        if view == SOAK:
-            return views.soak(load(self.results / file, "tools/soak.py"))
-        result = load(self.results / file)
-        if view != PLOT:
-            return VIEWS[view](result)
+            return render([load(path, kind) for path in paths])
+        kind, render_one = OF_ONE.get(view, (BENCH, VIEWS.get(view, self._plot)))
+        return render_one(load(self.results / file, kind) | {"file": file})
+
+    def _plot(self, result: Result) -> str:
         if result["mode"] != "compare":
             raise BadBlock(f"a plot needs mode compare, not {result['mode']}")
-        image = (self.results / file).with_suffix(".png")
+        image = (self.results / result.pop("file")).with_suffix(".png")
         if not image.is_file() or plot.digest_of(image) != plot.samples_digest(result):
             self.stale_plots[image] = result
         tested = ", ".join(summary.tested(result))
@@ -205,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return max(run(one, args.results, args.check) for one in args.readme)
     except (BadBlock, OSError) as error:
-        print(f"render_results: {error}", file=sys.stderr)
+        print(f"render: {error}", file=sys.stderr)
         return 2
 
 

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a mixed load for minutes with NWOR on, and says whether all is well after it.
 
-    python tools/soak.py --model PATH --minutes 10 --json results/soak_cpu.json \\
+    python tools/soak/soak.py --model PATH --minutes 10 --json results/soak_cpu.json \\
         --speculative-config '{...}' --serve-args '--enforce-eager'
 
 starts `vllm serve` with several API servers; `--url` uses a server that runs already.
-The load is described in soak_load.py, the checks in soak_checks.py: outputs of a probe
+The load is described in load.py, the checks in checks.py: outputs of a probe
 identical from start to end, the identities of the counters, KV blocks free, memory
 flat, no fallback, no breach, no error in the log. All that was found goes to the JSON
 file, with the verdicts.
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
@@ -39,9 +39,11 @@ from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.tables import Table  # noqa: E402
 
-from tools import soak_checks, soak_load, soak_server  # noqa: E402
+from tools.soak import checks as soak_checks  # noqa: E402
+from tools.soak import load as soak_load  # noqa: E402
+from tools.soak import server as soak_server  # noqa: E402
 
-PROGRAM = "tools/soak.py"
+PROGRAM = "tools/soak/soak.py"
 SETTLE_SECONDS = 60.0
 SCHEMA = 1
 

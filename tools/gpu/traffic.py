@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that log and restore move, counted by the GPU itself, through Nsight Compute.
 
-    python tools/gpu_traffic.py --json results/gpu_traffic.json
+    python tools/gpu/traffic.py --json results/gpu_traffic.json
 
 Runs one log, one restore of which every draft was rejected and one of which none was,
 in each layout and size, under `ncu`, which replays each with cold caches. Beside what
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import environment  # noqa: E402
@@ -170,16 +170,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is None:
         parser.error("--json FILE is missing")
     if shutil.which(arguments.ncu) is None:
-        print(f"gpu_traffic.py: {arguments.ncu} is not there", file=sys.stderr)
+        print(f"traffic.py: {arguments.ncu} is not there", file=sys.stderr)
         return 1
     try:
         rows = combine(run_cases(), measure(arguments.ncu))
     except CountersUnavailable as error:
-        print(f"gpu_traffic.py: {error}", file=sys.stderr)
+        print(f"traffic.py: {error}", file=sys.stderr)
         return 1
     result = {
         "kind": KIND,
-        "command": f"python tools/gpu_traffic.py --json {arguments.json.name}",
+        "command": f"python tools/gpu/traffic.py --json {arguments.json.name}",
         "environment": environment.describe("cuda", ROOT),
         "rows": rows,
     }
