@@ -8,7 +8,6 @@ run: its file is checked for what Grafana requires of it.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import subprocess
@@ -19,14 +18,12 @@ from typing import Any
 
 import pytest
 import yaml
-from benchmarks import plot
 
-from tools.monitoring import panels, prometheus, record
+from tools.monitoring import panels, prometheus
 from vllm_nwor.metrics import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "tools" / "monitoring"
-RESULT = ROOT / "results" / "monitoring_cpu.json"
 Dashboard = dict[str, Any]
 
 
@@ -229,38 +226,6 @@ def test_queries_have_every_variable_filled() -> None:
     dashboard["panels"][1]["targets"][0]["expr"] = "up{x='$other'}"
     with pytest.raises(panels.BadPanel, match=r"'Breaches'.*\$other"):
         panels.queries(dashboard, "20s")
-
-
-def test_legends_name_series_by_their_labels() -> None:
-    query = panels.Query("p", "timeseries", "cps", "up", "{{a}}, b {{ b }}")
-    assert query.name({"a": "1", "b": "2"}) == "1, b 2"
-
-
-# --- what was recorded ---
-
-
-def test_the_picture_is_of_the_file_and_shown() -> None:
-    result = json.loads(RESULT.read_text())
-    picture = RESULT.with_suffix(".png")
-    assert plot.digest_of(picture) == plot.samples_digest(result)
-    link = f"../../results/{picture.name}"
-    assert f"]({link})" in (MONITORING / "README.md").read_text()
-
-
-def test_the_recorded_run_was_of_this_dashboard_and_healthy() -> None:
-    result = json.loads(RESULT.read_text())
-    titles = {query.panel for query in panels.queries(panels.read(), "20s")}
-    assert {one["panel"] for one in result["samples"]} == titles
-    assert result["alerts"] == {rule["alert"]: "inactive" for rule in rules()}
-
-
-def test_drawing_shows_the_panel_that_is_asked_for(tmp_path: Path) -> None:
-    result = json.loads(RESULT.read_text())
-    record.draw(result, "Restored bytes", tmp_path / "a.png")
-    record.draw(result, record.PANEL, tmp_path / "b.png")
-    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
-    with pytest.raises(panels.BadPanel, match="nothing to draw for panel 'None such'"):
-        record.draw(result, "None such", tmp_path / "c.png")
 
 
 # --- getting Prometheus ---
