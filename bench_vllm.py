@@ -262,7 +262,7 @@ def check_plot(options: Options) -> None:
     except ImportError:
         raise BadArgument(
             f"argument --plot: '{options.plot}' cannot be drawn, matplotlib is not "
-            "installed; allowed here: --json, which tools/results/render.py can draw"
+            "installed; allowed here: --json"
         ) from None
 
 

@@ -7,7 +7,7 @@ Each takes the content of a file in results/, or of several.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import models, report, summary
@@ -21,53 +21,21 @@ class BadBlock(Exception):
     """A block or a file cannot be used; the message is a whole sentence."""
 
 
-def machine(result: Result) -> str:
-    """Where, when and with what command it was measured."""
+def everything(result: Result) -> str:
+    """Where, when and with what command it was measured; every table of the report;
+    the check of the outputs and the comparison in words."""
     found = dict(line.split(None, 1) for line in report.environment_lines(result))
-    return (
+    about = (
         f"{found['date']}: {found['run']}. {found['machine']}; {found['versions']}; "
         f"commit {found['commit']}.\n\n{_code(found['command'])}"
     )
-
-
-def words(result: Result) -> str:
-    """The check of the outputs and the comparison in words."""
-    lines = [report.outputs_line(result), *report.verdict_lines(result)]
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _nwor(result: Result) -> str:
-    tables = report.nwor_tables(result)
-    if not tables:
-        raise BadBlock("the view nwor needs a file measured with NWOR on")
-    return "\n\n".join(table.markdown() for table in tables)
-
-
-def _ratio(result: Result) -> str:
-    if result["mode"] != "compare":
-        raise BadBlock(f"the view ratio needs mode compare, not {result['mode']}")
-    return report.ratio_table(result).markdown()
-
-
-def _all(result: Result) -> str:
-    parts = [machine(result), report.speed_table(result).markdown()]
+    tables = [report.speed_table(result)]
     if result["mode"] == "compare":
-        parts.append(_ratio(result))
-    if result["summary"]["nwor"]:
-        parts.append(_nwor(result))
-    parts += [report.acceptance_table(result).markdown(), words(result)]
-    return "\n\n".join(parts)
-
-
-VIEWS: dict[str, Callable[[Result], str]] = {
-    "machine": machine,
-    "speed": lambda result: report.speed_table(result).markdown(),
-    "ratio": _ratio,
-    "acceptance": lambda result: report.acceptance_table(result).markdown(),
-    "nwor": _nwor,
-    "words": words,
-    "all": _all,
-}
+        tables.append(report.ratio_table(result))
+    tables += [*report.nwor_tables(result), report.acceptance_table(result)]
+    lines = [report.outputs_line(result), *report.verdict_lines(result)]
+    words = "\n".join(f"- {line}" for line in lines)
+    return "\n\n".join([about, *(table.markdown() for table in tables), words])
 
 
 def cells(results: Sequence[Result]) -> str:

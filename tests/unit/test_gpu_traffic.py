@@ -109,9 +109,8 @@ def test_without_ncu_it_says_so(tmp_path, capsys):
 def test_the_file_is_json_that_the_readme_can_show(ncu):
     _, path = ncu(table(KERNELS))
 
-    renderer = render.Renderer(path.parent, "results")
-    block = "<!-- results: gpu_traffic.json traffic -->\n<!-- /results -->"
-    assert "restore, all rejected" in renderer.readme(block)
+    what = "gpu_traffic.json traffic"
+    assert "restore, all rejected" in render.block(what, path.parent)
     path.write_text(json.dumps({"kind": "other"}))
     with pytest.raises(views.BadBlock, match="not a file of kind gpu_traffic"):
-        renderer.readme(block)
+        render.block(what, path.parent)

@@ -554,7 +554,7 @@ def test_the_readme_can_show_the_verdicts(tmp_path: Path) -> None:
     record["idle"]["running"] = 1.0
     record["checks"] = soak_checks.as_rows(soak_checks.judge(record))
     (tmp_path / "soak_x.json").write_text(json.dumps(record))
-    shown = render.Renderer(tmp_path, "results").view("soak_x.json", "soak")
+    shown = render.block("soak_x.json soak", tmp_path)
     assert "10.0 minutes, 12 requests at a time, 2 API servers" in shown
     assert "| KV blocks free | fail | 1 running" in shown
     assert shown.count("| pass |") == len(record["checks"]) - 1
