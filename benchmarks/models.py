@@ -8,14 +8,13 @@ made in the cache folder; they hold no weights and no tokenizer.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import BadArgument
 from benchmarks.files import write_json
+from tools.setup.make_models import cache_dir
 
 SHAPE = "shape:"
 # Names that tools/setup/make_models.py gives to what it converts.
@@ -84,15 +83,6 @@ class Model:
     location: str
     label: str
     random_weights: bool
-
-
-def cache_dir(env: Mapping[str, str] | None = None) -> Path:
-    """Where converted models and shapes are: ${NWOR_CACHE:-~/.cache/vllm-nwor}, with
-    XDG_CACHE_HOME in the place of ~/.cache if that is set."""
-    env = os.environ if env is None else env
-    if env.get("NWOR_CACHE"):
-        return Path(env["NWOR_CACHE"]).expanduser().resolve()
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-nwor"
 
 
 def find(argument: str, value: str | None, default: str) -> Model:

@@ -280,13 +280,6 @@ def test_requests_fill_whole_batches():
 # --- statistics
 
 
-def test_percentiles_are_numpys():
-    values = [3.0, 9.0, 1.0, 4.0, 4.5, 100.0]
-    for percent in (0, 5, 50, 95, 100):
-        expected = float(np.percentile(values, percent))
-        assert intervals.percentile(values, percent) == pytest.approx(expected)
-
-
 def test_interval_of_thirteen_values_is_the_known_one():
     """The bootstrap median of 13 ordered values is at most the j-th with probability
     P(Binomial(13, j / 13) >= 7): 0.016 for j = 3 and 0.071 for j = 4, so that the 5th
