@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +203,8 @@ def base_result(
 ) -> dict[str, Any]:
     """What all modes' results have in common, without what was measured."""
     found = engine.report()
-    arguments = asdict(options)
-    for name in ("json", "plot", "prompts", "model", "draft_model"):
-        del arguments[name]
+    left_out = ("json", "plot", "prompts", "model", "draft_model")
+    arguments = {k: v for k, v in vars(options).items() if k not in left_out}
     return {
         "kind": "bench_vllm",
         "schema": summary.SCHEMA,

@@ -16,7 +16,6 @@ Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import time
@@ -87,7 +86,7 @@ def run_cell(cell: cells.Cell, results: Path, seconds: float) -> list[Path]:
         true_off["engine"]["kv_blocks"] = None
     prepare_process(options[first], on)
     bench_vllm.note(f"{cell.name}: starting vLLM")
-    largest = dataclasses.replace(options[first], batch_size=max(cell.batches))
+    largest = Options(**vars(options[first]) | {"batch_size": max(cell.batches)})
     engine = Engine(largest, on)
     bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
     env = environment.describe(on, ROOT)
