@@ -75,13 +75,11 @@ def good_record() -> Record:
 
 
 def verdicts(record: Record) -> dict[str, str]:
-    return {check.name: check.verdict for check in soak_checks.judge(record)}
+    return {check["name"]: check["verdict"] for check in soak_checks.judge(record)}
 
 
 def test_a_good_record_passes_every_check() -> None:
-    checks = soak_checks.judge(good_record())
-    assert {check.verdict for check in checks} == {"pass"}, checks
-    assert soak_checks.passed(checks)
+    assert set(verdicts(good_record()).values()) == {"pass"}
 
 
 def test_shadow_pages_have_bytes_of_their_own() -> None:
@@ -161,7 +159,6 @@ def test_each_check_fails_on_its_own_fault(
     found = verdicts(record)
     assert {name for name, verdict in found.items() if verdict != "pass"} == failing
     assert {found[name] for name in failing} == {"fail"}
-    assert not soak_checks.passed(soak_checks.judge(record))
 
 
 def test_every_check_is_seen_to_fail() -> None:
@@ -208,7 +205,6 @@ def test_a_control_without_nwor_is_judged_by_the_rest() -> None:
 
 
 def test_growth_is_a_slope_after_the_warm_up() -> None:
-    assert soak_checks.growth([0, 60, 120], [10, 12, 14]) == pytest.approx(2)
     assert soak_checks.warm_up_seconds(600) == 150
     assert soak_checks.warm_up_seconds(100) == 60
     record = good_record()
@@ -495,7 +491,7 @@ def test_exit_status_and_file_say_what_was_found(
     assert soak.main(argv) == num_failed
     written = json.loads(path.read_text())
     assert written["passed"] is (num_failed == 0)
-    assert len(written["checks"]) == len(soak_checks.CHECKS)
+    assert len(written["checks"]) == len(verdicts(good_record()))
     assert written["command"] == (
         "python tools/soak/soak.py --url http://127.0.0.1:1 --json out.json"
     )
@@ -552,7 +548,7 @@ def test_the_readme_can_show_the_verdicts(tmp_path: Path) -> None:
         "commit": "abc",
     }
     record["idle"]["running"] = 1.0
-    record["checks"] = soak_checks.as_rows(soak_checks.judge(record))
+    record["checks"] = soak_checks.judge(record)
     (tmp_path / "soak_x.json").write_text(json.dumps(record))
     shown = render.block("soak_x.json soak", tmp_path)
     assert "10.0 minutes, 12 requests at a time, 2 API servers" in shown

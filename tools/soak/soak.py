@@ -39,7 +39,7 @@ from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.tables import Table  # noqa: E402
 
-from tools.soak import checks as soak_checks  # noqa: E402
+from tools.soak import checks  # noqa: E402
 from tools.soak import load as soak_load  # noqa: E402
 from tools.soak import server as soak_server  # noqa: E402
 
@@ -282,9 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         **found,
     }
     record["environment"]["variables"]["VLLM_NWOR_MODE"] = args.mode
-    checks = soak_checks.judge(record)
-    record["checks"] = soak_checks.as_rows(checks)
-    record["passed"] = soak_checks.passed(checks)
+    record["checks"] = checks.judge(record)
+    record["passed"] = all(row["verdict"] != checks.FAIL for row in record["checks"])
     print(report(record))
     if args.json is not None:
         write_json(args.json, record)
