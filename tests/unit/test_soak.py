@@ -252,7 +252,7 @@ def test_one_alone_waits_for_the_others_and_keeps_them_out() -> None:
 
     async def work(gate: soak_load.Gate) -> None:
         for _ in range(20):
-            async with gate.shared():
+            async with gate.shared:
                 assert "alone" not in inside
                 inside.append("shared")
                 await asyncio.sleep(0)
@@ -267,7 +267,7 @@ def test_one_alone_waits_for_the_others_and_keeps_them_out() -> None:
                 inside.remove("alone")
 
     async def both() -> None:
-        gate = soak_load.Gate()
+        gate = soak_load.Gate(3)
         await asyncio.gather(*(work(gate) for _ in range(3)), probe(gate), probe(gate))
 
     asyncio.run(asyncio.wait_for(both(), 10))
