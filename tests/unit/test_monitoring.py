@@ -8,6 +8,7 @@ run: its file is checked for what Grafana requires of it.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import subprocess
@@ -18,8 +19,9 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
-from tools.monitoring import panels, prometheus
+from tools.monitoring import panels, prometheus, record
 from vllm_nwor.metrics import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +228,22 @@ def test_queries_have_every_variable_filled() -> None:
     dashboard["panels"][1]["targets"][0]["expr"] = "up{x='$other'}"
     with pytest.raises(panels.BadPanel, match=r"'Breaches'.*\$other"):
         panels.queries(dashboard, "20s")
+
+
+# --- what was recorded ---
+
+
+def test_the_recorded_run_was_of_this_dashboard_and_healthy(tmp_path: Path) -> None:
+    picture = ROOT / "results" / "monitoring_cpu.png"
+    result = json.loads(picture.with_suffix(".json").read_text())
+    queries = panels.queries(panels.read(), "20s")
+    legends = [query.legend for query in queries if query.panel == record.PANEL]
+    assert [one["legend"] for one in result["series"]] == legends
+    assert result["alerts"] == {rule["alert"]: "inactive" for rule in rules()}
+    record.draw(result, tmp_path / "drawn.png")
+    drawn, shown = (Image.open(path) for path in (tmp_path / "drawn.png", picture))
+    assert drawn.size == shown.size
+    assert f"](../../results/{picture.name})" in (MONITORING / "README.md").read_text()
 
 
 # --- getting Prometheus ---

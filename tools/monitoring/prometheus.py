@@ -133,18 +133,29 @@ class Prometheus:
 
         Raises PrometheusError if it is not PromQL or gives something else.
         """
-        data = self._get("query", query=expression)
-        if data["resultType"] != "vector":
-            raise PrometheusError(
-                f"{expression!r} gives a {data['resultType']}, not a vector"
-            )
-        result: list[dict[str, Any]] = data["result"]
-        return result
+        return self._result("query", "vector", query=expression)
+
+    def query_range(
+        self, expression: str, start: float, end: float, step: int
+    ) -> list[dict[str, Any]]:
+        """Its series from start to end (seconds since 1970), a value each `step`
+        seconds: {"metric": labels, "values": [[s, v], ...]}."""
+        times = {"start": start, "end": end, "step": step}
+        return self._result("query_range", "matrix", query=expression, **times)
 
     def rules(self) -> list[dict[str, Any]]:
         """The loaded rules: name, health, state, lastError, evaluationTime."""
         groups = self._get("rules")["groups"]
         return [rule for group in groups for rule in group["rules"]]
+
+    def _result(self, what: str, kind: str, **values: Any) -> list[dict[str, Any]]:
+        data = self._get(what, **values)
+        if data["resultType"] != kind:
+            raise PrometheusError(
+                f"{values['query']!r} gives a {data['resultType']}, not a {kind}"
+            )
+        result: list[dict[str, Any]] = data["result"]
+        return result
 
     def _get(self, what: str, **values: Any) -> dict[str, Any]:
         url = f"{self.api}/api/v1/{what}?{urllib.parse.urlencode(values)}"
