@@ -48,24 +48,11 @@ def cells(results: Sequence[Result]) -> str:
             raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
         rows += [_cell(result, name) for name in summary.tested(result)]
     head = (
-        "model, device",
-        "method, drafts",
-        "runner",
-        "batch",
-        "prompt",
-        "accepted",
-        "log",
-        "mode",
-        "baseline",
-        "mode / baseline (90 %)",
-        "control (90 %)",
-        "budget",
-        "pairs",
-        "begin + commit",
-        "date, UTC",
-        "commit",
+        "model, device | method, drafts | runner | batch | prompt | accepted | log | "
+        "mode | baseline | mode / baseline (90 %) | control (90 %) | budget | pairs | "
+        "begin + commit | date, UTC | commit"
     )
-    return Table("", head, rows).markdown()
+    return _markdown(head, rows)
 
 
 def _cell(result: Result, name: str) -> tuple[str, ...]:
@@ -115,14 +102,14 @@ def host(results: Sequence[Result]) -> str:
             ]
             steps = number(found["both"]["steps"])
             rows.append((_cell_of(result), kind, *spent, steps))
-    head = ("cell", "launches", "begin", "commit", "both", "steps")
+    head = "cell | launches | begin | commit | both | steps"
     abouts = [
         f"{result['environment']['date']}: {result['environment']['gpu']}, "
         f"{result['environment']['cpu']}; batch {result['batch_size']}; "
         f"commit {_measured(result)[1]}.\n\n{_code(result['command'])}"
         for result in results
     ]
-    tables = [Table("", head, rows).markdown()]
+    tables = [_markdown(head, rows)]
     hooks = [
         (
             _cell_of(result),
@@ -134,8 +121,8 @@ def host(results: Sequence[Result]) -> str:
         for name, found in result.get("hooks", {}).items()
     ]
     if hooks:
-        head = ("cell", "hook", "median", "mean of a step")
-        tables.append(Table("", head, hooks).markdown())
+        head = "cell | hook | median | mean of a step"
+        tables.append(_markdown(head, hooks))
     return "\n\n".join([*abouts, *tables])
 
 
@@ -166,19 +153,11 @@ def engines(result: Result) -> str:
             )
         )
     head = (
-        "engine",
-        "runner, drafter",
-        "backend, KV cache",
-        "graphs",
-        "async",
-        "rejected slots compared",
-        "dirty before commit",
-        "failed checks",
-        "rows in which vanilla differs from itself",
-        "date, UTC",
-        "commit",
+        "engine | runner, drafter | backend, KV cache | graphs | async | rejected "
+        "slots compared | dirty before commit | failed checks | rows in which vanilla "
+        "differs from itself | date, UTC | commit"
     )
-    return Table("", head, rows, left=True).markdown()
+    return _markdown(head, rows, left=True)
 
 
 def sleep(result: Result) -> str:
@@ -201,17 +180,10 @@ def sleep(result: Result) -> str:
                 )
             )
     head = (
-        "engine",
-        "after",
-        "windows",
-        "drafts",
-        "accepted",
-        "rejected",
-        "our tensors in the pool that sleep empties",
-        "date, UTC",
-        "commit",
+        "engine | after | windows | drafts | accepted | rejected | our tensors in the "
+        "pool that sleep empties | date, UTC | commit"
     )
-    return Table("", head, rows, left=True).markdown()
+    return _markdown(head, rows, left=True)
 
 
 def moved_bytes(results: Sequence[Result]) -> str:
@@ -227,17 +199,11 @@ def moved_bytes(results: Sequence[Result]) -> str:
         for done in result["summary"]["nwor"].values():
             rows.append(_bytes(result, done))
     head = (
-        "device",
-        "runner, method",
-        "batch",
-        "accepted",
-        "drafts a step",
-        "logged or copied to shadow a step",
-        "restored or committed a step",
-        "logged - expected",
-        "restored - expected",
+        "device | runner, method | batch | accepted | drafts a step | logged or "
+        "copied to shadow a step | restored or committed a step | logged - expected | "
+        "restored - expected"
     )
-    return Table("", head, rows).markdown()
+    return _markdown(head, rows)
 
 
 def _bytes(result: Result, done: dict[str, Any]) -> tuple[str, ...]:
@@ -303,18 +269,11 @@ def blocks(results: Sequence[Result]) -> str:
                 speed = f"{own['median']:.4f} ({own['low']:.4f} to {own['high']:.4f})"
             rows[engine_key] = (*row, others, result["baseline"], speed)
     head = (
-        "device",
-        "runner",
-        "sequences",
-        "prompt",
-        "log",
-        "start-up",
-        "KV blocks",
-        "without NWOR",
-        "baseline",
-        "tokens/s, baseline / without NWOR (its fastest, slowest run)",
+        "device | runner | sequences | prompt | log | start-up | KV blocks | without "
+        "NWOR | baseline | tokens/s, baseline / without NWOR (its fastest, slowest "
+        "run)"
     )
-    return Table("", head, list(rows.values())).markdown()
+    return _markdown(head, list(rows.values()))
 
 
 def traffic(result: Result) -> str:
@@ -334,19 +293,12 @@ def traffic(result: Result) -> str:
         for row in result["rows"]
     ]
     head = (
-        "layout",
-        "drafts",
-        "operation",
-        "to read",
-        "read",
-        "to write",
-        "written",
-        "read from memory",
-        "written to memory",
+        "layout | drafts | operation | to read | read | to write | written | read "
+        "from memory | written to memory"
     )
     found = result["environment"]
     about = f"{found['date']}: {found['gpu']}; commit {found['commit']}."
-    table = Table("", head, rows).markdown()
+    table = _markdown(head, rows)
     return "\n\n".join([about, _code(result["command"]), table])
 
 
@@ -365,17 +317,12 @@ def kernels(result: Result) -> str:
         counts = (str(case["num_drafts"]), str(case["num_layers"]))
         rows.append((case["layout"], number(case["bytes"] / 1024), *counts, *cells_))
     head = (
-        "layout",
-        "KiB",
-        "drafts",
-        "layers",
-        "copy, GB/s",
-        "log, GB/s (of copy)",
-        "restore, GB/s (of copy)",
+        "layout | KiB | drafts | layers | copy, GB/s | log, GB/s (of copy) | restore, "
+        "GB/s (of copy)"
     )
     env = result["environment"]
     about = f"{env['date']}: {_device(env)}."
-    table = Table("", head, rows).markdown()
+    table = _markdown(head, rows)
     return "\n\n".join([about, _code(result["command"]), table])
 
 
@@ -393,8 +340,13 @@ def soak(result: Result) -> str:
         tuple(row[cell].replace("|", "/") for cell in ("name", "verdict", "found"))
         for row in result["checks"]
     ]
-    table = Table("", ("check", "verdict", "found"), rows, left=True).markdown()
+    table = _markdown("check | verdict | found", rows, left=True)
     return "\n\n".join([about, _code(result["command"]), table])
+
+
+def _markdown(head: str, rows: Sequence[tuple[str, ...]], left: bool = False) -> str:
+    """A table. head: the columns' names, with " | " between them."""
+    return Table("", tuple(head.split(" | ")), rows, left).markdown()
 
 
 def _code(command: str) -> str:
