@@ -519,6 +519,7 @@ def test_no_server_is_an_error_and_no_result(
         ["--model", "m", "--mode", "on"],
         ["--model", "m", "--env", "NAME"],
         ["--model", "m", "--env", "=1"],
+        ["--model", "m", "--concurrency", "1.5"],
     ],
 )
 def test_bad_arguments_are_refused(argv: list[str]) -> None:

@@ -54,77 +54,54 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
+
+    def positive(text: str) -> float:
+        if not (value := float(text)) > 0:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be above 0")
+        return value
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be a number from 1 up")
+        return int(text)
+
+    def setting(text: str) -> str:
+        if "=" not in text[1:]:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be NAME=VALUE")
+        return text
+
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="folder of the model to serve")
     where.add_argument("--url", help="of a server that runs, http://HOST:PORT")
+    add = parser.add_argument
     add("--pid", type=int, help="its main process, to see its memory (with --url)")
-    add(
-        "--log",
-        type=Path,
-        help="file of the server's output: read (with --url) or "
-        "written; default: a temporary one",
-    )
+    add("--log", type=Path, help="the server's output: read (with --url) or written")
     add("--port", type=int, help="of the server started here; default: a free one")
-    add(
-        "--mode",
-        choices=("stage", "cow", "off"),
-        default="stage",
-        help="VLLM_NWOR_MODE; off is the control, of which NWOR's checks are left out",
-    )
+    modes = ("stage", "cow", "off")
+    add("--mode", choices=modes, default="stage", help="VLLM_NWOR_MODE; off: control")
     add("--serve-args", default="", help="more arguments for vllm serve, in one word")
-    add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable for the server started here; may be given several times",
-    )
+    text = "a variable for the server started here; may be given several times"
+    add("--env", type=setting, action="append", default=[], help=text)
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
-    add("--api-server-count", type=int, default=2, help="API servers")
-    add("--start-seconds", type=float, default=600, help="the server must be up then")
-    add("--minutes", type=float, default=10, help="length of the load")
-    add("--concurrency", type=int, default=12, help="requests at a time")
+    add("--api-server-count", type=count, default=2, help="API servers")
+    add("--start-seconds", type=positive, default=600, help="the server is up then")
+    add("--minutes", type=positive, default=10, help="length of the load")
+    add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
-    add(
-        "--temperature",
-        type=float,
-        nargs="+",
-        default=[0.0],
-        help="drawn from for each request",
-    )
-    add(
-        "--vocab-size",
-        type=int,
-        help="send token ids below it instead of text: for a "
-        "server without a tokenizer",
-    )
-    add(
-        "--probe",
-        choices=("loaded", "quiet", "off"),
-        default="loaded",
-        help="the fixed request: beside the load, in pauses of it, or none",
-    )
-    add("--probe-seconds", type=float, default=5, help="between two probes")
-    add("--sample-seconds", type=float, default=5, help="between memory samples")
+    text = "drawn from for each request"
+    add("--temperature", type=float, nargs="+", default=[0.0], help=text)
+    text = "send token ids below it, for a server without a tokenizer"
+    add("--vocab-size", type=int, help=text)
+    text = "the fixed request: beside the load, in pauses of it, or none"
+    policies = ("loaded", "quiet", "off")
+    add("--probe", choices=policies, default="loaded", help=text)
+    add("--probe-seconds", type=positive, default=5, help="between two probes")
+    add("--sample-seconds", type=positive, default=5, help="between memory samples")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
     add("--json", type=Path, help="where to write what was found")
     args = parser.parse_args(argv)
-    for name in (
-        "minutes",
-        "concurrency",
-        "api_server_count",
-        "probe_seconds",
-        "sample_seconds",
-        "start_seconds",
-    ):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
     if args.vocab_size is not None and args.vocab_size < 2:
         parser.error("--vocab-size must be at least 2")
-    for setting in args.env:
-        if not setting.partition("=")[0] or "=" not in setting:
-            parser.error(f"--env must be NAME=VALUE, not {setting!r}")
     if args.pid is not None and args.url is None:
         parser.error("--pid goes with --url")
     return args
@@ -249,16 +226,6 @@ def command_line(argv: Sequence[str]) -> str:
     return shlex.join(["python", PROGRAM, *shown])
 
 
-def report(record: dict[str, Any]) -> str:
-    """The verdicts as a table."""
-    rows = [
-        (row["verdict"], row["name"], row["found"], row["wanted"])
-        for row in record["checks"]
-    ]
-    title = f"soak of {record['load']['seconds']:.0f} s"
-    return Table(title, ("", "check", "found", "wanted"), rows, left=True).text()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -284,7 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     record["environment"]["variables"]["VLLM_NWOR_MODE"] = args.mode
     record["checks"] = checks.judge(record)
     record["passed"] = all(row["verdict"] != checks.FAIL for row in record["checks"])
-    print(report(record))
+    columns = ("verdict", "name", "found", "wanted")
+    rows = [tuple(row[name] for name in columns) for row in record["checks"]]
+    title = f"soak of {record['load']['seconds']:.0f} s"
+    print(Table(title, ("", "check", "found", "wanted"), rows, left=True).text())
     if args.json is not None:
         write_json(args.json, record)
     return 0 if record["passed"] else 1
