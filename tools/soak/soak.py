@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -133,11 +134,10 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         log = args.log or Path(folder) / "server.log"
         port = args.port or soak_server.free_port()
         changes = dict(setting.split("=", 1) for setting in args.env)
-        changes["VLLM_NWOR_MODE"] = args.mode
-        with soak_server.running(
-            serve_arguments(args), port, changes, log, args.start_seconds
-        ) as root:
-            yield Target(f"http://127.0.0.1:{port}", root, log)
+        env = os.environ | changes | {"VLLM_NWOR_MODE": args.mode}
+        command = [*soak_server.serve_command(), *serve_arguments(args)]
+        with soak_server.running(command, port, env, log, args.start_seconds) as root:
+            yield Target(f"http://127.0.0.1:{port}", psutil.Process(root.pid), log)
 
 
 def serve_arguments(args: argparse.Namespace) -> list[str]:
