@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import environment
+from benchmarks.arguments import whole
 from benchmarks.files import write_json
 
 PROGRAM = "bench_kernels.py"
@@ -61,15 +62,6 @@ def size(text: str) -> int:
     return int(match.group(1)) * UNITS[match.group(2)]
 
 
-def count(text: str) -> int:
-    """A number of samples."""
-    if not text.isdecimal() or int(text) < 3:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of samples; allowed is 3 or more"
-        )
-    return int(text)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The checked command line; ends the process with 2 if it is bad."""
     parser = _Parser(
@@ -83,7 +75,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--layout", choices=LAYOUTS["cpu"], help="only this one; packed: CPU only"
     )
-    parser.add_argument("--samples", type=count, help="default 40, on the CPU 15")
+    parser.add_argument("--samples", type=whole(3), help="default 40, on the CPU 15")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where to write, whole or not at all"

@@ -25,7 +25,10 @@ def small_cache(monkeypatch):
         (["--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
         (["--max-size", "0"], "'0' is no size; allowed is a number above 0"),
         (["--min-size", "8K", "--max-size", "4K"], "must be at least --min-size, 8192"),
-        (["--samples", "2"], "'2' is no number of samples; allowed is 3 or more"),
+        (
+            ["--samples", "2"],
+            "'2' is not allowed; allowed values: whole numbers from 3",
+        ),
         (["--device", "cuda", "--layout", "packed"], "allowed on cuda are nhd and hnd"),
         (["--json", "/"], "--json is /, a directory; must be a file"),
         (["--json", "/dev/null/x.json"], "/dev/null cannot be written to"),

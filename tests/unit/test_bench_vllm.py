@@ -11,6 +11,8 @@ import functools
 import json
 import os
 import random
+import re
+import shlex
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -117,99 +119,66 @@ def fake_engine(monkeypatch, tmp_path):
 # --- arguments
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (
-            ["--mode", "fast"],
-            "argument --mode: invalid choice: 'fast' (choose from 'off', 'nwor', "
-            "'stage', 'cow', 'compare')",
-        ),
-        (
-            ["--batch-size", "0"],
-            "argument --batch-size: '0' is not allowed; allowed values: whole numbers "
-            "from 1 up",
-        ),
-        (
-            ["--num-speculative-tokens", "4.5"],
-            "argument --num-speculative-tokens: '4.5' is not allowed; allowed values: "
-            "whole numbers from 1 up",
-        ),
-        (
-            ["--repeats", "6"],
-            "argument --repeats: '6' is not allowed with --mode compare; allowed "
-            "values: whole numbers from 7 up",
-        ),
-        (
-            ["--acceptance", "0.5,0.6"],
-            "argument --acceptance: '0.5,0.6' is not allowed; allowed values: one "
-            "number from 0 to 1 for each draft position, separated by commas, none "
-            "above the one before it",
-        ),
-        (
-            ["--acceptance", "0.8,0.6"],
-            "argument --acceptance: '0.8,0.6' has 2 rates; allowed values: 4 rates, "
-            "one for each of --num-speculative-tokens 4",
-        ),
-        (
-            ["--acceptance", "0.8,0.6,0.4,0.2"],
-            "argument --acceptance: '0.8,0.6,0.4,0.2' asks for synthetic rejection "
-            "sampling, which vLLM's CPU kernels refuse; allowed on the device cuda "
-            "only",
-        ),
-        (
-            ["--temperature", "0.8"],
-            "argument --temperature: '0.8' is not allowed on the device cpu, where "
-            "vLLM reads uninitialised memory when it samples with speculation; "
-            "allowed values: 0",
-        ),
-        (
-            ["--device", "cuda"],
-            "argument --device: 'cuda' cannot be had, the installed vLLM is built for "
-            "cpu; allowed values: auto, cpu",
-        ),
-        (
-            ["--method", "eagle"],
-            "argument --draft-model: none was given for --method eagle; allowed "
-            "values: a directory, a Hugging Face name, or shape:NAME",
-        ),
-        (
-            ["--draft-model", "x/y"],
-            "argument --draft-model: 'x/y' is not allowed with --method ngram; allowed "
-            "with: --method draft_model, eagle, eagle3, medusa, mlp_speculator",
-        ),
-        (
-            ["--prompts", "none.txt"],
-            "argument --prompts: 'none.txt' is not allowed; allowed values: an "
-            "existing file whose name ends in .txt, .json or .jsonl",
-        ),
-        (
-            ["--json", "out.txt"],
-            "argument --json: 'out.txt' is not allowed; allowed values: a file name "
-            "that ends in .json",
-        ),
-        (
-            ["--mode", "off", "--plot", "a.png"],
-            "argument --plot: 'a.png' is not allowed with --mode off; allowed with: "
-            "--mode compare",
-        ),
-        (
-            ["--hf-overrides", "[1]"],
-            "argument --hf-overrides: '[1]' is not allowed; allowed values: a JSON "
-            "object such as '{\"num_hidden_layers\": 4}'",
-        ),
-        (
-            ["--max-model-len", "100", "--context", "90"],
-            "argument --max-model-len: '100' is not allowed with --context 90 and "
-            "--max-tokens 64; allowed values: whole numbers from 154 up",
-        ),
-        (
-            ["--gpu-memory-utilization", "1.5"],
-            "argument --gpu-memory-utilization: '1.5' is not allowed; allowed values: "
-            "numbers above 0 up to 1",
-        ),
-    ],
-)
+# Arguments, and behind them what is said of them.
+BAD_ARGUMENTS = r"""
+--mode fast
+    --mode: invalid choice: 'fast' (choose from 'off', 'nwor', 'stage', 'cow',
+    'compare')
+--batch-size 0
+    --batch-size: '0' is not allowed; allowed values: whole numbers from 1 up
+--num-speculative-tokens 4.5
+    --num-speculative-tokens: '4.5' is not allowed; allowed values: whole
+    numbers from 1 up
+--repeats 6
+    --repeats: '6' is not allowed with --mode compare; allowed values: whole
+    numbers from 7 up
+--acceptance 0.5,0.6
+    --acceptance: '0.5,0.6' is not allowed; allowed values: one number from 0 to
+    1 for each draft position, separated by commas, none above the one before it
+--acceptance 0.8,0.6
+    --acceptance: '0.8,0.6' has 2 rates; allowed values: 4 rates, one for each
+    of --num-speculative-tokens 4
+--acceptance 0.8,0.6,0.4,0.2
+    --acceptance: '0.8,0.6,0.4,0.2' asks for synthetic rejection sampling, which
+    vLLM's CPU kernels refuse; allowed on the device cuda only
+--temperature 0.8
+    --temperature: '0.8' is not allowed on the device cpu, where vLLM reads
+    uninitialised memory when it samples with speculation; allowed values: 0
+--device cuda
+    --device: 'cuda' cannot be had, the installed vLLM is built for cpu; allowed
+    values: auto, cpu
+--method eagle
+    --draft-model: none was given for --method eagle; allowed values: a
+    directory, a Hugging Face name, or shape:NAME
+--draft-model x/y
+    --draft-model: 'x/y' is not allowed with --method ngram; allowed with:
+    --method draft_model, eagle, eagle3, medusa, mlp_speculator
+--prompts none.txt
+    --prompts: 'none.txt' is not allowed; allowed values: an existing file whose
+    name ends in .txt, .json or .jsonl
+--json out.txt
+    --json: 'out.txt' is not allowed; allowed values: a file name that ends in
+    .json
+--mode off --plot a.png
+    --plot: 'a.png' is not allowed with --mode off; allowed with: --mode compare
+--hf-overrides '[1]'
+    --hf-overrides: '[1]' is not allowed; allowed values: a JSON object such as
+    '{"num_hidden_layers": 4}'
+--max-model-len 100 --context 90
+    --max-model-len: '100' is not allowed with --context 90 and --max-tokens 64;
+    allowed values: whole numbers from 154 up
+--gpu-memory-utilization 1.5
+    --gpu-memory-utilization: '1.5' is not allowed; allowed values: numbers
+    above 0 up to 1
+"""
+
+
+def bad_arguments() -> list[tuple[list[str], str]]:
+    parts = re.findall(r"^(\S.*)\n((?: .*\n)+)", BAD_ARGUMENTS, re.MULTILINE)
+    return [(shlex.split(argv), " ".join(said.split())) for argv, said in parts]
+
+
+@pytest.mark.parametrize(("argv", "sentence"), bad_arguments())
 def test_bad_argument_is_one_sentence_and_status_2(
     argv, sentence, fake_engine, capsys, tmp_path
 ):
@@ -217,10 +186,14 @@ def test_bad_argument_is_one_sentence_and_status_2(
     assert bench_vllm.main([*argv, *output]) == 2
     printed = capsys.readouterr()
     # Pythons differ in the quotes around argparse's own choices.
-    expected = f"bench_vllm.py: {sentence}\n"
+    expected = f"bench_vllm.py: argument {sentence}\n"
     assert printed.err.replace("'", "") == expected.replace("'", "")
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_bad_argument_is_read() -> None:
+    assert len(bad_arguments()) == 17
 
 
 def test_models_that_are_not_there_are_named(tmp_path, monkeypatch):
