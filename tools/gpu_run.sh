@@ -41,7 +41,7 @@ cd "$(dirname "$0")/.." || exit
 PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep parallel sanitizer"
 STEPS="$STEPS bench-kernels traffic host-profile bench soak "
-WORK=$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")
+WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
 elif [ -n "${OUT:-}" ]; then
@@ -55,6 +55,7 @@ RESULTS=$(cd "$RESULTS" && pwd)
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export NWOR_GPU_RESULTS=$RESULTS NWOR_GPU_TEST_DIR=$WORK/engines
+export PYTHON NWOR_RESULTS=$RESULTS NWOR_WORK=$WORK # for --step, which runs one here
 
 run_tests() { # pytest without what only developers want
     "$PYTHON" -m pytest -q -p no:cacheprovider --tb=short "$@"
@@ -291,30 +292,21 @@ limit_of() { # seconds that a step may take
     esac
 }
 
-run_step() { # STEP ARGUMENT...: in a group of its own, so that it can be stopped whole
-    local name=$1 started=$SECONDS status pid watchdog
-    shift
-    echo "== $name $*"
-    set -m
-    "step_$name" "$@" &
-    pid=$!
-    (
-        exec </dev/null
-        sleep "${NWOR_LIMIT_S:-$(limit_of "$name")}" >/dev/null
-        echo "== $name: stopped at its limit"
-        kill -TERM -- "-$pid"
-        sleep 5 >/dev/null
-        kill -KILL -- "-$pid"
-    ) 2>/dev/null &
-    watchdog=$!
-    set +m
-    wait "$pid"
+run_step() { # STEP ARGUMENT...: in a process of its own, which can be stopped whole
+    local name=$1 started=$SECONDS status
+    echo "== $*"
+    timeout --kill-after=5 "${NWOR_LIMIT_S:-$(limit_of "$name")}" \
+        "$BASH" tools/gpu_run.sh --step "$@"
     status=$?
-    kill -- "-$watchdog" 2>/dev/null
-    wait "$watchdog" 2>/dev/null
+    [ $status = 124 ] && echo "== $name: stopped at its limit"
     echo "== $name: exit status $status, $((SECONDS - started)) s"
     return $status
 }
+
+if [ "${1:-}" = --step ]; then
+    "step_$2" "${@:3}"
+    exit
+fi
 
 failed=""
 step=()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import subprocess
@@ -42,6 +43,24 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
+
+    def abandon(self, prompt: str, max_tokens: int, after: int) -> int:
+        """Starts a streamed completion and hangs up after so many chunks. Returns how
+        many were read."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body | {"stream": True, "ignore_eos": True}),
+            {"Content-Type": "application/json"},
+        )
+        answer = connection.getresponse()
+        read = 0
+        while read < after and (line := answer.readline()):
+            read += line.startswith(b"data: {")
+        connection.close()
+        return read
 
     def metrics(self) -> dict[str, float]:
         """/metrics of vLLM and NWOR: counters and gauges by name, `_total` dropped,
