@@ -57,8 +57,8 @@ SOAK_ENV := ONEDNN_PRIMITIVE_CACHE_CAPACITY=32 LRU_CACHE_CAPACITY=32 \
 	MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072
 soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all after it
 	@mkdir -p $(RESULTS)
-	$(PY) tools/soak.py \
-		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
+	$(PY) tools/soak/soak.py \
+		--model "$$($(PY) tools/setup/make_models.py --path $(MODEL))" \
 		--minutes $(or $(MINUTES),10) --json $(RESULTS)/soak_cpu.json \
 		--speculative-config '$(SPECULATION)' --serve-args '$(SOAK_SERVE_ARGS)' \
 		$(SOAK_ENV:%=--env %) $(ARGS)
@@ -87,7 +87,7 @@ gpu-bench: ## time it on a GPU at the shape of an 8B model; writes results/
 serve: models ## OpenAI-compatible server on port 8000 with NWOR on
 	VLLM_NWOR_MODE=$${VLLM_NWOR_MODE-stage} \
 		$(PY) -m vllm.entrypoints.openai.api_server \
-		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
+		--model "$$($(PY) tools/setup/make_models.py --path $(MODEL))" \
 		--served-model-name $(MODEL) --host $(HOST) --port $(PORT) \
 		--enforce-eager --max-model-len 2048 --max-num-seqs 16 \
 		--override-generation-config '{"temperature": 0}' \
@@ -100,7 +100,7 @@ lint: setup ## check style and types
 	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
 	.venv/bin/shellcheck $(SCRIPTS)
 	.venv/bin/hadolint $(DOCKERFILES)
-	$(PY) tools/render_results.py --check
+	$(PY) tools/results/render.py --check
 
 format: setup ## apply the style
 	$(PY) -m ruff check --fix-only .
@@ -123,18 +123,18 @@ image-cpu: ## build the container image vllm-nwor:cpu
 	docker build -f docker/Dockerfile.cpu -t vllm-nwor:cpu .
 
 setup: ## make .venv and the native library, or bring them up to date
-	@tools/check_system.sh
-	@$(PYTHON) tools/setup_env.py
+	@tools/setup/check_system.sh
+	@$(PYTHON) tools/setup/setup_env.py
 	@$(PY) tools/native.py
 
 models: setup ## make the models that tests and benchmarks use
-	@$(PY) tools/make_models.py
+	@$(PY) tools/setup/make_models.py
 
 lock: setup ## resolve requirements/cpu.txt anew
-	@$(PYTHON) tools/setup_env.py --lock
+	@$(PYTHON) tools/setup/setup_env.py --lock
 
 deps: ## install what the system lacks, and fetch Prometheus for the tests (apt-get)
-	@tools/check_system.sh --install
+	@tools/setup/check_system.sh --install
 	@$(PYTHON) tools/monitoring/prometheus.py
 
 clean: ## remove what builds left, but not .venv, the models, nor what was measured

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench_vllm.py, one noun a file.
 
-    arguments, values, device   what was asked, and whether it can be done here
+    arguments, device           what was asked, and whether it can be done here
     prompts, models, settings   what vLLM is given
     engine, runs                an engine, and what one run on it gives
     ab, intervals               arms in pairs with a baseline, and how sure a median is

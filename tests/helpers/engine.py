@@ -166,7 +166,7 @@ class Engine:
     """A real engine with NWOR in `mode`; `settings` are further VLLM_NWOR_* values.
 
     arguments: EngineArgs that replace DEFAULTS; `model` is a name of
-    tools/make_models.py.
+    tools/setup/make_models.py.
     """
 
     def __init__(

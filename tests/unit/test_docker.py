@@ -196,7 +196,7 @@ def test_versions_are_those_of_the_requirements(device: str) -> None:
 
 def test_cpu_image_is_what_is_tested_here() -> None:
     major, minor = sys.version_info[:2]
-    setup = (ROOT / "tools" / "setup_env.py").read_text()
+    setup = (ROOT / "tools" / "setup" / "setup_env.py").read_text()
     wanted = defaults(CPU)["PYTHON_VERSION"]
     assert f'"--python-version", "{wanted}"' in setup
     assert (major, minor) >= tuple(map(int, wanted.split(".")))

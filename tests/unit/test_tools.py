@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tools import gguf_to_hf, make_models, model_recipes, setup_env
+from tools.setup import make_models, model_recipes, setup_env
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECK_SYSTEM = ROOT / "tools" / "check_system.sh"
+CHECK_SYSTEM = ROOT / "tools" / "setup" / "check_system.sh"
 
 # --- check_system.sh ---
 
@@ -229,7 +228,7 @@ def tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Registers a model "m" of one file; `error` is raised half-way through."""
 
     def register(content: str, error: BaseException | None = None) -> None:
-        def make(recipe, out, models, progress) -> None:
+        def make(recipe, out, models) -> None:
             (out / "weights").write_text(content[:2])
             if error is not None:
                 raise error
@@ -293,16 +292,6 @@ def test_killed_build_is_cleared_away(
     tiny_recipe("first")
     assert make_models.main(["--only", "m"]) == 0
     assert sorted(path.name for path in cache.iterdir()) == [".lock", "m"]
-
-
-def test_unpermute_rope_undoes_the_order_of_gguf() -> None:
-    num_heads, head_dim, hidden = 3, 8, 5
-    weight = np.arange(num_heads * head_dim * hidden).reshape(-1, hidden)
-    # GGUF's row 2i of a head is Hugging Face's row i, its row 2i + 1 row i + 4.
-    order = [0, 4, 1, 5, 2, 6, 3, 7]
-    rows = [head * head_dim + row for head in range(num_heads) for row in order]
-    restored = gguf_to_hf.unpermute_rope(weight[rows], num_heads)
-    assert np.array_equal(restored, weight)
 
 
 def test_draft_keeps_the_other_layers_in_order() -> None:
