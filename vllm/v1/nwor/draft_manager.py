@@ -60,10 +60,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -112,14 +111,6 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass
-class HostTimes:
-    """Host time of each begin and commit, in nanoseconds; for benches."""
-
-    begin_ns: list[int] = field(default_factory=list)
-    commit_ns: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class StagedGroup:
     """What makes a KV-cache group a staged one.
@@ -152,8 +143,7 @@ class DraftCommitManager:
         windows, so that windows and tokens are read from row 0; bytes and invalid
         slots are summed.
     launches: how a step's copies to and from the undo log are enqueued.
-    active, stages: switches for benches; while False, stage and begin do nothing, or
-        stage alone, so that all groups are logged.
+    active: while False, stage and begin do nothing.
     fallbacks: steps that did not run as they should, by reason.
     """
 
@@ -230,13 +220,10 @@ class DraftCommitManager:
                     self.device, launches[self._num_staged_rows :], ops
                 )
         self.active = True
-        self.stages = True
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
-        self.host_times: HostTimes | None = None
         self._copy_counters = native_ops.publish
         self._num_drafts = 0
-        self._stage_ns = 0
 
     @property
     def log_bytes_per_draft(self) -> int:
@@ -265,9 +252,8 @@ class DraftCommitManager:
             self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
         shadow = self.shadow
-        if shadow is None or not (self.active and self.stages) or num_drafts == 0:
+        if shadow is None or not self.active or num_drafts == 0:
             return
-        started = time.perf_counter_ns()
         num_reqs = windows.cu_num_logits.shape[0] - windows.num_leading_zeros
         if num_reqs > shadow.num_seats:
             self.fallbacks[NO_SEAT] += 1
@@ -296,7 +282,6 @@ class DraftCommitManager:
         self._num_drafts = num_drafts
         self._is_logged_beside = False
         self.state = State.STAGED
-        self._stage_ns = time.perf_counter_ns() - started
 
     def begin(self, windows: VerificationWindows) -> None:
         """Logs the old bytes at every draft slot, of the groups that are not staged in
@@ -321,7 +306,6 @@ class DraftCommitManager:
                 f"NWOR {COMMIT_FAILED}: the restore before this step failed; rejected "
                 "slots hold old or new bytes"
             )
-        started = time.perf_counter_ns()
         self.state = State.VANILLA
         if num_drafts > self.capacity:
             self._fall_back(
@@ -338,14 +322,11 @@ class DraftCommitManager:
             return
         self._num_drafts = num_drafts
         self.state = State.LOGGED
-        if self.host_times is not None:
-            self.host_times.begin_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
             self.check_state()
 
     def _begin_beside(self, windows: VerificationWindows) -> None:
         """begin, for groups that are logged in a step in which others are staged."""
-        started = time.perf_counter_ns()
         self._is_logged_beside = False
         if self._beside is not None:
             try:
@@ -353,9 +334,6 @@ class DraftCommitManager:
                 self._is_logged_beside = True
             except Exception as error:
                 self._fall_back(BEGIN_FAILED, f"log_cache_slots: {error}", error)
-        if self.host_times is not None:
-            elapsed = time.perf_counter_ns() - started
-            self.host_times.begin_ns.append(self._stage_ns + elapsed)
         if self.config.debug_sync:
             self._wait()
             self.check_state()
@@ -380,7 +358,6 @@ class DraftCommitManager:
             return self._commit_staged(acceptance, counters_to)
         if self.state is not State.LOGGED:
             return False
-        started = time.perf_counter_ns()
         self.state = State.FAILED
         num_drafts, self._num_drafts = self._num_drafts, 0
         try:
@@ -397,8 +374,6 @@ class DraftCommitManager:
             self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
             return published
         self.state = State.IDLE
-        if self.host_times is not None:
-            self.host_times.commit_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
             self.check_state()
         return counters_to is not None
@@ -408,7 +383,6 @@ class DraftCommitManager:
     ) -> bool:
         """commit, in a step with staged groups."""
         assert self.shadow is not None
-        started = time.perf_counter_ns()
         self.state = State.FAILED
         num_drafts, self._num_drafts = self._num_drafts, 0
         is_logged_beside, self._is_logged_beside = self._is_logged_beside, False
@@ -440,8 +414,6 @@ class DraftCommitManager:
             if not is_logged_beside and counters_to is not None:
                 is_told = self.publish(counters_to)
         self.state = restored
-        if self.host_times is not None:
-            self.host_times.commit_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
             self.check_state()
         return is_told
