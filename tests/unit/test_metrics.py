@@ -12,6 +12,8 @@ import logging
 import pickle
 import subprocess
 import sys
+from functools import partial
+from operator import attrgetter
 from types import ModuleType, SimpleNamespace
 
 import msgspec
@@ -19,12 +21,12 @@ import prometheus_client
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
     ModelRunnerOutput,
 )
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 import vllm_nwor.metrics as metrics
 from vllm_nwor.hooks import stats
@@ -237,20 +239,20 @@ SMALL = st.integers(0, 4)
     st.sampled_from(["", "a", "ab"]),
 )
 def test_counts_that_agree_are_added_as_those_that_are_looked_at(found, windows, names):
-    """A payload with news is looked at in any case, and is not always a breach."""
+    """A payload with room for news is looked at in any case."""
     step = scheduled(windows, [name for name in names if name in windows])
 
     assert add((found,), step) == add((found, {}, []), step)
 
 
-def test_numbers_that_agree_are_what_vllm_counted():
-    step = scheduled(TWO, counted="ab")
+@pytest.mark.parametrize("news", [(), ({}, [])])
+def test_what_worker_and_vllm_agree_about(news):
     found = counts(2, 7, 3, restored=640)
 
-    report, breaches = add((found,), step)
+    report, breaches = add((found, *news), scheduled(TWO, counted="ab"))
 
     assert breaches == []
-    assert tuple(report[name] for name in COUNTERS) == (2, 7, 3, 4, 0, 640, 96, 48, 0)
+    assert [report[name] for name in COUNTERS] == [2, 7, 3, 4, 0, 640, 96, 48, 0]
 
 
 def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
@@ -346,12 +348,10 @@ def scheduler_module():
                 speculative_config=SimpleNamespace(method=method),
                 parallel_config=SimpleNamespace(nwor_front_end=1),
             )
-            self.log_stats = True
+            self.log_stats, self.num_spec_tokens = True, 8
             self.counted = SimpleNamespace(windows=0, drafts=0, accepted=0)
-            self.connector_stats = None
-            self.unfinished = True
-            self.has_sums = True
-            self.form = dict
+            self.connector_stats, self.unfinished = None, True
+            self.change_stats, self.form = (lambda found: None), dict
 
         def has_unfinished_requests(self):
             return self.unfinished
@@ -370,9 +370,7 @@ def scheduler_module():
                         spec_stats,
                         num_draft_tokens=len(drafts),
                         num_accepted_tokens=len(ids) - 1,
-                        num_invalid_spec_tokens=(
-                            scheduler_output.num_invalid_spec_tokens
-                        ),
+                        num_invalid_spec_tokens=scheduler_output.num_invalid_spec_tokens,
                         request_id=rid,
                     )
                 if fate == "stops":
@@ -382,38 +380,25 @@ def scheduler_module():
                 kv_connector_stats=self.connector_stats,
                 spec_decoding_stats=spec_stats,
             )
-            if not self.has_sums:
-                del found.spec_decoding_stats
-            return self.form(
-                {
-                    3: SimpleNamespace(outputs=[], scheduler_stats=None),
-                    0: SimpleNamespace(
-                        outputs=outputs,
-                        scheduler_stats=found if self.log_stats else None,
-                    ),
-                }
-            )
+            self.change_stats(found)
+            found = found if self.log_stats else None
+            other = SimpleNamespace(outputs=[], scheduler_stats=None)
+            carrier = SimpleNamespace(outputs=outputs, scheduler_stats=found)
+            return self.form({3: other, 0: carrier})
 
         def make_spec_decoding_stats(
-            self,
-            spec_decoding_stats,
-            num_draft_tokens,
-            num_accepted_tokens,
-            num_invalid_spec_tokens,
-            request_id,
+            self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, **others
         ):
             self.counted.windows += 1
             self.counted.drafts += num_draft_tokens
             self.counted.accepted += num_accepted_tokens
-            if not self.log_stats:
-                return None
-            if spec_decoding_stats is None:
-                spec_decoding_stats = SpecDecodingStats.new(8)
-            num_invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
-            spec_decoding_stats.observe_draft(
-                num_draft_tokens - num_invalid, num_accepted_tokens
+            return VllmScheduler.make_spec_decoding_stats(
+                self,
+                spec_decoding_stats,
+                num_draft_tokens,
+                num_accepted_tokens,
+                **others,
             )
-            return spec_decoding_stats
 
     module.Scheduler = Scheduler
     return module
@@ -458,6 +443,9 @@ MIXED = Step(
 )
 
 
+IDLE = Step(windows={"e": (0, 0, "counted")})
+
+
 def test_windows_that_vllm_skips_are_dropped_and_the_others_are_its_own_numbers():
     scheduler = hooked_scheduler()
 
@@ -471,50 +459,33 @@ def test_windows_that_vllm_skips_are_dropped_and_the_others_are_its_own_numbers(
     assert report["restored_bytes"] == 64 * 4
 
 
-def test_a_step_without_a_record_counts_nothing_and_is_no_breach():
-    scheduler = hooked_scheduler()
-
-    assert run(scheduler, MIXED, payload=None) is None
-    assert scheduler.counted.accepted == 5
-
-
 @pytest.mark.parametrize("log_stats", [True, False])
-def test_drafts_that_a_grammar_forbids_are_counted_as_rejected(log_stats):
-    """vLLM leaves them out of its sums, but not of the calls."""
+@pytest.mark.parametrize("invalid", [None, {"a": 1, "c": 0, "b": 1}])
+def test_drafts_that_a_grammar_forbids_are_counted_as_rejected(log_stats, invalid):
+    """vLLM leaves them out of its sums, but not of its calls."""
     scheduler = hooked_scheduler()
     scheduler.log_stats = log_stats
-    run(scheduler, MIXED, invalid={"a": 1, "c": 0, "b": 1})
+    report = run(scheduler, MIXED, invalid=invalid)
     scheduler.log_stats = True
 
-    report = run(scheduler, Step(windows={"a": (4, 4, "counted")}))
-
+    # Counts wait for statistics to be on.
+    assert (report is None) is not log_stats
+    report = report or run(scheduler, IDLE, payload=None)
     assert "make_spec_decoding_stats" not in vars(scheduler)
-    assert report["breaches"] == 0
-    waited = not log_stats  # for statistics to be on
-    assert report["rejected_tokens"] == (2 if waited else 0)
-    assert report["committed_tokens"] == (5 + 4 if waited else 4)
-
-
-def test_what_vllm_summed_up_is_what_it_counted():
-    scheduler = hooked_scheduler()
-
-    with_sums = run(scheduler, MIXED)
-    with_calls = run(scheduler, MIXED, invalid={"a": 2})
-
-    assert with_sums == with_calls
-    assert with_sums["rejected_tokens"] == 2
+    names = "breaches", "rejected_tokens", "committed_tokens", "dropped_drafts"
+    assert [report[name] for name in names] == [0, 2, 5, 6]
 
 
 def test_sums_that_are_missing_are_a_breach_and_lose_no_output():
     scheduler = hooked_scheduler()
-    scheduler.has_sums = False
+    scheduler.change_stats = lambda found: vars(found).pop("spec_decoding_stats")
 
     report = run(scheduler, MIXED)
 
     assert report["breaches"] == 1
     assert report["windows"] == 4
     assert report["tokens_staged"] == report["dropped_drafts"] == 13
-    scheduler.has_sums = True
+    scheduler.change_stats = lambda found: None
     assert run(scheduler, MIXED)["committed_tokens"] == 5
 
 
@@ -554,22 +525,22 @@ def test_a_report_that_cannot_be_sent_is_a_breach_and_loses_no_output():
 )
 def test_news_leave_with_the_step_that_has_them_and_once(payload, news):
     scheduler = hooked_scheduler()
-    idle = Step(windows={"e": (0, 0, "counted")})
 
-    report = run(scheduler, idle, payload)
+    report = run(scheduler, IDLE, payload)
 
     assert {name: report[name] for name in news} == news
-    assert run(scheduler, idle, None) is None
+    assert run(scheduler, IDLE, None) is None
 
 
-def test_counts_wait_until_statistics_are_on():
+def test_counts_that_waited_are_added_up_and_leave_once():
     scheduler = hooked_scheduler()
     scheduler.log_stats = False
     assert run(scheduler, MIXED) is None
     scheduler.log_stats = True
 
     assert run(scheduler, MIXED)["tokens_staged"] == 2 * 13
-    assert run(scheduler, MIXED, payload=None) is None
+    assert run(scheduler, MIXED, payload=None) is None  # as a step without windows
+    assert scheduler.counted.accepted == 3 * 5
 
 
 def test_a_report_does_not_leave_without_outputs_while_others_will_come():
@@ -584,9 +555,12 @@ def test_a_report_does_not_leave_without_outputs_while_others_will_come():
 def test_the_connectors_own_statistics_are_kept_and_not_written_to():
     scheduler = hooked_scheduler()
     scheduler.connector_stats = own = {"num_saved": 3}
+    sent = []
+    scheduler.change_stats = sent.append
 
     assert run(scheduler, MIXED)["windows"] == 4
     assert own == {"num_saved": 3}
+    assert {**sent[0].kv_connector_stats, "nwor": 0} == {"num_saved": 3, "nwor": 0}
 
 
 def test_a_record_that_belongs_to_another_step_is_found_out():
@@ -615,15 +589,19 @@ def test_a_bad_payload_is_a_breach_or_raises_when_strict(payload, monkeypatch, c
 
 def test_a_step_that_vllm_fails_to_process_leaves_nothing_behind():
     scheduler = hooked_scheduler()
-    output = MIXED.output
-    output.nwor_stats = (MIXED.counts,)
+    seen = []
 
-    with pytest.raises(AttributeError, match="no attribute 'step'"):
-        scheduler.update_from_output(
-            SimpleNamespace(scheduled_spec_decode_tokens={"a": [5] * 4}), output
-        )
+    def fail(found):
+        seen.append("make_spec_decoding_stats" in vars(scheduler))
+        raise RuntimeError("vLLM's own")
 
+    scheduler.change_stats = fail
+    with pytest.raises(RuntimeError, match=r"^vLLM's own$"):
+        run(scheduler, MIXED, invalid={"a": 1})
+
+    assert seen == [True]
     assert "make_spec_decoding_stats" not in vars(scheduler)
+    scheduler.change_stats = lambda found: None
     assert run(scheduler, MIXED)["committed_tokens"] == 5
 
 
@@ -715,15 +693,9 @@ def loggers_module():
     module = ModuleType(stats.LOGGERS)
     registry = prometheus_client.CollectorRegistry()
 
-    def counter(**arguments):
-        return prometheus_client.Counter(**arguments, registry=registry)
-
-    def gauge(**arguments):
-        return prometheus_client.Gauge(**arguments, registry=registry)
-
     class PrometheusStatLogger:
-        _counter_cls = staticmethod(counter)
-        _gauge_cls = staticmethod(gauge)
+        _counter_cls = partial(prometheus_client.Counter, registry=registry)
+        _gauge_cls = partial(prometheus_client.Gauge, registry=registry)
 
         def __init__(self, vllm_config, engine_indexes=None):
             for collector in list(registry._collector_to_names):
@@ -742,11 +714,7 @@ def loggers_module():
             self.recorded = []
 
         def record(
-            self,
-            scheduler_stats,
-            iteration_stats,
-            mm_cache_stats=None,
-            engine_idx=None,
+            self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None
         ):
             self.recorded.append(scheduler_stats and scheduler_stats.kv_connector_stats)
 
@@ -835,8 +803,9 @@ def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
         recorded(manager, {"nwor": report}, engine_idx=9)
 
 
-def info_labels(resolved):
-    return {**INFO[0]._asdict(), "group": "0", "resolved": resolved}
+def info(module, resolved):
+    labels = {**INFO[0]._asdict(), "group": "0", "resolved": resolved}
+    return value(module.registry, "info", **labels)
 
 
 def test_info_is_shown_once_for_each_group_and_an_old_row_goes_to_zero():
@@ -845,34 +814,27 @@ def test_info_is_shown_once_for_each_group_and_an_old_row_goes_to_zero():
 
     recorded(manager, {"nwor": report_of(info=INFO)})
     recorded(manager, {"nwor": report_of(windows=1)})
-    assert value(module.registry, "info", **info_labels("cow")) == 1
+    assert info(module, "cow") == 1
 
     recorded(manager, {"nwor": report_of(info=OTHER_INFO)})
-    assert value(module.registry, "info", **info_labels("off")) == 1
-    assert value(module.registry, "info", **info_labels("cow")) == 0
+    assert (info(module, "cow"), info(module, "off")) == (0, 1)
 
 
-def test_loggers_created_anew_start_at_zero_and_still_know_the_info():
+@pytest.mark.parametrize(
+    ("first", "cow", "off"),
+    [({}, 1, None), ({"info": OTHER_INFO}, None, 1)],
+    ids=["the same engine", "a new one"],
+)
+def test_loggers_created_anew_start_at_zero_and_know_the_info(first, cow, off):
     module = hooked_loggers()
     recorded(module.StatLoggerManager(), {"nwor": report_of(windows=5, info=INFO)})
 
     manager = module.StatLoggerManager()
 
     assert value(module.registry, "windows_total") == 0
-    recorded(manager, {"nwor": report_of(windows=1)})
+    recorded(manager, {"nwor": report_of(windows=1, **first)})
     assert value(module.registry, "windows_total") == 1
-    assert value(module.registry, "info", **info_labels("cow")) == 1
-
-
-def test_a_new_engines_first_report_replaces_the_info_of_the_one_before():
-    module = hooked_loggers()
-    recorded(module.StatLoggerManager(), {"nwor": report_of(info=INFO)})
-
-    manager = module.StatLoggerManager()
-    recorded(manager, {"nwor": report_of(info=[INFO[0]._replace(resolved="stage")])})
-
-    assert value(module.registry, "info", **info_labels("stage")) == 1
-    assert value(module.registry, "info", **info_labels("cow")) is None
+    assert (info(module, "cow"), info(module, "off")) == (cow, off)
 
 
 def test_emit_metrics_0_creates_nothing_and_still_protects_vllms_loggers(monkeypatch):
@@ -892,10 +854,16 @@ def mark(parallel_config):
     return getattr(parallel_config, "nwor_front_end", None)
 
 
-def test_an_engine_whose_front_end_said_nothing_sends_nothing_and_says_so_once(caplog):
+@pytest.mark.parametrize(
+    "lacks", ["vllm_config.parallel_config.nwor_front_end", "vllm_config"]
+)
+def test_an_engine_whose_front_end_said_nothing_sends_nothing_and_says_so_once(
+    lacks, caplog
+):
     """As one of a headless node does whose head has no NWOR."""
     scheduler = hooked_scheduler()
-    del scheduler.vllm_config.parallel_config.nwor_front_end
+    owner, _, name = lacks.rpartition(".")
+    delattr(attrgetter(owner)(scheduler) if owner else scheduler, name)
 
     for _ in range(3):
         assert run(scheduler, MIXED) is None
@@ -997,7 +965,7 @@ def test_several_api_servers_add_up(tmp_path):
 
     assert value(registry, "windows_total") == 7
     assert value(registry, "fallbacks_total", reason="over_capacity") == 2
-    assert value(registry, "info", **info_labels("cow")) == 1
+    assert info(SimpleNamespace(registry=registry), "cow") == 1
 
 
 def test_objects_need_nothing_but_classes_like_prometheus_clients():

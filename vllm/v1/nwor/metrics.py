@@ -2,14 +2,13 @@
 """What the worker's windows did, tied to what the scheduler counted.
 
 The worker counts verification windows on the device; the scheduler counts drafts and
-accepted tokens by itself. Here the two meet, one ModelRunnerOutput at a time: what the
-worker counted belongs to exactly the step whose output carried it, so every identity
-is exact for each step, also when outputs arrive late.
+accepted tokens by itself. The two meet one ModelRunnerOutput at a time: what the worker
+counted belongs to the step whose output carried it, so every identity is exact for each
+step, also when outputs arrive late.
 
 A *dropped* window is one that the worker ran and the scheduler never counted: its
 request finished or was aborted in flight, failed to load its KV, or its output was
-stale. Which windows those are is not guessed: all that were scheduled, less those
-that vLLM counted.
+stale. They are not guessed: all that were scheduled, less those that vLLM counted.
 
 What holds for the totals, always (a breach only moves tokens between the parts):
 
@@ -20,8 +19,7 @@ and, as long as no breach is counted and no step ran as vanilla vLLM:
     committed_tokens == vllm:spec_decode_num_accepted_tokens
     rejected_tokens  == drafts counted (grammar-invalid ones too) - accepted
 
-This module holds the arithmetic and makes the Prometheus objects; it imports neither
-vLLM nor torch. `hooks.stats` brings it the numbers.
+This module imports neither vLLM nor torch; `hooks.stats` brings it the numbers.
 """
 
 from __future__ import annotations
@@ -60,10 +58,9 @@ ENGINE_LABELS = ("model_name", "engine")
 MAX_WAITING = 1000
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-# What the scheduler knows of a step: the drafts scheduled for each request; the
-# ModelRunnerOutput; how many ids each of its rows has, before vLLM cuts those of
-# requests that stop. An empty row says nothing about what was accepted (vLLM clears the
-# rows of discarded requests), nor does a missing one.
+# What the scheduler knows of a step: drafts scheduled for each request; the runner's
+# output; how many ids each of its rows has, before vLLM cuts those of a request that
+# stops. An empty row (vLLM clears discarded requests' rows) or none says nothing.
 Scheduled = tuple[Mapping[str, Sequence[int]], Any, Sequence[int]]
 
 
@@ -99,16 +96,24 @@ class Counted:
 
     num_drafts = num_draft_tokens = num_accepted_tokens = 0
 
-    def __init__(self, make: Callable[..., Any]) -> None:
+    def __init__(self, make: Any) -> None:
         self._make = make
 
     def __call__(
-        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any
+        self,
+        stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        *a: Any,
+        **k: Any,
     ) -> Any:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
-        return self._make(stats, num_draft_tokens, num_accepted_tokens, **more)
+        return self._make(stats, num_draft_tokens, num_accepted_tokens, *a, **k)
+
+
+NOTHING_COUNTED = Counted(None)
 
 
 class NworStats:
@@ -116,16 +121,20 @@ class NworStats:
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
         order of COUNTERS and, if there are any, "fallbacks" by reason and "info".
-    has_front_end: whether there is one that takes reports.
     """
 
-    def __init__(self, num_sampled: int = 1, trims_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        num_sampled: int = 1,
+        trims_drafts: bool = False,
+        has_front_end: bool = True,
+    ) -> None:
         """num_sampled: ids of an output's row that are not drafts (1, the bonus token).
         trims_drafts: the worker may run fewer drafts than were scheduled (ngram_gpu,
             adaptive verification); vLLM counts those as drafted and rejected, not we.
-        """
+        has_front_end: there is one that takes reports."""
         self.report: dict[str, Any] = {}
-        self.has_front_end = True
+        self.has_front_end = has_front_end
         self._num_sampled = num_sampled
         self._trims_drafts = trims_drafts
 
@@ -135,14 +144,11 @@ class NworStats:
         log_once(f"breach of the {kind} identity", found)
 
     def add_step(self, payload: Any, counted: Any, scheduled: Scheduled) -> None:
-        """Adds one processed output.
+        """Adds one processed output. Raises ValueError if the payload is not allowed.
 
         payload: what the worker sent with it: a StepRecord as a tuple, which may end
             before the fields with defaults, or what gives that from `read`.
         counted: Counted, or SpecDecodingStats of a step without grammar-invalid drafts.
-
-        Raises:
-            ValueError: naming the payload, and what of it is not allowed.
         """
         if type(payload) is not tuple and hasattr(payload, "read"):
             payload = payload.read()
@@ -167,7 +173,13 @@ class NworStats:
             except msgspec.ValidationError as error:
                 raise ValueError(f"payload is {payload!r}: {error}") from None
             windows, staged, _, _, restored, invalid, copied, kept = record.counts
-            self._add_news(record.fallbacks, record.info, invalid)
+            for reason, num in record.fallbacks.items():
+                known = self.report.setdefault("fallbacks", {})
+                known[reason] = known.get(reason, 0) + num
+            if record.info:
+                self.report["info"] = record.info
+            if invalid:
+                self.breach("worker", f"the worker reported {invalid}", invalid)
             committed, dropped = self._compare(record.counts, counted, scheduled)
             parts = committed, staged - committed - dropped, dropped
         counts = [windows, staged, *parts, restored, copied, kept, 0]
@@ -177,15 +189,6 @@ class NworStats:
 
     def _sum(self, counts: list[int]) -> list[int]:
         return list(map(operator.add, self.report.get("counts", _NOTHING), counts))
-
-    def _add_news(self, fallbacks: Any, info: Any, invalid: int) -> None:
-        for reason, num in fallbacks.items():
-            known = self.report.setdefault("fallbacks", {})
-            known[reason] = known.get(reason, 0) + num
-        if info:
-            self.report["info"] = info
-        if invalid:
-            self.breach("worker", f"the worker reported {invalid}", invalid)
 
     def _compare(
         self, counts: Sequence[int], counted: Any, scheduled: Scheduled

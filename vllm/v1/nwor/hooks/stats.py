@@ -3,19 +3,14 @@
 
     worker     `attach` puts a payload on the step's own ModelRunnerOutput
     scheduler  update_from_output: payload and scheduler's counts meet (`NworStats`);
-               vLLM's SpecDecodingStats of the step has those counts
-               make_spec_decoding_stats: called once for each window vLLM counts, for
-               the steps in which SpecDecodingStats does not say it
                the increments leave in kv_connector_stats["nwor"] of the SchedulerStats,
                the only free-form field that reaches the front end in all versions
     front end  StatLoggerManager.record: takes them out again, before vLLM's own loggers
-               (which know KV connectors only) see them, and bumps the counters
-               PrometheusStatLogger.__init__: creates the counters
+               (which know KV connectors only) see them, and bumps the counters that
+               PrometheusStatLogger.__init__ created
 
-Each of these may be another process; with several API servers a report goes to one of
-them. An engine's reports carry its index.
-
-A front end without NWOR would hand a report to vLLM's KV connector logging, which fails
+Each may be another process; with several API servers a report goes to one of them. A
+front end without NWOR would hand a report to vLLM's KV connector logging, which fails
 on it. So an engine sends nothing before its front end has said that it takes reports: a
 mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
 
@@ -25,8 +20,7 @@ mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
     PrometheusStatLogger.__init__    an engine in the front end's process shares its own
 
 A failure here costs numbers, never tokens: it is logged once, and counted as a breach
-where there is a counter (VLLM_NWOR_STRICT=always raises instead). Nothing here decides
-what the worker does.
+where there is a counter (VLLM_NWOR_STRICT=always raises instead).
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from ..config import Mode, NworConfig
-from ..metrics import Counted, NworPrometheus, NworStats, Scheduled, log_once
+from ..metrics import NOTHING_COUNTED, Counted, NworPrometheus, NworStats, log_once
 from ._wrap import HookTarget, HostMismatch, Wrapper, argument, check, install_all
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -65,8 +59,7 @@ COUNT = HookTarget(
     SCHEDULER,
     "Scheduler.make_spec_decoding_stats",
     ("self", "spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens"),
-    why="called once for each window that vLLM counts; replaced on one scheduler while "
-    "it processes a step with grammar-invalid drafts, or without statistics",
+    why="replaced in steps whose SpecDecodingStats lacks (grammar-invalid) drafts",
     delete_when="SpecDecodingStats counts grammar-invalid drafts, too",
 )
 RECORD = HookTarget(
@@ -103,10 +96,7 @@ LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS)
 def install(module: ModuleType) -> None:
     """Wraps what LEDGER has of `module`; of the scheduler nothing while
     VLLM_NWOR_EMIT_METRICS is 0 (of the others all: reports are always taken out).
-
-    Raises:
-        HostMismatch: if the module is not as expected; nothing was wrapped.
-    """
+    Raises HostMismatch if it is not as expected; nothing was wrapped then."""
     if module.__name__ == SCHEDULER:
         if not NworConfig.from_env().emit_metrics:
             return
@@ -119,24 +109,20 @@ def install(module: ModuleType) -> None:
 
 
 def attach(result: Any, take_payload: Callable[[], Any]) -> None:
-    """Makes a step's output carry a payload to the scheduler; never raises.
+    """Makes a step's output carry what `Report.take_payload` gives; never raises.
 
-    result: what the runner's sample_tokens returned: a ModelRunnerOutput, which gets
-        the payload as its attribute `nwor_stats`, or an asynchronous output that has
-        one and gives it out, to be read or pickled, when the device has counted. None
-        and outputs without requests, as vLLM's shared empty one, get nothing.
-    take_payload: `Report.take_payload`; called at most once.
+    result: what the runner's sample_tokens returned: a ModelRunnerOutput, whose
+        attribute `nwor_stats` that becomes, or an asynchronous output that gives one
+        out when the device has counted. None and outputs without requests, as vLLM's
+        shared empty one, get nothing, and nothing is taken.
     """
     if result is None:
         return
     try:
-        output = (
-            getattr(result, "model_runner_output", None)
-            or getattr(result, "_model_runner_output", None)
-            or result
-        )
-        if output.req_ids and (payload := take_payload()) is not None:
-            output.nwor_stats = payload
+        for name in ("model_runner_output", "_model_runner_output"):
+            result = getattr(result, name, None) or result
+        if result.req_ids and (payload := take_payload()) is not None:
+            result.nwor_stats = payload
     except Exception:
         log_once("no statistics on a runner's output", type(result).__name__)
 
@@ -152,7 +138,7 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     payload = getattr(output, "nwor_stats", None)
     if payload is None and not stats.report:
         return wrapped(*args, **kwargs)
-    step: Scheduled | None = None
+    step: Any = None
     counted: Any = None
     carrier: Any = None
     try:
@@ -175,14 +161,13 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
             if found.scheduler_stats is not None:
                 carrier = found  # the only one; none while statistics are off
         if counted is None and step is not None:
-            # Without grammar-invalid drafts the sums of what vLLM counted.
             counted = carrier.scheduler_stats.spec_decoding_stats
     except Exception as error:
         # Windows of which vLLM says nothing are dropped ones, not lost.
         _failed("sums", error, stats)
     try:
         if step is not None:
-            stats.add_step(payload, counted or Counted, step)
+            stats.add_step(payload, counted or NOTHING_COUNTED, step)
     except Exception as error:
         _failed("payload", error, stats)
     try:
@@ -206,15 +191,15 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
 
 
 def _new_stats(scheduler: Any) -> NworStats:
-    config = scheduler.vllm_config
-    speculative = config.speculative_config
+    config = getattr(scheduler, "vllm_config", None)
+    speculative = getattr(config, "speculative_config", None)
     trims = getattr(speculative, "method", None) == "ngram_gpu" or getattr(
         speculative, "enable_adaptive_verification", False
     )
-    stats = NworStats(scheduler.num_sampled_tokens_per_step, trims)
     # A step runs: whoever started this engine has marked its config.
-    stats.has_front_end = bool(getattr(config.parallel_config, MARK, False))
-    scheduler.nwor_stats = stats
+    mark = getattr(getattr(config, "parallel_config", None), MARK, False)
+    num_sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
+    stats = scheduler.nwor_stats = NworStats(num_sampled, trims, bool(mark))
     return stats
 
 
