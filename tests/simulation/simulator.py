@@ -38,7 +38,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,14 +74,8 @@ from vllm_nwor.draft_manager import (
     State,
 )
 from vllm_nwor.launches import num_bytes
-from vllm_nwor.metrics import (
-    COUNTERS,
-    DraftCount,
-    NworStats,
-    WorkerRecord,
-    agreed_counts,
-)
-from vllm_nwor.report import GroupInfo, Report
+from vllm_nwor.metrics import COUNTERS, GroupInfo, NworStats
+from vllm_nwor.report import Report
 
 MAX_TOKENS = 64
 LOG_GUARD = 0xA7
@@ -179,7 +174,8 @@ class Simulator:
         if self.breakage is not None:
             self.breakage(self.manager)
         self.report = Report([GroupInfo(0, "cow", "cow", "simulated")], self.manager)
-        self.stats = NworStats(DraftCount.EXACT, self._breach)
+        self.stats = NworStats()
+        self.stats.breach = partial(self._breach, self.stats.breach)
         self.state = State.IDLE
         # What the manager and the metrics should have counted since the start.
         self.counters = self.manager.counters.numpy().copy()
@@ -449,7 +445,7 @@ class Simulator:
         )
         self.batch = {}
         self.manager.active = fault != ops.INACTIVE
-        self.manager.stages = fault != ops.ALL_LOGGED
+        self.stages = fault != ops.ALL_LOGGED
         payload = np.frombuffer(self.payloads.bytes(step.index.size), np.uint8)
         is_missed = fault == ops.MISSED
         raised = self._begin(step, bound, fault, launch, Moment(moment))
@@ -520,7 +516,7 @@ class Simulator:
                     self.has_indices,
                     self._seats_are_indices,
                 )
-                if self.regions:
+                if self.regions and self.stages:
                     self.manager.stage(windows)
                 self.manager.begin(windows)
         except NworError:
@@ -560,7 +556,7 @@ class Simulator:
 
         everything = set(self.group_of_launch)
         fits = num_drafts <= self.manager.capacity
-        staged = set(self.regions) if self.manager.stages else set()
+        staged = set(self.regions) if self.stages else set()
         beside = everything - staged
         reasons: list[str] = []
         planted: Planted | None = None
@@ -901,19 +897,11 @@ class Simulator:
     def _check_report(self, step: Step, failed: bool) -> None:
         """What would be in the metrics, from worker and scheduler together."""
         payload = self.report.take_payload()
-        scheduled = step.scheduled_windows()
-        counted = SimpleNamespace(
-            num_drafts=step.num_windows - step.num_dropped_windows,
-            num_draft_tokens=scheduled.num_counted_drafts,
-            num_accepted_tokens=scheduled.num_counted_accepted,
-        )
-        counts = agreed_counts(payload, scheduled.num_windows, counted)
-        if counts is not None:
-            self.stats.add_counts(counts)
-        else:
-            record = WorkerRecord.from_payload(payload or {})
-            self.stats.add_step(record, scheduled)
-        found = {"fallbacks": {}} | self.stats.take_report()
+        counted, scheduled = step.counted_and_scheduled()
+        if payload is not None:
+            self.stats.add_step(payload, counted, scheduled)
+        found = {"fallbacks": {}, "counts": [0] * len(COUNTERS)} | self.stats.report
+        self.stats.report = {}
         found |= zip(COUNTERS, found["counts"], strict=True)
         parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
         if sum(found[part] for part in parts) != found["tokens_staged"]:
@@ -926,7 +914,7 @@ class Simulator:
             )
         if failed:
             return  # whether a failed commit's counts arrive is left open
-        counted = bool(step.staged or step.logged)
+        is_counted = bool(step.staged or step.logged)
         logged_bytes = sum(
             layer.slot_bytes
             for gid in step.logged
@@ -934,10 +922,10 @@ class Simulator:
             if layer.protected
         )
         wanted = {
-            "windows": step.num_windows * counted,
-            "tokens_staged": step.num_drafts * counted,
-            "committed_tokens": scheduled.num_counted_accepted * counted,
-            "dropped_drafts": step.num_dropped_drafts * counted,
+            "windows": step.num_windows * is_counted,
+            "tokens_staged": step.num_drafts * is_counted,
+            "committed_tokens": counted.num_accepted_tokens * is_counted,
+            "dropped_drafts": step.num_dropped_drafts * is_counted,
             "restored_bytes": step.num_restorable * logged_bytes,
             "shadow_copied_bytes": step.copied_bytes,
             "committed_bytes": step.committed_bytes,
@@ -946,9 +934,10 @@ class Simulator:
         if {name: found[name] for name in wanted} != wanted:
             raise Violation("guarantee 7", f"reported {found}; expected {wanted}")
 
-    def _breach(self, kind: str, found: str) -> None:
-        if (kind, found) != ("worker", f"the worker reported {self.num_breaches}"):
+    def _breach(self, count: Any, kind: str, found: str, num: int) -> None:
+        if (kind, num) != ("worker", self.num_breaches):
             raise Violation("guarantee 7 (breach)", f"{kind}: {found}")
+        count(kind, found, num)
 
 
 class Counting(logging.Handler):
@@ -959,4 +948,5 @@ class Counting(logging.Handler):
         self.reasons: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.reasons[record.getMessage().split()[1].rstrip(":")] += 1
+        if record.levelno == logging.WARNING:  # a breach is an error
+            self.reasons[record.getMessage().split()[1].rstrip(":")] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import torch
 from tests.simulation.blocks import Blocks, Request
 from tests.simulation.memory import Group, Index, Mask
 from tests.simulation.operations import EMPTY, MAX_DRAFTS, PADDED, PLAIN
-from vllm_nwor.metrics import ScheduledWindows
+from vllm_nwor.metrics import Counted, Scheduled
 from vllm_nwor.window import (
     Acceptance,
     NumRejected,
@@ -265,15 +265,14 @@ class Step:
             sampled = view.copy_(sampled)
         return SampledIds(sampled, VOCAB_SIZE)
 
-    def scheduled_windows(self) -> ScheduledWindows:
-        """The windows as vLLM's scheduler knows and counts them."""
-        drafted: dict[str, Sequence[Any]] = {
-            rows.request.name: [1] * rows.num_drafts for rows in self.rows
-        }
-        index_of = {rows.request.name: i for i, rows in enumerate(self.rows)}
-        num_ids = [rows.num_valid_ids for rows in self.rows]
-        scheduled = ScheduledWindows(drafted, index_of, num_ids, 1)
+    def counted_and_scheduled(self) -> tuple[Counted, Scheduled]:
+        """The windows as vLLM's scheduler counts and knows them."""
+        counted = Counted(lambda *_: None)
         for rows in self.rows:
             if rows.num_drafts and not rows.dropped:
-                scheduled.count(rows.num_drafts, rows.num_accepted)
-        return scheduled
+                counted(None, rows.num_drafts, rows.num_accepted)
+        names = [rows.request.name for rows in self.rows]
+        drafts = [[1] * rows.num_drafts for rows in self.rows]
+        output = SimpleNamespace(req_id_to_index={n: i for i, n in enumerate(names)})
+        num_ids = [rows.num_valid_ids for rows in self.rows]
+        return counted, (dict(zip(names, drafts, strict=True)), output, num_ids)

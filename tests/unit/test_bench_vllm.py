@@ -8,11 +8,13 @@ engine makes such runs is for the e2e tests.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
 import re
 import shlex
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ from benchmarks import (
     prompts,
     report,
     summary,
+    worker_extension,
 )
 from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import EngineFailed
@@ -38,10 +41,9 @@ from benchmarks.runs import Drafts, NworDone, Run
 import bench_kernels
 import bench_vllm
 from tools.results import render
-from vllm_nwor import worker_extension
 from vllm_nwor.draft_manager import State
 from vllm_nwor.hooks import _wrap
-from vllm_nwor.report import GroupInfo
+from vllm_nwor.metrics import GroupInfo
 
 ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
@@ -716,9 +718,20 @@ def test_extension_without_a_manager():
 
 @pytest.fixture
 def worker() -> Worker:
-    """A worker with a manager of plain numbers."""
+    """A worker with a manager of plain numbers, which notes what it is called for."""
+    calls: list[str] = []
+
+    def commit(acceptance: str) -> bool:
+        calls.append(acceptance)
+        return True
+
     manager = types.SimpleNamespace(
-        host_times=None,
+        calls=calls,
+        is_open=False,
+        stage=calls.append,
+        begin=calls.append,
+        commit=commit,
+        start_step=lambda: calls.append("start_step"),
         counters=torch.tensor([[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]),
         log_bytes_per_draft=75,
         log_bytes=750,
@@ -740,10 +753,42 @@ def hooks(monkeypatch) -> list[str]:
 def test_extension_switches_hooks_and_keeps_host_times(worker, hooks):
     manager = worker.model_runner.nwor_state.manager
     assert worker.nwor_set_hooked(False) is False
-    assert (hooks, manager.host_times) == (["unhook"], None)
+    assert (hooks, worker.nwor_host_times) == (["unhook"], None)
+    assert manager.begin == manager.stage  # as it was made
     assert worker.nwor_set_hooked(True) is True
-    assert hooks == ["unhook", "rehook"]
-    assert manager.host_times is not None
+    times = worker.nwor_host_times
+    assert worker.nwor_set_hooked(True) is True
+    assert hooks == ["unhook", "rehook", "rehook"]
+    # A step that was not hooked was a step all the same.
+    assert manager.calls == ["start_step"] * 2
+    assert times is worker.nwor_host_times is not None
+
+
+def test_host_times_have_one_begin_for_stage_and_begin(worker, hooks, monkeypatch):
+    """And none for what protected nothing."""
+    manager = worker.model_runner.nwor_state.manager
+    # Around stage, begin and commit, the last of which has no end if none is open.
+    ticks = itertools.accumulate([0, 100, 1, 10, 1, *(0, 100, 1, 10, 1, 1000)])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    worker.nwor_set_hooked(True)
+    for manager.is_open in (False, True):
+        manager.stage("windows")
+        manager.begin("windows")
+        assert manager.commit("acceptance") is True
+
+    found = worker.nwor_report()
+    assert (found["begin_ns"], found["commit_ns"]) == ([110], [1000])
+
+
+@pytest.mark.parametrize("stages", [True, False])
+def test_extension_switches_shadow_pages(worker, hooks, stages):
+    manager = worker.model_runner.nwor_state.manager
+    worker.nwor_set_hooked(True)
+    worker.nwor_set_stages(False)
+    worker.nwor_set_stages(stages)
+    manager.stage("staged")
+    manager.begin("begun")
+    assert manager.calls == ["start_step"] + ["staged"] * stages + ["begun"]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -755,9 +800,8 @@ def test_extension_switches_nothing_in_the_middle_of_a_step(worker, hooks, hooke
 
 
 def test_extension_reports_and_forgets_host_times(worker, hooks):
-    manager = worker.model_runner.nwor_state.manager
     worker.nwor_set_hooked(True)
-    manager.host_times.begin_ns.append(1500)
+    worker.nwor_host_times.begin_ns.append(1500)
     found = worker.nwor_report()
     assert found["counters"] == {
         "windows": 2,

@@ -11,6 +11,7 @@ import enum
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 class Mode(enum.Enum):
@@ -37,6 +38,9 @@ class Strict(enum.Enum):
     NEVER = "0"
     STARTUP = "1"
     ALWAYS = "always"
+
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
 class NworConfigError(ValueError):
@@ -82,9 +86,10 @@ class NworConfig:
         """
         env = os.environ if env is None else env
         return cls(
-            mode=_mode(env),
+            # Empty, as templates of containers leave what is not chosen: off.
+            mode=_choice(MODE, env.get(MODE) or Mode.OFF.value, Mode),
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
-            strictness=_strictness(env),
+            strictness=_choice(STRICT, env.get(STRICT, Strict.NEVER.value), Strict),
             debug_sync=_switch(env, DEBUG_SYNC, default=False),
             max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", least=1),
             max_shadow_blocks=_number(
@@ -93,26 +98,13 @@ class NworConfig:
         )
 
 
-def _mode(env: Mapping[str, str]) -> Mode:
-    # Empty, as templates of containers leave a variable that is not chosen: off.
-    value = env.get(MODE) or Mode.OFF.value
+def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:
     try:
-        return Mode(value)
+        return choices(value)
     except ValueError:
-        allowed = ", ".join(mode.value for mode in Mode)
+        allowed = ", ".join(choice.value for choice in choices)
         raise NworConfigError(
-            f"{MODE}={value!r} is not allowed; allowed values: {allowed}"
-        ) from None
-
-
-def _strictness(env: Mapping[str, str]) -> Strict:
-    value = env.get(STRICT, Strict.NEVER.value)
-    try:
-        return Strict(value)
-    except ValueError:
-        allowed = ", ".join(strict.value for strict in Strict)
-        raise NworConfigError(
-            f"{STRICT}={value!r} is not allowed; allowed values: {allowed}"
+            f"{name}={value!r} is not allowed; allowed values: {allowed}"
         ) from None
 
 

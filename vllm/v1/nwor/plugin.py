@@ -30,9 +30,9 @@ HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1:install",
     "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2:install",
     "vllm.v1.engine.core": ".hooks.engine_core:install",
-    "vllm.v1.core.sched.scheduler": ".hooks.stats:install_scheduler",
-    "vllm.v1.metrics.loggers": ".hooks.stats:install_loggers",
-    "vllm.v1.engine.utils": ".hooks.stats:install_engines",
+    "vllm.v1.core.sched.scheduler": ".hooks.stats:install",
+    "vllm.v1.metrics.loggers": ".hooks.stats:install",
+    "vllm.v1.engine.utils": ".hooks.stats:install",
 }
 
 _registered = False

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGro
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
 from ..launches import num_bytes
-from ..report import MAX_IN_FLIGHT, GroupInfo, Report
+from ..metrics import GroupInfo
+from ..report import MAX_IN_FLIGHT, Report
 from ..shadow_pages import blocks_per_seat
 from ..shadow_pages import num_bytes as num_shadow_bytes
 from .engine_core import config_refusal, stage_refusal
@@ -170,7 +170,7 @@ def _all_off(infos: list[GroupInfo], reason: str) -> list[GroupInfo]:
     return [
         info
         if info.resolved == Mode.OFF.value
-        else replace(info, resolved=Mode.OFF.value, reason=reason)
+        else info._replace(resolved=Mode.OFF.value, reason=reason)
         for info in infos
     ]
 

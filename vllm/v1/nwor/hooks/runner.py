@@ -23,7 +23,8 @@ from ..draft_manager import (
     State,
 )
 from ..hooks import stats
-from ..report import GroupInfo, Report
+from ..metrics import GroupInfo
+from ..report import Report
 from ..window import VerificationWindows
 from ._wrap import HookTarget, HostMismatch, Wrapper, install_all
 
