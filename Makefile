@@ -6,6 +6,7 @@ PYTHON ?= python3
 RESULTS ?= bench-out
 # More arguments for pytest (make test), bench_vllm.py (make bench) and so on.
 ARGS ?=
+OLDER ?= 0.29.0
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
@@ -34,6 +35,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
+.PHONY: check-vllm test-older
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -69,6 +71,15 @@ nightly: models ## what takes too long for make test: faults, simulation of the 
 	$(PY) -m tests.simulation --operations 1000000 --json $(RESULTS)/simulation.json \
 		--seed $(or $(SEED),$(shell date +%s))
 	$(PY) -m pytest -m nightly $(ARGS)
+
+check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
+	$(PY) tools/check_vllm.py $(ARGS)
+
+# Its wheel is put before the installed one: their torch is the same.
+test-older: models ## the byte oracle, off, cow and stage, on engines of another vLLM (OLDER=0.29.0)
+	vllm=$$($(PY) tools/check_vllm.py --unpack $(OLDER)) && PYTHONPATH=$$vllm \
+		$(PY) -m pytest tests/integration/test_byte_oracle.py \
+		-k "bf16 and not probing" $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	@mkdir -p $(RESULTS)
