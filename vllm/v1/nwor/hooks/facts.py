@@ -17,6 +17,14 @@ module; behind the colon a class in it; ".name": a function of the place above. 
 
 # Module of ours in this folder -> what it relies on.
 FACTS = {
+    "runner": """
+v1.worker.gpu_worker:Worker
+.determine_available_memory does self.model_runner.profile_run()
+v1.core.sched.output:SchedulerOutput
+    has scheduled_new_reqs:list scheduled_cached_reqs:CachedRequestData
+v1.core.sched.output:CachedRequestData has resumed_req_ids:set
+v1.core.sched.output:NewRequestData has req_id:str
+""",
     "runner_v1": """
 v1.worker.gpu_model_runner:GPUModelRunner
     has vllm_config device kv_cache_config compilation_config get_kv_cache_spec drafter
@@ -51,7 +59,7 @@ v1.outputs:SamplerOutput has sampled_token_ids:torch.Tensor
     "runner_v2": """
 v1.worker.gpu.model_runner:GPUModelRunner
     has vllm_config device kv_cache_config compilation_config get_kv_cache_spec
-        speculator attn_groups execute_model_state
+        speculator attn_groups max_num_reqs execute_model_state
     made block_tables=BlockTables
 .execute_model
     does self.prepare_inputs() self.prepare_attn() self.model_state.prepare_attn()
@@ -95,8 +103,6 @@ v1.kv_cache_interface:AttentionSpec
 v1.kv_cache_interface:UniformTypeKVCacheSpecs has kv_cache_specs:dict
 v1.kv_cache_interface:KVCacheGroupSpec has layer_names kv_cache_spec
 v1.kv_cache_interface:KVCacheConfig has needs_kv_cache_zeroing
-v1.worker.gpu_worker:Worker
-.determine_available_memory does self.model_runner.profile_run()
 v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer has _draft_attn_layer_names
 v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator has draft_attn_layer_names
 model_executor.layers.attention.attention:Attention

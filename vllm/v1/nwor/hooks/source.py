@@ -308,10 +308,11 @@ def facts(module: str) -> list[Fact]:
 
 
 def ledger(module: str) -> tuple[HookTarget, ...]:
-    """A module's LEDGER. Imports the module, unless it has none (and imports vLLM)."""
+    """A module's LEDGER, if it has one. Imports the module, unless that imports vLLM."""
     if module == "discovery":
         return ()
-    rows: tuple[HookTarget, ...] = import_module(f".{module}", __package__).LEDGER
+    rows: tuple[HookTarget, ...]
+    rows = getattr(import_module(f".{module}", __package__), "LEDGER", ())
     return rows
 
 
