@@ -93,6 +93,7 @@ def runner(groups):
             parallel_config=SimpleNamespace(),
             speculative_config=SimpleNamespace(
                 num_speculative_tokens=NUM_DRAFTS,
+                method="ngram",
                 use_eagle=lambda: False,
                 uses_draft_model=lambda: False,
             ),
@@ -224,6 +225,16 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
     assert "no memory was reserved, and sleep mode" in infos[0].reason
 
 
+@pytest.mark.parametrize("method", ["extract_hidden_states", "custom_class"])
+def test_methods_whose_layers_are_not_known_are_refused(method):
+    found = runner([(SPEC, {"a": layer()})])
+    found.vllm_config.speculative_config.method = method
+    manager, (info,), _ = build(found)
+    assert manager is None
+    assert info.resolved == "off"
+    assert info.reason.startswith(f"the speculative method is {method}, which ")
+
+
 @pytest.mark.parametrize("error", [AttributeError("x"), OSError("x"), ValueError("x")])
 @pytest.mark.parametrize(
     ("place", "text"),
@@ -232,7 +243,7 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
         ("_target_layers", "its layers could not be examined: "),
         ("DraftCommitManager", "the undo log cannot be set up: "),
         ("Report", "the undo log cannot be set up: "),
-        ("_config_refusal", "vLLM is not as expected: "),
+        ("config_refusal", "vLLM is not as expected: "),
     ],
 )
 def test_what_nobody_expected_is_a_refusal(place, text, error, monkeypatch):

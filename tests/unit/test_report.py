@@ -274,15 +274,24 @@ class Stopped(BaseException):
 REAL, SHADOW = [[1]], [[2]]
 
 
+def scheduled(drafts=(), new=(), resumed=()):
+    """As vLLM's SchedulerOutput, with requests that have drafts, are new, come back."""
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens={name: [1] for name in drafts},
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+    )
+
+
 @pytest.fixture
 def state():
-    cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
+    cache = torch.zeros(6, 2, 16, 8, dtype=torch.uint8)
     layer = LayerCache("layer", cache, row_layout(cache))
     manager = DraftCommitManager(
         NworConfig(mode=Mode.STAGE),
         [(0, [layer])],
         capacity=8,
-        staged={0: StagedGroup(ShadowRegion(2, 1, 2, 2, 16), 16)},
+        staged={0: StagedGroup(ShadowRegion(2, 2, 2, 2, 16), 16)},
     )
     return hooks.RunnerState(manager, [], Report([], manager))
 
@@ -314,12 +323,12 @@ class TestFailedStep:
     def test_in_the_forward(self, state, step, error):
         runner = SimpleNamespace(nwor_state=state)
 
-        def execute_model():
+        def execute_model(_):
             self.stage(state, step)
             raise error
 
         with pytest.raises(type(error)) as raised:
-            hooks.execute_model(execute_model, runner, (), {})
+            hooks.execute_model(execute_model, runner, (scheduled(),), {})
 
         assert raised.value is error
         self.check_put_back(state, step)
@@ -327,7 +336,9 @@ class TestFailedStep:
     @pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
     def test_in_the_sampler(self, state, step, error):
         runner = SimpleNamespace(nwor_state=state)
-        hooks.execute_model(lambda: self.stage(state, step), runner, (), {})
+        hooks.execute_model(
+            lambda _: self.stage(state, step), runner, (scheduled(),), {}
+        )
         assert step.block_tables[0].tolist() == SHADOW
 
         def sample_tokens():
@@ -350,13 +361,13 @@ class TestFailedStep:
     ):
         runner = SimpleNamespace(nwor_state=state)
 
-        def execute_model():
+        def execute_model(_):
             self.stage(state, step)
             state.manager.shadow.ops = None
             raise RuntimeError("vLLM's own")
 
         with pytest.raises(RuntimeError, match=r"^vLLM's own$"):
-            hooks.execute_model(execute_model, runner, (), {})
+            hooks.execute_model(execute_model, runner, (scheduled(),), {})
 
         assert state.manager.fallbacks == {"step_failed": 1}
 
@@ -381,11 +392,38 @@ class TestFailedStep:
         seen = []
 
         hooks.execute_model(
-            lambda: seen.append(step.block_tables[0].tolist()), runner, (), {}
+            lambda _: seen.append(step.block_tables[0].tolist()),
+            runner,
+            (scheduled(),),
+            {},
         )
 
         assert seen == [REAL]
         assert state.manager.fallbacks == {"stale_log": 1}
+
+    def test_every_step_of_the_runner_counts_for_the_seats(self, state):
+        runner = SimpleNamespace(nwor_state=state)
+        before = state.manager.shadow.step
+        for _ in range(2):
+            hooks.execute_model(lambda _: None, runner, (scheduled(),), {})
+        assert state.manager.shadow.step == before + 2
+
+    @pytest.mark.parametrize(
+        ("who", "keeps"),
+        [
+            ({"drafts": ["a", "b"], "new": ["c"], "resumed": ["d"]}, True),
+            ({"new": ["c"]}, True),
+            ({"drafts": ["a", "c"], "new": ["b", "c"]}, False),
+            ({"drafts": ["a", "d"], "resumed": ["d"]}, False),
+        ],
+    )
+    def test_nothing_counts_where_a_request_begins_with_drafts(self, state, who, keeps):
+        """Its rows may be a copy of another's block, which it got just now."""
+        runner = SimpleNamespace(nwor_state=state)
+        before = state.manager.shadow.step
+        arguments = {"scheduler_output": scheduled(**who)}
+        hooks.execute_model(lambda **_: None, runner, (), arguments)
+        assert state.manager.shadow.step == before + (1 if keeps else 2)
 
 
 def v1_runner(state, step):
@@ -430,19 +468,22 @@ class TestStagedHooks:
         assert step.block_tables[0].tolist() == REAL
         assert counts(state.report) == (3, 2)
 
-    def test_v2(self, state, step):
-        runner = SimpleNamespace(nwor_state=state)
+    @pytest.mark.parametrize(("max_num_reqs", "shadow"), [(2, [[4]]), (3, SHADOW)])
+    def test_v2(self, state, step, max_num_reqs, shadow):
+        """Seats are the request states' if there are as many, else the batch rows'."""
+        runner = SimpleNamespace(nwor_state=state, max_num_reqs=max_num_reqs)
         batch = SimpleNamespace(
             num_draft_tokens=3,
             logits_indices=step.logits_indices,
             cu_num_logits=torch.tensor([0, 4], dtype=torch.int32),
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
+            idx_mapping=torch.tensor([1]),
         )
         prepared = (step.block_tables, step.slot_mappings)
 
         runner_v2._prepare_attn(lambda *_: prepared, runner, (batch,), {})
-        assert step.block_tables[0].tolist() == SHADOW
+        assert step.block_tables[0].tolist() == shadow
         assert state.manager.state is State.STAGED
         rejected = torch.tensor([2], dtype=torch.int32)
         sampled = (None, None, rejected)

@@ -253,6 +253,18 @@ class DraftCommitManager:
         """Whether there are windows to commit."""
         return self.state is State.LOGGED or self.state is State.STAGED
 
+    def start_step(self, keeps: bool = True) -> None:
+        """Call when the runner starts a step, also one without drafts: windows that
+        the step before left behind are dropped.
+
+        keeps: as ShadowPages.start_step.
+
+        Raises: as abort.
+        """
+        self.abort(STALE_LOG)
+        if self.shadow is not None:
+            self.shadow.start_step(keeps)
+
     def stage(self, windows: VerificationWindows) -> None:
         """Puts shadow pages in the place of the blocks that hold drafts. Call when
         block tables and slot mappings are final, before attention metadata is built;

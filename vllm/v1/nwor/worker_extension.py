@@ -48,6 +48,8 @@ class NworWorkerExtension:
         from .hooks import _wrap
 
         if hooked:
+            # Steps without hooks were steps all the same.
+            manager.start_step()
             _wrap.rehook()
         else:
             _wrap.unhook()
