@@ -208,7 +208,7 @@ def test_one_runner_is_enough_and_none_is_not(other_vllm: Path) -> None:
     lines = list(doctor.hooks(other_vllm))
     assert all(is_fine for is_fine, *_ in lines)
     told = f"runner_v1: there is no {doctor.RUNNERS['runner_v1']}"
-    assert lines[0] == (True, "hooks", told)
+    assert (True, "hooks", told) in lines
     os.remove(other_vllm.parent / doctor.RUNNERS["runner_v2"])
     problems = {text for is_fine, _, text in doctor.hooks(other_vllm) if not is_fine}
     assert "runner_v1: vllm.v1.worker.gpu_model_runner does not exist" in problems

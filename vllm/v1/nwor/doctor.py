@@ -35,11 +35,11 @@ RUNNERS = {
     "runner_v1": "vllm/v1/worker/gpu_model_runner.py",
     "runner_v2": "vllm/v1/worker/gpu/model_runner.py",
 }
-CHILD = f"""
-import sys
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-print("{__package__}.plugin" in sys.modules)
+# register() makes the variables known to vLLM, in every mode.
+CHILD = """
+from vllm import envs, plugins
+plugins.load_general_plugins()
+print("VLLM_NWOR_MODE" in envs.environment_variables)
 """
 
 
@@ -102,23 +102,27 @@ def variables() -> Iterator[Line]:
 
 def processes() -> Iterator[Line]:
     """What vLLM's processes will see: one is started that does as they do."""
-    command = [sys.executable, "-c", CHILD]
-    done = subprocess.run(command, capture_output=True, text=True)
-    last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+    command = [sys.executable, "-P", "-c", CHILD]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    *said, last = done.stdout.splitlines() or ["without a word"]
     if done.returncode != 0:
         yield False, "plugin", f"a process of vLLM does not start: {last}"
         return
     mode = NworConfig.from_env().mode
-    if done.stdout.split()[-1:] == ["True"]:
+    if last == "True":
         yield True, "plugin", "loaded by vLLM"
         told = f"{mode.value} in front end, engine core and workers, which inherit it"
         yield True, "mode", f"{told}; other nodes (Ray, headless) have their variables"
         return
     if not metadata.entry_points(group="vllm.general_plugins", name="nwor"):
-        last = "its entry point is not installed"
+        reason = "its entry point is not installed"
     elif "VLLM_PLUGINS" in os.environ:
-        last = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
-    yield mode is Mode.OFF, "plugin", f"not loaded by vLLM: {last}"
+        reason = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
+    else:
+        reason = "; ".join(line for line in said if "rror" in line)
+    yield mode is Mode.OFF, "plugin", f"not loaded by vLLM: {reason}"
     yield mode is Mode.OFF, "mode", f"off everywhere ({mode.value} is set)"
 
 

@@ -15,8 +15,12 @@ module; behind the colon a class in it; ".name": a function of the place above. 
     takes    parameters, all of them; "...": others, too, that have defaults
 """
 
-# Module of ours in this folder -> what it relies on.
+# Module of ours -> what it relies on.
 FACTS = {
+    "plugin": """
+envs has environment_variables:dict
+plugins has load_general_plugins
+""",
     "runner": """
 v1.worker.gpu_worker:Worker
 .determine_available_memory does self.model_runner.profile_run()

@@ -16,6 +16,7 @@ from pathlib import Path
 from ._wrap import HookTarget
 from .facts import FACTS
 
+HOOKED = ("runner_v1", "runner_v2", "engine_core", "stats")  # those with a LEDGER
 KINDS = ("has", "made", "does", "only", "returns", "takes")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _TYPES = (ast.Module, ast.ClassDef)
@@ -308,11 +309,10 @@ def facts(module: str) -> list[Fact]:
 
 
 def ledger(module: str) -> tuple[HookTarget, ...]:
-    """A module's LEDGER, if it has one. Imports the module, unless that imports vLLM."""
-    if module == "discovery":
+    """A module's LEDGER, if it has one; the module is imported for it."""
+    if module not in HOOKED:
         return ()
-    rows: tuple[HookTarget, ...]
-    rows = getattr(import_module(f".{module}", __package__), "LEDGER", ())
+    rows: tuple[HookTarget, ...] = import_module(f".{module}", __package__).LEDGER
     return rows
 
 
