@@ -34,6 +34,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
+.PHONY: check-vllm test-older test-oldest
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -69,6 +70,21 @@ nightly: models ## what takes too long for make test: faults, simulation of the 
 	$(PY) -m tests.simulation --operations 1000000 --seat-steps 10000000 \
 		--json $(RESULTS)/simulation.json --seed $(or $(SEED),$(shell date +%s))
 	$(PY) -m pytest -m nightly $(ARGS)
+	$(MAKE) test-oldest
+
+check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
+	$(PY) tools/check_vllm.py $(ARGS)
+
+# Its wheel is put before the installed one: their torch is the same.
+OLDER_TESTS := tests/integration/test_byte_oracle.py -k "bf16 and not probing"
+test-older: models ## the byte oracle, off, cow and stage, on engines of vLLM 0.29.0
+	vllm=$$($(PY) tools/check_vllm.py --unpack 0.29.0) && PYTHONPATH=$$vllm \
+		$(PY) -m pytest $(OLDER_TESTS) $(ARGS)
+
+# Its torch is another one: 6 GB.
+test-oldest: models wheel ## the same of vLLM 0.26.0, in an environment of its own
+	@$(PYTHON) tools/setup_env.py --other 0.26.0
+	.venv-0.26.0/bin/python -m pytest $(OLDER_TESTS) $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	@mkdir -p $(RESULTS)
@@ -140,7 +156,7 @@ deps: ## install what the system lacks, and fetch Prometheus for the tests (apt-
 clean: ## remove what builds left, but not .venv, the models, nor what was measured
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis vllm/v1/nwor/_nwor_C.so
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
-	rm -rf .venv
+	rm -rf .venv .venv-*

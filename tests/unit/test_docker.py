@@ -214,8 +214,8 @@ def test_final_stage(device: str) -> None:
     run = " ".join(i.value for i in last if i.name == "RUN")
     assert "--mount=type=bind,from=build,source=/wheels,target=/wheels" in run
     assert "pip install --no-cache-dir --no-index" in run
-    check = f"/tmp/check_install.py --device {'cuda' if device == 'gpu' else 'cpu'}"
-    assert f"&& python3 {check} --plugin" in run
+    check = f"vllm_nwor.doctor --device {'cuda' if device == 'gpu' else 'cpu'}"
+    assert f"&& VLLM_NWOR_MODE=stage python3 -m {check}" in run
     assert [i.value for i in last if i.name == "ENV"] == ["VLLM_NWOR_MODE=stage"]
     assert [i.value for i in last if i.name == "USER"] == ["2000:0"]
     (labels,) = (i.value for i in last if i.name == "LABEL")

@@ -397,13 +397,6 @@ def test_no_library_and_no_library_at_all(tmp_path: Path) -> None:
         assert said in result.stderr
 
 
-def test_plugin_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_install.check_plugin()
-    monkeypatch.setattr(check_install, "ENTRY_POINT", ("vllm.general_plugins", "nvor"))
-    with pytest.raises(check_install.Missing, match="'nvor' in the group"):
-        check_install.check_plugin()
-
-
 # --- time_rebuild.py ---
 
 

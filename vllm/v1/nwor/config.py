@@ -58,7 +58,7 @@ ENV_NAMES = (MODE, EMIT_METRICS, STRICT, DEBUG_SYNC, MAX_LOG_ROWS, SHADOW_BLOCKS
 
 @dataclass(frozen=True)
 class NworConfig:
-    """One process's settings; README.md has the table of variables."""
+    """One process's settings; docs/variables.md has the table of variables."""
 
     mode: Mode = Mode.OFF
     emit_metrics: bool = True

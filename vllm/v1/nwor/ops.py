@@ -100,10 +100,15 @@ def load(device_type: str = "cpu") -> None:
 
 def has_cuda() -> bool:
     """Whether the loaded library has CUDA code (not: whether there is a GPU)."""
+    return "log_cache_slots" not in lacking("cuda")
+
+
+def lacking(device_type: str) -> list[str]:
+    """The ops for which the loaded library has no code for a device ("cpu", "cuda")."""
     _load_library()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"{_NAMESPACE}::log_cache_slots", "CUDA"
-    )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    key = device_type.upper()
+    return [name for name in _OPS if not has_kernel(f"{_NAMESPACE}::{name}", key)]
 
 
 @cache
