@@ -49,13 +49,15 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 test: models ## run the tests; ARGS="-k name" for some of them
 	$(PY) -m pytest -m "not nightly" $(ARGS)
 
-# Few KV blocks, so that requests are preempted, too. The caches that oneDNN and torch
-# keep for each batch size, and what glibc holds back, grow all through such a run
-# (results/soak_cpu_off.json): they are bounded, so that a leak can be seen.
+# Few KV blocks, so that requests are preempted, too: 40, and shadow blocks for all of
+# them. The caches that oneDNN and torch keep for each batch size, and what glibc holds
+# back, grow all through such a run (results/soak_cpu_off.json): they are bounded, so
+# that a leak can be seen.
 SOAK_SERVE_ARGS := --served-model-name $(MODEL) --enforce-eager --max-model-len 1024 \
-	--max-num-seqs 16 --block-size 32 --num-gpu-blocks-override 40
+	--max-num-seqs 16 --block-size 32 --num-gpu-blocks-override 72
 SOAK_ENV := ONEDNN_PRIMITIVE_CACHE_CAPACITY=32 LRU_CACHE_CAPACITY=32 \
-	MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072
+	MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072 \
+	VLLM_NWOR_SHADOW_BLOCKS=32
 soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all after it
 	@mkdir -p $(RESULTS)
 	$(PY) tools/soak/soak.py \
