@@ -150,8 +150,9 @@ class NworStats:
             before the fields with defaults, or what gives that from `read`.
         counted: Counted, or SpecDecodingStats of a step without grammar-invalid drafts.
         """
-        if type(payload) is not tuple and hasattr(payload, "read"):
-            payload = payload.read()
+        read = getattr(payload, "read", None)
+        if read is not None:
+            payload = read()
         try:
             # vLLM counts scheduled windows, each once: as many are the same ones, and
             # their drafts those that were scheduled. So it is in nearly every step.

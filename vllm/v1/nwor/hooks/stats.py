@@ -119,10 +119,13 @@ def attach(result: Any, take_payload: Callable[[], Any]) -> None:
     if result is None:
         return
     try:
-        for name in ("model_runner_output", "_model_runner_output"):
-            result = getattr(result, name, None) or result
-        if result.req_ids and (payload := take_payload()) is not None:
-            result.nwor_stats = payload
+        output = (
+            getattr(result, "model_runner_output", None)
+            or getattr(result, "_model_runner_output", None)
+            or result
+        )
+        if output.req_ids and (payload := take_payload()) is not None:
+            output.nwor_stats = payload
     except Exception:
         log_once("no statistics on a runner's output", type(result).__name__)
 
