@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
@@ -205,6 +206,10 @@ REFUSED = [
     ),
     (
         {"model_config__enable_return_routed_experts": True},
+        "enable_return_routed_experts keeps what it captures by slot",
+    ),
+    (
+        {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)},
         "enable_return_routed_experts keeps what it captures by slot",
     ),
     (

@@ -94,7 +94,9 @@ def stage_refusal(vllm_config: Any) -> str | None:
             "their drafts are in shadow blocks"
         )
     model = vllm_config.model_config
-    if getattr(model, "enable_return_routed_experts", False):
+    # Of the model's configuration before vLLM 0.32.
+    outputs = getattr(vllm_config, "aux_output_config", model)
+    if getattr(outputs, "enable_return_routed_experts", False):
         return "enable_return_routed_experts keeps what it captures by slot"
     if getattr(model, "original_max_model_len", None) == -1:
         return "max_model_len is auto: vLLM sizes it to take all blocks"
