@@ -34,6 +34,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
+.PHONY: check-vllm test-older test-oldest
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -48,19 +49,20 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 test: models ## run the tests; ARGS="-k name" for some of them
 	$(PY) -m pytest -m "not nightly" $(ARGS)
 
-# Few KV blocks, so that requests are preempted, too. The caches that oneDNN and torch
-# keep for each batch size, and what glibc holds back, grow all through such a run
-# (results/soak_cpu_off.json): they are bounded, so that a leak can be seen. The KV audit
-# compares everything; what it finds is an error line in the log, which is a fault.
+# Few KV blocks, so that requests are preempted, too: 40, and shadow blocks for all of
+# them. The caches that oneDNN and torch keep for each batch size, and what glibc holds
+# back, grow all through such a run (results/soak_cpu_off.json): they are bounded, so
+# that a leak can be seen. The KV audit compares everything; what it finds is an error
+# line in the log, which is a fault.
 SOAK_SERVE_ARGS := --served-model-name $(MODEL) --enforce-eager --max-model-len 1024 \
-	--max-num-seqs 16 --block-size 32 --num-gpu-blocks-override 40
+	--max-num-seqs 16 --block-size 32 --num-gpu-blocks-override 72
 SOAK_ENV := ONEDNN_PRIMITIVE_CACHE_CAPACITY=32 LRU_CACHE_CAPACITY=32 \
 	MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072 \
-	VLLM_NWOR_AUDIT=log VLLM_NWOR_AUDIT_MIB=4096
+	VLLM_NWOR_SHADOW_BLOCKS=32 VLLM_NWOR_AUDIT=log VLLM_NWOR_AUDIT_MIB=4096
 soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all after it
 	@mkdir -p $(RESULTS)
-	$(PY) tools/soak.py \
-		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
+	$(PY) tools/soak/soak.py \
+		--model "$$($(PY) tools/setup/make_models.py --path $(MODEL))" \
 		--minutes $(or $(MINUTES),10) --json $(RESULTS)/soak_cpu.json \
 		--speculative-config '$(SPECULATION)' --serve-args '$(SOAK_SERVE_ARGS)' \
 		$(SOAK_ENV:%=--env %) $(ARGS)
@@ -68,9 +70,24 @@ soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all 
 # Another million each time: SEED=1000 for those of the committed file.
 nightly: models ## what takes too long for make test: faults, simulation of the cache
 	@mkdir -p $(RESULTS)
-	$(PY) -m tests.simulation --operations 1000000 --json $(RESULTS)/simulation.json \
-		--seed $(or $(SEED),$(shell date +%s))
+	$(PY) -m tests.simulation --operations 1000000 --seat-steps 10000000 \
+		--json $(RESULTS)/simulation.json --seed $(or $(SEED),$(shell date +%s))
 	$(PY) -m pytest -m nightly $(ARGS)
+	$(MAKE) test-oldest
+
+check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
+	$(PY) tools/check_vllm.py $(ARGS)
+
+# Its wheel is put before the installed one: their torch is the same.
+OLDER_TESTS := tests/integration/test_byte_oracle.py -k "bf16 and not probing"
+test-older: models ## the byte oracle, off, cow and stage, on engines of vLLM 0.29.0
+	vllm=$$($(PY) tools/check_vllm.py --unpack 0.29.0) && PYTHONPATH=$$vllm \
+		$(PY) -m pytest $(OLDER_TESTS) $(ARGS)
+
+# Its torch is another one: 6 GB.
+test-oldest: models wheel ## the same of vLLM 0.26.0, in an environment of its own
+	@$(PYTHON) tools/setup_env.py --other 0.26.0
+	.venv-0.26.0/bin/python -m pytest $(OLDER_TESTS) $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	@mkdir -p $(RESULTS)
@@ -89,7 +106,7 @@ gpu-bench: ## time it on a GPU at the shape of an 8B model; writes results/
 serve: models ## OpenAI-compatible server on port 8000 with NWOR on
 	VLLM_NWOR_MODE=$${VLLM_NWOR_MODE-stage} \
 		$(PY) -m vllm.entrypoints.openai.api_server \
-		--model "$$($(PY) tools/make_models.py --path $(MODEL))" \
+		--model "$$($(PY) tools/setup/make_models.py --path $(MODEL))" \
 		--served-model-name $(MODEL) --host $(HOST) --port $(PORT) \
 		--enforce-eager --max-model-len 2048 --max-num-seqs 16 \
 		--override-generation-config '{"temperature": 0}' \
@@ -102,7 +119,7 @@ lint: setup ## check style and types
 	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
 	.venv/bin/shellcheck $(SCRIPTS)
 	.venv/bin/hadolint $(DOCKERFILES)
-	$(PY) tools/render_results.py --check
+	$(PY) tools/results/render.py --check
 
 format: setup ## apply the style
 	$(PY) -m ruff check --fix-only .
@@ -125,24 +142,24 @@ image-cpu: ## build the container image vllm-nwor:cpu
 	docker build -f docker/Dockerfile.cpu -t vllm-nwor:cpu .
 
 setup: ## make .venv and the native library, or bring them up to date
-	@tools/check_system.sh
-	@$(PYTHON) tools/setup_env.py
+	@tools/setup/check_system.sh
+	@$(PYTHON) tools/setup/setup_env.py
 	@$(PY) tools/native.py
 
 models: setup ## make the models that tests and benchmarks use
-	@$(PY) tools/make_models.py
+	@$(PY) tools/setup/make_models.py
 
 lock: setup ## resolve requirements/cpu.txt anew
-	@$(PYTHON) tools/setup_env.py --lock
+	@$(PYTHON) tools/setup/setup_env.py --lock
 
 deps: ## install what the system lacks, and fetch Prometheus for the tests (apt-get)
-	@tools/check_system.sh --install
+	@tools/setup/check_system.sh --install
 	@$(PYTHON) tools/monitoring/prometheus.py
 
 clean: ## remove what builds left, but not .venv, the models, nor what was measured
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis vllm/v1/nwor/_nwor_C.so
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
-	rm -rf .venv
+	rm -rf .venv .venv-*

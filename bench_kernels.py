@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import environment
+from benchmarks.arguments import whole
 from benchmarks.files import write_json
 
 PROGRAM = "bench_kernels.py"
@@ -37,6 +38,7 @@ SIZE_STEP = 4
 DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
 DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
 LAYOUTS = {"cpu": ("nhd", "hnd", "packed"), "cuda": ("nhd", "hnd")}
+OURS = ("log", "restore")
 WARM_UP_SAMPLES = 3
 HOST_CALLS = 300
 # What stands for the last cache where the system does not say: larger than most.
@@ -60,15 +62,6 @@ def size(text: str) -> int:
     return int(match.group(1)) * UNITS[match.group(2)]
 
 
-def count(text: str) -> int:
-    """A number of samples."""
-    if not text.isdecimal() or int(text) < 3:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of samples; allowed is 3 or more"
-        )
-    return int(text)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The checked command line; ends the process with 2 if it is bad."""
     parser = _Parser(
@@ -82,10 +75,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--layout", choices=LAYOUTS["cpu"], help="only this one; packed: CPU only"
     )
-    parser.add_argument("--samples", type=count, help="default 40, on the CPU 15")
+    parser.add_argument("--samples", type=whole(3), help="default 40, on the CPU 15")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="raw samples, whole or not at all"
+        "--json", type=Path, metavar="FILE", help="where to write, whole or not at all"
     )
     options = parser.parse_args(arguments)
     options.max_size = options.max_size or max(
@@ -166,13 +159,12 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
     if options.device == "cuda":
         found["launches"] = any_case.launches()
         print("launches: " + _words(found["launches"], "{}"))
-    found["host_seconds"] = any_case.host_seconds(HOST_CALLS)
+    found["host_us"] = {
+        operation: statistics.median(seconds) * 1e6
+        for operation, seconds in any_case.host_seconds(HOST_CALLS).items()
+    }
     if options.device == "cuda":
-        medians = {
-            operation: statistics.median(seconds) * 1e6
-            for operation, seconds in found["host_seconds"].items()
-        }
-        print("host time of a call: " + _words(medians, "{:.1f} us"))
+        print("host time of a call: " + _words(found["host_us"], "{:.1f} us"))
     smallest.clear()
     del any_case
 
@@ -202,7 +194,7 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
                 "num_drafts": case.num_drafts,
                 "num_layers": case.num_layers,
                 "num_sets": case.num_sets,
-                "seconds": samples,
+                **statistics_of(samples, case.num_bytes),
             }
             found["results"].append(result)
             print(line(result), flush=True)
@@ -210,27 +202,35 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
     return found
 
 
-def line(result: dict[str, Any]) -> str:
-    """A row of the table: medians, and ratios to the copy with their spread."""
-    seconds = result["seconds"]
-    moved = 2 * result["bytes"]
-
-    def rate(operation: str) -> str:
-        return f"{moved / statistics.median(seconds[operation]) / 1e9:.1f} GB/s"
-
-    def of_copy(operation: str) -> str:
+def statistics_of(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:
+    """GB/s (read and written) of the median sample, and, as NAME_of_copy, each sample's
+    ratio to the copy: the median, the 10th and the 90th percentile."""
+    found: dict[str, Any] = {
+        "gb_per_s": {
+            operation: 2 * num_bytes / statistics.median(samples) / 1e9
+            for operation, samples in seconds.items()
+        }
+    }
+    for operation in OURS:
         pairs = zip(seconds["copy"], seconds[operation], strict=True)
         ratios = [copy / ours for copy, ours in pairs]
         tenths = statistics.quantiles(ratios, n=10, method="inclusive")
-        median = statistics.median(ratios)
-        return f"{median:.2f} [{tenths[0]:.2f}, {tenths[-1]:.2f}]"
+        spread = [statistics.median(ratios), tenths[0], tenths[-1]]
+        found[f"{operation}_of_copy"] = spread
+    return found
 
-    return (
+
+def line(result: dict[str, Any]) -> str:
+    """A row of the table: medians, and ratios to the copy with their spread."""
+    rates = {name: f"{rate:.1f} GB/s" for name, rate in result["gb_per_s"].items()}
+    text = (
         f"{result['layout']:7}{text_of_size(result['bytes']):>10}"
-        f"{result['num_drafts']:>8}{result['num_layers']:>7}{rate('copy'):>14}"
-        f"{rate('log'):>14}{of_copy('log'):>19}"
-        f"{rate('restore'):>14}{of_copy('restore'):>19}"
+        f"{result['num_drafts']:>8}{result['num_layers']:>7}{rates['copy']:>14}"
     )
+    for operation in OURS:
+        median, low, high = result[f"{operation}_of_copy"]
+        text += f"{rates[operation]:>14}{f'{median:.2f} [{low:.2f}, {high:.2f}]':>19}"
+    return text
 
 
 def _words(values: dict[str, Any], form: str) -> str:
@@ -266,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.kernel_cases import CheckFailed
 
     found: dict[str, Any] = {
+        "kind": "bench_kernels",
         "command": command(arguments, options),
         "environment": describe(options),
         "warnings": environment.warnings(options.device),

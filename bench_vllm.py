@@ -26,14 +26,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ab, device, environment, plot, prompts, report, summary
 from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
 from benchmarks.engine import Engine, EngineFailed
-from benchmarks.files import write_json, write_whole
+from benchmarks.files import recorded, write_json, write_whole
 from benchmarks.process import leave
 from benchmarks.runs import Run
 from benchmarks.settings import find_models, prepare_process
@@ -183,7 +182,7 @@ def compare(
         found["true_off"] = {
             "speed": true_off["summary"]["speed"]["off"],
             "kv_blocks": true_off["engine"]["kv_blocks"],
-            "samples": true_off["samples"]["runs"],
+            "samples": true_off["samples"],
         }
     return found
 
@@ -194,7 +193,7 @@ def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
     return {
         "outputs": summary.outputs(runs[0].outputs, options.keep_tokens)
         | {"num_runs": len(runs) + 1},
-        "samples": {"runs": [summary.sample(run) for run in runs]},
+        "samples": summary.rates(runs),
         "summary": summary.single(runs, options.mode),
     }
 
@@ -204,9 +203,8 @@ def base_result(
 ) -> dict[str, Any]:
     """What all modes' results have in common, without what was measured."""
     found = engine.report()
-    arguments = asdict(options)
-    for name in ("json", "plot", "prompts", "model", "draft_model"):
-        del arguments[name]
+    left_out = ("json", "plot", "prompts", "model", "draft_model")
+    arguments = {k: v for k, v in vars(options).items() if k not in left_out}
     return {
         "kind": "bench_vllm",
         "schema": summary.SCHEMA,
@@ -232,8 +230,8 @@ def base_result(
     }
 
 
-def bench(options: Options, argv: Sequence[str], on: str) -> dict[str, Any]:
-    """Runs what the options ask for and returns the result, ready for JSON."""
+def bench(options: Options, argv: Sequence[str], on: str) -> Any:
+    """Runs what the options ask for and returns the result as its file holds it."""
     comparing = options.mode == COMPARE
     warnings = environment.warnings(on)
     true_off = run_true_off(argv) if comparing and options.true_off else None
@@ -250,7 +248,7 @@ def bench(options: Options, argv: Sequence[str], on: str) -> dict[str, Any]:
     result = base_result(options, argv, engine, env)
     engine.close()
     result["warnings"] = warnings + neighbours.warnings()
-    return result | found
+    return recorded(result | found)
 
 
 def check_plot(options: Options) -> None:
@@ -262,7 +260,7 @@ def check_plot(options: Options) -> None:
     except ImportError:
         raise BadArgument(
             f"argument --plot: '{options.plot}' cannot be drawn, matplotlib is not "
-            "installed; allowed here: --json, which tools/render_results.py can draw"
+            "installed; allowed here: --json"
         ) from None
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench_vllm.py, one noun a file.
 
-    arguments, values, device   what was asked, and whether it can be done here
+    arguments, device           what was asked, and whether it can be done here
     prompts, models, settings   what vLLM is given
     engine, runs                an engine, and what one run on it gives
+    worker_extension            what the benches do inside vLLM's worker
     ab, intervals               arms in pairs with a baseline, and how sure a median is
     environment, summary        what goes to the JSON file
     report, tables, plot        what is made from the JSON file

@@ -9,45 +9,23 @@ allowed; the process then ends with exit status 2.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-
-from benchmarks import values
 
 PROGRAM = "bench_vllm.py"
 COMPARE = "compare"
 MODES = ("off", "nwor", "stage", "cow", COMPARE)
-SIDES = ("nwor", "stage", "cow")
-METHODS = (
-    "ngram",
-    "ngram_gpu",
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "medusa",
-    "mlp_speculator",
-    "mtp",
-    "suffix",
-)
 METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", "mtp")
-DEVICES = ("auto", "cpu", "cuda")
-LOAD_FORMATS = ("auto", "dummy")
+METHODS_WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
+METHODS = (*METHODS_WITHOUT_MODEL, *METHODS_WITH_MODEL)
 KV_CACHE_DTYPES = (
-    "auto",
-    "bfloat16",
-    "float16",
-    "fp8",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "fp8_per_token_head",
-    "int8_per_token_head",
-    "int4_per_token_head",
+    *("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"),
 )
-RUNNERS = ("auto", "v1", "v2")
-ASYNC = ("auto", "on", "off")
 MIN_PAIRS = 7
 DEFAULT_RUNS = 3
 
@@ -56,44 +34,8 @@ class BadArgument(Exception):
     """An argument's value cannot be used; the message is a whole sentence."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line, checked. `--help` says what each means."""
-
-    mode: str
-    against: str
-    batch_size: int
-    num_speculative_tokens: int
-    method: str
-    model: str | None
-    draft_model: str | None
-    prompts: Path | None
-    max_tokens: int
-    repeats: int
-    acceptance: tuple[float, ...] | None
-    temperature: float
-    seed: int
-    device: str
-    json: Path | None
-    plot: Path | None
-    pairs_until_ci: float | None
-    max_pairs: int
-    load_format: str
-    hf_overrides: dict[str, Any] | None
-    max_model_len: int | None
-    context: int | None
-    enforce_eager: bool | None
-    kv_cache_dtype: str
-    gpu_memory_utilization: float | None
-    max_num_seqs: int | None
-    attention_backend: str | None
-    async_scheduling: str
-    runner: str
-    tensor_parallel_size: int
-    ignore_eos: bool
-    true_off: bool
-    keep_tokens: bool
-    verbose: bool
+class Options(argparse.Namespace):
+    """The command line, checked. `--help` says what each argument means."""
 
     @property
     def nwor_mode(self) -> str:
@@ -109,9 +51,86 @@ class _Parser(argparse.ArgumentParser):
         raise BadArgument(message)
 
 
+# -- values ----------------------------------------------------------------------------
+
+
+def _rule(convert: Callable[[str], Any], allowed: str) -> Callable[[str], Any]:
+    """A `type=`: what `convert` makes of the text; refused if it raises ValueError."""
+
+    def check(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not allowed; allowed values: {allowed}"
+            ) from None
+
+    return check
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError
+
+
+def whole(low: int) -> Callable[[str], int]:
+    """A whole number, `low` or more."""
+
+    def convert(text: str) -> int:
+        _require(text.isascii() and text.isdigit() and int(text) >= low)
+        return int(text)
+
+    return _rule(convert, f"whole numbers from {low} up")
+
+
+def number(low: float, high: float, low_allowed: bool) -> Callable[[str], float]:
+    """A number up to `high`, above `low` or, if `low_allowed`, from it."""
+
+    def convert(text: str) -> float:
+        value = float(text)
+        _require(low < value <= high or (low_allowed and value == low))
+        return value
+
+    start = "from" if low_allowed else "above"
+    return _rule(convert, f"numbers {start} {low:g} up to {high:g}")
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    found = tuple(float(part) for part in text.split(","))
+    _require(all(a >= b for a, b in itertools.pairwise((1.0, *found, 0.0))))
+    return found
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)  # JSONDecodeError is a ValueError
+    _require(isinstance(value, dict))
+    return value
+
+
+def file_to_write(suffix: str) -> Callable[[str], Path]:
+    """The path of a file with this suffix, which need not exist."""
+
+    def convert(text: str) -> Path:
+        _require(Path(text).suffix == suffix and not Path(text).is_dir())
+        return Path(text)
+
+    return _rule(convert, f"a file name that ends in {suffix}")
+
+
+rates = _rule(
+    _rates,
+    "one number from 0 to 1 for each draft position, separated by commas, none above "
+    "the one before it",
+)
+json_object = _rule(_json_object, "a JSON object such as '{\"num_hidden_layers\": 4}'")
+
+
+# -- arguments -------------------------------------------------------------------------
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser; `parse` adds the rules that concern several arguments."""
-    p = _Parser(
+    parser = _Parser(
         prog=PROGRAM,
         allow_abbrev=False,
         description="Speculative decoding with and without NWOR on real vLLM: the same "
@@ -119,153 +138,88 @@ def build_parser() -> argparse.ArgumentParser:
         "did. Without arguments: nwor against an unhooked engine, on SmolLM2 with "
         "built-in prompts.",
     )
-    add = p.add_argument
+
+    def add(name: str, help: str, type: Any = str, default: Any = None) -> None:
+        parser.add_argument(f"--{name}", type=type, default=default, help=help)
+
+    def choose(name: str, choices: Sequence[str], default: str, help: str) -> None:
+        text = f"{help}: {', '.join(choices)} ({default})"
+        parser.add_argument(
+            f"--{name}", choices=choices, default=default, help=text, metavar="NAME"
+        )
+
+    def switch(name: str, help: str, **more: Any) -> None:
+        parser.add_argument(f"--{name}", help=help, **more)
+
+    yes_or_no = argparse.BooleanOptionalAction
+    choose("mode", MODES, COMPARE, "nwor is stage; compare is --against with no hooks")
+    choose("against", ("nwor", "stage", "cow"), "nwor", "what compare tests")
+    add("batch-size", "requests at a time (4)", whole(1), 4)
+    add("num-speculative-tokens", "drafts a step (4)", whole(1), 4)
+    choose("method", METHODS, "ngram", "what makes the drafts")
     add(
-        "--mode",
-        type=values.one_of(MODES),
-        default=COMPARE,
-        help="off, nwor (the same as stage), stage, cow; or compare (default): "
-        "--against against vLLM without our hooks, in one engine",
+        "model",
+        "target: a directory, a Hugging Face name, or shape:NAME for random weights "
+        "(converted SmolLM2-135M-Instruct)",
+    )
+    add("draft-model", "the drafter's model, named as --model is")
+    add(
+        "prompts",
+        ".txt (paragraphs parted by empty lines), .json (a list of strings) or .jsonl "
+        '(lines of {"prompt": ...}); built-in ones by default',
+        Path,
+    )
+    add("max-tokens", "most tokens of an answer (64)", whole(1), 64)
+    add(
+        "repeats",
+        f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs in "
+        f"the other modes ({DEFAULT_RUNS})",
+        whole(1),
     )
     add(
-        "--against",
-        type=values.one_of(SIDES),
-        default="nwor",
-        help="what compare tests: nwor (default), stage or cow",
+        "acceptance",
+        "synthetic rejection sampling: the share of windows that accept each draft "
+        "position, for example 0.8,0.6,0.4,0.2 (GPU only)",
+        rates,
     )
-    add("--batch-size", type=values.whole(1), default=4, help="requests at a time (4)")
+    add("temperature", "0 is greedy (0)", number(0, 2, True), 0.0)
+    add("seed", "seed of every generator (0)", whole(0), 0)
+    choose("device", ("auto", "cpu", "cuda"), "auto", "what vLLM must be built for")
+    add("json", "write what was measured to this file", file_to_write(".json"))
+    add("plot", "draw the pairs' ratios (compare)", file_to_write(".png"))
     add(
-        "--num-speculative-tokens",
-        type=values.whole(1),
-        default=4,
-        help="drafts a step (4)",
+        "pairs-until-ci",
+        "add pairs until both 90 %% intervals reach no farther than this from their "
+        "medians, for example 0.005, or --max-pairs is reached",
+        number(0, 1, False),
     )
-    add(
-        "--method",
-        type=values.one_of(METHODS),
-        default="ngram",
-        help=f"what makes the drafts: {', '.join(METHODS)} (ngram)",
+    add("max-pairs", "see above (60)", whole(MIN_PAIRS), 60)
+    choose("load-format", ("auto", "dummy"), "auto", "vLLM's")
+    add("hf-overrides", "JSON object: changes of the config", json_object)
+    add("max-model-len", "vLLM's, longest request in tokens", whole(1))
+    add("context", "make every prompt this many tokens long", whole(1))
+    switch(
+        "enforce-eager",
+        "no compilation, no CUDA graphs (yes on cpu, no on cuda)",
+        action=yes_or_no,
     )
-    add(
-        "--model",
-        help="target: a directory, a Hugging Face name, or shape:NAME for random "
-        "weights (converted SmolLM2-135M-Instruct)",
-    )
-    add("--draft-model", help="the drafter's model, named as --model is")
-    add(
-        "--prompts",
-        type=Path,
-        help="prompts: .txt (paragraphs parted by empty lines), .json (a list of "
-        'strings) or .jsonl (lines of {"prompt": ...}); built-in ones by default',
-    )
-    add(
-        "--max-tokens",
-        type=values.whole(1),
-        default=64,
-        help="most tokens of an answer (64)",
-    )
-    add(
-        "--repeats",
-        type=values.whole(1),
-        help=f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs "
-        f"in the other modes ({DEFAULT_RUNS})",
-    )
-    add(
-        "--acceptance",
-        type=values.rates,
-        help="synthetic rejection sampling: the share of windows that accept each "
-        "draft position, for example 0.8,0.6,0.4,0.2 (GPU only)",
-    )
-    add(
-        "--temperature",
-        type=values.number(0, 2, True),
-        default=0.0,
-        help="0 is greedy (0)",
-    )
-    add("--seed", type=values.whole(0), default=0, help="seed of every generator (0)")
-    add(
-        "--device", type=values.one_of(DEVICES), default="auto", help=", ".join(DEVICES)
-    )
-    add(
-        "--json",
-        type=values.file_to_write(".json"),
-        help="write raw samples to this file",
-    )
-    add(
-        "--plot",
-        type=values.file_to_write(".png"),
-        help="draw the pairs' ratios (compare)",
-    )
-    add(
-        "--pairs-until-ci",
-        type=values.number(0, 1, False),
-        metavar="WIDTH",
-        help="add pairs until both 90 %% intervals reach no farther than WIDTH from "
-        "their medians, for example 0.005, or --max-pairs is reached",
-    )
-    add("--max-pairs", type=values.whole(MIN_PAIRS), default=60, help="see above (60)")
-    add(
-        "--load-format",
-        type=values.one_of(LOAD_FORMATS),
-        default="auto",
-        help="auto, dummy",
-    )
-    add(
-        "--hf-overrides",
-        type=values.json_object,
-        help="JSON object: changes of the config",
-    )
-    add(
-        "--max-model-len",
-        type=values.whole(1),
-        help="vLLM's, longest request in tokens",
-    )
-    add(
-        "--context",
-        type=values.whole(1),
-        help="make every prompt this many tokens long",
-    )
-    add(
-        "--enforce-eager",
-        action=argparse.BooleanOptionalAction,
-        help="no compilation, no CUDA graphs (yes on cpu, no on cuda)",
-    )
-    add(
-        "--kv-cache-dtype",
-        type=values.one_of(KV_CACHE_DTYPES),
-        default="auto",
-        help=", ".join(KV_CACHE_DTYPES),
-    )
-    add("--gpu-memory-utilization", type=values.number(0, 1, False), help="vLLM's")
-    add(
-        "--max-num-seqs",
-        type=values.whole(1),
-        help="vLLM's; sizes the log (batch size)",
-    )
-    add("--attention-backend", help="vLLM's, for example FLASH_ATTN or TRITON_ATTN")
-    add(
-        "--async-scheduling",
-        type=values.one_of(ASYNC),
-        default="auto",
-        help="auto, on, off",
-    )
-    add(
-        "--runner",
-        type=values.one_of(RUNNERS),
-        default="auto",
-        help="vLLM's model runner on cuda: auto, v1, v2",
-    )
-    add("--tensor-parallel-size", type=values.whole(1), default=1, help="GPUs (1)")
-    add("--ignore-eos", action="store_true", help="always make --max-tokens tokens")
-    add(
-        "--true-off",
-        action=argparse.BooleanOptionalAction,
+    choose("kv-cache-dtype", KV_CACHE_DTYPES, "auto", "vLLM's")
+    add("gpu-memory-utilization", "vLLM's", number(0, 1, False))
+    add("max-num-seqs", "vLLM's; sizes the log (batch size)", whole(1))
+    add("attention-backend", "vLLM's, for example FLASH_ATTN or TRITON_ATTN")
+    choose("async-scheduling", ("auto", "on", "off"), "auto", "vLLM's")
+    choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
+    add("tensor-parallel-size", "GPUs (1)", whole(1), 1)
+    switch("ignore-eos", "always make --max-tokens tokens", action="store_true")
+    switch(
+        "true-off",
+        "compare also with an engine that never loaded NWOR (yes)",
+        action=yes_or_no,
         default=True,
-        help="compare also with an engine that never loaded NWOR (yes)",
     )
-    add("--keep-tokens", action="store_true", help="put all output tokens in the JSON")
-    add("--verbose", action="store_true", help="show vLLM's log")
-    return p
+    switch("keep-tokens", "put all output tokens in the JSON", action="store_true")
+    switch("verbose", "show vLLM's log", action="store_true")
+    return parser
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -274,14 +228,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     Raises:
         BadArgument: an argument, or two together, cannot be used.
     """
-    given = vars(build_parser().parse_args(sys.argv[1:] if argv is None else argv))
-    compare = given["mode"] == COMPARE
-    if given["repeats"] is None:
-        given["repeats"] = MIN_PAIRS if compare else DEFAULT_RUNS
-    options = Options(**given)
-    _check_runs(options)
-    _check_drafts(options)
-    _check_inputs(options)
+    argv = sys.argv[1:] if argv is None else argv
+    options = build_parser().parse_args(argv, namespace=Options())
+    if options.repeats is None:
+        options.repeats = MIN_PAIRS if options.mode == COMPARE else DEFAULT_RUNS
+    for check in (_check_runs, _check_drafts, _check_inputs):
+        check(options)
     return options
 
 
@@ -292,16 +244,12 @@ def _check_runs(options: Options) -> None:
             f"argument --repeats: '{options.repeats}' is not allowed with --mode "
             f"compare; allowed values: whole numbers from {MIN_PAIRS} up"
         )
-    if not compare:
-        for name, value in (
-            ("--plot", options.plot),
-            ("--pairs-until-ci", options.pairs_until_ci),
-        ):
-            if value is not None:
-                raise BadArgument(
-                    f"argument {name}: '{value}' is not allowed with --mode "
-                    f"{options.mode}; allowed with: --mode compare"
-                )
+    for name in () if compare else ("plot", "pairs_until_ci"):
+        if (value := getattr(options, name)) is not None:
+            raise BadArgument(
+                f"argument --{name.replace('_', '-')}: '{value}' is not allowed with "
+                f"--mode {options.mode}; allowed with: --mode compare"
+            )
     if options.max_pairs < options.repeats:
         raise BadArgument(
             f"argument --max-pairs: '{options.max_pairs}' is not allowed with "
@@ -311,19 +259,19 @@ def _check_runs(options: Options) -> None:
 
 
 def _check_drafts(options: Options) -> None:
-    rates, k = options.acceptance, options.num_speculative_tokens
-    if rates is not None and len(rates) != k:
-        given = ",".join(f"{rate:g}" for rate in rates)
+    k = options.num_speculative_tokens
+    if options.acceptance is not None and len(options.acceptance) != k:
+        given = ",".join(f"{rate:g}" for rate in options.acceptance)
         raise BadArgument(
-            f"argument --acceptance: '{given}' has {len(rates)} rates; allowed values: "
-            f"{k} rates, one for each of --num-speculative-tokens {k}"
+            f"argument --acceptance: '{given}' has {len(options.acceptance)} rates; "
+            f"allowed values: {k} rates, one for each of --num-speculative-tokens {k}"
         )
     without = options.method in METHODS_WITHOUT_MODEL
     if without and options.draft_model is not None:
         raise BadArgument(
             f"argument --draft-model: '{options.draft_model}' is not allowed with "
             f"--method {options.method}; allowed with: --method "
-            + ", ".join(m for m in METHODS if m not in METHODS_WITHOUT_MODEL)
+            + ", ".join(METHODS_WITH_MODEL)
         )
     default_drafter = options.method == "draft_model" and options.model is None
     if not without and options.draft_model is None and not default_drafter:
@@ -335,14 +283,10 @@ def _check_drafts(options: Options) -> None:
 
 def _check_inputs(options: Options) -> None:
     path = options.prompts
-    if path is not None and path.suffix not in (".txt", ".json", ".jsonl"):
+    suffixes = (".txt", ".json", ".jsonl")
+    if path is not None and not (path.suffix in suffixes and path.is_file()):
         raise BadArgument(
-            f"argument --prompts: '{path}' is not allowed; allowed values: a file "
-            "whose name ends in .txt, .json or .jsonl"
-        )
-    if path is not None and not path.is_file():
-        raise BadArgument(
-            f"argument --prompts: '{path}' is not a file; allowed values: an existing "
+            f"argument --prompts: '{path}' is not allowed; allowed values: an existing "
             "file whose name ends in .txt, .json or .jsonl"
         )
     if options.max_model_len is not None and options.context is not None:

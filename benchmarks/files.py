@@ -3,7 +3,8 @@
 
 A file is written beside its target under a temporary name and then renamed over it, so
 that a reader, and a run that is interrupted, finds the old file or the new one. Result
-files are committed: of an absolute path they get the last part alone.
+files are committed and read by people: of an absolute path they get the last part
+alone, floats are rounded, and a row of plain values is a line.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+# Of a float, and of one in a list, which is a sample among others.
+SIGNIFICANT_DIGITS, SAMPLE_DIGITS = 9, 6
 # The folders of an absolute path, in any text. In front of it stands nothing that would
 # make it a part of something else: a relative path, a URL, a fraction.
 _FOLDERS = re.compile(r"(?<![\w.~*:)\]}>/-])/(?:[\w.+@~-]+/)+")
 
 
-def without_folders(content: Any) -> Any:
-    """`content`, of what JSON has, with each absolute path in its texts cut down to its
-    last part: they would tell of the machine."""
+def recorded(content: Any, digits: int = SIGNIFICANT_DIGITS) -> Any:
+    """`content`, of what JSON has, as a result file holds it: fractions rounded, and
+    each absolute path in its texts cut down to its last part, for it would tell of the
+    machine. What was recorded already stays as it is."""
     if isinstance(content, str):
         return _FOLDERS.sub("", content)
+    if isinstance(content, float) and not content.is_integer():
+        return float(f"{content:.{digits}g}")
     if isinstance(content, Mapping):
-        return {without_folders(k): without_folders(v) for k, v in content.items()}
+        return {recorded(k): recorded(v) for k, v in content.items()}
     if isinstance(content, list | tuple):
-        return [without_folders(one) for one in content]
+        return [recorded(one, SAMPLE_DIGITS) for one in content]
     return content
 
 
@@ -57,8 +63,8 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes `content` to `path` as JSON, whole or not at all, without_folders."""
-    text = json_text(without_folders(content))
+    """Writes `content` to `path` as JSON, whole or not at all, as `recorded` has it."""
+    text = json_text(recorded(content)) + "\n"
     write_whole(path, lambda temporary: _write_text(temporary, text))
 
 
@@ -66,8 +72,28 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def json_text(content: Any) -> str:
-    """JSON with an item a line, but lists of plain values on one line."""
-    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
-    flat = re.compile(r"\[\s+([^\[\]{}\"]+?)\s+\]")
-    return flat.sub(lambda m: "[" + re.sub(r"\s+", " ", m.group(1)) + "]", text) + "\n"
+def json_text(content: Any, indent: str = "") -> str:
+    """JSON in which a line holds plain values, or lists and objects of them: all
+    samples of an arm, say, are one line."""
+    if _height(content) <= 2:
+        return json.dumps(content, allow_nan=False, ensure_ascii=False)
+    inner = indent + " "
+    if isinstance(content, Mapping):
+        items = [
+            f"{json.dumps(key, ensure_ascii=False)}: {json_text(value, inner)}"
+            for key, value in content.items()
+        ]
+        begin, end = "{", "}"
+    else:
+        items, (begin, end) = [json_text(one, inner) for one in content], "[]"
+    body = ",\n".join(inner + item for item in items)
+    return f"{begin}\n{body}\n{indent}{end}"
+
+
+def _height(content: Any) -> int:
+    """Lists and objects in each other: 0 of a plain value, 1 of a list of numbers."""
+    if isinstance(content, Mapping):
+        content = list(content.values())
+    if not isinstance(content, list | tuple):
+        return 0
+    return 1 + max(map(_height, content), default=0)

@@ -38,20 +38,8 @@ class Interval:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks (numpy's default).
-
-    Example: the 95th percentile of 1, 2, 3, 4, 5 lies at rank 0.95 * 4 = 3.8, which is
-    4 + 0.8 * (5 - 4) = 4.8.
-    """
-    if not values:
-        raise ValueError("values is empty; a percentile needs at least one value")
-    if not 0 <= percent <= 100:
-        raise ValueError(f"percent is {percent}; expected 0 to 100")
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    below = int(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
+    """Linear interpolation between the closest ranks."""
+    return float(numpy.percentile(values, percent))
 
 
 def median_interval(
@@ -70,7 +58,7 @@ def median_interval(
     drawn = numpy.random.default_rng(seed).choice(
         numpy.asarray(values, dtype=float), (num_resamples, len(values))
     )
-    medians = numpy.median(drawn, axis=1).tolist()
+    medians = numpy.median(drawn, axis=1)
     tail = (1 - confidence) / 2 * 100
     return Interval(
         median=statistics.median(values),

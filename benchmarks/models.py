@@ -8,17 +8,16 @@ made in the cache folder; they hold no weights and no tokenizer.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import BadArgument
 from benchmarks.files import write_json
+from tools.setup.make_models import cache_dir
 
 SHAPE = "shape:"
-# Names that tools/make_models.py gives to what it converts.
+# Names that tools/setup/make_models.py gives to what it converts.
 TARGET = "smollm2-135m"
 DRAFTER = "smollm2-draft-26"
 
@@ -86,15 +85,6 @@ class Model:
     random_weights: bool
 
 
-def cache_dir(env: Mapping[str, str] | None = None) -> Path:
-    """Where converted models and shapes are: ${NWOR_CACHE:-~/.cache/vllm-nwor}, with
-    XDG_CACHE_HOME in the place of ~/.cache if that is set."""
-    env = os.environ if env is None else env
-    if env.get("NWOR_CACHE"):
-        return Path(env["NWOR_CACHE"]).expanduser().resolve()
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-nwor"
-
-
 def find(argument: str, value: str | None, default: str) -> Model:
     """The model that `value` names; None names `default` in the cache folder.
 
@@ -108,7 +98,7 @@ def find(argument: str, value: str | None, default: str) -> Model:
         if not (path / "config.json").is_file():
             raise BadArgument(
                 f"argument {argument}: the default model {default} is not in the "
-                "cache folder; make it with `python tools/make_models.py --only "
+                "cache folder; make it with `python tools/setup/make_models.py --only "
                 f"{default}`, or name another model"
             )
         return Model(str(path), default, random_weights=False)

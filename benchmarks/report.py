@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bench_vllm.py prints: from the result (the content of its JSON file) to tables.
 
-The same tables, as Markdown, are what tools/render_results.py puts into the README.
+The same tables, as Markdown, are what tools/results/render.py puts into the README.
 Order: environment, warnings, whether outputs were equal, then numbers.
 """
 

@@ -12,7 +12,7 @@ from benchmarks import prompts
 from benchmarks.arguments import Options
 from benchmarks.models import DRAFTER, TARGET, Model, find
 
-EXTENSION = "vllm_nwor.worker_extension.NworWorkerExtension"
+EXTENSION = "benchmarks.worker_extension.NworWorkerExtension"
 NGRAM_MIN, NGRAM_MAX = 2, 4
 CPU_KV_CACHE_GIB = 1
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.ab import CONTROL, Pair, intervals
 from benchmarks.intervals import Interval, percentile
 from benchmarks.runs import NworDone, Run
 
-# What a file of bench_vllm.py is made of; `upgraded` reads older ones.
-SCHEMA = 2
-# The baseline of schema 1: hooks that were on vLLM and did nothing.
+# What a file of bench_vllm.py is made of.
+SCHEMA = 3
+# The baseline of older files: hooks that were on vLLM and did nothing.
 IDLE = "hooks idle"
 # The low end of a ratio's interval is at least this.
 RATIO_BUDGET = 0.995
@@ -28,40 +27,30 @@ HOST_BUDGET_US = 40.0
 CPU_SHARE_BUDGET = 0.02
 
 
-def sample(run: Run) -> dict[str, Any]:
-    """The raw numbers of one run, without its tokens."""
+def pair_samples(pairs: Sequence[Pair]) -> dict[str, dict[str, list[float]]]:
+    """Of all pairs, by their name, in the order they were run: the ratio, and tokens a
+    second of both runs. The test ran first in every second pair."""
+    names = dict.fromkeys(pair.name for pair in pairs)
     return {
-        "seconds": run.seconds,
-        "num_tokens": run.num_tokens,
-        "num_steps": len(run.step_s),
-        "step_s_median": statistics.median(run.step_s),
-        "latency_s": run.latency_s,
-        "drafts": asdict(run.drafts),
-        "nwor": None if run.nwor is None else asdict(run.nwor),
+        name: {
+            "ratio": [pair.ratio for pair in pairs if pair.name == name],
+            "reference": rates(pair.reference for pair in pairs if pair.name == name),
+            "test": rates(pair.test for pair in pairs if pair.name == name),
+        }
+        for name in names
     }
 
 
-def pair_samples(pairs: Sequence[Pair]) -> dict[str, list[dict[str, Any]]]:
-    """The raw numbers of all pairs, by their name, in the order they were run."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for pair in pairs:
-        found.setdefault(pair.name, []).append(
-            {
-                "number": pair.planned.number,
-                "test_first": pair.planned.test_first,
-                "ratio": pair.ratio,
-                "reference": sample(pair.reference),
-                "test": sample(pair.test),
-            }
-        )
-    return found
+def rates(runs: Iterable[Run]) -> list[float]:
+    """Tokens a second of each run."""
+    return [run.tokens_per_second for run in runs]
 
 
 def speed(runs: Sequence[Run]) -> dict[str, float]:
     """Tokens a second (median of the runs) and latency (over all their requests)."""
     latencies = [latency for run in runs for latency in run.latency_s]
     return {
-        "tokens_per_second": statistics.median(r.tokens_per_second for r in runs),
+        "tokens_per_second": statistics.median(rates(runs)),
         "latency_s_median": statistics.median(latencies),
         "latency_s_p95": percentile(latencies, 95),
         "num_runs": len(runs),
@@ -160,33 +149,6 @@ def single(runs: Sequence[Run], mode: str) -> dict[str, Any]:
     }
 
 
-def upgraded(result: dict[str, Any]) -> dict[str, Any]:
-    """A file's content as SCHEMA has it. Schema 1 had one tested arm, which it called
-    nwor whatever its mode, and IDLE as baseline."""
-    if result["schema"] == SCHEMA:
-        return result
-    old = result["summary"]
-    compared = result["mode"] == "compare"
-    name = result["against"] if compared else result["mode"]
-    new: dict[str, Any] = {
-        "speed": {name: old["test"]},
-        "acceptance": old["acceptance"],
-        "nwor": {} if old["nwor"] is None else {name: old["nwor"]},
-    }
-    if not compared:
-        return result | {"schema": SCHEMA, "summary": new}
-    ratio, samples = old["ratio"], result["samples"]
-    new |= {key: ratio[key] for key in ("num_pairs", "until", "until_reached")}
-    new["ratio"] = {name: ratio["nwor"], CONTROL: ratio["control"]}
-    new["speed"] = {IDLE: old["off"]} | new["speed"]
-    return result | {
-        "schema": SCHEMA,
-        "baseline": IDLE,
-        "summary": new,
-        "samples": {name: samples["nwor"], CONTROL: samples["control"]},
-    }
-
-
 def tested(result: dict[str, Any]) -> list[str]:
     """The names of what a comparison tested against its baseline."""
     return [name for name in result["summary"]["ratio"] if name != CONTROL]
@@ -222,7 +184,7 @@ def own_process(result: dict[str, Any]) -> dict[str, float] | None:
     if not result.get("true_off"):
         return None
     speed = result["summary"]["speed"][result["baseline"]]["tokens_per_second"]
-    own = [run["num_tokens"] / run["seconds"] for run in result["true_off"]["samples"]]
+    own = result["true_off"]["samples"]
     return {
         "median": speed / statistics.median(own),
         "low": speed / max(own),

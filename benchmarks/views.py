@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown of results, a function a view, for tools/render_results.py.
+"""Markdown of results, a function a view, for tools/results/render.py.
 
 Each takes the content of a file in results/, or of several.
 """
@@ -7,8 +7,7 @@ Each takes the content of a file in results/, or of several.
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import models, report, summary
@@ -22,53 +21,21 @@ class BadBlock(Exception):
     """A block or a file cannot be used; the message is a whole sentence."""
 
 
-def machine(result: Result) -> str:
-    """Where, when and with what command it was measured."""
+def everything(result: Result) -> str:
+    """Where, when and with what command it was measured; every table of the report;
+    the check of the outputs and the comparison in words."""
     found = dict(line.split(None, 1) for line in report.environment_lines(result))
-    return (
+    about = (
         f"{found['date']}: {found['run']}. {found['machine']}; {found['versions']}; "
         f"commit {found['commit']}.\n\n{_code(found['command'])}"
     )
-
-
-def words(result: Result) -> str:
-    """The check of the outputs and the comparison in words."""
-    lines = [report.outputs_line(result), *report.verdict_lines(result)]
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _nwor(result: Result) -> str:
-    tables = report.nwor_tables(result)
-    if not tables:
-        raise BadBlock("the view nwor needs a file measured with NWOR on")
-    return "\n\n".join(table.markdown() for table in tables)
-
-
-def _ratio(result: Result) -> str:
-    if result["mode"] != "compare":
-        raise BadBlock(f"the view ratio needs mode compare, not {result['mode']}")
-    return report.ratio_table(result).markdown()
-
-
-def _all(result: Result) -> str:
-    parts = [machine(result), report.speed_table(result).markdown()]
+    tables = [report.speed_table(result)]
     if result["mode"] == "compare":
-        parts.append(_ratio(result))
-    if result["summary"]["nwor"]:
-        parts.append(_nwor(result))
-    parts += [report.acceptance_table(result).markdown(), words(result)]
-    return "\n\n".join(parts)
-
-
-VIEWS: dict[str, Callable[[Result], str]] = {
-    "machine": machine,
-    "speed": lambda result: report.speed_table(result).markdown(),
-    "ratio": _ratio,
-    "acceptance": lambda result: report.acceptance_table(result).markdown(),
-    "nwor": _nwor,
-    "words": words,
-    "all": _all,
-}
+        tables.append(report.ratio_table(result))
+    tables += [*report.nwor_tables(result), report.acceptance_table(result)]
+    lines = [report.outputs_line(result), *report.verdict_lines(result)]
+    words = "\n".join(f"- {line}" for line in lines)
+    return "\n\n".join([about, *(table.markdown() for table in tables), words])
 
 
 def cells(results: Sequence[Result]) -> str:
@@ -81,24 +48,11 @@ def cells(results: Sequence[Result]) -> str:
             raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
         rows += [_cell(result, name) for name in summary.tested(result)]
     head = (
-        "model, device",
-        "method, drafts",
-        "runner",
-        "batch",
-        "prompt",
-        "accepted",
-        "log",
-        "mode",
-        "baseline",
-        "mode / baseline (90 %)",
-        "control (90 %)",
-        "budget",
-        "pairs",
-        "begin + commit",
-        "date, UTC",
-        "commit",
+        "model, device | method, drafts | runner | batch | prompt | accepted | log | "
+        "mode | baseline | mode / baseline (90 %) | control (90 %) | budget | pairs | "
+        "begin + commit | date, UTC | commit"
     )
-    return Table("", head, rows).markdown()
+    return _markdown(head, rows)
 
 
 def _cell(result: Result, name: str) -> tuple[str, ...]:
@@ -148,14 +102,14 @@ def host(results: Sequence[Result]) -> str:
             ]
             steps = number(found["both"]["steps"])
             rows.append((_cell_of(result), kind, *spent, steps))
-    head = ("cell", "launches", "begin", "commit", "both", "steps")
+    head = "cell | launches | begin | commit | both | steps"
     abouts = [
         f"{result['environment']['date']}: {result['environment']['gpu']}, "
         f"{result['environment']['cpu']}; batch {result['batch_size']}; "
         f"commit {_measured(result)[1]}.\n\n{_code(result['command'])}"
         for result in results
     ]
-    tables = [Table("", head, rows).markdown()]
+    tables = [_markdown(head, rows)]
     hooks = [
         (
             _cell_of(result),
@@ -167,8 +121,8 @@ def host(results: Sequence[Result]) -> str:
         for name, found in result.get("hooks", {}).items()
     ]
     if hooks:
-        head = ("cell", "hook", "median", "mean of a step")
-        tables.append(Table("", head, hooks).markdown())
+        head = "cell | hook | median | mean of a step"
+        tables.append(_markdown(head, hooks))
     return "\n\n".join([*abouts, *tables])
 
 
@@ -199,19 +153,11 @@ def engines(result: Result) -> str:
             )
         )
     head = (
-        "engine",
-        "runner, drafter",
-        "backend, KV cache",
-        "graphs",
-        "async",
-        "rejected slots compared",
-        "dirty before commit",
-        "failed checks",
-        "rows in which vanilla differs from itself",
-        "date, UTC",
-        "commit",
+        "engine | runner, drafter | backend, KV cache | graphs | async | rejected "
+        "slots compared | dirty before commit | failed checks | rows in which vanilla "
+        "differs from itself | date, UTC | commit"
     )
-    return Table("", head, rows, left=True).markdown()
+    return _markdown(head, rows, left=True)
 
 
 def sleep(result: Result) -> str:
@@ -234,17 +180,10 @@ def sleep(result: Result) -> str:
                 )
             )
     head = (
-        "engine",
-        "after",
-        "windows",
-        "drafts",
-        "accepted",
-        "rejected",
-        "our tensors in the pool that sleep empties",
-        "date, UTC",
-        "commit",
+        "engine | after | windows | drafts | accepted | rejected | our tensors in the "
+        "pool that sleep empties | date, UTC | commit"
     )
-    return Table("", head, rows, left=True).markdown()
+    return _markdown(head, rows, left=True)
 
 
 def moved_bytes(results: Sequence[Result]) -> str:
@@ -260,17 +199,11 @@ def moved_bytes(results: Sequence[Result]) -> str:
         for done in result["summary"]["nwor"].values():
             rows.append(_bytes(result, done))
     head = (
-        "device",
-        "runner, method",
-        "batch",
-        "accepted",
-        "drafts a step",
-        "logged or copied to shadow a step",
-        "restored or committed a step",
-        "logged - expected",
-        "restored - expected",
+        "device | runner, method | batch | accepted | drafts a step | logged or "
+        "copied to shadow a step | restored or committed a step | logged - expected | "
+        "restored - expected"
     )
-    return Table("", head, rows).markdown()
+    return _markdown(head, rows)
 
 
 def _bytes(result: Result, done: dict[str, Any]) -> tuple[str, ...]:
@@ -336,18 +269,11 @@ def blocks(results: Sequence[Result]) -> str:
                 speed = f"{own['median']:.4f} ({own['low']:.4f} to {own['high']:.4f})"
             rows[engine_key] = (*row, others, result["baseline"], speed)
     head = (
-        "device",
-        "runner",
-        "sequences",
-        "prompt",
-        "log",
-        "start-up",
-        "KV blocks",
-        "without NWOR",
-        "baseline",
-        "tokens/s, baseline / without NWOR (its fastest, slowest run)",
+        "device | runner | sequences | prompt | log | start-up | KV blocks | without "
+        "NWOR | baseline | tokens/s, baseline / without NWOR (its fastest, slowest "
+        "run)"
     )
-    return Table("", head, list(rows.values())).markdown()
+    return _markdown(head, list(rows.values()))
 
 
 def traffic(result: Result) -> str:
@@ -367,19 +293,12 @@ def traffic(result: Result) -> str:
         for row in result["rows"]
     ]
     head = (
-        "layout",
-        "drafts",
-        "operation",
-        "to read",
-        "read",
-        "to write",
-        "written",
-        "read from memory",
-        "written to memory",
+        "layout | drafts | operation | to read | read | to write | written | read "
+        "from memory | written to memory"
     )
     found = result["environment"]
     about = f"{found['date']}: {found['gpu']}; commit {found['commit']}."
-    table = Table("", head, rows).markdown()
+    table = _markdown(head, rows)
     return "\n\n".join([about, _code(result["command"]), table])
 
 
@@ -390,26 +309,20 @@ def kernels(result: Result) -> str:
     """
     rows = []
     for case in result["results"]:
-        seconds = case["seconds"]
-        cells_ = [f"{_rate(case, 'copy'):.1f}"]
+        rates = case["gb_per_s"]
+        cells_ = [f"{rates['copy']:.1f}"]
         for operation in ("log", "restore"):
-            pairs = zip(seconds["copy"], seconds[operation], strict=True)
-            share = statistics.median(copy / ours for copy, ours in pairs)
-            cells_.append(f"{_rate(case, operation):.1f} ({share:.2f})")
+            share = case[f"{operation}_of_copy"][0]
+            cells_.append(f"{rates[operation]:.1f} ({share:.2f})")
         counts = (str(case["num_drafts"]), str(case["num_layers"]))
         rows.append((case["layout"], number(case["bytes"] / 1024), *counts, *cells_))
     head = (
-        "layout",
-        "KiB",
-        "drafts",
-        "layers",
-        "copy, GB/s",
-        "log, GB/s (of copy)",
-        "restore, GB/s (of copy)",
+        "layout | KiB | drafts | layers | copy, GB/s | log, GB/s (of copy) | restore, "
+        "GB/s (of copy)"
     )
     env = result["environment"]
     about = f"{env['date']}: {_device(env)}."
-    table = Table("", head, rows).markdown()
+    table = _markdown(head, rows)
     return "\n\n".join([about, _code(result["command"]), table])
 
 
@@ -427,17 +340,17 @@ def soak(result: Result) -> str:
         tuple(row[cell].replace("|", "/") for cell in ("name", "verdict", "found"))
         for row in result["checks"]
     ]
-    table = Table("", ("check", "verdict", "found"), rows, left=True).markdown()
+    table = _markdown("check | verdict | found", rows, left=True)
     return "\n\n".join([about, _code(result["command"]), table])
+
+
+def _markdown(head: str, rows: Sequence[tuple[str, ...]], left: bool = False) -> str:
+    """A table. head: the columns' names, with " | " between them."""
+    return Table("", tuple(head.split(" | ")), rows, left).markdown()
 
 
 def _code(command: str) -> str:
     return f"```\n{command}\n```"
-
-
-def _rate(case: dict[str, Any], operation: str) -> float:
-    """GB/s, read and written, median of the samples."""
-    return 2 * case["bytes"] / statistics.median(case["seconds"][operation]) / 1e9
 
 
 def _device(environment: dict[str, Any]) -> str:
@@ -454,7 +367,7 @@ def _short_device(environment: dict[str, Any]) -> str:
 
 
 def _cell_of(result: Result) -> str:
-    """A cell of gpu_cells.py, and what it ran on."""
+    """A cell of cells.py, and what it ran on."""
     return f"{result['cell']}, {_short_device(result['environment'])}"
 
 

@@ -15,16 +15,16 @@
 #   parallel                 the oracle on both ranks of two GPUs
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
-#   soak [MINUTES [off]]     tools/soak.py on a server of an 8B shape (5); off: the
+#   soak [MINUTES [off]]     tools/soak/soak.py on a server of an 8B shape (5); off: the
 #                            control, without NWOR
 #   bench-kernels [ARG...]   bench_kernels.py
-#   traffic                  tools/gpu_traffic.py: bytes that a launch moves, by ncu
-#   host-profile [CELL...]   tools/host_profile.py (default: one of each runner)
-#   bench [CELL...]          cells of tools/gpu_cells.py (default: the budgeted five)
+#   traffic                  tools/gpu/traffic.py: bytes that a launch moves, by ncu
+#   host-profile [CELL...]   tools/gpu/host_profile.py (default: one of each runner)
+#   bench [CELL...]          cells of tools/gpu/cells.py (default: the budgeted five)
 #
 # Without arguments: build kernels engines sync layouts. A step that fails or outlives
 # its limit does not stop the others; the exit status tells whether one did.
-# tools/gpu_lanes.py runs several of these beside each other on several GPUs.
+# tools/gpu/lanes.py runs several of these beside each other on several GPUs.
 #
 # PYTHON        the Python that has vLLM and torch (python3)
 # NWOR_RESULTS  folder for result files (results/; with OUT set: a folder that ends as
@@ -41,7 +41,7 @@ cd "$(dirname "$0")/.." || exit
 PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep parallel sanitizer"
 STEPS="$STEPS bench-kernels traffic host-profile bench soak "
-WORK=$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")
+WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
 elif [ -n "${OUT:-}" ]; then
@@ -55,6 +55,7 @@ RESULTS=$(cd "$RESULTS" && pwd)
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export NWOR_GPU_RESULTS=$RESULTS NWOR_GPU_TEST_DIR=$WORK/engines
+export PYTHON NWOR_RESULTS=$RESULTS NWOR_WORK=$WORK # for --step, which runs one here
 
 run_tests() { # pytest without what only developers want
     "$PYTHON" -m pytest -q -p no:cacheprovider --tb=short "$@"
@@ -195,7 +196,7 @@ print(models.find("--model", "shape:llama-8b", models.TARGET).location)') || ret
     # Random weights: token ids instead of text. Greedy answers depend on who shares
     # the batch, so the probe is alone. The C library gives freed memory back at once,
     # as in `make soak`, so that what is kept can be told from what lies about.
-    "$PYTHON" tools/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
+    "$PYTHON" tools/soak/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
         --mode "$mode" --json "$RESULTS/$json" --log "$WORK/soak.log" \
         --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \
         --vocab-size 120000 --probe quiet --probe-seconds 20 --concurrency 32 \
@@ -253,14 +254,14 @@ step_bench-kernels() {
 }
 
 step_traffic() {
-    "$PYTHON" tools/gpu_traffic.py --json "$RESULTS/gpu_traffic.json"
+    "$PYTHON" tools/gpu/traffic.py --json "$RESULTS/gpu_traffic.json"
 }
 
 step_host-profile() {
     local cells=("$@") failed=0
     [ $# -gt 0 ] || cells=(v2-k4-a70 v1-ngram-k4-a70)
     for cell in "${cells[@]}"; do
-        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/host_profile.py \
+        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/host_profile.py \
             "$cell" --json "$RESULTS/host_profile_$cell.json" || failed=1
     done
     return $failed
@@ -270,14 +271,12 @@ step_bench() {
     local cells=("$@") failed=0
     if [ $# = 0 ]; then
         read -ra cells < <("$PYTHON" -c '
-import sys
-sys.path.insert(0, "tools")
-import gpu_cells
-print(*gpu_cells.BUDGETED)')
+from tools.gpu.cells import BUDGETED
+print(*BUDGETED)')
     fi
     for cell in "${cells[@]}"; do
         local started=$SECONDS
-        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu_bench.py \
+        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/bench.py \
             "$cell" --results "$RESULTS" --seconds "${NWOR_BENCH_S:-70}" || failed=1
         echo "$cell: $((SECONDS - started)) s"
     done
@@ -293,30 +292,21 @@ limit_of() { # seconds that a step may take
     esac
 }
 
-run_step() { # STEP ARGUMENT...: in a group of its own, so that it can be stopped whole
-    local name=$1 started=$SECONDS status pid watchdog
-    shift
-    echo "== $name $*"
-    set -m
-    "step_$name" "$@" &
-    pid=$!
-    (
-        exec </dev/null
-        sleep "${NWOR_LIMIT_S:-$(limit_of "$name")}" >/dev/null
-        echo "== $name: stopped at its limit"
-        kill -TERM -- "-$pid"
-        sleep 5 >/dev/null
-        kill -KILL -- "-$pid"
-    ) 2>/dev/null &
-    watchdog=$!
-    set +m
-    wait "$pid"
+run_step() { # STEP ARGUMENT...: in a process of its own, which can be stopped whole
+    local name=$1 started=$SECONDS status
+    echo "== $*"
+    timeout --kill-after=5 "${NWOR_LIMIT_S:-$(limit_of "$name")}" \
+        "$BASH" tools/gpu_run.sh --step "$@"
     status=$?
-    kill -- "-$watchdog" 2>/dev/null
-    wait "$watchdog" 2>/dev/null
+    [ $status = 124 ] && echo "== $name: stopped at its limit"
     echo "== $name: exit status $status, $((SECONDS - started)) s"
     return $status
 }
+
+if [ "${1:-}" = --step ]; then
+    "step_$2" "${@:3}"
+    exit
+fi
 
 failed=""
 step=()

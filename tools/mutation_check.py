@@ -30,8 +30,8 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -53,8 +53,7 @@ TESTS_SHOWN = 3
 TIMEOUT_SECONDS = 900
 
 
-@dataclass(frozen=True)
-class Mutation:
+class Mutation(NamedTuple):
     """One bug: `old`, once in `file` (relative to the tree), becomes `new`."""
 
     name: str
@@ -335,30 +334,14 @@ class MutationError(RuntimeError):
     """A mutation cannot be applied or tried; the text says which and why."""
 
 
-@dataclass(frozen=True)
-class TestRun:
-    """How a run of the tests ended. failed: names of the tests that failed.
-
-    error: why it says nothing about the tests (a crash, a build that failed), or "".
-    """
+class TestRun(NamedTuple):
+    """How a run of the tests ended. failed: names of the tests that failed. error: why
+    it says nothing about the tests (a crash, a build that failed), or ""."""
 
     __test__ = False  # pytest, this is no test
 
     failed: tuple[str, ...] = ()
     error: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a mutation: "caught" (by `tests`, the first ones to fail),
-    "survived" or "error" (then `error` says why)."""
-
-    name: str
-    file: str
-    outcome: str
-    tests: tuple[str, ...]
-    error: str
-    seconds: float
 
 
 @contextmanager
@@ -369,11 +352,8 @@ def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
         MutationError: the file is not there, or `old` not exactly once in it.
     """
     path = tree / mutation.file
-    if not path.is_file():
-        raise MutationError(f"{mutation.name}: there is no file {mutation.file}")
-    before = path.read_text(encoding="utf-8")
-    found = before.count(mutation.old)
-    if found != 1:
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if (found := before.count(mutation.old)) != 1:
         raise MutationError(
             f"{mutation.name}: {mutation.old!r} is {found} times in {mutation.file}; "
             "must be there exactly once"
@@ -387,8 +367,9 @@ def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
 
 def try_all(
     mutations: Sequence[Mutation], tree: Path, run_tests: Callable[[Path], TestRun]
-) -> Iterator[Outcome]:
-    """Tries the mutations in `tree`, one after another.
+) -> Iterator[dict[str, Any]]:
+    """Tries the mutations in `tree`, one after another. Gives what became of each:
+    "caught" (by `tests`, the first ones to fail), "survived" or "error".
 
     Raises:
         MutationError: the tests do not pass without any; or as `applied` does, before
@@ -405,15 +386,22 @@ def try_all(
         started = time.perf_counter()
         with applied(mutation, tree):
             run = run_tests(tree)
-        outcome = "error" if run.error else "caught" if run.failed else "survived"
-        seconds = round(time.perf_counter() - started, 1)
-        yield Outcome(
-            mutation.name, mutation.file, outcome, run.failed, run.error, seconds
-        )
+        yield {
+            "name": mutation.name,
+            "file": mutation.file,
+            "outcome": "error" if run.error else "caught" if run.failed else "survived",
+            "tests": list(run.failed),
+            "error": run.error,
+            "seconds": round(time.perf_counter() - started, 1),
+            "old": mutation.old,
+            "new": mutation.new,
+        }
 
 
 def copy_tree(to: Path) -> None:
-    """Copies the checkout's files as they are, those that git ignores left out."""
+    """Copies the checkout's files as they are, those that git ignores left out. In its
+    folder `site` the package has its installed name: on PYTHONPATH it comes before the
+    installed package, which in development is the checkout itself."""
     command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
@@ -422,33 +410,37 @@ def copy_tree(to: Path) -> None:
             target = to / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
+    (to / "site").mkdir()
+    (to / "site" / "vllm_nwor").symlink_to(to / "vllm" / "v1" / "nwor")
 
 
 def build_and_test(tree: Path) -> TestRun:
     """Builds the native library in `tree` and runs its TESTS."""
-    variables = {**os.environ, "NWOR_CUDA": "OFF", "PYTHONDONTWRITEBYTECODE": "1"}
-    build = [sys.executable, "tools/native.py"]
     built = subprocess.run(
-        build, cwd=tree, env=variables, capture_output=True, text=True, check=False
+        [sys.executable, "tools/native.py"],
+        cwd=tree,
+        env={**os.environ, "NWOR_CUDA": "OFF"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if built.returncode != 0:
-        return TestRun(
-            error=f"it does not compile: {(built.stdout + built.stderr)[-600:]}"
-        )
-    return run_pytest(tree, TESTS, ("-p", "tools.mutation_plugin"), variables)
+        said = (built.stdout + built.stderr)[-600:]
+        return TestRun(error=f"it does not compile: {said}")
+    return run_pytest(tree, TESTS)
 
 
-def run_pytest(
-    tree: Path, tests: Sequence[str], options: Sequence[str], variables: dict[str, str]
-) -> TestRun:
-    """Runs pytest in `tree` until TESTS_SHOWN tests have failed."""
+def run_pytest(tree: Path, tests: Sequence[str]) -> TestRun:
+    """Runs pytest in `tree` until TESTS_SHOWN tests have failed. Tests that could not
+    even start (a fixture that broke, say) are no catch."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *options, *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *tests]
         command += [f"--maxfail={TESTS_SHOWN}", f"--junitxml={report}"]
         command += ["-o", "junit_family=xunit1"]  # the one that has file names
         command += ["-p", "no:cacheprovider", "-m", "not nightly"]
-        env = {"OMP_NUM_THREADS": "1", **variables, "PYTHONPATH": str(tree)}
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(tree / "site"), str(tree)])
         try:
             done = subprocess.run(
                 command,
@@ -461,23 +453,18 @@ def run_pytest(
             )
         except subprocess.TimeoutExpired:
             return TestRun(error=f"the tests ran for more than {TIMEOUT_SECONDS} s")
-        failed = _failed_tests(report) if report.is_file() else ()
+        cases = ElementTree.parse(report).iter("testcase") if report.is_file() else ()
+        failed = tuple(
+            f"{case.attrib['file']}::{case.attrib['name']}"
+            for case in cases
+            if case.find("failure") is not None
+        )
     if done.returncode == 0:
         return TestRun()
     if done.returncode == 1 and failed:
         return TestRun(failed)
     tail = (done.stdout + done.stderr)[-600:]
     return TestRun(error=f"pytest ended with status {done.returncode}: {tail}")
-
-
-def _failed_tests(report: Path) -> tuple[str, ...]:
-    """Names of the tests that failed, from pytest's JUnit file. Tests that could not
-    even start (a fixture that broke, say) are no catch and are left out."""
-    return tuple(
-        f"{case.attrib['file']}::{case.attrib['name']}"
-        for case in ElementTree.parse(report).getroot().iter("testcase")
-        if case.find("failure") is not None
-    )
 
 
 def main() -> int:
@@ -487,42 +474,30 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
     chosen = [m for m in MUTATIONS if args.only in (None, m.name)]
-    outcomes: list[Outcome] = []
+    outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
+        copy_tree(Path(folder))
         try:
-            for outcome in try_all(chosen, tree, build_and_test):
-                outcomes.append(outcome)
-                what = outcome.error or ", ".join(outcome.tests)
-                print(f"{outcome.name}: {outcome.outcome} {what}", flush=True)
+            for one in try_all(chosen, Path(folder), build_and_test):
+                outcomes.append(one)
+                what = one["error"] or ", ".join(one["tests"])
+                print(f"{one['name']}: {one['outcome']} {what}", flush=True)
         except MutationError as error:
             print(f"mutation check: {error}", file=sys.stderr)
             return 1
-    caught = sum(outcome.outcome == "caught" for outcome in outcomes)
+    caught = sum(one["outcome"] == "caught" for one in outcomes)
     print(f"{caught} of {len(outcomes)} mutations caught")
     if args.json is not None:
-        write_json(args.json, _record(outcomes))
+        result = {
+            "kind": "mutation_check",
+            "schema": 1,
+            "command": " ".join(["python tools/mutation_check.py", *sys.argv[1:]]),
+            "environment": environment.describe("cpu", ROOT),
+            "tests": list(TESTS),
+            "mutations": outcomes,
+        }
+        write_json(args.json, result)
     return 0 if caught == len(outcomes) else 1
-
-
-def _record(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    by_name = {mutation.name: mutation for mutation in MUTATIONS}
-    return {
-        "kind": "mutation_check",
-        "schema": 1,
-        "command": " ".join(["python tools/mutation_check.py", *sys.argv[1:]]),
-        "environment": environment.describe("cpu", ROOT),
-        "tests": list(TESTS),
-        "mutations": [
-            {
-                **asdict(outcome),
-                "old": by_name[outcome.name].old,
-                "new": by_name[outcome.name].new,
-            }
-            for outcome in outcomes
-        ],
-    }
 
 
 if __name__ == "__main__":

@@ -17,16 +17,17 @@ void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
                              OptionalTensor num_rejected, Tensor counters,
                              int64_t num_drafts, OptionalTensor counters_to);
 void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_mapping,
-           Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits, Tensor saved,
-           int64_t first_entry, int64_t num_real_entries, int64_t span,
-           int64_t entry_tokens, bool patches);
+           Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
+           OptionalTensor seats, Tensor saved, int64_t first_entry,
+           int64_t num_real_entries, int64_t span, int64_t entry_tokens, int64_t step,
+           bool patches);
 void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
-                        Tensor slot_mapping, Tensor saved,
+                        Tensor slot_mapping, OptionalTensor seats, Tensor saved,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
                         int64_t entry_tokens, bool undoes, OptionalTensor counters_to);
-void unstage(Tensor block_table, Tensor slot_mapping, Tensor saved, int64_t num_reqs,
-             int64_t entry_tokens);
+void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
+             Tensor saved, int64_t num_reqs, int64_t entry_tokens);
 
 // The audit: audit_bindings.cpp says what the arguments are.
 void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,

@@ -74,7 +74,7 @@ struct PreparedPages {
   int64_t slot_mapping;
   int64_t num_slots_mapped;
   int64_t saved;
-  int64_t max_windows;
+  int64_t num_seats;
   int64_t span;
   int64_t first_entry;
   int64_t num_real_entries;
@@ -87,7 +87,10 @@ struct StageStep {
   int64_t query_start_loc;
   int64_t seq_lens;
   int64_t cu_num_logits;
+  int64_t seats;  // or 0; the commit of the step has the same
+  int64_t seats_are_int64;
   int64_t num_reqs;
+  int64_t step;
 };
 
 }  // namespace nwor

@@ -11,7 +11,18 @@
 // Worked example, T = 16: a request with 34 computed tokens, a target token and
 // k = 4 drafts has p0 = 34 and seq_len = 39, drafts at 35 to 38, all in logical
 // entry 2. Rows 32 and 33 are copied to its shadow; rows 34 to 38 are written
-// there; with 2 drafts accepted rows 34 to 36 are copied back.
+// there; with 2 drafts accepted rows 34 to 36 are copied back. In the next step p0
+// is 37, the shadow has rows 32 to 36 already, and nothing is copied to it.
+//
+// What a seat's shadow has counts only if all three hold, else the committed rows of
+// the first staged entry are copied anew:
+// - the seat's window was committed in the step before this one, by the host's
+//   count of steps, which includes those without drafts;
+// - that commit kept all rows before this step's p0, and none from there on;
+// - the entry that holds row p0 - 1 is the one that it wrote the row to.
+// Then nobody else had the block in between: who gets it needs a step without drafts
+// to fill it. (The host's count skips a number where a request has drafts in its very
+// first step: its rows may be a copy of another's block.)
 #pragma once
 
 #include "table.h"
@@ -19,7 +30,7 @@
 
 namespace nwor {
 
-// Columns of a row of `saved`, int32 [max_windows, 8 + 2 * span].
+// Columns of a seat's row of `saved`, int32 [num_seats, 11 + 2 * span].
 enum SavedColumn : int {
   kSavedDrafts,  // k; 0: no window; -k: left alone
   kSavedFirstRow,
@@ -28,18 +39,28 @@ enum SavedColumn : int {
   kSavedFirstBlock,  // logical entry of the first draft
   kSavedNumBlocks,
   kSavedCopiedRows,
-  kSavedTicket,   // blocks of a launch that have read their entries
-  kSavedEntries,  // real [span], then shadow [span]
+  kSavedTicket,      // blocks of a launch that have read their entries
+  kSavedStep,        // in which the seat was last staged
+  kSavedValid,       // behind the last row that its commit kept; -1 before commit
+  kSavedValidEntry,  // real entry of that row; 0 if it was not staged
+  kSavedEntries,     // real [span], then shadow [span]
 };
 
 // What stage keeps of the windows, for the other launches of the step.
 struct SavedWindows {
   int32_t* data;
-  int64_t max_windows;
+  int64_t num_seats;
   int64_t span;
+  IndexArray seats;  // of each batch row; without data row r has seat r
 
+  NWOR_HOST_DEVICE int64_t seat(int64_t r) const {
+    return seats.data == nullptr ? r : seats.at(r);
+  }
+  NWOR_HOST_DEVICE bool has_seat(int64_t r) const {
+    return seat(r) >= 0 && seat(r) < num_seats;
+  }
   NWOR_HOST_DEVICE int32_t* row(int64_t r) const {
-    return data + r * (kSavedEntries + 2 * span);
+    return data + seat(r) * (kSavedEntries + 2 * span);
   }
 };
 
@@ -57,8 +78,8 @@ struct StagedWindow {
     return start > first_position ? start : first_position;
   }
   NWOR_HOST_DEVICE int64_t first_draft() const { return seq_len - num_drafts; }
-  // Committed rows of the first staged entry: what its shadow lacks.
-  NWOR_HOST_DEVICE int32_t num_copied(int64_t entry_tokens) const {
+  // Committed rows of the first staged entry.
+  NWOR_HOST_DEVICE int32_t num_before(int64_t entry_tokens) const {
     const int64_t rows = first_position - first_block * entry_tokens;
     return rows > 0 ? static_cast<int32_t>(rows) : 0;
   }
@@ -94,11 +115,13 @@ struct ShadowStageArgs {
   int64_t num_real_entries;
   int64_t entry_tokens;
   int64_t num_reqs;
+  int32_t step;
   bool patches;
 
   // Of batch row r and its logical entry `block`.
   NWOR_HOST_DEVICE int32_t shadow_entry(int64_t r, int64_t block) const {
-    return static_cast<int32_t>(first_entry + r * saved.span + block % saved.span);
+    return static_cast<int32_t>(first_entry + saved.seat(r) * saved.span +
+                                block % saved.span);
   }
 };
 
@@ -157,6 +180,28 @@ NWOR_HOST_DEVICE inline bool is_real_entry(const ShadowStageArgs& args, int64_t 
                                            const StagedWindow& window, int64_t i) {
   const int32_t entry = args.blocks.at(r, window.first_block + i);
   return entry > 0 && entry < args.num_real_entries;
+}
+
+// Committed rows of the window's first staged entry that its shadow lacks. `entry`:
+// the real one; `saved`: the seat's row, as the step before left it.
+NWOR_HOST_DEVICE inline int32_t num_lacking(const ShadowStageArgs& args,
+                                            const int32_t* saved,
+                                            const StagedWindow& window, int32_t entry) {
+  const bool has_all = saved[kSavedStep] == args.step - 1 &&
+                       saved[kSavedValid] == window.first_position &&
+                       saved[kSavedValidEntry] == entry;
+  return has_all ? 0 : window.num_before(args.entry_tokens);
+}
+
+// What commit leaves for the next step's num_lacking.
+NWOR_HOST_DEVICE inline void save_valid(int32_t* saved, const StagedWindow& window,
+                                        int64_t num_kept, int64_t entry_tokens) {
+  const int64_t valid = window.first_draft() + num_kept;
+  const int64_t block = (valid - 1) / entry_tokens;
+  saved[kSavedValid] = static_cast<int32_t>(valid);
+  saved[kSavedValidEntry] = block < window.first_block
+                                ? 0
+                                : saved[kSavedEntries + block - window.first_block];
 }
 
 // The slot of `position` by entries[0 .. num_blocks) of the window.

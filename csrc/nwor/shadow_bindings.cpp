@@ -23,9 +23,10 @@ void entry_tokens_fit(const TensorArgs& tensors, int64_t entry_tokens) {
 }  // namespace
 
 void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_mapping,
-           Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits, Tensor saved,
-           int64_t first_entry, int64_t num_real_entries, int64_t span,
-           int64_t entry_tokens, bool patches) {
+           Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
+           OptionalTensor seats, Tensor saved, int64_t first_entry,
+           int64_t num_real_entries, int64_t span, int64_t entry_tokens, int64_t step,
+           bool patches) {
   const TensorArgs tensors("stage", "table", table);
   const LayerTable layers = tensors.table(table);
   const RunList run_list = tensors.runs(runs);
@@ -34,7 +35,7 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
   tensors.array("seq_lens", seq_lens, ScalarType::Int, 1);
   tensors.array("cu_num_logits", cu_num_logits, ScalarType::Int, 1);
   const int64_t num_reqs = cu_num_logits.size(0);
-  const SavedWindows windows = tensors.saved(saved, num_reqs);
+  const SavedWindows windows = tensors.saved(saved, seats, num_reqs);
   NWOR_CHECK(windows.span == span, tensors.op(), "span is ", span, "; must be ",
              windows.span, ", as the columns of saved say");
   NWOR_CHECK(query_start_loc.size(0) > num_reqs, tensors.op(), "query_start_loc has ",
@@ -45,15 +46,17 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
              ", as many as cu_num_logits");
   has_rows(tensors, blocks, num_reqs);
   entry_tokens_fit(tensors, entry_tokens);
-  constexpr int64_t kMaxEntry = 2147483647;
+  constexpr int64_t kMaxInt32 = 2147483647;
+  NWOR_CHECK(step >= 1 && step <= kMaxInt32, tensors.op(), "step is ", step,
+             "; must be from 1 to ", kMaxInt32);
   NWOR_CHECK(num_real_entries >= 1, tensors.op(), "num_real_entries is ",
              num_real_entries, "; must be at least 1");
   NWOR_CHECK(first_entry >= num_real_entries, tensors.op(), "first_entry is ",
              first_entry, "; must be at least ", num_real_entries,
              ", num_real_entries");
-  NWOR_CHECK(first_entry <= kMaxEntry - num_reqs * span, tensors.op(),
-             "first_entry is ", first_entry, "; must leave room for ", num_reqs,
-             " windows of ", span, " entries below ", kMaxEntry);
+  NWOR_CHECK(first_entry <= kMaxInt32 - windows.num_seats * span, tensors.op(),
+             "first_entry is ", first_entry, "; must leave room for ",
+             windows.num_seats, " seats of ", span, " entries below ", kMaxInt32);
   const ShadowStageArgs args{layers,
                              run_list,
                              blocks,
@@ -65,12 +68,13 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
                              num_real_entries,
                              entry_tokens,
                              num_reqs,
+                             static_cast<int32_t>(step),
                              patches};
   NWOR_DISPATCH(tensors, args, stage);
 }
 
 void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
-                        Tensor slot_mapping, Tensor saved,
+                        Tensor slot_mapping, OptionalTensor seats, Tensor saved,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
                         int64_t entry_tokens, bool undoes, OptionalTensor counters_to) {
@@ -81,7 +85,7 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
       tensors.table(table),
       tensors.runs(runs),
       tensors.block_table(block_table, slot_mapping),
-      tensors.saved(saved, num_reqs),
+      tensors.saved(saved, seats, num_reqs),
       tensors.acceptance(sampled_token_ids, vocab_size, num_rejected),
       static_cast<int64_t*>(counters.data_ptr()),
       tensors.counters_to(counters_to),
@@ -101,11 +105,12 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
   NWOR_DISPATCH(tensors, args, commit_draft_layer);
 }
 
-void unstage(Tensor block_table, Tensor slot_mapping, Tensor saved, int64_t num_reqs,
-             int64_t entry_tokens) {
+void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
+             Tensor saved, int64_t num_reqs, int64_t entry_tokens) {
   const TensorArgs tensors("unstage", "block_table", block_table);
   const ShadowUndoArgs args{tensors.block_table(block_table, slot_mapping),
-                            tensors.saved(saved, num_reqs), entry_tokens, num_reqs};
+                            tensors.saved(saved, seats, num_reqs), entry_tokens,
+                            num_reqs};
   has_rows(tensors, args.blocks, num_reqs);
   entry_tokens_fit(tensors, entry_tokens);
   NWOR_DISPATCH(tensors, args, unstage);

@@ -140,12 +140,29 @@ int64_t check_table(const char* op, const LayerTable& table, const RunList& runs
   return of_slot * table.num_layers;
 }
 
+// Each row has a seat, and none is two rows'.
+void check_seats(const char* op, const SavedWindows& saved, int64_t num_reqs) {
+  std::vector<bool> is_taken(static_cast<size_t>(saved.num_seats));
+  for (int64_t r = 0; saved.seats.data != nullptr && r < num_reqs; ++r) {
+    NWOR_CHECK(saved.has_seat(r), op, "seats[", r, "] is ", saved.seat(r),
+               "; must be from 0 to ", saved.num_seats - 1);
+    const auto seat = static_cast<size_t>(saved.seat(r));
+    NWOR_CHECK(!is_taken[seat], op, "seats[", r, "] is ", seat,
+               "; must be another one, an earlier row has it");
+    is_taken[seat] = true;
+  }
+}
+
 void check_batch(const ShadowStageArgs& args) {
+  check_seats(kStage, args.saved, args.num_reqs);
   const int64_t num_entries = args.table.rows[0].num_slots() / args.entry_tokens;
-  NWOR_CHECK(args.first_entry + args.num_reqs * args.saved.span <= num_entries, kStage,
-             "first_entry is ", args.first_entry, "; the shadow entries of ",
-             args.num_reqs, " windows must end at ", num_entries,
-             ", the end of the cache");
+  int64_t num_used = 0;
+  for (int64_t r = 0; r < args.num_reqs; ++r) {
+    num_used = std::max(num_used, args.saved.seat(r) + 1);
+  }
+  NWOR_CHECK(args.first_entry + num_used * args.saved.span <= num_entries, kStage,
+             "first_entry is ", args.first_entry, "; the shadow entries of ", num_used,
+             " seats must end at ", num_entries, ", the end of the cache");
   for (int64_t r = 0; r < args.num_reqs; ++r) {
     const int32_t previous = r == 0 ? 0 : args.cu_num_logits[r - 1];
     NWOR_CHECK(args.cu_num_logits[r] > previous, kStage, "cu_num_logits[", r, "] is ",
@@ -195,7 +212,11 @@ void save_window(const ShadowStageArgs& args, int64_t r) {
   saved[kSavedSeqLen] = window.seq_len;
   saved[kSavedFirstBlock] = window.first_block;
   saved[kSavedNumBlocks] = window.num_blocks;
-  saved[kSavedCopiedRows] = window.num_copied(args.entry_tokens);
+  saved[kSavedCopiedRows] =
+      num_lacking(args, saved, window, args.blocks.at(r, window.first_block));
+  saved[kSavedStep] = args.step;
+  saved[kSavedValid] = -1;
+  saved[kSavedValidEntry] = 0;
   for (int64_t i = 0; i < window.num_blocks; ++i) {
     const int64_t block = window.first_block + i;
     saved[kSavedEntries + i] = args.blocks.at(r, block);
@@ -274,8 +295,9 @@ void stage_cpu(const ShadowStageArgs& args) {
     const StagedWindow window = checked_window(kStage, args.saved, r, args.blocks);
     if (window.num_drafts > 0) {
       add_rows(ranges, window, args.saved.row(r) + kSavedEntries, args.saved.span,
-               window.first_block * args.entry_tokens, window.first_position,
-               args.entry_tokens, slots_together(args.table), Way::kToShadow);
+               window.first_position - args.saved.row(r)[kSavedCopiedRows],
+               window.first_position, args.entry_tokens, slots_together(args.table),
+               Way::kToShadow);
     }
   }
   copy_all(args.table, args.runs, ranges);
@@ -296,6 +318,7 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
   }
   const int64_t slot_bytes =
       check_table(kCommit, args.table, args.runs, args.entry_tokens);
+  check_seats(kCommit, args.saved, args.num_reqs);
   std::vector<SlotRange> ranges;
   int64_t counts[kNumCounters] = {};
   for (int64_t r = 0; r < args.num_reqs; ++r) {
@@ -326,6 +349,9 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
   for (int64_t r = 0; args.undoes && r < args.num_reqs; ++r) {
     const StagedWindow window = load_window(args.saved.row(r));
     if (window.num_drafts > 0) {
+      const int64_t accepted = num_accepted(args.acceptance, r, window.num_drafts);
+      save_valid(args.saved.row(r), window, clamp_accepted(accepted, window.num_drafts),
+                 args.entry_tokens);
       undo(args.blocks, args.saved, r, window, args.entry_tokens);
     }
   }
@@ -338,6 +364,7 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
 }
 
 void unstage_cpu(const ShadowUndoArgs& args) {
+  check_seats(kUnstage, args.saved, args.num_reqs);
   for (int64_t r = 0; r < args.num_reqs; ++r) {
     checked_window(kUnstage, args.saved, r, args.blocks);
   }

@@ -25,6 +25,7 @@ constexpr int kMaxSpan = 64;
 // A window in shared memory, with its entries.
 struct SharedWindow {
   StagedWindow window;
+  int32_t num_copied;
   int32_t real[kMaxSpan];
   int32_t shadow[kMaxSpan];
 };
@@ -121,7 +122,10 @@ __device__ void load_saved(SharedWindow& shared, const SavedWindows& saved, int6
                            const BlockTable& blocks) {
   const int32_t* row = saved.row(r);
   if (threadIdx.x == 0) {
-    StagedWindow window = load_window(row);
+    StagedWindow window{};
+    if (saved.has_seat(r)) {
+      window = load_window(row);
+    }
     const bool fits = window.num_drafts > 0 && window.num_blocks <= saved.span &&
                       r < blocks.num_rows &&
                       window.first_block + window.num_blocks <= blocks.width &&
@@ -142,7 +146,8 @@ __device__ void load_saved(SharedWindow& shared, const SavedWindows& saved, int6
 }
 
 // Whether the window's entries and slots are what its patches assume; reads them to
-// the end, so that they may be patched after all blocks have been here.
+// the end, and what the seat had, so that they may be written after all blocks have
+// been here.
 __device__ bool read_entries(const ShadowStageArgs& args, int64_t r,
                              SharedWindow& shared) {
   const StagedWindow& window = shared.window;
@@ -151,6 +156,9 @@ __device__ bool read_entries(const ShadowStageArgs& args, int64_t r,
     is_real = is_real && is_real_entry(args, r, window, i);
     shared.real[i] = args.blocks.at(r, window.first_block + i);
     shared.shadow[i] = args.shadow_entry(r, window.first_block + i);
+  }
+  if (threadIdx.x == 0) {
+    shared.num_copied = num_lacking(args, args.saved.row(r), window, shared.real[0]);
   }
   __syncthreads();
   for (int64_t p = window.first_staged(args.entry_tokens) + threadIdx.x;
@@ -179,7 +187,10 @@ __device__ void patch_and_save(const ShadowStageArgs& args, int64_t r,
     saved[kSavedSeqLen] = window.seq_len;
     saved[kSavedFirstBlock] = window.first_block;
     saved[kSavedNumBlocks] = window.num_blocks;
-    saved[kSavedCopiedRows] = window.num_copied(args.entry_tokens);
+    saved[kSavedCopiedRows] = shared.num_copied;
+    saved[kSavedStep] = args.step;
+    saved[kSavedValid] = -1;
+    saved[kSavedValidEntry] = 0;
   }
 }
 
@@ -192,6 +203,9 @@ __global__ void __launch_bounds__(kBlockThreads)
   const unsigned layer = blockIdx.x % num_layers;
   int32_t* saved = args.saved.row(r);
   if (args.patches) {
+    if (!args.saved.has_seat(r)) {
+      return;
+    }
     if (threadIdx.x == 0) {
       shared.window = find_window(args, r);
     }
@@ -219,10 +233,11 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (shared.window.num_drafts <= 0) {
       return;
     }
+    shared.num_copied = saved[kSavedCopiedRows];
   }
   const StagedWindow& window = shared.window;
   copy_rows<Way::kToShadow>(args.table.rows[layer], shared,
-                            window.first_block * args.entry_tokens,
+                            window.first_position - shared.num_copied,
                             window.first_position, args.entry_tokens);
 }
 
@@ -245,6 +260,9 @@ __device__ void count_windows(const ShadowCommitArgs& args) {
   atomicAdd(&slot_bytes, layer_bytes);
   unsigned counts[kNumCounters] = {};
   for (int64_t r = threadIdx.x; r < args.num_reqs; r += kBlockThreads) {
+    if (!args.saved.has_seat(r)) {
+      continue;
+    }
     const int32_t* saved = args.saved.row(r);
     const StagedWindow window = load_window(saved);
     const int num_drafts = abs(window.num_drafts);
@@ -315,6 +333,9 @@ __global__ void __launch_bounds__(kBlockThreads)
                           window.first_staged(args.entry_tokens),
                           window.first_draft() + num_kept, args.entry_tokens);
   if (layer == 0 && args.undoes) {
+    if (threadIdx.x == 0) {
+      save_valid(args.saved.row(r), window, num_kept, args.entry_tokens);
+    }
     for_each_patch(args.blocks, r, shared, args.entry_tokens,
                    [](auto& place, auto shadow, auto real) {
                      if (place == shadow) {

@@ -114,19 +114,22 @@ RunList TensorArgs::runs(const OptionalTensor& runs) const {
   return {static_cast<const int32_t*>(runs->data_ptr()), runs->size(0), runs->size(1)};
 }
 
+IndexArray TensorArgs::indices(const char* name, const Tensor& indices) const {
+  const bool is_int64 = indices.scalar_type() == ScalarType::Long;
+  NWOR_CHECK(is_int64 || indices.scalar_type() == ScalarType::Int, op_, name,
+             " has dtype ", torch::headeronly::toString(indices.scalar_type()),
+             "; must be Int or Long");
+  array(name, indices, indices.scalar_type(), 1);
+  return {indices.data_ptr(), is_int64};
+}
+
 BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_indices,
                                const Tensor& cu_num_logits) const {
   array("slot_mapping", slot_mapping, ScalarType::Long, 1);
-  const bool is_int64 = logits_indices.scalar_type() == ScalarType::Long;
-  NWOR_CHECK(is_int64 || logits_indices.scalar_type() == ScalarType::Int, op_,
-             "logits_indices has dtype ",
-             torch::headeronly::toString(logits_indices.scalar_type()),
-             "; must be Int or Long");
-  array("logits_indices", logits_indices, logits_indices.scalar_type(), 1);
   array("cu_num_logits", cu_num_logits, ScalarType::Int, 1);
   return {static_cast<const int64_t*>(slot_mapping.data_ptr()),
           slot_mapping.size(0),
-          {logits_indices.data_ptr(), is_int64},
+          indices("logits_indices", logits_indices),
           logits_indices.size(0),
           static_cast<const int32_t*>(cu_num_logits.data_ptr()),
           cu_num_logits.size(0)};
@@ -215,15 +218,21 @@ BlockTable TensorArgs::block_table(const Tensor& block_table,
           slot_mapping.size(0)};
 }
 
-SavedWindows TensorArgs::saved(const Tensor& saved, int64_t num_reqs) const {
+SavedWindows TensorArgs::saved(const Tensor& saved, const OptionalTensor& seats,
+                               int64_t num_reqs) const {
   array("saved", saved, ScalarType::Int, 2);
   const int64_t span = (saved.size(1) - kSavedEntries) / 2;
   NWOR_CHECK(span >= 1 && saved.size(1) == kSavedEntries + 2 * span, op_,
-             "saved has shape ", shape_of(saved),
-             "; dimension 1 must be 8 + 2 * span, span at least 1");
+             "saved has shape ", shape_of(saved), "; dimension 1 must be ",
+             kSavedEntries + 0, " + 2 * span, span at least 1");
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= saved.size(0), op_, "num_reqs is ", num_reqs,
              " and saved has ", saved.size(0), " rows; must be between 0 and as many");
-  return {static_cast<int32_t*>(saved.data_ptr()), saved.size(0), span};
+  IndexArray of_rows{};
+  if (seats.has_value()) {
+    of_rows = indices("seats", *seats);
+    size_is("seats", *seats, 0, num_reqs, "one for each request");
+  }
+  return {static_cast<int32_t*>(saved.data_ptr()), saved.size(0), span, of_rows};
 }
 
 }  // namespace nwor

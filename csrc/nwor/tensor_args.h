@@ -39,6 +39,7 @@ class TensorArgs {
 
   LayerTable table(const Tensor& table) const;
   RunList runs(const OptionalTensor& runs) const;
+  IndexArray indices(const char* name, const Tensor& indices) const;
   BatchWindows batch(const Tensor& slot_mapping, const Tensor& logits_indices,
                      const Tensor& cu_num_logits) const;
   // log_slots [>= capacity] and log_windows [>= capacity, 3].
@@ -52,8 +53,10 @@ class TensorArgs {
   int64_t* counters_to(const OptionalTensor& counters_to) const;
   // block_table [rows, width], rows may be strided, and slot_mapping [tokens].
   BlockTable block_table(const Tensor& block_table, const Tensor& slot_mapping) const;
-  // [max_windows, 8 + 2 * span], with room for num_reqs windows.
-  SavedWindows saved(const Tensor& saved, int64_t num_reqs) const;
+  // [num_seats, kSavedEntries + 2 * span], with room for num_reqs windows; seats:
+  // [num_reqs] or nothing.
+  SavedWindows saved(const Tensor& saved, const OptionalTensor& seats,
+                     int64_t num_reqs) const;
 
  private:
   const char* op_;

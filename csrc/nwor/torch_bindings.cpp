@@ -34,16 +34,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
       "stage(Tensor table, Tensor? runs, Tensor(a!) block_table, "
       "Tensor(b!) slot_mapping, Tensor query_start_loc, Tensor seq_lens, "
-      "Tensor cu_num_logits, Tensor(c!) saved, int first_entry, "
-      "int num_real_entries, int span, int entry_tokens, bool patches) -> ()");
+      "Tensor cu_num_logits, Tensor? seats, Tensor(c!) saved, int first_entry, "
+      "int num_real_entries, int span, int entry_tokens, int step, "
+      "bool patches) -> ()");
   ops.def(
       "commit_draft_layer(Tensor table, Tensor? runs, Tensor(a!) block_table, "
-      "Tensor(b!) slot_mapping, Tensor saved, Tensor? sampled_token_ids, "
-      "int vocab_size, Tensor? num_rejected, Tensor(c!) counters, int num_reqs, "
-      "int entry_tokens, bool undoes, Tensor(d!)? counters_to=None) -> ()");
+      "Tensor(b!) slot_mapping, Tensor? seats, Tensor(c!) saved, "
+      "Tensor? sampled_token_ids, int vocab_size, Tensor? num_rejected, "
+      "Tensor(d!) counters, int num_reqs, int entry_tokens, bool undoes, "
+      "Tensor(e!)? counters_to=None) -> ()");
   ops.def(
-      "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor saved, "
-      "int num_reqs, int entry_tokens) -> ()");
+      "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? seats, "
+      "Tensor saved, int num_reqs, int entry_tokens) -> ()");
   ops.def("audit_seat(" NWOR_AUDIT_GROUP
           ", Tensor tokens, int length, int seat, int generation, int seed, "
           "bool opaque, int loads, int hit_length) -> ()");

@@ -2,7 +2,7 @@
 """The dashboard and the alerts against a real server and a real Prometheus, and a short
 soak, which is the load that they watch.
 
-Not covered: Grafana itself; several API servers (tools/soak.py starts two).
+Not covered: Grafana itself; several API servers (tools/soak/soak.py starts two).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUERIES = panels.queries(panels.read(), "60s")
 class Watched(NamedTuple):
     """A server under a soak, seen by a Prometheus that still runs.
 
-    soak: what tools/soak.py wrote. status: its exit status. output: what it printed.
+    soak: what soak.py wrote. status: its exit status. output: what it printed.
     """
 
     server: Server
@@ -61,7 +61,7 @@ def watched(
 
 
 def _soak(server: Server, path: Path) -> tuple[int, str]:
-    command = [sys.executable, str(REPO / "tools" / "soak.py")]
+    command = [sys.executable, str(REPO / "tools" / "soak" / "soak.py")]
     command += ["--url", f"http://127.0.0.1:{server.port}"]
     command += ["--pid", str(server.process.pid), "--log", str(server.log_path)]
     command += ["--minutes", str(SOAK_MINUTES), "--concurrency", "6"]

@@ -4,8 +4,8 @@
 One server for the folder (conftest.py). Its requests end in every way: at their
 length, at a stop string (found by the front end, which then aborts the request in the
 engine core), by a client that hangs up. Guarantee 7 must hold over all of them. Not
-covered: several API servers (tools/soak.py), asynchronous scheduling (the CPU platform
-switches it off).
+covered: several API servers (tools/soak/soak.py), asynchronous scheduling (the CPU
+platform switches it off).
 """
 
 from __future__ import annotations

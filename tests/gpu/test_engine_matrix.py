@@ -36,6 +36,7 @@ def judge_all(pool: Pool, names: list[str]) -> dict[str, Verdict]:
     entries = {
         spec.name: {"engine": vars(spec) | {"runner": spec.runner}}
         | verdicts[spec.name]
+        | {"facts": results.facts(verdicts[spec.name])}
         for spec in specs
     }
     results.save(FILE, "gpu_engines", "make gpu-test", entries)

@@ -34,9 +34,20 @@ def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Finished]:
         FILE,
         "gpu_layouts",
         "make gpu-test",
-        {name: chain[ON].report for name, chain in found.items()},
+        {name: shortened(chain[ON]) for name, chain in found.items()},
     )
     return {name: chain[ON] for name, chain in found.items()}
+
+
+def shortened(run: Finished) -> dict[str, Any]:
+    """For the results file."""
+    return {
+        "complete": run.is_complete,
+        "trouble": "" if run.is_complete else run.trouble()[-2000:],
+        "facts": results.facts(run.report),
+        "groups": run.report.get("groups"),
+        "layouts": run.report.get("layouts"),
+    }
 
 
 def layers(run: Finished) -> list[dict[str, Any]]:

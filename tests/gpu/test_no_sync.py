@@ -9,6 +9,7 @@ JIT compilation in its mode "error".
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -46,10 +47,7 @@ Runs = dict[str, dict[str, Finished]]
 def runs(request: pytest.FixtureRequest, pool: Pool) -> Runs:
     specs = [BY_NAME[name] for name in selected(request, "runs")]
     found = pool.map(lambda spec: run_chain(pool, spec), specs)
-    entries = {
-        name: {mode: shortened(run) for mode, run in chain.items()}
-        for name, chain in found.items()
-    }
+    entries = {name: shortened(chain) for name, chain in found.items()}
     results.save(FILE, "gpu_sync", "make gpu-test", entries)
     return found
 
@@ -62,14 +60,47 @@ def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
     return {OFF: off, ON: pool.run("sync", spec, ON, NWOR_TEST_JIT=jit, **check)}
 
 
-def shortened(run: Finished) -> dict[str, Any]:
-    """For the results file: without the operators of the host, which are many."""
-    report = dict(run.report)
-    report["profiles"] = [
-        {k: v for k, v in profile.items() if k != "cpu_op"}
-        for profile in report.get("profiles", ())
+def shortened(runs: dict[str, Finished]) -> dict[str, Any]:
+    """For the results file: what the tests compare, without the names of vLLM's own
+    kernels and of the host's operators, which are many."""
+    entry: dict[str, Any] = {}
+    for mode, run in runs.items():
+        report = run.report
+        kept = ("jit_mode", "compiled", "compiled_again")
+        entry[mode] = {
+            "complete": run.is_complete,
+            "trouble": "" if run.is_complete else run.trouble()[-2000:],
+            "facts": results.facts(report),
+            **{name: report.get(name) for name in kept},
+            "sync_check": {
+                row: text and waiting_line(text)
+                for row, text in report.get("sync_check", {}).items()
+            },
+            "profiles": [
+                {
+                    "steps": profile["steps"],
+                    "windowed_steps": profile["windowed_steps"],
+                    "synchronising": calls_of(profile, SYNCHRONISING),
+                    "allocating": calls_of(profile, ALLOCATING),
+                    "pageable_copies": pageable_copies(profile),
+                    "device_work": device_work(profile).total(),
+                }
+                for profile in report.get("profiles", ())
+            ],
+        }
+    work = [
+        device_work(run.report["profiles"][1])
+        for run in runs.values()
+        if len(run.report.get("profiles", ())) == 2
     ]
-    return report
+    entry["added_work"] = difference(*work) if len(work) == 2 else None
+    return entry
+
+
+def waiting_line(trace: str) -> str:
+    """The frame in which a synchronising call was made."""
+    frames = re.findall(r'File ".*', trace.partition("RuntimeError")[0])
+    return frames[-1] if frames else trace[-300:]
 
 
 def profiles(run: Finished) -> list[dict[str, Any]]:
@@ -82,6 +113,10 @@ def profiles(run: Finished) -> list[dict[str, Any]]:
 def calls_of(profile: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
     calls = Counter(profile["cuda_runtime"]) + Counter(profile["cuda_driver"])
     return {name: calls[name] for name in names if calls[name]}
+
+
+def pageable_copies(profile: dict[str, Any]) -> dict[str, int]:
+    return {n: c for n, c in profile["gpu_memcpy"].items() if "Pageable" in n}
 
 
 def device_work(profile: dict[str, Any]) -> Counter[str]:
@@ -127,11 +162,7 @@ def test_no_synchronising_call_is_added(runs: Runs, engine: str) -> None:
     off, on = same_steps(runs, engine)
     assert calls_of(on, SYNCHRONISING) == calls_of(off, SYNCHRONISING)
     # A copy to pageable memory waits without such a call.
-    pageable = [
-        {n: c for n, c in profile["gpu_memcpy"].items() if "Pageable" in n}
-        for profile in (off, on)
-    ]
-    assert pageable[1] == pageable[0]
+    assert pageable_copies(on) == pageable_copies(off)
 
 
 @ENGINES

@@ -51,7 +51,7 @@ def shortened(run: Finished) -> dict[str, Any]:
         "complete": run.is_complete,
         "trouble": "" if run.is_complete else run.trouble()[-2000:],
         "seconds": run.seconds,
-        "facts": report.get("facts"),
+        "facts": results.facts(report),
         "phases": {
             phase: {
                 "pools": (report[phase]["memory"] or {}).get("pools"),

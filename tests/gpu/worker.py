@@ -13,9 +13,9 @@ import zlib
 from typing import Any
 
 import torch
+from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.gpu import watch as watching
-from vllm_nwor.worker_extension import NworWorkerExtension
 
 
 class GpuTestExtension(NworWorkerExtension):

@@ -36,10 +36,12 @@ def owners(layer: Any) -> torch.Tensor:
     head_size, itemsize = width // 2, layer.kv_cache.element_size()
     token = np.arange(block_size)[:, None]
     dim = np.arange(head_size)[None, :]
-    if layer.isa in ("vec", "vec16"):
+    # Up to 0.26 the implementation has it.
+    isa = getattr(layer, "isa", None) or layer.impl.isa
+    if isa in ("vec", "vec16"):
         key = dim * block_size + token
         value = token * head_size + dim
-    elif layer.isa == "amx":
+    elif isa == "amx":
         pair = (token // 16) * (8 * head_size) + (dim // 2) * 16 + token % 16
         key = pair * 2 + dim % 2
         value = (
@@ -49,7 +51,7 @@ def owners(layer: Any) -> torch.Tensor:
             + token % 2
         )
     else:
-        raise NotImplementedError(f"no packing rule for isa {layer.isa!r}")
+        raise NotImplementedError(f"no packing rule for isa {isa!r}")
     region = block_size * head_size
     page = np.full(2 * region, -1)
     page[key] = token

@@ -166,7 +166,7 @@ class Engine:
     """A real engine with NWOR in `mode`; `settings` are further VLLM_NWOR_* values.
 
     arguments: EngineArgs that replace DEFAULTS; `model` is a name of
-    tools/make_models.py.
+    tools/setup/make_models.py.
     """
 
     def __init__(
@@ -197,10 +197,11 @@ class Engine:
                 unwrap_instance(self.runner)
                 unwrap_instance(self.core.scheduler)
             self.probe = RunnerProbe(self.runner)
-            if _all_engines:
+            finalizer = getattr(self.llm.engine_core, "_finalizer", None)
+            if _all_engines and finalizer is not None:  # 0.29 has none
                 # At exit vLLM would collect garbage twice an engine, 0.8 s each; for
                 # the first one it may: without any, triton complains of leaks.
-                self.llm.engine_core._finalizer.detach()
+                finalizer.detach()
         _all_engines.append(self)
 
     @property
@@ -291,9 +292,10 @@ class _InFlightAborts(Observer):
 def _make_vllm_reusable() -> None:
     """Lets this process build several engines, and the first one quickly."""
     # A process-wide registration that vLLM 0.32 cannot repeat for a second engine: it
-    # fails on modules that were imported in between.
-    CpuPlatform.register_triton_kernel_overrides()
-    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    # fails on modules that were imported in between. Up to 0.29 runners do it alone.
+    if hasattr(CpuPlatform, "register_triton_kernel_overrides"):
+        CpuPlatform.register_triton_kernel_overrides()
+        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     # Takes 18 s to compile; it only counts ranks, for off and cow alike.
     counter = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = counter._torchdynamo_orig_callable

@@ -6,7 +6,6 @@ Imports neither torch nor vLLM: variables must be set before those are imported.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,8 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from tools.setup import make_models
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -81,27 +81,15 @@ def nwor_settings(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _make_models() -> ModuleType:
-    path = REPO / "tools" / "make_models.py"
-    spec = importlib.util.spec_from_file_location("nwor_make_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    search_path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = search_path  # the tool puts its own folder first
-    return module
-
-
 def model_path(name: str) -> str:
-    """The folder of a model that tools/make_models.py made.
+    """The folder of a model that tools/setup/make_models.py made.
 
     Raises FileNotFoundError, with the command to run, if it is not there.
     """
-    path: Path = _make_models().model_path(name)
+    path = make_models.model_path(name)
     if not (path / "config.json").exists():
         raise FileNotFoundError(
-            f"no model {name!r} in {path}; run: python tools/make_models.py"
+            f"no model {name!r} in {path}; run: python tools/setup/make_models.py"
         )
     return str(path)
 

@@ -159,20 +159,20 @@ class ShadowOracle(Observer):
     """Watches an engine in mode stage: what must never happen is in `violations`, as
     (step, what).
 
-    A real block is one that the scheduler can hand out. num_staged: drafts that were
+    num_real: blocks that the scheduler can hand out. num_staged: drafts that were
     verified in a shadow block and rejected.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.runner = engine.runner
-        self.layers = engine.probe.target_layers()
+    def __init__(self, runner: Any, probe: RunnerProbe, num_real: int) -> None:
+        self.runner = runner
+        self.layers = probe.target_layers()
         # Groups overlay each other's bytes: one writes where another is not mapped.
         self._aliases = _aliases(self.layers)
         self.storages = {
             storage.untyped_storage().data_ptr(): storage
-            for storage in engine.probe.storages()
+            for storage in probe.storages()
         }
-        self.num_real = engine.core.scheduler.kv_cache_config.num_blocks
+        self.num_real = num_real
         self.violations: list[tuple[int, str]] = []
         self.num_staged = 0
         self._number = 0

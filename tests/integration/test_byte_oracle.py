@@ -138,7 +138,9 @@ def watch_staged(engine: Engine, truth: dict[str, list[int]]) -> StagedRun:
     truth_of(engine, REQUESTS)  # as `watch` does: blocks are free in the same order
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     engine.poison_caches()
-    oracle, hashes = ShadowOracle(engine), HashRecorder(engine.probe)
+    num_real = engine.core.scheduler.kv_cache_config.num_blocks
+    oracle = ShadowOracle(engine.runner, engine.probe, num_real)
+    hashes = HashRecorder(engine.probe)
     result = engine.run(REQUESTS, [oracle, hashes])
     return StagedRun(engine, oracle, hashes, result)
 

@@ -34,7 +34,14 @@ from tests.helpers.drafters import (
     mixture,
     truth_of,
 )
-from tests.helpers.engine import DEFAULTS, NUM_DRAFTS, Engine, Request, Result
+from tests.helpers.engine import (
+    BLOCK_SIZE,
+    DEFAULTS,
+    NUM_DRAFTS,
+    Engine,
+    Request,
+    Result,
+)
 from tests.helpers.environment import model_path
 from tests.helpers.faults import replaced_ops
 from tests.helpers.logs import nwor_log
@@ -131,15 +138,20 @@ def counts(engine: Engine) -> dict[str, int]:
     return dict(zip(COUNTER_COLUMNS, totals, strict=True))
 
 
+def bytes_of_slots(engine: Engine) -> dict[str, int]:
+    """Of a slot in each of the target's layers."""
+    return {
+        name: layer.kv_cache[0].nbytes // layer.kv_cache.shape[2]
+        for name, layer in engine.probe.target_layers().items()
+    }
+
+
 def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
     """NWOR protected every window of the run, and counted exactly what happened."""
     assert not engine.manager.fallbacks
     num_windows = sum(len(step.drafted) for step in result.steps)
     num_rejected = result.num_drafted - result.num_accepted
-    slot_bytes = {
-        name: layer.kv_cache[0].nbytes // layer.kv_cache.shape[2]
-        for name, layer in engine.probe.target_layers().items()
-    }
+    slot_bytes = bytes_of_slots(engine)
     restored = sum(
         len(step.rejected.get(name, ())) * size
         for step in result.steps
@@ -162,8 +174,63 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
 
 
 def test_single_batch() -> None:
+    staged = staged_of(pair_of()[0])
+    before = counts(staged)["shadow_copied_bytes"]
     off, _ = compare([Request("one", prompt(1, 40), 80)], mixture)
     assert len(off.tokens["one"]) == 80
+    copied = counts(staged)["shadow_copied_bytes"] - before
+    with_seat, without_seat = rows_before_drafts(off, "one")
+    assert 0 < with_seat < without_seat / 4
+    assert copied == with_seat * sum(bytes_of_slots(staged).values())
+
+
+def rows_before_drafts(result: Result, name: str) -> tuple[int, int]:
+    """Committed rows of the blocks that the drafts of a request alone in its batch are
+    in: those that its shadow blocks lack, having been staged in the step before or not,
+    and all of them."""
+    lacking = total = position = 0
+    was_staged = False
+    for step in result.steps:
+        num_drafts = step.drafted.get(name, 0)
+        end = position + step.scheduled[name]
+        if num_drafts:
+            first = (end - num_drafts) // BLOCK_SIZE * BLOCK_SIZE
+            rows = max(0, position - first)
+            total += rows
+            lacking += 0 if was_staged else rows
+        was_staged = num_drafts > 0
+        position = end - num_drafts + step.accepted.get(name, 0)
+    return lacking, total
+
+
+def test_a_block_and_a_row_change_hands() -> None:
+    """The second request gets the first one's block and batch row, and verifies its
+    first drafts at the position where the first one ended: all that distinguishes it
+    for its shadow blocks is that steps without drafts lie between."""
+    requests = [
+        Request("first", prompt(1, 10), 11),
+        Request("second", prompt(2, 20), 30, at=14),
+    ]
+    off, _ = compare(requests, all_wrong)
+    slots = {}
+    for step in off.steps:
+        ((name, _),) = step.scheduled.items()
+        slots.setdefault(name, next(iter(step.slots.values()))[:10].tolist())
+    assert slots["first"] == slots["second"]
+
+
+def test_a_row_changes_hands_from_one_step_to_the_next() -> None:
+    """A request moves into the row of one that was as long as it: all that
+    distinguishes them for the row's shadow blocks is their own block."""
+    requests = [
+        Request("gone", prompt(1, 10), 30, abort_at=8),
+        Request("moved", prompt(2, 10), 30),
+    ]
+    off, _ = compare(requests, all_wrong)
+    assert [list(step.scheduled) for step in off.steps[7:9]] == [
+        ["gone", "moved"],
+        ["moved"],
+    ]
 
 
 def test_comparison_sees_a_wrong_restore() -> None:
@@ -482,8 +549,14 @@ def test_tensor_parallel_2() -> None:
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(4)]
     truth: dict[str, list[int]] = {}
     results, reports = {}, {}
-    for mode in ("off", "cow"):
-        engine = Engine(mode, **arguments)
+    for mode in ("off", "cow", "stage"):
+        num_shadow = 16 if mode == "stage" else 0
+        engine = Engine(
+            mode,
+            {"SHADOW_BLOCKS": str(num_shadow)},
+            **arguments,
+            num_gpu_blocks_override=DEFAULTS["num_gpu_blocks_override"] + num_shadow,
+        )
         rpc = engine.llm.collective_rpc
         try:
             rpc("script", args=({}, "no_drafts"))
@@ -497,16 +570,19 @@ def test_tensor_parallel_2() -> None:
             reports[mode] = rpc("report")
         finally:
             engine.core.shutdown()
-    assert results["off"].tokens == results["cow"].tokens
-    assert results["off"].logprobs == results["cow"].logprobs
+    for mode in ("cow", "stage"):
+        assert results["off"].tokens == results[mode].tokens
+        assert results["off"].logprobs == results[mode].logprobs
+        for off, on in zip(reports["off"], reports[mode], strict=True):
+            assert off["schedule"] == on["schedule"]
+            assert on["violations"] == []
+            assert on["active"]
+        assert reports[mode][0]["counters"] == reports[mode][1]["counters"]
+    assert all(stage["num_staged"] > 100 for stage in reports["stage"])
     for off, cow in zip(reports["off"], reports["cow"], strict=True):
-        assert off["schedule"] == cow["schedule"]
         assert off["num_dirty"] > 100
         assert cow["num_dirty"] > 100
         assert off["violations"] != []
-        assert cow["violations"] == []
-        assert cow["active"]
-    assert reports["cow"][0]["counters"] == reports["cow"][1]["counters"]
 
 
 @pytest.mark.slow

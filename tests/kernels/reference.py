@@ -10,7 +10,7 @@ them whole. `ShadowPages` does the same for stage, commit_draft_layer and unstag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -317,19 +317,19 @@ def expected_counters(tables: Tables, batch: Batch) -> list[int]:
 class Pages:
     """How a group's block table stands for slots, and where its shadow entries lie.
 
-    The cache ends with the last shadow entry of the last row.
+    The cache ends with the last shadow entry of the last seat.
     """
 
     entry_tokens: int
     num_real_entries: int
     first_entry: int
     span: int
-    max_windows: int
+    num_seats: int
     width: int
 
     @property
     def num_entries(self) -> int:
-        return self.first_entry + self.max_windows * self.span
+        return self.first_entry + self.num_seats * self.span
 
     @property
     def num_slots(self) -> int:
@@ -378,7 +378,11 @@ def slot_at(entries: Sequence[int], position: int, entry_tokens: int) -> int:
     return entry * entry_tokens + position % entry_tokens
 
 
-NUM_SAVED_FIELDS = 8
+def seats_of(seats: Tensor | None, num_reqs: int) -> list[int]:
+    return list(range(num_reqs)) if seats is None else seats.tolist()
+
+
+NUM_SAVED_FIELDS = 11
 
 
 @dataclass(frozen=True)
@@ -393,6 +397,7 @@ class StagedWindow:
     real: tuple[int, ...]
     shadow: tuple[int, ...]
     entry_tokens: int
+    num_copied: int = 0
 
     @staticmethod
     def of(row: Sequence[int], entry_tokens: int) -> StagedWindow:
@@ -402,13 +407,14 @@ class StagedWindow:
         return StagedWindow(
             *(num_drafts, first_row, first_position, seq_len, first_logical),
             *(tuple(entries[:num]), tuple(entries[span : span + num]), entry_tokens),
+            row[6],
         )
 
-    def to_row(self, span: int) -> list[int]:
+    def to_row(self, span: int, step: int) -> list[int]:
         none = [0] * (span - len(self.real))
         return [
             *(self.num_drafts, self.first_row, self.first_position, self.seq_len),
-            *(self.first_logical, len(self.real), len(self.prefix), 0),
+            *(self.first_logical, len(self.real), self.num_copied, 0, step, -1, 0),
             *(*self.real, *none, *self.shadow, *none),
         ]
 
@@ -421,6 +427,10 @@ class StagedWindow:
     def prefix(self) -> range:
         """Positions that hold committed rows in a staged entry."""
         return range(self.start, max(self.start, self.first_position))
+
+    @property
+    def copied(self) -> range:
+        return range(self.prefix.stop - self.num_copied, self.prefix.stop)
 
     @property
     def written(self) -> range:
@@ -473,15 +483,17 @@ class ShadowPages:
         query_start_loc: Tensor,
         seq_lens: Tensor,
         cu_num_logits: Tensor,
+        seats: Tensor | None,
         saved: Tensor,
         first_entry: int,
         num_real_entries: int,
         span: int,
         entry_tokens: int,
+        step: int,
         patches: bool,
     ) -> None:
         cumulative = [0, *cu_num_logits.tolist()]
-        for request in range(cu_num_logits.numel()):
+        for request, seat in enumerate(seats_of(seats, cu_num_logits.numel())):
             if patches:
                 num_drafts = cumulative[request + 1] - cumulative[request] - 1
                 first_row, end_row = query_start_loc[request : request + 2].tolist()
@@ -491,9 +503,9 @@ class ShadowPages:
                 logicals = range(first_logical, (seq_len - 1) // entry_tokens + 1)
                 entries = block_table[request].tolist()
                 if num_drafts == 0:
-                    saved[request, 0] = 0
+                    saved[seat, 0] = 0
                     continue
-                saved[request, 0] = -num_drafts
+                saved[seat, 0] = -num_drafts
                 if (
                     end_row - first_row < 1 + num_drafts
                     or first_position < 0
@@ -504,7 +516,7 @@ class ShadowPages:
                 window = StagedWindow(
                     *(num_drafts, first_row, first_position, seq_len, first_logical),
                     tuple(entries[b] for b in logicals),
-                    tuple(first_entry + request * span + b % span for b in logicals),
+                    tuple(first_entry + seat * span + b % span for b in logicals),
                     entry_tokens,
                 )
                 if not all(0 < entry < num_real_entries for entry in window.real):
@@ -513,14 +525,22 @@ class ShadowPages:
                 wanted = window.slots(window.real, window.written)
                 if slot_mapping[rows].tolist() != wanted:
                     continue
-                saved[request] = torch.tensor(window.to_row(span))
+                committed_in, valid, entry = saved[seat, 8:11].tolist()
+                has_all = (
+                    committed_in == step - 1
+                    and valid == first_position
+                    and entry == window.real[0]
+                )
+                num_copied = 0 if has_all else len(window.prefix)
+                window = replace(window, num_copied=num_copied)
+                saved[seat] = torch.tensor(window.to_row(span, step))
                 for logical, entry in zip(logicals, window.shadow, strict=True):
                     block_table[request, logical] = entry
                 slots = window.slots(window.shadow, window.written)
                 slot_mapping[rows] = torch.tensor(slots)
-            if saved[request, 0] > 0:
-                window = StagedWindow.of(saved[request].tolist(), entry_tokens)
-                self._copy(table, window, window.real, window.shadow, window.prefix)
+            if saved[seat, 0] > 0:
+                window = StagedWindow.of(saved[seat].tolist(), entry_tokens)
+                self._copy(table, window, window.real, window.shadow, window.copied)
 
     def commit_draft_layer(
         self,
@@ -528,6 +548,7 @@ class ShadowPages:
         runs: Tensor | None,
         block_table: Tensor,
         slot_mapping: Tensor,
+        seats: Tensor | None,
         saved: Tensor,
         sampled_token_ids: Tensor | None,
         vocab_size: int,
@@ -539,8 +560,8 @@ class ShadowPages:
         counters_to: Tensor | None = None,
     ) -> None:
         acceptance = (sampled_token_ids, vocab_size, num_rejected)
-        for request in range(num_reqs):
-            num_drafts = int(saved[request, 0])
+        for request, seat in enumerate(seats_of(seats, num_reqs)):
+            num_drafts = int(saved[seat, 0])
             if num_drafts == 0:
                 continue
             accepted = num_accepted(*acceptance, request, abs(num_drafts))
@@ -551,13 +572,20 @@ class ShadowPages:
             if num_drafts < 0:
                 counters[5] += -num_drafts
                 continue
-            window = StagedWindow.of(saved[request].tolist(), entry_tokens)
+            window = StagedWindow.of(saved[seat].tolist(), entry_tokens)
             kept = window.kept(accepted)
             row_bytes = self._copy(table, window, window.shadow, window.real, kept)
-            counters[6] += len(window.prefix) * row_bytes
+            counters[6] += window.num_copied * row_bytes
             counters[7] += len(kept) * row_bytes
+            if undoes:
+                valid = window.seq_len - num_drafts + accepted
+                number = (valid - 1) // entry_tokens - window.first_logical
+                saved[seat, 9] = valid
+                saved[seat, 10] = window.real[number] if number >= 0 else 0
         if undoes:
-            self.unstage(block_table, slot_mapping, saved, num_reqs, entry_tokens)
+            self.unstage(
+                block_table, slot_mapping, seats, saved, num_reqs, entry_tokens
+            )
         if counters_to is not None and num_reqs > 0:
             counters_to.copy_(counters)
 
@@ -565,14 +593,15 @@ class ShadowPages:
         self,
         block_table: Tensor,
         slot_mapping: Tensor,
+        seats: Tensor | None,
         saved: Tensor,
         num_reqs: int,
         entry_tokens: int,
     ) -> None:
-        for request in range(num_reqs):
-            if saved[request, 0] <= 0:
+        for request, seat in enumerate(seats_of(seats, num_reqs)):
+            if saved[seat, 0] <= 0:
                 continue
-            window = StagedWindow.of(saved[request].tolist(), entry_tokens)
+            window = StagedWindow.of(saved[seat].tolist(), entry_tokens)
             for number, (real, shadow) in enumerate(
                 zip(window.real, window.shadow, strict=True)
             ):

@@ -91,16 +91,16 @@ def paged_batches(
     target or without; some must be left alone."""
     span = draw(st.integers(1, 4))
     width = draw(st.integers(1, 6))
-    max_windows = draw(st.integers(1, 4))
-    num_real = 1 + max_windows * width + draw(st.integers(0, 2))
+    num_seats = draw(st.integers(1, 4))
+    num_real = 1 + num_seats * width + draw(st.integers(0, 2))
     first = num_real + draw(st.integers(0, 2))
-    pages = Pages(entry_tokens, num_real, first, span, max_windows, width)
+    pages = Pages(entry_tokens, num_real, first, span, num_seats, width)
     steps = []
     for _ in range(num_steps):
         generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
         ids = (1 + torch.randperm(num_real - 1, generator=generator)).tolist()
-        rows = [ids[width * row :][:width] for row in range(max_windows)]
-        num_reqs = draw(st.integers(0, max_windows))
+        rows = [ids[width * row :][:width] for row in range(num_seats)]
+        num_reqs = draw(st.integers(0, num_seats))
         steps.append([draw(paged_requests(pages, row)) for row in rows[:num_reqs]])
     return pages, steps
 

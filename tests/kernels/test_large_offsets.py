@@ -111,18 +111,19 @@ def stage_and_commit(device, table, entries, pages, positions, forward):
     (entry,) = entries
     slots = [entry * entry_tokens + position for position in positions]
     slot_mapping = torch.tensor(slots, device=device)
-    saved = torch.zeros(1, 10, dtype=torch.int32, device=device)
+    columns = ops.SAVED_COLUMNS + 2
+    saved = torch.zeros(1, columns, dtype=torch.int32, device=device)
     ops.stage(
         *(table, None, block_table, slot_mapping),
-        *(int32([0, 3]), int32([positions[-1] + 1]), int32([3]), saved),
-        *(first_entry, first_entry, 1, entry_tokens, True),
+        *(int32([0, 3]), int32([positions[-1] + 1]), int32([3]), None, saved),
+        *(first_entry, first_entry, 1, entry_tokens, 1, True),
     )
     shadow = [first_entry * entry_tokens + position for position in positions]
     assert slot_mapping.tolist() == shadow
     forward()
     counters = torch.zeros(len(ops.COUNTER_COLUMNS), dtype=torch.int64, device=device)
     ops.commit_draft_layer(
-        *(table, None, block_table, slot_mapping, saved),
+        *(table, None, block_table, slot_mapping, None, saved),
         *(None, 0, int32([0]), counters, 1, entry_tokens, True),
     )
     assert slot_mapping.tolist() == slots

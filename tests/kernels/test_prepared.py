@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PreparedLaunches against OpLaunches: the same bytes, log and counters, step after
-step with the same object, and a refusal of what a step can get wrong."""
+"""PreparedLaunches against OpLaunches, PreparedPages against ShadowPages: the same
+bytes, log and counters, step after step with the same object, and a refusal of what a
+step can get wrong."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.kernels.reference import random_bytes
+from tests.kernels.test_shadow_pages import (
+    FIRST,
+    LIFE_PAGES,
+    OTHER,
+    following,
+    layout_for,
+)
+from tests.kernels.transaction import ShadowSide
 from vllm_nwor import ops, prepared
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
+from vllm_nwor.shadow_pages import ShadowPages
 from vllm_nwor.window import NumRejected, SampledIds, VerificationWindows
 
 pytestmark = [
@@ -284,3 +297,85 @@ def test_a_library_with_other_structs_is_refused(monkeypatch):
 
     with pytest.raises(ops.NworOpsUnavailable, match="build it again"):
         prepared.PreparedLaunches(DEVICE, [])
+
+
+class PagesWorld:
+    """A group's tables and caches, and the shadow pages of one kind."""
+
+    def __init__(self, kind, device=DEVICE):
+        self.side = side = ShadowSide(
+            LIFE_PAGES, [[layout_for(LIFE_PAGES)] * 3], device
+        )
+        pages = side.pages
+        group = SimpleNamespace(
+            group_id=0,
+            tables=[side.tables[0]],
+            num_seats=pages.num_seats,
+            entry_tokens=pages.entry_tokens,
+            first_entry=pages.first_entry,
+            num_real_entries=pages.num_real_entries,
+            span=pages.span,
+            saved=side.saved,
+        )
+        arguments = ([group], side.counters.unbind())
+        self.pages = (
+            kind(*arguments) if kind is ShadowPages else kind(device, *arguments)
+        )
+
+    def step(self, requests, seats, number, fails=False):
+        side, pages = self.side, self.pages
+        pages.start_step()
+        side.load(requests, seats)
+        windows = VerificationWindows(
+            sum(side.num_drafts),
+            torch.empty(0),
+            side.cu_num_logits,
+            [side.slot_mapping],
+            block_tables=[side.block_table],
+            query_start_loc=side.query_start_loc,
+            seq_lens=side.seq_lens,
+            seats=side.seats,
+        )
+        pages.stage(windows)
+        if fails:
+            pages.abort()
+            return
+        num_tokens = sum(request.num_rows for request in requests)
+        slots = side.slot_mapping[:num_tokens].tolist()
+        for index, layer in enumerate(side.layers):
+            rows = layer.index(slots)
+            data = random_bytes(rows.numel(), 10 * number + index).view(rows.shape)
+            layer.memory[rows.to(layer.memory.device)] = data.to(layer.memory.device)
+        rejected = [request.num_drafts - request.accepted for request in requests]
+        rejected = torch.tensor(rejected, dtype=torch.int32, device=side.device)
+        pages.commit(NumRejected(rejected), side.published)
+
+    def state(self):
+        side = self.side
+        if side.device.type == "cuda":
+            torch.cuda.synchronize()
+        memories = [layer.memory for layer in side.layers]
+        memories += [side.table_memory, side.slot_memory, side.saved_memory]
+        return [x.cpu().clone() for x in (*memories, side.counters, side.published)]
+
+
+def test_prepared_pages_do_what_the_ops_do():
+    ops.load("cuda")
+    worlds = PagesWorld(ShadowPages), PagesWorld(prepared.PreparedPages)
+    requests = [FIRST, OTHER]
+    for number in range(9):
+        # Both types of indices, and rows without seats; a step that fails.
+        seats = [[0, 2], [2, 0], None][number // 3]
+        for world in worlds:
+            world.step(requests, seats, number, fails=number == 4)
+        plain, quick = (world.state() for world in worlds)
+        for one, other in zip(plain, quick, strict=True):
+            assert torch.equal(one, other), f"step {number}"
+        if number != 4:
+            requests = [following(r, accepted=number % 3) for r in requests]
+    assert worlds[1].pages._handle != 0
+    counters = dict(
+        zip(ops.COUNTER_COLUMNS, worlds[1].side.counters[0].tolist(), strict=True)
+    )
+    assert counters["windows"] == 16
+    assert counters["invalid_slots"] == 0

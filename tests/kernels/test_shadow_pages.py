@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.reference import PAD, Pages, Request
+from tests.kernels.reference import PAD, Pages, Request, random_bytes
 from tests.kernels.strategies import packed_layouts, paged_batches, row_layouts
 from tests.kernels.test_log_restore import column_major, hnd, interleaved, mla, nhd
 from tests.kernels.transaction import (
@@ -35,7 +35,7 @@ FORMS = st.sampled_from(list(AcceptanceForm))
 
 # The worked example: entries of 4 tokens, two for the shadow of each row.
 PAGES = Pages(
-    entry_tokens=4, num_real_entries=10, first_entry=10, span=2, max_windows=4, width=4
+    entry_tokens=4, num_real_entries=10, first_entry=10, span=2, num_seats=4, width=4
 )
 # Two rows before the first draft, of which position 5 and the target at 6 lie in the
 # first staged entry, as position 4 of an earlier step does; drafts in two entries.
@@ -82,9 +82,9 @@ def test_the_worked_example(device):
         *(11, 60, 61, 62),
     ]
     assert side.saved_fields() == [
-        [3, 0, 5, 10, 1, 2, 1, 0, 5, 7, 11, 10],
+        [3, 0, 5, 10, 1, 2, 1, 0, 1, -1, 0, 5, 7, 11, 10],
         [0, 0],
-        [3, 7, 3, 7, 1, 1, 0, 0, 4, 15],
+        [3, 7, 3, 7, 1, 1, 0, 0, 1, -1, 0, 4, 15],
         [0, 0],
     ]
     shadow = layer.memory[layer.index([44])[0].to(device)]
@@ -138,7 +138,7 @@ def test_every_access_width(device, run_bytes, misalignment):
 
 
 LONG_PAGES = Pages(
-    entry_tokens=32, num_real_entries=9, first_entry=11, span=2, max_windows=3, width=3
+    entry_tokens=32, num_real_entries=9, first_entry=11, span=2, num_seats=3, width=3
 )
 LONG = [
     Request((1, 2, 3), seq_len=66, num_rows=40, num_drafts=5, accepted=3),
@@ -371,6 +371,221 @@ def test_a_call_that_does_not_patch_reads_saved_alone(device):
         side.slot_mapping.fill_(-7)
         side.ops.stage(*side.stage_arguments(second, False))
     step.compare("stage")
+
+
+def following(request, num_drafts=3, accepted=0, before=0):
+    """The request in the step after the one in which it was committed; `before`: rows
+    besides the target's."""
+    first = request.seq_len - request.num_drafts + request.accepted
+    num_rows = before + 1 + num_drafts
+    return replace(
+        request,
+        seq_len=first + num_rows,
+        num_rows=num_rows,
+        num_drafts=num_drafts,
+        accepted=accepted,
+    )
+
+
+LIFE_PAGES = replace(PAGES, num_real_entries=31, first_entry=32, num_seats=3, width=8)
+# Rows 5 to 8, of which 5 is kept: the next step begins at 6, and drafts from 7 on are
+# in the entry of rows 4 and 5.
+FIRST = Request(tuple(range(1, 9)), seq_len=9, num_rows=4, num_drafts=3)
+OTHER = replace(FIRST, entries=tuple(range(11, 19)))
+
+
+class Life(ShadowStep):
+    """Steps of requests that go on, and what is copied to their shadows."""
+
+    def __init__(self, device, layouts=None):
+        layouts = layouts or [[layout_for(LIFE_PAGES)] * 2]
+        super().__init__(device, LIFE_PAGES, layouts)
+
+    def run(self, requests, seats=None):
+        """One step; returns how many rows were copied to shadow pages."""
+        self.stage(requests, seats)
+        copied = sum(window.num_copied for window in self.side.windows().values())
+        self.forward()
+        self.commit()
+        return copied
+
+    def without_drafts(self):
+        """A step that protects nothing, in which vLLM writes to any block."""
+        self.seed += 1000
+        for side in (self.side, self.reference):
+            side.step += 1
+        for index, layer in enumerate(self.vanilla):
+            memory = layer.memory.clone()
+            rows = layer.index(range(4, 4 * LIFE_PAGES.num_real_entries))
+            memory[rows] = random_bytes(rows.numel(), self.seed + index).view(
+                rows.shape
+            )
+            for layers in (self.vanilla, self.side.layers, self.reference.layers):
+                shadows = layers[index].memory[~self.is_real[index]].clone()
+                layers[index].memory.copy_(memory)
+                layers[index].memory[~self.is_real[index]] = shadows
+
+
+@pytest.mark.sanitizer
+def test_a_request_that_goes_on_is_copied_once(device):
+    """Whatever is accepted, in every place of an entry, with rows before the target
+    and entries that only the target is in."""
+    for accepted in range(4):
+        life = Life(device)
+        request = replace(FIRST, accepted=accepted)
+        assert life.run([request]) == 1
+        for before in (0, 0, 2, 0, 0):
+            request = following(request, accepted=accepted, before=before)
+            if request.seq_len > 32:
+                break
+            assert life.run([request]) == 0
+
+
+@pytest.mark.sanitizer
+def test_a_seat_goes_with_its_request(device):
+    requests = [FIRST, OTHER]
+    life = Life(device)
+    assert life.run(requests, [2, 0]) == 2
+    requests = [following(request, accepted=2) for request in requests]
+    assert life.run(requests[::-1], [0, 2]) == 0
+    requests = list(map(following, requests))
+    assert life.run(requests[1:], [0]) == 0
+    assert life.run(requests[:1], [2]) == 1
+    # Rows without seats, which changed: the other's blocks are not the row's.
+    requests = list(map(following, requests))
+    assert life.run(requests) == 2 * 2
+
+
+def no_step(life):
+    pass
+
+
+def step_without_drafts(life):
+    life.without_drafts()
+
+
+def others_alone(life):
+    """A step that the request is not in, and in which its seat is another's."""
+    life.run([OTHER], [1])
+
+
+def own_without_drafts(life):
+    life.run([NO_DRAFTS_HERE, OTHER])
+
+
+def other_in_its_seat(life):
+    life.run([OTHER])
+
+
+def left_alone(life):
+    life.run([replace(FIRST, wrong_slots=((1, PAD),))])
+
+
+def failed_step(life):
+    life.stage([following(FIRST)])
+    life.unstage()
+
+
+def failed_step_of_a_copy(life):
+    """Its first table's launch was made, the second one's was not."""
+    again = following(FIRST)
+    moved = replace(again, entries=(*again.entries[:1], 20, *again.entries[2:]))
+    for side in (life.side, life.reference):
+        side.step += 1
+        side.load([moved])
+        side.ops.stage(*side.stage_arguments(side.tables[0], True))
+        side.unstage()
+
+
+NO_DRAFTS_HERE = replace(FIRST, seq_len=7, num_rows=1, num_drafts=0)
+# What happened between two steps of a request, and whether its shadow counts after it.
+BETWEEN = {
+    no_step: 0,
+    step_without_drafts: 2,
+    others_alone: 2,
+    own_without_drafts: 2,
+    other_in_its_seat: 2,
+    left_alone: 2,
+    failed_step: 2,
+    failed_step_of_a_copy: 2,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+def test_only_the_step_before_counts(device, between):
+    life = Life(device, [[layout_for(LIFE_PAGES)], [layout_for(LIFE_PAGES, hnd)]])
+    life.run([FIRST])
+    between(life)
+    assert life.run([following(FIRST)]) == BETWEEN[between]
+
+
+def test_only_the_same_entry_and_the_next_row_count(device):
+    again = following(FIRST)
+    other_entry = replace(again, entries=(1, 20, *again.entries[2:]))
+    other_before = replace(again, entries=(20, *again.entries[1:]))
+    earlier = replace(again, seq_len=again.seq_len - 1)
+    before = replace(FIRST, seq_len=8)
+    for first, request, copied in (
+        (FIRST, again, 0),
+        (FIRST, other_entry, 2),
+        (FIRST, other_before, 0),
+        (FIRST, earlier, 1),
+        (before, following(before), 0),
+        (before, again, 2),
+    ):
+        life = Life(device)
+        life.run([first])
+        assert life.run([request]) == copied
+
+
+def test_an_entry_that_held_the_target_alone_is_copied_to(device):
+    """Nothing was accepted of drafts that begin a new entry: the target stayed in the
+    entry before, which has no shadow, and holds the next drafts, being rolled back."""
+    life = Life(device)
+    alone = replace(FIRST, seq_len=11, num_rows=4, num_drafts=3, accepted=0)
+    assert life.run([alone]) == 0
+    back = replace(alone, seq_len=8, num_rows=2, num_drafts=1)
+    assert life.run([back]) == 2
+
+
+@ANY_EXAMPLE
+@given(data=st.data())
+def test_any_lives(device, data):
+    """Requests go on, pause, fail, move to other rows and give their blocks away."""
+    life = Life(device, [[layout_for(LIFE_PAGES), layout_for(LIFE_PAGES, hnd)]])
+    requests = {0: FIRST, 1: OTHER}
+    by_seat = data.draw(st.booleans())
+    for _ in range(data.draw(st.integers(1, 8))):
+        what = data.draw(st.sampled_from(["step"] * 4 + ["pause", "fail", "swap"]))
+        if what == "pause":
+            life.without_drafts()
+            continue
+        if what == "swap":
+            first, second = requests[0], requests[1]
+            requests[0] = replace(first, entries=second.entries)
+            requests[1] = replace(second, entries=first.entries)
+            life.without_drafts()
+            continue
+        names = data.draw(
+            st.sampled_from([[0], [1], [0, 1], [1, 0]]), label="requests of the step"
+        )
+        batch = []
+        for name in names:
+            num_drafts = data.draw(st.integers(0, 4))
+            accepted = data.draw(st.integers(0, num_drafts))
+            before = data.draw(st.sampled_from([0, 0, 2]))
+            request = following(requests[name], num_drafts, accepted, before)
+            if request.seq_len > 32:
+                life.without_drafts()  # another one begins in its blocks
+                request = replace(FIRST, entries=request.entries)
+            batch.append(request)
+        seats = [2 - name for name in names] if by_seat else None
+        if what == "fail":
+            life.stage(batch, seats)
+            life.unstage()
+            continue
+        life.run(batch, seats)
+        requests.update(zip(names, batch, strict=True))
 
 
 def test_saved_is_used_again(device):

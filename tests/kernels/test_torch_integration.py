@@ -67,7 +67,7 @@ def shadow_example(device):
     acceptance = acceptance_arguments(
         side.num_drafts, side.accepted, AcceptanceForm.SAMPLED, device
     )
-    place = (side.block_table, side.slot_mapping, side.saved)
+    place = (side.block_table, side.slot_mapping, side.seats, side.saved)
     return side, {
         "stage": side.stage_arguments(side.tables[0], True),
         # Without counters_to, of which opcheck and torch.compile make copies that are

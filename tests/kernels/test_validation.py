@@ -449,15 +449,25 @@ def test_padding_is_no_error(device):
 
 STAGE_NAMES = (
     *("table", "runs", "block_table", "slot_mapping", "query_start_loc", "seq_lens"),
-    *("cu_num_logits", "saved", "first_entry", "num_real_entries", "span"),
-    *("entry_tokens", "patches"),
+    *("cu_num_logits", "seats", "saved", "first_entry", "num_real_entries", "span"),
+    *("entry_tokens", "step", "patches"),
 )
 COMMIT_NAMES = (
-    *("table", "runs", "block_table", "slot_mapping", "saved", "sampled_token_ids"),
-    *("vocab_size", "num_rejected", "counters", "num_reqs", "entry_tokens", "undoes"),
+    *("table", "runs", "block_table", "slot_mapping", "seats", "saved"),
+    *(
+        "sampled_token_ids",
+        "vocab_size",
+        "num_rejected",
+        "counters",
+        "num_reqs",
+        "entry_tokens",
+        "undoes",
+    ),
     "counters_to",
 )
-UNSTAGE_NAMES = ("block_table", "slot_mapping", "saved", "num_reqs", "entry_tokens")
+UNSTAGE_NAMES = (
+    *("block_table", "slot_mapping", "seats", "saved", "num_reqs", "entry_tokens"),
+)
 
 
 class ShadowCalls:
@@ -528,7 +538,11 @@ SHADOW_SHAPES = [
     (ALL, "saved", lambda t: t.long()),
     (ALL, "saved", lambda t: every_second(t)),
     (ALL, "saved", lambda t: t.flatten()),
-    (ALL, "saved", lambda t: t[:, :11].contiguous()),
+    (ALL, "saved", lambda t: t[:, :14].contiguous()),
+    (ALL, "seats", lambda _: torch.arange(3.0)),
+    (ALL, "seats", lambda _: torch.arange(2)),
+    (ALL, "seats", lambda _: torch.arange(3)[None]),
+    (ALL, "seats", lambda _: every_second(torch.arange(3))),
     (ALL, "entry_tokens", lambda n: 0),
     (("stage",), "query_start_loc", lambda t: t.long()),
     (("stage",), "query_start_loc", lambda t: t[:3]),
@@ -540,6 +554,8 @@ SHADOW_SHAPES = [
     (("stage",), "cu_num_logits", lambda t: t[None]),
     (("stage",), "cu_num_logits", lambda t: every_second(t)),
     (("stage",), "span", lambda n: 0),
+    (("stage",), "step", lambda n: 0),
+    (("stage",), "step", lambda n: 1 << 31),
     (("stage",), "first_entry", lambda n: -1),
     # Shadow entries among the real ones.
     (("stage",), "first_entry", lambda n: n - 1),
@@ -598,6 +614,14 @@ def test_num_rejected_of_fewer_requests(device):
 def test_batches_on_the_cpu(name, value):
     calls = ShadowCalls(torch.device("cpu"))
     calls.refuses("stage", name, **{name: int32(value)})
+
+
+@pytest.mark.parametrize("op", ALL)
+@pytest.mark.parametrize("seats", [[0, 1, 4], [-1, 0, 1], [2, 1, 2]])
+def test_seats_on_the_cpu(op, seats):
+    """Of which there are four, and no two requests have the same."""
+    calls = ShadowCalls(torch.device("cpu"))
+    calls.refuses(op, "seats", seats=torch.tensor(seats))
 
 
 def test_shadow_entries_beyond_the_cache_on_the_cpu():

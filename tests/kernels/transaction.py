@@ -30,6 +30,7 @@ from tests.kernels.reference import (
     expected_log,
     make_table,
     random_bytes,
+    seats_of,
     slot_at,
 )
 from vllm_nwor import ops
@@ -239,12 +240,13 @@ class ShadowSide:
             table.table[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
             self.tables.append(table)
         int32 = torch.int32
-        shape = (pages.max_windows + 1, pages.width)
+        shape = (pages.num_seats + 1, pages.width)
         self.table_memory, self.block_table = guarded(shape, int32, device, PADDING)
-        shape = (pages.max_windows * pages.width * pages.entry_tokens + 1,)
+        shape = (pages.num_seats * pages.width * pages.entry_tokens + 1,)
         self.slot_memory, self.slot_mapping = guarded(shape, torch.int64, device)
-        shape = (pages.max_windows, 8 + 2 * pages.span)
+        shape = (pages.num_seats, ops.SAVED_COLUMNS + 2 * pages.span)
         self.saved_memory, self.saved = guarded(shape, int32, device)
+        self.step = 1
         shape = (len(layouts), NUM_COUNTERS)
         self.counters = torch.zeros(shape, dtype=torch.int64, device=device)
         self.published = torch.full(shape, -3, pin_memory=device.type == "cuda")
@@ -253,9 +255,18 @@ class ShadowSide:
     def layers(self) -> list[Layer]:
         return [layer for table in self.tables for layer in table.layers]
 
-    def load(self, requests: Sequence[Request]) -> None:
-        """The metadata of a batch; behind it the arrays hold what nobody may use."""
+    def load(
+        self, requests: Sequence[Request], seats: Sequence[int] | None = None
+    ) -> None:
+        """The metadata of a batch; behind it the arrays hold what nobody may use.
+
+        seats: of each request; None: its number.
+        """
         self.num_reqs = len(requests)
+        self.seats = None
+        if seats is not None:
+            dtype = torch.int64 if self.step % 2 else torch.int32
+            self.seats = torch.tensor(seats, dtype=dtype, device=self.device)
         self.num_drafts = [request.num_drafts for request in requests]
         self.accepted = [request.accepted for request in requests]
         entry_tokens = self.pages.entry_tokens
@@ -299,6 +310,7 @@ class ShadowSide:
         self.ops.unstage(
             self.block_table,
             self.slot_mapping,
+            self.seats,
             self.saved,
             self.num_reqs,
             self.pages.entry_tokens,
@@ -312,9 +324,9 @@ class ShadowSide:
         pages = self.pages
         return (
             *(table.table, table.runs, self.block_table, self.slot_mapping),
-            *(self.query_start_loc, self.seq_lens, self.cu_num_logits, self.saved),
-            *(pages.first_entry, pages.num_real_entries, pages.span),
-            *(pages.entry_tokens, patches),
+            *(self.query_start_loc, self.seq_lens, self.cu_num_logits, self.seats),
+            *(self.saved, pages.first_entry, pages.num_real_entries, pages.span),
+            *(pages.entry_tokens, self.step, patches),
         )
 
     def commit_arguments(
@@ -325,7 +337,8 @@ class ShadowSide:
     ) -> tuple[Any, ...]:
         table = self.tables[number]
         return (
-            *(table.table, table.runs, self.block_table, self.slot_mapping, self.saved),
+            *(table.table, table.runs, self.block_table, self.slot_mapping),
+            *(self.seats, self.saved),
             *acceptance,
             *(self.counters[number], self.num_reqs, self.pages.entry_tokens, undoes),
             self.published[number],
@@ -333,11 +346,11 @@ class ShadowSide:
 
     def windows(self) -> dict[int, StagedWindow]:
         """The staged windows of the batch, by request."""
-        rows = self.saved[: self.num_reqs].tolist()
+        rows = self.saved.tolist()
         return {
-            request: StagedWindow.of(row, self.pages.entry_tokens)
-            for request, row in enumerate(rows)
-            if row[0] > 0
+            request: StagedWindow.of(rows[seat], self.pages.entry_tokens)
+            for request, seat in enumerate(seats_of(self.seats, self.num_reqs))
+            if rows[seat][0] > 0
         }
 
     def saved_fields(self) -> list[list[int]]:
@@ -351,7 +364,9 @@ class ShadowSide:
                 fields.append([row[0], row[7]])
             else:
                 num = row[5]
-                fields.append([*row[: 8 + num], *row[8 + span : 8 + span + num]])
+                first = ops.SAVED_COLUMNS
+                entries = row[first : first + num], row[first + span :][:num]
+                fields.append([*row[:first], *entries[0], *entries[1]])
         return fields
 
 
@@ -390,10 +405,13 @@ class ShadowStep:
             is_real[layer.index(shadows).flatten()] = False
             self.is_real.append(is_real)
 
-    def stage(self, requests: Sequence[Request]) -> None:
+    def stage(
+        self, requests: Sequence[Request], seats: Sequence[int] | None = None
+    ) -> None:
         self.requests = requests
         for side in (self.side, self.reference):
-            side.load(requests)
+            side.step += 1
+            side.load(requests, seats)
         self.before = [layer.memory.clone() for layer in self.vanilla]
         self.table_before = self.reference.table_memory.clone()
         self.slots_before = self.reference.slot_memory.clone()
@@ -490,13 +508,14 @@ class ShadowStep:
             side.slot_mapping[row] = value
 
     def commit(self, form: AcceptanceForm = AcceptanceForm.SAMPLED) -> None:
-        saved_before = self.side.saved_memory.clone()
+        saved_before = self._saved_without_valid()
         for number in range(len(self.side.tables)):
             for side in (self.side, self.reference):
                 side.commit_table(number, form)
             self.compare(f"commit of table {number}")
         self.check_undone("commit")
-        assert torch.equal(self.side.saved_memory, saved_before), "saved after commit"
+        same = torch.equal(self._saved_without_valid(), saved_before)
+        assert same, "saved after commit"
         rejected = []
         for number in self.reference.windows():
             request = self.requests[number]
@@ -506,6 +525,11 @@ class ShadowStep:
         self._check_real_rows(wanted, "commit")
         for layer, memory in zip(self.vanilla, wanted, strict=True):
             layer.memory.copy_(memory)
+
+    def _saved_without_valid(self) -> Tensor:
+        saved = self.side.saved.clone()
+        saved[:, 9:11] = 0  # what commit leaves for the next stage
+        return saved
 
     def unstage(self) -> None:
         memories = [layer.memory.clone() for layer in self.side.layers]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the simulation, or plays one failing list of operations again.
 
-    python -m tests.simulation --operations 20000
+    python -m tests.simulation --operations 20000 --seat-steps 200000
     python -m tests.simulation --seed 7 --operations 1000
     python -m tests.simulation --seed 7 --replay '[["arrive", 0, 3], ...]'
 
 Seeds follow each other from --seed on, each a world of its own with up to 1000
 operations. The first violation is cut down to a short list and printed with the command
-that plays it; the exit status is 1.
+that plays it; the exit status is 1. Then the same for the model of the seats' rule.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from benchmarks import environment
 from benchmarks.files import write_json
 
+from tests.simulation import seats
+from tests.simulation.memory import Violation
 from tests.simulation.operations import Operation, draw_operations, from_text, to_text
 from tests.simulation.shrink import shrink
 from tests.simulation.simulator import Breakage, Simulator, Totals
@@ -97,7 +99,9 @@ def _kind(error: Exception) -> tuple[type, str]:
     return type(error), getattr(error, "kind", "")
 
 
-def record(totals: Totals, seed: int, seconds: float, violations: list[str]) -> Any:
+def record(
+    totals: Totals, args: argparse.Namespace, seconds: float, violations: list[str]
+) -> Any:
     """What a result file holds."""
     num_seeds = -(-totals.num_operations // OPERATIONS_PER_SEED)
     return {
@@ -105,7 +109,8 @@ def record(totals: Totals, seed: int, seconds: float, violations: list[str]) -> 
         "schema": 1,
         "command": " ".join(["python -m tests.simulation", *sys.argv[1:]]),
         "environment": environment.describe("cpu", REPO),
-        "seeds": {"first": seed, "count": num_seeds},
+        "seeds": {"first": args.seed, "count": num_seeds},
+        "num_seat_steps": args.seat_steps,
         "num_operations": totals.num_operations,
         "seconds": round(seconds, 1),
         "violations": violations,
@@ -124,6 +129,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--operations", type=int, default=20_000)
+    parser.add_argument("--seat-steps", type=int, default=0, help="of seats.py")
     parser.add_argument("--replay", help="operations as JSON, for --seed's world")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
@@ -137,16 +143,18 @@ def main() -> int:
     totals = Totals()
     try:
         run(args.seed, args.operations, totals)
-    except Failure as failure:
+        seats.run(args.seed, args.seat_steps)
+    except (Failure, Violation) as failure:
         violations.append(str(failure))
     seconds = time.perf_counter() - started
     if args.json is not None:
-        write_json(args.json, record(totals, args.seed, seconds, violations))
+        write_json(args.json, record(totals, args, seconds, violations))
     for violation in violations:
         print(violation)
     print(
         f"{totals.num_operations} operations from seed {args.seed} on, "
-        f"{totals.commits} commits of {totals.windows} windows, in {seconds:.0f} s: "
+        f"{totals.commits} commits of {totals.windows} windows, "
+        f"{args.seat_steps} steps of seats, in {seconds:.0f} s: "
         f"{len(violations)} violations"
     )
     return 1 if violations else 0

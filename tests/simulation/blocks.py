@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side of the cache: requests, a pool of blocks, prefix cache, offload store.
+"""vLLM's side of the cache: requests, a pool of blocks, prefix cache.
 
 Written after what vLLM's block pool and scheduler do, as plainly as possible. A
 request's text is what its target would say: token p of family f is always the same, so
@@ -8,15 +8,15 @@ that requests of a family share prefixes, generated ones too.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 import numpy as np
 
-from tests.simulation.memory import Bytes, Cache, Saved, Violation
-
-MAX_STORED = 8
+from tests.simulation.memory import Bytes, Cache, Violation
 
 Text = tuple[int, ...]
 
@@ -28,13 +28,16 @@ class Broken(AssertionError):
 @dataclass
 class Request:
     """text: all tokens known. num_computed: how many have keys and values in the cache.
-    blocks: block ids for each group. family: which text it follows."""
+    blocks: block ids for each group. family: which text it follows. index: of its state
+    in V2's runner, -1 without one. has_sampled: a token, so that it may have drafts."""
 
     name: str
     text: list[int]
     family: int
     blocks: list[list[int]]
     num_computed: int = 0
+    index: int = -1
+    has_sampled: bool = False
 
     @property
     def num_remaining(self) -> int:
@@ -43,6 +46,23 @@ class Request:
     def extend(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
             self.text.append(token_of(self.family, len(self.text)))
+
+
+def condense(rows: list[Any], scheduled: Sequence[Any]) -> list[Any]:
+    """The batch of V1's runner: who stays keeps the row, new ones get the rows that
+    others left, and the last ones move into the holes that remain."""
+    kept = [row if row in scheduled else None for row in rows]
+    for request in scheduled:
+        if request not in kept:
+            if None in kept:
+                kept[kept.index(None)] = request
+            else:
+                kept.append(request)
+    while None in kept:
+        last = kept.pop()
+        if last is not None:
+            kept[kept.index(None)] = last
+    return kept
 
 
 def token_of(family: int, position: int) -> int:
@@ -54,11 +74,13 @@ class Pool:
     """Blocks of all groups, by reference counts. Block 0 is vLLM's null block.
 
     free: least recently used first; a free block keeps its content, and can be found
-    again by its text, until it is given out. content: the bytes of each cached block
-    when it was registered; they must not change after that.
+    again by its text, until it is given out. is_lifo: as in vLLM, one that cannot be
+    found goes to the front. content: the bytes of each cached block when it was
+    registered; they must not change after that.
     """
 
     cache: Cache
+    is_lifo: bool
     free: deque[int] = field(init=False)
     references: list[int] = field(init=False)
     cached: dict[tuple[int, Text], int] = field(default_factory=dict)
@@ -73,24 +95,33 @@ class Pool:
     def take(self) -> int:
         """A free block, no longer cached. Requires one."""
         block = self.free.popleft()
-        if block in self.key_of:
-            del self.cached[self.key_of.pop(block)]
-            del self.content[block]
-            self.num_evicted += 1
+        self.num_evicted += self.forget(block)
         self.references[block] = 1
         return block
+
+    def forget(self, block: int) -> bool:
+        """It cannot be found any more; whether it could."""
+        if block not in self.key_of:
+            return False
+        del self.cached[self.key_of.pop(block)]
+        del self.content[block]
+        return True
 
     def share(self, block: int) -> None:
         if self.references[block] == 0:
             self.free.remove(block)
         self.references[block] += 1
 
-    def release(self, block: int) -> None:
-        self.references[block] -= 1
-        if self.references[block] < 0:
-            raise Broken(f"block {block} was released too often")
-        if self.references[block] == 0:
-            self.free.append(block)
+    def release(self, blocks: list[int]) -> None:
+        """A request's blocks go back, of which the last ones are given out first."""
+        for block in blocks:
+            self.references[block] -= 1
+            if self.references[block] < 0:
+                raise Broken(f"block {block} was released too often")
+        freed = [block for block in reversed(blocks) if self.references[block] == 0]
+        at_front = [b for b in freed if self.is_lifo and b not in self.key_of]
+        self.free.extendleft(reversed(at_front))
+        self.free.extend(block for block in freed if block not in at_front)
 
     def register(self, group: int, text: Text, block: int) -> None:
         """A full block of committed tokens can be found by its text from now on."""
@@ -115,18 +146,16 @@ class Pool:
 class Blocks:
     """Gives blocks to requests, and takes them back.
 
-    num_hits, num_loads: chunks that came from the prefix cache and from the store. A
-    chunk is the least number of tokens that fills whole blocks in every group.
+    num_hits: chunks that came from the prefix cache. A chunk is the least number of
+    tokens that fills whole blocks in every group.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, is_lifo: bool) -> None:
         self.cache = cache
-        self.pool = Pool(cache)
+        self.pool = Pool(cache, is_lifo)
         self.sizes = [group.block_size for group in cache.groups]
         self.chunk_tokens = lcm(*self.sizes)
-        self.store: OrderedDict[Text, list[list[Saved]]] = OrderedDict()
         self.num_hits = 0
-        self.num_loads = 0
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that are needed until `num_tokens` tokens have slots."""
@@ -156,8 +185,8 @@ class Blocks:
         ]
 
     def start(self, request: Request) -> None:
-        """What the prefix cache and then the store know of a request's text becomes
-        its own; at least one token is left to compute."""
+        """What the prefix cache knows of a request's text becomes its own; at least one
+        token is left to compute."""
         while self._extend(request):
             request.num_computed += self.chunk_tokens
 
@@ -173,28 +202,13 @@ class Blocks:
             for group, size in enumerate(self.sizes)
         ]
         hits = [[block for block in blocks if block is not None] for blocks in found]
-        if hits == found:
-            for blocks, shared in zip(request.blocks, hits, strict=True):
-                for block in shared:
-                    self.pool.share(block)
-                blocks.extend(shared)
-            self.num_hits += 1
-            return True
-        saved = self.store.get(tuple(request.text[:end]))
-        if saved is None or self.missing(request, end) > len(self.pool.free):
+        if hits != found:
             return False
-        self.grow(request, end, zero=False)
-        for group, (blocks, contents) in enumerate(
-            zip(request.blocks, saved, strict=True)
-        ):
-            size = self.sizes[group]
-            stops = range(request.num_computed + size, end + 1, size)
-            added = blocks[-len(contents) :]
-            for block, content, stop in zip(added, contents, stops, strict=True):
-                index = self.cache.groups[group].block_index(block)
-                self.cache.memory.load(content, index)
-                self.pool.register(group, tuple(request.text[:stop]), block)
-        self.num_loads += 1
+        for blocks, shared in zip(request.blocks, hits, strict=True):
+            for block in shared:
+                self.pool.share(block)
+            blocks.extend(shared)
+        self.num_hits += 1
         return True
 
     def commit(self, request: Request, num_tokens: int) -> None:
@@ -208,17 +222,31 @@ class Blocks:
                 text = tuple(request.text[: (number + 1) * size])
                 self.pool.register(group, text, blocks[number])
 
+    def take_back(self, request: Request) -> bool:
+        """The last full chunk and all behind it have to be computed again, as after a
+        load that failed; False if others have the blocks too."""
+        start = (request.num_computed - 1) // self.chunk_tokens * self.chunk_tokens
+        again = [
+            block
+            for size, blocks in zip(self.sizes, request.blocks, strict=True)
+            for block in blocks[start // size :]
+        ]
+        if any(self.pool.references[block] > 1 for block in again):
+            return False
+        for block in again:
+            self.pool.forget(block)
+        request.num_computed = start
+        return True
+
     def release(self, request: Request) -> None:
-        """All blocks go back, the last ones first, as vLLM frees them."""
         for blocks in request.blocks:
-            for block in reversed(blocks):
-                self.pool.release(block)
+            self.pool.release(blocks)
             blocks.clear()
         request.num_computed = 0
 
     def fork(self, parent: Request, child: Request) -> None:
-        """The child shares full blocks and gets copies of those partly filled. Requires
-        a free block for each group."""
+        """The child shares full blocks and gets copies of those partly filled, if any:
+        vLLM's fine-grained prefix hits. Requires a free block for each group."""
         child.num_computed = parent.num_computed
         for group, size in enumerate(self.sizes):
             full, rest = divmod(parent.num_computed, size)
@@ -232,23 +260,3 @@ class Blocks:
                     blocks.block_index(parent.blocks[group][full]),
                     blocks.block_index(child.blocks[group][full]),
                 )
-
-    def offload(self, request: Request, chunk: int) -> bool:
-        """Saves one chunk of a request's committed tokens; False if it has none."""
-        num_chunks = request.num_computed // self.chunk_tokens
-        if num_chunks == 0:
-            return False
-        first = chunk % num_chunks * self.chunk_tokens
-        end = first + self.chunk_tokens
-        self.store[tuple(request.text[:end])] = [
-            [
-                self.cache.memory.save(self.cache.groups[group].block_index(block))
-                for block in blocks[first // size : end // size]
-            ]
-            for group, (size, blocks) in enumerate(
-                zip(self.sizes, request.blocks, strict=True)
-            )
-        ]
-        if len(self.store) > MAX_STORED:
-            self.store.popitem(last=False)
-        return True

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ ERRORS: dict[Moment, type[Exception]] = {
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault: `op` ("log" or "restore") raises at its call-th call, from 0."""
+    """A fault: `op` ("log", "restore", "stage" or "commit") raises at its call-th call,
+    from 0."""
 
     op: str
     call: int
@@ -43,8 +45,9 @@ class Planted:
 class FaultyOps:
     """The functions of `vllm_nwor.ops`, of which one call can be made to raise.
 
+    planted: the fault of this step, or None.
     calls: the table rows of each call since `arm`, for each op.
-    failed: those of the rows that the failing call left out.
+    done: as calls, without the rows that a failing call left out.
     """
 
     def __init__(self) -> None:
@@ -52,15 +55,21 @@ class FaultyOps:
 
     def arm(self, planted: Planted | None) -> None:
         """A new step begins, with this fault or none."""
-        self.calls: dict[str, list[list[TableRow]]] = {"log": [], "restore": []}
-        self.failed: set[TableRow] = set()
-        self._planted = planted
+        self.calls: defaultdict[str, list[list[TableRow]]] = defaultdict(list)
+        self.done: defaultdict[str, list[list[TableRow]]] = defaultdict(list)
+        self.planted = planted
 
     def log_cache_slots(self, *args: Any, **kwargs: Any) -> None:
         self._run("log", ops.log_cache_slots, args, kwargs)
 
     def restore_rejected_drafts(self, *args: Any, **kwargs: Any) -> None:
         self._run("restore", ops.restore_rejected_drafts, args, kwargs)
+
+    def stage(self, *args: Any, **kwargs: Any) -> None:
+        self._run("stage", ops.stage, args, kwargs)
+
+    def commit_draft_layer(self, *args: Any, **kwargs: Any) -> None:
+        self._run("commit", ops.commit_draft_layer, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ops, name)
@@ -76,16 +85,15 @@ class FaultyOps:
         layers = [(table.data_ptr(), row) for row in range(table.shape[0])]
         call = len(self.calls[kind])
         self.calls[kind].append(layers)
-        planted = self._planted
+        planted = self.planted
         if planted is None or (planted.op, planted.call) != (kind, call):
             op(*args, **kwargs)
+            self.done[kind].append(layers)
             return
-        half = len(layers) // 2
-        if planted.moment is Moment.HALF and half:
-            op(table[:half], *args[1:], **kwargs)
-            self.failed.update(layers[half:])
-        elif planted.moment is Moment.AFTER:
-            op(*args, **kwargs)
-        else:
-            self.failed.update(layers)
+        done = {Moment.BEFORE: 0, Moment.HALF: len(layers) // 2}.get(
+            planted.moment, len(layers)
+        )
+        if done:
+            op(table[:done], *args[1:], **kwargs)
+        self.done[kind].append(layers[:done])
         raise ERRORS[planted.moment](f"planted in {kind} call {call}")

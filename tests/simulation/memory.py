@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.simulation.operations import MAX_DRAFTS, MAX_REQUESTS
 from vllm_nwor.draft_manager import LayerCache
 from vllm_nwor.kv_layout import packed_layout, row_layout, runs_of
+from vllm_nwor.shadow_pages import ShadowRegion
 
 Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]
@@ -60,24 +62,32 @@ class Layer:
 class Group:
     """One KV-cache group: layers that share a block size and a block table.
 
+    entry_tokens: positions for which an entry of the worker's block table stands.
     index: [num_slots, bytes of all layers] int64, the layers' indices side by side.
     layer_of: [bytes of all layers] int64: which layer a column of `index` belongs to.
+    is_protected: [bytes of all layers] bool: whether that layer is.
     """
 
     block_size: int
+    entry_tokens: int
     layers: tuple[Layer, ...]
     index: Index = field(init=False)
     layer_of: Index = field(init=False)
+    is_protected: Mask = field(init=False)
 
     def __post_init__(self) -> None:
         index = np.concatenate([layer.index for layer in self.layers], axis=1)
         sizes = [layer.slot_bytes for layer in self.layers]
+        is_protected = np.repeat([layer.protected for layer in self.layers], sizes)
         object.__setattr__(self, "index", index)
         object.__setattr__(self, "layer_of", np.repeat(np.arange(len(sizes)), sizes))
+        object.__setattr__(self, "is_protected", is_protected)
 
-    def slots_of(self, block: int) -> Index:
-        """[block_size] int64: the slots of a block."""
-        return np.arange(block * self.block_size, (block + 1) * self.block_size)
+    def entries(self, blocks: list[int]) -> Index:
+        """The entries of the worker's table that stand for a request's blocks."""
+        per_block = self.block_size // self.entry_tokens
+        first = np.array(blocks, dtype=np.int64)[:, None] * per_block
+        return (first + np.arange(per_block)).ravel()
 
     def block_index(self, block: int) -> Index:
         """[block_size, bytes of all layers]: where a block's bytes lie."""
@@ -120,53 +130,52 @@ class Memory:
         for array in (self.real, self.expected, self.vanilla, self.dirty):
             array[to] = array[source]
 
-    def save(self, at: Index) -> Saved:
-        """A copy out of the cache, as a KV connector makes it."""
-        return Saved(self.real[at], self.vanilla[at], self.dirty[at])
-
-    def load(self, saved: Saved, at: Index) -> None:
-        """The way back."""
-        self.real[at] = saved.real
-        self.expected[at] = saved.real
-        self.vanilla[at] = saved.vanilla
-        self.dirty[at] = saved.dirty
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A block outside the cache, as it would be with and without NWOR."""
-
-    real: Bytes
-    vanilla: Bytes
-    dirty: Mask
-
 
 @dataclass(frozen=True)
 class Cache:
-    """What a world is made of: the allocation and the groups in it."""
+    """What a world is made of: the allocation and the groups in it.
+
+    num_blocks: the scheduler's. regions: shadow blocks of the groups that are staged,
+    by group; they lie behind the scheduler's.
+    """
 
     memory: Memory
     groups: tuple[Group, ...]
     num_blocks: int
+    regions: dict[int, ShadowRegion]
 
 
 def draw_cache(draw: random.Random) -> Cache:
     """A cache of 1 to 3 groups of 1 to 3 layers with layouts drawn from `draw`.
 
     Groups have their own layers, or (as vLLM's hybrid caches) share the allocations,
-    each with its own view of the blocks that the common pool gave it.
+    each with its own view of the blocks that the common pool gave it. No group is
+    staged, or all, or the first one only.
     """
-    num_blocks = draw.choice((16, 48, 80))
+    num_real_blocks = draw.choice((16, 32, 48))
     num_groups = draw.choice((1, 1, 2, 2, 3))
     num_layers = draw.randint(1, 3)
     shared = num_groups > 1 and draw.random() < 0.4
-    page_bytes = draw.choice((64, 128, 192))
+    shared_bytes = draw.choice((64, 128, 192))
+    sizes = [draw.choice((2, 4, 8)) for _ in range(num_groups)]
+    num_staged = draw.choice((0, 1, num_groups, num_groups))
+    num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
+    regions: dict[int, ShadowRegion] = {}
+    num_blocks = num_real_blocks
+    for group, size in enumerate(sizes[:num_staged]):
+        per_seat = 1 - -(MAX_DRAFTS - 1) // size
+        regions[group] = ShadowRegion(
+            num_blocks, num_seats, per_seat, num_real_blocks, size
+        )
+        num_blocks += num_seats * per_seat
     plans: list[_Plan] = []
     end = GUARD_BYTES
-    for group in range(num_groups):
-        block_size = draw.choice((2, 4, 8))
-        if not shared:
-            page_bytes = block_size * draw.choice((8, 16, 24))
+    for group, size in enumerate(sizes):
+        # A kernel's blocks may be smaller than the scheduler's, and so the entries.
+        per_block = draw.choice((1, 1, 2))
+        kernel_size, num_kernel_blocks = size // per_block, num_blocks * per_block
+        slot_bytes = shared_bytes // size if shared else draw.choice((8, 16, 24))
+        page_bytes = kernel_size * slot_bytes
         side_by_side = draw.random() < 0.3
         gap = ALIGNMENT * draw.choice((0, 0, 1, 3))
         if shared:
@@ -177,39 +186,47 @@ def draw_cache(draw: random.Random) -> Cache:
             if side_by_side:
                 start = first + layer * page_bytes
             else:
-                start = first + layer * (num_blocks * stride + GUARD_BYTES)
-            end = max(end, start + num_blocks * stride + GUARD_BYTES)
-            plans.append(_Plan(group, layer, block_size, page_bytes, stride, start))
+                start = first + layer * (num_kernel_blocks * stride + GUARD_BYTES)
+            end = max(end, start + num_kernel_blocks * stride + GUARD_BYTES)
+            plans.append(
+                _Plan(
+                    *(group, layer, kernel_size, num_kernel_blocks),
+                    *(page_bytes, stride, start),
+                )
+            )
     memory = Memory(end, np.random.default_rng(draw.randrange(1 << 32)))
     raw = torch.from_numpy(memory.real)
     kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
     has_drafter = draw.random() < 0.3
     groups = []
-    for group in range(num_groups):
+    for group, size in enumerate(sizes):
         own = [plan for plan in plans if plan.group == group]
         layers = [
             _make_layer(
                 plan,
                 draw.choice(kinds),
                 raw,
-                num_blocks,
                 draw,
                 # The last layer may be the drafter's, or its whole group: vanilla.
                 protected=not (has_drafter and plan is plans[-1] and len(plans) > 1),
             )
             for plan in own
         ]
-        groups.append(Group(own[0].block_size, tuple(layers)))
-    return Cache(memory, tuple(groups), num_blocks)
+        entry_tokens = draw.choice((own[0].block_size, size))
+        groups.append(Group(size, entry_tokens, tuple(layers)))
+        if not any(layer.protected for layer in layers):
+            regions.pop(group, None)
+    return Cache(memory, tuple(groups), num_real_blocks, regions)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where a layer shall lie, in bytes."""
+    """Where a layer shall lie, in bytes. block_size, num_blocks: its kernel's."""
 
     group: int
     layer: int
     block_size: int
+    num_blocks: int
     page_bytes: int
     block_stride: int
     start: int
@@ -219,10 +236,10 @@ def _make_layer(
     plan: _Plan,
     kind: str,
     raw: torch.Tensor,
-    num_blocks: int,
     draw: random.Random,
     protected: bool,
 ) -> Layer:
+    num_blocks = plan.num_blocks
     slot_bytes = plan.page_bytes // plan.block_size
     dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
     if kind in PACKED_KINDS:
@@ -236,7 +253,7 @@ def _make_layer(
         blocks = plan.start + plan.block_stride * np.arange(num_blocks)
         index = (blocks[:, None, None] + in_block).reshape(-1, slot_bytes)
     else:
-        shape, strides = _row_shape(kind, plan, num_blocks, draw)
+        shape, strides = _row_shape(kind, plan, draw)
         tensor = _view(raw, plan.start, shape, strides, dtype)
         layout = row_layout(tensor)
         index = _row_index(raw.numel(), plan.start, shape, strides)
@@ -245,9 +262,10 @@ def _make_layer(
 
 
 def _row_shape(
-    kind: str, plan: _Plan, num_blocks: int, draw: random.Random
+    kind: str, plan: _Plan, draw: random.Random
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape [B, H, N, bytes] or [B, N, bytes] of a row cache, and its byte strides."""
+    num_blocks = plan.num_blocks
     slots, slot_bytes = plan.block_size, plan.page_bytes // plan.block_size
     if kind == "mla":
         return (num_blocks, slots, slot_bytes), (plan.block_stride, slot_bytes, 1)

@@ -21,34 +21,36 @@ RUN = "run"  # acceptance form, FAULT, which launch, moment, upper bound - draft
 ABORT = "abort"  # request, 1: in flight (between log and commit)
 PREEMPT = "preempt"  # request
 FINISH = "finish"  # request
-FORK = "fork"  # request, family
-OFFLOAD = "offload"  # request, chunk
+FORK = "fork"  # request, family, 1: another one of its length finishes before
+TAKE_BACK = "take back"  # request
 
 # Of a window: all as usual; its last rejected draft has slot -1; the sampler returns no
 # valid token at all.
 PLAIN, PADDED, EMPTY = range(3)
 
 # Of a run: none; an op raises; vLLM's forward or sampler raises; NWOR switched off for
-# this step; begin not called.
+# this step; begin not called; NWOR told to log all groups.
 NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT, INACTIVE = range(6)
-MISSED = 6
+MISSED, STAGE_FAULT, COMMIT_FAULT, ALL_LOGGED = range(6, 10)
+OP_FAULTS = (LOG_FAULT, RESTORE_FAULT, STAGE_FAULT, COMMIT_FAULT)
 FAULT_NAMES = (
     *("none", "log op", "restore op", "forward", "sampler", "switched off"),
-    "begin missed",
+    *("begin missed", "stage op", "commit op", "all logged"),
 )
 
-MAX_DRAFTS = 4
+# More than a block of some groups.
+MAX_DRAFTS = 6
+MAX_REQUESTS = 6
 _WEIGHTS = {
     ARRIVE: 5,
     ADVANCE: 60,
     RUN: 12,
     ABORT: 2,
     PREEMPT: 2,
-    FINISH: 2,
-    FORK: 3,
-    OFFLOAD: 3,
+    FINISH: 3,
+    FORK: 5,
+    TAKE_BACK: 2,
 }
-
 
 KINDS = tuple(_WEIGHTS)
 
@@ -59,19 +61,32 @@ def draw_operations(draw: random.Random) -> Iterator[Operation]:
     while True:
         for kind in draw.choices(kinds, weights, k=64):
             yield kind, _numbers(kind, draw)
+            if draw.random() < 0.05:
+                yield from _round(draw)
+
+
+def _round(draw: random.Random) -> Iterator[Operation]:
+    """A step of all requests with the same numbers: those of one length stay so."""
+    _, *numbers = _numbers(ADVANCE, draw)
+    for request in range(MAX_REQUESTS):
+        yield ADVANCE, (request, *numbers)
+    yield RUN, _numbers(RUN, draw)
 
 
 def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
     request = draw.randrange(16)
     if kind == ARRIVE:
-        return draw.randrange(3), draw.randrange(24)
+        return draw.randrange(3), draw.choice((4, 6, draw.randrange(24)))
     if kind == ADVANCE:
-        num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4))
+        num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS))
         accepted = draw.randint(0, num_drafts)
         special = draw.choices((PLAIN, PADDED, EMPTY), (20, 2, 1))[0]
         return request, draw.randrange(24), num_drafts, accepted, special
     if kind == RUN:
-        fault = NO_FAULT if draw.random() < 0.88 else draw.randint(1, MISSED)
+        fault = NO_FAULT
+        if draw.random() > 0.85:
+            faults = (*OP_FAULTS, LOG_FAULT, FORWARD_FAULT, SAMPLER_FAULT, MISSED)
+            fault = draw.choice((*range(1, len(FAULT_NAMES)), *faults))
         bound = draw.choice((0, 0, 0, 1, 3))
         return (
             draw.randrange(4),
@@ -84,9 +99,7 @@ def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
     if kind == ABORT:
         return request, draw.choice((0, 1, 1))
     if kind == FORK:
-        return request, draw.randrange(3)
-    if kind == OFFLOAD:
-        return request, draw.randrange(4)
+        return request, draw.randrange(3), draw.randrange(2)
     return (request,)
 
 

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tests.simulation.blocks import Blocks, Request
-from tests.simulation.memory import Group
+from tests.simulation.memory import Group, Index, Mask
 from tests.simulation.operations import EMPTY, MAX_DRAFTS, PADDED, PLAIN
-from vllm_nwor.metrics import ScheduledWindows
+from vllm_nwor.metrics import Counted, Scheduled
 from vllm_nwor.window import (
     Acceptance,
     NumRejected,
@@ -61,20 +61,48 @@ class Rows:
         return 0 if self.special == EMPTY else self.num_accepted + 1
 
 
+@dataclass(frozen=True)
+class Pages:
+    """What of a step would be in shadow pages in one group.
+
+    is_staged: [rows with a slot] bool: True where the row goes to a shadow block.
+    windows: of the requests that have some, and the logical entry of the first draft.
+    num_invalid: drafts of windows that are left alone, because of a slot that is none.
+    """
+
+    is_staged: npt.NDArray[np.bool_]
+    windows: list[tuple[Rows, int]]
+    num_invalid: int
+
+
 class Step:
     """A batch, ready to run.
 
-    slot_mappings: [num_groups, num_rows + pads] int64, PAD_SLOT for padding.
-    index: where the step's forward writes, all groups and layers, flat.
-    is_logged: whether the windows are protected; set when begin has run.
+    slot_mappings: [num_groups, num_rows + pads] int64, PAD_SLOT for padding: vLLM's.
+    is_written: [num_rows + pads] bool: rows that have a slot.
+    index: where the step's forward writes in vanilla, all groups and layers, flat.
+    begins: whether a request that is new or comes back has drafts.
+    staged, logged: groups that are protected, and how; set before the forward.
+    num_copied: committed rows that stage had to copy, for each group.
+    copied_bytes, committed_bytes: to and from shadow pages, of the launches that did
+        their work.
     """
 
     def __init__(
-        self, rows: list[Rows], groups: Sequence[Group], blocks: Blocks, pads: int
+        self,
+        rows: list[Rows],
+        groups: Sequence[Group],
+        blocks: Blocks,
+        pads: int,
+        begins: bool,
     ) -> None:
         self.rows = rows
+        self.begins = begins
         self.groups = groups
-        self.is_logged = False
+        self.staged: set[int] = set()
+        self.logged: set[int] = set()
+        self.num_copied: dict[int, int] = {}
+        self.copied_bytes = self.committed_bytes = 0
         self.num_drafts = sum(entry.num_drafts for entry in rows)
         self.num_accepted = sum(entry.num_accepted for entry in rows)
         self.num_windows = sum(entry.num_drafts > 0 for entry in rows)
@@ -89,14 +117,59 @@ class Step:
         )
         mappings = [self._mapping(blocks, group, pads) for group in range(len(groups))]
         self.slot_mappings = np.array(mappings, dtype=np.int64)
-        is_written = self.slot_mappings[0] != PAD_SLOT
-        self._is_rejected = self._rejected_rows(pads)[is_written]
-        self.index = np.concatenate(
+        self.is_written = self.slot_mappings[0] != PAD_SLOT
+        self._is_rejected = self._rejected_rows(pads)[self.is_written]
+        self.index = self.index_by(self.slot_mappings)
+        self.pages = [self._pages(group.entry_tokens) for group in groups]
+
+    def index_by(self, slot_mappings: npt.NDArray[np.int64]) -> Index:
+        """As `index`, with these slots for the layers that are protected."""
+        parts = []
+        for group, real, slots in zip(
+            self.groups, self.slot_mappings, slot_mappings, strict=True
+        ):
+            part = group.index[real[self.is_written]]
+            protected = group.index[slots[self.is_written]]
+            part[:, group.is_protected] = protected[:, group.is_protected]
+            parts.append(part.ravel())
+        return np.concatenate(parts)
+
+    def _pages(self, entry_tokens: int) -> Pages:
+        is_staged: list[bool] = []
+        windows: list[tuple[Rows, int]] = []
+        num_invalid = 0
+        for rows in self.rows:
+            first, count = rows.request.num_computed, rows.num_written
+            if rows.special == PADDED:
+                num_invalid += rows.num_drafts
+            if rows.special == PADDED or rows.num_drafts == 0:
+                is_staged += [False] * count
+                continue
+            entry = (first + rows.num_rows - rows.num_drafts) // entry_tokens
+            windows.append((rows, entry))
+            is_staged += [
+                position // entry_tokens >= entry
+                for position in range(first, first + count)
+            ]
+        return Pages(np.array(is_staged, dtype=bool), windows, num_invalid)
+
+    def num_committed(self, group: int) -> int:
+        """Rows that are kept, of those in shadow pages."""
+        return int((self.pages[group].is_staged & ~self._is_rejected).sum())
+
+    def spread(self, rows: Callable[[int], npt.NDArray[np.bool_]]) -> Mask:
+        """For each byte of `index`: what `rows` of its group says of its row, as far as
+        its layer is protected."""
+        return np.concatenate(
             [
-                group.index[slots[is_written]].ravel()
-                for group, slots in zip(groups, self.slot_mappings, strict=True)
+                (rows(gid)[:, None] & group.is_protected).ravel()
+                for gid, group in enumerate(self.groups)
             ]
         )
+
+    def staged_mask(self) -> Mask:
+        """For each byte of `index`: whether the step writes it to a shadow block."""
+        return self.spread(lambda gid: self.pages[gid].is_staged & (gid in self.staged))
 
     def _mapping(self, blocks: Blocks, group: int, pads: int) -> list[int]:
         mapping: list[int] = []
@@ -114,21 +187,39 @@ class Step:
             found += [False] * kept + [True] * rows.num_rejected
         return np.array(found + [False] * pads)
 
-    def keep_mask(self, restored: set[str]) -> npt.NDArray[np.bool_]:
-        """For each byte of `index`: True if what the forward wrote there stays.
+    def keep_mask(self, failed: set[str]) -> Mask:
+        """For each byte of `index`: True if what the forward wrote there is in the real
+        block after commit.
 
-        restored: names of the layers whose rejected slots NWOR puts back.
+        failed: names of the layers for which commit did nothing.
         """
         masks = []
-        for group in self.groups:
-            is_restored = np.array([layer.name in restored for layer in group.layers])[
-                group.layer_of
-            ]
-            masks.append(~(self._is_rejected[:, None] & is_restored).ravel())
+        for gid, group in enumerate(self.groups):
+            is_staged = self.pages[gid].is_staged & (gid in self.staged)
+            for_failed = ~is_staged
+            for_others = np.ones_like(is_staged)
+            if gid in self.staged:
+                for_others = ~(is_staged & self._is_rejected)
+            elif gid in self.logged:
+                for_others = ~self._is_rejected
+            has_failed = np.array([layer.name in failed for layer in group.layers])
+            mask = np.where(
+                has_failed[group.layer_of], for_failed[:, None], for_others[:, None]
+            )
+            masks.append((mask | ~group.is_protected).ravel())
         return np.concatenate(masks)
 
-    def windows(self, num_drafts: int, as_tensor: bool) -> VerificationWindows:
-        """What the hooks hand to begin. num_drafts: the host's upper bound."""
+    def windows(
+        self,
+        num_drafts: int,
+        slot_mappings: torch.Tensor,
+        tables: Sequence[torch.Tensor],
+        as_v2: bool,
+        has_indices: bool,
+    ) -> VerificationWindows:
+        """What the hooks hand to stage and begin. num_drafts: the host's upper bound.
+        slot_mappings, tables: the worker's, that stage patches. has_indices: the seats
+        are those of the requests' states."""
         indices: list[int] = []
         cumulative: list[int] = []
         row = 0
@@ -138,16 +229,24 @@ class Step:
             cumulative.append(len(indices))
         # V2 gives cumulative numbers that begin with 0, int64 indices and one tensor
         # of mappings; V1 none of those.
-        zeros = [0] if as_tensor else []
-        mappings = torch.from_numpy(self.slot_mappings)
-        dtype = torch.int64 if as_tensor else torch.int32
-        return VerificationWindows(
+        zeros = [0] if as_v2 else []
+        dtype = torch.int64 if as_v2 else torch.int32
+        starts = np.cumsum([0] + [rows.num_rows for rows in self.rows])
+        seq_lens = [rows.request.num_computed + rows.num_rows for rows in self.rows]
+        windows = VerificationWindows(
             num_drafts=num_drafts,
             logits_indices=torch.tensor(indices, dtype=dtype),
             cu_num_logits=torch.tensor(zeros + cumulative, dtype=torch.int32),
             num_leading_zeros=len(zeros),
-            slot_mappings=mappings if as_tensor else list(mappings),
+            slot_mappings=slot_mappings if as_v2 else list(slot_mappings),
+            block_tables=tables,
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         )
+        if not has_indices:
+            return windows
+        seats = [rows.request.index for rows in self.rows]
+        return windows._replace(seats=torch.tensor(seats, dtype=torch.int32))
 
     def acceptance(self, form: int) -> Acceptance:
         if form == REJECTED:
@@ -166,15 +265,14 @@ class Step:
             sampled = view.copy_(sampled)
         return SampledIds(sampled, VOCAB_SIZE)
 
-    def scheduled_windows(self) -> ScheduledWindows:
-        """The windows as vLLM's scheduler knows and counts them."""
-        drafted: dict[str, Sequence[Any]] = {
-            rows.request.name: [1] * rows.num_drafts for rows in self.rows
-        }
-        index_of = {rows.request.name: i for i, rows in enumerate(self.rows)}
-        num_ids = [rows.num_valid_ids for rows in self.rows]
-        scheduled = ScheduledWindows(drafted, index_of, num_ids, 1)
+    def counted_and_scheduled(self) -> tuple[Counted, Scheduled]:
+        """The windows as vLLM's scheduler counts and knows them."""
+        counted = Counted(lambda *_: None)
         for rows in self.rows:
             if rows.num_drafts and not rows.dropped:
-                scheduled.count(rows.num_drafts, rows.num_accepted)
-        return scheduled
+                counted(None, rows.num_drafts, rows.num_accepted)
+        names = [rows.request.name for rows in self.rows]
+        drafts = [[1] * rows.num_drafts for rows in self.rows]
+        output = SimpleNamespace(req_id_to_index={n: i for i, n in enumerate(names)})
+        num_ids = [rows.num_valid_ids for rows in self.rows]
+        return counted, (dict(zip(names, drafts, strict=True)), output, num_ids)

@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworConfig: defaults, allowed values, and the exact sentence for a bad one."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from vllm_nwor.config import AuditMode, Mode, NworConfig, NworConfigError, Strict
+from vllm_nwor.config import (
+    ENV_NAMES,
+    AuditMode,
+    Mode,
+    NworConfig,
+    NworConfigError,
+    Strict,
+)
 
 
 def test_an_empty_environment_means_off_with_metrics():
@@ -121,4 +131,13 @@ def test_a_bad_value_names_variable_value_and_allowed_ones(name, value, allowed)
 
     assert str(error.value) == (
         f"{name}={value!r} is not allowed; allowed values: {allowed}"
+    )
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/variables.md"])
+def test_every_variable_is_documented(document):
+    text = (Path(__file__).resolve().parents[2] / document).read_text()
+
+    assert set(re.findall(r"^\| `(VLLM_NWOR_\w+)` \|", text, re.MULTILINE)) == set(
+        ENV_NAMES
     )

@@ -93,6 +93,7 @@ def runner(groups):
             parallel_config=SimpleNamespace(),
             speculative_config=SimpleNamespace(
                 num_speculative_tokens=NUM_DRAFTS,
+                method="ngram",
                 use_eagle=lambda: False,
                 uses_draft_model=lambda: False,
             ),
@@ -224,6 +225,16 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
     assert "no memory was reserved, and sleep mode" in infos[0].reason
 
 
+@pytest.mark.parametrize("method", ["extract_hidden_states", "custom_class"])
+def test_methods_whose_layers_are_not_known_are_refused(method):
+    found = runner([(SPEC, {"a": layer()})])
+    found.vllm_config.speculative_config.method = method
+    manager, (info,), _ = build(found)
+    assert manager is None
+    assert info.resolved == "off"
+    assert info.reason.startswith(f"the speculative method is {method}, which ")
+
+
 @pytest.mark.parametrize("error", [AttributeError("x"), OSError("x"), ValueError("x")])
 @pytest.mark.parametrize(
     ("place", "text"),
@@ -232,7 +243,7 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
         ("_target_layers", "its layers could not be examined: "),
         ("DraftCommitManager", "the undo log cannot be set up: "),
         ("Report", "the undo log cannot be set up: "),
-        ("_config_refusal", "vLLM is not as expected: "),
+        ("config_refusal", "vLLM is not as expected: "),
     ],
 )
 def test_what_nobody_expected_is_a_refusal(place, text, error, monkeypatch):
@@ -254,7 +265,7 @@ def test_what_nobody_expected_is_a_refusal(place, text, error, monkeypatch):
     (info,) = infos
     assert info.resolved == "off"
     assert info.reason == f"{text}{type(error).__name__}: x"
-    assert report.take_payload()["info"][0]["reason"] == info.reason
+    assert report.take_payload().read()[2] == [info]
     with pytest.raises(NworError, match=f"{type(error).__name__}: x"):
         build(found, strict=True)
 
@@ -566,7 +577,7 @@ def test_a_connector_that_may_save_before_commit_is_told(
             "forward, before commit"
         )
     assert info.reason == expected
-    assert report.take_payload()["info"][0]["reason"] == expected
+    assert report.take_payload().read()[2] == [info]
     (line,) = {line.getMessage() for line in caplog.records}
     assert f"group 0: cow ({expected});" in line
 

@@ -196,7 +196,7 @@ def test_versions_are_those_of_the_requirements(device: str) -> None:
 
 def test_cpu_image_is_what_is_tested_here() -> None:
     major, minor = sys.version_info[:2]
-    setup = (ROOT / "tools" / "setup_env.py").read_text()
+    setup = (ROOT / "tools" / "setup" / "setup_env.py").read_text()
     wanted = defaults(CPU)["PYTHON_VERSION"]
     assert f'"--python-version", "{wanted}"' in setup
     assert (major, minor) >= tuple(map(int, wanted.split(".")))
@@ -214,8 +214,8 @@ def test_final_stage(device: str) -> None:
     run = " ".join(i.value for i in last if i.name == "RUN")
     assert "--mount=type=bind,from=build,source=/wheels,target=/wheels" in run
     assert "pip install --no-cache-dir --no-index" in run
-    check = f"/tmp/check_install.py --device {'cuda' if device == 'gpu' else 'cpu'}"
-    assert f"&& python3 {check} --plugin" in run
+    check = f"vllm_nwor.doctor --device {'cuda' if device == 'gpu' else 'cpu'}"
+    assert f"&& VLLM_NWOR_MODE=stage python3 -m {check}" in run
     assert [i.value for i in last if i.name == "ENV"] == ["VLLM_NWOR_MODE=stage"]
     assert [i.value for i in last if i.name == "USER"] == ["2000:0"]
     (labels,) = (i.value for i in last if i.name == "LABEL")

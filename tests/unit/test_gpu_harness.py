@@ -7,7 +7,6 @@ and V2's ways of calling), and that a verdict follows from what two processes wr
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import json
 import re
@@ -24,11 +23,9 @@ import torch
 from benchmarks.arguments import parse
 from benchmarks.runs import Drafts, NworDone, Run
 
-from tests.gpu import compare, engines, harness, process, rows, watch
+from tests.gpu import compare, engines, harness, process, rows, test_no_sync, watch
 from tests.gpu.pool import Finished
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tools.gpu import bench, cells
 
 # -- tables ----------------------------------------------------------------------------
 
@@ -66,31 +63,16 @@ def test_rows_fit_their_engine(spec: engines.EngineSpec, tmp_path: Path) -> None
             assert common >= 3 * spec.block_size
 
 
-def tool(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script of tools/, imported; the search path stays as it was."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_cells_are_commands_that_bench_vllm_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    table = tool("gpu_cells", monkeypatch)
+def test_cells_are_commands_that_bench_vllm_takes() -> None:
     budgeted = set()
-    for cell in table.CELLS:
+    for cell in cells.CELLS:
         for batch in cell.batches:
             options = parse(cell.arguments(batch))
             assert options.nwor_mode == "stage"
             assert options.acceptance is not None
             mean = sum(options.acceptance) / len(options.acceptance)
             assert mean == pytest.approx(int(cell.acceptance) / 100)
-            if cell.name in table.BUDGETED:
+            if cell.name in cells.BUDGETED:
                 budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
     assert len(budgeted) == 5 * 3
     assert ("v2", 8, "50", 64) in budgeted
@@ -99,9 +81,8 @@ def test_cells_are_commands_that_bench_vllm_takes(
 def test_a_cell_runs_each_batch_size_on_one_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """gpu_bench.py with an engine that only notes what it is asked for: each file says
+    """bench.py with an engine that only notes what it is asked for: each file says
     with which command of bench_vllm.py it can be had again."""
-    bench = tool("gpu_bench", monkeypatch)
     started: list[Any] = []
 
     class FakeEngine:
@@ -146,7 +127,8 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
         assert found["environment"]["commit"] == "abc"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
         assert found["baseline"] == "unhooked"
-        assert [len(pairs) for pairs in found["samples"].values()] == [7, 7, 7]
+        samples = found["samples"].values()
+        assert [len(pairs["ratio"]) for pairs in samples] == [7, 7, 7]
         assert list(found["samples"]) == ["cow", "stage", "control"]
         assert "true_off" not in found
         assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "1"
@@ -166,7 +148,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
                 "outputs": {"tokens": [[1, 2]] * parse(argv).batch_size},
                 "summary": {"speed": {"off": "speed"}},
                 "engine": {"kv_blocks": 100 + len(off)},
-                "samples": {"runs": []},
+                "samples": [],
             }
         )
         return off[-1]
@@ -742,6 +724,39 @@ def test_other_blocks_are_compared_by_what_was_written(
     assert failed(reports) == set()
     change(reports, *where, [[8, 9, 3], [8, 9, 7]])
     assert failed(reports) == {"digests"}
+
+
+def test_the_file_of_synchronising_calls_has_counts_and_what_was_added():
+    def run(**kernels: int) -> Finished:
+        profile = {
+            "steps": 3,
+            "windowed_steps": 2,
+            "kernel": {"theirs": 9} | kernels,
+            "gpu_memcpy": {"Memcpy DtoH (Device -> Pageable)": 4},
+            "gpu_memset": {},
+            "cuda_runtime": {"cudaStreamSynchronize": 5, "cudaLaunchKernel": 9},
+            "cuda_driver": {},
+            "cpu_op": {"aten::add": 1},
+        }
+        trace = 'File "a.py", line 1, in f\nRuntimeError: sync\nFile "b.py", line 2'
+        found = {"profiles": [profile] * 2, "sync_check": {"one": trace, "two": None}}
+        return Finished(found | {"finished": True, "compiled": ["k"]}, 0, 1.0, "")
+
+    entry = test_no_sync.shortened({"off": run(), "cow": run(ours=2)})
+
+    assert entry["added_work"] == {"ours": 2}
+    assert entry["cow"]["sync_check"] == {
+        "one": 'File "a.py", line 1, in f',
+        "two": None,
+    }
+    assert entry["cow"]["profiles"][1] == {
+        "steps": 3,
+        "windowed_steps": 2,
+        "synchronising": {"cudaStreamSynchronize": 5},
+        "allocating": {},
+        "pageable_copies": {"Memcpy DtoH (Device -> Pageable)": 4},
+        "device_work": 9 + 2 + 4,
+    }
 
 
 def test_a_traceback_names_files_as_they_are_imported():

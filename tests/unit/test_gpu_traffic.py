@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpu_traffic.py: reading ncu's table, and refusing what is not of these cases.
+"""traffic.py: reading ncu's table, and refusing what is not of these cases.
 
 ncu itself is a script that writes what it is told to.
 """
@@ -10,7 +10,8 @@ import shlex
 import pytest
 from benchmarks import views
 
-from tools import gpu_traffic, render_results
+from tools.gpu import traffic
+from tools.results import render
 
 HEAD = ["ID", "Kernel Name", "Metric Name", "Metric Unit", "Metric Value"]
 CASES = [{"layout": "nhd", "bytes": 8192, "num_drafts": 2}]
@@ -21,7 +22,7 @@ def table(kernels, metrics=None):
     """As ncu prints it: a line a kernel and metric, with its own lines in between."""
     lines = ["==PROF== Connected to process 7", HEAD]
     for number, kernel in enumerate(kernels):
-        for place, metric in enumerate(metrics or gpu_traffic.METRICS.values()):
+        for place, metric in enumerate(metrics or traffic.METRICS.values()):
             value = f"{8000 + 10 * number + place:,}"
             lines.append([str(number), kernel, metric, "byte", value])
     return [
@@ -33,9 +34,9 @@ def table(kernels, metrics=None):
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
     """Makes an ncu that leaves these lines in its log and ends with this status."""
-    monkeypatch.setattr(gpu_traffic, "run_cases", lambda: CASES)
+    monkeypatch.setattr(traffic, "run_cases", lambda: CASES)
     monkeypatch.setattr(
-        gpu_traffic.environment,
+        traffic.environment,
         "describe",
         lambda *_: {"date": "2026-01-02", "gpu": "a GPU", "commit": "abc"},
     )
@@ -50,7 +51,7 @@ def ncu(tmp_path, monkeypatch):
         script.chmod(0o755)
         found = tmp_path / "gpu_traffic.json"
         arguments = ["--ncu", str(script), "--json", str(found)]
-        return gpu_traffic.main(arguments), found
+        return traffic.main(arguments), found
 
     return make
 
@@ -59,7 +60,7 @@ def test_each_kernel_has_its_counts_beside_the_arithmetic(ncu):
     status, path = ncu(table(KERNELS))
 
     assert status == 0
-    found = render_results.load(path, kind="gpu_traffic")
+    found = render.load(path, kind="gpu_traffic")
     assert [row["operation"] for row in found["rows"]] == [
         "log",
         "restore, all rejected",
@@ -101,16 +102,15 @@ def test_without_ncu_it_says_so(tmp_path, capsys):
     missing = str(tmp_path / "none")
     arguments = ["--ncu", missing, "--json", str(tmp_path / "a.json")]
 
-    assert gpu_traffic.main(arguments) == 1
+    assert traffic.main(arguments) == 1
     assert f"{missing} is not there" in capsys.readouterr().err
 
 
 def test_the_file_is_json_that_the_readme_can_show(ncu):
     _, path = ncu(table(KERNELS))
 
-    renderer = render_results.Renderer(path.parent, "results")
-    block = "<!-- results: gpu_traffic.json traffic -->\n<!-- /results -->"
-    assert "restore, all rejected" in renderer.readme(block)
+    what = "gpu_traffic.json traffic"
+    assert "restore, all rejected" in render.block(what, path.parent)
     path.write_text(json.dumps({"kind": "other"}))
     with pytest.raises(views.BadBlock, match="not a file of kind gpu_traffic"):
-        renderer.readme(block)
+        render.block(what, path.parent)

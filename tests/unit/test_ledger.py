@@ -14,6 +14,7 @@ from vllm_nwor.audit import runner_v1 as audit_runner_v1
 from vllm_nwor.audit import stats as audit_stats
 from vllm_nwor.hooks import engine_core, runner, runner_v1, runner_v2, stats
 from vllm_nwor.hooks._wrap import check
+from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
 OURS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
@@ -34,6 +35,10 @@ def test_a_wrapped_function_is_there_with_the_parameters_relied_on(row):
 def test_a_row_says_why_and_until_when(row):
     assert row.why
     assert row.delete_when
+
+
+def test_no_row_is_left_out_where_sources_are_compared():
+    assert {id(row) for name in HOOKED for row in ledger(name)} == set(map(id, OURS))
 
 
 def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():

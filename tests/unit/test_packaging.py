@@ -250,6 +250,9 @@ def vllm_wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (project / name).write_text(text)
     out = tmp_path_factory.mktemp("vllm")
     found = {what: build(project, out / what, what) for what in ("wheel", "editable")}
+    for name in ("vllm/__init__.py", "pyproject.toml"):
+        (project / name).write_text(VLLM[name].replace("0.32.0", "0.26.0"))
+    found["older"] = build(project, out / "older", "wheel")
     names = zipfile.ZipFile(found["editable"]).namelist()
     assert any(name.endswith("_finder.py") for name in names)
     return found
@@ -317,6 +320,64 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
     assert digests(environment.site) == before
     environment.uninstall("vllm")
     assert digests(environment.site) == without_vllm
+
+
+def test_a_downgrade_of_vllm_finds_and_leaves_ours_as_it_was(
+    wheel: Path, vllm_wheels: dict[str, Path], environment: Environment
+) -> None:
+    environment.install(vllm_wheels["older"])
+    older = digests(environment.site)
+    environment.install(vllm_wheels["wheel"])
+    newer = digests(environment.site)
+    environment.install(wheel)
+    ours = {name for name in digests(environment.site) if name not in newer}
+    assert ours
+
+    environment.install(vllm_wheels["older"])
+    found = digests(environment.site)
+    assert {name: digest for name, digest in found.items() if name not in ours} == older
+    assert ours <= set(found)
+    for mode in MODES:
+        said = environment.run(f"{USE}\nprint(vllm.__version__)", mode)
+        assert said.split()[1:] == ["0.26.0"]
+
+    environment.install(vllm_wheels["wheel"])
+    environment.uninstall("vllm-nwor")
+    assert digests(environment.site) == newer
+
+
+DOCTOR = """
+import subprocess, sys
+doctor = [sys.executable, "-m", "vllm_nwor.doctor"]
+done = subprocess.run(doctor, capture_output=True, text=True)
+print(done.returncode, done.stderr)
+print(*(line for line in done.stdout.splitlines() if line[0] == "!"), sep="\\n")
+"""
+NO_TORCH = [
+    "! torch      not installed",
+    "! library    No module named 'torch'",
+]
+
+
+def test_the_doctor_where_vllm_is_absent_or_broken(
+    wheel: Path, environment: Environment
+) -> None:
+    environment.install(wheel)
+    status, *lines = environment.run(DOCTOR).splitlines()
+    assert status.strip() == "1"
+    assert "! vllm       not installed, or only an empty folder of that name" in lines
+    assert set(NO_TORCH) < set(lines)
+
+    package = environment.site / "vllm"
+    package.mkdir()
+    assert environment.run(DOCTOR).splitlines()[1:] == lines
+    (package / "__init__.py").write_text("import none_such\n")
+    status, *lines = environment.run(DOCTOR, "stage").splitlines()
+    assert status.strip() == "1"
+    said = "! plugin     a process of vLLM does not start: ModuleNotFoundError: "
+    assert f"{said}No module named 'none_such'" in lines
+    assert not [line for line in lines if line.startswith("! vllm ")]
+    assert [line for line in lines if line.startswith("! hooks ")] != []
 
 
 def test_without_vllm_the_sentence_that_is_meant_for_it(

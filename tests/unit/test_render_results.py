@@ -4,7 +4,7 @@
 import pytest
 from benchmarks import views
 
-from tools import render_results
+from tools.results import render
 
 SLOT = 2 * 2 * 8 * 128 * 32  # bytes of a token of shape:llama-8b, bf16
 
@@ -154,8 +154,7 @@ def test_memory_has_a_line_for_each_engine_not_for_each_batch_size():
         }
 
     def off(kv_blocks):
-        samples = [{"num_tokens": 100, "seconds": s} for s in (1.0, 1.25, 0.8)]
-        return {"true_off": {"kv_blocks": kv_blocks, "samples": samples}}
+        return {"true_off": {"kv_blocks": kv_blocks, "samples": [100.0, 80.0, 125.0]}}
 
     text = views.blocks(
         [
@@ -209,10 +208,10 @@ def test_a_sleeping_engine_has_a_line_for_each_phase():
 
 
 def test_a_file_of_another_kind_is_refused():
-    results = render_results.ROOT / "results"
+    results = render.ROOT / "results"
 
     with pytest.raises(views.BadBlock, match="not a file of kind gpu_engines"):
-        render_results.load(results / "bench_cpu.json", kind="gpu_engines")
+        render.load(results / "bench_cpu.json", kind="gpu_engines")
 
 
 def test_host_times_name_their_cell_and_kind():
@@ -220,7 +219,7 @@ def test_host_times_name_their_cell_and_kind():
     result = {
         "cell": "v2",
         "batch_size": 16,
-        "command": "python tools/host_profile.py v2",
+        "command": "python tools/gpu/host_profile.py v2",
         "environment": {
             "date": "today",
             "gpu": "NVIDIA H200",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report: each step's counts are its own, also beside steps that fail half-way."""
 
-import re
 from collections import deque
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import LayerCache
-from vllm_nwor.metrics import PayloadError, WorkerRecord
 from vllm_nwor.ops import COUNTER_COLUMNS
 from vllm_nwor.report import Report
 from vllm_nwor.shadow_pages import ShadowRegion
@@ -65,10 +63,10 @@ def step(manager, report, num_drafts):
     report.commit(NumRejected(torch.tensor([1], dtype=torch.int32)))
 
 
-def counts(report, *taken):
-    """Of the payload in `taken`, or of the step just made."""
-    record = WorkerRecord.from_payload(*taken or (report.take_payload(),))
-    return record.tokens_staged, record.tokens_rejected
+def counts(payload):
+    """Staged and rejected drafts."""
+    _, staged, _, rejected, *_ = payload.read()[0]
+    return staged, rejected
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 5, 12])
@@ -92,8 +90,8 @@ def test_each_step_has_its_own_counts_until_the_last_moment(max_in_flight, uncou
         in_flight.append((report.take_payload(), num_drafts))
         if len(in_flight) == max_in_flight:
             taken, num_drafts = in_flight.popleft()
-            if WorkerRecord.from_payload(taken or {}).tokens_staged:
-                assert counts(report, taken) == (num_drafts, 1)
+            if taken is not None and any(taken.read()[0]):
+                assert counts(taken) == (num_drafts, 1)
 
 
 def test_a_step_whose_output_nobody_takes_is_not_in_the_next():
@@ -103,7 +101,7 @@ def test_a_step_whose_output_nobody_takes_is_not_in_the_next():
 
     step(manager, report, 2)
 
-    assert counts(report) == (2, 1)
+    assert counts(report.take_payload()) == (2, 1)
 
 
 def test_a_commit_that_raises_is_not_in_the_next_step():
@@ -118,7 +116,7 @@ def test_a_commit_that_raises_is_not_in_the_next_step():
 
     step(manager, report, 2)
 
-    assert counts(report) == (2, 1)
+    assert counts(report.take_payload()) == (2, 1)
 
 
 def test_a_commit_that_fails_late_still_counts():
@@ -128,10 +126,10 @@ def test_a_commit_that_fails_late_still_counts():
     step(manager, report, 3)
     manager.launches.fails = False
 
-    record = WorkerRecord.from_payload(report.take_payload())
+    found, fallbacks, _ = report.take_payload().read()
 
-    assert record.tokens_staged == 3
-    assert record.fallbacks == {"commit_failed": 1}
+    assert found[1] == 3
+    assert fallbacks == {"commit_failed": 1}
 
 
 def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
@@ -162,8 +160,8 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
 
     assert manager.counters[0, 1] == 3
     assert hasattr(output, "nwor_stats") == emits
-    record = WorkerRecord.from_payload(getattr(output, "nwor_stats", {}))
-    assert record.tokens_staged == (3 if emits else 0)
+    if emits:
+        assert counts(output.nwor_stats) == (3, 1)
 
 
 WINDOW = VerificationWindows(
@@ -230,12 +228,12 @@ class TestMissedBegin:
         for _ in range(2):
             runner.step(begins)
 
-        payload = state.report.take_payload()
-        record = WorkerRecord.from_payload(payload)
+        found, *news = state.report.take_payload().read()
         missed = {} if begins else {"begin_missed": 2}
-        assert record.fallbacks == state.manager.fallbacks == missed
-        assert record.breaches == (0 if begins else 2)
-        assert record.tokens_staged == (3 if begins else 0)
+        assert state.manager.fallbacks == missed
+        assert news == ([] if begins else [missed, []])
+        assert found[COUNTER_COLUMNS.index("invalid_slots")] == (0 if begins else 2)
+        assert found[1] == (3 if begins else 0)
         assert state.manager.state is State.IDLE
 
     def test_it_raises_where_steps_are_strict(self, kind):
@@ -274,15 +272,24 @@ class Stopped(BaseException):
 REAL, SHADOW = [[1]], [[2]]
 
 
+def scheduled(drafts=(), new=(), resumed=()):
+    """As vLLM's SchedulerOutput, with requests that have drafts, are new, come back."""
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens={name: [1] for name in drafts},
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+    )
+
+
 @pytest.fixture
 def state():
-    cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
+    cache = torch.zeros(6, 2, 16, 8, dtype=torch.uint8)
     layer = LayerCache("layer", cache, row_layout(cache))
     manager = DraftCommitManager(
         NworConfig(mode=Mode.STAGE),
         [(0, [layer])],
         capacity=8,
-        staged={0: StagedGroup(ShadowRegion(2, 1, 2, 2, 16), 16)},
+        staged={0: StagedGroup(ShadowRegion(2, 2, 2, 2, 16), 16)},
     )
     return hooks.RunnerState(manager, [], Report([], manager))
 
@@ -314,12 +321,12 @@ class TestFailedStep:
     def test_in_the_forward(self, state, step, error):
         runner = SimpleNamespace(nwor_state=state)
 
-        def execute_model():
+        def execute_model(_):
             self.stage(state, step)
             raise error
 
         with pytest.raises(type(error)) as raised:
-            hooks.execute_model(execute_model, runner, (), {})
+            hooks.execute_model(execute_model, runner, (scheduled(),), {})
 
         assert raised.value is error
         self.check_put_back(state, step)
@@ -327,7 +334,9 @@ class TestFailedStep:
     @pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
     def test_in_the_sampler(self, state, step, error):
         runner = SimpleNamespace(nwor_state=state)
-        hooks.execute_model(lambda: self.stage(state, step), runner, (), {})
+        hooks.execute_model(
+            lambda _: self.stage(state, step), runner, (scheduled(),), {}
+        )
         assert step.block_tables[0].tolist() == SHADOW
 
         def sample_tokens():
@@ -350,13 +359,13 @@ class TestFailedStep:
     ):
         runner = SimpleNamespace(nwor_state=state)
 
-        def execute_model():
+        def execute_model(_):
             self.stage(state, step)
             state.manager.shadow.ops = None
             raise RuntimeError("vLLM's own")
 
         with pytest.raises(RuntimeError, match=r"^vLLM's own$"):
-            hooks.execute_model(execute_model, runner, (), {})
+            hooks.execute_model(execute_model, runner, (scheduled(),), {})
 
         assert state.manager.fallbacks == {"step_failed": 1}
 
@@ -381,11 +390,38 @@ class TestFailedStep:
         seen = []
 
         hooks.execute_model(
-            lambda: seen.append(step.block_tables[0].tolist()), runner, (), {}
+            lambda _: seen.append(step.block_tables[0].tolist()),
+            runner,
+            (scheduled(),),
+            {},
         )
 
         assert seen == [REAL]
         assert state.manager.fallbacks == {"stale_log": 1}
+
+    def test_every_step_of_the_runner_counts_for_the_seats(self, state):
+        runner = SimpleNamespace(nwor_state=state)
+        before = state.manager.shadow.step
+        for _ in range(2):
+            hooks.execute_model(lambda _: None, runner, (scheduled(),), {})
+        assert state.manager.shadow.step == before + 2
+
+    @pytest.mark.parametrize(
+        ("who", "keeps"),
+        [
+            ({"drafts": ["a", "b"], "new": ["c"], "resumed": ["d"]}, True),
+            ({"new": ["c"]}, True),
+            ({"drafts": ["a", "c"], "new": ["b", "c"]}, False),
+            ({"drafts": ["a", "d"], "resumed": ["d"]}, False),
+        ],
+    )
+    def test_nothing_counts_where_a_request_begins_with_drafts(self, state, who, keeps):
+        """Its rows may be a copy of another's block, which it got just now."""
+        runner = SimpleNamespace(nwor_state=state)
+        before = state.manager.shadow.step
+        arguments = {"scheduler_output": scheduled(**who)}
+        hooks.execute_model(lambda **_: None, runner, (), arguments)
+        assert state.manager.shadow.step == before + (1 if keeps else 2)
 
 
 def v1_runner(state, step):
@@ -428,52 +464,31 @@ class TestStagedHooks:
         runner_v1._sample(lambda *_: output, runner, (None, metadata), {})
 
         assert step.block_tables[0].tolist() == REAL
-        assert counts(state.report) == (3, 2)
+        assert counts(state.report.take_payload()) == (3, 2)
 
-    def test_v2(self, state, step):
-        runner = SimpleNamespace(nwor_state=state)
+    @pytest.mark.parametrize(("max_num_reqs", "shadow"), [(2, [[4]]), (3, SHADOW)])
+    def test_v2(self, state, step, max_num_reqs, shadow):
+        """Seats are the request states' if there are as many, else the batch rows'."""
+        runner = SimpleNamespace(nwor_state=state, max_num_reqs=max_num_reqs)
         batch = SimpleNamespace(
             num_draft_tokens=3,
             logits_indices=step.logits_indices,
             cu_num_logits=torch.tensor([0, 4], dtype=torch.int32),
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
+            idx_mapping=torch.tensor([1]),
         )
         prepared = (step.block_tables, step.slot_mappings)
 
         runner_v2._prepare_attn(lambda *_: prepared, runner, (batch,), {})
-        assert step.block_tables[0].tolist() == SHADOW
+        assert step.block_tables[0].tolist() == shadow
         assert state.manager.state is State.STAGED
         rejected = torch.tensor([2], dtype=torch.int32)
         sampled = (None, None, rejected)
         runner_v2._sample(lambda *_: sampled, runner, (None, batch, None), {})
 
         assert step.block_tables[0].tolist() == REAL
-        assert counts(state.report) == (3, 2)
-
-
-def test_breaches_of_both_kinds_are_added_up():
-    payload = {"counters": (1, 2, 1, 1, 8, 1, 0, 0), "breaches": 2}
-
-    assert WorkerRecord.from_payload(payload).breaches == 3
-
-
-@pytest.mark.parametrize(
-    "counters",
-    [
-        (),
-        (1, 2, 3, 4, 5, 6, 7),
-        (0,) * 9,
-        (1, 4, 2, 2, -64, 0, 0, 0),
-        (1, 4, 2, 2, 0, 0, 0, -64),
-        (b"1",) * 8,
-        8,
-        [1.5, 2] * 4,
-    ],
-)
-def test_counters_of_another_form_are_named(counters):
-    with pytest.raises(PayloadError, match=f"counters is {re.escape(repr(counters))}"):
-        WorkerRecord.from_payload({"counters": counters})
+        assert counts(state.report.take_payload()) == (3, 2)
 
 
 def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
@@ -485,38 +500,20 @@ def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
     manager.commit = lambda acceptance, to: to.copy_(told) is not None
     before = torch.tensor([[1, 2, 1, 1, 10, 0, 5, 6], [1, 2, 1, 1, 30, 0, 7, 8]])
     risen = torch.tensor([[3, 9, 4, 5, 50, 1, 20, 3], [3, 9, 4, 5, 70, 2, 30, 4]])
-    for told in (before, before + risen):  # noqa: B007
+    for told in (before, before + risen):
         manager.state = State.LOGGED
         report.commit(NumRejected(torch.tensor([0])))
+        if told is not before:
+            manager.fallbacks["begin_missed"] = 2
         payload = report.take_payload()
 
-    payload = {"counters": payload, "fallbacks": {"over_capacity": 1}}
-
-    assert WorkerRecord.from_payload(payload) == WorkerRecord(
-        windows=3,
-        tokens_staged=9,
-        tokens_accepted=4,
-        tokens_rejected=5,
-        restored_bytes=120,
-        breaches=3,
-        shadow_copied_bytes=50,
-        committed_bytes=7,
-        fallbacks={"over_capacity": 1},
-    )
+    # Three slots were invalid, and two begins missed.
+    assert payload.read() == ((3, 9, 4, 5, 120, 5, 50, 7), {"begin_missed": 2}, [])
 
 
-def test_a_record_begins_with_the_columns_of_the_counters():
-    columns = list(WorkerRecord._fields)[: len(COUNTER_COLUMNS)]
-    names = [name.removeprefix("tokens_") for name in columns]
-
-    assert len(set(names)) == 8
-    assert dict(zip(COUNTER_COLUMNS, names, strict=True)) == {
-        "windows": "windows",
-        "staged": "staged",
-        "committed": "accepted",
-        "rejected": "rejected",
-        "restored_bytes": "restored_bytes",
-        "invalid_slots": "breaches",
-        "shadow_copied_bytes": "shadow_copied_bytes",
-        "committed_bytes": "committed_bytes",
-    }
+def test_the_columns_are_the_ones_that_the_scheduler_unpacks():
+    """In the order of NworStats.add_step, which cannot import the ops."""
+    assert (
+        *("windows", "staged", "committed", "rejected", "restored_bytes"),
+        *("invalid_slots", "shadow_copied_bytes", "committed_bytes"),
+    ) == COUNTER_COLUMNS

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
@@ -42,7 +43,9 @@ PAGE_BYTES = FULL.page_size_bytes
 def vllm_config(**changes):
     """The parts that are read; `changes` by "part.name", or a whole part."""
     found = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=NUM_DRAFTS),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=NUM_DRAFTS, method="ngram"
+        ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
@@ -180,6 +183,11 @@ def test_no_slot_based_group_reserves_nothing():
 REFUSED = [
     ({"speculative_config": None}, "no speculative decoding is configured"),
     (
+        {"speculative_config__method": "custom_class"},
+        "the speculative method is custom_class, which may have cached layers of its "
+        "own and cannot say which",
+    ),
+    (
         {"parallel_config__pipeline_parallel_size": 2},
         "pipeline_parallel_size is 2; only 1 is supported",
     ),
@@ -198,6 +206,10 @@ REFUSED = [
     ),
     (
         {"model_config__enable_return_routed_experts": True},
+        "enable_return_routed_experts keeps what it captures by slot",
+    ),
+    (
+        {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)},
         "enable_return_routed_experts keeps what it captures by slot",
     ),
     (

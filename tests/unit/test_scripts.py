@@ -25,7 +25,8 @@ from typing import Any
 import pytest
 import torch
 
-from tools import check_install, native, time_rebuild
+from tools import check_install, native
+from tools.results import time_rebuild
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"
@@ -396,13 +397,6 @@ def test_no_library_and_no_library_at_all(tmp_path: Path) -> None:
         assert said in result.stderr
 
 
-def test_plugin_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_install.check_plugin()
-    monkeypatch.setattr(check_install, "ENTRY_POINT", ("vllm.general_plugins", "nvor"))
-    with pytest.raises(check_install.Missing, match="'nvor' in the group"):
-        check_install.check_plugin()
-
-
 # --- time_rebuild.py ---
 
 
@@ -534,3 +528,16 @@ def test_a_gpu_host_without_a_wheel_gets_the_checkout(gpu_checkout: Path) -> Non
     shutil.rmtree(gpu_checkout / "dist")
 
     assert "--force-reinstall ." in gpu_build(gpu_checkout)
+
+
+def test_a_step_that_outlives_its_limit_is_stopped_whole(gpu_checkout: Path) -> None:
+    pid = gpu_checkout / "pid"
+    program = f"#!/bin/sh\nsleep 60 &\necho $! >{shlex.quote(str(pid))}\nwait\n"
+    (gpu_checkout / "python").write_text(program)
+
+    said = gpu_build(gpu_checkout, NWOR_LIMIT_S="2")
+
+    assert "== build: stopped at its limit" in said
+    assert "== failed: build" in said
+    stat = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"

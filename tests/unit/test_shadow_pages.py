@@ -147,6 +147,7 @@ def step():
         block_tables=tables,
         query_start_loc="query_start_loc",
         seq_lens="seq_lens",
+        seats="seats",
     )
     counters = torch.zeros(sum(NUM_TABLES), 8, dtype=torch.int64).unbind()
     return SimpleNamespace(
@@ -182,7 +183,10 @@ def test_stage_calls_once_a_table_and_the_first_of_a_group_patches(step):
     assert len(pages.ops.calls) == sum(NUM_TABLES)
     for (made, index), call in zip(parts(step), pages.ops.calls, strict=True):
         gid = made.group_id
-        *ours, saved, first, num_real, span, entry_tokens, patches = call
+        *ours, seats, saved = call[:10]
+        first, num_real, span, entry_tokens, number, patches = call[10:]
+        assert seats == "seats"
+        assert number == 1
         assert ours[:-1] == [
             *("stage", f"table {gid}.{index}", f"runs {gid}.{index}"),
             *(step.tables[gid], f"slots {gid}", "query_start_loc", "seq_lens"),
@@ -193,6 +197,19 @@ def test_stage_calls_once_a_table_and_the_first_of_a_group_patches(step):
             *(made.first_entry, made.num_real_entries, made.span, made.entry_tokens),
         )
         assert patches is (index == 0)
+
+
+def test_every_step_of_the_runner_counts(step):
+    """With drafts or without; the last number is followed by the first."""
+    pages = pages_of(step)
+    numbers = []
+    for pages.step in (1, 7, 2**31 - 2, 2**31 - 1):
+        pages.start_step()
+        pages.stage(step.windows)
+        pages.abort()
+        numbers.append(pages.ops.calls[0][-2])
+        pages.ops.calls.clear()
+    assert numbers == [2, 8, 2**31 - 1, 1]
 
 
 def test_leading_zeros_of_the_cumulative_numbers_are_left_out(step):
@@ -235,16 +252,16 @@ def test_commit_calls_once_a_table_and_the_last_of_a_group_undoes(
         zip(parts(step), pages.ops.calls, strict=True)
     ):
         gid = made.group_id
-        assert call[:5] == (
+        assert call[:6] == (
             *("commit", f"table {gid}.{index}", f"runs {gid}.{index}"),
-            *(step.tables[gid], f"slots {gid}"),
+            *(step.tables[gid], f"slots {gid}", "seats"),
         )
-        assert call[5] is made.saved
-        assert call[6:9] == expected
-        assert call[9] is step.counters[row]
+        assert call[6] is made.saved
+        assert call[7:10] == expected
+        assert call[10] is step.counters[row]
         undoes = index == len(made.tables) - 1
-        assert call[10:13] == (NUM_REQS, made.entry_tokens, undoes)
-        assert call[13] == (f"row {row}" if publishes else None)
+        assert call[11:14] == (NUM_REQS, made.entry_tokens, undoes)
+        assert call[14] == (f"row {row}" if publishes else None)
 
 
 def test_abort_puts_every_table_back_once(step):
@@ -261,8 +278,9 @@ def test_abort_puts_every_table_back_once(step):
         (step.tables[made.group_id], f"slots {made.group_id}") for made in step.groups
     ]
     for made, call in zip(step.groups, pages.ops.calls, strict=True):
-        assert call[3] is made.saved
-        assert call[4:] == (NUM_REQS, made.entry_tokens)
+        assert call[3] == "seats"
+        assert call[4] is made.saved
+        assert call[5:] == (NUM_REQS, made.entry_tokens)
 
 
 def test_abort_without_a_step_calls_nothing(step):

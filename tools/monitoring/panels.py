@@ -20,18 +20,12 @@ class BadPanel(ValueError):
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a panel. legend: Grafana's format, with {{label}} in it. unit:
-    Grafana's name of it."""
+    """One query of a panel. legend: Grafana's format, with {{label}} in it."""
 
     panel: str
     kind: str
-    unit: str
     expression: str
     legend: str
-
-    def name(self, labels: dict[str, str]) -> str:
-        """What the legend calls a series with these labels."""
-        return LEGEND_LABEL.sub(lambda match: labels.get(match[1], ""), self.legend)
 
 
 def read(path: Path = DASHBOARD) -> dict[str, Any]:
@@ -55,7 +49,6 @@ def queries(dashboard: dict[str, Any], rate_interval: str) -> list[Query]:
                 expression = expression.replace(variable, value)
             if unknown := VARIABLE.findall(expression):
                 raise BadPanel(f"panel {panel['title']!r}: nothing fills {unknown}")
-            unit = panel["fieldConfig"]["defaults"]["unit"]
             legend = target["legendFormat"]
-            found.append(Query(panel["title"], panel["type"], unit, expression, legend))
+            found.append(Query(panel["title"], panel["type"], expression, legend))
     return found

@@ -5,7 +5,7 @@
     python tools/monitoring/prometheus.py      # fetch it if it is not there; say where
 
 What is on PATH is used. Otherwise Debian's or Ubuntu's package is downloaded and
-unpacked into the cache folder of tools/make_models.py: no root, and none of the
+unpacked into the cache folder of tools/setup/make_models.py: no root, and none of the
 package's scripts run, so no service is installed or started. Exit status: 0 it is
 there, 1 it could not be had. `make deps` and .ci/run call it, no test does: as root it
 may update apt's lists.
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.make_models import cache_dir
+from tools.setup.make_models import cache_dir
 
 PACKAGE = "prometheus"
 PROGRAMS = ("prometheus", "promtool")

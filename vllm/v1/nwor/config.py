@@ -52,6 +52,9 @@ class AuditMode(enum.Enum):
     RAISE = "raise"
 
 
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
 class NworConfigError(ValueError):
     """A `VLLM_NWOR_*` variable holds a value that is not allowed."""
 
@@ -82,7 +85,7 @@ DEFAULT_AUDIT_MIB = 32
 
 @dataclass(frozen=True)
 class NworConfig:
-    """One process's settings; README.md has the table of variables."""
+    """One process's settings; docs/variables.md has the table of variables."""
 
     mode: Mode = Mode.OFF
     emit_metrics: bool = True
@@ -116,35 +119,26 @@ class NworConfig:
             env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", least=0
         )
         return cls(
-            mode=_choice(env, MODE, Mode.OFF, empty_is_default=True),
+            # Empty, as templates of containers leave what is not chosen: off.
+            mode=_choice(MODE, env.get(MODE) or Mode.OFF.value, Mode),
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
-            strictness=_choice(env, STRICT, Strict.NEVER),
+            strictness=_choice(STRICT, env.get(STRICT, Strict.NEVER.value), Strict),
             debug_sync=_switch(env, DEBUG_SYNC, default=False),
             max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", least=1),
             max_shadow_blocks=_number(
                 env, SHADOW_BLOCKS, "5 % of the blocks", "KV blocks", least=0
             ),
-            audit=_choice(env, AUDIT, AuditMode.OFF, empty_is_default=True),
+            audit=_choice(AUDIT, env.get(AUDIT) or AuditMode.OFF.value, AuditMode),
             audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
             audit_file=env.get(AUDIT_FILE, ""),
         )
 
 
-_Choice = TypeVar("_Choice", bound=enum.Enum)
-
-
-def _choice(
-    env: Mapping[str, str], name: str, default: _Choice, empty_is_default: bool = False
-) -> _Choice:
-    """empty_is_default: as templates of containers leave a variable that is not
-    chosen."""
-    value = env.get(name, default.value)
-    if empty_is_default:
-        value = value or default.value
+def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:
     try:
-        return type(default)(value)
+        return choices(value)
     except ValueError:
-        allowed = ", ".join(choice.value for choice in type(default))
+        allowed = ", ".join(choice.value for choice in choices)
         raise NworConfigError(
             f"{name}={value!r} is not allowed; allowed values: {allowed}"
         ) from None

@@ -38,17 +38,7 @@ window turns into vanilla vLLM: no token is lost, the failure is counted in `fal
 and logged once; `VLLM_NWOR_STRICT=always` raises `NworError` instead. A step whose
 drafts reach the sampler in state IDLE or FAILED was missed: no begin saw it.
 
-Invariants, by the numbers that `check_state` names:
-
-    1. LOGGED has a log of 1 to `capacity` drafts; STAGED has drafts; every other state
-       has none. Shadow blocks are in the tables in STAGED only.
-    2. FAILED is left behind by a commit_failed only, VANILLA by an over_capacity or
-       begin_failed.
-    3. Each entry of the log is a draft at its position in a window, or none.
-    4. The tables name each layer's cache where it was bound, and its place in a row of
-       the log; the places fill the row and do not overlap.
-    5. No two of the manager's tensors overlap, nor does one lie in a cache.
-    6. In each row of the counters, staged drafts are the committed and the rejected.
+invariants.py has what holds in these states, and `check_state` checks it.
 
 stage or begin, and commit, enqueue one launch each a KV-cache group on the current
 stream (a group whose layers are packed in several ways: one for each packing). They
@@ -60,11 +50,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,14 +100,6 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass
-class HostTimes:
-    """Host time of each begin and commit, in nanoseconds; for benches."""
-
-    begin_ns: list[int] = field(default_factory=list)
-    commit_ns: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class StagedGroup:
     """What makes a KV-cache group a staged one.
@@ -152,8 +132,7 @@ class DraftCommitManager:
         windows, so that windows and tokens are read from row 0; bytes and invalid
         slots are summed.
     launches: how a step's copies to and from the undo log are enqueued.
-    active, stages: switches for benches; while False, stage and begin do nothing, or
-        stage alone, so that all groups are logged.
+    active: while False, stage and begin do nothing.
     fallbacks: steps that did not run as they should, by reason.
     """
 
@@ -230,13 +209,10 @@ class DraftCommitManager:
                     self.device, launches[self._num_staged_rows :], ops
                 )
         self.active = True
-        self.stages = True
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
-        self.host_times: HostTimes | None = None
         self._copy_counters = native_ops.publish
         self._num_drafts = 0
-        self._stage_ns = 0
 
     @property
     def log_bytes_per_draft(self) -> int:
@@ -253,6 +229,18 @@ class DraftCommitManager:
         """Whether there are windows to commit."""
         return self.state is State.LOGGED or self.state is State.STAGED
 
+    def start_step(self, keeps: bool = True) -> None:
+        """Call when the runner starts a step, also one without drafts: windows that
+        the step before left behind are dropped.
+
+        keeps: as ShadowPages.start_step.
+
+        Raises: as abort.
+        """
+        self.abort(STALE_LOG)
+        if self.shadow is not None:
+            self.shadow.start_step(keeps)
+
     def stage(self, windows: VerificationWindows) -> None:
         """Puts shadow pages in the place of the blocks that hold drafts. Call when
         block tables and slot mappings are final, before attention metadata is built;
@@ -265,9 +253,8 @@ class DraftCommitManager:
             self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
         shadow = self.shadow
-        if shadow is None or not (self.active and self.stages) or num_drafts == 0:
+        if shadow is None or not self.active or num_drafts == 0:
             return
-        started = time.perf_counter_ns()
         num_reqs = windows.cu_num_logits.shape[0] - windows.num_leading_zeros
         if num_reqs > shadow.num_seats:
             self.fallbacks[NO_SEAT] += 1
@@ -296,7 +283,6 @@ class DraftCommitManager:
         self._num_drafts = num_drafts
         self._is_logged_beside = False
         self.state = State.STAGED
-        self._stage_ns = time.perf_counter_ns() - started
 
     def begin(self, windows: VerificationWindows) -> None:
         """Logs the old bytes at every draft slot, of the groups that are not staged in
@@ -321,7 +307,6 @@ class DraftCommitManager:
                 f"NWOR {COMMIT_FAILED}: the restore before this step failed; rejected "
                 "slots hold old or new bytes"
             )
-        started = time.perf_counter_ns()
         self.state = State.VANILLA
         if num_drafts > self.capacity:
             self._fall_back(
@@ -338,14 +323,11 @@ class DraftCommitManager:
             return
         self._num_drafts = num_drafts
         self.state = State.LOGGED
-        if self.host_times is not None:
-            self.host_times.begin_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
             self.check_state()
 
     def _begin_beside(self, windows: VerificationWindows) -> None:
         """begin, for groups that are logged in a step in which others are staged."""
-        started = time.perf_counter_ns()
         self._is_logged_beside = False
         if self._beside is not None:
             try:
@@ -353,9 +335,6 @@ class DraftCommitManager:
                 self._is_logged_beside = True
             except Exception as error:
                 self._fall_back(BEGIN_FAILED, f"log_cache_slots: {error}", error)
-        if self.host_times is not None:
-            elapsed = time.perf_counter_ns() - started
-            self.host_times.begin_ns.append(self._stage_ns + elapsed)
         if self.config.debug_sync:
             self._wait()
             self.check_state()
@@ -380,7 +359,6 @@ class DraftCommitManager:
             return self._commit_staged(acceptance, counters_to)
         if self.state is not State.LOGGED:
             return False
-        started = time.perf_counter_ns()
         self.state = State.FAILED
         num_drafts, self._num_drafts = self._num_drafts, 0
         try:
@@ -397,8 +375,6 @@ class DraftCommitManager:
             self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
             return published
         self.state = State.IDLE
-        if self.host_times is not None:
-            self.host_times.commit_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
             self.check_state()
         return counters_to is not None
@@ -408,7 +384,6 @@ class DraftCommitManager:
     ) -> bool:
         """commit, in a step with staged groups."""
         assert self.shadow is not None
-        started = time.perf_counter_ns()
         self.state = State.FAILED
         num_drafts, self._num_drafts = self._num_drafts, 0
         is_logged_beside, self._is_logged_beside = self._is_logged_beside, False
@@ -440,8 +415,6 @@ class DraftCommitManager:
             if not is_logged_beside and counters_to is not None:
                 is_told = self.publish(counters_to)
         self.state = restored
-        if self.host_times is not None:
-            self.host_times.commit_ns.append(time.perf_counter_ns() - started)
         if self.config.debug_sync:
             self.check_state()
         return is_told
@@ -502,48 +475,14 @@ class DraftCommitManager:
         self._fall_back(reason, f"windows with {num_drafts} drafts were dropped")
 
     def check_state(self) -> None:
-        """Checks the numbered invariants of this module. Waits for the device.
+        """Checks the numbered invariants of invariants.py. Waits for the device.
 
         Raises:
             AssertionError: naming the invariant that does not hold, and what was found.
         """
-        num_drafts, fallbacks = self._num_drafts, self.fallbacks
-        is_patched = self.shadow is not None and self.shadow.is_open
-        is_staged = self.state is State.STAGED
-        _require(1, is_patched == is_staged, f"{self.state}, in tables: {is_patched}")
-        if self.state is State.LOGGED:
-            _require(1, 0 < num_drafts <= self.capacity, f"{num_drafts} drafts logged")
-        elif is_staged:
-            _require(1, num_drafts > 0, f"{self.state} with {num_drafts} drafts")
-        else:
-            _require(1, num_drafts == 0, f"{self.state} with {num_drafts} drafts")
-        if self.state is State.FAILED:
-            _require(2, fallbacks[COMMIT_FAILED] > 0, f"FAILED after {fallbacks}")
-        if self.state is State.VANILLA:
-            counted = fallbacks[OVER_CAPACITY] + fallbacks[BEGIN_FAILED]
-            _require(2, counted > 0, f"VANILLA after {fallbacks}")
-        ranges = [_memory(self.counters)]
-        for group in self.groups:
-            logged = group.log_windows[: 0 if is_staged else num_drafts].tolist()
-            for draft, (request, position, size) in enumerate(logged):
-                is_draft = request >= 0 and 0 <= position < size
-                is_none = (request, position, size) == (-1, -1, 0)
-                _require(3, is_draft or is_none, f"entry {draft}: {logged[draft]}")
-            _check_tables(group)
-            ranges += map(_memory, (group.undo_log, group.log_slots, group.log_windows))
-            ranges += (_memory(part.table) for part in group.tables)
-        ranges.sort()
-        for (_, end), (first, _) in pairwise(ranges):
-            _require(5, end <= first, f"two tensors at {first:#x}")
-        for layer in (layer for group in self.groups for layer in group.layers):
-            cache_first, cache_end = _memory(layer.kv_cache)
-            for first, end in ranges:
-                apart = end <= cache_first or cache_end <= first
-                _require(5, apart, f"a tensor at {first:#x} in the cache {layer.name}")
-        for row in self.counters.tolist():
-            found = dict(zip(native_ops.COUNTER_COLUMNS, row, strict=True))
-            split = found["committed"] + found["rejected"]
-            _require(6, found["staged"] == split, f"counters {found}")
+        from . import invariants
+
+        invariants.check(self)
 
     def _wait(self) -> None:
         if self.device.type != "cpu":
@@ -566,35 +505,6 @@ class DraftCommitManager:
                 detail,
                 outcome,
             )
-
-
-def _require(number: int, holds: bool, found: str) -> None:
-    """Raises AssertionError unless the invariant of that number holds."""
-    if not holds:
-        raise AssertionError(f"NWOR invariant {number} does not hold: {found}")
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address of the first byte of a tensor, and of the byte behind its last one."""
-    last = sum(
-        (size - 1) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    first = tensor.data_ptr()
-    return first, first + (last + 1) * tensor.element_size()
-
-
-def _check_tables(group: GroupLog) -> None:
-    """Invariant 4, for one group."""
-    rows = sorted(row for part in group.tables for row in part.table.tolist())
-    places = []
-    offset = 0
-    for layer in group.layers:
-        places.append(layer.layout.table_row(layer.kv_cache.data_ptr(), offset))
-        offset += layer.layout.slot_bytes
-    _require(4, rows == sorted(places), f"tables {rows}; expected {sorted(places)}")
-    full = offset == group.bytes_per_draft == group.undo_log.shape[1]
-    _require(4, full, f"layers fill {offset} of {group.undo_log.shape[1]} bytes")
 
 
 def _fitting_capacity(

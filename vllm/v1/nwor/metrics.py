@@ -2,14 +2,13 @@
 """What the worker's windows did, tied to what the scheduler counted.
 
 The worker counts verification windows on the device; the scheduler counts drafts and
-accepted tokens by itself. Here the two meet, one ModelRunnerOutput at a time: a
-`WorkerRecord` belongs to exactly the step whose output carried it, so every identity
-is exact for each step, also when outputs arrive late.
+accepted tokens by itself. The two meet one ModelRunnerOutput at a time: what the worker
+counted belongs to the step whose output carried it, so every identity is exact for each
+step, also when outputs arrive late.
 
 A *dropped* window is one that the worker ran and the scheduler never counted: its
 request finished or was aborted in flight, failed to load its KV, or its output was
-stale. Which windows those are is not guessed: all that were scheduled, less those
-that vLLM counted.
+stale. They are not guessed: all that were scheduled, less those that vLLM counted.
 
 What holds for the totals, always (a breach only moves tokens between the parts):
 
@@ -20,21 +19,23 @@ and, as long as no breach is counted and no step ran as vanilla vLLM:
     committed_tokens == vllm:spec_decode_num_accepted_tokens
     rejected_tokens  == drafts counted (grammar-invalid ones too) - accepted
 
-This module holds the arithmetic and makes the Prometheus objects; it imports neither
-vLLM nor torch. `hooks.stats` brings it the numbers.
+This module imports neither vLLM nor torch; `hooks.stats` brings it the numbers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
+import logging
 import operator
 import os
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+logger = logging.getLogger("vllm.v1.nwor")
 
 # The counters of a report, in its order, and the help text of the Prometheus counter
 # of each.
@@ -49,361 +50,208 @@ COUNTERS = {
     "committed_bytes": "KV-cache bytes copied from shadow pages (of one worker).",
     "breaches": "Identities between worker and scheduler that did not hold.",
 }
-(
-    WINDOWS,
-    STAGED,
-    COMMITTED,
-    REJECTED,
-    DROPPED,
-    RESTORED_BYTES,
-    SHADOW_COPIED_BYTES,
-    COMMITTED_BYTES,
-    BREACHES,
-) = range(9)
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
-INFO_LABELS = ("requested", "resolved", "reason", "group")
+_NOTHING = [0] * len(COUNTERS)
 ENGINE_LABELS = ("model_name", "engine")
 # Reports of an engine that wait for somebody to collect, at most.
 MAX_WAITING = 1000
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+# What the scheduler knows of a step: drafts scheduled for each request; the runner's
+# output; how many ids each of its rows has, before vLLM cuts those of a request that
+# stops. An empty row (vLLM clears discarded requests' rows) or none says nothing.
+Scheduled = tuple[Mapping[str, Sequence[int]], Any, Sequence[int]]
 
-class PayloadError(ValueError):
-    """A worker's payload is not what this version of NWOR sends."""
 
+class GroupInfo(NamedTuple):
+    """How one KV-cache group is run: a row of the gauge vllm:nwor_info.
 
-class DraftCount(enum.Enum):
-    """How the scheduler's number of drafts bounds what the worker runs.
-
-    EXACT: the worker runs every draft that was scheduled.
-    UPPER_BOUND: the worker drops some before the forward (ngram_gpu, adaptive
-        verification); vLLM counts those as drafted and rejected, we do not count them.
+    group: KV-cache group id. requested, resolved: modes. reason: why they differ, or
+    which layout the group has.
     """
 
-    EXACT = "exact"
-    UPPER_BOUND = "upper bound"
+    group: int
+    requested: str
+    resolved: str
+    reason: str
 
 
-class StepCounts:
-    """By how much one step raised each of ops.COUNTER_COLUMNS, to be read once the
-    step's output is there. Another process gets a plain tuple."""
+class StepRecord(NamedTuple):
+    """What one ModelRunnerOutput brings from the worker.
 
-    __slots__ = ("_after", "_before")
-
-    def __init__(self, before: memoryview, after: memoryview) -> None:
-        """before, after: [num_launches * 8] int64, what the counters were and became.
-        The memory may be used again once the step's output was processed."""
-        self._before = before
-        self._after = after
-
-    def read(self) -> tuple[int, ...]:
-        rose = tuple(map(operator.sub, self._after.tolist(), self._before.tolist()))
-        return rose if len(rose) == _NUM_COUNTERS else _summed(rose)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self.read(),)
-
-
-class UntilRead(list[dict[str, Any]]):
-    """Rows that are sent again until somebody has gone through them: vLLM throws the
-    outputs of its warm-up away. Another process gets a plain list."""
-
-    is_read = False
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.is_read = True
-        return super().__iter__()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-
-class WorkerRecord(NamedTuple):
-    """The increments one ModelRunnerOutput brings from the worker.
-
-    staged = accepted + rejected drafts in `windows` windows. No windows: the step had
-    no drafts, or ran as vanilla vLLM (then `fallbacks` says why).
+    counts: by how much the step raised each of ops.COUNTER_COLUMNS; missed begins are
+    among the invalid slots. fallbacks: new ones, by reason. info: of all groups, unless
+    somebody has read it before.
     """
 
-    windows: int = 0
-    tokens_staged: int = 0
-    tokens_accepted: int = 0
-    tokens_rejected: int = 0
-    restored_bytes: int = 0
-    breaches: int = 0
-    shadow_copied_bytes: int = 0
-    committed_bytes: int = 0
-    fallbacks: Mapping[str, int] = MappingProxyType({})
-    info: Sequence[Mapping[str, Any]] = ()
-
-    @classmethod
-    def from_payload(cls, payload: Any) -> WorkerRecord:
-        """Reads what travelled on the output: a step's counts, or a dict with those as
-        "counters" and the fields behind them by their names.
-
-        Raises:
-            PayloadError: naming the key that is unknown, or whose value is not allowed.
-        """
-        fields = dict(
-            payload if isinstance(payload, Mapping) else {"counters": payload}
-        )
-        if isinstance(fields.get("counters"), StepCounts):
-            fields["counters"] = fields["counters"].read()
-        for name, value in fields.items():
-            if name not in _ALLOWED:
-                raise PayloadError(f"payload has {name}; allowed are {[*_ALLOWED]}")
-            is_allowed, expected = _ALLOWED[name]
-            if not is_allowed(value):
-                raise PayloadError(f"{name} is {value!r}; expected {expected}")
-        record = cls(*fields.pop("counters", ()))
-        if "breaches" in fields:
-            fields["breaches"] += record.breaches
-        return record._replace(**fields)
+    counts: tuple[Count, Count, Count, Count, Count, Count, Count, Count]
+    fallbacks: dict[str, Count] = {}
+    info: list[GroupInfo] = []
 
 
-# Fields of WorkerRecord in front, in the order of ops.COUNTER_COLUMNS.
-_NUM_COUNTERS = WorkerRecord._fields.index("fallbacks")
-# Every launch of a step sees all windows, but only its own bytes and invalid slots.
-_OF_ONE_LAUNCH = [
-    WorkerRecord._fields.index(name)
-    for name in ("restored_bytes", "breaches", "shadow_copied_bytes", "committed_bytes")
-]
+class Counted:
+    """Sums over the windows that vLLM counts, named as in its SpecDecodingStats, but
+    with grammar-invalid drafts: call it in place of make_spec_decoding_stats."""
 
+    num_drafts = num_draft_tokens = num_accepted_tokens = 0
 
-def _summed(rose: tuple[int, ...]) -> tuple[int, ...]:
-    """A step's counts from those of its launches. rose: [num_launches * 8]."""
-    counts = list(rose[:_NUM_COUNTERS])
-    for column in _OF_ONE_LAUNCH:
-        counts[column] = sum(rose[column::_NUM_COUNTERS])
-    return tuple(counts)
+    def __init__(self, make: Any) -> None:
+        self._make = make
 
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "counters": (
-        lambda value: (
-            isinstance(value, (list, tuple))
-            and len(value) == _NUM_COUNTERS
-            and all(map(_is_count, value))
-        ),
-        f"{_NUM_COUNTERS} integers >= 0",
-    ),
-    "breaches": (_is_count, "an integer >= 0"),
-    "fallbacks": (
-        lambda value: (
-            isinstance(value, Mapping) and all(map(_is_count, value.values()))
-        ),
-        "integers >= 0 by reason",
-    ),
-    "info": (
-        lambda rows: all(
-            isinstance(row, Mapping) and set(row) == set(INFO_LABELS) for row in rows
-        ),
-        f"rows with keys {INFO_LABELS}",
-    ),
-}
-
-
-class ScheduledWindows:
-    """One step's windows as the scheduler knows them.
-
-    Call `count` with what vLLM counts, a window at a time or in sums.
-
-    num_counted_drafts, num_counted_accepted: of the windows that vLLM counted,
-        grammar-invalid drafts included.
-    """
-
-    def __init__(
+    def __call__(
         self,
-        spec_token_ids: Mapping[str, Sequence[int]],
-        req_id_to_index: Mapping[str, int],
-        num_ids: Sequence[int],
-        num_sampled_per_step: int,
-    ) -> None:
-        """spec_token_ids: the drafts scheduled for each request. num_ids: how many ids
-        the output has in each row, before vLLM cuts those of requests that stop; an
-        empty row says nothing about what was accepted (vLLM clears the rows of
-        discarded requests), nor does a missing one.
-        num_sampled_per_step: ids of a row that are not drafts (1, the bonus token).
-        """
-        self._spec_token_ids = spec_token_ids
-        self._row_of = req_id_to_index
-        self._num_ids = num_ids
-        self._num_sampled = num_sampled_per_step
-        self.num_counted_drafts = 0
-        self.num_counted_accepted = 0
+        stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        *a: Any,
+        **k: Any,
+    ) -> Any:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        return self._make(stats, num_draft_tokens, num_accepted_tokens, *a, **k)
 
-    @property
-    def num_windows(self) -> int:
-        return sum(map(bool, self._spec_token_ids.values()))
 
-    @property
-    def num_drafts(self) -> int:
-        return sum(map(len, self._spec_token_ids.values()))
-
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        """vLLM counts one window, or several: their drafts, grammar-invalid ones
-        included."""
-        self.num_counted_drafts += num_drafts
-        self.num_counted_accepted += num_accepted
-
-    def accepted_bounds(self) -> tuple[int, int]:
-        """Fewest and most drafts accepted in all windows, dropped ones too, as far as
-        the output tells."""
-        least = most = 0
-        for request_id, drafts in self._spec_token_ids.items():
-            row = self._row_of.get(request_id)
-            num_ids = 0
-            if row is not None and self._num_ids:
-                num_ids = self._num_ids[row]
-            num_accepted = max(num_ids - self._num_sampled, 0) if drafts else 0
-            least += num_accepted
-            most += num_accepted if num_ids else len(drafts)
-        return least, most
+NOTHING_COUNTED = Counted(None)
 
 
 class NworStats:
-    """One scheduler's counts, and the increments not yet reported to the front end.
+    """One scheduler's counts.
 
-    report_breach: called with a kind and the numbers found; every breach is counted,
-        whatever it does.
-    has_front_end: whether there is one that takes reports.
-    pending: whether there is something to report.
+    report: the increments not yet sent to the front end, as plain data: "counts" in the
+        order of COUNTERS and, if there are any, "fallbacks" by reason and "info".
     """
 
     def __init__(
         self,
-        draft_count: DraftCount,
-        report_breach: Callable[[str, str], None],
+        num_sampled: int = 1,
+        trims_drafts: bool = False,
         has_front_end: bool = True,
     ) -> None:
+        """num_sampled: ids of an output's row that are not drafts (1, the bonus token).
+        trims_drafts: the worker may run fewer drafts than were scheduled (ngram_gpu,
+            adaptive verification); vLLM counts those as drafted and rejected, not we.
+        has_front_end: there is one that takes reports."""
+        self.report: dict[str, Any] = {}
         self.has_front_end = has_front_end
-        self._draft_count = draft_count
-        self._report_breach = report_breach
-        self._known_info: list[dict[str, Any]] = []
-        self._counts = [0] * len(COUNTERS)
-        self._news: dict[str, Any] = {}
-        self.pending = False
+        self._num_sampled = num_sampled
+        self._trims_drafts = trims_drafts
 
-    def take_report(self) -> dict[str, Any]:
-        """The increments since the last report, as plain data: "counts" in the order of
-        COUNTERS and, if there are any, "fallbacks" by reason and a new "info". They are
-        forgotten here."""
-        report = {"counts": self._counts, **self._news}
-        self._counts = [0] * len(COUNTERS)
-        self._news = {}
-        self.pending = False
-        return report
+    def breach(self, kind: str, found: str, num: int = 1) -> None:
+        """Counts it `num` times, and logs the first one of its kind."""
+        self.report["counts"] = self._sum([*_NOTHING[1:], num])
+        log_once(f"breach of the {kind} identity", found)
 
-    def breach(self, kind: str, found: str) -> None:
-        self._counts[BREACHES] += 1
-        self.pending = True
-        self._report_breach(kind, found)
+    def add_step(self, payload: Any, counted: Any, scheduled: Scheduled) -> None:
+        """Adds one processed output. Raises ValueError if the payload is not allowed.
 
-    def add_counts(self, counts: Sequence[int]) -> None:
-        """Adds to each of COUNTERS."""
-        self._counts = list(map(operator.add, self._counts, counts))
-        self.pending = True
+        payload: what the worker sent with it: a StepRecord as a tuple, which may end
+            before the fields with defaults, or what gives that from `read`.
+        counted: Counted, or SpecDecodingStats of a step without grammar-invalid drafts.
+        """
+        read = getattr(payload, "read", None)
+        if read is not None:
+            payload = read()
+        try:
+            # vLLM counts scheduled windows, each once: as many are the same ones, and
+            # their drafts those that were scheduled. So it is in nearly every step.
+            (found,) = payload
+            windows, staged, accepted, rejected, restored, invalid, copied, kept = found
+            agree = (
+                windows == counted.num_drafts == len(scheduled[0])
+                and staged == counted.num_draft_tokens
+                and accepted == counted.num_accepted_tokens == staged - rejected
+                and rejected >= 0 == invalid <= restored
+            )
+        except (TypeError, ValueError):
+            agree = False  # it is not counts alone
+        if agree:
+            parts = accepted, rejected, 0
+        else:
+            try:
+                record = msgspec.convert(payload, StepRecord)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"payload is {payload!r}: {error}") from None
+            windows, staged, _, _, restored, invalid, copied, kept = record.counts
+            for reason, num in record.fallbacks.items():
+                known = self.report.setdefault("fallbacks", {})
+                known[reason] = known.get(reason, 0) + num
+            if record.info:
+                self.report["info"] = record.info
+            if invalid:
+                self.breach("worker", f"the worker reported {invalid}", invalid)
+            committed, dropped = self._compare(record.counts, counted, scheduled)
+            parts = committed, staged - committed - dropped, dropped
+        counts = [windows, staged, *parts, restored, copied, kept, 0]
+        if self.report:
+            counts = self._sum(counts)
+        self.report["counts"] = counts
 
-    def add_step(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
-        """Adds one processed output: what the worker sent with it, and its windows."""
-        self._add_events(record)
-        counts = self._counts
-        counts[RESTORED_BYTES] += record.restored_bytes
-        counts[SHADOW_COPIED_BYTES] += record.shadow_copied_bytes
-        counts[COMMITTED_BYTES] += record.committed_bytes
-        if record.windows == 0 and record.tokens_staged == 0:
-            return
-        self._check(record, scheduled)
-        # The parts add up whatever was found: committed and dropped are clipped, and
-        # rejected is the rest. Drafts that the worker left out (UPPER_BOUND) are taken
-        # from the rejected ones, then from the dropped ones; drafts it ran beyond what
-        # was scheduled (a breach) are dropped ones.
-        self.pending = True
-        staged = record.tokens_staged
-        committed = min(scheduled.num_counted_accepted, staged)
-        uncounted = max(scheduled.num_drafts, staged) - scheduled.num_counted_drafts
+    def _sum(self, counts: list[int]) -> list[int]:
+        return list(map(operator.add, self.report.get("counts", _NOTHING), counts))
+
+    def _compare(
+        self, counts: Sequence[int], counted: Any, scheduled: Scheduled
+    ) -> tuple[int, int]:
+        """Committed and dropped drafts. Each identity that does not hold is a breach.
+
+        The parts add up whatever was found: these two are clipped, and rejected is the
+        rest. Drafts that the worker left out (trims_drafts) are taken from the rejected
+        ones, then from the dropped ones; drafts it ran beyond what was scheduled (a
+        breach) are dropped ones.
+        """
+        windows, staged, accepted, rejected, *_ = counts
+        drafts, output, num_ids = scheduled
+        num_drafts = sum(map(len, drafts.values()))
+        committed = min(counted.num_accepted_tokens, staged)
+        uncounted = max(num_drafts, staged) - counted.num_draft_tokens
         dropped = min(max(uncounted, 0), staged - committed)
-        counts[WINDOWS] += record.windows
-        counts[STAGED] += staged
-        counts[COMMITTED] += committed
-        counts[DROPPED] += dropped
-        counts[REJECTED] += staged - committed - dropped
-
-    def _add_events(self, record: WorkerRecord) -> None:
-        """What most records do not have."""
-        for reason, num in record.fallbacks.items():
-            total = self._news.setdefault("fallbacks", {})
-            total[reason] = total.get(reason, 0) + num
-            self.pending = True
-        if record.info:
-            info = [dict(row) for row in record.info]
-            if info != self._known_info:
-                self._known_info = self._news["info"] = info
-                self.pending = True
-        if record.breaches:
-            self._counts[BREACHES] += record.breaches - 1
-            self.breach("worker", f"the worker reported {record.breaches}")
-
-    def _check(self, record: WorkerRecord, scheduled: ScheduledWindows) -> None:
-        staged, accepted = record.tokens_staged, record.tokens_accepted
-        if accepted + record.tokens_rejected != staged:
-            self.breach(
-                "split",
-                f"{accepted} accepted + {record.tokens_rejected} rejected drafts are "
-                f"not {staged} staged",
-            )
-        for what, found, num_scheduled in (
-            ("windows", record.windows, scheduled.num_windows),
-            ("drafts", staged, scheduled.num_drafts),
+        if windows == staged == 0:
+            return committed, dropped
+        if accepted + rejected != staged:
+            split = f"{accepted} accepted + {rejected} rejected drafts are not {staged}"
+            self.breach("split", f"{split} staged")
+        for what, run, expected in (
+            ("windows", windows, sum(map(bool, drafts.values()))),
+            ("drafts", staged, num_drafts),
         ):
-            fewer = found < num_scheduled and self._draft_count is DraftCount.EXACT
-            if fewer or found > num_scheduled:
-                self.breach(what, f"{found} {what} run, {num_scheduled} scheduled")
-        all_counted = scheduled.num_counted_drafts == scheduled.num_drafts
-        if all_counted and accepted == scheduled.num_counted_accepted:
-            return
-        least, most = scheduled.accepted_bounds()
+            if run > expected or (run < expected and not self._trims_drafts):
+                self.breach(what, f"{run} {what} run, {expected} scheduled")
+        # Fewest and most drafts accepted in all windows, as far as the output tells.
+        least = most = counted.num_accepted_tokens
+        if counted.num_draft_tokens != num_drafts or accepted != least:
+            least = most = 0
+            for request_id, tokens in drafts.items():
+                row = output.req_id_to_index.get(request_id)
+                ids = num_ids[row] if row is not None and num_ids else 0
+                from_ids = max(ids - self._num_sampled, 0) if tokens else 0
+                least += from_ids
+                most += from_ids if ids else len(tokens)
         if not least <= accepted <= most:
-            self.breach(
-                "accepted",
-                f"{accepted} drafts accepted on the device, {least} to {most} by its "
-                f"output, {scheduled.num_counted_accepted} in windows counted",
+            found = (
+                f"{accepted} drafts accepted on the device, {least} to {most} by its"
             )
+            of_vllm = f"{counted.num_accepted_tokens} in windows counted"
+            self.breach("accepted", f"{found} output, {of_vllm}")
+        return committed, dropped
 
 
-def agreed_counts(payload: Any, num_scheduled: int, counted: Any) -> list[int] | None:
-    """By how much a step raises each of COUNTERS about which worker, scheduler and
-    vLLM's statistics say the same, as they do about nearly all: `NworStats.add_step` in
-    short, to cost a step little. None where there is anything else to it.
+_logged: set[str] = set()
 
-    payload: as `WorkerRecord.from_payload` takes it. num_scheduled: of windows, or
-    more. counted: SpecDecodingStats, vLLM's sums over the windows it counted, of a step
-    without grammar-invalid drafts.
-    """
-    if type(payload) is StepCounts:
-        payload = payload.read()
-    if type(payload) is not tuple or len(payload) != _NUM_COUNTERS:
-        return None
-    windows, staged, accepted, rejected, restored, breaches, *copied = payload
-    # vLLM counts scheduled windows, each once: as many are the same ones, and their
-    # drafts those that were scheduled.
-    if (
-        windows == counted.num_drafts == num_scheduled
-        and staged == counted.num_draft_tokens
-        and accepted == counted.num_accepted_tokens == staged - rejected
-        and rejected >= 0 == breaches <= restored
-    ):
-        return [windows, staged, accepted, rejected, 0, restored, *copied, 0]
-    return None
+
+def log_once(what: str, found: str, level: int = logging.ERROR) -> None:
+    """Logs the first of this kind in this process, with the exception that is being
+    handled, if any."""
+    if what not in _logged:
+        _logged.add(what)
+        handling = sys.exc_info()[0] is not None
+        logger.log(level, "NWOR %s: %s (logged once)", what, found, exc_info=handling)
 
 
 # Engine index -> rows of vllm:nwor_info that came last. An engine sends them once, but
 # loggers are created anew while it runs (elastic expert parallelism).
-_info: dict[int, Sequence[Mapping[str, Any]]] = {}
+_info: dict[int, Sequence[Sequence[Any]]] = {}
 
 
 class NworPrometheus:
@@ -416,82 +264,67 @@ class NworPrometheus:
 
     def __init__(
         self,
-        counter_cls: Callable[..., Any],
-        gauge_cls: Callable[..., Any],
-        label_values: Mapping[int, Sequence[object]],
+        counter_cls: Any,
+        gauge_cls: Any,
+        label_values: Mapping[int, Sequence[Any]],
     ) -> None:
-        labels = list(ENGINE_LABELS)
+        def create(cls: Any, name: str, text: str, *labels: str, **more: str) -> Any:
+            name, names = f"vllm:nwor_{name}", [*ENGINE_LABELS, *labels]
+            return cls(name=name, documentation=text, labelnames=names, **more)
+
+        counters = [create(counter_cls, *counter) for counter in COUNTERS.items()]
+        self._fallbacks = create(counter_cls, "fallbacks", FALLBACKS_HELP, "reason")
+        mode = {"multiprocess_mode": "mostrecent"}
+        self._gauge = create(gauge_cls, "info", INFO_HELP, *GroupInfo._fields, **mode)
         self._label_values = label_values
-        self._waiting: dict[int, deque[Sequence[int]]] = {
-            e: deque() for e in label_values
-        }
-        self._increase: dict[int, list[Callable[[int], None]]] = {
-            engine: [] for engine in label_values
-        }
+        self._increase: dict[int, list[Callable[[int], None]]] = {}
+        self._waiting: dict[int, deque[Sequence[int]]] = {}
+        self._shown: dict[int, Sequence[Sequence[Any]]] = {}
+        for engine, values in label_values.items():
+            self._increase[engine] = [c.labels(*values).inc for c in counters]
+            self._waiting[engine] = deque()
         # Another process collects from a file, or Ray from a push: nobody asks here.
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        self._max_waiting = MAX_WAITING
-        for name, text in COUNTERS.items():
-            counter = counter_cls(
-                name=f"vllm:nwor_{name}", documentation=text, labelnames=labels
-            )
-            for engine, values in label_values.items():
-                self._increase[engine].append(counter.labels(*values).inc)
-            if several or not hasattr(counter, "collect"):
-                self._max_waiting = 0
-            else:
-                counter.collect = partial(self._collect, counter.collect)
-        self._fallbacks = counter_cls(
-            name="vllm:nwor_fallbacks",
-            documentation=FALLBACKS_HELP,
-            labelnames=[*labels, "reason"],
-        )
-        self._info_gauge = gauge_cls(
-            name="vllm:nwor_info",
-            documentation=INFO_HELP,
-            labelnames=[*labels, *INFO_LABELS],
-            multiprocess_mode="mostrecent",
-        )
-        self._info: dict[int, Sequence[Mapping[str, Any]]] = {}
+        nobody_asks = several or not hasattr(counters[0], "collect")
+        self._max_waiting = 0 if nobody_asks else MAX_WAITING
+        for counter in () if nobody_asks else counters:
+            counter.collect = partial(self._collect, counter.collect)
 
     def add(self, report: Mapping[str, Any], engine: int) -> None:
-        """Adds the increments of `NworStats.take_report` for engine index `engine`.
-        Counts wait until somebody collects: seven counters take longer than a step's
-        hooks together."""
+        """Adds the increments of `NworStats.report` for engine index `engine`. Counts
+        wait until somebody collects: so many counters take longer than a step's hooks
+        together."""
         waiting = self._waiting[engine]
         waiting.append(report["counts"])
         if len(waiting) > self._max_waiting:
             self._flush(engine)
-        if len(report) == 1 and engine in self._info:
+        if len(report) == 1 and engine in self._shown:
             return
+        values = self._label_values[engine]
         for reason, num in report.get("fallbacks", {}).items():
-            self._fallbacks.labels(*self._label_values[engine], reason).inc(num)
+            self._fallbacks.labels(*values, reason).inc(num)
         if "info" in report:
             _info[engine] = report["info"]
-        if engine in _info:
-            self._set_info(_info[engine], engine)
+        if engine in _info:  # what was shown before goes to 0
+            for value, rows in ((0, self._shown.get(engine, ())), (1, _info[engine])):
+                for row in rows:
+                    self._gauge.labels(*values, *map(str, row)).set(value)
+            self._shown[engine] = _info[engine]
 
     def _flush(self, engine: int) -> None:
         """Bumps the counters by all that waits. Several threads may: each report is
         taken by one of them."""
-        counts = [0] * len(COUNTERS)
-        with contextlib.suppress(IndexError):
+        counts = _NOTHING
+        try:
             while True:
                 taken = self._waiting[engine].popleft()
                 counts = list(map(operator.add, counts, taken))
-        for increase, num in zip(self._increase[engine], counts, strict=True):
-            if num:
-                increase(num)
+        except IndexError:
+            for increase, num in zip(self._increase[engine], counts, strict=True):
+                if num:
+                    increase(num)
 
     def _collect(self, collect: Callable[[], Any]) -> Any:
         for engine in self._waiting:
             self._flush(engine)
         return collect()
-
-    def _set_info(self, rows: Sequence[Mapping[str, Any]], engine: int) -> None:
-        """One series at 1 for each row (INFO_LABELS); rows shown before go to 0."""
-        for value, shown in ((0, self._info.get(engine, ())), (1, rows)):
-            for row in shown:
-                values = [str(row[label]) for label in INFO_LABELS]
-                self._info_gauge.labels(*self._label_values[engine], *values).set(value)
-        self._info[engine] = rows

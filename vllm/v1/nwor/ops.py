@@ -50,8 +50,8 @@ COUNTER_COLUMNS = (
     "committed_bytes",
 )
 
-# Columns of a window saved by `stage`, int32, in front of its real and shadow entries.
-SAVED_COLUMNS = 8
+# Columns of a seat saved by `stage`, int32, in front of its real and shadow entries.
+SAVED_COLUMNS = 11
 
 # log_slots entries that are no slot: padding or no draft; refused on the device.
 PAD_SLOT = -1
@@ -109,10 +109,15 @@ def load(device_type: str = "cpu") -> None:
 
 def has_cuda() -> bool:
     """Whether the loaded library has CUDA code (not: whether there is a GPU)."""
+    return "log_cache_slots" not in lacking("cuda")
+
+
+def lacking(device_type: str) -> list[str]:
+    """The ops for which the loaded library has no code for a device ("cpu", "cuda")."""
     _load_library()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"{_NAMESPACE}::log_cache_slots", "CUDA"
-    )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    key = device_type.upper()
+    return [name for name in _OPS if not has_kernel(f"{_NAMESPACE}::{name}", key)]
 
 
 @cache
@@ -254,11 +259,13 @@ def stage(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     cu_num_logits: Tensor,
+    seats: Tensor | None,
     saved: Tensor,
     first_entry: int,
     num_real_entries: int,
     span: int,
     entry_tokens: int,
+    step: int,
     patches: bool,
 ) -> None:
     """Puts shadow pages in the place of the blocks that hold drafts, for one step.
@@ -266,9 +273,11 @@ def stage(
     An entry of a block table stands for `entry_tokens` positions: entry e, offset o is
     slot e * entry_tokens + o. The drafts of request r are its last k positions, with
     1 + k logits rows. Each entry that holds one of them is replaced by the shadow entry
-    first_entry + r * span + (its place in the row) % span: in block_table, and in the
-    slots of this step's rows in it. The committed rows of the first such entry are
-    copied to the shadow in all layers.
+    first_entry + seat * span + (its place in the row) % span: in block_table, and in
+    the slots of this step's rows in it. The committed rows of the first such entry are
+    copied to the shadow in all layers, unless the shadow has them: the seat was
+    committed in step - 1, up to this step's first row, and to the entry that is in the
+    table now.
 
     table, runs: as log_cache_slots; the caches behind it are mutated, in shadow entries
         only. A layer's block size divides entry_tokens.
@@ -276,9 +285,13 @@ def stage(
     slot_mapping: [>= num_tokens] int64. Mutated.
     query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this step's
         rows included. cu_num_logits: [num_reqs] int32, inclusive.
-    saved: [max_windows, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
-        Mutated: what the other calls of the step need.
+    seats: [num_reqs] int32 or int64, of each request, no two alike. None: request r has
+        seat r. On CUDA one whose seat is out of range is left alone, and not counted.
+    saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
+        Mutated: what the other calls of the step need, and the next one.
     num_real_entries: entries from here on are not the scheduler's.
+    step: 1 or more; one more with every step that may write to the caches, those
+        without drafts included.
     patches: False for all but the first call of a group whose layers come in several
         tables: it copies by what the first one saved.
 
@@ -296,11 +309,13 @@ def stage(
         query_start_loc,
         seq_lens,
         cu_num_logits,
+        seats,
         saved,
         first_entry,
         num_real_entries,
         span,
         entry_tokens,
+        step,
         patches,
     )
 
@@ -310,6 +325,7 @@ def commit_draft_layer(
     runs: Tensor | None,
     block_table: Tensor,
     slot_mapping: Tensor,
+    seats: Tensor | None,
     saved: Tensor,
     sampled_token_ids: Tensor | None,
     vocab_size: int,
@@ -324,9 +340,9 @@ def commit_draft_layer(
     accepted drafts, and any before them) to the real blocks, in all layers of a table;
     counts; puts block table and slots back.
 
-    table, runs, block_table, slot_mapping, saved, entry_tokens: as in stage. Mutated:
-        the caches at the kept rows, and what stage wrote in block_table and
-        slot_mapping, where it still stands there.
+    table, runs, block_table, slot_mapping, seats, saved, entry_tokens: as in stage.
+        Mutated: the caches at the kept rows; what stage wrote in block_table and
+        slot_mapping, where it still stands there; saved, for the next step.
     sampled_token_ids, vocab_size, num_rejected, counters, counters_to: as in
         restore_rejected_drafts.
     num_reqs: as in cu_num_logits of stage.
@@ -340,6 +356,7 @@ def commit_draft_layer(
         runs,
         block_table,
         slot_mapping,
+        seats,
         saved,
         sampled_token_ids,
         vocab_size,
@@ -355,13 +372,16 @@ def commit_draft_layer(
 def unstage(
     block_table: Tensor,
     slot_mapping: Tensor,
+    seats: Tensor | None,
     saved: Tensor,
     num_reqs: int,
     entry_tokens: int,
 ) -> None:
     """Puts back what stage wrote to block_table and slot_mapping, where it still stands
     there, and copies nothing: a step that failed. Arguments: as commit_draft_layer."""
-    _overload("unstage")(block_table, slot_mapping, saved, num_reqs, entry_tokens)
+    _overload("unstage")(
+        block_table, slot_mapping, seats, saved, num_reqs, entry_tokens
+    )
 
 
 def audit_op(name: str) -> torch._ops.OpOverload:

@@ -23,7 +23,7 @@ from .config import ENV_NAMES, AuditMode, Mode, NworConfig
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-TRIED_VLLM_VERSIONS = ("0.26.0", "0.32.0")
+TRIED_VLLM_VERSIONS = ("0.26.0", "0.29.0", "0.32.0")
 
 # Module of vLLM -> the function of ours that hooks it, "module:function", the module
 # relative to this package.
@@ -31,9 +31,9 @@ HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1:install",
     "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2:install",
     "vllm.v1.engine.core": ".hooks.engine_core:install",
-    "vllm.v1.core.sched.scheduler": ".hooks.stats:install_scheduler",
-    "vllm.v1.metrics.loggers": ".hooks.stats:install_loggers",
-    "vllm.v1.engine.utils": ".hooks.stats:install_engines",
+    "vllm.v1.core.sched.scheduler": ".hooks.stats:install",
+    "vllm.v1.metrics.loggers": ".hooks.stats:install",
+    "vllm.v1.engine.utils": ".hooks.stats:install",
 }
 
 # What the KV audit hooks besides, or alone; its wrappers lie over the others.

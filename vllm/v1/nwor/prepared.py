@@ -31,10 +31,10 @@ from .shadow_pages import ShadowGroup, ShadowPages
 from .window import Acceptance, SampledIds, VerificationWindows
 
 # Raised with every change of what prepared.h exports.
-VERSION = 3
+VERSION = 4
 # int64 values in PreparedLaunch, LogStep, LogStepLaunch, RestoreStep, PreparedPages and
 # StageStep.
-COLUMNS = (8, 6, 2, 9, 15, 4)
+COLUMNS = (8, 6, 2, 9, 15, 7)
 _INT32, _INT64 = torch.int32, torch.int64
 _INT32_BYTES = _INT32.itemsize
 
@@ -163,7 +163,7 @@ class PreparedPages(ShadowPages):
     def _enqueue_stage(self, windows: VerificationWindows) -> None:
         num_reqs = self._num_reqs
         query_start_loc, seq_lens = windows.query_start_loc, windows.seq_lens
-        cu_num_logits = windows.cu_num_logits
+        cu_num_logits, seats = windows.cu_num_logits, windows.seats
         assert windows.block_tables is not None
         assert query_start_loc is not None
         assert seq_lens is not None
@@ -183,6 +183,14 @@ class PreparedPages(ShadowPages):
             and query_start_loc.is_contiguous()
             and seq_lens.is_contiguous()
             and cu_num_logits.is_contiguous()
+            and (
+                seats is None
+                or (
+                    (seats.dtype is _INT32 or seats.dtype is _INT64)
+                    and seats.numel() == num_reqs
+                    and seats.is_contiguous()
+                )
+            )
         )
         if not is_known:
             super()._enqueue_stage(windows)
@@ -195,7 +203,10 @@ class PreparedPages(ShadowPages):
             query_start_loc.data_ptr(),
             seq_lens.data_ptr(),
             cu_num_logits.data_ptr() + _INT32_BYTES * windows.num_leading_zeros,
+            0 if seats is None else seats.data_ptr(),
+            seats is not None and seats.dtype is _INT64,
             num_reqs,
+            self.step,
         )
 
     def _prepare(self, windows: VerificationWindows, places: list[int]) -> None:

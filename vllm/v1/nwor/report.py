@@ -12,33 +12,62 @@ output nobody reads (vLLM's warm-up requests) are not counted in the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import operator
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .draft_manager import BEGIN_MISSED, DraftCommitManager
-from .metrics import StepCounts, UntilRead
+from .metrics import GroupInfo
+from .ops import COUNTER_COLUMNS
 from .window import Acceptance
 
 # Steps that may have made their commit while the first of them was not read: vLLM's
 # batch queue, which without pipeline parallelism has two places at most.
 MAX_IN_FLIGHT = 2
 
+_NUM_COUNTERS = len(COUNTER_COLUMNS)
+# Every launch of a step sees all windows, but only its own bytes and invalid slots.
+_OF_ONE_LAUNCH = range(COUNTER_COLUMNS.index("restored_bytes"), _NUM_COUNTERS)
+_INVALID_SLOTS = COUNTER_COLUMNS.index("invalid_slots")
+_NO_COUNTS = (memoryview(bytes(8 * _NUM_COUNTERS)).cast("q"),) * 2
 
-@dataclass(frozen=True)
-class GroupInfo:
-    """How one KV-cache group is run: a row of the gauge vllm:nwor_info.
 
-    group: KV-cache group id. requested, resolved: modes. reason: why they differ, or
-    which layout the group has.
+class StepPayload:
+    """What a step tells the scheduler, to be read once the step's output is there: the
+    fields of a metrics.StepRecord. Another process gets a plain tuple.
+
+    slots: what the counters were and became, each [num_launches * 8] int64. The memory
+        may be used again once the step's output was processed.
+    news: nothing, or fallbacks by reason and the list of infos, which reading empties:
+        vLLM throws the outputs of its warm-up away.
     """
 
-    group: int
-    requested: str
-    resolved: str
-    reason: str
+    __slots__ = ("news", "slots")
+
+    def __init__(self, slots: Sequence[memoryview], *news: Any) -> None:
+        self.slots = slots
+        self.news = news
+
+    def read(self) -> tuple[Any, ...]:
+        before, after = self.slots
+        rose = tuple(map(operator.sub, after.tolist(), before.tolist()))
+        if len(rose) != _NUM_COUNTERS:
+            sums = (sum(rose[column::_NUM_COUNTERS]) for column in _OF_ONE_LAUNCH)
+            rose = (*rose[: _OF_ONE_LAUNCH.start], *sums)
+        if not self.news:
+            return (rose,)
+        fallbacks, infos = self.news
+        counts = list(rose)
+        counts[_INVALID_SLOTS] += fallbacks.get(BEGIN_MISSED, 0)
+        told = [tuple(info) for info in infos]
+        infos.clear()
+        return tuple(counts), fallbacks, told
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.read(),)
 
 
 class Report:
@@ -52,35 +81,33 @@ class Report:
     ) -> None:
         """max_in_flight: steps, from the oldest that was not read to the newest that
         made its commit."""
-        told = UntilRead(asdict(info) for info in infos)
-        self._infos: UntilRead | None = told or None
+        self._infos = list(infos)
+        self._fallbacks: Counter[str] = Counter()
+        self._told_fallbacks: dict[str, int] = {}
+        self._step: StepPayload | None = None
+        if manager is None:
+            return
         self._manager = manager
-        self._reported_fallbacks: dict[str, int] = {}
-        self._step: StepCounts | None = None
-        if manager is not None:
-            pinned = manager.device.type != "cpu"
-            self._ring = torch.zeros(
-                # One for each step, and one for what the oldest compares with.
-                (max_in_flight + 1, *manager.counters.shape),
-                dtype=torch.int64,
-                pin_memory=pinned,
-            ).unbind()
-            # The same memory for quick reading: a torch operator costs more.
-            slots = [slot.view(-1).numpy().data for slot in self._ring]
-            # By the slot behind a step's commit.
-            self._steps = [
-                StepCounts(slots[i - 1], slots[i]) for i in range(len(slots))
-            ]
-            # The slot that the latest counters went to, and whether they did.
-            self._slot = 0
-            self._slot_is_current = True
+        self._fallbacks = manager.fallbacks
+        self._ring = torch.zeros(
+            # One for each step, and one for what the oldest compares with.
+            (max_in_flight + 1, *manager.counters.shape),
+            dtype=torch.int64,
+            pin_memory=manager.device.type != "cpu",
+        ).unbind()
+        # The same memory for quick reading: a torch operator costs more.
+        slots = [slot.view(-1).numpy().data for slot in self._ring]
+        # By the slot behind a step's commit.
+        self._steps = [StepPayload((slots[i - 1], slots[i])) for i in range(len(slots))]
+        # The slot that the latest counters went to, and whether they did.
+        self._slot = 0
+        self._slot_is_current = True
 
     def commit(self, acceptance: Acceptance) -> None:
-        """Commits the manager's windows, if they were logged, and notes where this
-        step's counts will be. When they could not be copied the step goes without, and
-        the next one first fetches what to compare with."""
+        """Commits the manager's windows, if there are any, and notes where this step's
+        counts will be. When they could not be copied the step goes without, and the
+        next one first fetches what to compare with."""
         manager = self._manager
-        assert manager is not None
         if not manager.is_open:
             return
         if not self._slot_is_current:
@@ -100,34 +127,14 @@ class Report:
         """Forgets the counts of a commit that no output took along."""
         self._step = None
 
-    def take_payload(self) -> StepCounts | dict[str, Any] | None:
-        """What to tell the scheduler with this step's output, for
-        metrics.WorkerRecord.from_payload; None for nothing. It is forgotten here."""
+    def take_payload(self) -> StepPayload | None:
+        """What to tell the scheduler with this step's output; None for nothing. It is
+        forgotten here, but for infos that nobody has read."""
         step, self._step = self._step, None
-        manager = self._manager
-        if self._infos is not None and self._infos.is_read:
-            self._infos = None
-        if self._infos is None and (manager is None or not manager.fallbacks):
+        told = self._told_fallbacks
+        if not self._infos and (not self._fallbacks or self._fallbacks == told):
             return step
-        payload: dict[str, Any] = {}
-        if manager is not None and (
-            fallbacks := self._new_fallbacks(manager.fallbacks)
-        ):
-            payload["fallbacks"] = fallbacks
-            if BEGIN_MISSED in fallbacks:
-                payload["breaches"] = fallbacks[BEGIN_MISSED]
-        if self._infos is not None:
-            payload["info"] = self._infos
-        if not payload:
-            return step
-        return payload if step is None else payload | {"counters": step}
-
-    def _new_fallbacks(self, fallbacks: Mapping[str, int]) -> dict[str, int]:
-        """By how much each rose since the last payload."""
-        totals = dict(fallbacks)
-        known, self._reported_fallbacks = self._reported_fallbacks, totals
-        return {
-            reason: count - known.get(reason, 0)
-            for reason, count in totals.items()
-            if count != known.get(reason, 0)
-        }
+        self._told_fallbacks = dict(self._fallbacks)
+        fallbacks = dict(self._fallbacks - Counter(told))
+        slots = _NO_COUNTS if step is None else step.slots
+        return StepPayload(slots, fallbacks, self._infos)

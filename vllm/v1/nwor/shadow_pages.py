@@ -20,8 +20,14 @@ Invariants (`check_state`; the tests cite the numbers):
    never hands one out.
 3. An entry is put back only where it still holds what stage wrote.
 
-Nothing is remembered from step to step: batch row r of a group has the shadow blocks of
-seat r, and the committed rows of a staged block are copied each step.
+A request's shadow blocks, its seat, stay the same while it keeps its place in the
+runner: its batch row (V1), or its index in the request states (V2). Committed rows that
+the shadow has from the step before are not copied again. What a shadow has counts only
+if the seat was committed in the runner's step before this one, up to the first row that
+this step writes, to the block that is in the table now (csrc/nwor/shadow.h says why
+that is enough); so nobody has to tell when a request goes, moves or is preempted. The
+exception is a step that verifies drafts of a request which did not run in the step
+before: in that one nothing counts.
 """
 
 from __future__ import annotations
@@ -37,13 +43,16 @@ from .device_memory import DeviceMemory
 from .launches import CopyTable
 from .window import Acceptance, SampledIds, VerificationWindows
 
+# int32, on the device.
+_MAX_STEP = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class ShadowRegion:
     """The shadow blocks of one KV-cache group: blocks that exist in the workers' caches
     and that the scheduler does not know.
 
-    first_block: id of the first one. num_seats: batch rows that have some.
+    first_block: id of the first one. num_seats: requests that can have some.
     blocks_per_seat: as many as a window's drafts can touch. num_real_blocks: ids below
     are the scheduler's. block_size: tokens a block, as the scheduler counts.
     """
@@ -73,7 +82,7 @@ class ShadowGroup:
 
     entry_tokens: positions for which an entry of the worker's block table stands: the
         block size, or a kernel's smaller one. All counts in entries from here on.
-    saved: [num_seats, 8 + 2 * span] int32, device (ops.stage).
+    saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, device (ops.stage).
     """
 
     def __init__(
@@ -111,7 +120,7 @@ def num_bytes(num_seats: int, span: int) -> int:
 class ShadowPages:
     """All staged groups of a runner.
 
-    num_seats: batch rows that can be staged; a step with more requests cannot.
+    num_seats: a step with more requests cannot be staged.
     """
 
     def __init__(
@@ -127,6 +136,8 @@ class ShadowPages:
         self.num_seats = min(group.num_seats for group in groups)
         self.ops = native_ops if ops is None else ops
         self._counters = tuple(counters)
+        # Of the runner, with drafts or without, whoever protects them.
+        self.step = 1
         # The step's, between stage and commit or abort.
         self._windows: VerificationWindows | None = None
         self._num_reqs = 0
@@ -135,6 +146,16 @@ class ShadowPages:
     @property
     def is_open(self) -> bool:
         return self._windows is not None
+
+    def start_step(self, keeps: bool = True) -> None:
+        """Call when the runner starts a step, also one without drafts: only what was
+        committed in the step before counts as present in a shadow block.
+
+        keeps: False: in this step nothing counts.
+        """
+        self.step += 1 if keeps else 2
+        if self.step > _MAX_STEP:
+            self.step = 1
 
     def stage(self, windows: VerificationWindows) -> None:
         """Enqueues the copies and puts the shadow blocks in place. Call when block
@@ -172,11 +193,13 @@ class ShadowPages:
                     windows.query_start_loc,
                     windows.seq_lens,
                     cu_num_logits,
+                    windows.seats,
                     group.saved,
                     group.first_entry,
                     group.num_real_entries,
                     group.span,
                     group.entry_tokens,
+                    self.step,
                     index == 0,
                 )
 
@@ -223,6 +246,7 @@ class ShadowPages:
                     part.runs,
                     windows.block_tables[group.group_id],
                     windows.slot_mappings[group.group_id],
+                    windows.seats,
                     group.saved,
                     *accepted,
                     self._counters[row],
@@ -249,6 +273,7 @@ class ShadowPages:
                 self.ops.unstage(
                     windows.block_tables[group.group_id],
                     windows.slot_mappings[group.group_id],
+                    windows.seats,
                     group.saved,
                     self._num_reqs,
                     group.entry_tokens,

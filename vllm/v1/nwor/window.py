@@ -34,6 +34,8 @@ class VerificationWindows(NamedTuple):
     block_tables: for each KV-cache group id, [>= num_reqs, width] int32, device.
     query_start_loc: [>= num_reqs + 1] int32, device: batch row where a request begins.
     seq_lens: [>= num_reqs] int32, device: its tokens, those of this step included.
+    seats: [num_reqs] int32 or int64, device: which shadow blocks a request has, for as
+        long as it runs; None: those of its batch row.
     """
 
     num_drafts: int
@@ -44,6 +46,7 @@ class VerificationWindows(NamedTuple):
     block_tables: Sequence[torch.Tensor] | None = None
     query_start_loc: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None
+    seats: torch.Tensor | None = None
 
 
 class SampledIds(NamedTuple):

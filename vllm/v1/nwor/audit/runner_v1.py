@@ -28,7 +28,8 @@ from ..config import AuditMode, NworConfig
 from ..device_memory import DeviceMemory
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, install_all
-from ..hooks.discovery import config_refusal_of_ranks, target_layers
+from ..hooks.discovery import target_layers
+from ..hooks.engine_core import parallel_refusal
 from . import offloading
 from .findings import AuditError, Findings
 from .state import Audit, AuditedGroup, Batch, GroupShape, Loads, Text
@@ -165,7 +166,7 @@ def _refusal(runner: Any) -> str | None:
         return f"it runs on the CPU only, and this is {runner.device.type}"
     if getattr(runner, "is_pooling_model", False):
         return "a pooling model samples nothing, which is where a step is resolved"
-    return config_refusal_of_ranks(runner.vllm_config)
+    return parallel_refusal(runner.vllm_config)
 
 
 def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:

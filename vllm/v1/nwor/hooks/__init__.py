@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only modules of this project that know vLLM's insides.
 
-Each has a `LEDGER`: what it wraps, why, which signature it relies on, and when the
-row can be deleted. Nothing here is imported unless NWOR is switched on.
+Those that wrap have a `LEDGER`: what, why, which signature is relied on, and when the
+row can be deleted. `facts` has what else is relied on. Nothing here is imported unless
+NWOR is switched on, or somebody asks whether a vLLM fits (`source`).
 """

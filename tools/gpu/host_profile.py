@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the host's time for begin and commit goes, inside a real engine.
 
-    python tools/host_profile.py v2-k4-a70 --json results/host_profile_v2-k4-a70.json
+    python tools/gpu/host_profile.py CELL --json results/host_profile_CELL.json
 
-Starts the engine of a cell of gpu_cells.py and serves the same requests again and
+Starts the engine of a cell of cells.py and serves the same requests again and
 again, each time with other launches in the manager:
 
     ops        log and restore through PyTorch's dispatcher, as `vllm_nwor.ops`
@@ -39,17 +39,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tools"))
 
-import gpu_cells  # noqa: E402
 from benchmarks import ab, device, environment  # noqa: E402
 from benchmarks.arguments import BadArgument, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.process import leave  # noqa: E402
 from benchmarks.settings import prepare_process  # noqa: E402
+
+from tools.gpu import cells  # noqa: E402
 
 KIND = "host_profile"
 BATCH = 16
@@ -175,7 +175,7 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
+def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
     """Runs all kinds `rounds` times; times by kind, and what they were measured on."""
     argv = cell.arguments(BATCH)
     options = parse(argv)
@@ -214,7 +214,7 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
         "cell": cell.name,
         "batch_size": BATCH,
         "rounds": rounds,
-        "command": f"python tools/host_profile.py {cell.name} --rounds {rounds}",
+        "command": f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}",
         "environment": environment.describe(on, ROOT),
         "hooks": hooks.result(num_steps),
         "host": {
@@ -232,13 +232,13 @@ def profile(cell: gpu_cells.Cell, rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    gpu_cells.add_cell(parser)
+    cells.add_cell(parser)
     parser.add_argument("--json", type=Path, required=True, help="where to write")
     parser.add_argument("--rounds", type=int, default=4, help="of all kinds (4)")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds}; allowed values: at least 1")
-    cell = gpu_cells.BY_NAME[arguments.cell]
+    cell = cells.BY_NAME[arguments.cell]
     try:
         result = profile(cell, arguments.rounds)
     except BadArgument as error:

@@ -32,32 +32,10 @@ WEIGHTS = {
     "abort_mid_stream": 18,
     "abort_before_first_token": 12,
 }
-WORDS = (
-    "time",
-    "river",
-    "stone",
-    "house",
-    "light",
-    "water",
-    "night",
-    "morning",
-    "road",
-    "window",
-    "letter",
-    "garden",
-    "train",
-    "paper",
-    "music",
-    "winter",
-    "market",
-    "bread",
-    "ship",
-    "engine",
-    "number",
-    "city",
-    "forest",
-    "door",
-)
+WORDS = (  # noqa: SIM905 (a list of them would be a line a word)
+    "time river stone house light water night morning road window letter garden train "
+    "paper music winter market bread ship engine number city forest door"
+).split()
 REQUEST_SECONDS = 300.0
 PROBE_TOKENS = 48
 # Longer than a block, so that the prefix cache can hold a part of it.
@@ -132,37 +110,19 @@ def draw(rng: random.Random, settings: Settings) -> Plan:
 
 
 class Gate:
-    """Lets many in at a time, or one alone: a probe that must not share its batch."""
+    """Lets `size` in at a time, or one alone: a probe that must not share its batch."""
 
-    def __init__(self) -> None:
-        self._condition = asyncio.Condition()
-        self._inside = 0
-        self._closed = False
-
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        async with self._condition:
-            await self._condition.wait_for(lambda: not self._closed)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            async with self._condition:
-                self._inside -= 1
-                self._condition.notify_all()
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.shared = asyncio.Semaphore(size)
+        self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        async with self._condition:
-            await self._condition.wait_for(lambda: not self._closed)
-            self._closed = True
-            await self._condition.wait_for(lambda: self._inside == 0)
-        try:
+        async with self._turn, contextlib.AsyncExitStack() as stack:
+            for _ in range(self._size):
+                await stack.enter_async_context(self.shared)
             yield
-        finally:
-            async with self._condition:
-                self._closed = False
-                self._condition.notify_all()
 
 
 @dataclass
@@ -172,8 +132,6 @@ class Outcome:
     kinds: Counter[str] = field(default_factory=Counter)
     num_failed: int = 0
     failures: list[str] = field(default_factory=list)
-    chunks: int = 0
-    answered_tokens: int = 0
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def fail(self, what: str, error: Exception) -> None:
@@ -202,7 +160,7 @@ class Load:
 
         self.settings = settings
         self.outcome = Outcome()
-        self._gate = Gate()
+        self._gate = Gate(settings.concurrency)
         # Connections are not kept, so that each request may meet another API server.
         self._client = AsyncOpenAI(
             base_url=base_url,
@@ -227,7 +185,7 @@ class Load:
     async def _work(self, rng: random.Random, deadline: float) -> None:
         while time.monotonic() < deadline:
             plan = draw(rng, self.settings)
-            async with self._gate.shared():
+            async with self._gate.shared:
                 try:
                     self.outcome.kinds[await self._request(plan)] += 1
                 except Exception as error:
@@ -246,37 +204,29 @@ class Load:
         }
         if plan.kind in ("whole", "stop"):
             stop = [" the", "\n\n", "."] if plan.kind == "stop" else None
-            answer = await self._client.completions.create(**options, stop=stop)
-            self.outcome.answered_tokens += answer.usage.completion_tokens
+            await self._client.completions.create(**options, stop=stop)
             return plan.kind
         if plan.kind == "abort_before_first_token":
-            first = asyncio.ensure_future(self._read(options, 1))
-            done, _ = await asyncio.wait({first}, timeout=plan.patience_seconds)
-            if done:
-                first.result()
-                return "abort_mid_stream"
-            first.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await first
-            return plan.kind
-        read, ended = await self._read(options, plan.abort_after)
-        self.outcome.chunks += read
+            try:
+                await asyncio.wait_for(self._read(options, 1), plan.patience_seconds)
+            except TimeoutError:
+                return plan.kind
+            return "abort_mid_stream"
+        ended = await self._read(options, plan.abort_after)
         return "stream" if ended else "abort_mid_stream"
 
-    async def _read(
-        self, options: dict[str, Any], most: int | None
-    ) -> tuple[int, bool]:
+    async def _read(self, options: dict[str, Any], most: int | None) -> bool:
         """Streams an answer; hangs up after `most` chunks (None: reads to the end).
-        Returns how many were read, and whether the answer ended by itself."""
+        Returns whether the answer ended by itself."""
         read = 0
         stream = await self._client.completions.create(**options, stream=True)
         try:
             async for chunk in stream:
                 read += 1
                 if chunk.choices and chunk.choices[0].finish_reason:
-                    return read, True
+                    return True
                 if most is not None and read >= most:
-                    return read, False
+                    return False
         finally:
             await stream.close()
         raise RuntimeError(f"the stream ended after {read} chunks without a reason")

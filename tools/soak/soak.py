@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a mixed load for minutes with NWOR on, and says whether all is well after it.
 
-    python tools/soak.py --model PATH --minutes 10 --json results/soak_cpu.json \\
+    python tools/soak/soak.py --model PATH --minutes 10 --json results/soak_cpu.json \\
         --speculative-config '{...}' --serve-args '--enforce-eager'
 
 starts `vllm serve` with several API servers; `--url` uses a server that runs already.
-The load is described in soak_load.py, the checks in soak_checks.py: outputs of a probe
+The load is described in load.py, the checks in checks.py: outputs of a probe
 identical from start to end, the identities of the counters, KV blocks free, memory
 flat, no fallback, no breach, no error in the log. All that was found goes to the JSON
 file, with the verdicts.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
@@ -39,9 +40,11 @@ from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.tables import Table  # noqa: E402
 
-from tools import soak_checks, soak_load, soak_server  # noqa: E402
+from tools.soak import checks  # noqa: E402
+from tools.soak import load as soak_load  # noqa: E402
+from tools.soak import server as soak_server  # noqa: E402
 
-PROGRAM = "tools/soak.py"
+PROGRAM = "tools/soak/soak.py"
 SETTLE_SECONDS = 60.0
 SCHEMA = 1
 
@@ -52,77 +55,54 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
+
+    def positive(text: str) -> float:
+        if not (value := float(text)) > 0:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be above 0")
+        return value
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be a number from 1 up")
+        return int(text)
+
+    def setting(text: str) -> str:
+        if "=" not in text[1:]:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be NAME=VALUE")
+        return text
+
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="folder of the model to serve")
     where.add_argument("--url", help="of a server that runs, http://HOST:PORT")
+    add = parser.add_argument
     add("--pid", type=int, help="its main process, to see its memory (with --url)")
-    add(
-        "--log",
-        type=Path,
-        help="file of the server's output: read (with --url) or "
-        "written; default: a temporary one",
-    )
+    add("--log", type=Path, help="the server's output: read (with --url) or written")
     add("--port", type=int, help="of the server started here; default: a free one")
-    add(
-        "--mode",
-        choices=("stage", "cow", "off"),
-        default="stage",
-        help="VLLM_NWOR_MODE; off is the control, of which NWOR's checks are left out",
-    )
+    modes = ("stage", "cow", "off")
+    add("--mode", choices=modes, default="stage", help="VLLM_NWOR_MODE; off: control")
     add("--serve-args", default="", help="more arguments for vllm serve, in one word")
-    add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable for the server started here; may be given several times",
-    )
+    text = "a variable for the server started here; may be given several times"
+    add("--env", type=setting, action="append", default=[], help=text)
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
-    add("--api-server-count", type=int, default=2, help="API servers")
-    add("--start-seconds", type=float, default=600, help="the server must be up then")
-    add("--minutes", type=float, default=10, help="length of the load")
-    add("--concurrency", type=int, default=12, help="requests at a time")
+    add("--api-server-count", type=count, default=2, help="API servers")
+    add("--start-seconds", type=positive, default=600, help="the server is up then")
+    add("--minutes", type=positive, default=10, help="length of the load")
+    add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
-    add(
-        "--temperature",
-        type=float,
-        nargs="+",
-        default=[0.0],
-        help="drawn from for each request",
-    )
-    add(
-        "--vocab-size",
-        type=int,
-        help="send token ids below it instead of text: for a "
-        "server without a tokenizer",
-    )
-    add(
-        "--probe",
-        choices=("loaded", "quiet", "off"),
-        default="loaded",
-        help="the fixed request: beside the load, in pauses of it, or none",
-    )
-    add("--probe-seconds", type=float, default=5, help="between two probes")
-    add("--sample-seconds", type=float, default=5, help="between memory samples")
+    text = "drawn from for each request"
+    add("--temperature", type=float, nargs="+", default=[0.0], help=text)
+    text = "send token ids below it, for a server without a tokenizer"
+    add("--vocab-size", type=int, help=text)
+    text = "the fixed request: beside the load, in pauses of it, or none"
+    policies = ("loaded", "quiet", "off")
+    add("--probe", choices=policies, default="loaded", help=text)
+    add("--probe-seconds", type=positive, default=5, help="between two probes")
+    add("--sample-seconds", type=positive, default=5, help="between memory samples")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
     add("--json", type=Path, help="where to write what was found")
     args = parser.parse_args(argv)
-    for name in (
-        "minutes",
-        "concurrency",
-        "api_server_count",
-        "probe_seconds",
-        "sample_seconds",
-        "start_seconds",
-    ):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
     if args.vocab_size is not None and args.vocab_size < 2:
         parser.error("--vocab-size must be at least 2")
-    for setting in args.env:
-        if not setting.partition("=")[0] or "=" not in setting:
-            parser.error(f"--env must be NAME=VALUE, not {setting!r}")
     if args.pid is not None and args.url is None:
         parser.error("--pid goes with --url")
     return args
@@ -154,11 +134,10 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         log = args.log or Path(folder) / "server.log"
         port = args.port or soak_server.free_port()
         changes = dict(setting.split("=", 1) for setting in args.env)
-        changes["VLLM_NWOR_MODE"] = args.mode
-        with soak_server.running(
-            serve_arguments(args), port, changes, log, args.start_seconds
-        ) as root:
-            yield Target(f"http://127.0.0.1:{port}", root, log)
+        env = os.environ | changes | {"VLLM_NWOR_MODE": args.mode}
+        command = [*soak_server.serve_command(), *serve_arguments(args)]
+        with soak_server.running(command, port, env, log, args.start_seconds) as root:
+            yield Target(f"http://127.0.0.1:{port}", psutil.Process(root.pid), log)
 
 
 def serve_arguments(args: argparse.Namespace) -> list[str]:
@@ -247,16 +226,6 @@ def command_line(argv: Sequence[str]) -> str:
     return shlex.join(["python", PROGRAM, *shown])
 
 
-def report(record: dict[str, Any]) -> str:
-    """The verdicts as a table."""
-    rows = [
-        (row["verdict"], row["name"], row["found"], row["wanted"])
-        for row in record["checks"]
-    ]
-    title = f"soak of {record['load']['seconds']:.0f} s"
-    return Table(title, ("", "check", "found", "wanted"), rows, left=True).text()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -280,10 +249,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         **found,
     }
     record["environment"]["variables"]["VLLM_NWOR_MODE"] = args.mode
-    checks = soak_checks.judge(record)
-    record["checks"] = soak_checks.as_rows(checks)
-    record["passed"] = soak_checks.passed(checks)
-    print(report(record))
+    record["checks"] = checks.judge(record)
+    record["passed"] = all(row["verdict"] != checks.FAIL for row in record["checks"])
+    columns = ("verdict", "name", "found", "wanted")
+    rows = [tuple(row[name] for name in columns) for row in record["checks"]]
+    title = f"soak of {record['load']['seconds']:.0f} s"
+    print(Table(title, ("", "check", "found", "wanted"), rows, left=True).text())
     if args.json is not None:
         write_json(args.json, record)
     return 0 if record["passed"] else 1

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that log and restore move, counted by the GPU itself, through Nsight Compute.
 
-    python tools/gpu_traffic.py --json results/gpu_traffic.json
+    python tools/gpu/traffic.py --json results/gpu_traffic.json
 
 Runs one log, one restore of which every draft was rejected and one of which none was,
 in each layout and size, under `ncu`, which replays each with cold caches. Beside what
@@ -22,11 +22,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import environment  # noqa: E402
@@ -55,34 +54,20 @@ class CountersUnavailable(RuntimeError):
     """ncu is not there, or was not allowed to count."""
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What one kernel moved. kernel: its name. counts: bytes, by METRICS' names."""
-
-    kernel: str
-    counts: dict[str, int]
-
-
-def read_csv(lines: Iterable[str]) -> list[Traffic]:
-    """The kernels in ncu's table of metrics (--csv --print-units base), in order."""
+def read_csv(lines: Iterable[str]) -> list[tuple[str, dict[str, int]]]:
+    """The kernels in ncu's table of metrics (--csv --print-units base), in order: name
+    and bytes, by METRICS' names."""
     table = csv.DictReader(line for line in lines if line.startswith('"'))
     names = {metric: name for name, metric in METRICS.items()}
-    found: dict[str, Traffic] = {}
+    found: dict[str, tuple[str, dict[str, int]]] = {}
     for row in table:
-        kernel = found.setdefault(row["ID"], Traffic(row["Kernel Name"], {}))
+        _, counts = found.setdefault(row["ID"], (row["Kernel Name"], {}))
         value = row["Metric Value"].replace(",", "")
-        kernel.counts[names[row["Metric Name"]]] = round(float(value))
-    for kernel in found.values():
-        if missing := METRICS.keys() - kernel.counts.keys():
+        counts[names[row["Metric Name"]]] = round(float(value))
+    for kernel, counts in found.values():
+        if missing := METRICS.keys() - counts.keys():
             raise CountersUnavailable(f"ncu has no {sorted(missing)} of {kernel}")
     return list(found.values())
-
-
-def expected(operation: str, num_bytes: int) -> dict[str, int]:
-    """Bytes of the cache and of the log that an operation reads and writes; tables and
-    slot ids come on top."""
-    moved = 0 if operation.endswith("none rejected") else num_bytes
-    return {"read": moved, "written": moved}
 
 
 def run_cases() -> list[dict[str, Any]]:
@@ -113,7 +98,7 @@ def run_cases() -> list[dict[str, Any]]:
     return cases
 
 
-def measure(ncu: str) -> list[Traffic]:
+def measure(ncu: str) -> list[tuple[str, dict[str, int]]]:
     """Runs this program's cases under ncu. Raises CountersUnavailable."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
@@ -133,29 +118,28 @@ def measure(ncu: str) -> list[Traffic]:
 
 
 def combine(
-    cases: Sequence[dict[str, Any]], kernels: Sequence[Traffic]
+    cases: Sequence[dict[str, Any]], kernels: Sequence[tuple[str, dict[str, int]]]
 ) -> list[dict[str, Any]]:
-    """A row for each kernel: what it was to do, and what it moved.
+    """A row for each kernel: what it was to do, and what it moved; tables and slot ids
+    come on top of the bytes expected.
 
     Raises:
         CountersUnavailable: they are not the kernels of these cases.
     """
     wanted = [(case, *one) for case in cases for one in OPERATIONS]
-    found = [kernel.kernel for kernel in kernels]
+    found = [name for name, _ in kernels]
     if found != [name for _, name, _ in wanted]:
         raise CountersUnavailable(
             f"ncu saw {found}; expected log and two restores for each of {len(cases)} "
             "cases"
         )
-    return [
-        {
-            **case,
-            "operation": operation,
-            "expected": expected(operation, case["bytes"]),
-            "counts": kernel.counts,
-        }
-        for (case, _, operation), kernel in zip(wanted, kernels, strict=True)
-    ]
+    rows = []
+    for (case, _, operation), (_, counts) in zip(wanted, kernels, strict=True):
+        moved = 0 if operation.endswith("none rejected") else case["bytes"]
+        expected = {"read": moved, "written": moved}
+        about = {"operation": operation, "expected": expected, "counts": counts}
+        rows.append(case | about)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,16 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is None:
         parser.error("--json FILE is missing")
     if shutil.which(arguments.ncu) is None:
-        print(f"gpu_traffic.py: {arguments.ncu} is not there", file=sys.stderr)
+        print(f"traffic.py: {arguments.ncu} is not there", file=sys.stderr)
         return 1
     try:
         rows = combine(run_cases(), measure(arguments.ncu))
     except CountersUnavailable as error:
-        print(f"gpu_traffic.py: {error}", file=sys.stderr)
+        print(f"traffic.py: {error}", file=sys.stderr)
         return 1
     result = {
         "kind": KIND,
-        "command": f"python tools/gpu_traffic.py --json {arguments.json.name}",
+        "command": f"python tools/gpu/traffic.py --json {arguments.json.name}",
         "environment": environment.describe("cuda", ROOT),
         "rows": rows,
     }

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-TOOLS = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
 STOP_SECONDS = 60
 MIB = 2**20
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback \(most recent call last\)")
@@ -31,11 +31,11 @@ class ServerError(RuntimeError):
 
 
 def serve_command() -> list[str]:
-    """How `vllm serve` is run with this Python: see soak_serve.py."""
+    """How `vllm serve` is run with this Python: see serve.py."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, str(TOOLS / "soak_serve.py")]
+        return [sys.executable, str(HERE / "serve.py")]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
@@ -49,30 +49,29 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    arguments: Sequence[str],
+    command: Sequence[str],
     port: int,
-    changes: Mapping[str, str],
+    env: Mapping[str, str],
     log: Path,
     start_seconds: float,
-) -> Iterator[psutil.Process]:
-    """`vllm serve ARGUMENTS` on a port of loopback while the block runs; gives the
-    process whose children the others are.
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server on a port of loopback while the block runs; gives the process whose
+    children the others are.
 
-    changes: variables of its environment. Raises ServerError, with the end of the
-    log, if it does not come up within `start_seconds`.
+    command: without host and port. Raises ServerError, with the end of the log, if it
+    does not come up within `start_seconds`.
     """
-    command = [*serve_command(), *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | changes,
+            env=env,
             start_new_session=True,
         )
     try:
         _wait_until_up(process, f"http://127.0.0.1:{port}", log, start_seconds)
-        yield psutil.Process(process.pid)
+        yield process
     finally:
         process.terminate()
         try:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m vllm_nwor.doctor: what it says where all is in order, and where it is not.
+
+An environment without vLLM, or with a broken one, is in test_packaging.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm_nwor
+from tests.helpers.environment import subprocess_env
+from vllm_nwor import doctor, ops
+from vllm_nwor.hooks.source import FACTS, Tree, files_of, mismatches
+
+spec = importlib.util.find_spec("vllm")
+assert spec is not None
+assert spec.origin is not None
+VLLM = Path(spec.origin).parent
+
+
+def run(**env: str | None) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_nwor.doctor"],
+        env=subprocess_env(VLLM_PLUGINS=None, **env),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_where_all_is_in_order() -> None:
+    status, lines = run(VLLM_NWOR_MODE="stage", VLLM_NWOR_STRICT="1")
+    assert [line for line in lines if line.startswith("!")] == []
+    assert status == 0
+    topics = [line[2:].split()[0] for line in lines[:-1]]
+    assert topics == [
+        *("vllm-nwor", "vllm", "torch", "wrapt", "python", "library"),
+        *("variable", "variable", "plugin", "mode"),
+        *["hooks"] * len(FACTS),
+    ]
+    text = "\n".join(lines)
+    assert f"  vllm-nwor  {vllm_nwor.__version__}, " in text
+    assert "  vllm       0.32.0, " in text
+    assert f"  torch      {torch.__version__}\n" in text
+    assert str(ops.LIBRARY) in text
+    assert "  variable   VLLM_NWOR_STRICT=1\n" in text
+    assert "  mode       stage in front end, engine core and workers" in text
+    assert "  hooks      runner_v2: all that is relied on is there\n" in text
+    assert lines[-1] == "problems: 0"
+
+
+def test_what_would_not_work_is_marked_and_changes_the_status() -> None:
+    """vLLM's processes do not start with a bad value, and the doctor does."""
+    status, lines = run(VLLM_NWOR_MODE="on", VLLM_NWOR_STRIKT="1")
+    said = "VLLM_NWOR_MODE='on' is not allowed; allowed values: off, stage, cow"
+    assert [line for line in lines if line.startswith("!")] == [
+        f"! variable   {said}",
+        "! variable   VLLM_NWOR_STRIKT is none of NWOR's; VLLM_NWOR_STRICT was meant?",
+        "! plugin     a process of vLLM does not start: vllm_nwor.config."
+        f"NworConfigError: {said}",
+    ]
+    assert (status, lines[-1]) == (1, "problems: 3")
+
+
+@pytest.mark.parametrize("mode", ["cow", "off"])
+def test_a_plugin_that_vllm_leaves_out(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+    is_fine = mode == "off"
+    assert list(doctor.processes()) == [
+        (is_fine, "plugin", "not loaded by vLLM: VLLM_PLUGINS='other'"),
+        (is_fine, "mode", f"off everywhere ({mode} is set)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("VLLM_NWOR_MOD", "; VLLM_NWOR_MODE was meant?"),
+        ("VLLM_NVOR_MODE", "; VLLM_NWOR_MODE was meant?"),
+        ("VLLM_NWOR_SHADOWBLOCKS", "; VLLM_NWOR_SHADOW_BLOCKS was meant?"),
+        ("VLLM_NWOR_", ""),
+    ],
+)
+def test_misspelt_variables(
+    name: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "stage")
+    problems = [text for is_fine, _, text in doctor.variables() if not is_fine]
+    assert problems == [f"{name} is none of NWOR's{hint}"]
+
+
+def test_variables_of_others_are_nobodys_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NWOR_CACHE", "NWOR_CUDA", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "x")
+    assert list(doctor.variables()) == []
+
+
+def test_versions_of_a_vllm_nobody_tried(tmp_path: Path) -> None:
+    (tmp_path / "_version.py").write_text("__version__ = version = '9.9.9+cu130'\n")
+    found = {
+        topic: (is_fine, text) for is_fine, topic, text in doctor.versions(tmp_path)
+    }
+    is_fine, text = found["vllm"]
+    assert is_fine
+    assert text.startswith("9.9.9+cu130 (tried: 0.26.0, ")
+    (tmp_path / "_version.py").unlink()
+    found = {
+        topic: (is_fine, text) for is_fine, topic, text in doctor.versions(tmp_path)
+    }
+    assert found["vllm"][1].startswith("unknown ")
+
+
+# --- library ---
+
+
+def test_library_without_code_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ops.has_cuda():
+        ((is_fine, _, text),) = doctor.library("cuda")
+        assert not is_fine
+        assert text.startswith(f"{ops.LIBRARY} has no CUDA code; build it again")
+    monkeypatch.setattr(ops, "has_cuda", lambda: False)
+    monkeypatch.setattr(ops, "lacking", lambda device: ["stage", "unstage"])
+    ((is_fine, _, text),) = doctor.library("cpu")
+    assert not is_fine
+    assert text.startswith("no cpu code for stage, unstage; ")
+
+
+def test_library_tells_the_cuda_it_was_built_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As csrc/nwor/cow_cuda.cu does; without that, it is of another version."""
+    library = tmp_path / "other.so"
+    source = 'extern "C" const char* nwor_cuda_build() { return "12090 800,900"; }'
+    for name, code in (("none.so", ""), (library.name, source)):
+        command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", tmp_path / name]
+        subprocess.run(command, input=code, text=True, check=True)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "LIBRARY", library)
+    told = f"for cpu; CUDA 12.9, 800,900, {library}"
+    assert list(doctor.library("cpu")) == [(True, "library", told)]
+    monkeypatch.setattr(ops, "LIBRARY", tmp_path / "none.so")
+    ((is_fine, _, text),) = doctor.library("cpu")
+    assert not is_fine
+    assert "nwor_cuda_build" in text
+
+
+def test_cuda_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("CUDA was started")
+
+    for name in ("_lazy_init", "is_available", "device_count", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, start)
+    assert all(is_fine for is_fine, *_ in doctor.library(None))
+    assert all(is_fine for is_fine, *_ in doctor.hooks(VLLM))
+
+
+# --- hooks ---
+
+
+@pytest.fixture
+def other_vllm(tmp_path: Path) -> Path:
+    """A folder with the files of vLLM that are read."""
+    installed = files_of(VLLM.parent)
+
+    def copied(path: str) -> str | None:
+        text = installed(path)
+        if text is not None:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        return text
+
+    for module in FACTS:
+        mismatches(module, Tree(copied))
+    return tmp_path / "vllm"
+
+
+def test_hooks_that_do_not_match_are_named(other_vllm: Path) -> None:
+    path = other_vllm / "v1" / "worker" / "gpu" / "model_runner.py"
+    text = path.read_text()
+    path.write_text(text.replace("def prepare_attn(", "def prepare_attention("))
+    problems = [text for is_fine, _, text in doctor.hooks(other_vllm) if not is_fine]
+    name = "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn does not exist"
+    assert problems == [f"runner_v2: {name}"]
+    path.write_text("def broken(:")
+    *_, (is_fine, _, told) = doctor.hooks(other_vllm)
+    assert not is_fine
+    assert told.startswith("vLLM's source cannot be compared: ")
+
+
+def test_one_runner_is_enough_and_none_is_not(other_vllm: Path) -> None:
+    """A vLLM may drop its V1 runner."""
+    os.remove(other_vllm.parent / doctor.RUNNERS["runner_v1"])
+    lines = list(doctor.hooks(other_vllm))
+    assert all(is_fine for is_fine, *_ in lines)
+    told = f"runner_v1: there is no {doctor.RUNNERS['runner_v1']}"
+    assert (True, "hooks", told) in lines
+    os.remove(other_vllm.parent / doctor.RUNNERS["runner_v2"])
+    problems = {text for is_fine, _, text in doctor.hooks(other_vllm) if not is_fine}
+    assert "runner_v1: vllm.v1.worker.gpu_model_runner does not exist" in problems
+    assert "runner_v2: vllm.v1.worker.gpu.model_runner does not exist" in problems

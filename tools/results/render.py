@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Puts tables from results/*.json into README.md and results/README.md; --check tells
+if they are there.
+
+A block of a README between two comments belongs to this script:
+
+    <!-- results: bench_cpu.json all -->
+    ...
+    <!-- /results -->
+
+The first names a file in results/ and a view (VIEWS); a view of several files takes
+all that match. No number is typed into a README by hand: all come from a command in
+those files. Exit status: 0 done, or up to date; 1 --check found a difference; 2 a block
+or file that cannot be used, nothing was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import summary, views  # noqa: E402
+from benchmarks.files import write_whole  # noqa: E402
+from benchmarks.views import BadBlock, Result  # noqa: E402
+
+# Name -> kind of its files, whether it takes several, and what makes its Markdown.
+VIEWS: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
+    "all": ("bench_vllm", False, views.everything),
+    "cells": ("bench_vllm", True, views.cells),
+    "blocks": ("bench_vllm", True, views.blocks),
+    "bytes": ("bench_vllm", True, views.moved_bytes),
+    "kernels": ("bench_kernels", False, views.kernels),
+    "host": ("host_profile", True, views.host),
+    "traffic": ("gpu_traffic", False, views.traffic),
+    "engines": ("gpu_engines", False, views.engines),
+    "sleep": ("gpu_sleep", False, views.sleep),
+    "soak": ("soak", False, views.soak),
+}
+READMES = (ROOT / "README.md", ROOT / "results" / "README.md")
+END = "<!-- /results -->"
+BLOCK = re.compile(
+    rf"(?P<open><!-- results: (?P<what>[^\n]*?) -->\n)(?P<body>.*?){END}", re.DOTALL
+)
+
+
+def load(path: Path, kind: str) -> Result:
+    """The result in `path`. Raises BadBlock unless it is a file of that kind."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadBlock(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(result, dict) or result.get("kind") != kind:
+        raise BadBlock(f"{path.name} is not a file of kind {kind}")
+    if kind == "bench_vllm" and result.get("schema") != summary.SCHEMA:
+        raise BadBlock(f"{path.name} is not of schema {summary.SCHEMA}")
+    return result
+
+
+def block(what: str, results: Path) -> str:
+    """Markdown of "FILE VIEW", with files in the folder `results`. Raises BadBlock."""
+    file, _, view = what.partition(" ")
+    if view not in VIEWS:
+        raise BadBlock(f"expected FILE and a view; views: {', '.join(VIEWS)}")
+    kind, of_several, render = VIEWS[view]
+    if not of_several:
+        return render(load(results / file, kind))
+    paths = sorted(results.glob(file))
+    if not paths:
+        raise BadBlock(f"no file in results/ matches {file}")
+    return render([load(path, kind) for path in paths])
+
+
+def run(readme: Path, results: Path, check: bool) -> int:
+    """Renders or checks; returns the exit status. Raises BadBlock."""
+    old = readme.read_text(encoding="utf-8")
+    if not old.count("<!-- results: ") == old.count(END) == len(BLOCK.findall(old)):
+        raise BadBlock(
+            f"a '<!-- results: FILE VIEW -->' has no '{END}' after it, or the other "
+            "way round"
+        )
+    stale = []
+
+    def rendered(match: re.Match[str]) -> str:
+        try:
+            body = block(match["what"], results) + "\n"
+        except BadBlock as error:
+            raise BadBlock(f"block '{match['what']}': {error}") from error
+        if body != match["body"]:
+            stale.append(f"block '{match['what']}'")
+        return f"{match['open']}{body}{END}"
+
+    new = BLOCK.sub(rendered, old)
+    shown = readme.relative_to(ROOT) if readme.is_relative_to(ROOT) else readme.name
+    if not stale:
+        print(f"{shown} is up to date with results/")
+    elif check:
+        print(
+            f"{shown} is not what results/ says: {', '.join(stale)}; run: "
+            "python tools/results/render.py",
+            file=sys.stderr,
+        )
+        return 1
+    else:
+        write_whole(readme, lambda path: path.write_text(new, encoding="utf-8"))
+        print(f"{shown}: {len(stale)} blocks rendered")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument(
+        "--readme", type=Path, nargs="+", default=READMES, help="files to render"
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    args = parser.parse_args(argv)
+    try:
+        return max(run(one, args.results, args.check) for one in args.readme)
+    except (BadBlock, OSError) as error:
+        print(f"render: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a soak must show: verdicts over what soak.py recorded.
+
+Plain functions of plain data (the content of the results file), so that every check can
+be seen to fail on a bad record. A check that could not be made says so; it never
+passes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PASS, FAIL, NOT_JUDGED = "pass", "fail", "not judged"
+# Growth of the resident memory of all server processes together, after the warm-up.
+# An hour's run may then grow by 60 MiB: less than one worker's own fluctuation.
+MAX_GROWTH_MIB_PER_MINUTE = 1.0
+WARM_UP_SHARE = 0.25
+MIN_WARM_UP_SECONDS = 60.0
+MIN_JUDGED_SECONDS = 180.0
+# Requests that the load must have made, each at least once.
+KINDS = ("whole", "stream", "stop", "abort_mid_stream", "abort_before_first_token")
+MIN_PROBES = 3
+# What each mode copies to a request's own blocks.
+BYTES_OF = {"cow": "restored_bytes", "stage": "committed_bytes"}
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One verdict. good: None if it could not be judged. found, wanted: in words, for
+    the reader of the results file."""
+
+    name: str
+    good: bool | None
+    found: str
+    wanted: str
+
+    @property
+    def verdict(self) -> str:
+        if self.good is None:
+            return NOT_JUDGED
+        return PASS if self.good else FAIL
+
+
+def judge(record: Record) -> list[dict[str, str]]:
+    """All checks over one record (what soak.py writes, without "checks"): name,
+    verdict, found, wanted. With mode off, the control, those of NWOR are not judged."""
+    of_nwor = list(_of_nwor(record))
+    if record["arguments"]["mode"] == "off":
+        of_nwor = [Check(c.name, None, "NWOR was off", c.wanted) for c in of_nwor]
+    checks = [
+        *(_load(record), _alive(record), _probe(record), *of_nwor),
+        *(_idle(record), _memory(record), _log(record), _api_servers(record)),
+    ]
+    return [
+        {"name": c.name, "verdict": c.verdict, "found": c.found, "wanted": c.wanted}
+        for c in checks
+    ]
+
+
+def _load(record: Record) -> Check:
+    """Each kind of request was made, and none failed."""
+    load = record["load"]
+    missing = {kind for kind in KINDS if not load["kinds"].get(kind)}
+    if record["arguments"]["vocab_size"] is not None:
+        missing -= {"stop"}  # a server without a tokenizer knows no stop strings
+    found = ", ".join(f"{n} {kind}" for kind, n in load["kinds"].items())
+    found += f"; {load['num_failed']} failed"
+    if missing:
+        found += f"; none of {', '.join(sorted(missing))}"
+    if load["failures"]:
+        found += f": {load['failures'][0]}"
+    good = not missing and not load["num_failed"]
+    return Check("load", good, found, "every kind of request, none failed")
+
+
+def _alive(record: Record) -> Check:
+    """The server's processes at the end are those of the start."""
+    answers, ended = record["alive"]["answers"], record["alive"]["ended"]
+    found = "answers" if answers else "does not answer"
+    found += f"; ended: {', '.join(ended)}" if ended else ""
+    wanted = "answers, and no process of it ended"
+    return Check("server alive", bool(answers) and not ended, found, wanted)
+
+
+def _probe(record: Record) -> Check:
+    """One text for each kind of probe, from start to end."""
+    wanted = f"one output of each kind, from {MIN_PROBES} runs or more"
+    probe = record["probe"]
+    if probe["policy"] == "off":
+        return Check("probe", None, "--probe off", wanted)
+    parts, good = [], bool(probe["kinds"])
+    for kind, one in probe["kinds"].items():
+        num_outputs, num_tokens = len(one["outputs"]), min(one["num_tokens"])
+        good &= num_outputs == 1 and one["runs"] >= MIN_PROBES and num_tokens > 0
+        parts.append(
+            f"{kind}: {num_outputs} different in {one['runs']} runs of "
+            f"{num_tokens} tokens"
+        )
+    return Check("probe", good, "; ".join(parts) or "no probe ran", wanted)
+
+
+def _of_nwor(record: Record) -> Iterator[Check]:
+    """NWOR was on for every KV-cache group, had something to do, and counted right."""
+    metrics = record["metrics"]
+
+    def ours(name: str) -> float:
+        return float(metrics.get(f"vllm:nwor_{name}", 0))
+
+    def vllms(name: str) -> float:
+        return float(metrics.get(f"vllm:spec_decode_num_{name}", 0))
+
+    info = [row for row in record["info"] if row["value"] == 1]
+    on = [row for row in info if row["resolved"] in BYTES_OF]
+    names = ["windows", "committed_tokens", "rejected_tokens"]
+    names += sorted({BYTES_OF[row["resolved"]] for row in on})
+    counts = ", ".join(f"{ours(name):.0f} {name}" for name in names)
+    yield Check(
+        "NWOR at work",
+        bool(info) and len(on) == len(info) and all(map(ours, names)),
+        f"{len(on)} of {len(info)} groups protected; {counts}",
+        "all groups protected; windows, committed, rejected and bytes above 0",
+    )
+    staged, dropped = ours("tokens_staged"), ours("dropped_drafts")
+    committed, rejected = ours("committed_tokens"), ours("rejected_tokens")
+    # The load asks for no structured output, so that no draft is grammar-invalid.
+    for name, left, right, wanted in (
+        (
+            *("parts", staged, committed + rejected + dropped),
+            "staged == committed + rejected + dropped",
+        ),
+        (
+            *("drafts", staged, vllms("draft_tokens") + dropped),
+            "staged == vLLM's draft tokens + dropped",
+        ),
+        (
+            *("accepted", committed, vllms("accepted_tokens")),
+            "committed == vLLM's accepted tokens",
+        ),
+    ):
+        found = f"{left:.0f} and {right:.0f}"
+        yield Check(f"identity: {name}", left == right, found, wanted)
+    # Windows that vLLM never counted may come on top of those that it did.
+    windows, counted = ours("windows"), vllms("drafts")
+    found = f"{windows:.0f} and {counted:.0f}"
+    wanted = "windows >= vLLM's drafts > 0"
+    yield Check("identity: windows", 0 < counted <= windows, found, wanted)
+    known = "vllm:nwor_breaches" in metrics
+    found = f"{ours('breaches'):.0f}" if known else "no such counter"
+    yield Check("breaches", found == "0", found, "0")
+    # Steps that ran as vanilla; no series at all is none.
+    found = f"{ours('fallbacks'):.0f}"
+    yield Check("fallbacks", found == "0", found, "0")
+
+
+def _idle(record: Record) -> Check:
+    """Nothing runs or waits, and no KV block is held."""
+    idle = record["idle"]
+    return Check(
+        "KV blocks free",
+        not any(idle.values()),
+        f"{idle['running']:g} running, {idle['waiting']:g} waiting, "
+        f"KV cache usage {idle['kv_cache_usage']:g}",
+        "0 running, 0 waiting, KV cache usage 0 after the load",
+    )
+
+
+def warm_up_seconds(duration: float) -> float:
+    """How much of a run of `duration` seconds is warm-up."""
+    return max(MIN_WARM_UP_SECONDS, duration * WARM_UP_SHARE)
+
+
+def _memory(record: Record) -> Check:
+    """The sum over all server processes does not grow after the warm-up: its slope, by
+    least squares."""
+    name = "memory flat"
+    wanted = f"at most {MAX_GROWTH_MIB_PER_MINUTE:g} MiB a minute after the warm-up"
+    memory = record["memory"]
+    if memory is None:
+        return Check(name, None, "the server's processes were not given", wanted)
+    start = warm_up_seconds(record["load"]["seconds"])
+    total = map(sum, zip(*memory["rss_mib"].values(), strict=True))
+    samples = zip(memory["seconds"], total, strict=True)
+    kept = [(second, mib) for second, mib in samples if second >= start]
+    if len(kept) < 3 or kept[-1][0] - kept[0][0] < MIN_JUDGED_SECONDS:
+        found = f"fewer than {MIN_JUDGED_SECONDS:g} s after a warm-up of {start:g} s"
+        return Check(name, None, found, wanted)
+    slope = statistics.linear_regression(*zip(*kept, strict=True)).slope * 60
+    found = f"{slope:+.2f} MiB a minute from {kept[0][1]:.0f} MiB over "
+    found += f"{kept[-1][0] - kept[0][0]:.0f} s"
+    return Check(name, slope <= MAX_GROWTH_MIB_PER_MINUTE, found, wanted)
+
+
+def _log(record: Record) -> Check:
+    """No line of the server's log is an error, up to its shutdown."""
+    if record["log"] is None:
+        return Check("log", None, "the log was not given", "no error line")
+    errors = record["log"]["errors"]
+    found = f"{len(errors)} error lines" + (f": {errors[0]}" if errors else "")
+    return Check("log", not errors, found, "no error line")
+
+
+def _api_servers(record: Record) -> Check:
+    """Every API server had clients: connections are shared out among them."""
+    name, wanted = "API servers", "each had clients"
+    expected = record["arguments"]["api_server_count"]
+    if expected == 1:
+        return Check(name, None, "one only", wanted)
+    if record["memory"] is None:
+        return Check(name, None, "the server's processes were not given", wanted)
+    clients = record["clients"]
+    found = ", ".join(f"{server}: {n} seen" for server, n in sorted(clients.items()))
+    good = len(clients) >= expected and all(clients.values())
+    wanted = f"{expected} processes that had clients"
+    return Check(name, good, found or "no client was seen", wanted)

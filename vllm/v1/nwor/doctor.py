@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m vllm_nwor.doctor: would NWOR work here? For bug reports.
+
+vLLM's version and what is relied on in it are read from its source. It is imported only
+by a process of its own, which loads plugins as each of vLLM's processes does, so that a
+vLLM that is absent or broken is named like everything else. CUDA is not started.
+
+Exit status: 1 if something would not work; those lines begin with "!".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import difflib
+import importlib.metadata as metadata
+import importlib.util
+import itertools
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import __version__
+from .config import ENV_NAMES, Mode, NworConfig, NworConfigError
+from .plugin import TRIED_VLLM_VERSIONS
+
+# (whether it is in order, what it is about, what there is to say)
+Line = tuple[bool, str, str]
+
+RUNNERS = {
+    "runner_v1": "vllm/v1/worker/gpu_model_runner.py",
+    "runner_v2": "vllm/v1/worker/gpu/model_runner.py",
+}
+# register() makes the variables known to vLLM, in every mode.
+CHILD = """
+from vllm import envs, plugins
+plugins.load_general_plugins()
+print("VLLM_NWOR_MODE" in envs.environment_variables)
+"""
+
+
+def versions(vllm: Path | None) -> Iterator[Line]:
+    yield True, "vllm-nwor", f"{__version__}, {Path(__file__).parent}"
+    if vllm is None:
+        yield False, "vllm", "not installed, or only an empty folder of that name"
+    else:
+        file = vllm / "_version.py"  # a distribution may have any name
+        text = file.read_text() if file.is_file() else ""
+        found = re.search(r"^__version__.*?['\"]([^'\"]+)", text, re.MULTILINE)
+        version = found[1] if found else "unknown"
+        is_tried = version.split("+")[0] in TRIED_VLLM_VERSIONS
+        told = "" if is_tried else f" (tried: {', '.join(TRIED_VLLM_VERSIONS)})"
+        yield True, "vllm", f"{version}{told}, {vllm}"
+    for name in ("torch", "wrapt"):
+        try:
+            yield True, name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield False, name, "not installed"
+    yield True, "python", f"{platform.python_version()}, {platform.platform()}"
+
+
+def library(device: str | None) -> Iterator[Line]:
+    """device: "cpu", "cuda", or None for what torch and this machine suggest."""
+    try:
+        import torch
+
+        from . import ops
+
+        has_gpu = Path("/dev/nvidiactl").exists() and torch.version.cuda
+        device = device or ("cuda" if has_gpu else "cpu")
+        ops.load(device)
+        lacking, built = ops.lacking(device), "without CUDA"
+        if ops.has_cuda():
+            tell = ctypes.CDLL(str(ops.LIBRARY)).nwor_cuda_build
+            tell.restype = ctypes.c_char_p
+            version, archs = tell().decode().split()
+            built = f"CUDA {int(version) // 1000}.{int(version) % 1000 // 10}, {archs}"
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        yield False, "library", str(error)
+        return
+    told = f"no {device} code for {', '.join(lacking)}" if lacking else f"for {device}"
+    yield not lacking, "library", f"{told}; {built}, {ops.LIBRARY}"
+
+
+def variables() -> Iterator[Line]:
+    try:
+        NworConfig.from_env()
+    except NworConfigError as error:
+        yield False, "variable", str(error)
+    for name in sorted(os.environ):
+        meant = difflib.get_close_matches(name, ENV_NAMES, 1, 0.85)
+        if name in ENV_NAMES:
+            yield True, "variable", f"{name}={os.environ[name]}"
+        elif meant or name.startswith("VLLM_NWOR"):
+            hint = f"; {meant[0]} was meant?" if meant else ""
+            yield False, "variable", f"{name} is none of NWOR's{hint}"
+
+
+def processes() -> Iterator[Line]:
+    """What vLLM's processes will see: one is started that does as they do."""
+    command = [sys.executable, "-P", "-c", CHILD]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    *said, last = done.stdout.splitlines() or ["without a word"]
+    if done.returncode != 0:
+        yield False, "plugin", f"a process of vLLM does not start: {last}"
+        return
+    mode = NworConfig.from_env().mode
+    if last == "True":
+        yield True, "plugin", "loaded by vLLM"
+        told = f"{mode.value} in front end, engine core and workers, which inherit it"
+        yield True, "mode", f"{told}; other nodes (Ray, headless) have their variables"
+        return
+    if not metadata.entry_points(group="vllm.general_plugins", name="nwor"):
+        reason = "its entry point is not installed"
+    elif "VLLM_PLUGINS" in os.environ:
+        reason = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
+    else:
+        reason = "; ".join(line for line in said if "rror" in line)
+    yield mode is Mode.OFF, "plugin", f"not loaded by vLLM: {reason}"
+    yield mode is Mode.OFF, "mode", f"off everywhere ({mode.value} is set)"
+
+
+def hooks(vllm: Path) -> Iterator[Line]:
+    try:
+        from .hooks.source import FACTS, Tree, files_of, mismatches
+
+        read = files_of(vllm.parent)
+        gone = [name for name, path in RUNNERS.items() if read(path) is None]
+        for module in FACTS:
+            told = mismatches(module, Tree(read))
+            if gone == [module]:  # the other one is enough
+                yield True, "hooks", f"{module}: there is no {RUNNERS[module]}"
+            elif not told:
+                yield True, "hooks", f"{module}: all that is relied on is there"
+            else:
+                yield from ((False, "hooks", f"{module}: {line}") for line in told)
+    except (ImportError, OSError, ValueError, SyntaxError) as error:
+        yield False, "hooks", f"vLLM's source cannot be compared: {error}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.doctor")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a guess")
+    spec = importlib.util.find_spec("vllm")
+    vllm = Path(spec.origin).parent if spec is not None and spec.origin else None
+    parts = [versions(vllm), library(parser.parse_args().device), variables()]
+    if vllm is not None:
+        parts += [processes(), hooks(vllm)]
+    num_problems = 0
+    for is_fine, topic, text in itertools.chain(*parts):
+        print(f"{' ' if is_fine else '!'} {topic:<10} {text}", flush=True)
+        num_problems += not is_fine
+    print(f"problems: {num_problems}")
+    return 1 if num_problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

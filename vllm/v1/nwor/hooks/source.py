@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the source of a vLLM with the LEDGERs and FACTS; imports nothing of it.
+
+Not covered: what its functions do, and what is assigned to attributes from outside
+their class. The integration tests are for that.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from ._wrap import HookTarget
+from .facts import FACTS
+
+HOOKED = ("runner_v1", "runner_v2", "engine_core", "stats")  # those with a LEDGER
+KINDS = ("has", "made", "does", "only", "returns", "takes")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_TYPES = (ast.Module, ast.ClassDef)
+
+Found = tuple["Source", ast.AST]  # a module, class or function, and the module it is in
+Fact = tuple[str, str, list[str]]  # place, kind, what
+
+
+class Mismatch(Exception):
+    """What does not hold, as a sentence."""
+
+
+class Tree:
+    """The source of a vLLM: its modules, each parsed once.
+
+    read: the text of a file by its path ("vllm/envs.py"); None if there is none.
+    """
+
+    def __init__(self, read: Callable[[str], str | None]) -> None:
+        self.read = read
+        self._modules: dict[str, Source] = {}
+
+    def module(self, name: str) -> Source:
+        """Raises Mismatch."""
+        if name not in self._modules:
+            self._modules[name] = Source(name, self)
+        return self._modules[name]
+
+
+class Source:
+    """A module of a Tree. Raises Mismatch if there is none of that name."""
+
+    def __init__(self, name: str, tree: Tree) -> None:
+        path = name.replace(".", "/")
+        text = tree.read(f"{path}.py")
+        self.is_package = text is None
+        if text is None and (text := tree.read(f"{path}/__init__.py")) is None:
+            raise Mismatch(f"{name} does not exist")
+        self.name, self.tree = name, tree
+        self.code = ast.parse(text)
+
+    def find(self, qualname: str) -> Found:
+        """The class or function of that name, "": the module. Imports and base classes
+        are followed, within vLLM. Raises Mismatch."""
+        found: Found = (self, self.code)
+        for name in filter(None, qualname.split(".")):
+            found = _member(found, name)
+        return found
+
+    def imported(self, statement: ast.ImportFrom) -> Source | None:
+        """The module of vLLM that a statement imports from."""
+        parts = self.name.split(".")[: -statement.level + self.is_package or None]
+        base = ".".join(parts) if statement.level else ""
+        name = ".".join(filter(None, (base, statement.module)))
+        return self.tree.module(name) if name.startswith("vllm.") else None
+
+
+def _member(found: Found, name: str) -> Found:
+    for source, node in _with_bases(found):
+        for statement in _flat(node.body):
+            if getattr(statement, "name", None) == name:
+                return source, statement
+            if isinstance(statement, ast.ImportFrom):
+                names = [a.name for a in statement.names if name in (a.asname, a.name)]
+                if names and (origin := source.imported(statement)) is not None:
+                    return origin.find(names[0])
+    raise Mismatch(f"{found[0].name} has no {name}")
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements, and those inside of if, try and with."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If | ast.Try | ast.With):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _flat(getattr(statement, name, []))
+
+
+def _with_bases(found: Found) -> Iterator[tuple[Source, ast.Module | ast.ClassDef]]:
+    """A module, or a class and those it inherits from, as far as they are vLLM's."""
+    source, node = found
+    assert isinstance(node, _TYPES), "the place of a fact lies in a function"
+    yield source, node
+    for base in getattr(node, "bases", ()):
+        try:
+            inherited = source.find(dotted(getattr(base, "value", base)) or ".")
+        except Mismatch:
+            continue
+        if isinstance(inherited[1], ast.ClassDef):
+            yield from _with_bases(inherited)
+
+
+def dotted(node: ast.AST | None) -> str:
+    """`self.a.b` of such an expression, "" of any other."""
+    if isinstance(node, ast.Attribute):
+        value = dotted(node.value)
+        return value and f"{value}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, str]]:
+    """Each (target, value, declared type) of the assignments in a class or module."""
+    for statement in ast.walk(node):
+        if isinstance(statement, ast.AnnAssign):
+            declared = ast.unparse(statement.annotation).replace(" ", "").strip("'\"")
+            yield dotted(statement.target), statement.value, declared
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                for part in getattr(target, "elts", [target]):
+                    yield dotted(part), statement.value, ""
+
+
+def _attributes(found: Found) -> dict[str, str]:
+    """Attributes of a module or class -> their declared types, "" without one."""
+    attributes: dict[str, str] = {}
+    for _, node in _with_bases(found):
+        for statement in _flat(node.body):
+            for named in getattr(statement, "names", [statement]):  # those of an import
+                name = getattr(named, "asname", None) or getattr(named, "name", "")
+                attributes.setdefault(str(name), "")
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                for name, _, declared in _assigned(statement):
+                    attributes.setdefault(name, declared)
+        for target, _, declared in _assigned(node):
+            if target.startswith("self."):
+                attributes.setdefault(target.removeprefix("self."), declared)
+    return attributes
+
+
+def _parameters(function: ast.AST) -> tuple[list[str], int]:
+    """Names of a function's parameters, and how many of them have no default."""
+    assert isinstance(function, _FUNCTIONS)
+    args = function.args
+    positional = [*args.posonlyargs, *args.args]
+    found = [*positional, args.vararg, *args.kwonlyargs, args.kwarg]
+    names = [argument.arg for argument in found if argument is not None]
+    num_optional = len(args.defaults) + len(args.kw_defaults) - len(names)
+    return names, -num_optional - args.kw_defaults.count(None)
+
+
+def check_target(target: HookTarget, tree: Tree) -> None:
+    """What `_wrap.check` does, on the source. Raises Mismatch."""
+    source = tree.module(target.module)
+    try:
+        names, _ = _parameters(source.find(target.qualname)[1])
+    except Mismatch:
+        owner, _, name = target.qualname.rpartition(".")
+        if name != "__init__":
+            raise Mismatch(f"{target.name} does not exist") from None
+        # A dataclass: its fields, in order.
+        body = getattr(source.find(owner)[1], "body", [])
+        fields = [dotted(s.target) for s in body if isinstance(s, ast.AnnAssign)]
+        names = ["self", *fields]
+    if tuple(names[: len(target.params)]) != target.params:
+        raise Mismatch(
+            f"{target.name} has parameters ({', '.join(names)}); "
+            f"expected it to begin with ({', '.join(target.params)})"
+        )
+
+
+def check_fact(fact: Fact, tree: Tree) -> None:
+    """Raises Mismatch."""
+    place, kind, what = fact
+    module, _, qualname = place.partition(":")
+    name = f"vllm.{module}.{qualname}".rstrip(".")
+    source = tree.module(f"vllm.{module}")
+    try:
+        found = source.find(qualname)
+    except Mismatch:
+        raise Mismatch(f"{name} does not exist") from None
+    if kind == "has":
+        attributes = _attributes(found)
+        for word in what:
+            _check_attribute(name, word, attributes)
+    elif kind == "made":
+        for attribute, _, call in (word.partition("=") for word in what):
+            values = [v for t, v, _ in _assigned(found[1]) if t == f"self.{attribute}"]
+            calls = {dotted(v.func) for v in values if isinstance(v, ast.Call)}
+            if calls != {call}:
+                told = ", ".join(sorted(calls)) or "no call"
+                raise Mismatch(
+                    f"{name}: self.{attribute} is made by {told}; expected {call}"
+                )
+    elif kind == "returns":
+        _check_returns(name, what, found[1])
+    elif kind == "takes":
+        names, num_required = _parameters(found[1])
+        wanted = [word for word in what if word != "..."]
+        others_allowed = wanted != what and num_required <= len(wanted)
+        if names[: len(wanted)] != wanted or (names != wanted and not others_allowed):
+            raise Mismatch(
+                f"{name} has parameters ({', '.join(names)}); "
+                f"expected ({', '.join(what)})"
+            )
+    else:
+        _check_code(name, kind, what, found)
+
+
+def _check_attribute(name: str, word: str, attributes: dict[str, str]) -> None:
+    either, _, wanted = word.partition(":")
+    there = [one for one in either.split("|") if one in attributes]
+    if not there:
+        raise Mismatch(f"{name} has no attribute {either.replace('|', ' or ')}")
+    declared = attributes[there[0]]
+    if (
+        wanted
+        and declared != wanted
+        and not declared.startswith((f"{wanted}[", f"{wanted}|"))
+    ):
+        raise Mismatch(
+            f"{name}.{there[0]} is declared {declared or 'without a type'}; "
+            f"expected {wanted}"
+        )
+
+
+def _check_returns(name: str, what: list[str], function: ast.AST) -> None:
+    """All tuples that are returned have these parts; so has the declared type."""
+    shapes = []
+    for statement in ast.walk(function):
+        value = statement.value if isinstance(statement, ast.Return) else None
+        if value is not None and (isinstance(value, ast.Tuple) or len(what) == 1):
+            parts = [getattr(p, "func", p) for p in getattr(value, "elts", [value])]
+            shapes.append([dotted(part).rpartition(".")[2] or "?" for part in parts])
+    if not shapes or any(shape != what for shape in shapes):
+        told = "; ".join(", ".join(shape) for shape in shapes) or "no tuple"
+        raise Mismatch(f"{name} returns {told}; expected {', '.join(what)}")
+    declared = getattr(function, "returns", None)
+    if (
+        isinstance(declared, ast.Subscript)
+        and dotted(declared.value) == "tuple"
+        and len(getattr(declared.slice, "elts", [declared.slice])) != len(what)
+    ):
+        raise Mismatch(
+            f"{name} is declared to return {ast.unparse(declared)}; expected "
+            f"{len(what)} parts"
+        )
+
+
+def _places(text: str, node: ast.AST) -> list[tuple[int, int]]:
+    """(line, column) of each occurrence of an expression; with () behind it: of its
+    calls. In order."""
+    expression, is_call, _ = text.partition("()")
+    nodes: Iterator[ast.AST] = ast.walk(node)
+    if is_call:
+        nodes = (call.func for call in nodes if isinstance(call, ast.Call))
+    found = (n for n in nodes if isinstance(n, ast.expr) and dotted(n) == expression)
+    return sorted((expr.lineno, expr.col_offset) for expr in found)
+
+
+def _check_code(name: str, kind: str, what: list[str], found: Found) -> None:
+    source, node = found
+    above, line = "", (0, 0)
+    for text in what:
+        places = _places(text, node)
+        if not places:
+            raise Mismatch(f"{name} does not have {text}")
+        if kind == "only" and places != _places(text, source.code):
+            raise Mismatch(f"{source.name} has {text} outside {name}, too")
+        if kind == "does" and places[0] < line:
+            raise Mismatch(f"{name} has {text} before {above}; expected it behind")
+        above, line = text, places[0]
+
+
+def files_of(folder: Path) -> Callable[[str], str | None]:
+    """`read` of a Tree, of the files in a folder that has vllm/ in it."""
+
+    def read(path: str) -> str | None:
+        file = folder / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    return read
+
+
+def facts(module: str) -> list[Fact]:
+    """Those of a module of ours (a key of FACTS)."""
+    found: list[Fact] = []
+    place = above = ""
+    for line in FACTS[module].splitlines():
+        words = line.split()
+        if words and not line.startswith(" "):
+            name = words.pop(0)
+            place = f"{above}{name}" if name.startswith(".") else name
+            above = above if name.startswith(".") else name
+        for word in words:
+            if word in KINDS:
+                found.append((place, word, []))
+            else:
+                found[-1][2].append(word)
+    return found
+
+
+def ledger(module: str) -> tuple[HookTarget, ...]:
+    """A module's LEDGER, if it has one; the module is imported for it."""
+    if module not in HOOKED:
+        return ()
+    rows: tuple[HookTarget, ...] = import_module(f".{module}", __package__).LEDGER
+    return rows
+
+
+def mismatches(module: str, tree: Tree) -> list[str]:
+    """What of the LEDGER and the FACTS of a module of ours does not hold, a sentence
+    each."""
+    told: dict[str, None] = {}
+    checks = [partial(check_target, target) for target in ledger(module)]
+    checks += [partial(check_fact, fact) for fact in facts(module)]
+    for check in checks:
+        try:
+            check(tree)
+        except Mismatch as mismatch:
+            told[str(mismatch)] = None
+    return list(told)

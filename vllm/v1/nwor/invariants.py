@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds in each state of a DraftCommitManager, for tests and debugging.
+
+By the numbers that a failed check names:
+
+    1. LOGGED has a log of 1 to `capacity` drafts; STAGED has drafts; every other state
+       has none. Shadow blocks are in the tables in STAGED only.
+    2. FAILED is left behind by a commit_failed only, VANILLA by an over_capacity or
+       begin_failed.
+    3. Each entry of the log is a draft at its position in a window, or none.
+    4. The tables name each layer's cache where it was bound, and its place in a row of
+       the log; the places fill the row and do not overlap.
+    5. No two of the manager's tensors overlap, nor does one lie in a cache.
+    6. In each row of the counters, staged drafts are the committed and the rejected.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from .draft_manager import (
+    BEGIN_FAILED,
+    COMMIT_FAILED,
+    OVER_CAPACITY,
+    DraftCommitManager,
+    State,
+)
+from .launches import GroupLog
+from .ops import COUNTER_COLUMNS
+
+
+def check(manager: DraftCommitManager) -> None:
+    """Waits for the device.
+
+    Raises:
+        AssertionError: naming the invariant that does not hold, and what was found.
+    """
+    num_drafts, fallbacks = manager._num_drafts, manager.fallbacks
+    is_patched = manager.shadow is not None and manager.shadow.is_open
+    is_staged = manager.state is State.STAGED
+    _require(1, is_patched == is_staged, f"{manager.state}, in tables: {is_patched}")
+    if manager.state is State.LOGGED:
+        _require(1, 0 < num_drafts <= manager.capacity, f"{num_drafts} drafts logged")
+    elif is_staged:
+        _require(1, num_drafts > 0, f"{manager.state} with {num_drafts} drafts")
+    else:
+        _require(1, num_drafts == 0, f"{manager.state} with {num_drafts} drafts")
+    if manager.state is State.FAILED:
+        _require(2, fallbacks[COMMIT_FAILED] > 0, f"FAILED after {fallbacks}")
+    if manager.state is State.VANILLA:
+        counted = fallbacks[OVER_CAPACITY] + fallbacks[BEGIN_FAILED]
+        _require(2, counted > 0, f"VANILLA after {fallbacks}")
+    ranges = [_memory(manager.counters)]
+    for group in manager.groups:
+        logged = group.log_windows[: 0 if is_staged else num_drafts].tolist()
+        for draft, (request, position, size) in enumerate(logged):
+            is_draft = request >= 0 and 0 <= position < size
+            is_none = (request, position, size) == (-1, -1, 0)
+            _require(3, is_draft or is_none, f"entry {draft}: {logged[draft]}")
+        _check_tables(group)
+        ranges += map(_memory, (group.undo_log, group.log_slots, group.log_windows))
+        ranges += (_memory(part.table) for part in group.tables)
+    ranges.sort()
+    for (_, end), (first, _) in pairwise(ranges):
+        _require(5, end <= first, f"two tensors at {first:#x}")
+    for layer in (layer for group in manager.groups for layer in group.layers):
+        cache_first, cache_end = _memory(layer.kv_cache)
+        for first, end in ranges:
+            apart = end <= cache_first or cache_end <= first
+            _require(5, apart, f"a tensor at {first:#x} in the cache {layer.name}")
+    for row in manager.counters.tolist():
+        found = dict(zip(COUNTER_COLUMNS, row, strict=True))
+        split = found["committed"] + found["rejected"]
+        _require(6, found["staged"] == split, f"counters {found}")
+
+
+def _require(number: int, holds: bool, found: str) -> None:
+    """Raises AssertionError unless the invariant of that number holds."""
+    if not holds:
+        raise AssertionError(f"NWOR invariant {number} does not hold: {found}")
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address of the first byte of a tensor, and of the byte behind its last one."""
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.element_size()
+
+
+def _check_tables(group: GroupLog) -> None:
+    """Invariant 4, for one group."""
+    rows = sorted(row for part in group.tables for row in part.table.tolist())
+    places = []
+    offset = 0
+    for layer in group.layers:
+        places.append(layer.layout.table_row(layer.kv_cache.data_ptr(), offset))
+        offset += layer.layout.slot_bytes
+    _require(4, rows == sorted(places), f"tables {rows}; expected {sorted(places)}")
+    full = offset == group.bytes_per_draft == group.undo_log.shape[1]
+    _require(4, full, f"layers fill {offset} of {group.undo_log.shape[1]} bytes")
