@@ -169,8 +169,8 @@ MUTATIONS = (
     Mutation(
         "entry_without_shadow_is_valid",
         PAGES_H,
-        "block < window.first_block ? 0",
-        "block < window.first_block ? saved[kSavedEntries]",
+        "                                ? 0\n",
+        "                                ? saved[kSavedEntries]\n",
     ),
     Mutation(
         "failed_step_stays_valid",
