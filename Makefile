@@ -86,7 +86,7 @@ test-older: models ## the byte oracle, off, cow and stage, on engines of vLLM 0.
 
 # Its torch is another one: 6 GB.
 test-oldest: models wheel ## the same of vLLM 0.26.0, in an environment of its own
-	@$(PYTHON) tools/setup_env.py --other 0.26.0
+	@$(PYTHON) tools/setup/setup_env.py --other 0.26.0
 	.venv-0.26.0/bin/python -m pytest $(OLDER_TESTS) $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test

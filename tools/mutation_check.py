@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 
-# No engine among them: about half a minute in all.
+# No engine among them: a minute or two in all.
 TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_shadow_pages.py",
@@ -72,6 +72,7 @@ SHADOW = "csrc/nwor/shadow_cpu.cpp"
 PAGES = "vllm/v1/nwor/shadow_pages.py"
 AUDIT = "csrc/nwor/audit_cpu.cpp"
 AUDIT_STATE = "vllm/v1/nwor/audit/state.py"
+PAGES_H = "csrc/nwor/shadow.h"
 MUTATIONS = (
     Mutation(
         "wrong_stride",
@@ -140,9 +141,57 @@ MUTATIONS = (
     ),
     Mutation(
         "no_prefix_copy",
+        PAGES_H,
+        "return has_all ? 0 : window.num_before(args.entry_tokens);",
+        "return has_all || true ? 0 : window.num_before(args.entry_tokens);",
+    ),
+    Mutation(
+        "any_step_before_counts",
+        PAGES_H,
+        "saved[kSavedStep] == args.step - 1 &&",
+        "saved[kSavedStep] != args.step &&",
+    ),
+    Mutation(
+        "another_entry_counts",
+        PAGES_H,
+        "saved[kSavedValidEntry] == entry;",
+        "saved[kSavedValidEntry] >= 0;",
+    ),
+    Mutation(
+        "rows_beyond_valid_count",
+        PAGES_H,
+        "saved[kSavedValid] == window.first_position &&",
+        "saved[kSavedValid] <= window.first_position &&",
+    ),
+    Mutation(
+        "one_row_more_is_valid",
+        PAGES_H,
+        "saved[kSavedValid] = static_cast<int32_t>(valid);",
+        "saved[kSavedValid] = static_cast<int32_t>(valid + 1);",
+    ),
+    Mutation(
+        "entry_without_shadow_is_valid",
+        PAGES_H,
+        "                                ? 0\n",
+        "                                ? saved[kSavedEntries]\n",
+    ),
+    Mutation(
+        "failed_step_stays_valid",
         SHADOW,
-        "window.first_block * args.entry_tokens, window.first_position,",
-        "window.first_position, window.first_position,",
+        "  saved[kSavedValid] = -1;\n  saved[kSavedValidEntry] = 0;\n",
+        "",
+    ),
+    Mutation(
+        "steps_are_not_counted",
+        PAGES,
+        "self.step += 1 if keeps else 2",
+        "self.step += 0 if keeps else 2",
+    ),
+    Mutation(
+        "new_drafts_count",
+        PAGES,
+        "self.step += 1 if keeps else 2",
+        "self.step += 1",
     ),
     Mutation(
         "no_undo",
