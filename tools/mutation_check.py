@@ -311,6 +311,24 @@ MUTATIONS = (
         "bool is_sure = false;",
     ),
     Mutation(
+        "audit_not_handed_on",
+        AUDIT,
+        "if (records[o].state == kSlotCommitted && is_next) {",
+        "if (is_next) {",
+    ),
+    Mutation(
+        "audit_another_text_handed_on",
+        AUDIT,
+        "if (records[o].state == kSlotCommitted && is_next) {",
+        "if (records[o].state == kSlotCommitted) {",
+    ),
+    Mutation(
+        "audit_never_loaded_unseen",
+        AUDIT,
+        "if (num_layers > 1 && std::equal(found, found + num_layers, known)) {",
+        "if (false) {",
+    ),
+    Mutation(
         "audit_one_checksum_is_sure",
         AUDIT,
         "bool is_sure = num_same > 1;",
