@@ -9,9 +9,11 @@ from importlib import import_module
 
 import pytest
 
+from tests.helpers.logs import nwor_log
 from vllm_nwor.audit import offloading as audit_offloading
 from vllm_nwor.audit import runner_v1 as audit_runner_v1
 from vllm_nwor.audit import stats as audit_stats
+from vllm_nwor.draft_manager import NworError
 from vllm_nwor.hooks import engine_core, runner, runner_v1, runner_v2, stats
 from vllm_nwor.hooks._wrap import check
 from vllm_nwor.hooks.source import HOOKED, ledger
@@ -44,6 +46,19 @@ def test_no_row_is_left_out_where_sources_are_compared():
 def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
     assert set(HOOKS) == {row.module for row in OURS}
     assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT}
+
+
+def test_the_v2_runner_says_that_it_is_not_audited(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "log")
+    with nwor_log() as lines:
+        found = audit_runner_v1._refuse_v2(lambda config: config, None, ("caches",), {})
+    assert found == "caches"
+    assert lines == ["WARNING NWOR audit: off: the V2 model runner is not audited yet"]
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
+    with pytest.raises(NworError, match=r"the V2 model runner is not audited yet$"):
+        audit_runner_v1._refuse_v2(lambda config: config, None, ("caches",), {})
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "off")
+    assert audit_runner_v1._refuse_v2(lambda: "caches", None, (), {}) == "caches"
 
 
 def test_the_audits_wrappers_lie_over_the_others():

@@ -86,7 +86,15 @@ OUTPUT = HookTarget(
     delete_when="ModelRunnerOutput has a field for extensions",
     layer=1,
 )
-LEDGER = (INITIALIZE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
+V2_INITIALIZE = HookTarget(
+    "vllm.v1.worker.gpu.model_runner",
+    "GPUModelRunner.initialize_kv_cache",
+    ("self", "kv_cache_config"),
+    why="audit: says that this runner is not audited",
+    delete_when="the audit has hooks on the V2 runner",
+    layer=1,
+)
+LEDGER = (INITIALIZE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT, V2_INITIALIZE)
 
 
 class RunnerAudit:
@@ -114,6 +122,24 @@ def install(module: ModuleType) -> None:
     )
 
 
+def install_v2(module: ModuleType) -> None:
+    """The V2 runner is not audited; it says so. Raises HostMismatch."""
+    install_all(module, {V2_INITIALIZE: _refuse_v2})
+
+
+def _refuse_v2(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+    config = NworConfig.from_env()
+    if config.audit is not AuditMode.OFF:
+        _refuse("the V2 model runner is not audited yet", config)
+    return wrapped(*args, **kwargs)
+
+
+def _refuse(reason: str, config: NworConfig) -> None:
+    if config.strict:
+        raise NworError(f"NWOR audit requested, refused: {reason}")
+    logger.warning("NWOR audit: off: %s", reason)
+
+
 def audit_of(runner: Any) -> RunnerAudit | None:
     """What `initialize_kv_cache` left on a runner; None if nothing is audited."""
     found: RunnerAudit | None = runner.__dict__.get("nwor_audit")
@@ -138,9 +164,7 @@ def _initialize_kv_cache(
         logger.debug("NWOR audit: at start-up", exc_info=True)
         found = f"vLLM is not as expected: {type(error).__name__}: {error}"
     if isinstance(found, str):
-        if config.strict:
-            raise NworError(f"NWOR audit requested, refused: {found}")
-        logger.warning("NWOR audit: off: %s", found)
+        _refuse(found, config)
     else:
         runner.nwor_audit = found
         offloading.watch(runner, _hand_on)
