@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,6 +105,10 @@ def test_when_stopped_nothing_runs_on(how, lanes, tmp_path):
     assert status == 1
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 2
+    # What was killed may still be on its way out.
+    deadline = time.monotonic() + 20
+    while any(map(is_running, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not any(map(is_running, started))
 
 

@@ -97,8 +97,10 @@ BROKEN = [
         for rule in rules()
         for expression in ("vector(1)", "vector(1) < 0")
     ),
-    (r"\n +or \(vllm:nwor_fallbacks_total unless.*", ""),
-    (r"increase\(vllm:nwor_fallbacks_total\[10m\]\) > 0\n +or ", ""),
+    (r"\n +or \(\n +vllm:nwor_fallbacks_total[^)]*\) > 0", ""),
+    (r"increase\(vllm:nwor_fallbacks_total{reason!~.*}\[10m\]\) > 0\n +or ", ""),
+    (r"{reason!~[^}]*}", ""),
+    (r"{reason=~[^}]*}", ""),
     (r'requested!="off", ', ""),
     (r"} == 1", "}"),
     (r"(?<=num_drafts_total) > 0\n", "\n"),
