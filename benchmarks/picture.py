@@ -13,7 +13,7 @@ slot's is NWOR's layout, found by writing through vLLM's own writer (kv_probe.py
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, prompts, settings
+from benchmarks import environment, plot, prompts, settings
 from benchmarks.arguments import parse
 from benchmarks.files import write_json, write_whole
 from benchmarks.process import leave
@@ -21,43 +21,27 @@ from benchmarks.process import leave
 ROOT = Path(__file__).resolve().parents[1]
 # Which of prompts.json; which steps after the prompt's own; slots before their first.
 PROMPT, STEPS, NUM_SLOTS_BEFORE = 1, range(9, 21), 3
-# A slot after a step, as the file has it, with its color and meaning.
-STATES = {
-    ".": ("#ffffff", "nothing written"),
-    "c": ("#cddcec", "committed before"),
-    "a": ("#1f6fb4", "committed in this step"),
-    "x": ("#d62f2f", "rejected in this step: bytes changed"),
-    "d": ("#f2b5ae", "left behind by an earlier step"),
-    "o": ("#7cc47c", "rejected in this step: bytes as before"),
-}
-TITLES = {
-    "vllm": "vLLM: keys and values of rejected drafts stay in the cache",
-    "nwor": "vLLM with NWOR: slots of rejected drafts are as before the step",
-}
-# Of each layer: its cache [bytes] uint8, the bytes of a block, and [slots of a block,
-# bytes of a slot] int64, the place of each byte in its block.
-Layers = list[tuple[Any, int, Any]]
+# Of each layer its cache, and the places in a block of each slot's bytes.
+Layers = list[tuple[Any, Any]]
 
 
-def read(layers: Layers, blocks: list[int]) -> Any:
-    """[num_slots, bytes of a slot in all layers] uint8: the slots of `blocks`."""
+def read(layers: Layers) -> Any:
+    """[num_blocks, slots of a block, bytes of a slot in all layers] uint8."""
     import torch
 
-    return torch.cat(
-        [torch.cat([c[b * size :][own] for b in blocks]) for c, size, own in layers],
-        dim=1,
-    )
+    parts = [cache.view(torch.uint8).flatten(1)[:, own] for cache, own in layers]
+    return torch.cat(parts, dim=2)
 
 
 def play(engine: Any, layers: Layers, prompt: list[int]) -> dict[str, Any]:
     """Runs the prompt up to the last of STEPS, then aborts it.
 
-    Returns tokens; first_slot; steps: [drafts, accepted] of each; slots: STATES of
-    first_slot and those behind it after each step.
+    Returns tokens; first_slot; steps: [drafts, accepted] of each; slots: the states
+    (plot.SLOT_STATES) of first_slot and those behind it after each step.
     """
     from vllm import SamplingParams
 
-    for cache, _, _ in layers:
+    for cache, _ in layers:
         cache.zero_()
     sampling = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
     engine.add_request("picture", {"prompt_token_ids": prompt}, sampling)
@@ -65,59 +49,27 @@ def play(engine: Any, layers: Layers, prompt: list[int]) -> dict[str, Any]:
     (request,) = scheduler.requests.values()
     for _ in range(STEPS.start):
         engine.step()
-    every = list(range(scheduler.cache_config.num_gpu_blocks))
     first, steps, slots = request.num_tokens - 1 - NUM_SLOTS_BEFORE, [], []
     for _ in STEPS:
         known, drafts = request.num_tokens, len(request.spec_token_ids)
-        before = read(layers, every)
+        before = read(layers)
         engine.step()
         accepted = request.num_tokens - known - 1
         (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        after = read(layers, blocks)
-        before = before.unflatten(0, (len(every), -1))[blocks].flatten(0, 1)
-        differs, written = (after != before).any(1), after.any(1)
-        found = ["d" if one else "." for one in written.tolist()]
+        after, before = (each[blocks].flatten(0, 1) for each in (read(layers), before))
+        differs = (after != before).any(1)
+        found = ["d" if one else "." for one in after.any(1)]
         found[: known - 1] = "c" * (known - 1)
         found[known - 1 : known + accepted] = "a" * (1 + accepted)
         for slot in range(known + accepted, known + drafts):
             found[slot] = "x" if differs[slot] else "o"
         steps.append([drafts, accepted])
         slots.append("".join(found[first:]).rstrip("."))
-    tokens = list(request.output_token_ids)
     engine.abort_request(["picture"])
-    while engine.has_unfinished_requests():
-        engine.step()
+    engine.step()
     slots = [row.ljust(max(map(len, slots)), ".") for row in slots]
+    tokens = list(request.output_token_ids)
     return {"tokens": tokens, "first_slot": first, "steps": steps, "slots": slots}
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes the picture of a result, a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    colors = ListedColormap([color for color, _ in STATES.values()])
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (name, title) in zip(figure.subplots(2, 1), TITLES.items(), strict=True):
-        run = result["runs"][name]
-        cells = [[list(STATES).index(one) for one in row] for row in run["slots"]]
-        slots = range(run["first_slot"], run["first_slot"] + len(cells[0]))
-        grid = {"edgecolors": "#e4e4e4", "linewidth": 0.6}
-        axes.pcolormesh(slots, STEPS, cells, cmap=colors, vmin=0, vmax=5, **grid)
-        axes.invert_yaxis()
-        axes.set_yticks(STEPS, [str(step) for step in STEPS], fontsize=7)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_ylabel("step")
-    axes.set_xlabel("slot of the request in the KV cache")
-    patches = [
-        Patch(facecolor=color, edgecolor="#b0b0b0", label=meaning)
-        for color, meaning in STATES.values()
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
 
 
 def main() -> None:
@@ -137,11 +89,9 @@ def main() -> None:
     manager = worker.model_runner.nwor_state.manager
     layers: Layers = []
     for layer in (layer for group in manager.groups for layer in group.layers):
-        cache, rows = layer.kv_cache, layer.layout.runs.tolist()
-        whole = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+        rows = layer.layout.runs.tolist()  # (place in a block, length) of each run
         own = [[at + i for at, n in runs for i in range(n)] for runs in rows]
-        start = cache.storage_offset() * cache.element_size()
-        layers.append((whole[start:], layer.layout.block_stride, torch.tensor(own)))
+        layers.append((layer.kv_cache, torch.tensor(own)))
     (prompt,) = prompts.encode([prompts.read(None)[PROMPT]], engine.get_tokenizer())
     nwor = play(engine, layers, prompt)
     if manager.shadow is None or manager.fallbacks:
@@ -155,11 +105,13 @@ def main() -> None:
         "command": "python -m benchmarks.picture",
         "model": target.label,
         "environment": environment.describe("cpu", ROOT),
-        "states": {state: meaning for state, (_, meaning) in STATES.items()},
+        "first_step": STEPS.start,
+        "states": {state: meaning for state, (_, meaning) in plot.SLOT_STATES.items()},
         "runs": runs,
     }
     write_json(ROOT / "results" / "picture.json", result)
-    write_whole(ROOT / "docs" / "picture.png", lambda path: draw(result, path))
+    shown = ROOT / "docs" / "picture.png"
+    write_whole(shown, lambda path: plot.draw_slots(result, path))
 
 
 if __name__ == "__main__":

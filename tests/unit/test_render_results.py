@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import picture, views
+from benchmarks import plot, views
 from PIL import Image
 
 from tools.results import render
@@ -295,7 +295,7 @@ def test_extremes_are_chosen_by_the_median_ratio():
 
 def test_the_picture_is_drawn_from_its_file_and_shows_no_trace(tmp_path):
     result = json.loads((ROOT / "results" / "picture.json").read_text())
-    picture.draw(result, tmp_path / "drawn.png")
+    plot.draw_slots(result, tmp_path / "drawn.png")
     paths = (tmp_path / "drawn.png", ROOT / "docs" / "picture.png")
     drawn, shown = (np.asarray(Image.open(path)) for path in paths)
     assert np.array_equal(drawn, shown)
