@@ -71,7 +71,7 @@ def extremes(results: Sequence[Result]) -> str:
         for name in _tested(result):
             median = result["summary"]["ratio"][name]["median"]
             by_mode.setdefault(name, []).append((median, _cell(result, name)))
-    columns = (0, 1, 2, 3, 5, 8, 9, 10, 11, 13)
+    columns = (0, 1, 2, 3, 5, 8, 9, 10, 11, 12, 13)
     head = _CELLS.split(" | ")
     rows = []
     for name, lines in by_mode.items():
