@@ -32,7 +32,7 @@ export DO_NOT_TRACK := 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test serve soak lint format wheel setup models lock deps clean distclean
+.PHONY: help bench picture test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
 .PHONY: check-vllm test-older test-oldest
 
@@ -44,6 +44,9 @@ bench: models ## compare speed and outputs with NWOR off and on; writes bench-ou
 	@mkdir -p $(RESULTS)
 	$(PY) bench_vllm.py --json $(RESULTS)/bench_cpu.json \
 		--plot $(RESULTS)/bench_cpu.png $(ARGS)
+
+picture: models ## draw docs/picture.png anew, from a real run of one prompt
+	$(PY) -m benchmarks.picture
 
 # Without Prometheus (make deps) the tests that need it fail, and say so; others run.
 test: models ## run the tests; ARGS="-k name" for some of them

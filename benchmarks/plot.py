@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of a comparison: each pair's ratio, the tested arms beside the control.
+"""The plot of a comparison: each pair's ratio, the tested arms beside the control; and
+that of slots over steps (picture.py).
 
 Drawn from the result alone (the content of the JSON file).
 """
@@ -12,6 +13,19 @@ from typing import Any
 from benchmarks.ab import CONTROL
 from benchmarks.report import pair_of
 
+# A slot after a step, as the file has it, with its color and meaning.
+SLOT_STATES = {
+    ".": ("#ffffff", "nothing written"),
+    "c": ("#cddcec", "committed before"),
+    "a": ("#1f6fb4", "committed in this step"),
+    "x": ("#d62f2f", "rejected in this step: bytes changed"),
+    "d": ("#f2b5ae", "left behind by an earlier step"),
+    "o": ("#7cc47c", "rejected in this step: bytes as before"),
+}
+_TITLES = {
+    "vllm": "vLLM: keys and values of rejected drafts stay in the cache",
+    "nwor": "vLLM with NWOR: slots of rejected drafts are as before the step",
+}
 _OFF, _ON = "#7a7a7a", ("#1f6fb4", "#c05a1a")
 
 
@@ -49,3 +63,32 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8, title="median (90 % interval)", title_fontsize=8)
     figure.savefig(path, format="png", dpi=150)
+
+
+def draw_slots(result: dict[str, Any], path: Path) -> None:
+    """Writes the picture of slots over steps to `path`, a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    colors = ListedColormap([color for color, _ in SLOT_STATES.values()])
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, title) in zip(figure.subplots(2, 1), _TITLES.items(), strict=True):
+        run = result["runs"][name]
+        cells = [[list(SLOT_STATES).index(one) for one in row] for row in run["slots"]]
+        steps = range(result["first_step"], result["first_step"] + len(cells))
+        slots = range(run["first_slot"], run["first_slot"] + len(cells[0]))
+        grid = {"edgecolors": "#e4e4e4", "linewidth": 0.6}
+        axes.pcolormesh(slots, steps, cells, cmap=colors, vmin=0, vmax=5, **grid)
+        axes.invert_yaxis()
+        axes.set_yticks(steps, [str(step) for step in steps], fontsize=7)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_ylabel("step")
+    axes.set_xlabel("slot of the request in the KV cache")
+    shown = [
+        Patch(fc=one, ec="#b0b0b0", label=what) for one, what in SLOT_STATES.values()
+    ]
+    figure.legend(handles=shown, loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, format="png", dpi=110)

@@ -38,21 +38,56 @@ def everything(result: Result) -> str:
     return "\n\n".join([about, *(table.markdown() for table in tables), words])
 
 
+def short(result: Result) -> str:
+    """Four of the lines that bench_vllm.py printed: of the check of the outputs, both
+    ratios of a comparison, and its last one, of host time."""
+    _, _, *ratios = report.ratio_table(result).text().splitlines()
+    checks = [report.outputs_line(result), report.verdict_lines(result)[-1]]
+    return "\n".join(["```", checks[0], *ratios[:2], checks[1], "```"])
+
+
+_CELLS = (
+    "model, device | method, drafts | runner | batch | prompt | accepted | log | "
+    "mode | baseline | mode / baseline (90 %) | control (90 %) | budget | pairs | "
+    "begin + commit | date, UTC | commit"
+)
+
+
 def cells(results: Sequence[Result]) -> str:
     """A line for each tested arm of a file: what was compared with which baseline, its
     ratio beside the control's, whether that is within the budget and the intervals as
     narrow as asked for, host time. First those that were compared with no hooks."""
     rows = []
     for result in sorted(results, key=lambda one: one.get("baseline") == summary.IDLE):
-        if result["mode"] != "compare":
-            raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
-        rows += [_cell(result, name) for name in summary.tested(result)]
-    head = (
-        "model, device | method, drafts | runner | batch | prompt | accepted | log | "
-        "mode | baseline | mode / baseline (90 %) | control (90 %) | budget | pairs | "
-        "begin + commit | date, UTC | commit"
-    )
-    return _markdown(head, rows)
+        rows += [_cell(result, name) for name in _tested(result)]
+    return _markdown(_CELLS, rows)
+
+
+def extremes(results: Sequence[Result]) -> str:
+    """Of all the lines of `cells`, for each mode: the best, the median and the worst by
+    their median ratio; of an even number of lines the worse of the middle two."""
+    by_mode: dict[str, list[tuple[float, tuple[str, ...]]]] = {}
+    for result in results:
+        for name in _tested(result):
+            median = result["summary"]["ratio"][name]["median"]
+            by_mode.setdefault(name, []).append((median, _cell(result, name)))
+    columns = (0, 1, 2, 3, 5, 8, 9, 10, 11, 12, 13)
+    head = _CELLS.split(" | ")
+    rows = []
+    for name, lines in by_mode.items():
+        lines.sort(reverse=True)
+        places = {f"best of {len(lines)}": 0, "median": len(lines) // 2, "worst": -1}
+        for place, index in places.items():
+            cell = lines[index][1]
+            rows.append((f"{name}, {place}", *(cell[one] for one in columns)))
+    return _markdown(" | ".join(["line", *(head[one] for one in columns)]), rows)
+
+
+def _tested(result: Result) -> list[str]:
+    """The arms that a comparison tested. Raises BadBlock if it is none."""
+    if result["mode"] != "compare":
+        raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
+    return summary.tested(result)
 
 
 def _cell(result: Result, name: str) -> tuple[str, ...]:
@@ -326,6 +361,10 @@ def kernels(result: Result) -> str:
     return "\n\n".join([about, _code(result["command"]), table])
 
 
+# How older files have what checks.py says of a probe.
+_PROBED = re.compile(r"(\d+) different in (\d+ runs of \d+ tokens)")
+
+
 def soak(result: Result) -> str:
     """The verdicts of a soak, a line a check."""
     env, load = result["environment"], result["load"]
@@ -337,7 +376,10 @@ def soak(result: Result) -> str:
         f"time, {args['api_server_count']} API servers."
     )
     rows = [
-        tuple(row[cell].replace("|", "/") for cell in ("name", "verdict", "found"))
+        tuple(
+            _PROBED.sub(r"\2, distinct outputs: \1", row[cell]).replace("|", "/")
+            for cell in ("name", "verdict", "found")
+        )
         for row in result["checks"]
     ]
     table = _markdown("check | verdict | found", rows, left=True)

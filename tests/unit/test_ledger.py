@@ -6,6 +6,7 @@ Does not cover: what those functions do. The integration tests do.
 """
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,15 @@ def test_a_row_says_why_and_until_when(row):
 
 def test_no_row_is_left_out_where_sources_are_compared():
     assert {id(row) for name in HOOKED for row in ledger(name)} == set(map(id, OURS))
+
+
+def test_the_page_for_vllms_maintainers_has_every_row():
+    page = Path(__file__).resolve().parents[2] / "docs" / "for_vllm.md"
+    text = page.read_text()
+    methods = [row.qualname.split(".") for row in ROWS]
+    names = [owner[-2:] if owner[-1] == "__init__" else owner[-1:] for owner in methods]
+    missing = [name for name in names if ".".join(name) + "`" not in text]
+    assert missing == []
 
 
 def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():

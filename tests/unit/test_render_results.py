@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The views of GPU results: what a row is made of, and that a difference shows."""
 
+import json
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
-from benchmarks import views
+from benchmarks import plot, views
+from PIL import Image
 
 from tools.results import render
 
+ROOT = Path(__file__).resolve().parents[2]
 SLOT = 2 * 2 * 8 * 128 * 32  # bytes of a token of shape:llama-8b, bf16
 
 
@@ -237,3 +244,94 @@ def test_host_times_name_their_cell_and_kind():
     with_hooks = views.host([result | {"hooks": {"Runner.step": hook}}])
     assert last_row(with_hooks) == ["v2, H200", "Runner.step", "3.0 us", "6.1 us"]
     assert last_row(text) == ["v2, H200", "prepared", *["20.0 us"] * 3, "160"]
+
+
+def test_extremes_are_chosen_by_the_median_ratio():
+    def result(batch, **medians):
+        control = {"median": 1.0, "low": 0.999, "high": 1.001}
+        ratio = {name: control | {"median": one} for name, one in medians.items()}
+        return {
+            "mode": "compare",
+            "baseline": "unhooked",
+            "model": "m",
+            "arguments": {
+                "method": "eagle",
+                "num_speculative_tokens": 4,
+                "batch_size": batch,
+                "context": 256,
+            },
+            "engine": {"log_bytes": 0},
+            "environment": {"date": "d", "gpu": "G1", "commit": "c", "variables": {}},
+            "summary": {
+                "ratio": {**ratio, "control": control},
+                "num_pairs": 9,
+                "until_reached": True,
+                "acceptance": {"accepted": 7, "drafted": 10},
+                "nwor": {name: {"host": None} for name in medians},
+            },
+        }
+
+    results = [
+        result(1, cow=0.99, stage=0.7),
+        result(2, cow=0.97),
+        result(3, cow=0.98),
+        result(4, cow=0.96),
+    ]
+    rows = views.extremes(results).splitlines()[2:]
+    found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+    assert [(row[0], row[4], row[7][:6]) for row in found] == [
+        ("cow, best of 4", "1", "0.9900"),
+        ("cow, median", "2", "0.9700"),
+        ("cow, worst", "4", "0.9600"),
+        ("stage, best of 1", "1", "0.7000"),
+        ("stage, median", "1", "0.7000"),
+        ("stage, worst", "1", "0.7000"),
+    ]
+
+
+# --- documents
+
+
+def test_the_picture_is_drawn_from_its_file_and_shows_no_trace(tmp_path):
+    result = json.loads((ROOT / "results" / "picture.json").read_text())
+    plot.draw_slots(result, tmp_path / "drawn.png")
+    paths = (tmp_path / "drawn.png", ROOT / "docs" / "picture.png")
+    drawn, shown = (np.asarray(Image.open(path)) for path in paths)
+    assert np.array_equal(drawn, shown)
+    vanilla, nwor = result["runs"]["vllm"], result["runs"]["nwor"]
+    assert (vanilla["tokens"], vanilla["steps"]) == (nwor["tokens"], nwor["steps"])
+    cleaned = str.maketrans({"x": "o", "d": "."})
+    assert [row.translate(cleaned) for row in vanilla["slots"]] == nwor["slots"]
+    assert {"x", "d"} <= set("".join(vanilla["slots"]))
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def anchors(document):
+    """The anchors of a document's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        path.relative_to(ROOT).as_posix()
+        for folder in (".", "docs", "results", "tools/*")
+        for path in sorted(ROOT.glob(f"{folder}/*.md"))
+    ],
+)
+def test_every_link_of_a_document_leads_somewhere(document):
+    path = ROOT / document
+    bad = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        target, _, anchor = link.partition("#")
+        if target.startswith("https://"):
+            continue
+        found = (path.parent / target).resolve() if target else path
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            bad.append(link)
+    assert bad == []

@@ -35,7 +35,9 @@ from benchmarks.views import BadBlock, Result  # noqa: E402
 # Name -> kind of its files, whether it takes several, and what makes its Markdown.
 VIEWS: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
     "all": ("bench_vllm", False, views.everything),
+    "short": ("bench_vllm", False, views.short),
     "cells": ("bench_vllm", True, views.cells),
+    "extremes": ("bench_vllm", True, views.extremes),
     "blocks": ("bench_vllm", True, views.blocks),
     "bytes": ("bench_vllm", True, views.moved_bytes),
     "kernels": ("bench_kernels", False, views.kernels),

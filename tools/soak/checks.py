@@ -98,8 +98,8 @@ def _probe(record: Record) -> Check:
         num_outputs, num_tokens = len(one["outputs"]), min(one["num_tokens"])
         good &= num_outputs == 1 and one["runs"] >= MIN_PROBES and num_tokens > 0
         parts.append(
-            f"{kind}: {num_outputs} different in {one['runs']} runs of "
-            f"{num_tokens} tokens"
+            f"{kind}: {one['runs']} runs of {num_tokens} tokens, distinct outputs: "
+            f"{num_outputs}"
         )
     return Check("probe", good, "; ".join(parts) or "no probe ran", wanted)
 
