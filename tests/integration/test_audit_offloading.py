@@ -62,11 +62,21 @@ def the_final_slot_is_stored() -> Iterator[None]:
         owner._build_store_jobs = mended
 
 
-def stored_and_loaded(mode: str = "off", **arguments: Any) -> Engine:
-    """Stores the texts of FIRST, then runs requests that load them."""
-    # One a process; a second engine would get the first one's, and its caches.
+def end_connector() -> None:
+    """There is one a process; another engine would get it, and its caches."""
     kv_transfer_state.ensure_kv_transfer_shutdown()
     kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+
+@pytest.fixture(autouse=True)
+def no_connector_stays() -> Iterator[None]:
+    yield
+    end_connector()
+
+
+def stored_and_loaded(mode: str = "off", **arguments: Any) -> Engine:
+    """Stores the texts of FIRST, then runs requests that load them."""
+    end_connector()
     settings = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
     engine = Engine(
         mode,
