@@ -27,7 +27,7 @@ from .. import ops
 from ..config import AuditMode, NworConfig
 from ..device_memory import DeviceMemory
 from ..draft_manager import NworError, State
-from ..hooks._wrap import HookTarget, install_all
+from ..hooks._wrap import HookTarget, argument, install_all
 from ..hooks.discovery import target_layers
 from ..hooks.engine_core import parallel_refusal
 from . import offloading
@@ -155,7 +155,7 @@ def _initialize_kv_cache(
     runner.nwor_audit = None
     result = wrapped(*args, **kwargs)
     config = NworConfig.from_env()
-    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+    is_profiling = argument(INITIALIZE, "is_profiling", args, kwargs)
     if config.audit is AuditMode.OFF or is_profiling:
         return result
     try:
@@ -297,7 +297,7 @@ def _guarded(runner: Any, run: Callable[[RunnerAudit], None]) -> None:
 def _execute_model(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
-    scheduled = args[0] if args else kwargs["scheduler_output"]
+    scheduled = argument(EXECUTE, "scheduler_output", args, kwargs)
     _guarded(runner, lambda state: _begin_step(state.audit, scheduled))
     return wrapped(*args, **kwargs)
 
@@ -383,7 +383,7 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
     def resolve(state: RunnerAudit) -> None:
         if not state.audit.is_open:
             return
-        metadata = args[1] if len(args) > 1 else kwargs["spec_decode_metadata"]
+        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
         state.audit.resolve(
             None if metadata is None else metadata.cu_num_sampled_tokens,
             None if metadata is None else output.sampled_token_ids,

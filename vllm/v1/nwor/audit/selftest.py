@@ -318,8 +318,11 @@ def swapped_tables(bench: Bench) -> Expected:
     return Expected("wrong_prefix", (slot,), writer="two")
 
 
-def wrong_hit(bench: Bench) -> Expected:
-    """A request is given another text's block for its cached prefix."""
+def given_another_block(
+    bench: Bench, on_block: Callable[[int], None] = lambda block: None
+) -> tuple[int, ...]:
+    """Runs a request whose cached prefix is another text's block, by its table; calls
+    `on_block` with that block before the step. Returns the block's first slot."""
     start(bench)
     bench.finish()
     slots: list[int] = []
@@ -330,13 +333,19 @@ def wrong_hit(bench: Bench) -> Expected:
             (blocks,) = request.block_ids
             slots.append(blocks[1] * BLOCK_SIZE)
             blocks[0] = blocks[1]
+            on_block(blocks[0])
         return execute_model(scheduled, *args, **kwargs)
 
     bench.add("again", prompt(1, 75), 4)
     with bench.replaced(bench.runner, "execute_model", bent):
         bench.step()
     bench.finish()
-    return Expected("wrong_prefix", tuple(slots), writer="one")
+    return tuple(slots)
+
+
+def wrong_hit(bench: Bench) -> Expected:
+    """A request is given another text's block for its cached prefix."""
+    return Expected("wrong_prefix", given_another_block(bench), writer="one")
 
 
 def missing_write(bench: Bench) -> Expected:
@@ -385,24 +394,10 @@ def rejected_tail(bench: Bench) -> Expected:
 
 def idle_load(bench: Bench) -> Expected:
     """A load is reported done, and its block still holds another text."""
-    start(bench)
-    bench.finish()
-    slots: list[int] = []
-    execute_model = bench.runner.execute_model
-
-    def bent(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        for request in scheduled.scheduled_new_reqs:
-            (blocks,) = request.block_ids
-            slots.append(blocks[1] * BLOCK_SIZE)
-            blocks[0] = blocks[1]
-            bench.audit.audit.hand_on([[blocks[0]]], fills=True)
-        return execute_model(scheduled, *args, **kwargs)
-
-    bench.add("again", prompt(1, 75), 4)
-    with bench.replaced(bench.runner, "execute_model", bent):
-        bench.step()
-    bench.finish()
-    return Expected("never_loaded", tuple(slots), bench.layer(0).name)
+    slots = given_another_block(
+        bench, lambda block: bench.audit.audit.hand_on([[block]], fills=True)
+    )
+    return Expected("never_loaded", slots, bench.layer(0).name)
 
 
 FAULTS = (
