@@ -199,12 +199,14 @@ def sleep(result: Result) -> str:
     """What NWOR did before a sleep and after each wake-up; a line a phase."""
     rows = []
     for name, entry in result["entries"].items():
-        for phase, found in entry["cow"]["phases"].items():
+        (mode,) = entry.keys() & {"cow", "stage"}
+        for phase, found in entry[mode]["phases"].items():
             done = found["rows"].values()
             in_pool = [tag for tag in found["pools"].values() if tag is not None]
             rows.append(
                 (
                     name,
+                    mode,
                     phase,
                     *(
                         number(sum(row[count] for row in done))
@@ -215,8 +217,8 @@ def sleep(result: Result) -> str:
                 )
             )
     head = (
-        "engine | after | windows | drafts | accepted | rejected | our tensors in the "
-        "pool that sleep empties | date, UTC | commit"
+        "engine | mode | after | windows | drafts | accepted | rejected | our tensors "
+        "in the pool that sleep empties | date, UTC | commit"
     )
     return _markdown(head, rows, left=True)
 

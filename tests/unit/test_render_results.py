@@ -209,7 +209,7 @@ def test_a_sleeping_engine_has_a_line_for_each_phase():
 
     assert len(text.splitlines()) == 2 + 2
     assert last_row(text) == [
-        *("one", "level 1", "6", "24", "10", "14", "1"),
+        *("one", "cow", "level 1", "6", "24", "10", "14", "1"),
         *("2026-01-02 03:04", "abcdef01"),
     ]
 

@@ -237,7 +237,8 @@ class DraftCommitManager:
 
         Raises: as abort.
         """
-        self.abort(STALE_LOG)
+        if self.state is not State.IDLE:
+            self.abort(STALE_LOG)
         if self.shadow is not None:
             self.shadow.start_step(keeps)
 
