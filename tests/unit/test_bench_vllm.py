@@ -780,6 +780,18 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, hooks, monkeypatc
     assert (found["begin_ns"], found["commit_ns"]) == ([110], [1000])
 
 
+def test_host_times_of_a_step_that_is_all_staged(worker, hooks, monkeypatch):
+    ticks = itertools.accumulate([0, 100])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    manager = worker.model_runner.nwor_state.manager
+    manager.stage = lambda windows: True
+    worker.nwor_set_hooked(True)
+
+    assert manager.stage("windows") is True
+
+    assert worker.nwor_report()["begin_ns"] == [100]
+
+
 @pytest.mark.parametrize("stages", [True, False])
 def test_extension_switches_shadow_pages(worker, hooks, stages):
     manager = worker.model_runner.nwor_state.manager
