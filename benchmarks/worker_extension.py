@@ -126,7 +126,8 @@ class NworWorkerExtension:
         Waits for the device, because the counters are read from it.
 
         Returns:
-            kv_blocks: blocks of the KV cache, in every mode.
+            kv_blocks: blocks of the KV cache that requests can have, in every mode:
+                shadow blocks are not among them.
             kv_block_tokens: slots a block, of each KV-cache group.
             present: whether there is a manager.
             groups: group, requested, resolved, reason of each KV-cache group.
@@ -142,7 +143,7 @@ class NworWorkerExtension:
         config = runner.kv_cache_config
         manager = _manager(runner)
         report: dict[str, Any] = {
-            "kv_blocks": config.num_blocks,
+            "kv_blocks": _num_blocks(config),
             "kv_block_tokens": [
                 group.kv_cache_spec.block_size for group in config.kv_cache_groups
             ],
@@ -176,6 +177,16 @@ def _manager(runner: Any) -> DraftCommitManager | None:
     state = getattr(runner, "nwor_state", None)
     manager: DraftCommitManager | None = None if state is None else state.manager
     return manager
+
+
+def _num_blocks(config: Any) -> int:
+    """Those that the scheduler has: the workers' caches have shadow blocks besides."""
+    reserved = getattr(config, "nwor_shadow", None)
+    regions = reserved.values() if isinstance(reserved, dict) else ()
+    found: int = min(
+        (region.num_real_blocks for region in regions), default=config.num_blocks
+    )
+    return found
 
 
 def _groups(runner: Any) -> list[dict[str, Any]]:
