@@ -274,7 +274,16 @@ SLEEP = (
     _spec("sleep-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
 )
 
-BY_NAME = {spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP)}
+# Engines beside vLLM's OffloadingConnector; the first one's drafter is left out.
+OFFLOADING = (
+    _spec("offloading-v2", "eagle", "FLASH_ATTN", "EAGER", "auto", False),
+    _spec("offloading-v1-ngram", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
+)
+
+BY_NAME = {
+    spec.name: spec
+    for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING)
+}
 
 FACTORS = (
     ("ngram", "draft_model", "head"),
