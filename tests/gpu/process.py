@@ -27,7 +27,7 @@ from tests.gpu.rows import Request, Row, prompt, rows
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
-FLIP_BEFORE_STEP = 14
+FLIP_BEFORE_STEP = 8
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 

@@ -60,6 +60,11 @@ class RunnerAudit:
         # Of requests: what seeds their texts' identity, and whether those are opaque.
         self.about: dict[str, tuple[int, bool]] = {}
 
+    def restart(self, budget_bytes: int) -> None:
+        """As Audit.restart."""
+        self.audit.restart(budget_bytes)
+        self.about.clear()
+
 
 def install(module: ModuleType) -> None:
     """Wraps the worker in `module`. Raises HostMismatch if it is not as expected."""

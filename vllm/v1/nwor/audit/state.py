@@ -310,11 +310,7 @@ class Audit:
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
         self.step = 0
-        total = sum(group.block_bytes for group in groups) or 1
-        # Each group has its share of the budget.
-        self._scanned = [
-            max(budget_bytes // total, 1) if budget_bytes else 0 for group in groups
-        ]
+        self._scanned = self._blocks_of(budget_bytes)
         self._generations = itertools.count(1)
         self._names: dict[int, str] = {}
         self._requests: dict[str, _Request] = {}
@@ -345,6 +341,20 @@ class Audit:
     def steps_of_a_pass(self, num_blocks: int) -> int:
         """Steps until `num_blocks` blocks were compared once."""
         return -(-num_blocks // max(self._scanned[0], 1))
+
+    def _blocks_of(self, budget_bytes: int) -> list[int]:
+        """Blocks that are compared in a step: each group has its share."""
+        total = sum(group.block_bytes for group in self.groups) or 1
+        blocks = max(budget_bytes // total, 1) if budget_bytes else 0
+        return [blocks for _ in self.groups]
+
+    def restart(self, budget_bytes: int) -> None:
+        """Begins anew, after steps that it did not see. No request may be running.
+        budget_bytes: from here on; 0 only if it was so from the start."""
+        for name in list(self._requests):
+            self._forget(name)
+        self.forget_cache()
+        self._scanned = self._blocks_of(budget_bytes)
 
     # -- requests ------------------------------------------------------------------
 
