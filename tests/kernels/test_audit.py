@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,7 +21,9 @@ import torch
 from tests.helpers.environment import REPO
 from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
+from vllm_nwor.audit import runner_v2
 from vllm_nwor.audit.findings import CLASSES, COLUMNS, Finding
+from vllm_nwor.audit.runner import RunnerAudit
 from vllm_nwor.audit.state import (
     PLAN_COLUMNS,
     RECORD_COLUMNS,
@@ -32,7 +35,9 @@ from vllm_nwor.audit.state import (
     Loads,
     Text,
 )
+from vllm_nwor.config import AuditMode
 from vllm_nwor.device_memory import DeviceMemory
+from vllm_nwor.draft_manager import State
 from vllm_nwor.kv_layout import KVLayout, row_layout
 from vllm_nwor.launches import LayerCache
 
@@ -43,11 +48,16 @@ HEADS, WIDTH = 2, 9  # 18 bytes a slot: two words, and a part of one
 EVERYTHING = 1 << 30
 
 
-@pytest.fixture(autouse=True, params=DEVICES)
+@pytest.fixture(
+    autouse=True,
+    params=[(device, is_v2) for device in DEVICES for is_v2 in (False, True)],
+    ids=lambda param: f"{param[0]}-{'v2' if param[1] else 'v1'}",
+)
 def device(request):
-    """Every World is on it."""
-    ops.load(request.param)
-    World.device = torch.device(request.param)
+    """Every World is on it, and is of one of vLLM's runners."""
+    name, World.is_v2 = request.param
+    ops.load(name)
+    World.device = torch.device(name)
     return World.device
 
 
@@ -74,9 +84,11 @@ class Work:
 @dataclass
 class World:
     """is_undone: rejected slots are restored, as in mode cow. On the CPU the last layer
-    is packed (its slots are columns of a block), and in a table of its own."""
+    is packed (its slots are columns of a block), and in a table of its own. is_v2: the
+    V2 runner's hooks see its steps, and its requests have numbers, which are seats."""
 
     device: ClassVar[torch.device]
+    is_v2: ClassVar[bool]
     budget: int = EVERYTHING
     is_undone: bool = False
     window: int = 0
@@ -116,6 +128,19 @@ class World:
         )
         self.news: list[Any] = []
         self.finished: list[str] = []
+        self.numbers: dict[str, int] = {}
+        config: Any = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
+        manager = SimpleNamespace(is_open=self.is_undone, state=State.IDLE)
+        self.runner = SimpleNamespace(
+            nwor_audit=RunnerAudit(self.audit, config, ""),
+            nwor_state=SimpleNamespace(manager=manager),
+            req_states=SimpleNamespace(
+                req_id_to_index=self.numbers,
+                all_token_ids=SimpleNamespace(
+                    gpu=torch.zeros((4, 64), dtype=torch.int32, device=self.device)
+                ),
+            ),
+        )
 
     @property
     def has_packed(self) -> bool:
@@ -126,9 +151,12 @@ class World:
     def add(self, name: str, text: Sequence[int], blocks: Sequence[int], hit: int = 0):
         self.requests[name] = Request(list(text), list(blocks), hit)
         self.news.append((name, hit, [list(blocks)] * self.num_groups))
+        self.numbers[name] = max({0, 1, 2, 3} - set(self.numbers.values()))
+        row = self.runner.req_states.all_token_ids.gpu[self.numbers[name]]
+        row[: len(text)] = torch.tensor(text, dtype=torch.int32)
 
     def finish(self, name: str) -> None:
-        del self.requests[name]
+        del self.requests[name], self.numbers[name]
         self.finished.append(name)
 
     def step(
@@ -169,7 +197,7 @@ class World:
             [slot_mapping.to(self.device)] * self.num_groups,
             [blocks.to(self.device)] * self.num_groups,
         )
-        self.audit.plan(batch, list(works), lambda row: self._text(list(works)[row]))
+        self._plan(batch, list(works))
         before = [cache.clone() for cache in self.caches]
         for token, position, slot in zip(
             tokens, positions, slot_mapping.tolist(), strict=True
@@ -190,14 +218,50 @@ class World:
             if work.accepted:
                 right = work.drafts[: work.accepted]
                 request.text[request.computed - work.accepted :] = right
-        self.audit.resolve(
-            torch.tensor(cu_logits[1:], dtype=torch.int32, device=self.device),
-            sampled.to(self.device),
-            100,
-            None,
-            self.is_undone,
-        )
+        cu_num_logits = torch.tensor(cu_logits, dtype=torch.int32, device=self.device)
+        self._resolve(batch, works, cu_num_logits, sampled.to(self.device))
         return self.found()
+
+    def _plan(self, batch: Batch, names: list[str]) -> None:
+        if not self.is_v2:
+            self.audit.plan(batch, names, lambda row: self._text(names[row]))
+            return
+        for name in names:
+            self.runner.nwor_audit.about[name] = (0, self.requests[name].is_opaque)
+        numbers = [self.numbers[name] for name in names]
+        self.v2_batch = SimpleNamespace(
+            req_ids=names,
+            idx_mapping=torch.tensor(numbers, device=self.device),
+            **batch._asdict(),
+        )
+        self.v2_batch.input_ids = batch.tokens
+        runner_v2._prepare_attn(
+            lambda _: (batch.block_tables, batch.slot_mappings),
+            self.runner,
+            (self.v2_batch,),
+            {},
+        )
+
+    def _resolve(
+        self,
+        batch: Batch,
+        works: dict[str, Work],
+        cu_num_logits: torch.Tensor,
+        sampled: torch.Tensor,
+    ) -> None:
+        if not self.is_v2:
+            self.audit.resolve(cu_num_logits[1:], sampled, 100, None, self.is_undone)
+            return
+        rejected = [len(work.drafts) - work.accepted for work in works.values()]
+        num_rejected = torch.tensor(rejected, dtype=torch.int32, device=self.device)
+        self.v2_batch.cu_num_logits = cu_num_logits
+        self.v2_batch.num_draft_tokens = sum(len(w.drafts) for w in works.values())
+        runner_v2._sample(
+            lambda *_: (None, None, num_rejected),
+            self.runner,
+            (None, self.v2_batch, None),
+            {},
+        )
 
     def _text(self, name: str) -> Text:
         request = self.requests[name]
@@ -694,6 +758,7 @@ def test_after_the_cache_is_gone_nothing_of_it_is_believed():
 def test_more_findings_than_the_table_holds_are_counted():
     world = prefilled()
     found, world.found = world.found, lambda: []
+    publish, world.audit.publish = world.audit.publish, lambda: None
     # 8 slots in each table, 320 in all.
     for _ in range(20 if world.has_packed else 40):
         for cache in world.caches:
@@ -701,7 +766,8 @@ def test_more_findings_than_the_table_holds_are_counted():
             cache[4] += 1
         world.step({"a": Work(0), "b": Work(0)})
     assert world.audit.totals()["findings"] == 320
-    world.audit.publish()
+    world.audit.publish = publish
+    publish()
     kept, num_lost, _ = world.audit.take_findings(waits=True)
     assert (len(kept), num_lost) == (256, 64)
     assert kept[0].step == 2  # the first ones are kept
@@ -748,7 +814,10 @@ def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda w: w.audit._row_seats.fill_(4), "row_seats[0] is 4; must be between"),
+        (
+            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[0].fill_(4),
+            "row_seats[0] is 4; must be between",
+        ),
         (
             lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[1].fill_(9),
             "query_start_loc[0] is 9; must be 0",
