@@ -202,6 +202,9 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
   row.slot = slot;
   // Before the exchange: another row that goes to this slot writes behind its own.
   row.old = record;
+#ifdef __CUDA_ARCH__
+  __threadfence_block();
+#endif
   row.old.state = exchange(record.state, kSlotPlanned);
   if (row.old.state == kSlotPlanned) {
     // Another row of this step, or of one that failed: it has no checksums.

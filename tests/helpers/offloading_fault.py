@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 FAULTY = "num_tokens_after_batch = req.num_tokens\n"
-MENDED = "num_tokens_after_batch = req.num_tokens - 1\n"
+MENDED = "num_tokens_after_batch = max(req.num_prompt_tokens, req.num_tokens - 1)\n"
 
 
 @contextmanager

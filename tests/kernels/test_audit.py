@@ -17,10 +17,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.helpers.environment import REPO
 from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
+from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import runner_v2
 from vllm_nwor.audit.findings import CLASSES, COLUMNS, Finding
 from vllm_nwor.audit.runner import RunnerAudit
@@ -34,6 +36,7 @@ from vllm_nwor.audit.state import (
     GroupShape,
     Loads,
     Text,
+    num_bytes,
 )
 from vllm_nwor.config import AuditMode
 from vllm_nwor.device_memory import DeviceMemory
@@ -839,3 +842,59 @@ def test_a_batch_that_makes_no_sense_is_refused(device, spoil, message):
         return
     with pytest.raises(RuntimeError, match=re.escape(message)):
         world.step({"a": Work(1), "b": Work(0)})
+
+
+@pytest.mark.parametrize("budget", [0, EVERYTHING])
+def test_what_is_reserved_is_enough(device, budget):
+    shape = GroupShape(0, N, N, NUM_BLOCKS, 8)
+    size = num_bytes(shape, NUM_LAYERS, 4, 64, budget > 0)
+    memory = DeviceMemory(device, torch.empty(size, dtype=torch.uint8, device=device))
+    layers = World(budget=budget).audit.groups[0].layers
+    group = AuditedGroup(shape, layers, 4, 64, budget > 0, memory)
+    audit = Audit([group], budget, 4, [N], memory)
+    assert audit.num_bytes <= size
+    short = DeviceMemory(device, torch.empty(900, dtype=torch.uint8, device=device))
+    with pytest.raises(ValueError, match="does not fit the storage"):
+        AuditedGroup(shape, layers, 4, 64, budget > 0, short)
+
+
+def eight_b(num_layers=32, **cache):
+    """A runner of an 8B model with 100 GiB of cache, as far as it is asked for."""
+    specs = {
+        f"layer{i}": FullAttentionSpec(
+            block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+        )
+        for i in range(num_layers)
+    }
+    settings = {"kv_cache_memory_bytes": 100 << 30, "num_gpu_blocks_override": None}
+    scheduler = SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192)
+    return SimpleNamespace(
+        get_kv_cache_spec=lambda: specs,
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(**settings | cache),
+            model_config=SimpleNamespace(max_model_len=8192),
+            scheduler_config=scheduler,
+        ),
+    )
+
+
+def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache():
+    config = SimpleNamespace(audit_mib=32)
+    size = audit_runner._reserved_bytes(eight_b(), config)
+    assert 0.0012 * (100 << 30) < size <= 0.0015 * (100 << 30)
+    fewer = eight_b(num_gpu_blocks_override=1000)
+    assert audit_runner._reserved_bytes(fewer, config) < size / 10
+
+
+def test_memory_is_not_reserved_for_layers_of_several_kinds():
+    runner = eight_b()
+    specs = runner.get_kv_cache_spec()
+    specs["other"] = SlidingWindowSpec(
+        block_size=16,
+        num_kv_heads=8,
+        head_size=128,
+        dtype=torch.bfloat16,
+        sliding_window=64,
+    )
+    with pytest.raises(ValueError, match="2 kinds of layers"):
+        audit_runner._reserved_bytes(runner, SimpleNamespace(audit_mib=32))
