@@ -84,7 +84,7 @@ class NworWorkerExtension:
             HostMismatch: something that is not NWOR's lies over one of its hooks.
         """
         manager = _manager(self.model_runner)
-        if manager is None:
+        if manager is None and getattr(self.model_runner, "nwor_audit", None) is None:
             return False
         if getattr(self.model_runner, "execute_model_state", None) is not None:
             raise RuntimeError(
@@ -94,12 +94,13 @@ class NworWorkerExtension:
         from vllm_nwor.hooks import _wrap
 
         if hooked:
-            # Steps without hooks were steps all the same.
-            manager.start_step()
+            if manager is not None:
+                # Steps without hooks were steps all the same.
+                manager.start_step()
             _wrap.rehook()
         else:
             _wrap.unhook()
-        if hooked and self.nwor_host_times is None:
+        if hooked and manager is not None and self.nwor_host_times is None:
             self.nwor_host_times = HostTimes(manager)
         return hooked
 
@@ -108,6 +109,11 @@ class NworWorkerExtension:
         Between steps, after nwor_set_hooked(True)."""
         if self.nwor_host_times is not None:
             self.nwor_host_times.stages = stages
+
+    def nwor_set_audit(self, mib: int) -> None:
+        """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.
+        Between requests, after nwor_set_hooked(True)."""
+        self.model_runner.nwor_audit.restart(mib << 20)
 
     def nwor_reseed(self, seed: int) -> None:
         """Seeds every generator that a step may draw from: Python's, numpy's, and

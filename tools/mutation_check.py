@@ -70,7 +70,8 @@ MANAGER = "vllm/v1/nwor/draft_manager.py"
 LAUNCHES = "vllm/v1/nwor/launches.py"
 SHADOW = "csrc/nwor/shadow_cpu.cpp"
 PAGES = "vllm/v1/nwor/shadow_pages.py"
-AUDIT = "csrc/nwor/audit_cpu.cpp"
+AUDIT = "csrc/nwor/audit_rules.h"
+AUDIT_CPU = "csrc/nwor/audit_cpu.cpp"
 AUDIT_STATE = "vllm/v1/nwor/audit/state.py"
 PAGES_H = "csrc/nwor/shadow.h"
 MUTATIONS = (
@@ -265,49 +266,49 @@ MUTATIONS = (
     Mutation(
         "audit_no_block_ends",
         AUDIT,
-        "if (!holds(group.records[slot], expected[b])) {",
+        "if (!holds(group.records[slot], hash)) {",
         "if (false) {",
     ),
     Mutation(
         "audit_no_slots_of_blocks",
-        AUDIT,
+        AUDIT_CPU,
         "if (!holds(group.records[slot], hash)) {",
         "if (false) {",
     ),
     Mutation(
         "audit_no_hits",
         AUDIT,
-        "} else if (!holds(record, hash) && p / group.block_size != reported_block) {",
+        "} else if (!holds(record, hash) && !is_reported) {",
         "} else if (false) {",
     ),
     Mutation(
         "audit_rejected_counts",
         AUDIT,
-        "row.state = i < end - num_rejected ? kSlotCommitted : kSlotRejected;",
+        "row.state = is_kept ? kSlotCommitted : kSlotRejected;",
         "row.state = kSlotCommitted;",
     ),
     Mutation(
         "audit_no_bytes",
         AUDIT,
-        "if (record.content != 0 && !std::equal(found, found + num_layers, known)) {",
-        "if (false) {",
+        "} else if (content != kContentNone && !is_same) {",
+        "} else if (false) {",
     ),
     Mutation(
         "audit_first_layer_only",
         AUDIT,
-        "if (record.content != 0 && !std::equal(found, found + num_layers, known)) {",
-        "if (record.content != 0 && !std::equal(found, found + 1, known)) {",
+        "const bool is_same = compared.num_same == compared.num_layers;",
+        "const bool is_same = compared.first_same == 0;",
     ),
     Mutation(
         "audit_not_undone",
         AUDIT,
-        "if (args.is_undone && num_same < num_layers) {",
+        "if (args.is_undone && compared.num_same < compared.num_layers) {",
         "if (false) {",
     ),
     Mutation(
         "audit_no_missing_write",
         AUDIT,
-        "bool is_sure = num_same > 1;",
+        "bool is_sure = compared.num_same > 1;",
         "bool is_sure = false;",
     ),
     Mutation(
@@ -325,20 +326,20 @@ MUTATIONS = (
     Mutation(
         "audit_never_loaded_unseen",
         AUDIT,
-        "if (num_layers > 1 && std::equal(found, found + num_layers, known)) {",
+        "if (is_same && compared.num_layers > 1) {",
         "if (false) {",
     ),
     Mutation(
         "audit_one_checksum_is_sure",
         AUDIT,
-        "bool is_sure = num_same > 1;",
+        "bool is_sure = compared.num_same > 1;",
         "bool is_sure = true;",
     ),
     Mutation(
         "audit_same_token_is_other",
         AUDIT,
-        "if (seat.opaque || row.old.token == row.token || num_same == 0) {",
-        "if (seat.opaque || num_same == 0) {",
+        "if (seat.opaque || row.old.token == row.token || compared.num_same == 0) {",
+        "if (seat.opaque || compared.num_same == 0) {",
     ),
     Mutation(
         "audit_undone_forgotten",
@@ -349,8 +350,8 @@ MUTATIONS = (
     Mutation(
         "audit_no_going_back",
         AUDIT,
-        "if (start < seat.length && group.is_block_end(start - 1)) {",
-        "if (false) {",
+        "const bool is_back = start < seat.length &&",
+        "const bool is_back = false && start < seat.length &&",
     ),
     Mutation(
         "audit_no_window",
@@ -367,14 +368,14 @@ MUTATIONS = (
     Mutation(
         "audit_cursor_stands",
         AUDIT,
-        "group.header->cursor = (start + count) % num_places;",
-        "group.header->cursor = 0;",
+        "args.header->cursor = args.header->next_cursor;",
+        "args.header->cursor = 0;",
     ),
     Mutation(
         "audit_other_group_kept",
         AUDIT_STATE,
-        "self._hand_out(group, own, 0, NEVER)",
-        "pass",
+        "of_group.update(dict.fromkeys(own, generation if is_its else NOBODY))",
+        "of_group.update(dict.fromkeys(own, generation) if is_its else {})",
     ),
     Mutation(
         "audit_hits_are_own",
@@ -391,7 +392,7 @@ MUTATIONS = (
     Mutation(
         "audit_lost_not_counted",
         AUDIT_STATE,
-        "num_lost += first - group.counts.num_findings",
+        "self._found.num_lost += max(count - MAX_KEPT, 0)",
         "pass",
     ),
 )
