@@ -285,7 +285,7 @@ OFFLOADING = (
 
 BY_NAME = {
     spec.name: spec
-    for spec in (*(*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, COPYING),)
+    for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, COPYING)
 }
 
 FACTORS = (
