@@ -19,6 +19,8 @@ mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
     CoreEngineActorManager.__init__  Ray's data-parallel engines get a config instead
     PrometheusStatLogger.__init__    an engine in the front end's process shares its own
 
+`commits` is told here, too, if anybody asked for it.
+
 A failure here costs numbers, never tokens: it is logged once, and counted as a breach
 where there is a counter (VLLM_NWOR_STRICT=always raises instead).
 """
@@ -28,13 +30,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from .. import commits
 from ..config import Mode, NworConfig
 from ..metrics import NOTHING_COUNTED, Counted, NworPrometheus, NworStats, log_once
 from ._wrap import HookTarget, HostMismatch, Wrapper, argument, check, install_all
+from .engine_core import block_sizes
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
@@ -139,6 +144,8 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     stats: NworStats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
     payload = getattr(output, "nwor_stats", None)
+    if commits.registered:
+        wrapped = partial(_telling, wrapped, scheduler, stats)
     if payload is None and not stats.report:
         return wrapped(*args, **kwargs)
     step: Any = None
@@ -190,6 +197,23 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
                 log_once("metrics are off", NO_FRONT_END, logging.WARNING)
     except Exception as error:
         _failed("report", error, stats)
+    return engine_outputs
+
+
+def _telling(
+    wrapped: Any, scheduler: Any, stats: NworStats, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's update_from_output, and on_commit's callbacks."""
+    found, sizes = [], {}
+    try:
+        scheduled = argument(UPDATE, "scheduler_output", args, kwargs)
+        output = argument(UPDATE, "model_runner_output", args, kwargs)
+        sizes = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
+        found = commits.pending(scheduler, scheduled, output, sizes)
+    except Exception as error:
+        _failed("on_commit", error, stats)
+    engine_outputs = wrapped(*args, **kwargs)
+    commits.tell(found, sizes)
     return engine_outputs
 
 
