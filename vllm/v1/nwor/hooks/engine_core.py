@@ -71,9 +71,12 @@ Reservation = dict[int, ShadowRegion] | str
 def install(module: ModuleType) -> None:
     """Wraps the engine core in `module`; what that does depends on the mode when an
     engine starts. Raises HostMismatch."""
+    from . import stats
+
     install_all(
         module, {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
     )
+    stats.install(module)
 
 
 def config_refusal(vllm_config: Any) -> str | None:

@@ -16,6 +16,10 @@ mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
 
     EngineHandshakeMetadata          every engine process asks the front end it belongs
                                      to how to run (those of a headless node the head's)
+    EngineCoreProc._perform_handshake
+                                     beside external and hybrid load balancers a rank
+                                     above 0 asks rank 0's front end how to run, and its
+                                     own where to report: that one's mark counts
     CoreEngineActorManager.__init__  Ray's data-parallel engines get a config instead
     PrometheusStatLogger.__init__    an engine in the front end's process shares its own
 
@@ -29,10 +33,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from .. import commits
@@ -44,6 +48,7 @@ from .engine_core import block_sizes
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
 ENGINES = "vllm.v1.engine.utils"
+ENGINE_CORE = "vllm.v1.engine.core"
 REPORT_KEY = "nwor"
 MARK = "nwor_front_end"
 NO_FRONT_END = (
@@ -95,7 +100,18 @@ ACTORS = HookTarget(
     why="Ray's data-parallel engines do without that handshake: the mark goes before",
     delete_when=NO_FIELD,
 )
-LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS)
+OWN_HANDSHAKE = HookTarget(
+    ENGINE_CORE,
+    "EngineCoreProc._perform_handshake",
+    (
+        *("self", "ctx", "handshake_address", "identity", "local_client", "headless"),
+        *("vllm_config", "parallel_config_to_update"),
+    ),
+    why="the second handshake, with a front end of the rank's own, drops what that says "
+    "of the ParallelConfig: the mark is kept",
+    delete_when=NO_FIELD,
+)
+LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS, OWN_HANDSHAKE)
 
 
 def install(module: ModuleType) -> None:
@@ -198,6 +214,22 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     except Exception as error:
         _failed("report", error, stats)
     return engine_outputs
+
+
+def _perform_handshake(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+    if argument(OWN_HANDSHAKE, "parallel_config_to_update", args, kwargs) is not None:
+        return wrapped(*args, **kwargs)
+    return _take_own_mark(wrapped, args, kwargs)
+
+
+@contextlib.contextmanager
+def _take_own_mark(wrapped: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    said = SimpleNamespace()
+    config = argument(OWN_HANDSHAKE, "vllm_config", args, kwargs)
+    kwargs = kwargs | {"parallel_config_to_update": said}
+    with wrapped(*args[: len(OWN_HANDSHAKE.params) - 2], **kwargs) as addresses:
+        setattr(config.parallel_config, MARK, getattr(said, MARK, 0))
+        yield addresses
 
 
 def _telling(
@@ -308,4 +340,5 @@ _WRAPPERS: dict[HookTarget, Wrapper] = {
     CREATE: _create_prometheus,
     HANDSHAKE: _handshake,
     ACTORS: _start_actors,
+    OWN_HANDSHAKE: _perform_handshake,
 }
