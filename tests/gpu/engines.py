@@ -26,6 +26,7 @@ MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 512
 MAX_MODEL_LEN = 640
 KV_CACHE_BYTES = 1 << 30
+HOST_BYTES = 1 << 28
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 EXTENSION = "tests.gpu.worker.GpuTestExtension"
 
@@ -40,7 +41,7 @@ class EngineSpec:
     drafter: a key of RUNNERS; it settles the model runner. backend: attention backend.
     graphs: vLLM's cudagraph_mode, or EAGER. kv_cache: vLLM's kv_cache_dtype, "auto" for
     bf16. num_blocks: KV blocks, few on purpose. kv_layout: NHD or HND by
-    VLLM_KV_CACHE_LAYOUT.
+    VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector keeps blocks on the host.
     """
 
     name: str
@@ -54,6 +55,7 @@ class EngineSpec:
     num_blocks: int = 256
     kv_layout: str | None = None
     tensor_parallel: int = 1
+    offloads: bool = False
 
     @property
     def runner(self) -> str:
@@ -121,6 +123,15 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
+        if self.offloads:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "cpu_bytes_to_use": HOST_BYTES,
+                    "offload_prompt_only": False,
+                },
+            }
         if self.graphs == "EAGER":
             return arguments | {"enforce_eager": True}
         sizes = [batch * (1 + self.num_drafts) for batch in GRAPH_BATCHES]
@@ -274,7 +285,24 @@ SLEEP = (
     _spec("sleep-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
 )
 
-BY_NAME = {spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP)}
+# Beside the OffloadingConnector, so few blocks that prompts come back from the host.
+OFFLOADING = (
+    _spec(
+        "offload-v1-ngram",
+        *("ngram", "FLASH_ATTN", "FULL", "auto", False),
+        num_blocks=48,
+        offloads=True,
+    ),
+    _spec(
+        "offload-v2-eagle-async",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
+        num_blocks=48,
+        offloads=True,
+    ),
+)
+
+_ALL = (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING)
+BY_NAME = {spec.name: spec for spec in _ALL}
 
 FACTORS = (
     ("ngram", "draft_model", "head"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is matrix, sync, layouts or sleep; NWOR's mode comes from VLLM_NWOR_MODE. Everything
-found is written to OUT as JSON, again after each row, so that a process that dies or is
-stopped leaves what it had. The exit status is 0 if the job came to its end; whether
-what it found is right, the tests judge.
+JOB is matrix, sync, layouts, sleep or offload; NWOR's mode comes from VLLM_NWOR_MODE.
+Everything found is written to OUT as JSON, again after each row, so that a process that
+dies or is stopped leaves what it had. The exit status is 0 if the job came to its end;
+whether what it found is right, the tests judge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import Engine, rise
-from tests.gpu.rows import Row, rows
+from tests.gpu.rows import Row, offloaded, rows
 
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
@@ -98,6 +98,16 @@ def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = start(spec, models, report)
     report.save(groups=engine.rpc("nwor_report")[0]["groups"])
     report.save(layouts=engine.rpc("test_layouts")[0])
+
+
+def offload(spec: EngineSpec, models: Path, report: Report) -> None:
+    """A row in which a prompt comes back from the host."""
+    engine = start(spec, models, report)
+    engine.prepare()
+    before, moved_before = engine.counters(), engine.moved_bytes()
+    report.save(row=engine.run(offloaded()).plain())
+    report.save(counters=rise(before, engine.counters()))
+    report.save(moved=rise(moved_before, engine.moved_bytes()))
 
 
 # -- sleep -----------------------------------------------------------------------------
@@ -241,7 +251,13 @@ def count_steps(engine: Engine) -> Counter[str]:
     return counts
 
 
-JOBS = {"matrix": matrix, "sync": sync, "layouts": layouts, "sleep": sleep}
+JOBS = {
+    "matrix": matrix,
+    "sync": sync,
+    "layouts": layouts,
+    "sleep": sleep,
+    "offload": offload,
+}
 
 
 def main(job: str, name: str, out: str, models: str) -> int:

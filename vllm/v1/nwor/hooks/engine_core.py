@@ -48,10 +48,11 @@ REFUSED_METHODS = {
     "extract_hidden_states": "keeps hidden states in a cache layer of its own",
 }
 
-# vLLM's KV connectors that touch the blocks of a running request after commit only:
-# their save_kv_layer and wait_for_layer_load, which run inside the forward, do nothing,
-# and what they load is for requests that wait. All connectors have those methods, so
-# that these are known by name; MultiConnector is what its members are.
+# vLLM's KV connectors that read only committed rows of a running request: their
+# save_kv_layer and wait_for_layer_load, which run inside the forward, do nothing, what
+# a step brought is saved after its commit, and what they load is for requests that
+# wait. All connectors have those methods, so that these are known by name;
+# MultiConnector is what its members are.
 ALLOWED_CONNECTORS = frozenset(
     {
         "MooncakeConnector",
