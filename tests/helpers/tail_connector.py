@@ -105,14 +105,17 @@ class TailConnector(KVConnectorBase_V1):
     def get_finished(
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """Runs before the commit of its step: requests that have ended are not in it."""
+        """Before the commit of its step; requests that have ended are not in that."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Tails)
         for name, tail in metadata.by_request.items():
-            TailConnector.published[name] = tail, {
-                layer: cache[tail.block_id].clone()
-                for layer, cache in self._kv_caches.items()
-            }
+            TailConnector.published[name] = (
+                tail,
+                {
+                    layer: cache[tail.block_id].clone()
+                    for layer, cache in self._kv_caches.items()
+                },
+            )
         return set(metadata.by_request), None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...

@@ -65,7 +65,7 @@ def told() -> Iterator[list[list[Commit]]]:
 
 
 def make_scheduler(kind: type[Scheduler], is_v2: bool) -> Scheduler:
-    """One with a full and a sliding-window group, too few blocks, and prefix caching."""
+    """A full and a sliding-window group, too few blocks, and prefix caching."""
     arguments = DEFAULTS | {
         "model": model_path("tiny-llama"),
         "block_size": BLOCK,
@@ -117,7 +117,10 @@ class Worker:
         for new in step.scheduled_new_reqs:
             self._place(scheduler, new.req_id, new.num_computed_tokens, new.block_ids)
         for name, num, ids in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
+            cached.req_ids,
+            cached.num_computed_tokens,
+            cached.new_block_ids,
+            strict=True,
         ):
             if name in cached.resumed_req_ids:
                 self._place(scheduler, name, num, ids)

@@ -210,7 +210,9 @@ def test_without_a_callback_nothing_is_read(hooked, monkeypatch):
         ({"VLLM_NWOR_EMIT_METRICS": "0"}, "VLLM_NWOR_EMIT_METRICS is 0; allowed is 1"),
     ],
 )
-def test_where_no_step_is_counted_it_is_refused(hooked, monkeypatch, settings, sentence):
+def test_where_no_step_is_counted_it_is_refused(
+    hooked, monkeypatch, settings, sentence
+):
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
 

@@ -860,6 +860,7 @@ def test_the_offload_job_tells_what_its_row_moved(
 
 def test_the_offloaded_prompt_is_evicted_before_it_comes_back() -> None:
     from vllm.config import KVTransferConfig
+
     from vllm_nwor.hooks.engine_core import connectors_in_forward
 
     first, *others, again = [phase[0] for phase in rows.offloaded().phases]

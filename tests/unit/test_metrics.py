@@ -967,7 +967,9 @@ def test_an_engine_with_a_front_end_of_its_own_asks_that_one(
     several = 2 if own_takes is not None else 1
     threads = [
         front_end_at(address, size | said)
-        for address, size, said in list(zip(addresses, sizes, marks))[:several]
+        for address, size, said in zip(
+            *(column[:several] for column in (addresses, sizes, marks)), strict=True
+        )
     ]
 
     with engine._perform_handshakes(

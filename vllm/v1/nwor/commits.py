@@ -150,7 +150,7 @@ def pending(
 
 
 def tell(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
-    """Calls the callbacks, once vLLM has taken the step in; raises nothing of theirs."""
+    """Calls the callbacks, once vLLM took the step in; raises nothing of theirs."""
     commits = []
     for request, commit in found:
         if request.num_computed_tokens < commit.end:

@@ -107,8 +107,8 @@ OWN_HANDSHAKE = HookTarget(
         *("self", "ctx", "handshake_address", "identity", "local_client", "headless"),
         *("vllm_config", "parallel_config_to_update"),
     ),
-    why="the second handshake, with a front end of the rank's own, drops what that says "
-    "of the ParallelConfig: the mark is kept",
+    why="the second handshake, with a front end of the rank's own, drops what that "
+    "says of the ParallelConfig: the mark is kept",
     delete_when=NO_FIELD,
 )
 LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS, OWN_HANDSHAKE)
