@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """on_commit: tells somebody in the scheduler's process what each step committed.
 
-For what publishes or accounts for KV-cache content: which positions of a request now
-hold its own tokens, in which blocks, read before vLLM frees them. The numbers are the
-scheduler's; nothing waits for a device or is copied from one. Without a callback
-nothing of this runs.
-
-Steps that vLLM ignores are not told: of requests that were aborted or preempted in
-flight, or whose KV failed to load. What a prefix cache or a KV connector brought was
-never computed here: a request's first commit starts behind it. Whether a KV-cache group
-is protected, `vllm:nwor_info` says.
+For what publishes or accounts for KV-cache content. The numbers are the scheduler's;
+nothing waits for a device, or is copied from one. Not told are steps that vLLM ignores:
+of requests aborted or preempted in flight, or whose KV failed to load. What a prefix
+cache or a KV connector brought was never computed here: a request's first commit starts
+behind it. Whether a KV-cache group is protected, `vllm:nwor_info` says.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ class Commit(NamedTuple):
     """What one step left of one request in the KV cache.
 
     request_id: as the engine core and its KV connectors have it.
-    start, end: the positions committed, `end` not included: rows that the step wrote
-        and that hold the request's tokens. All rows before `end` do. Drafts that were
-        accepted behind a stop are kept in the cache, but are no tokens of the request.
-    num_rejected: drafts of the step that were rejected; their rows follow at once.
-    block_ids: for each KV-cache group the blocks of [start, end), in order: the last
-        one holds the tail. Empty for groups that are not slot based.
+    start, end: positions that the step wrote and that hold the request's tokens, `end`
+        not included; so do all before. Drafts that were accepted behind a stop are kept
+        in the cache, but are no tokens of the request.
+    num_rejected: drafts of the step that were rejected.
+    block_ids: for each KV-cache group the blocks of [start, end), in order, read before
+        vLLM frees them. Empty for groups that are not slot based.
     """
 
     request_id: str
@@ -65,11 +61,8 @@ class Registration:
         except Exception:
             self.num_errors += 1
             if self.num_errors == 1:
-                logger.exception(
-                    "NWOR on_commit: %r raised; it is called on, and further "
-                    "exceptions are only counted (num_errors)",
-                    self.callback,
-                )
+                text = "NWOR on_commit: %r raised (logged once, num_errors counts)"
+                logger.exception(text, self.callback)
 
 
 # Of this process, in the order in which they came.
@@ -77,14 +70,12 @@ registered: list[Registration] = []
 
 
 def on_commit(callback: Callback) -> Registration:
-    """Has `callback` called once a step of a scheduler of this process that committed
-    something, with a Commit for each request.
+    """Has `callback` called once for each step of this process's schedulers that
+    committed something, with a Commit for each request.
 
-    Call it where the scheduler runs: in a plugin, a KV connector's scheduler side, or
-    an engine without multiprocessing. The callback runs in the scheduler's thread,
-    after vLLM took the step in and before the next one is scheduled: what takes long
+    It runs in the scheduler's thread, when vLLM has taken the step in: what takes long
     belongs in a queue. With asynchronous scheduling the next step is on its way by
-    then, and may write behind `end`. What a callback raises ends no step, whatever
+    then, and may write behind `end`. An exception ends no step, whatever
     VLLM_NWOR_STRICT says: it is logged once and counted, and the callback stays.
 
     Raises:
@@ -102,8 +93,8 @@ def on_commit(callback: Callback) -> Registration:
 
         if not is_installed(UPDATE):
             raise RuntimeError(
-                "on_commit: vLLM's scheduler was imported without NWOR's hook; "
-                "VLLM_PLUGINS has to let vLLM load nwor, with the mode set before"
+                "on_commit: vLLM's scheduler was imported without NWOR's hook: the "
+                "mode was set too late, or VLLM_PLUGINS leaves nwor out"
             )
     registered.append(registration := Registration(callback))
     return registration
@@ -112,18 +103,17 @@ def on_commit(callback: Callback) -> Registration:
 def pending(
     scheduler: Any, scheduled: Any, output: Any, block_sizes: Mapping[int, int]
 ) -> list[Pending]:
-    """What a step commits, before vLLM takes it in: requests, and what belongs to them,
-    go with that.
+    """What a step commits, as far as is known before vLLM takes it in.
 
-    scheduled, output: the step's SchedulerOutput and ModelRunnerOutput. block_sizes:
-        tokens a block of each KV-cache group that is slot based.
+    scheduled, output: its SchedulerOutput and ModelRunnerOutput. block_sizes: tokens a
+        block of each KV-cache group that is slot based.
     """
     found: list[Pending] = []
     ids, drafts = output.sampled_token_ids, scheduled.scheduled_spec_decode_tokens
     for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
         request = scheduler.requests.get(request_id)
-        # The second name is vLLM 0.26's: scheduled before a preemption that the
-        # request has behind it. Until then it has less computed than is in flight.
+        # Scheduled before a preemption that it has behind it (vLLM 0.26's name is the
+        # second); if it has not, less is computed than in flight, and start below 0.
         if (
             request is None
             or request.is_finished()

@@ -17,9 +17,9 @@ mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
     EngineHandshakeMetadata          every engine process asks the front end it belongs
                                      to how to run (those of a headless node the head's)
     EngineCoreProc._perform_handshake
-                                     beside external and hybrid load balancers a rank
-                                     above 0 asks rank 0's front end how to run, and its
-                                     own where to report: that one's mark counts
+                                     behind an external or hybrid load balancer, ranks
+                                     above 0 report to a front end of their own, whose
+                                     mark counts: rank 0's says how to run
     CoreEngineActorManager.__init__  Ray's data-parallel engines get a config instead
     PrometheusStatLogger.__init__    an engine in the front end's process shares its own
 
@@ -216,32 +216,15 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     return engine_outputs
 
 
-def _perform_handshake(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
-    if argument(OWN_HANDSHAKE, "parallel_config_to_update", args, kwargs) is not None:
-        return wrapped(*args, **kwargs)
-    return _take_own_mark(wrapped, args, kwargs)
-
-
-@contextlib.contextmanager
-def _take_own_mark(wrapped: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    said = SimpleNamespace()
-    config = argument(OWN_HANDSHAKE, "vllm_config", args, kwargs)
-    kwargs = kwargs | {"parallel_config_to_update": said}
-    with wrapped(*args[: len(OWN_HANDSHAKE.params) - 2], **kwargs) as addresses:
-        setattr(config.parallel_config, MARK, getattr(said, MARK, 0))
-        yield addresses
-
-
 def _telling(
     wrapped: Any, scheduler: Any, stats: NworStats, *args: Any, **kwargs: Any
 ) -> Any:
     """vLLM's update_from_output, and on_commit's callbacks."""
     found, sizes = [], {}
     try:
-        scheduled = argument(UPDATE, "scheduler_output", args, kwargs)
-        output = argument(UPDATE, "model_runner_output", args, kwargs)
+        step, output = (argument(UPDATE, p, args, kwargs) for p in UPDATE.params[1:])
         sizes = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
-        found = commits.pending(scheduler, scheduled, output, sizes)
+        found = commits.pending(scheduler, step, output, sizes)
     except Exception as error:
         _failed("on_commit", error, stats)
     engine_outputs = wrapped(*args, **kwargs)
@@ -287,6 +270,19 @@ def _start_actors(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> None:
     config = argument(ACTORS, "vllm_config", args, kwargs)
     setattr(config.parallel_config, MARK, _takes_reports())
     wrapped(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _perform_handshake(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    config = argument(OWN_HANDSHAKE, "vllm_config", args, kwargs).parallel_config
+    said = SimpleNamespace()
+    is_own = argument(OWN_HANDSHAKE, OWN_HANDSHAKE.params[-1], args, kwargs) is None
+    if is_own:
+        args, kwargs = args[:6], kwargs | {OWN_HANDSHAKE.params[-1]: said}
+    with wrapped(*args, **kwargs) as addresses:
+        if is_own:
+            setattr(config, MARK, getattr(said, MARK, 0))
+        yield addresses
 
 
 def _create_prometheus(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> None:
