@@ -140,7 +140,7 @@ config.model:ModelConfig has original_max_model_len
     "stats": """
 v1.core.sched.scheduler:Scheduler
     has vllm_config log_stats num_sampled_tokens_per_step has_unfinished_requests
-        requests:dict kv_cache_manager kv_cache_config
+        requests kv_cache_manager kv_cache_config
 .update_from_output does self.make_spec_decoding_stats() self.make_stats()
 v1.core.sched.output:SchedulerOutput
     has scheduled_spec_decode_tokens:dict num_invalid_spec_tokens:dict
