@@ -6,14 +6,12 @@ The numbers themselves, on vLLM's schedulers: tests/integration/test_commits.py.
 
 import importlib
 import logging
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import vllm_nwor
-from tests.helpers.environment import subprocess_env
 from vllm_nwor import Commit, commits
 from vllm_nwor.config import NworConfigError
 from vllm_nwor.hooks import _wrap, stats
@@ -220,28 +218,12 @@ def test_where_no_step_is_counted_it_is_refused(
     assert commits.registered == []
 
 
-LATE = """
-import sys
-import vllm_nwor
-if sys.argv[1] == "hooked":
-    from vllm_nwor.plugin import register
-    register()
-import vllm.v1.core.sched.scheduler
-vllm_nwor.on_commit(print)
-print("registered")
-"""
-
-
-@pytest.mark.parametrize("how", ["hooked", "not"])
-def test_a_scheduler_without_the_hook_is_named(how):
+def test_a_scheduler_without_the_hook_is_named(hooked, monkeypatch):
     """VLLM_PLUGINS that leaves nwor out, for one."""
-    done = subprocess.run(
-        [sys.executable, "-c", LATE, how],
-        env=subprocess_env(VLLM_NWOR_MODE="stage"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ("registered" in done.stdout) == (how == "hooked"), done.stderr
-    if how == "not":
-        assert "RuntimeError: on_commit: vLLM's scheduler was imported" in done.stderr
+    monkeypatch.setattr(_wrap, "_hooks", [])
+    monkeypatch.setitem(sys.modules, stats.SCHEDULER, ModuleType(stats.SCHEDULER))
+
+    with pytest.raises(RuntimeError, match="imported without NWOR's hook"):
+        vllm_nwor.on_commit(print)
+    monkeypatch.delitem(sys.modules, stats.SCHEDULER)
+    vllm_nwor.on_commit(print)  # it will be hooked when it is imported
