@@ -100,8 +100,9 @@ config.kv_transfer:KVTransferConfig
     has kv_connector kv_connector_module_path kv_connector_extra_config
 config.compilation:CompilationConfig has static_forward_context:dict
 v1.kv_cache_interface
-    has AttentionSpec CrossAttentionSpec EncoderOnlyAttentionSpec
+    has AttentionSpec CrossAttentionSpec EncoderOnlyAttentionSpec MambaSpec
         UniformTypeKVCacheSpecs
+v1.kv_cache_interface:MambaSpec has num_speculative_blocks:int
 v1.kv_cache_interface:AttentionSpec
     has block_size:int page_size_bytes tokens_per_state|storage_block_size
 v1.kv_cache_interface:UniformTypeKVCacheSpecs has kv_cache_specs:dict
