@@ -30,7 +30,7 @@ import torch
 
 
 def cache_of(layer: Any) -> torch.Tensor:
-    """The layer's cache as [num_blocks, num_heads, N, width], one head if it is MLA's."""
+    """The layer's cache as [num_blocks, num_heads, N, width]; MLA's has one head."""
     cache: torch.Tensor = layer.kv_cache
     return cache.unsqueeze(1) if cache.dim() == 3 else cache
 

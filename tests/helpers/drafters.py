@@ -83,8 +83,9 @@ class ScriptedDrafter:
         runner.drafter.propose = propose
 
     def attach_over(self, runner: Any) -> None:
-        """Lets `runner`'s own drafter run, whatever its method, and puts these drafts in
-        the place of its own: as many as it made, the plan says how many are right."""
+        """Lets `runner`'s own drafter run, whatever its method, then puts these drafts
+        in the place of its own: as many as it made; the plan says how many are right.
+        """
         batch = runner.input_batch
         propose = type(runner).propose_draft_token_ids.__get__(runner)
 

@@ -7,10 +7,9 @@ oracles. The method's own drafter runs in each step and writes its own caches; t
 drafts are replaced by some that are right and some that are wrong, since a tiny random
 drafter is never right. What it proposed itself must be the same with NWOR and without.
 
-Not covered, because vLLM does not run them on a CPU: ngram_gpu (it pins memory of a
-GPU), dspark and adaptive verification (the V2 runner's), the rejection methods
-synthetic, block and fly (the V1 runner's sampler knows only the first, and refuses it on
-a CPU).
+Not covered, because vLLM does not run them on a CPU: ngram_gpu (it pins memory, which
+takes a GPU), dspark and adaptive verification (the V2 runner's), the rejection methods
+block and fly (the V1 runner's sampler has neither).
 """
 
 from __future__ import annotations
@@ -309,7 +308,7 @@ def check_unexpected_bias(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", cases(MODELS))
 def test_models(name: str) -> None:
-    off, cow, stage = run_case("model", name, MODELS[name]())
+    off, _, stage = run_case("model", name, MODELS[name]())
     if "share" in name:
         layers = off.engine.probe.target_layers().values()
         assert len({layer.kv_cache.data_ptr() for layer in layers}) < len(layers)

