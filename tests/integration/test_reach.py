@@ -117,14 +117,16 @@ MODELS = {
         {"model": "tiny-gemma3n"}, num_groups=2
     ),
     "Mixtral": lambda: Case({"model": "tiny-mixtral"}),
-    # vLLM prefills an MLA model's prompt whole on a CPU, and takes blocks of 16.
+    # vLLM prefills an MLA model's prompt whole on a CPU, and takes blocks of 16. Its
+    # logits there depend on the number of drafts.
     "DeepSeek V2, multi-head latent attention": lambda: Case(
         {
             "model": "tiny-deepseek",
             "attention_backend": "CPU_MLA",
             "block_size": 16,
             "max_num_batched_tokens": 512,
-        }
+        },
+        plan=mixture_of_four,
     ),
     # vLLM's CPU code for this state fails on windows of fewer drafts than k.
     "Qwen3-Next, gated delta nets beside attention": lambda: Case(
@@ -245,9 +247,11 @@ def engines(case: Case, modes: Sequence[str]) -> list[Engine]:
     made = []
     for mode in modes:
         num_shadow = 0
-        if mode == "stage" and case.stage == "stage":
+        if mode == "stage":
             num_shadow = NUM_SHADOW_BLOCKS * case.num_groups
-        blocks = DEFAULTS["num_gpu_blocks_override"] + num_shadow
+        blocks = DEFAULTS["num_gpu_blocks_override"]
+        if case.stage == "stage":
+            blocks += num_shadow
         arguments = case.arguments | {"num_gpu_blocks_override": blocks}
         made.append(Engine(mode, {"SHADOW_BLOCKS": str(num_shadow)}, **arguments))
     return made

@@ -419,12 +419,6 @@ def with_a_connector(found):
             lambda found: setattr(found.kv_cache_config, "nwor_shadow", {1: REGION}),
             "no blocks are reserved for this group",
         ),
-        (
-            lambda found: setattr(
-                found.kv_cache_config, "needs_kv_cache_zeroing", True
-            ),
-            "vLLM zeroes this model's new blocks",
-        ),
         (with_a_connector, "the KV connector NixlConnector may read or write blocks"),
         (
             lambda found: setattr(found.input_batch.block_table[0], "block_size", 8),

@@ -419,11 +419,6 @@ def _staged_group(
         raise GroupRefused(f"no shadow pages: {reserved}")
     if gid not in reserved:
         raise GroupRefused("no shadow pages: no blocks are reserved for this group")
-    if getattr(runner.kv_cache_config, "needs_kv_cache_zeroing", False):
-        raise GroupRefused(
-            "no shadow pages: vLLM zeroes this model's new blocks, which it cannot do "
-            "with shadow blocks"
-        )
     is_v2 = hasattr(runner, "block_tables")
     if is_v2:
         tables = runner.block_tables
