@@ -2,7 +2,7 @@
 # activated first. The tools in tools/ do the work and say what they do.
 
 PYTHON ?= python3
-# What `make bench` and `make soak` write: RESULTS=results to renew the committed files.
+# What `make bench`, `make soak` and `make reach` write: RESULTS=results to renew the committed files.
 RESULTS ?= bench-out
 # More arguments for pytest (make test), bench_vllm.py (make bench) and so on.
 ARGS ?=
@@ -34,7 +34,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench picture test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
-.PHONY: check-vllm test-older test-oldest
+.PHONY: check-vllm test-older test-oldest reach
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -77,6 +77,15 @@ nightly: models ## what takes too long for make test: faults, simulation of the 
 		--json $(RESULTS)/simulation.json --seed $(or $(SEED),$(shell date +%s))
 	$(PY) -m pytest -m nightly $(ARGS)
 	$(MAKE) test-oldest
+
+# Suffix decoding only where arctic-inference is installed.
+REACH := tests/integration/test_reach.py \
+	tests/integration/test_identical_outputs.py::test_tensor_parallel_2 \
+	tests/e2e/test_serve.py::test_data_parallel_2
+reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach.md
+	@mkdir -p $(RESULTS)
+	NWOR_REACH_RESULTS=$(abspath $(RESULTS)) $(PY) -m pytest -m "" $(REACH) $(ARGS)
+	$(PY) tools/results/render.py
 
 check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
 	$(PY) tools/check_vllm.py $(ARGS)

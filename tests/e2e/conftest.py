@@ -18,12 +18,14 @@ SPECULATION = {
 }
 
 
+ARGUMENTS = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
+# 5 % of them are shadow blocks for all sequences.
+ARGUMENTS += ["--num-gpu-blocks-override", "320", "--block-size", "32"]
+ARGUMENTS += ["--speculative-config", json.dumps(SPECULATION)]
+
+
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    arguments = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
-    # 5 % of them are shadow blocks for all sequences.
-    arguments += ["--num-gpu-blocks-override", "320", "--block-size", "32"]
-    arguments += ["--speculative-config", json.dumps(SPECULATION)]
     folder = tmp_path_factory.mktemp("server")
-    with serve(folder, "stage", "smollm2-135m", *arguments) as running:
+    with serve(folder, "stage", "smollm2-135m", *ARGUMENTS) as running:
         yield running

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.server import Server
+from tests.e2e.conftest import ARGUMENTS
+from tests.helpers import reach
+from tests.helpers.server import Server, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -108,3 +111,50 @@ def test_still_serves_the_same_text(server: Server, used: dict[str, float]) -> N
     )
     assert first == second
     assert len(first) > 20
+
+
+@pytest.mark.nightly
+def test_data_parallel_2(tmp_path: Path) -> None:
+    """Two engines behind one server: each gives the texts that it gives with NWOR off,
+    and the counters of each agree with vLLM's own."""
+    texts = {}
+    for mode in ("off", "cow", "stage"):
+        arguments = (*ARGUMENTS, "--data-parallel-size", "2")
+        with serve(tmp_path, mode, "smollm2-135m", *arguments) as server:
+            if mode == "off":
+                texts[mode] = texts_of_each(server)
+                continue
+            with reach.noted(mode, "parallelism", "data parallel 2"):
+                texts[mode] = texts_of_each(server)
+                assert texts[mode] == texts["off"]
+                server.idle_metrics()
+                for engine in ("0", "1"):
+                    check_engine(server, engine, mode)
+
+
+def texts_of_each(server: Server) -> list[list[str]]:
+    """What each engine makes of the prompts, one after the other."""
+    return [
+        [
+            server.complete(prompt, 40, rank=rank)["choices"][0]["text"]
+            for prompt in PROMPTS
+        ]
+        for rank in (0, 1)
+    ]
+
+
+def check_engine(server: Server, engine: str, mode: str) -> None:
+    """Guarantee 7 for one engine of several, none of whose requests was dropped."""
+    of_engine = [s for s in server.samples() if f'engine="{engine}"' in s[1]]
+    found = {name.removesuffix("_total"): value for name, _, value in of_engine}
+    accepted = found["vllm:spec_decode_num_accepted_tokens"]
+    drafted = found["vllm:spec_decode_num_draft_tokens"]
+    assert 0 < accepted < drafted
+    assert found["vllm:nwor_windows"] == found["vllm:spec_decode_num_drafts"]
+    assert found["vllm:nwor_tokens_staged"] == drafted
+    assert found["vllm:nwor_committed_tokens"] == accepted
+    assert found["vllm:nwor_rejected_tokens"] == drafted - accepted
+    assert found["vllm:nwor_breaches"] == 0
+    assert "vllm:nwor_fallbacks" not in found
+    (info,) = [labels for name, labels, _ in of_engine if name == "vllm:nwor_info"]
+    assert f'resolved="{mode}"' in info

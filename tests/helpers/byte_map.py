@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot owns which byte of a CPU_ATTN cache, from the layout's formulas.
+"""Which slot owns which byte of a CPU_ATTN or MLA cache, from the layout's formulas.
 
 Written from vLLM's packing rules, not from NWOR's probing. `probed_owners` finds the
 same by experiment with vLLM's own writer; a test holds the two against each other.
@@ -16,6 +16,9 @@ elements each (N slots a block, D the head size). Element d of the token at offs
 
 Example: vec, N = 32, D = 64, bf16: K's element d = 3 of o = 5 is element 101 of the
 page, bytes 202 and 203; V's is element 2048 + 323.
+
+A cache of multi-head latent attention has no heads, [num_blocks, N, C]: a row for each
+token.
 """
 
 from __future__ import annotations
@@ -26,14 +29,23 @@ import numpy as np
 import torch
 
 
+def cache_of(layer: Any) -> torch.Tensor:
+    """The layer's cache as [num_blocks, num_heads, N, width]; MLA's has one head."""
+    cache: torch.Tensor = layer.kv_cache
+    return cache.unsqueeze(1) if cache.dim() == 3 else cache
+
+
 def owners(layer: Any) -> torch.Tensor:
     """The offset in its block, 0..N-1, of the slot that owns each byte of a block.
 
     Returns [num_heads, page bytes of a head] int64. Raises NotImplementedError for an
     instruction set whose packing is not known here.
     """
-    _, num_heads, block_size, width = layer.kv_cache.shape
-    head_size, itemsize = width // 2, layer.kv_cache.element_size()
+    _, num_heads, block_size, width = cache_of(layer).shape
+    itemsize = layer.kv_cache.element_size()
+    if layer.kv_cache.dim() == 3:
+        return torch.arange(block_size).repeat_interleave(width * itemsize)[None]
+    head_size = width // 2
     token = np.arange(block_size)[:, None]
     dim = np.arange(head_size)[None, :]
     # Up to 0.26 the implementation has it.

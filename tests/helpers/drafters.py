@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request
 from tests.helpers.runner_probe import request_name
 
@@ -40,17 +42,24 @@ def mixture(name: str, num_tokens: int) -> tuple[int, int]:
     return num_drafts, draw.randint(0, num_drafts)
 
 
+def mixture_of_four(name: str, num_tokens: int) -> tuple[int, int]:
+    """As `mixture`, always with NUM_DRAFTS drafts."""
+    return NUM_DRAFTS, mixture(name, num_tokens)[1]
+
+
 class ScriptedDrafter:
     """Drafts for one engine's requests.
 
     truth: for each request its whole text, prompt included, as the target would write
-    it. Past its end every draft is wrong.
+    it. Past its end every draft is wrong. own: of each step that proposed drafts, what
+    the drafter below `attach_over` proposed itself.
     """
 
     def __init__(self, truth: Mapping[str, Sequence[int]], plan: Plan) -> None:
         self.truth = truth
         self.plan = plan
         self.num_proposed = 0
+        self.own: list[Any] = []
 
     def attach(self, runner: Any) -> None:
         """Makes `runner` use these drafts in place of its ngram proposer's."""
@@ -73,9 +82,40 @@ class ScriptedDrafter:
 
         runner.drafter.propose = propose
 
-    def draft(self, name: str, num_tokens: int) -> list[int]:
-        """Drafts for the tokens after the first `num_tokens` of this request."""
-        num_drafts, num_right = self.plan(name, num_tokens)
+    def attach_over(self, runner: Any) -> None:
+        """Lets `runner`'s own drafter run, whatever its method, then puts these drafts
+        in the place of its own: as many as it made; the plan says how many are right.
+        """
+        batch = runner.input_batch
+        propose = type(runner).propose_draft_token_ids.__get__(runner)
+
+        def scripted(scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
+            own = propose(scheduler_output, sampled, *rest)
+            # Drafters that need no host sampling run before the batch counts it.
+            is_early = isinstance(sampled, torch.Tensor)
+            drafts = own.tolist() if isinstance(own, torch.Tensor) else own
+            self.own.append([list(row) for row in drafts])
+            for row, name, tokens in zip(drafts, batch.req_ids, sampled, strict=True):
+                index = batch.req_id_to_index[name]
+                num_tokens = int(batch.num_tokens_no_spec[index])
+                if is_early:
+                    num_tokens += sum(
+                        0 <= t < batch.vocab_size for t in tokens.tolist()
+                    )
+                row[:] = self.draft(request_name(name), num_tokens, len(row))
+            if isinstance(own, torch.Tensor):
+                return torch.tensor(drafts, dtype=own.dtype).view(own.shape)
+            return drafts
+
+        runner.propose_draft_token_ids = scripted
+
+    def draft(
+        self, name: str, num_tokens: int, num_drafts: int | None = None
+    ) -> list[int]:
+        """Drafts for the tokens after the first `num_tokens` of this request; that many
+        of them, or as many as the plan says."""
+        planned, num_right = self.plan(name, num_tokens)
+        num_drafts = planned if num_drafts is None else num_drafts
         text = self.truth.get(name, ())
         tokens = []
         for offset in range(num_drafts):

@@ -28,6 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tests.helpers.byte_map import cache_of
 from tests.helpers.environment import model_path, nwor_settings
 from tests.helpers.runner_probe import (
     Observer,
@@ -286,6 +287,56 @@ class _InFlightAborts(Observer):
         ]
         if aborted:
             self.engine.core.aborts_queue.put(aborted)
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    """The device counters of all tables, by name; nothing for an off engine."""
+    if engine.manager is None:
+        return {}
+    from vllm_nwor.ops import COUNTER_COLUMNS
+
+    totals = engine.manager.counters.sum(0).tolist()
+    return dict(zip(COUNTER_COLUMNS, totals, strict=True))
+
+
+def bytes_of_slots(engine: Engine) -> dict[str, int]:
+    """Of a slot in each of the target's layers that has a cache of its own in its
+    KV-cache group."""
+    assert engine.probe is not None
+    targets = engine.probe.target_layers()
+    found = {}
+    for group in engine.runner.kv_cache_config.kv_cache_groups:
+        caches = {n: cache_of(targets[n]) for n in group.layer_names if n in targets}
+        first = {cache.data_ptr(): name for name, cache in reversed(caches.items())}
+        found |= {n: caches[n][0].nbytes // caches[n].shape[2] for n in first.values()}
+    return found
+
+
+def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
+    """NWOR protected every window of the run, and counted exactly what happened."""
+    assert not engine.manager.fallbacks
+    num_windows = sum(len(step.drafted) for step in result.steps)
+    num_rejected = result.num_drafted - result.num_accepted
+    slot_bytes = bytes_of_slots(engine)
+    restored = sum(
+        len(step.rejected.get(name, ())) * size
+        for step in result.steps
+        for name, size in slot_bytes.items()
+    )
+    groups = len(engine.manager.groups)
+    after = counts(engine)
+    found = {name: after[name] - before[name] for name in after}
+    copied = [found.pop(name) for name in ("shadow_copied_bytes", "committed_bytes")]
+    is_staged = engine.manager.shadow is not None
+    assert [num > 0 for num in copied] == [is_staged, is_staged]
+    assert found == {
+        "windows": num_windows * groups,
+        "staged": result.num_drafted * groups,
+        "committed": result.num_accepted * groups,
+        "rejected": num_rejected * groups,
+        "restored_bytes": 0 if is_staged else restored,
+        "invalid_slots": 0,
+    }
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.byte_map import block_bytes, owners
+from tests.helpers.byte_map import block_bytes, cache_of, owners
 from tests.helpers.runner_probe import Observer, RunnerProbe, Step
 
 
@@ -134,19 +134,19 @@ class SnapshotOracle(Observer):
     def _differing(
         self, name: str, found: torch.Tensor, wanted: torch.Tensor
     ) -> tuple[int, ...]:
-        block_size = self.layers[name].kv_cache.shape[2]
+        block_size = cache_of(self.layers[name]).shape[2]
         differs = self._view(name, found) != self._view(name, wanted)
         block, head, byte = differs.nonzero().unbind(1)
         slots = block * block_size + self.owners[name][head, byte]
         return tuple(slots.unique().tolist())
 
     def _view(self, name: str, storage: torch.Tensor) -> torch.Tensor:
-        return block_bytes(self.layers[name].kv_cache, storage)
+        return block_bytes(cache_of(self.layers[name]), storage)
 
     def _mask(self, name: str, slots: torch.Tensor) -> tuple[int, torch.Tensor]:
         """The layer's storage, and which of its bytes belong to `slots`, as
         [num_blocks, num_heads, page bytes] bool."""
-        cache = self.layers[name].kv_cache
+        cache = cache_of(self.layers[name])
         num_blocks, _, block_size, _ = cache.shape
         wanted = torch.zeros(num_blocks, block_size, dtype=torch.bool)
         wanted.view(-1)[slots] = True
@@ -179,7 +179,7 @@ class ShadowOracle(Observer):
         self._before: dict[str, torch.Tensor] = {}
 
     def _real(self, name: str) -> torch.Tensor:
-        cache = self.layers[name].kv_cache
+        cache = cache_of(self.layers[name])
         storage = self.storages[cache.untyped_storage().data_ptr()]
         return block_bytes(cache, storage)[: self.num_real]
 
@@ -192,14 +192,14 @@ class ShadowOracle(Observer):
         for name, layer in self.layers.items():
             rejected = step.rejected.get(name)
             if rejected is not None and len(rejected):
-                first_shadow = self.num_real * layer.kv_cache.shape[2]
+                first_shadow = self.num_real * cache_of(layer).shape[2]
                 self.num_staged += int((rejected >= first_shadow).sum())
                 if bool((rejected < first_shadow).any()):
                     self._violation(f"a draft of {name} was sent to a real block")
 
     def forward_ends(self, step: Step) -> None:
         for name, layer in self.layers.items():
-            block_size = layer.kv_cache.shape[2]
+            block_size = cache_of(layer).shape[2]
             changed = self._real(name) != self._before[name]
             block, head, byte = changed.nonzero().unbind(1)
             slots = set(
@@ -243,7 +243,7 @@ class HashRecorder(Observer):
 
     def _hashes(self) -> dict[str, torch.Tensor]:
         return {
-            name: self._hash(name, layer.kv_cache)
+            name: self._hash(name, cache_of(layer))
             for name, layer in self.layers.items()
         }
 
@@ -286,9 +286,11 @@ def committed_hashes(
 ) -> tuple[list[dict[str, torch.Tensor]], int]:
     """What a cache without rejected drafts holds after each step of an off run.
 
-    A slot that a rejected draft wrote keeps what it held; block copies copy what the
-    source ought to hold; everything else is as the off run left it. Layers that alias
-    the same bytes share one record. Returns the hashes, as HashRecorder.steps has
+    A slot that a rejected draft wrote keeps what it held, zeros if its block was zeroed
+    at the start of that step; block copies copy what the source ought to hold;
+    everything else is as the off run left it, and so are bytes that changed although no
+    slot of theirs was written: a block that now holds recurrent state. Layers that
+    alias the same bytes share one record. Returns the hashes, as HashRecorder.steps has
     them, and how many (slot, layer) in them differ from the off run's.
     """
     expected = {name: start.clone() for name, start in recorder.start.items()}
@@ -298,10 +300,16 @@ def committed_hashes(
     aliases = _aliases(recorder.layers)
     result = []
     num_dirty = 0
+    before = recorder.start
     for step, found in zip(steps, recorder.steps, strict=True):
+        # Those of the step before are in the result.
+        expected = {name: hashes.clone() for name, hashes in expected.items()}
+        for name in recorder.layers:
+            dirty[name] &= found[name] == before[name]
         for block in step.zeroed_blocks:
             for name in recorder.layers:
                 dirty[name][block] = False
+                expected[name][block] = 0  # the hash of zeros
         for source, to in step.copied_blocks:
             for name in recorder.layers:
                 dirty[name][to] = dirty[name][source]
@@ -320,6 +328,7 @@ def committed_hashes(
             expected[name] = torch.where(dirty[name], expected[name], hashes)
             num_dirty += int((expected[name] != hashes).sum())
         result.append(dict(expected))
+        before = found
     return result, num_dirty
 
 

@@ -24,7 +24,7 @@ import torch
 import wrapt
 from vllm.forward_context import get_forward_context
 
-from tests.helpers.byte_map import block_bytes
+from tests.helpers.byte_map import block_bytes, cache_of
 
 
 @dataclass
@@ -113,7 +113,7 @@ class RunnerProbe:
         values do not depend on how many there are."""
         storages = {s.untyped_storage().data_ptr(): s for s in self.storages()}
         for number, layer in enumerate(self.layers().values()):
-            cache = layer.kv_cache
+            cache = cache_of(layer)
             storage = storages[cache.untyped_storage().data_ptr()]
             blocks = block_bytes(cache, storage)
             generator = torch.Generator().manual_seed(seed + number)

@@ -33,13 +33,18 @@ class Server:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def complete(self, prompt: str, max_tokens: int, **options: Any) -> dict[str, Any]:
-        """A greedy completion, whole."""
+    def complete(
+        self, prompt: str, max_tokens: int, rank: int | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """A greedy completion, whole. rank: the data parallel engine that makes it."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0} | options
+        headers = {"Content-Type": "application/json"}
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            headers,
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)

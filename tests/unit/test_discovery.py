@@ -13,7 +13,11 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import (
@@ -153,6 +157,42 @@ def test_an_indexers_cache_is_refused():
 
     assert infos[1].resolved == "off"
     assert "layer b is a DeepseekV32IndexerCache: no attention impl" in infos[1].reason
+
+
+def state_spec(num_speculative_blocks):
+    return MambaSpec(
+        block_size=SLOTS,
+        shapes=((4, 4),),
+        dtypes=(torch.float32,),
+        num_speculative_blocks=num_speculative_blocks,
+    )
+
+
+def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
+    """It needs no protection, which is no refusal, under STRICT neither."""
+    state = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])
+    groups = [(state_spec(NUM_DRAFTS), {"s": state}), (SPEC, {"a": layer()})]
+
+    manager, infos, _ = build(runner(groups), strict=True)
+
+    assert [info.resolved for info in infos] == ["native", "cow"]
+    assert infos[0].reason == (
+        "vLLM keeps a copy of this state for each draft, and goes on from that of the "
+        "last accepted one"
+    )
+    assert [group.group_id for group in manager.groups] == [1]
+    manager, infos, _ = build(runner(groups[:1]), strict=True)
+    assert (manager, [info.resolved for info in infos]) == (None, ["native"])
+
+
+def test_state_without_copies_for_drafts_is_refused():
+    state = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])
+    found = runner([(state_spec(NUM_DRAFTS - 1), {"s": state})])
+
+    _, (info,), _ = build(found)
+
+    assert info.resolved == "off"
+    assert info.reason == "layer s has a MambaSpec, which is not slot based"
 
 
 def test_strict_raises_with_the_refusal():
@@ -374,12 +414,6 @@ def without_a_mark(found):
         (
             lambda found: setattr(found.kv_cache_config, "nwor_shadow", {1: REGION}),
             "no blocks are reserved for this group",
-        ),
-        (
-            lambda found: setattr(
-                found.kv_cache_config, "needs_kv_cache_zeroing", True
-            ),
-            "vLLM zeroes this model's new blocks",
         ),
         (
             lambda found: setattr(found.input_batch.block_table[0], "block_size", 8),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import plot, views
+from benchmarks import plot, reach, views
 from PIL import Image
 
 from tools.results import render
@@ -288,6 +288,107 @@ def test_extremes_are_chosen_by_the_median_ratio():
         ("stage, median", "1", "0.7000"),
         ("stage, worst", "1", "0.7000"),
     ]
+
+
+# --- the tables of docs/reach.md
+
+
+def cpu_entry(name, mode, verdict, kind="method", **more):
+    where = {"vllm": "0.32.0", "runner": "V1", "backend": "CPU_ATTN"}
+    entry = {"kind": kind, "name": name, "mode": mode, "verdict": verdict}
+    return where | entry | more
+
+
+def cpu_result(*entries):
+    return {"kind": "cpu_engines", "entries": dict(enumerate(entries))}
+
+
+def gpu_result(mode, *specs):
+    """specs: (name, runner, drafter, backend, ranks, problems)."""
+    names = ("runner", "drafter", "backend", "tensor_parallel")
+    return {
+        "kind": "gpu_engines",
+        "entries": {
+            name: {
+                "engine": dict(zip(names, spec, strict=True)),
+                "problems": {"bytes": problems, "outputs": []},
+                "seconds": {"off": 1.0, mode: 1.0},
+                "environment": {"packages": {"vllm": "0.26.0"}},
+            }
+            for name, *spec, problems in specs
+        },
+    }
+
+
+def rows_of(markdown, name):
+    """The lines of a name in a table of methods, and what stands below the table."""
+    table, _, notes = markdown.partition("\n\n")
+    rows = [[c.strip() for c in row.strip("|").split("|")] for row in table.split("\n")]
+    return [row[1:] for row in rows if row[0] == name], notes
+
+
+def test_what_no_result_names_is_untested():
+    nothing, notes = rows_of(reach.methods([cpu_result()]), "dspark")
+    assert nothing == [[", ".join(reach.VERSIONS), "", "untested", "untested"]]
+    assert notes == ""
+
+    result = cpu_result(cpu_entry("eagle", "cow", "exact"))
+    rows, _ = rows_of(reach.methods([result]), "eagle")
+    assert rows == [
+        ["0.32.0", "V1", "exact: CPU_ATTN", "untested"],
+        ["0.26.0, 0.29.0, 0.33.0", "", "untested", "untested"],
+    ]
+    rows, _ = rows_of(reach.methods([result]), "eagle3")
+    assert rows == [[", ".join(reach.VERSIONS), "", "untested", "untested"]]
+
+
+def test_a_refusal_is_told_with_its_sentence_and_a_failure_as_such():
+    result = cpu_result(
+        cpu_entry("custom_class", "cow", "refused", reason="it may"),
+        cpu_entry("custom_class", "stage", "refused", reason="it may"),
+        cpu_entry("mtp", "cow", "exact"),
+        cpu_entry("mtp", "stage", "failed"),
+        cpu_entry("a hybrid", "stage", "refused", kind="model", reason="zeroes"),
+    )
+    markdown = reach.methods([result])
+    (row, _), notes = rows_of(markdown, "custom_class")
+    assert row[2:] == ["refused (1): CPU_ATTN", "refused (1): CPU_ATTN"]
+    assert notes == "1. it may"
+    (row, _), _ = rows_of(markdown, "mtp")
+    assert row[2:] == ["exact: CPU_ATTN", "**failed**: CPU_ATTN"]
+    assert "a hybrid" not in markdown
+    (row, _), notes = rows_of(reach.models([result]), "a hybrid")
+    assert (row[2:], notes) == (["untested", "refused (1): CPU_ATTN"], "1. zeroes")
+
+
+def test_one_engine_of_several_that_fails_takes_its_backend_along():
+    result = gpu_result(
+        "stage",
+        ("one", "v2", "eagle", "FLASH_ATTN", 1, []),
+        ("other", "v2", "eagle", "FLASH_ATTN", 1, ["a slot"]),
+        ("third", "v2", "eagle", "TRITON_ATTN", 1, []),
+        ("two ranks", "v2", "eagle", "FLASH_ATTN", 2, []),
+    )
+    (row, _), _ = rows_of(reach.methods([result]), "eagle")
+    assert row[:2] == ["0.26.0", "V2"]
+    assert row[2:] == ["untested", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"]
+    (row, _), _ = rows_of(reach.parallelism([result]), "tensor parallel 2")
+    assert row[2:] == ["untested", "exact: FLASH_ATTN"]
+
+
+def test_the_tables_of_the_documents_have_every_result():
+    """Read from the files, not by the code that renders them."""
+    text = (ROOT / "docs" / "reach.md").read_text()
+    for path in (ROOT / "results").glob("cpu_engines*.json"):
+        for entry in json.loads(path.read_text())["entries"].values():
+            lines = [
+                line
+                for line in text.splitlines()
+                if line.startswith(f"| {entry['name']} | {entry['vllm']} | ")
+            ]
+            (line,) = [line for line in lines if f" {entry['runner']} " in line]
+            assert entry["verdict"] in line
+            assert entry.get("reason", "") in text
 
 
 # --- documents

@@ -151,7 +151,7 @@ def test_fewer_blocks_than_one_request_are_no_negative_number():
 
 def test_regions_of_groups_are_disjoint_and_behind_the_schedulers_blocks():
     """Groups may overlay bytes: one block id is one group's."""
-    specs = [FULL, MAMBA, LARGE, CROSS, SLIDING]
+    specs = [FULL, CROSS, LARGE, CROSS, SLIDING]
 
     found = plan(vllm_config(), kv_cache_config(*specs), budget(100))
 
@@ -174,8 +174,17 @@ def test_a_group_of_several_specs_of_a_kind_is_one():
     assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
 
 
+def test_nothing_is_reserved_where_new_blocks_are_zeroed():
+    """The workers would have no use for it: they zero blocks of the scheduler's."""
+    found = plan(vllm_config(), kv_cache_config(FULL, MAMBA), budget(100))
+
+    assert found == (
+        "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
+    )
+
+
 def test_no_slot_based_group_reserves_nothing():
-    found = plan(vllm_config(), kv_cache_config(MAMBA, CROSS), STAGE)
+    found = plan(vllm_config(), kv_cache_config(CROSS), STAGE)
 
     assert found == "no KV-cache group is slot based"
 

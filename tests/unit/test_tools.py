@@ -86,7 +86,7 @@ def make(*arguments: str) -> str:
 def test_only_make_deps_changes_the_system() -> None:
     changes = ("--install", "prometheus.py")
     assert [word for word in changes if word in make("deps")] == list(changes)
-    for target in ("test", "bench", "lint", "serve", "nightly", "soak"):
+    for target in ("test", "bench", "lint", "serve", "nightly", "soak", "reach"):
         commands = make(target)
         assert "check_system.sh" in commands
         assert [word for word in changes if word in commands] == []

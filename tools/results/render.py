@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Puts tables from results/*.json into README.md and results/README.md; --check tells
-if they are there.
+"""Puts tables from results/*.json into README.md, results/README.md and docs/reach.md;
+--check tells if they are there.
 
 A block of a README between two comments belongs to this script:
 
@@ -28,11 +28,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import summary, views  # noqa: E402
+from benchmarks import reach, summary, views  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.views import BadBlock, Result  # noqa: E402
 
-# Name -> kind of its files, whether it takes several, and what makes its Markdown.
+# Name -> kinds of its files, whether it takes several, and what makes its Markdown.
 VIEWS: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
     "all": ("bench_vllm", False, views.everything),
     "short": ("bench_vllm", False, views.short),
@@ -46,8 +46,15 @@ VIEWS: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
     "engines": ("gpu_engines", False, views.engines),
     "sleep": ("gpu_sleep", False, views.sleep),
     "soak": ("soak", False, views.soak),
+    "methods": ("cpu_engines gpu_engines", True, reach.methods),
+    "models": ("cpu_engines gpu_engines", True, reach.models),
+    "parallelism": ("cpu_engines gpu_engines", True, reach.parallelism),
 }
-READMES = (ROOT / "README.md", ROOT / "results" / "README.md")
+READMES = (
+    ROOT / "README.md",
+    ROOT / "results" / "README.md",
+    ROOT / "docs" / "reach.md",
+)
 END = "<!-- /results -->"
 BLOCK = re.compile(
     rf"(?P<open><!-- results: (?P<what>[^\n]*?) -->\n)(?P<body>.*?){END}", re.DOTALL
@@ -55,12 +62,13 @@ BLOCK = re.compile(
 
 
 def load(path: Path, kind: str) -> Result:
-    """The result in `path`. Raises BadBlock unless it is a file of that kind."""
+    """The result in `path`. Raises BadBlock unless it is of that kind, or one of those
+    kinds."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadBlock(f"{path.name} cannot be read: {error}") from error
-    if not isinstance(result, dict) or result.get("kind") != kind:
+    if not isinstance(result, dict) or result.get("kind") not in kind.split():
         raise BadBlock(f"{path.name} is not a file of kind {kind}")
     if kind == "bench_vllm" and result.get("schema") != summary.SCHEMA:
         raise BadBlock(f"{path.name} is not of schema {summary.SCHEMA}")

@@ -67,8 +67,9 @@ Scheduled = tuple[Mapping[str, Sequence[int]], Any, Sequence[int]]
 class GroupInfo(NamedTuple):
     """How one KV-cache group is run: a row of the gauge vllm:nwor_info.
 
-    group: KV-cache group id. requested, resolved: modes. reason: why they differ, or
-    which layout the group has.
+    group: KV-cache group id. requested, resolved: modes; resolved may be "native",
+    where vLLM itself makes the group transactional. reason: why they differ, or which
+    layout the group has.
     """
 
     group: int

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
+    MambaSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -51,6 +52,10 @@ REFUSED_IMPLS = {
     "Rocm": "packs the slots of a block element by element",
     "Aiter": "packs the slots of a block in tiles",
 }
+
+
+# How a KV-cache group is run that vLLM itself makes transactional.
+NATIVE = "native"
 
 
 class GroupRefused(ValueError):
@@ -104,6 +109,13 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
         try:
             if refusal is not None:
                 raise GroupRefused(refusal)
+            if _has_state_of_each_draft(runner, group):
+                reason = (
+                    "vLLM keeps a copy of this state for each draft, and goes on from "
+                    "that of the last accepted one"
+                )
+                infos.append(GroupInfo(gid, requested, NATIVE, reason))
+                continue
             layers = _target_layers(runner, group, layouts)
         except (GroupRefused, LayoutRefused) as refused:
             infos.append(GroupInfo(gid, requested, Mode.OFF.value, str(refused)))
@@ -149,10 +161,11 @@ def _told(error: Exception) -> str:
 
 
 def _all_off(infos: list[GroupInfo], reason: str) -> list[GroupInfo]:
-    """The same groups with none of them protected; earlier refusals keep theirs."""
+    """The same groups with none of them protected by us; earlier refusals keep
+    theirs."""
     return [
         info
-        if info.resolved == Mode.OFF.value
+        if info.resolved in (Mode.OFF.value, NATIVE)
         else info._replace(resolved=Mode.OFF.value, reason=reason)
         for info in infos
     ]
@@ -250,6 +263,14 @@ def _target_layers(runner: Any, group: Any, layouts: _LayoutCache) -> list[Layer
         layout = layouts.get(name, modules[name], kv_cache, spec)
         layers.append(LayerCache(name, kv_cache, layout))
     return layers
+
+
+def _has_state_of_each_draft(runner: Any, group: Any) -> bool:
+    """Whether the group has recurrent state, and a block for that behind each draft: a
+    rejected one's is never read again."""
+    spec = group.kv_cache_spec
+    num_drafts = runner.vllm_config.speculative_config.num_speculative_tokens
+    return isinstance(spec, MambaSpec) and spec.num_speculative_blocks >= num_drafts
 
 
 def _check_spec(name: str, spec: Any) -> None:
@@ -381,11 +402,6 @@ def _staged_group(
         raise GroupRefused(f"no shadow pages: {reserved}")
     if gid not in reserved:
         raise GroupRefused("no shadow pages: no blocks are reserved for this group")
-    if getattr(runner.kv_cache_config, "needs_kv_cache_zeroing", False):
-        raise GroupRefused(
-            "no shadow pages: vLLM zeroes this model's new blocks, which it cannot do "
-            "with shadow blocks"
-        )
     is_v2 = hasattr(runner, "block_tables")
     if is_v2:
         tables = runner.block_tables

@@ -206,6 +206,10 @@ def plan(vllm_config: Any, kv_cache_config: Any, config: NworConfig) -> Reservat
     refusal = stage_refusal(vllm_config)
     if refusal is not None:
         return refusal
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return (
+            "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
+        )
     num_drafts = vllm_config.speculative_config.num_speculative_tokens
     sizes = block_sizes(kv_cache_config.kv_cache_groups)
     if not sizes:

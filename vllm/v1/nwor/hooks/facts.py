@@ -100,13 +100,13 @@ config.kv_transfer:KVTransferConfig
     has kv_connector kv_connector_module_path kv_connector_extra_config
 config.compilation:CompilationConfig has static_forward_context:dict
 v1.kv_cache_interface
-    has AttentionSpec CrossAttentionSpec EncoderOnlyAttentionSpec
+    has AttentionSpec CrossAttentionSpec EncoderOnlyAttentionSpec MambaSpec
         UniformTypeKVCacheSpecs
+v1.kv_cache_interface:MambaSpec has num_speculative_blocks:int
 v1.kv_cache_interface:AttentionSpec
     has block_size:int page_size_bytes tokens_per_state|storage_block_size
 v1.kv_cache_interface:UniformTypeKVCacheSpecs has kv_cache_specs:dict
 v1.kv_cache_interface:KVCacheGroupSpec has layer_names kv_cache_spec
-v1.kv_cache_interface:KVCacheConfig has needs_kv_cache_zeroing
 v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer has _draft_attn_layer_names
 v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator has draft_attn_layer_names
 model_executor.layers.attention.attention:Attention
@@ -133,6 +133,7 @@ v1.engine.core:EngineCore
         self.model_executor.initialize_from_config()
 v1.kv_cache_interface:KVCacheConfig
     has num_blocks:int kv_cache_tensors:list kv_cache_groups:list
+        needs_kv_cache_zeroing
 v1.kv_cache_interface:KVCacheTensor has size:int
 v1.kv_cache_interface:KVCacheSpec has page_size_bytes max_memory_usage_bytes
 config.model:ModelConfig has original_max_model_len

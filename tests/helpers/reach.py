@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test on a real engine on the CPU has shown, as a line of the table in
+docs/reach.md.
+
+Files go to the folder in NWOR_REACH_RESULTS; without it nothing is written. Lines of
+what was not run again stay as they were, each with its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import vllm
+from benchmarks import environment
+from benchmarks.files import write_json
+
+from tests.helpers.environment import REPO
+
+FOLDER_VARIABLE = "NWOR_REACH_RESULTS"
+FILE = "cpu_engines.json"
+EXACT, REFUSED, FAILED = "exact", "refused", "failed"
+
+
+@contextmanager
+def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
+    """Notes how the block ends for this engine in its mode; the block may add to the
+    dict.
+
+    kind: "method", "model" or "parallelism". verdict: FAILED if the block raises;
+    REFUSED if the engine protects nothing, or in mode stage has no shadow pages, with
+    NWOR's reason; EXACT otherwise.
+    """
+    infos = engine.runner.nwor_state.infos
+    reasons = [i.reason for i in infos if i.resolved not in (engine.mode, "native")]
+    told = {"resolved": [info.resolved for info in infos]}
+    if reasons:
+        told["reason"] = reasons[0].split("; ")[0]
+    backend = ", ".join(_backends(engine.runner))
+    with noted(engine.mode, kind, name, backend) as entry:
+        entry |= told
+        yield entry
+
+
+@contextmanager
+def noted(
+    mode: str, kind: str, name: str, backend: str = "CPU_ATTN"
+) -> Iterator[dict[str, Any]]:
+    """The same for an engine in another process, whose groups are all in `mode`."""
+    entry: dict[str, Any] = {
+        "vllm": vllm.__version__.split("+")[0],
+        "runner": "V1",
+        "backend": backend,
+        "kind": kind,
+        "name": name,
+        "mode": mode,
+        "verdict": FAILED,
+    }
+    try:
+        yield entry
+        entry["verdict"] = REFUSED if "reason" in entry else EXACT
+    finally:
+        save(entry)
+
+
+def _backends(runner: Any) -> list[str]:
+    """Names of the attention backends; those of recurrent state are not attention's."""
+    found = {
+        attention.backend.get_name()
+        for group in runner.attn_groups
+        for attention in group
+    }
+    return sorted(name for name in found if "CPU" in name)
+
+
+def save(entry: dict[str, Any]) -> None:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return
+    path = Path(folder) / FILE
+    entries: dict[str, Any] = {}
+    if path.is_file():
+        entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
+    key = "/".join(entry[part] for part in ("vllm", "kind", "name", "mode"))
+    about = environment.describe("cpu", REPO)
+    entries[key] = entry | {"environment": about, "command": "make reach"}
+    ordered = {key: entries[key] for key in sorted(entries)}
+    write_json(path, {"kind": "cpu_engines", "schema": 1, "entries": ordered})
