@@ -78,8 +78,10 @@ nightly: models ## what takes too long for make test: faults, simulation of the 
 	$(PY) -m pytest -m nightly $(ARGS)
 	$(MAKE) test-oldest
 
+# Their copies of what NWOR touches are patched, too, as those who keep a fork do it.
 check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
 	$(PY) tools/check_vllm.py $(ARGS)
+	$(PY) -m pytest -m nightly tests/unit/test_apply_to_vllm.py -q
 
 # Its wheel is put before the installed one: their torch is the same.
 OLDER_TESTS := tests/integration/test_byte_oracle.py -k "bf16 and not probing"

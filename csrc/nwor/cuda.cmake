@@ -51,8 +51,9 @@ function(nwor_add_cuda target)
   if(NOT NWOR_USE_CUDA)
     return()
   endif()
-  target_sources(${target} PRIVATE
-    cow_cuda.cu prepared.cu shadow_cuda.cu)
+  set(sources cow_cuda.cu prepared.cu shadow_cuda.cu)
+  list(TRANSFORM sources PREPEND ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/)
+  target_sources(${target} PRIVATE ${sources})
   # USE_CUDA: PyTorch's headers then declare the current stream.
   target_compile_definitions(${target} PRIVATE NWOR_CUDA USE_CUDA)
   set_target_properties(${target} PROPERTIES

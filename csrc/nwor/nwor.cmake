@@ -4,10 +4,11 @@
 # CPU and, where nvcc is found, CUDA. No find_package(Torch): that wants the CUDA
 # toolkit of the torch wheel and links far more than is used.
 #
-# The folder above says how it is built by itself. In a fork of vLLM
-# (tools/apply_to_vllm.py) vLLM's build adds this folder when all else is set up: torch
-# and whether there is CUDA come from there, the library goes beside the Python files,
-# and the target has the name that vLLM's setup.py makes of the extension's.
+# CMakeLists.txt says how it is built by itself. In a fork of vLLM (tools/
+# apply_to_vllm.py) vLLM's own CMakeLists.txt includes this file behind all of its
+# targets: torch and whether there is CUDA are what it has found, the library goes
+# beside the Python files, and a target has the name that vLLM's setup.py makes of the
+# extension's.
 set(CMAKE_CXX_STANDARD 17)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
@@ -26,10 +27,10 @@ if(DEFINED VLLM_TARGET_DEVICE)
   endif()
 endif()
 
-include(${CMAKE_CURRENT_SOURCE_DIR}/torch.cmake)
-include(${CMAKE_CURRENT_SOURCE_DIR}/cuda.cmake)
+include(${CMAKE_CURRENT_LIST_DIR}/torch.cmake)
+include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)
 
-add_library(_nwor_C SHARED
+set(NWOR_SOURCES
   audit_bindings.cpp
   audit_cpu.cpp
   cow_bindings.cpp
@@ -38,11 +39,12 @@ add_library(_nwor_C SHARED
   shadow_cpu.cpp
   tensor_args.cpp
   torch_bindings.cpp)
+list(TRANSFORM NWOR_SOURCES PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
+add_library(_nwor_C SHARED ${NWOR_SOURCES})
 set_target_properties(_nwor_C PROPERTIES PREFIX "")
 if(NWOR_OUTPUT_DIR)
   # Relative to the source directory, wherever the build directory is.
-  get_filename_component(NWOR_OUTPUT_DIR "${NWOR_OUTPUT_DIR}" ABSOLUTE
-    BASE_DIR ${CMAKE_SOURCE_DIR})
+  get_filename_component(NWOR_OUTPUT_DIR "${NWOR_OUTPUT_DIR}" ABSOLUTE)
   set_target_properties(_nwor_C PROPERTIES
     LIBRARY_OUTPUT_DIRECTORY "${NWOR_OUTPUT_DIR}")
 endif()
