@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,11 @@ print(package_data)
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "installed",
-        *(pytest.param(v, marks=pytest.mark.nightly) for v in check_vllm.VERSIONS),
-    ],
-)
-def sources(request: pytest.FixtureRequest) -> dict[str, str]:
+@cache
+def files_of_vllm(version: str) -> dict[str, str]:
     """What is touched and read of a vLLM, by path."""
-    installed = request.param == "installed"
-    read = files_of(SITE) if installed else check_vllm.Release(request.param).read
+    installed = version == "installed"
+    read = files_of(SITE) if installed else check_vllm.Release(version).read
     found: dict[str, str] = {}
 
     def noted(path: str) -> str | None:
@@ -76,10 +71,22 @@ def sources(request: pytest.FixtureRequest) -> dict[str, str]:
             found[path] = text
         return text
 
-    assert check_vllm.check(request.param, noted)
+    assert check_vllm.check(version, noted)
     for path in ("vllm/_version.py", *(place.path for place in tool.places())):
         noted(path)
     return found
+
+
+@pytest.fixture(scope="module")
+def sources(request: pytest.FixtureRequest) -> dict[str, str]:
+    return files_of_vllm(getattr(request, "param", "installed"))
+
+
+RELEASES = [
+    "installed",
+    *(pytest.param(v, marks=pytest.mark.nightly) for v in check_vllm.VERSIONS),
+]
+of_each_release = pytest.mark.parametrize("sources", RELEASES, indirect=True)
 
 
 @pytest.fixture
@@ -155,6 +162,7 @@ def git(folder: Path, *arguments: Any) -> str:
     return done.stdout
 
 
+@of_each_release
 def test_site_packages_get_it_once_and_are_restored(site: Path, run: Run) -> None:
     before = digests(site)
     status, (said,) = run(site, "--check")
@@ -185,6 +193,7 @@ def test_site_packages_get_it_once_and_are_restored(site: Path, run: Run) -> Non
     assert not (site / tool.LIBRARY).exists()
 
 
+@of_each_release
 def test_a_decorator_for_each_row_over_all_others(patched: Path) -> None:
     text = "".join(
         (patched / path).read_text() for path in {place.path for place in tool.places()}
@@ -199,6 +208,7 @@ def test_a_decorator_for_each_row_over_all_others(patched: Path) -> None:
             assert re.search(rf"\n( *){hooked} *{what}\(?", text), place
 
 
+@of_each_release
 def test_the_series_makes_the_same_tree(
     checkout: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -296,6 +306,16 @@ DRIFT = {
         r'lacks, below line \d+: environment_variables\["VLLM_NWOR_MODE"\]',
     ),
 }
+
+
+@of_each_release
+def test_a_lost_decorator_is_named_in_each(patched: Path, run: Run) -> None:
+    path, change, named = DRIFT["a decorator is lost"]
+    (patched / path).write_text(change((patched / path).read_text()))
+    status, told = run(patched, "--check")
+    assert status == 1
+    assert len(told) == 1
+    assert re.search(f"^{re.escape(path)} {named}", told[0])
 
 
 @pytest.mark.parametrize("drift", DRIFT)

@@ -86,7 +86,8 @@ def _hooked(module: UnfinishedModule, name: str, function: Any) -> Any:
         return function
     host = sys.modules[module.__name__]
     if isinstance(function, type):  # a dataclass, whose __init__ it is
-        init = vars(function)["__init__"]
-        function.__init__ = hook_function(host, name, init, wrappers)
+        attribute = name.rpartition(".")[2]
+        init = vars(function)[attribute]
+        setattr(function, attribute, hook_function(host, name, init, wrappers))
         return function
     return hook_function(host, name, function, wrappers)
