@@ -41,7 +41,9 @@ if(NWOR_USE_CUDA)
   endif()
   # Later GPUs compile the newest architecture's PTX.
   list(APPEND CMAKE_CUDA_ARCHITECTURES ${newest_arch}-virtual)
-  enable_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER_LOADED)  # vLLM's build has, where it includes this
+    enable_language(CUDA)
+  endif()
   set(CMAKE_CUDA_STANDARD 17)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 endif()
