@@ -171,7 +171,7 @@ def test_gpu_image_is_of_a_vllm_that_was_tried() -> None:
 
 
 def test_gpu_image_compiles_for_what_the_sources_do() -> None:
-    cmake = (ROOT / "cmake" / "cuda.cmake").read_text()
+    cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
     (archs,) = re.findall(r'set\(NWOR_CUDA_ARCHS "([\d;]+)"', cmake)
     assert defaults(GPU)["NWOR_CUDA_ARCHS"] == archs
 

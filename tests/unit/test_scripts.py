@@ -278,8 +278,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the rebuild needs of this checkout, with the sources as they are here, built
     for the CPU."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("cmake", "csrc"):
-        shutil.copytree(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
     (folder / "tools").mkdir()
     (folder / "vllm" / "v1" / "nwor").mkdir(parents=True)
     shutil.copy(ROOT / "CMakeLists.txt", folder)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from .config import ENV_NAMES, AuditMode, Mode, NworConfig
@@ -56,10 +56,17 @@ _audit_registered = False
 def register() -> None:
     """Reads the modes and, unless both are off, arranges for vLLM to be hooked.
 
+    Where vLLM carries this package itself, that one's register() does it, so that there
+    is one copy, and nothing is wrapped twice.
+
     Idempotent. Raises NworConfigError on a bad `VLLM_NWOR_*` value, in any mode: vLLM
     passes it on and does not start.
     """
     global _registered, _audit_registered
+    carried = _carried()
+    if carried is not None:
+        carried.register()
+        return
     config = NworConfig.from_env()
     needs_nwor = config.mode is not Mode.OFF and not _registered
     needs_audit = config.audit is not AuditMode.OFF and not _audit_registered
@@ -79,6 +86,23 @@ def register() -> None:
         for module_name, hook in AUDIT_HOOKS.items():
             wrapt.register_post_import_hook(_guarded(hook), module_name)
         _audit_registered = True
+
+
+def _carried() -> ModuleType | None:
+    """This module as a fork of vLLM carries it, if another package was asked."""
+    if __package__ == _Alias.NAME:
+        return None
+    try:
+        import vllm
+        import vllm.v1
+    except ModuleNotFoundError as error:
+        if error.name in ("vllm", "vllm.v1"):
+            return None
+        raise
+    is_namespace = getattr(vllm, "__file__", None) is None
+    if is_namespace or PathFinder.find_spec(_Alias.NAME, vllm.v1.__path__) is None:
+        return None
+    return import_module(f"{_Alias.NAME}.plugin")
 
 
 def _declare_variables() -> None:

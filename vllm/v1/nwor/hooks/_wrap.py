@@ -60,8 +60,31 @@ def argument(
     return args[index] if index < len(args) else kwargs.get(name)
 
 
+# Modules of a fork that graft.py refused -> why. The plugin does not hook them, either.
+refused: dict[str, str] = {}
+
+
+class UnfinishedModule(ModuleType):
+    """Stands for a module of vLLM that is being imported, in a fork that has our
+    decorator on its functions (graft.py). install_all only leaves here what is to be
+    wrapped; `hook_function` does it when the function is there.
+
+    check_source: `check`, on the module's source.
+    """
+
+    def __init__(self, name: str, check_source: Callable[[HookTarget], None]) -> None:
+        super().__init__(name)
+        self.check_source = check_source
+        self.wrappers: dict[HookTarget, Wrapper] = {}
+
+
 def check(target: HookTarget, module: ModuleType) -> None:
     """Raises HostMismatch unless `module` has `target` with the expected parameters."""
+    if isinstance(module, UnfinishedModule):
+        module.check_source(target)
+        return
+    if module.__name__ in refused:
+        raise HostMismatch(refused[module.__name__])
     owner: Any = module
     for part in target.qualname.split("."):
         owner = getattr(owner, part, None)
@@ -80,26 +103,34 @@ _INHERITED = object()
 
 @dataclass
 class _Hook:
-    """Wrappers in their place. owner: the class or module whose attribute `name` it is.
-    original: what the owner itself had there, _INHERITED if only a base had it.
-    function: what is wrapped. layers: our wrappers of it. wrapper: what is put on, all
-    of them.
+    """Wrappers in their place. module, qualname: where that is. original: what the
+    class or module itself had there, _INHERITED if only a base had it. function: what
+    is wrapped. layers: our wrappers of it. wrapper: what is put on, all of them.
     """
 
-    owner: Any
-    name: str
+    module: ModuleType
+    qualname: str
     original: Any
     function: Any
     layers: dict[HookTarget, Wrapper]
     wrapper: Any = None
 
+    @property
+    def owner(self) -> Any:
+        """The class or module whose attribute `name` it is."""
+        name = self.qualname.rpartition(".")[0]
+        return getattr(self.module, name) if name else self.module
+
+    @property
+    def name(self) -> str:
+        return self.qualname.rpartition(".")[2]
+
     def add(self, target: HookTarget, wrapper: Wrapper) -> None:
-        """Puts it on, too. Whoever already holds the old wrapper keeps that."""
+        """To be put on again. Whoever already holds the old wrapper keeps that."""
         self.layers[target] = wrapper
         self.wrapper = self.function
         for layer in sorted(self.layers, key=lambda target: target.layer):
             self.wrapper = wrapt.FunctionWrapper(self.wrapper, self.layers[layer])
-        self.put_on()
 
     def is_on(self) -> bool:
         """Raises HostMismatch if something that is not ours is in the place."""
@@ -135,21 +166,37 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
     """
     for target in wrappers:
         check(target, module)
+    if isinstance(module, UnfinishedModule):
+        module.wrappers.update(wrappers)
+        return
     for target, wrapper in wrappers.items():
-        owner_name, _, name = target.qualname.rpartition(".")
-        owner = getattr(module, owner_name) if owner_name else module
-        known = [hook for hook in _hooks if hook.owner is owner and hook.name == name]
+        place = (module, target.qualname)
+        known = [hook for hook in _hooks if (hook.module, hook.qualname) == place]
+        hook = known[0] if known else _Hook(*place, None, None, {})
         if not known:
-            current = inspect.getattr_static(owner, name)
-            original = vars(owner).get(name, _INHERITED)
-            hook = _Hook(owner, name, original, current, {})
+            hook.function = inspect.getattr_static(hook.owner, hook.name)
+            hook.original = vars(hook.owner).get(hook.name, _INHERITED)
             _hooks.append(hook)
+        else:
+            hook.is_on()
+        if target not in hook.layers:
             hook.add(target, wrapper)
-        elif target not in known[0].layers:
-            known[0].is_on()
-            known[0].add(target, wrapper)
-        elif not known[0].is_on():
-            known[0].put_on()
+        hook.put_on()
+
+
+def hook_function(
+    module: ModuleType,
+    qualname: str,
+    function: Any,
+    wrappers: Mapping[HookTarget, Wrapper],
+) -> Any:
+    """What to put in the place of `function`, which becomes the attribute `qualname` of
+    `module` later; as if install_all had wrapped it there."""
+    hook = _Hook(module, qualname, function, function, {})
+    for target, wrapper in wrappers.items():
+        hook.add(target, wrapper)
+    _hooks.append(hook)
+    return hook.wrapper
 
 
 def is_installed(target: HookTarget) -> bool:

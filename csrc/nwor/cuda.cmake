@@ -41,7 +41,9 @@ if(NWOR_USE_CUDA)
   endif()
   # Later GPUs compile the newest architecture's PTX.
   list(APPEND CMAKE_CUDA_ARCHITECTURES ${newest_arch}-virtual)
-  enable_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER_LOADED)  # vLLM's build has, where it includes this
+    enable_language(CUDA)
+  endif()
   set(CMAKE_CUDA_STANDARD 17)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 endif()
@@ -51,9 +53,9 @@ function(nwor_add_cuda target)
   if(NOT NWOR_USE_CUDA)
     return()
   endif()
-  target_sources(${target} PRIVATE
-    csrc/nwor/audit_cuda.cu csrc/nwor/cow_cuda.cu csrc/nwor/prepared.cu
-    csrc/nwor/shadow_cuda.cu)
+  set(sources audit_cuda.cu cow_cuda.cu prepared.cu shadow_cuda.cu)
+  list(TRANSFORM sources PREPEND ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/)
+  target_sources(${target} PRIVATE ${sources})
   # USE_CUDA: PyTorch's headers then declare the current stream.
   target_compile_definitions(${target} PRIVATE NWOR_CUDA USE_CUDA)
   set_target_properties(${target} PROPERTIES

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM that tools/apply_to_vllm.py has patched, at run time: the installed one, as a
+tree of links whose changed files are its own, found first on PYTHONPATH. No plugin is
+loaded, unless a test says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.environment import REPO, subprocess_env
+from tools import apply_to_vllm as tool
+
+SITE = Path(pytest.__file__).parents[1]
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("patched")
+    shutil.copytree(SITE / "vllm", folder / "vllm", copy_function=os.symlink)
+    before = (SITE / "vllm" / "envs.py").read_bytes()
+    tool.Graft(folder, facts=()).apply()
+    assert (SITE / "vllm" / "envs.py").read_bytes() == before
+    return folder
+
+
+def run(tree: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own that finds that vLLM."""
+    paths = os.pathsep.join([str(tree), str(REPO)])
+    settings = {"VLLM_PLUGINS": "", "PYTHONPATH": paths, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", LOOK + code],
+        cwd=tree,
+        env=subprocess_env(**settings),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+LOOK = """
+import os, sys
+from importlib import import_module
+import wrapt
+from vllm import envs, plugins
+from vllm.v1.nwor import plugin
+
+def layers():
+    '''Each hooked function -> how many wrappers lie over it.'''
+    found = {}
+    for module, hook in (*plugin.HOOKS.items(), *plugin.AUDIT_HOOKS.items()):
+        host = import_module(module)
+        for row in import_module(hook.split(":")[0], "vllm.v1.nwor").LEDGER:
+            if row.module == module:
+                owner, _, name = row.qualname.rpartition(".")
+                value = vars(getattr(host, owner) if owner else host)[name]
+                count = 0
+                while isinstance(value, wrapt.FunctionWrapper):
+                    value, count = value.__wrapped__, count + 1
+                found[module, row.qualname] = count
+    return found
+
+def hosts():
+    return [import_module(name) for name in {**plugin.HOOKS, **plugin.AUDIT_HOOKS}]
+
+"""
+# Rows of the ledgers about a function: each has a wrapper, but COUNT.
+NUM_ROWS = {
+    (place.module, place.name): len(rows)
+    for place, rows in tool.places().items()
+    if place.name != "Scheduler.make_spec_decoding_stats"
+}
+
+
+def test_off_is_what_was_there(patched: Path) -> None:
+    """Nothing is wrapped, and nothing of ours imported but the readers of the modes;
+    what is set later, the plugin sees to."""
+    done = run(
+        patched,
+        """
+hosts()
+ours = {n for n in sys.modules if n.startswith(("vllm.v1.nwor", "vllm_nwor"))}
+assert {n.removeprefix("vllm.v1.nwor") for n in ours} == {
+    "", ".config", ".graft", ".plugin"
+}, ours
+assert set(layers().values()) == {0}
+assert envs.environment_variables["VLLM_NWOR_MODE"]() is None
+os.environ["VLLM_NWOR_MODE"] = "cow"
+del os.environ["VLLM_PLUGINS"]
+plugins.load_general_plugins()
+assert "vllm_nwor.plugin" in sys.modules
+assert max(layers().values()) == 1
+""",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_on_all_is_wrapped_once_with_and_without_the_plugin(patched: Path) -> None:
+    """And taken off and put on again, as what the plugin puts on."""
+    done = run(
+        patched,
+        f"""
+hosts()
+assert not [name for name in sys.modules if name.startswith("vllm_nwor")]
+found = layers()
+wanted = {NUM_ROWS!r}
+assert {{k: v for k, v in found.items() if v}} == wanted, found
+from vllm.v1.nwor.hooks import _wrap
+for _ in range(2):
+    _wrap.unhook()
+    assert set(layers().values()) == {{0}}
+    _wrap.rehook()
+    assert layers() == found
+del os.environ["VLLM_PLUGINS"]
+plugins.load_general_plugins()
+assert "vllm_nwor.plugin" in sys.modules
+assert layers() == found
+assert not [name for name in sys.modules if name.startswith("vllm_nwor.hooks")]
+assert import_module("vllm.v1.nwor.hooks._wrap") is _wrap
+""",
+        VLLM_NWOR_MODE="stage",
+        VLLM_NWOR_AUDIT="log",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def merged_badly(patched: Path, tmp_path: Path) -> Path:
+    """A merge lost the decorator of `_sample`."""
+    shutil.copytree(patched / "vllm", tmp_path / "vllm", copy_function=os.symlink)
+    file = tmp_path / f"{RUNNER.replace('.', '/')}.py"
+    text = file.read_text()
+    line = '    @nwor_hook("GPUModelRunner._sample")  # nwor\n'
+    assert line in text
+    file.unlink()
+    file.write_text(text.replace(line, ""))
+    return tmp_path
+
+
+def test_a_lost_decorator_is_named_and_no_other_of_its_module_is_put_on(
+    merged_badly: Path,
+) -> None:
+    code = f"""
+import logging
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("vllm.v1.nwor").addHandler(handler)
+hosts()
+del os.environ["VLLM_PLUGINS"]
+plugins.load_general_plugins()
+found = {{name: n for (module, name), n in layers().items() if module == {RUNNER!r}}}
+assert {{name for name, n in found.items() if n}} == {{"GPUModelRunner.sample_tokens"}}
+assert max(layers().values()) == 1
+assert len(set(lines)) == 1, lines
+print(lines[0])
+"""
+    done = run(merged_badly, code, VLLM_NWOR_MODE="cow")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = (
+        f"{RUNNER}.GPUModelRunner._sample does not have "
+        'nwor_hook("GPUModelRunner._sample") as its outermost decorator; '
+        "tools/apply_to_vllm.py --check names all of these"
+    )
+    assert done.stdout.splitlines()[-1] == f"NWOR is off for {RUNNER}: {said}"
+    settings = {"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_STRICT": "1"}
+    done = run(merged_badly, "hosts()", **settings)
+    assert done.stderr.splitlines()[-1].endswith(f"HostMismatch: {said}")
+
+
+ORACLE = """
+sys.path.insert(0, os.getcwd())
+from tests.helpers import environment
+os.environ.update(environment.VARIABLES)
+hosts()
+# The engines of the tests ask the plugin; here it does nothing.
+import vllm_nwor.plugin
+vllm_nwor.plugin.register = lambda: None
+import pytest
+chosen = "bf16 and (restored or vanilla or committed or staged)"
+tests = ["tests/integration/test_byte_oracle.py", "-k", chosen]
+status = pytest.main([*tests, "-q", "-p", "no:cacheprovider"])
+assert vllm_nwor.plugin.register() is None
+assert not [name for name in sys.modules if name.startswith("vllm_nwor.hooks")]
+from vllm.v1.nwor import ops
+assert ops.LIBRARY.is_relative_to(TREE), ops.LIBRARY
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_the_byte_oracle_passes_without_the_plugin(patched: Path) -> None:
+    """Modes off, cow and stage, by decorators alone, with the library in the tree."""
+    code = f"TREE = {str(patched)!r}\nos.chdir({str(REPO)!r})\n{ORACLE}"
+    done = run(patched, code, VLLM_NWOR_MODE="stage")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert " 5 passed" in f" {done.stdout.splitlines()[-1]}"

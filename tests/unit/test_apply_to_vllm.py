@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/apply_to_vllm.py on the files that it touches and reads: of the installed vLLM,
+and (nightly, make check-vllm) of the releases that we serve. A checkout is those, and a
+build of our own that is laid out as vLLM's is.
+
+What a vLLM does that was patched: tests/integration/test_apply_to_vllm.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import apply_to_vllm as tool
+from tools import check_vllm, native
+from vllm_nwor.hooks.source import files_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(pytest.__file__).parents[1]
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+ENGINES = "vllm/v1/engine/utils.py"
+# A build for anything but GPUs returns early from the top.
+STUB = {
+    "CMakeLists.txt": """cmake_minimum_required(VERSION 3.26)
+# It ends with a line
+project(stub
+  LANGUAGES CXX)
+set(VLLM_TARGET_DEVICE cpu CACHE STRING "")
+set(TORCH_INSTALL_PREFIX "${STUB_TORCH}")
+if(NOT VLLM_TARGET_DEVICE STREQUAL "cuda")
+  return()
+endif()
+message(FATAL_ERROR "not here")
+""",
+    "setup.py": """class CMakeExtension:
+    def __init__(self, name, optional=False):
+        self.name = name
+
+
+ext_modules = [CMakeExtension("vllm.spinloop")]
+package_data = {
+    "vllm": ["py.typed"],
+}
+
+print(*(ext.name.removeprefix("vllm.") for ext in ext_modules))
+print(package_data)
+""",
+    "requirements/common.txt": "numpy\ntorch",
+}
+
+
+@cache
+def files_of_vllm(version: str) -> dict[str, str]:
+    """What is touched and read of a vLLM, by path."""
+    installed = version == "installed"
+    read = files_of(SITE) if installed else check_vllm.Release(version).read
+    found: dict[str, str] = {}
+
+    def noted(path: str) -> str | None:
+        text = read(path)
+        if text is not None:
+            found[path] = text
+        return text
+
+    assert check_vllm.check(version, noted)
+    for path in ("vllm/_version.py", *(place.path for place in tool.places())):
+        noted(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources(request: pytest.FixtureRequest) -> dict[str, str]:
+    return files_of_vllm(getattr(request, "param", "installed"))
+
+
+RELEASES = [
+    "installed",
+    *(pytest.param(v, marks=pytest.mark.nightly) for v in check_vllm.VERSIONS),
+]
+of_each_release = pytest.mark.parametrize("sources", RELEASES, indirect=True)
+
+
+@pytest.fixture
+def site(sources: dict[str, str], tmp_path: Path) -> Path:
+    """As site-packages lie."""
+    return laid_out(tmp_path / "site", sources)
+
+
+@pytest.fixture
+def checkout(sources: dict[str, str], tmp_path: Path) -> Path:
+    return laid_out(tmp_path / "checkout", sources | STUB)
+
+
+def laid_out(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Path -> SHA-256 of each file, "" of each folder; neither git's nor libraries."""
+    return {
+        str(path.relative_to(folder)): ""
+        if path.is_dir()
+        else hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if ".git" not in path.relative_to(folder).parts and path.suffix != ".so"
+    }
+
+
+@pytest.fixture(scope="module")
+def patched_once(
+    sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = laid_out(tmp_path_factory.mktemp("patched"), sources)
+    tool.Graft(folder).apply()
+    return folder
+
+
+@pytest.fixture
+def patched(
+    patched_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A patched tree; facts are not compared again, for they take seconds."""
+    plain = tool.Graft
+    monkeypatch.setattr(tool, "Graft", lambda root, facts=(): plain(root, ()))
+    return Path(shutil.copytree(patched_once, tmp_path / "patched"))
+
+
+Run = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_tool(tree: Path, *options: Any) -> tuple[int, list[str]]:
+        arguments = ["apply_to_vllm.py", str(tree), *map(str, options)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        capsys.readouterr()
+        status = tool.main()
+        lines = capsys.readouterr().out.splitlines()
+        assert all(line.startswith(str(tree)) for line in lines)
+        return status, [line.removeprefix(str(tree)).lstrip(": ") for line in lines]
+
+    return run_tool
+
+
+def git(folder: Path, *arguments: Any) -> str:
+    settings = ("-c", "user.name=somebody", "-c", "user.email=somebody@localhost")
+    command = ["git", *settings, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@of_each_release
+def test_site_packages_get_it_once_and_are_restored(site: Path, run: Run) -> None:
+    before = digests(site)
+    status, (said,) = run(site, "--check")
+    assert (status, said) == (1, "there is nothing of NWOR")
+    assert digests(site) == before
+
+    status, (said,) = run(site)
+    assert status == 0
+    assert "no CMakeLists.txt" in said
+    patched = digests(site)
+    changed = {path for path in before if patched[path] != before[path]}
+    assert changed == {place.path for place in tool.places()} | {"vllm/envs.py"}
+    package = {path for path in patched if path.startswith("vllm/v1/nwor/")}
+    assert set(patched) - set(before) == {"vllm/v1/nwor", *package}
+    library = (site / tool.LIBRARY).read_bytes()
+    assert library == (ROOT / tool.LIBRARY).read_bytes()
+    for path in changed:  # whole lines, and every one of them can be told
+        text, marked = tool.split_marked((site / path).read_text())
+        assert hashlib.sha256(text.encode()).hexdigest() == before[path]
+        assert marked
+
+    assert run(site, "--check") == (0, ["has all of it"])
+    assert run(site) == (0, ["has all of it"])
+    assert digests(site) == patched
+
+    assert run(site, "--revert")[0] == 0
+    assert digests(site) == before
+    assert not (site / tool.LIBRARY).exists()
+
+
+@of_each_release
+def test_a_decorator_for_each_row_over_all_others(patched: Path) -> None:
+    text = "".join(
+        (patched / path).read_text() for path in {place.path for place in tool.places()}
+    )
+    for place in tool.places():
+        name = place.name.split(".")[-1]
+        if "." not in place.name:
+            assert f'\n{name} = nwor_hook("{name}")({name})  # nwor\n' in text
+        else:
+            what = r"class \w+" if "Metadata.__init__" in place.name else f"def {name}"
+            hooked = rf'@nwor_hook\("{re.escape(place.name)}"\)  # nwor\n( *@.*\n)*'
+            assert re.search(rf"\n( *){hooked} *{what}\(?", text), place
+
+
+@of_each_release
+def test_the_series_makes_the_same_tree(
+    checkout: Path, tmp_path: Path, run: Run
+) -> None:
+    git(checkout, "init", "-q")
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-q", "-m", "theirs")
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", checkout, clone)
+    before = digests(checkout)
+    status, (said,) = run(checkout, "--series", tmp_path / "patches")
+    assert status == 0
+    assert digests(checkout) == before
+    patches = sorted((tmp_path / "patches").glob("*.patch"))
+    assert f"needs the {len(patches)} patches" in said
+    assert len(patches) == 4 + len(tool.places())
+    assert run(checkout, "--series", tmp_path / "patches")[0] == 1
+
+    git(clone, "am", "-q", *patches)
+    assert git(clone, "status", "--porcelain") == ""
+    assert run(checkout)[0] == 0
+    assert digests(clone) == digests(checkout)
+    assert run(clone, "--check") == (0, ["has all of it"])
+
+    bodies = git(clone, "log", "--format=%s%n%b%x00", f"-{len(patches)}").split("\0")
+    told = {body.strip().splitlines()[0]: body for body in bodies if body.strip()}
+    assert len(told) == len(patches)
+    for body in told.values():
+        assert re.search(
+            r"^Upstream: https://github.com/vllm-project/vllm/", body, re.M
+        )
+        assert "Why: " in body
+    for place, rows in tool.places().items():
+        for row in rows:
+            assert f"Drop-when: {row.delete_when}" in told[place.subject]
+        # One function's line, and nothing else, is what can be dropped.
+        (commit,) = git(
+            clone,
+            "log",
+            "--format=%H",
+            f"--grep={place.name} of",
+            "-F",
+            f"--grep={place.subject}",
+            "--all-match",
+        ).split()
+        assert git(clone, "show", "--numstat", "--format=", commit).split() == [
+            "1", "0", place.path,
+        ]  # fmt: skip
+
+
+# --- what is not as it should be ---
+
+
+def lost(text: str) -> str:
+    return text.replace('    @nwor_hook("GPUModelRunner._sample")  # nwor\n', "")
+
+
+DRIFT = {
+    "a decorator is lost": (
+        RUNNER,
+        lost,
+        r'lacks, below line \d+: @nwor_hook\("GPUModelRunner\._sample"\)',
+    ),
+    "it is not the outermost": (
+        RUNNER,
+        lambda text: re.sub(
+            r'(    @nwor_hook\("GPUModelRunner\.execute_model"\)  # nwor\n)(    @.*\n)',
+            r"\2\1",
+            text,
+        ),
+        r'has, below line \d+: @nwor_hook\("GPUModelRunner\.execute_model"\)',
+    ),
+    "it names another function": (
+        RUNNER,
+        lambda text: text.replace('hook("GPUModelRunner._sample")', 'hook("_sample")'),
+        r'has, below line \d+: @nwor_hook\("_sample"\)',
+    ),
+    "it is there twice": (
+        ENGINES,
+        lambda text: re.sub(r"(@nwor_hook\(.*\n)", r"\1\1", text, count=1),
+        r"has, below line \d+: @nwor_hook",
+    ),
+    "a file of ours was edited": (
+        "vllm/v1/nwor/window.py",
+        lambda text: f"{text}\n",
+        r"is not this version's",
+    ),
+    "a file of ours is of another version": (
+        "vllm/v1/nwor/older.py",
+        lambda text: "",
+        r"is not this version's",
+    ),
+    "a variable is unknown": (
+        "vllm/envs.py",
+        lambda text: re.sub(r'.*"VLLM_NWOR_MODE".*\n', "", text),
+        r'lacks, below line \d+: environment_variables\["VLLM_NWOR_MODE"\]',
+    ),
+}
+
+
+@of_each_release
+def test_a_lost_decorator_is_named_in_each(patched: Path, run: Run) -> None:
+    path, change, named = DRIFT["a decorator is lost"]
+    (patched / path).write_text(change((patched / path).read_text()))
+    status, told = run(patched, "--check")
+    assert status == 1
+    assert len(told) == 1
+    assert re.search(f"^{re.escape(path)} {named}", told[0])
+
+
+@pytest.mark.parametrize("drift", DRIFT)
+def test_drift_is_named_and_not_painted_over(
+    drift: str, patched: Path, run: Run
+) -> None:
+    path, change, named = DRIFT[drift]
+    file = patched / path
+    file.write_text(change(file.read_text() if file.exists() else ""))
+    before = digests(patched)
+    for options in (("--check",), ()):
+        status, told = run(patched, *options)
+        assert status == 1
+        assert any(re.search(f"^{re.escape(path)} {named}", line) for line in told), (
+            told
+        )
+    assert digests(patched) == before
+
+
+def test_a_missing_file_is_named(patched: Path, run: Run) -> None:
+    (patched / tool.LIBRARY).unlink()
+    assert run(patched, "--check") == (1, [f"{tool.LIBRARY} is missing"])
+
+
+def test_revert_leaves_what_is_not_ours(patched: Path, run: Run) -> None:
+    (patched / "vllm/v1/nwor/theirs.py").write_text("")
+    before = digests(patched)
+    status, told = run(patched, "--revert")
+    assert status == 1
+    assert told[0] == "vllm/v1/nwor/theirs.py is not this version's"
+    assert digests(patched) == before
+    (patched / "vllm/v1/nwor/theirs.py").unlink()
+    (patched / RUNNER).write_text(lost((patched / RUNNER).read_text()) + "# theirs\n")
+    assert run(patched, "--revert")[0] == 0
+    assert (patched / RUNNER).read_text().endswith("# theirs\n")
+    assert "nwor" not in (patched / RUNNER).read_text()
+
+
+MODULE = "vllm.v1.worker.gpu_model_runner"
+REFUSED = {
+    "missing": (
+        RUNNER,
+        ("def _model_forward(", "def _forward("),
+        f"{MODULE}.GPUModelRunner._model_forward does not exist",
+    ),
+    "another signature": (
+        RUNNER,
+        ("grammar_output: ", "grammar: "),
+        f"{MODULE}.GPUModelRunner.sample_tokens has parameters (self, grammar); "
+        "expected it to begin with (self, grammar_output)",
+    ),
+    "decorated otherwise": (
+        RUNNER,
+        ("    def _model_forward(", "    @theirs(1)\n    def _model_forward("),
+        f"{MODULE}.GPUModelRunner._model_forward is decorated with @theirs(1), which "
+        "NWOR does not know",
+    ),
+    "hooked by hand": (
+        RUNNER,
+        ("    def _model_forward(", "    @nwor_hook\n    def _model_forward("),
+        f"{MODULE}.GPUModelRunner._model_forward is decorated with @nwor_hook, which "
+        "NWOR does not know",
+    ),
+    "a fact": (
+        "vllm/v1/worker/gpu/input_batch.py",
+        ("cu_num_logits", "cu_logits"),
+        "vllm.v1.worker.gpu.input_batch.InputBatch has no attribute cu_num_logits",
+    ),
+    "no place for variables": (
+        "vllm/envs.py",
+        ("environment_variables", "variables"),
+        "vllm/envs.py does not assign to environment_variables",
+    ),
+    "no project": (
+        "CMakeLists.txt",
+        ("project(", "# project("),
+        "CMakeLists.txt has no project()",
+    ),
+    "no package data": (
+        "setup.py",
+        ("package_data", "data"),
+        "setup.py does not assign to package_data",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_vllm_that_moved_on_is_refused_by_name(
+    name: str,
+    checkout: Path,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, (old, new), told = REFUSED[name]
+    if name != "a fact":
+        plain = tool.Graft
+        monkeypatch.setattr(tool, "Graft", lambda root, facts=(): plain(root, ()))
+    text = (checkout / path).read_text()
+    assert old in text
+    (checkout / path).write_text(text.replace(old, new))
+    before = digests(checkout)
+    for options in ((), ("--check",), ("--series", tmp_path / "patches")):
+        status, lines = run(checkout, *options)
+        assert status == 1
+        assert told in lines
+    assert digests(checkout) == before
+    assert not (tmp_path / "patches").exists()
+
+
+def test_what_is_written_is_read_again(
+    site: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that keeps an old file: the fact is named."""
+    write = tool.write
+
+    def forgetful(path: Path, content: bytes) -> None:
+        if not str(path).endswith(RUNNER):
+            write(path, content)
+
+    monkeypatch.setattr(tool, "write", forgetful)
+    status, told = run(site)
+    assert status == 1
+    assert any(line.startswith(f"{RUNNER} lacks, below line") for line in told)
+    assert any("does not have nwor_hook(" in line for line in told)
+
+
+def test_a_folder_without_vllm_is_refused(tmp_path: Path, run: Run) -> None:
+    monkey = f"there is no {tmp_path}/vllm/__init__.py"
+    assert run(tmp_path) == (1, [monkey])
+
+
+# --- a checkout's build ---
+
+
+@pytest.fixture(scope="module")
+def one_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkout")
+    names = ["__init__.py", "envs.py", "v1/core/kv_cache_utils.py"]
+    names = [f"vllm/{name}" for name in names]
+    names += {place.path for place in tool.places()}
+    read = files_of(SITE)
+    laid_out(folder, STUB | {name: read(name) or "" for name in names})
+    tool.Graft(folder, facts=()).apply()
+    (folder / tool.LIBRARY).unlink()
+    return folder
+
+
+@pytest.mark.slow
+def test_the_library_is_built_with_the_checkouts_own(
+    one_checkout: Path, tmp_path: Path
+) -> None:
+    """By the target and component that its setup.py makes of the extension's name."""
+
+    def run(*command: Any) -> str:
+        words = list(map(str, command))
+        done = subprocess.run(words, cwd=one_checkout, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    names, data = run(sys.executable, "setup.py").splitlines()
+    assert data == "{'vllm': ['py.typed', 'v1/nwor/_nwor_C.so']}"
+    others, target = names.split()
+    assert others == "spinloop"
+
+    cmake = native.find_tool("cmake")
+    ninja = native.find_tool("ninja")
+    torch = native.torch_dir()
+    settings = (f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DSTUB_TORCH={torch}")
+    run(cmake, "-S", ".", "-B", tmp_path, "-G", "Ninja", *settings)
+    run(cmake, "--build", tmp_path, f"--target={target}")
+    prefix = tmp_path / "prefix"
+    run(cmake, "--install", tmp_path, "--prefix", prefix, "--component", target)
+    built = [one_checkout / tool.LIBRARY, prefix / tool.LIBRARY]
+    native.check_runtime(built[0])
+    for library in built:
+        code = f"import torch; torch.ops.load_library({str(library)!r}); "
+        code += "print(torch.ops._C_cache_ops.stage.default)"
+        assert "stage" in run(sys.executable, "-c", code)
+    assert not tool.Graft(one_checkout, facts=()).drift()
