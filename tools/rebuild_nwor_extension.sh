@@ -56,5 +56,10 @@ command -v "$PYTHON" >/dev/null || {
 
 NWOR_CUDA=$cuda NWOR_CUDA_ARCHS=$archs "$PYTHON" "$ROOT/tools/native.py"
 cd "$ROOT"
-"$PYTHON" tools/check_install.py --device $device --library "$LIBRARY"
+PYTHONPATH=vllm/v1 "$PYTHON" -c '
+import sys
+from nwor.doctor import library
+for is_fine, _, said in library(sys.argv[1]):
+    print("check:", said)
+    sys.exit(not is_fine and f"rebuild: the library is of no use: {said}")' $device
 echo "rebuild: $LIBRARY is up to date (CUDA $cuda), $SECONDS s"
