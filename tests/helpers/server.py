@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.environment import model_path, subprocess_env
-from tools.soak.server import free_port, running
+from tools.soak.server import free_port, serving
 
 START_SECONDS = 300
 METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
@@ -110,5 +110,5 @@ def serve(folder: Path, mode: str, model: str, *arguments: str) -> Iterator[Serv
         VLLM_NWOR_MODE=mode, VLLM_ENABLE_V1_MULTIPROCESSING=None, OMP_NUM_THREADS="1"
     )
     log = folder / f"server-{mode}.log"
-    with running(command, port, env, log, START_SECONDS) as process:
+    with serving(command, port, env, log, START_SECONDS) as process:
         yield Server(process, port, log)

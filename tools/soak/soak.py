@@ -136,7 +136,7 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         changes = dict(setting.split("=", 1) for setting in args.env)
         env = os.environ | changes | {"VLLM_NWOR_MODE": args.mode}
         command = [*soak_server.serve_command(), *serve_arguments(args)]
-        with soak_server.running(command, port, env, log, args.start_seconds) as root:
+        with soak_server.serving(command, port, env, log, args.start_seconds) as root:
             yield Target(f"http://127.0.0.1:{port}", psutil.Process(root.pid), log)
 
 
