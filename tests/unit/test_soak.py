@@ -220,7 +220,6 @@ SETTINGS = soak_load.Settings(
     concurrency=4,
     seed=0,
     vocab_size=None,
-    temperatures=[0.0],
     probe="loaded",
     probe_seconds=0.1,
 )
