@@ -144,7 +144,8 @@ def _commit(root: Path) -> str | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.check_output(command, text=True, timeout=10).strip()
+        quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+        return subprocess.check_output(command, **quiet).strip()
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
