@@ -32,12 +32,15 @@ class HostTimes:
         clock = time.perf_counter_ns
         stage_ns = 0
 
-        def timed_stage(*windows: Any) -> None:
+        def timed_stage(*windows: Any) -> bool:
             nonlocal stage_ns
             started = clock()
-            if self.stages:
-                stage(*windows)
+            is_begun = self.stages and stage(*windows)
             stage_ns = clock() - started
+            if is_begun:
+                self.begin_ns.append(stage_ns)
+                stage_ns = 0
+            return is_begun
 
         def timed_begin(*windows: Any) -> None:
             nonlocal stage_ns

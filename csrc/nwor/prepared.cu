@@ -141,8 +141,6 @@ const char* enqueue_stage(Prepared& all, const int64_t* columns) {
     void* const stream = current_cuda_stream(kStage, all.device);
     for (size_t i = 0; i < all.stages.size(); ++i) {
       ShadowStageArgs& args = all.stages[i];
-      args.query_start_loc = at<const int32_t>(step->query_start_loc);
-      args.seq_lens = at<const int32_t>(step->seq_lens);
       args.cu_num_logits = at<const int32_t>(step->cu_num_logits);
       args.saved.seats = {at<const void>(step->seats), step->seats_are_int64 != 0};
       args.num_reqs = step->num_reqs;
@@ -201,7 +199,7 @@ const char* enqueue_restore(Prepared& all, const int64_t* columns) {
 }  // namespace nwor
 
 void nwor_prepared_version(int64_t* found) {
-  constexpr int64_t kVersion = 4;
+  constexpr int64_t kVersion = 5;
   found[0] = kVersion;
   found[1] = sizeof(nwor::PreparedLaunch) / nwor::kColumn;
   found[2] = sizeof(nwor::LogStep) / nwor::kColumn;
@@ -257,6 +255,8 @@ void* nwor_prepared_pages_new(const nwor::PreparedPages* launches, int64_t num_l
                     nwor::at<int64_t>(launch.slot_mapping),
                     launch.num_slots_mapped};
     stage.saved = {nwor::at<int32_t>(launch.saved), launch.num_seats, launch.span, {}};
+    stage.query_start_loc = nwor::at<const int32_t>(launch.query_start_loc);
+    stage.seq_lens = nwor::at<const int32_t>(launch.seq_lens);
     stage.first_entry = launch.first_entry;
     stage.num_real_entries = launch.num_real_entries;
     stage.entry_tokens = launch.entry_tokens;

@@ -73,6 +73,8 @@ struct PreparedPages {
   int64_t width;
   int64_t slot_mapping;
   int64_t num_slots_mapped;
+  int64_t query_start_loc;
+  int64_t seq_lens;
   int64_t saved;
   int64_t num_seats;
   int64_t span;
@@ -84,8 +86,6 @@ struct PreparedPages {
 
 // A step of stage.
 struct StageStep {
-  int64_t query_start_loc;
-  int64_t seq_lens;
   int64_t cu_num_logits;
   int64_t seats;  // or 0; the commit of the step has the same
   int64_t seats_are_int64;

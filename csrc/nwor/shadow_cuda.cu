@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CUDA kernels and launchers of shadow pages: a block for each window and layer; each
-// warp copies one row at a time. Row layouts only. The grid follows from what the host
-// knows, everything else is read on the device.
+// CUDA kernels and launchers of shadow pages: some blocks for each window, which share
+// the layers, as many as one wave on the device takes; each warp copies one row of one
+// layer at a time. Row layouts only. The grid follows from what the host knows,
+// everything else is read on the device.
 //
 // stage patches what its own blocks read: each block reads its window's entries and
 // slots, then takes a ticket; the last one patches, when nobody reads them any more.
@@ -60,15 +61,38 @@ __device__ void copy_slot(uint8_t* to, const uint8_t* from, const LayerRow& laye
 
 enum class Way { kToShadow, kToReal };
 
-// All warps of the block: the rows at positions [first, last) of the window.
+// A block's part of a window: part `number` of num_parts, which share the layers.
+struct Part {
+  int64_t window;
+  unsigned number;
+  unsigned num_parts;
+
+  __device__ Part(unsigned block, unsigned parts_of_window)
+      : window(block / parts_of_window),
+        number(block % parts_of_window),
+        num_parts(parts_of_window) {}
+  __device__ int first_layer(int64_t num_layers, unsigned of) const {
+    return static_cast<int>(num_layers * of / num_parts);
+  }
+};
+
+// All warps of the block: the rows at positions [first, last) of the window, in the
+// block's layers.
 template <Way kWay>
-__device__ void copy_rows(const LayerRow& layer, const SharedWindow& shared,
-                          int64_t first, int64_t last, int64_t entry_tokens) {
-  auto* base = reinterpret_cast<uint8_t*>(layer.base);
-  const uint32_t width = widest_access(
-      static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
-      layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
-  for (int64_t p = first + threadIdx.x / kWarpThreads; p < last; p += kWarps) {
+__device__ void copy_rows(const LayerTable& table, const Part& part,
+                          const SharedWindow& shared, int64_t first, int64_t last,
+                          int64_t entry_tokens) {
+  const int first_layer = part.first_layer(table.num_layers, part.number);
+  const int end_layer = part.first_layer(table.num_layers, part.number + 1);
+  const auto num_rows = static_cast<int>(last - first);
+  const int num_copies = num_rows * (end_layer - first_layer);
+  for (int i = threadIdx.x / kWarpThreads; i < num_copies; i += kWarps) {
+    const LayerRow& layer = table.rows[first_layer + i / num_rows];
+    const int64_t p = first + i % num_rows;
+    auto* base = reinterpret_cast<uint8_t*>(layer.base);
+    const uint32_t width = widest_access(
+        static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
+        layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
     const int64_t real = slot_by_entries(shared.window, shared.real, p, entry_tokens);
     const int64_t shadow =
         slot_by_entries(shared.window, shared.shadow, p, entry_tokens);
@@ -195,12 +219,11 @@ __device__ void patch_and_save(const ShadowStageArgs& args, int64_t r,
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
-    stage_kernel(const __grid_constant__ ShadowStageArgs args) {
+    stage_kernel(const __grid_constant__ ShadowStageArgs args, unsigned num_parts) {
   __shared__ SharedWindow shared;
   __shared__ bool is_last;
-  const auto num_layers = static_cast<unsigned>(args.table.num_layers);
-  const int64_t r = blockIdx.x / num_layers;
-  const unsigned layer = blockIdx.x % num_layers;
+  const Part part(blockIdx.x, num_parts);
+  const int64_t r = part.window;
   int32_t* saved = args.saved.row(r);
   if (args.patches) {
     if (!args.saved.has_seat(r)) {
@@ -212,14 +235,14 @@ __global__ void __launch_bounds__(kBlockThreads)
     __syncthreads();
     const int32_t num_drafts = shared.window.num_drafts;
     if (num_drafts <= 0 || !read_entries(args, r, shared)) {
-      if (layer == 0 && threadIdx.x == 0) {
+      if (part.number == 0 && threadIdx.x == 0) {
         saved[kSavedDrafts] = num_drafts > 0 ? -num_drafts : num_drafts;
       }
       return;
     }
     if (threadIdx.x == 0) {
       __threadfence();
-      is_last = atomicAdd(&saved[kSavedTicket], 1) == static_cast<int>(num_layers) - 1;
+      is_last = atomicAdd(&saved[kSavedTicket], 1) == static_cast<int>(num_parts) - 1;
     }
     __syncthreads();
     if (is_last) {
@@ -236,7 +259,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     shared.num_copied = saved[kSavedCopiedRows];
   }
   const StagedWindow& window = shared.window;
-  copy_rows<Way::kToShadow>(args.table.rows[layer], shared,
+  copy_rows<Way::kToShadow>(args.table, part, shared,
                             window.first_position - shared.num_copied,
                             window.first_position, args.entry_tokens);
 }
@@ -306,16 +329,15 @@ __device__ void count_windows(const ShadowCommitArgs& args) {
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
-    commit_kernel(const __grid_constant__ ShadowCommitArgs args) {
+    commit_kernel(const __grid_constant__ ShadowCommitArgs args, unsigned num_parts) {
   if (blockIdx.x == 0) {
     count_windows(args);
     return;
   }
   __shared__ SharedWindow shared;
   __shared__ int64_t num_kept;
-  const auto num_layers = static_cast<unsigned>(args.table.num_layers);
-  const int64_t r = (blockIdx.x - 1) / num_layers;
-  const unsigned layer = (blockIdx.x - 1) % num_layers;
+  const Part part(blockIdx.x - 1, num_parts);
+  const int64_t r = part.window;
   load_saved(shared, args.saved, r, args.blocks);
   const StagedWindow& window = shared.window;
   if (window.num_drafts <= 0) {
@@ -329,10 +351,10 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
   }
   __syncthreads();
-  copy_rows<Way::kToReal>(args.table.rows[layer], shared,
+  copy_rows<Way::kToReal>(args.table, part, shared,
                           window.first_staged(args.entry_tokens),
                           window.first_draft() + num_kept, args.entry_tokens);
-  if (layer == 0 && args.undoes) {
+  if (part.number == 0 && args.undoes) {
     if (threadIdx.x == 0) {
       save_valid(args.saved.row(r), window, num_kept, args.entry_tokens);
     }
@@ -346,7 +368,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
-    unstage_kernel(const __grid_constant__ ShadowUndoArgs args) {
+    unstage_kernel(const __grid_constant__ ShadowUndoArgs args, unsigned) {
   __shared__ SharedWindow shared;
   load_saved(shared, args.saved, blockIdx.x, args.blocks);
   if (shared.window.num_drafts > 0) {
@@ -368,11 +390,18 @@ void check_span(const char* op, const SavedWindows& saved) {
              kMaxSpan, " on CUDA");
 }
 
+// Blocks of a window: with all of them in one wave, as few as fill the device.
+unsigned parts_of_window(int64_t num_windows, int64_t num_layers) {
+  constexpr int64_t kBlocks = 512;
+  const int64_t parts = (kBlocks + num_windows - 1) / num_windows;
+  return static_cast<unsigned>(parts < num_layers ? parts : num_layers);
+}
+
 template <typename Args>
 void launch(DriverKernel& kernel, const char* op, const Args& args, int64_t num_blocks,
-            int device, void* stream) {
+            unsigned num_parts, int device, void* stream) {
   check_span(op, args.saved);
-  void* arguments[] = {const_cast<Args*>(&args)};
+  void* arguments[] = {const_cast<Args*>(&args), &num_parts};
   kernel.launch(op, device, grid_size(op, num_blocks), kBlockThreads, stream,
                 arguments);
 }
@@ -381,21 +410,22 @@ void launch(DriverKernel& kernel, const char* op, const Args& args, int64_t num_
 
 void stage_cuda(const ShadowStageArgs& args, int device, void* stream) {
   if (args.num_reqs > 0) {
-    launch(stage_launcher, kStage, args, args.num_reqs * args.table.num_layers, device,
-           stream);
+    const unsigned parts = parts_of_window(args.num_reqs, args.table.num_layers);
+    launch(stage_launcher, kStage, args, args.num_reqs * parts, parts, device, stream);
   }
 }
 
 void commit_draft_layer_cuda(const ShadowCommitArgs& args, int device, void* stream) {
   if (args.num_reqs > 0) {
-    launch(commit_launcher, kCommit, args, 1 + args.num_reqs * args.table.num_layers,
-           device, stream);
+    const unsigned parts = parts_of_window(args.num_reqs, args.table.num_layers);
+    launch(commit_launcher, kCommit, args, 1 + args.num_reqs * parts, parts, device,
+           stream);
   }
 }
 
 void unstage_cuda(const ShadowUndoArgs& args, int device, void* stream) {
   if (args.num_reqs > 0) {
-    launch(unstage_launcher, kUnstage, args, args.num_reqs, device, stream);
+    launch(unstage_launcher, kUnstage, args, args.num_reqs, 1, device, stream);
   }
 }
 

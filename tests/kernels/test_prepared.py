@@ -321,19 +321,42 @@ class PagesWorld:
         self.pages = (
             kind(*arguments) if kind is ShadowPages else kind(device, *arguments)
         )
+        self.num_op_calls = 0
+        self.pages.ops = SimpleNamespace(
+            stage=self.counted(ops.stage),
+            commit_draft_layer=self.counted(ops.commit_draft_layer),
+            unstage=ops.unstage,
+        )
+        self.move()
+
+    def counted(self, op):
+        def call(*arguments):
+            self.num_op_calls += 1
+            return op(*arguments)
+
+        return call
+
+    def move(self):
+        """The buffers that outlive a step are elsewhere from now on."""
+        self.buffers = torch.full((2, 64), 1 << 30, device=self.side.device).int()
 
     def step(self, requests, seats, number, fails=False):
         side, pages = self.side, self.pages
         pages.start_step()
         side.load(requests, seats)
+        for buffer, values in zip(
+            self.buffers, (side.query_start_loc, side.seq_lens), strict=True
+        ):
+            buffer[: len(values)] = values
+        starts, lens = self.buffers
         windows = VerificationWindows(
             sum(side.num_drafts),
             torch.empty(0),
             side.cu_num_logits,
             [side.slot_mapping],
             block_tables=[side.block_table],
-            query_start_loc=side.query_start_loc,
-            seq_lens=side.seq_lens,
+            query_start_loc=starts[: len(requests) + 1],
+            seq_lens=lens[: len(requests)],
             seats=side.seats,
         )
         pages.stage(windows)
@@ -366,6 +389,8 @@ def test_prepared_pages_do_what_the_ops_do():
     for number in range(9):
         # Both types of indices, and rows without seats; a step that fails.
         seats = [[0, 2], [2, 0], None][number // 3]
+        if number == 7:
+            worlds[1].move()
         for world in worlds:
             world.step(requests, seats, number, fails=number == 4)
         plain, quick = (world.state() for world in worlds)
@@ -373,7 +398,8 @@ def test_prepared_pages_do_what_the_ops_do():
             assert torch.equal(one, other), f"step {number}"
         if number != 4:
             requests = [following(r, accepted=number % 3) for r in requests]
-    assert worlds[1].pages._handle != 0
+    # The ops saw the first step, and the first with other buffers.
+    assert [world.num_op_calls for world in worlds] == [17, 4]
     counters = dict(
         zip(ops.COUNTER_COLUMNS, worlds[1].side.counters[0].tolist(), strict=True)
     )

@@ -7,14 +7,15 @@
 Starts the engine of a cell of cells.py and serves the same requests again and
 again, each time with other launches in the manager:
 
+    stage      what NWOR does in mode stage: one C call each for stage and commit
+    prepared   what it does in mode cow: one C call each for log and restore
     ops        log and restore through PyTorch's dispatcher, as `vllm_nwor.ops`
-    prepared   what NWOR does: one C call each
     unlaunched prepared, without the launches themselves: what Python takes
     add        torch's `x.add_(1)` at the same two places, for scale
     call       a ctypes call of a function that does nothing, at the same two places
     nothing    what is left without all that: the manager, and reading the clock
 
-It also times every hook of ours, without what vLLM does inside of it, with `prepared`.
+It also times every hook of ours, without what vLLM does inside of it, with `stage`.
 In this process they are all in a step's way, statistics included, while a server has
 the last of them (StatLoggerManager.record) in another process. Begin and commit are
 parts of such hooks. A hook's time has the timing of what it wraps in it.
@@ -52,6 +53,7 @@ from benchmarks.settings import prepare_process  # noqa: E402
 from tools.gpu import cells  # noqa: E402
 
 KIND = "host_profile"
+STAGE = "stage"
 BATCH = 16
 
 
@@ -156,8 +158,9 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
     library = ctypes.CDLL(str(ops.LIBRARY))
     found = (ctypes.c_int64 * (1 + len(COLUMNS)))()
     return {
-        "ops": OpLaunches(launches),
+        STAGE: prepared,
         "prepared": prepared,
+        "ops": OpLaunches(launches),
         "unlaunched": unlaunched,
         "add": _Reference(lambda: number.add_(1)),
         "call": _Reference(lambda: library.nwor_prepared_version(found)),
@@ -194,17 +197,18 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
     times: dict[str, dict[str, list[float]]] = {
         kind: {"begin": [], "commit": []} for kind in launches
     }
-    hooked = ab.Arm("cow", hooked=True)
-    engine.run(hooked)
+    staged = ab.Arm(STAGE, hooked=True)
+    logged = ab.Arm("cow", hooked=True, stages=False)
+    engine.run(staged)
     num_steps = 0
     for number in range(rounds):
         order = list(launches) if number % 2 == 0 else list(reversed(launches))
         for kind in order:
             manager.launches = launches[kind]
-            hooks.on = kind == "prepared"
-            run = engine.run(hooked)
+            hooks.on = kind == STAGE
+            run = engine.run(staged if kind == STAGE else logged)
             hooks.on = False
-            num_steps += len(run.step_s) if kind == "prepared" else 0
+            num_steps += len(run.step_s) if kind == STAGE else 0
             assert run.nwor is not None
             times[kind]["begin"] += run.nwor.begin_us
             times[kind]["commit"] += run.nwor.commit_us

@@ -241,21 +241,23 @@ class DraftCommitManager:
         if self.shadow is not None:
             self.shadow.start_step(keeps)
 
-    def stage(self, windows: VerificationWindows) -> None:
+    def stage(self, windows: VerificationWindows) -> bool:
         """Puts shadow pages in the place of the blocks that hold drafts. Call when
         block tables and slot mappings are final, before attention metadata is built;
         then begin. Where a window has no seat, or this fails, begin logs the step.
 
+        Returns whether all groups are staged, so that begin need not be called.
+
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if it fails.
         """
-        if self.is_open:
+        if self.state is not State.IDLE and self.is_open:
             self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
         shadow = self.shadow
         if shadow is None or not self.active or num_drafts == 0:
-            return
-        num_reqs = windows.cu_num_logits.shape[0] - windows.num_leading_zeros
+            return False
+        num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
         if num_reqs > shadow.num_seats:
             self.fallbacks[NO_SEAT] += 1
             if self.fallbacks[NO_SEAT] == 1:
@@ -266,9 +268,9 @@ class DraftCommitManager:
                     num_reqs,
                     shadow.num_seats,
                 )
-            return
+            return False
         if self._beside is not None and num_drafts > self.capacity:
-            return
+            return False
         try:
             shadow.stage(windows)
             if self.config.debug_sync:
@@ -279,10 +281,11 @@ class DraftCommitManager:
             self._fall_back(
                 STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
             )
-            return
+            return False
         self._num_drafts = num_drafts
         self._is_logged_beside = False
         self.state = State.STAGED
+        return self._beside is None and not self.config.debug_sync
 
     def begin(self, windows: VerificationWindows) -> None:
         """Logs the old bytes at every draft slot, of the groups that are not staged in

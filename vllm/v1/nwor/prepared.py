@@ -31,10 +31,10 @@ from .shadow_pages import ShadowGroup, ShadowPages
 from .window import Acceptance, SampledIds, VerificationWindows
 
 # Raised with every change of what prepared.h exports.
-VERSION = 4
+VERSION = 5
 # int64 values in PreparedLaunch, LogStep, LogStepLaunch, RestoreStep, PreparedPages and
 # StageStep.
-COLUMNS = (8, 6, 2, 9, 15, 7)
+COLUMNS = (8, 6, 2, 9, 17, 5)
 _INT32, _INT64 = torch.int32, torch.int64
 _INT32_BYTES = _INT32.itemsize
 
@@ -153,80 +153,90 @@ class PreparedPages(ShadowPages):
             _builtin(self._library, "nwor_prepared_stage"),
             _builtin(self._library, "nwor_prepared_commit"),
         )
-        # Addresses of tables and slot mappings that the ops have accepted, and what was
-        # prepared for them.
+        # Addresses of the buffers that the ops have accepted, the requests that they
+        # have room for, and what was prepared for them.
         self._known: list[int] = []
+        self._group_ids = tuple(group.group_id for group in groups)
+        self._most_reqs = 0
         self._handle = 0
         self._free: weakref.finalize[..., PreparedPages] | None = None
         self._knows_commit = False
 
-    def _enqueue_stage(self, windows: VerificationWindows) -> None:
-        num_reqs = self._num_reqs
-        query_start_loc, seq_lens = windows.query_start_loc, windows.seq_lens
-        cu_num_logits, seats = windows.cu_num_logits, windows.seats
-        assert windows.block_tables is not None
-        assert query_start_loc is not None
-        assert seq_lens is not None
-        slot_mappings = windows.slot_mappings
+    def stage(self, windows: VerificationWindows) -> None:
+        cu_num_logits, slot_mappings, skipped = windows[2:5]
+        tables, starts, lens, seats = windows[5:]
+        assert tables is not None
+        assert starts is not None
+        assert lens is not None
         if isinstance(slot_mappings, Tensor):
-            places = [slot_mappings.data_ptr()]
+            places = [starts.data_ptr(), lens.data_ptr(), slot_mappings.data_ptr()]
         else:
-            places = [tensor.data_ptr() for tensor in slot_mappings]
-        for group in self.groups:
-            places.append(windows.block_tables[group.group_id].data_ptr())
+            places = [starts.data_ptr(), lens.data_ptr()]
+            for tensor in slot_mappings:
+                places.append(tensor.data_ptr())
+        for group_id in self._group_ids:
+            places.append(tables[group_id].data_ptr())
+        num_reqs = cu_num_logits.numel() - skipped
         is_known = (
             places == self._known
-            and query_start_loc.dtype is _INT32
-            and seq_lens.dtype is _INT32
+            and num_reqs <= self._most_reqs
             and cu_num_logits.dtype is _INT32
-            and query_start_loc.numel() > num_reqs <= seq_lens.numel()
-            and query_start_loc.is_contiguous()
-            and seq_lens.is_contiguous()
             and cu_num_logits.is_contiguous()
-            and (
-                seats is None
-                or (
-                    (seats.dtype is _INT32 or seats.dtype is _INT64)
-                    and seats.numel() == num_reqs
-                    and seats.is_contiguous()
-                )
-            )
         )
+        seats_at = 0
+        seats_are_int64 = False
+        if seats is not None:
+            seats_at = seats.data_ptr()
+            seats_are_int64 = seats.dtype is _INT64
+            is_known = (
+                is_known
+                and (seats_are_int64 or seats.dtype is _INT32)
+                and seats.numel() == num_reqs
+                and seats.is_contiguous()
+            )
         if not is_known:
-            super()._enqueue_stage(windows)
+            super().stage(windows)
             self._prepare(windows, places)
             return
+        self._windows = windows
+        self._num_reqs = num_reqs
         # What fails may have patched any of them; what is not patched stays as it is.
         self._num_patched = len(self.groups)
-        self._enqueue[0](
-            self._handle,
-            query_start_loc.data_ptr(),
-            seq_lens.data_ptr(),
-            cu_num_logits.data_ptr() + _INT32_BYTES * windows.num_leading_zeros,
-            0 if seats is None else seats.data_ptr(),
-            seats is not None and seats.dtype is _INT64,
-            num_reqs,
-            self.step,
-        )
+        try:
+            self._enqueue[0](
+                self._handle,
+                cu_num_logits.data_ptr() + _INT32_BYTES * skipped,
+                seats_at,
+                seats_are_int64,
+                num_reqs,
+                self.step,
+            )
+        except Exception:
+            self.abort()
+            raise
 
     def _prepare(self, windows: VerificationWindows, places: list[int]) -> None:
-        """Remembers tables and slot mappings that the ops took, in their whole size."""
+        """Remembers buffers that the ops took, in their whole size: a step sees the
+        left part of each."""
+        starts, lens = windows.query_start_loc, windows.seq_lens
         assert windows.block_tables is not None
+        assert starts is not None
+        assert lens is not None
         constants: list[int] = []
         for group, counters in zip(self.groups, self._counters, strict=True):
             (part,) = group.tables
             table = windows.block_tables[group.group_id]
-            storage = table.untyped_storage()
-            behind = storage.data_ptr() + storage.nbytes() - table.data_ptr()
             row_bytes = table.stride(0) * _INT32_BYTES
             constants += (
                 part.table.data_ptr(),
                 part.table.shape[0],
                 table.data_ptr(),
-                behind // row_bytes,
+                _bytes_behind(table) // row_bytes,
                 table.stride(0),
                 table.shape[1],
                 *_whole_mapping(windows.slot_mappings, group.group_id),
+                starts.data_ptr(),
+                lens.data_ptr(),
                 group.saved.data_ptr(),
                 group.num_seats,
                 group.span,
@@ -246,27 +256,27 @@ class PreparedPages(ShadowPages):
         self._free.atexit = False
         self._handle = handle
         self._known = places
+        self._most_reqs = min(
+            _bytes_behind(starts) // _INT32_BYTES - 1,
+            _bytes_behind(lens) // _INT32_BYTES,
+        )
         self._knows_commit = False
 
-    def _enqueue_commit(
-        self,
-        windows: VerificationWindows,
-        acceptance: Acceptance,
-        counters_to: Tensor | None,
-    ) -> None:
+    def commit(self, acceptance: Acceptance, counters_to: Tensor | None = None) -> None:
         columns = None
         if self._knows_commit:
             columns = _acceptance_columns(acceptance, self._num_reqs)
         if columns is None:
-            super()._enqueue_commit(windows, acceptance, counters_to)
+            super().commit(acceptance, counters_to)
             self._knows_commit = True
             return
-        self._enqueue[1](
-            self._handle,
-            0,
-            *columns,
-            0 if counters_to is None else counters_to.data_ptr(),
-        )
+        to = 0 if counters_to is None else counters_to.data_ptr()
+        try:
+            self._enqueue[1](self._handle, 0, *columns, to)
+        except Exception:
+            self.abort()
+            raise
+        self._windows = None
 
 
 def _acceptance_columns(
@@ -296,12 +306,16 @@ def _whole_mapping(
 ) -> tuple[int, int]:
     """Address and entries of the buffer whose left part a step sees."""
     of_group = slot_mappings[group_id]
-    storage = of_group.untyped_storage()
-    behind = storage.data_ptr() + storage.nbytes() - of_group.data_ptr()
-    length = behind // _INT64.itemsize
+    length = _bytes_behind(of_group) // _INT64.itemsize
     if isinstance(slot_mappings, Tensor) and slot_mappings.dim() == 2:
         length = min(length, slot_mappings.stride(0))
     return of_group.data_ptr(), length
+
+
+def _bytes_behind(tensor: Tensor) -> int:
+    """From its first element to the end of its storage."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() + storage.nbytes() - tensor.data_ptr()
 
 
 def _constants(launch: Launch) -> tuple[int, ...]:

@@ -165,7 +165,7 @@ class ShadowPages:
             Exception: table, slots and cache are as they were.
         """
         self._windows = windows
-        self._num_reqs = windows.cu_num_logits.shape[0] - windows.num_leading_zeros
+        self._num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
         self._num_patched = 0
         try:
             self._enqueue_stage(windows)

@@ -118,8 +118,8 @@ def _calc_spec_decode_metadata(
             query_start_loc=runner.query_start_loc.gpu if is_staged else None,
             seq_lens=runner.seq_lens if is_staged else None,
         )
-        if is_staged:
-            state.manager.stage(state.windows)
+        if is_staged and state.manager.stage(state.windows):
+            state.windows = None
     return metadata
 
 

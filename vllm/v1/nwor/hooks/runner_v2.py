@@ -115,9 +115,8 @@ def _prepare_attn(
                 batch.seq_lens,
                 batch.idx_mapping if has_all else None,
             )
-            if shadow is not None:
-                state.manager.stage(windows)
-            state.manager.begin(windows)
+            if shadow is None or not state.manager.stage(windows):
+                state.manager.begin(windows)
     return result
 
 
