@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tools.results import render
 from tools.soak import checks as soak_checks
 from tools.soak import load as soak_load
 from tools.soak import server as soak_server
@@ -536,22 +535,3 @@ def test_serve_arguments_are_passed_on() -> None:
     assert found[0] == "m"
     assert found[-2:] == ["--a", "b c"]
     assert "--speculative-config {}" in " ".join(found)
-
-
-def test_the_readme_can_show_the_verdicts(tmp_path: Path) -> None:
-    record = good_record() | {"kind": "soak", "command": "python soak.py"}
-    record["arguments"] |= {"concurrency": 12}
-    record["environment"] = {
-        "date": "2026-01-01",
-        "cpu": "a cpu",
-        "cores": 2,
-        "packages": {"vllm": "1"},
-        "commit": "abc",
-    }
-    record["idle"]["running"] = 1.0
-    record["checks"] = soak_checks.judge(record)
-    (tmp_path / "soak_x.json").write_text(json.dumps(record))
-    shown = render.block("soak_x.json soak", tmp_path)
-    assert "10.0 minutes, 12 requests at a time, 2 API servers" in shown
-    assert "| KV blocks free | fail | 1 running" in shown
-    assert shown.count("| pass |") == len(record["checks"]) - 1
