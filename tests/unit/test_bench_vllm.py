@@ -256,8 +256,6 @@ def test_interval_of_thirteen_values_is_the_known_one():
     found = intervals.median_interval([13, 7, 3, 1, 5, 2, 6, 4, 12, 8, 11, 9, 10])
     assert (found.low, found.median, found.high) == (4, 7, 10)
     assert found.reach == 3
-    assert found.overlaps(intervals.Interval(11, 10, 12))
-    assert not found.overlaps(intervals.Interval(11, 10.5, 12))
     constant = intervals.median_interval([2.5] * 7)
     assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
 
