@@ -146,10 +146,7 @@ def arms_of(options: Options) -> list[ab.Arm]:
 
 
 def compare(
-    engine: Engine,
-    options: Options,
-    true_off: Mapping[str, Any] | None,
-    max_pairs: int,
+    engine: Engine, options: Options, true_off: Mapping[str, Any] | None, max_pairs: int
 ) -> dict[str, Any]:
     """Runs the pairs of --mode compare: what the result says of them.
 

@@ -48,13 +48,7 @@ import torch
 from tests.simulation import operations as ops
 from tests.simulation.blocks import Blocks, Broken, Request, condense
 from tests.simulation.faults import FaultyOps, Moment, Planted, TableRow
-from tests.simulation.memory import (
-    GUARD_BYTES,
-    Bytes,
-    Index,
-    Violation,
-    draw_cache,
-)
+from tests.simulation.memory import GUARD_BYTES, Bytes, Index, Violation, draw_cache
 from tests.simulation.operations import MAX_REQUESTS, Operation
 from tests.simulation.seats import Rule, Seat
 from tests.simulation.step import Rows, Step
@@ -909,8 +903,7 @@ class Simulator:
         self.fallbacks_told.update(found["fallbacks"])
         if self.fallbacks_told != self.fallbacks:
             raise Violation(
-                "fallbacks in the metrics",
-                f"{self.fallbacks_told} of {self.fallbacks}",
+                "fallbacks in the metrics", f"{self.fallbacks_told} of {self.fallbacks}"
             )
         if failed:
             return  # whether a failed commit's counts arrive is left open

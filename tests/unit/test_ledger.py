@@ -21,11 +21,7 @@ from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
 OURS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
-OF_THE_AUDIT = [
-    *audit_runner_v1.LEDGER,
-    *audit_stats.LEDGER,
-    *audit_offloading.LEDGER,
-]
+OF_THE_AUDIT = [*audit_runner_v1.LEDGER, *audit_stats.LEDGER, *audit_offloading.LEDGER]
 ROWS = [*OURS, *OF_THE_AUDIT]
 
 
@@ -83,9 +79,7 @@ def test_the_audits_wrappers_lie_over_the_others():
 def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
     installed = []
     monkeypatch.setattr(
-        runner,
-        "install_all",
-        lambda host, wrappers: installed.extend(wrappers),
+        runner, "install_all", lambda host, wrappers: installed.extend(wrappers)
     )
 
     hooks.install(import_module(module))

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from vllm_nwor.config import Mode, NworConfig, Strict
-from vllm_nwor.draft_manager import (
-    DraftCommitManager,
-    NworError,
-    StagedGroup,
-    State,
-)
+from vllm_nwor.draft_manager import DraftCommitManager, NworError, StagedGroup, State
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.kv_layout import row_layout
