@@ -242,15 +242,6 @@ def test_a_missed_begin_is_counted_and_a_breach(
     assert cow.manager.fallbacks == {}
 
 
-def test_hooks_that_idle_miss_nothing(
-    off: Baseline, cow: Engine, without_begin: pytest.MonkeyPatch
-) -> None:
-    """The benches' switch."""
-    without_begin.setattr(cow.manager, "active", False)
-    assert_same(cow.run(ALL), off.result)
-    assert cow.manager.fallbacks == {}
-
-
 def test_a_missed_begin_raises_under_strict(
     cow: Engine, without_begin: pytest.MonkeyPatch
 ) -> None:

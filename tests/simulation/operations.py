@@ -28,13 +28,13 @@ TAKE_BACK = "take back"  # request
 # valid token at all.
 PLAIN, PADDED, EMPTY = range(3)
 
-# Of a run: none; an op raises; vLLM's forward or sampler raises; NWOR switched off for
-# this step; begin not called; NWOR told to log all groups.
-NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT, INACTIVE = range(6)
-MISSED, STAGE_FAULT, COMMIT_FAULT, ALL_LOGGED = range(6, 10)
+# Of a run: none; an op raises; vLLM's forward or sampler raises; begin not called; NWOR
+# told to log all groups.
+NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT = range(5)
+MISSED, STAGE_FAULT, COMMIT_FAULT, ALL_LOGGED = range(5, 9)
 OP_FAULTS = (LOG_FAULT, RESTORE_FAULT, STAGE_FAULT, COMMIT_FAULT)
 FAULT_NAMES = (
-    *("none", "log op", "restore op", "forward", "sampler", "switched off"),
+    *("none", "log op", "restore op", "forward", "sampler"),
     *("begin missed", "stage op", "commit op", "all logged"),
 )
 

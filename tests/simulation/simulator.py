@@ -438,7 +438,6 @@ class Simulator:
             begins,
         )
         self.batch = {}
-        self.manager.active = fault != ops.INACTIVE
         self.stages = fault != ops.ALL_LOGGED
         payload = np.frombuffer(self.payloads.bytes(step.index.size), np.uint8)
         is_missed = fault == ops.MISSED
@@ -487,7 +486,7 @@ class Simulator:
         is_dead = bool(reasons) and self.strict
         self.rule.start(True, True, step.begins)
         planted: Planted | None = None
-        if num_drafts and self.manager.active and not is_missed and not is_dead:
+        if num_drafts and not is_missed and not is_dead:
             found, planted = self._plan(step, num_drafts, fault, launch, moment)
             reasons += found
         if fault != ops.NO_FAULT and (planted or fault not in ops.OP_FAULTS):
