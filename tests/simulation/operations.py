@@ -85,8 +85,8 @@ def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
     if kind == RUN:
         fault = NO_FAULT
         if draw.random() > 0.85:
-            faults = (*OP_FAULTS, LOG_FAULT, FORWARD_FAULT, SAMPLER_FAULT, MISSED)
-            fault = draw.choice((*range(1, len(FAULT_NAMES)), *faults))
+            faults = (*OP_FAULTS, LOG_FAULT, STAGE_FAULT, FORWARD_FAULT, SAMPLER_FAULT)
+            fault = draw.choice((*range(1, len(FAULT_NAMES)), *faults, MISSED))
         bound = draw.choice((0, 0, 0, 1, 3))
         return (
             draw.randrange(4),
