@@ -12,12 +12,10 @@ import random
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import vllm
 
 from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
 from tests.helpers.engine import Engine, Request, Result
@@ -32,7 +30,6 @@ from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from vllm_nwor import plugin
 from vllm_nwor.draft_manager import NworError, State
-from vllm_nwor.hooks._wrap import HostMismatch
 
 pytestmark = pytest.mark.e2e
 
@@ -293,46 +290,7 @@ def test_bad_mode_starts_nothing() -> None:
     assert "Starting to load model" not in done.stdout + done.stderr
 
 
-def test_untried_version_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "9.8.7+cpu")
-    monkeypatch.setattr(plugin, "_registered", False)
-    monkeypatch.setattr(plugin, "HOOKS", {})
-    with nwor_settings({"MODE": "cow"}), nwor_log() as lines:
-        plugin.register()
-        plugin.register()
-    assert lines == [
-        "WARNING NWOR has not been tried with vLLM 9.8.7+cpu (tried: "
-        f"{', '.join(plugin.TRIED_VLLM_VERSIONS)}); it runs if every signature it "
-        "relies on matches"
-    ]
-
-
 RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
-
-
-def changed_host() -> types.ModuleType:
-    """A stand-in for the runner's module in a vLLM that renamed a parameter."""
-
-    class GPUModelRunner:
-        def initialize_kv_cache(self, kv_cache_config, is_profiling=False): ...
-
-        def profile_run(self): ...
-
-        def execute_model(self, scheduler_output, intermediate_tensors=None): ...
-
-        def _calc_spec_decode_metadata(
-            self, num_draft_tokens, cu_num_scheduled_tokens
-        ): ...
-
-        def _model_forward(self, input_ids=None): ...
-
-        def _sample(self, hidden, spec_decode_metadata): ...
-
-        def sample_tokens(self, grammar_output): ...
-
-    module = types.ModuleType(RUNNER_MODULE)
-    module.GPUModelRunner = GPUModelRunner
-    return module
 
 
 MISMATCH = (
@@ -340,26 +298,6 @@ MISMATCH = (
     "spec_decode_metadata); expected it to begin with (self, logits, "
     "spec_decode_metadata)"
 )
-
-
-def test_changed_signature_is_refused_by_name() -> None:
-    """All or nothing: no function of the unknown vLLM is wrapped."""
-    module = changed_host()
-    functions = dict(vars(module.GPUModelRunner))
-    hook = plugin._guarded(plugin.HOOKS[RUNNER_MODULE])
-    with nwor_settings({"MODE": "cow"}), nwor_log() as lines:
-        hook(module)
-    assert lines == [f"ERROR NWOR is off for {RUNNER_MODULE}: {MISMATCH}"]
-    assert dict(vars(module.GPUModelRunner)) == functions
-
-
-def test_changed_signature_raises_under_strict() -> None:
-    hook = plugin._guarded(plugin.HOOKS[RUNNER_MODULE])
-    with (
-        nwor_settings({"MODE": "cow", "STRICT": "1"}),
-        pytest.raises(HostMismatch, match=f"^{re.escape(MISMATCH)}$"),
-    ):
-        hook(changed_host())
 
 
 CHANGED_VLLM = """

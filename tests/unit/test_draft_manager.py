@@ -963,15 +963,6 @@ class TestReport:
         assert first == ((2, 3, 2, 1, slot_bytes, 0, 0, 0), {}, self.infos)
         assert second == ((2, 3, 0, 3, 3 * slot_bytes, 0, 0, 0),)
 
-    def test_a_step_that_nobody_reads_is_not_counted_in_the_next(self):
-        manager = manager_of([(0, layers())])
-        report = Report(self.infos, manager)
-        self.step(manager, report, 2, 1)
-
-        payload = self.step(manager, report, 2, 1)
-
-        assert payload.read()[0][1] == 3
-
     def test_a_step_without_windows_says_nothing(self):
         report = Report(self.infos, manager_of([(0, layers())]))
         report.take_payload().read()

@@ -89,10 +89,14 @@ def test_each_step_has_its_own_counts_until_the_last_moment(max_in_flight, uncou
                 assert counts(taken) == (num_drafts, 1)
 
 
-def test_a_step_whose_output_nobody_takes_is_not_in_the_next():
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_step_that_nobody_reads_is_not_in_the_next(is_taken):
     manager, report = reporting_manager()
     step(manager, report, 5)
-    report.drop_step()
+    if is_taken:
+        report.take_payload()
+    else:
+        report.drop_step()
 
     step(manager, report, 2)
 
