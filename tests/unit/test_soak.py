@@ -359,13 +359,13 @@ def fake() -> Iterator[FakeServer]:
     server.server_close()
 
 
-def run_load(fake: FakeServer, **changes: Any) -> soak_load.Outcome:
+def run_load(fake: FakeServer, seconds: float = 1.5, **changes: Any) -> Any:
     settings = soak_load.Settings(**(vars(SETTINGS) | changes))
-    return asyncio.run(soak_load.Load(f"{fake.url}/v1", settings).run(1.5))
+    return asyncio.run(soak_load.Load(f"{fake.url}/v1", settings).run(seconds))
 
 
 def test_a_sound_server_gets_every_kind_and_fails_none(fake: FakeServer) -> None:
-    outcome = run_load(fake)
+    outcome = run_load(fake, seconds=5)
     assert (outcome.num_failed, outcome.failures) == (0, [])
     assert set(outcome.kinds) == set(soak_checks.KINDS)
     assert set(outcome.probes) == {"cached", "fresh"}
