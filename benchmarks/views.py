@@ -180,16 +180,17 @@ def sleep(result: Result) -> str:
     """What NWOR did before a sleep and after each wake-up; a line a phase."""
     rows = []
     for name, entry in result["entries"].items():
-        for phase, found in entry["cow"]["phases"].items():
+        (mode,) = entry.keys() & {"cow", "stage"}
+        for phase, found in entry[mode]["phases"].items():
             counts = [
                 sum(row[count] for row in found["rows"].values())
                 for count in ("windows", "staged", "committed", "rejected")
             ]
             counts.append(sum(tag is not None for tag in found["pools"].values()))
-            rows.append((name, phase, *map(number, counts), *_measured(entry)))
+            rows.append((name, mode, phase, *map(number, counts), *_measured(entry)))
     head = (
-        "engine | after | windows | drafts | accepted | rejected | our tensors in the "
-        "pool that sleep empties | date, UTC | commit"
+        "engine | mode | after | windows | drafts | accepted | rejected | our tensors "
+        "in the pool that sleep empties | date, UTC | commit"
     )
     return _markdown(head, rows, left=True)
 

@@ -95,8 +95,8 @@ struct StageStep {
 
 }  // namespace nwor
 
-// found[0]: raised with every change of what this file exports. found[1..6]: int64
-// values in each of the structs above, in their order.
+// found: room for 64. found[0]: raised with every change of what this file exports.
+// found[1..6]: int64 values in each of the structs above, in their order.
 NWOR_EXPORT void nwor_prepared_version(int64_t* found);
 
 // Finds the driver's launch function and loads the kernels, which a step should not

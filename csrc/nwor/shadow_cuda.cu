@@ -256,7 +256,10 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (shared.window.num_drafts <= 0) {
       return;
     }
-    shared.num_copied = saved[kSavedCopiedRows];
+    if (threadIdx.x == 0) {
+      shared.num_copied = saved[kSavedCopiedRows];
+    }
+    __syncthreads();
   }
   const StagedWindow& window = shared.window;
   copy_rows<Way::kToShadow>(args.table, part, shared,

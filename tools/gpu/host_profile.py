@@ -138,7 +138,7 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
 
     from vllm_nwor import ops
     from vllm_nwor.launches import OpLaunches
-    from vllm_nwor.prepared import COLUMNS, PreparedLaunches
+    from vllm_nwor.prepared import PreparedLaunches
 
     prepared = manager.launches
     if not isinstance(prepared, PreparedLaunches):
@@ -147,16 +147,10 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
             "CUDA has a profile"
         )
     launches = prepared._launches
-    unlaunched = PreparedLaunches(manager.device, launches)
-    # Given as much, they make the launches of a manager that has none.
-    nothing_to_launch = PreparedLaunches(manager.device, [])
-    unlaunched.keeps_alive = nothing_to_launch  # type: ignore[attr-defined]
-    unlaunched._handle = nothing_to_launch._handle
-    unlaunched._enqueue_log = nothing_to_launch._enqueue_restore
-    unlaunched._enqueue_restore = nothing_to_launch._enqueue_restore
+    unlaunched = PreparedLaunches(manager.device, [])
     number = torch.zeros(1, device=manager.device)
     library = ctypes.CDLL(str(ops.LIBRARY))
-    found = (ctypes.c_int64 * (1 + len(COLUMNS)))()
+    found = (ctypes.c_int64 * 64)()
     return {
         STAGE: prepared,
         "prepared": prepared,

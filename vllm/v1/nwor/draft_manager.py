@@ -235,7 +235,8 @@ class DraftCommitManager:
 
         Raises: as abort.
         """
-        self.abort(STALE_LOG)
+        if self.state is not State.IDLE:
+            self.abort(STALE_LOG)
         if self.shadow is not None:
             self.shadow.start_step(keeps)
 
@@ -387,7 +388,6 @@ class DraftCommitManager:
         assert self.shadow is not None
         self.state = State.FAILED
         num_drafts, self._num_drafts = self._num_drafts, 0
-        is_logged_beside, self._is_logged_beside = self._is_logged_beside, False
         try:
             self.shadow.commit(acceptance, counters_to)
             if self.config.debug_sync:
@@ -399,26 +399,35 @@ class DraftCommitManager:
                 "of this step are not in the KV cache"
             ) from error
         is_told = counters_to is not None
-        restored = State.IDLE
+        self.state = State.IDLE
         if self._beside is not None:
-            beside_to = None
-            if counters_to is not None:
-                beside_to = counters_to[self._num_staged_rows :]
-            try:
-                if is_logged_beside:
-                    self._beside.restore(acceptance, num_drafts, beside_to)
-            except Exception as error:
-                self._fall_back(
-                    COMMIT_FAILED, f"restore_rejected_drafts: {error}", error
-                )
-                is_logged_beside = False
-                restored = State.FAILED
-            if not is_logged_beside and counters_to is not None:
-                is_told = self.publish(counters_to)
-        self.state = restored
+            is_told = self._commit_beside(
+                self._beside, num_drafts, acceptance, counters_to
+            )
         if self.config.debug_sync:
             self.check_state()
         return is_told
+
+    def _commit_beside(
+        self,
+        beside: Launches,
+        num_drafts: int,
+        acceptance: Acceptance,
+        counters_to: torch.Tensor | None,
+    ) -> bool:
+        """commit, for groups that were logged in a step in which others are staged."""
+        is_logged, self._is_logged_beside = self._is_logged_beside, False
+        to = None if counters_to is None else counters_to[self._num_staged_rows :]
+        try:
+            if is_logged:
+                beside.restore(acceptance, num_drafts, to)
+        except Exception as error:
+            self.state = State.FAILED
+            self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
+            is_logged = False
+        if counters_to is None:
+            return False
+        return is_logged or self.publish(counters_to)
 
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where there is no log: a step that was left to vanilla

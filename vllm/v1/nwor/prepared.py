@@ -353,7 +353,8 @@ def _loaded_library() -> ctypes.CDLL:
             f"{ops.LIBRARY} is not where the registered ops came from: another copy of "
             "vllm-nwor is loaded"
         ) from error
-    found = (c_int64 * (1 + len(COLUMNS)))()
+    # Room for what another version may have: it writes all of its own.
+    found = (c_int64 * 64)()
     try:
         library.nwor_prepared_version(found)
         library.nwor_prepared_load.restype = c_char_p
@@ -365,10 +366,11 @@ def _loaded_library() -> ctypes.CDLL:
         cause: Exception | None = error
     else:
         cause = None
-    if tuple(found) != (VERSION, *COLUMNS):
+    told = tuple(found[: 1 + len(COLUMNS)])
+    if told != (VERSION, *COLUMNS):
         raise ops.NworOpsUnavailable(
             f"{ops.LIBRARY} is of another version of vllm-nwor (prepared launches "
-            f"{tuple(found)}; expected {(VERSION, *COLUMNS)}): build it again"
+            f"{told}; expected {(VERSION, *COLUMNS)}): build it again"
         ) from cause
     return library
 

@@ -144,16 +144,17 @@ def execute_model(
     state = state_of(runner)
     if state is None or state.manager is None:
         return wrapped(*args, **kwargs)
+    manager = state.manager
     state.windows = None
     state.report.drop_step()
     keeps = True
-    if state.manager.shadow is not None:
+    if manager.shadow is not None:
         keeps = not _begins_with_drafts(args[0] if args else kwargs["scheduler_output"])
-    state.manager.start_step(keeps)
+    manager.start_step(keeps)
     try:
         return wrapped(*args, **kwargs)
     except BaseException:
-        _put_back(state.manager)
+        _put_back(manager)
         raise
 
 
@@ -162,13 +163,13 @@ def _begins_with_drafts(scheduler_output: Any) -> bool:
     those that have one token left. The rows before may be a copy of another request's
     block, made for it in this very step, in a block and a seat that it got just now."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    if not drafts:
+    new = scheduler_output.scheduled_new_reqs
+    resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    if not drafts or not (new or resumed):
         return False
-    if not drafts.keys().isdisjoint(
-        scheduler_output.scheduled_cached_reqs.resumed_req_ids
-    ):
+    if not drafts.keys().isdisjoint(resumed):
         return True
-    return any(new.req_id in drafts for new in scheduler_output.scheduled_new_reqs)
+    return any(request.req_id in drafts for request in new)
 
 
 def _put_back(manager: DraftCommitManager) -> None:
