@@ -205,17 +205,17 @@ def moved_bytes(results: Sequence[Result]) -> str:
     for result in results:
         if not result["summary"]["nwor"]:
             raise BadBlock("the view bytes needs a file measured with NWOR on")
-        for done in result["summary"]["nwor"].values():
-            rows.append(_bytes(result, done))
+        for mode, done in result["summary"]["nwor"].items():
+            rows.append(_bytes(result, mode, done))
     head = (
-        "device | runner, method | batch | accepted | drafts a step | logged or "
+        "device | runner, method | batch | mode | accepted | drafts a step | logged or "
         "copied to shadow a step | restored or committed a step | logged - expected | "
         "restored - expected"
     )
     return _markdown(head, rows)
 
 
-def _bytes(result: Result, done: dict[str, Any]) -> tuple[str, ...]:
+def _bytes(result: Result, mode: str, done: dict[str, Any]) -> tuple[str, ...]:
     """The line of what one arm did. Raises BadBlock."""
     name = result["model"].removeprefix(models.SHAPE)
     if name not in models.SHAPES:
@@ -233,6 +233,7 @@ def _bytes(result: Result, done: dict[str, Any]) -> tuple[str, ...]:
         _short_device(result["environment"]),
         f"{args['runner']}, {args['method']}, k = {args['num_speculative_tokens']}",
         str(args["batch_size"]),
+        mode,
         f"{done['committed'] / max(done['staged'], 1):.2f}",
         f"{done['staged'] / steps:.1f}",
         f"{(done['logged_bytes'] + copied) / steps / 2**20:.2f} MiB",

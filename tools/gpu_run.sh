@@ -153,7 +153,8 @@ step_kernels() {
 }
 
 step_engines() {
-    run_tests -s tests/gpu/test_engine_matrix.py -k "test_matrix$(also "$@")"
+    run_tests -s tests/gpu/test_engine_matrix.py -k "test_matrix$(also "$@")" || return
+    [ $# -gt 0 ] || run_tests -s tests/gpu/test_engine_matrix.py -k test_why
 }
 
 also() { # " and (a- or b-)" for names, "" without

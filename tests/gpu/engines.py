@@ -274,7 +274,13 @@ SLEEP = (
     _spec("sleep-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
 )
 
-BY_NAME = {spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP)}
+# Its drafter reads a copy of the block table that was made while shadow pages were in
+# it: staged all the same, it would read a cache that nobody has written.
+COPYING = _spec("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto", False)
+
+BY_NAME = {
+    spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, COPYING)
+}
 
 FACTORS = (
     ("ngram", "draft_model", "head"),

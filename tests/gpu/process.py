@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is matrix, sync, layouts or sleep; NWOR's mode comes from VLLM_NWOR_MODE. Everything
+JOB is a name in JOBS; NWOR's mode comes from VLLM_NWOR_MODE. Everything
 found is written to OUT as JSON, again after each row, so that a process that dies or is
 stopped leaves what it had. The exit status is 0 if the job came to its end; whether
 what it found is right, the tests judge.
@@ -98,6 +98,21 @@ def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = start(spec, models, report)
     report.save(groups=engine.rpc("nwor_report")[0]["groups"])
     report.save(layouts=engine.rpc("test_layouts")[0])
+
+
+def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
+    """One row's tokens. NWOR_TEST_VIEWS: a backend that NWOR shall take for one that
+    does not copy the block table."""
+    if backend := os.environ.get("NWOR_TEST_VIEWS"):
+        from vllm_nwor.hooks import discovery
+
+        discovery.VIEWING_BACKENDS = (*discovery.VIEWING_BACKENDS, backend)
+    engine = start(spec, models, report)
+    engine.prepare()
+    (row,) = (row for row in rows(spec) if row.name == "batch 8")
+    found = run_row(engine, row, watched=False)
+    groups = engine.rpc("nwor_report")[0]["groups"]
+    report.save(tokens=found["tokens"], groups=groups)
 
 
 # -- sleep -----------------------------------------------------------------------------
@@ -241,7 +256,13 @@ def count_steps(engine: Engine) -> Counter[str]:
     return counts
 
 
-JOBS = {"matrix": matrix, "sync": sync, "layouts": layouts, "sleep": sleep}
+JOBS = {
+    "matrix": matrix,
+    "sync": sync,
+    "layouts": layouts,
+    "sleep": sleep,
+    "outputs": outputs,
+}
 
 
 def main(job: str, name: str, out: str, models: str) -> int:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.gpu import results
 from tests.gpu.compare import CHECKS, OFF, ON, judge
-from tests.gpu.engines import BY_NAME, MATRIX, PARALLEL, EngineSpec
+from tests.gpu.engines import BY_NAME, COPYING, MATRIX, PARALLEL, EngineSpec
 from tests.gpu.pool import Finished, Pool
 
 Verdict = dict[str, Any]
@@ -92,3 +92,22 @@ def test_two_ranks(
     """Each rank of a tensor parallel engine restores its own cache, without a word to
     the others."""
     assert_check(parallel_verdicts[engine], check)
+
+
+def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:
+    """Forced, its drafts are others than vanilla's, and no error says so; refused, the
+    group is logged and nothing changes."""
+    lenient = {"VLLM_NWOR_STRICT": "0"}
+    off = pool.run("outputs", COPYING, "off")
+    refused = pool.run("outputs", COPYING, "stage", **lenient)
+    forced = pool.run(
+        "outputs", COPYING, "stage", NWOR_TEST_VIEWS=COPYING.backend, **lenient
+    )
+
+    for run in (off, refused, forced):
+        assert run.is_complete, run.trouble()
+    resolved = [run.report["groups"][0]["resolved"] for run in (refused, forced)]
+    assert resolved == ["cow", "stage"]
+    assert "may copy the block table" in refused.report["groups"][0]["reason"]
+    assert refused.report["tokens"] == off.report["tokens"]
+    assert forced.report["tokens"] != off.report["tokens"]

@@ -713,6 +713,16 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     assert (found["fallbacks"], found["state"]) == ({"stale_log": 1}, "failed")
 
 
+def test_host_times_of_a_step_that_is_all_staged(worker, monkeypatch):
+    ticks = itertools.accumulate([0, 100])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    manager = worker.model_runner.nwor_state.manager
+    manager.stage = lambda windows: True
+    worker.nwor_set_hooked(True)
+    assert manager.stage("windows") is True
+    assert worker.nwor_report()["begin_ns"] == [100]
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_extension_switches_nothing_in_the_middle_of_a_step(worker, hooked):
     worker.model_runner.execute_model_state = object()

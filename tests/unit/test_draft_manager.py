@@ -712,7 +712,7 @@ class TestShadowPages:
         assert manager.shadow.num_seats == step.cu_num_logits.numel()
 
         zeros = torch.tensor([0, 3, 5], dtype=torch.int32)
-        manager.stage(step._replace(cu_num_logits=zeros, num_leading_zeros=1))
+        assert manager.stage(step._replace(cu_num_logits=zeros, num_leading_zeros=1))
 
         assert manager.state is State.STAGED
 
@@ -721,7 +721,7 @@ class TestShadowPages:
         before = snapshot(manager.layers)
 
         with caplog.at_level(logging.WARNING):
-            manager.stage(step)
+            assert manager.stage(step) is False
         assert manager.state is State.IDLE
         assert tables_of(step) == [VANILLA_TABLES]
         manager.begin(step)
@@ -812,7 +812,7 @@ class TestShadowPages:
         before, logged_before = map(snapshot, (manager.layers, manager.logged_layers))
         to = torch.zeros_like(manager.counters) if publishes else None
 
-        manager.stage(step)
+        assert manager.stage(step) is False  # begin has to log the other group
         manager.begin(step)
         assert tables_of(step) == [VANILLA_TABLES, SHADOW_TABLES]
         write_rows(manager.layers, step.slot_mappings[1].tolist())

@@ -51,7 +51,7 @@ def test_bytes_are_held_against_the_shapes():
     wrong = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT - 64)]))
 
     assert right == [
-        *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "0.75"),
+        *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "cow", "0.75"),
         *("4.0", "0.50 MiB", "0.12 MiB", "0", "0"),
     ]
     assert wrong[-1] == "-64"

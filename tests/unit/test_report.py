@@ -453,6 +453,8 @@ class TestStagedHooks:
 
         runner_v1._calc_spec_decode_metadata(lambda *_: metadata, runner, (), {})
         assert step.block_tables[0].tolist() == SHADOW
+        # All is staged: begin, which would find nothing to do, is not called.
+        assert state.windows is None
         runner_v1._model_forward(lambda: None, runner, (), {})
         assert state.manager.state is State.STAGED
         ids = torch.tensor([[1, 2, -1, -1]], dtype=torch.int32)
