@@ -136,7 +136,7 @@ def compare(
         "outputs": summary.outputs(tokens, options.keep_tokens)
         | {"num_runs": len(arms) + 2 * len(pairs)},
         "samples": summary.pair_samples(pairs),
-        "summary": summary.comparison(pairs, options.pairs_until_ci),
+        "summary": summary.comparison(pairs, arms[0].name, options.pairs_until_ci),
     }
     if true_off is not None:
         found["true_off"] = {

@@ -111,7 +111,9 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def comparison(pairs: Sequence[Pair], until: float | None) -> dict[str, Any]:
+def comparison(
+    pairs: Sequence[Pair], baseline: str, until: float | None
+) -> dict[str, Any]:
     """The summary of `ab.compare`. until: what --pairs-until-ci asked for.
 
     ratio: of each tested arm, and of CONTROL. speed: of the baseline, outside of
@@ -123,7 +125,6 @@ def comparison(pairs: Sequence[Pair], until: float | None) -> dict[str, Any]:
         tests.setdefault(pair.name, []).append(pair.test)
     num_pairs = len(tests.pop(CONTROL))
     references = [pair.reference for pair in pairs if pair.name != CONTROL]
-    baseline = pairs[0].planned.reference.name
     reach = max(one.reach for one in found.values())
     return {
         "num_pairs": num_pairs,

@@ -360,7 +360,7 @@ def test_order_is_abba_with_controls_between():
     off, on = ARMS
     assert counted == [off, on, off, off, on, off, off, off, off, on, off, off]
     assert [pair.name for pair in pairs] == ["nwor", "control"] * 3
-    first = [pair.planned.test_first for pair in pairs]
+    first = [pair.test_first for pair in pairs]
     assert first == [False, False, True, True, False, False]
 
 
@@ -376,7 +376,7 @@ def test_each_tested_arm_has_pairs_with_the_baseline():
     round_ = ["unhooked", "nwor", "unhooked", "stage", "unhooked", "unhooked"]
     turned = ["nwor", "unhooked", "stage", "unhooked", "unhooked", "unhooked"]
     assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
-    found = summary.comparison(pairs, None)
+    found = summary.comparison(pairs, "unhooked", None)
     assert summary.tested({"summary": found}) == ["nwor", "stage"]
     medians = {name: one["median"] for name, one in found["ratio"].items()}
     assert medians == {"nwor": 0.5, "stage": 0.25, "control": 1.0}
@@ -398,7 +398,7 @@ def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
         lambda what: None,
     )
     assert len(pairs) == 2 * num_pairs
-    found = summary.comparison(pairs, 0.005)
+    found = summary.comparison(pairs, "unhooked", 0.005)
     assert found["until_reached"] is (num_pairs == 7)
 
 
