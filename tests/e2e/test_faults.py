@@ -25,7 +25,7 @@ from tests.helpers.environment import (
     result_of,
     subprocess_env,
 )
-from tests.helpers.faults import replaced_ops
+from tests.helpers.faults import failing, replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from vllm_nwor import plugin
@@ -74,21 +74,6 @@ def op_of(engine: Engine, name: str) -> Callable[..., None]:
     return op
 
 
-def failing(op: Callable[..., None], at: Callable[[int], bool], late: bool) -> Any:
-    """`op`, raising at the calls (numbered from 0) that `at` selects, before it did
-    anything or (late) after it did its work."""
-    calls = iter(range(10**9))
-
-    def run(*args: Any) -> None:
-        fails = at(next(calls))
-        if late or not fails:
-            op(*args)
-        if fails:
-            raise RuntimeError("injected")
-
-    return run
-
-
 # test_fault_points.py has single calls, each of them.
 POINTS: dict[str, Callable[[int], bool]] = {
     "every_third": lambda call: call % 3 == 2,
@@ -133,7 +118,7 @@ def test_failing_op_loses_nothing(
 @pytest.mark.parametrize("op", REASONS)
 def test_strict_raises_where_an_op_fails(op: str, truth: dict[str, list[int]]) -> None:
     engine = cow_engine(truth, STRICT="always")
-    broken = failing(op_of(engine, op), POINTS["always"], late=False)
+    broken = failing(op_of(engine, op), POINTS["always"])
     expected = f"NWOR {REASONS[op]}: {op}: injected"
     with (
         replaced_ops(engine, **{op: broken}),
@@ -149,7 +134,7 @@ def test_fallbacks_are_in_the_metrics(op: str, truth: dict[str, list[int]]) -> N
     """And they are not mistaken for breaches of the counters' identities."""
     engine = Engine("cow", model=MODEL, disable_log_stats=False)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
-    broken = failing(op_of(engine, op), POINTS["every_third"], False)
+    broken = failing(op_of(engine, op), POINTS["every_third"])
     with nwor_log() as lines, replaced_ops(engine, **{op: broken}):
         engine.run(REQUESTS)
     counters = {}
@@ -174,10 +159,8 @@ def test_failing_copy_of_the_counters(
     manager = engine.manager
     name = "restore_rejected_drafts"
     restore = op_of(engine, name)
-    manager._copy_counters = failing(
-        manager._copy_counters, lambda call: call == 0, False
-    )
-    with replaced_ops(engine, **{name: failing(restore, lambda call: call == 9, True)}):
+    manager._copy_counters = failing(manager._copy_counters, 0)
+    with replaced_ops(engine, **{name: failing(restore, 9, True)}):
         found = engine.run(REQUESTS)
     sizes = [sum(step.drafted.values()) for step in found.steps]
     lost = [size for size in sizes if size][9]
