@@ -101,7 +101,14 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
 
 def arms_of(options: Options) -> list[ab.Arm]:
     """What --mode compare runs: the baseline, then what is tested against it. Against
-    stage: the same engine with the undo log, too."""
+    stage: the same engine with the undo log, too. Against audit: the KV audit with its
+    default budget, then comparing everything."""
+    if options.audits:
+        budgets = {"audit": 32, "audit-100": 1 << 20}
+        return [
+            ab.UNHOOKED,
+            *(ab.Arm(name, True, audit_mib=mib) for name, mib in budgets.items()),
+        ]
     tested = [ab.Arm(options.against, hooked=True)]
     if options.against == "stage":
         tested.insert(0, ab.Arm("cow", hooked=True, stages=False))

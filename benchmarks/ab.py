@@ -27,12 +27,14 @@ class Arm:
 
     name: in tables and files. hooked: whether NWOR's hooks are on vLLM; else it runs
     its own code only, as `hooks._wrap.unhook` says. stages: whether shadow pages are
-    used where the engine has them; else all is logged.
+    used where the engine has them; else all is logged. audit_mib: what the KV audit
+    compares in a step (VLLM_NWOR_AUDIT_MIB), where it is what is measured.
     """
 
     name: str
     hooked: bool
     stages: bool = True
+    audit_mib: int | None = None
 
 
 UNHOOKED = Arm("unhooked", hooked=False)

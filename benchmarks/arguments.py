@@ -37,7 +37,12 @@ class Options(argparse.Namespace):
     def nwor_mode(self) -> str:
         """The value of VLLM_NWOR_MODE for this command's engine."""
         mode = self.against if self.mode == COMPARE else self.mode
-        return "stage" if mode == "nwor" else mode
+        return {"nwor": "stage", "audit": "off"}.get(mode, mode)
+
+    @property
+    def audits(self) -> bool:
+        """Whether the KV audit is what is measured."""
+        return bool(self.mode == COMPARE and self.against == "audit")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,7 +153,8 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", help=help, action="store_true")
 
     choose("mode", MODES, COMPARE, "nwor is stage; compare is --against with no hooks")
-    choose("against", ("nwor", "stage", "cow"), "nwor", "what compare tests")
+    against = ("nwor", "stage", "cow", "audit")
+    choose("against", against, "nwor", "what compare tests; audit: alone, twice")
     add("batch-size", "requests at a time (4)", whole(1), 4)
     add("num-speculative-tokens", "drafts a step (4)", whole(1), 4)
     choose("method", METHODS, "ngram", "what makes the drafts")

@@ -128,13 +128,15 @@ class Engine:
             latency_s=latency_s,
             step_s=step_s,
             drafts=runs.drafts(spec_before, spec_after),
-            nwor=runs.nwor_done(before, after) if arm.hooked else None,
+            nwor=runs.nwor_done(before, after)
+            if arm.hooked and after["present"]
+            else None,
         )
 
     def _switch(self, arm: Arm) -> None:
         """Hooks as `arm` has them, from the other state: whatever ran before, Python
         has to look up anew in the same classes, so that all runs start alike."""
-        if self.options.nwor_mode == "off" and not arm.hooked:
+        if self.options.nwor_mode == "off" and not self.options.audits:
             return  # never loaded: there is nothing to take off
         from vllm_nwor.hooks import _wrap
 
@@ -149,6 +151,8 @@ class Engine:
             (_wrap.rehook if hooked else _wrap.unhook)()
         if arm.hooked:
             self.rpc("nwor_set_stages", arm.stages)
+            if arm.audit_mib is not None:
+                self.rpc("nwor_set_audit", arm.audit_mib)
 
     def why_not(self) -> str:
         """The reasons that the runner recorded for the modes of its groups."""

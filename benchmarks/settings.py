@@ -21,6 +21,8 @@ def prepare_process(options: Options, device: str) -> None:
     """Sets the environment that vLLM and NWOR read when they are imported. Variables
     that the user set stay, except VLLM_NWOR_MODE and what --runner says."""
     os.environ["VLLM_NWOR_MODE"] = options.nwor_mode
+    if options.audits:
+        os.environ["VLLM_NWOR_AUDIT"] = "log"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if options.runner != "auto":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(options.runner == "v2"))

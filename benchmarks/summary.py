@@ -134,7 +134,11 @@ def comparison(
         "speed": {baseline: speed(references)}
         | {name: speed(runs) for name, runs in tests.items()},
         "acceptance": acceptance(next(iter(tests.values()))),
-        "nwor": {name: nwor(runs) for name, runs in tests.items()},
+        "nwor": {
+            name: nwor(runs)
+            for name, runs in tests.items()
+            if any(run.nwor is not None for run in runs)
+        },
     }
 
 

@@ -84,7 +84,7 @@ class NworWorkerExtension:
             HostMismatch: something that is not NWOR's lies over one of its hooks.
         """
         manager = _manager(self.model_runner)
-        if manager is None:
+        if manager is None and getattr(self.model_runner, "nwor_audit", None) is None:
             return False
         if getattr(self.model_runner, "execute_model_state", None) is not None:
             raise RuntimeError(
@@ -94,12 +94,13 @@ class NworWorkerExtension:
         from vllm_nwor.hooks import _wrap
 
         if hooked:
-            # Steps without hooks were steps all the same.
-            manager.start_step()
+            if manager is not None:
+                # Steps without hooks were steps all the same.
+                manager.start_step()
             _wrap.rehook()
         else:
             _wrap.unhook()
-        if hooked and self.nwor_host_times is None:
+        if hooked and manager is not None and self.nwor_host_times is None:
             self.nwor_host_times = HostTimes(manager)
         return hooked
 
@@ -108,6 +109,11 @@ class NworWorkerExtension:
         Between steps, after nwor_set_hooked(True)."""
         if self.nwor_host_times is not None:
             self.nwor_host_times.stages = stages
+
+    def nwor_set_audit(self, mib: int) -> None:
+        """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.
+        Between requests, after nwor_set_hooked(True)."""
+        self.model_runner.nwor_audit.restart(mib << 20)
 
     def nwor_reseed(self, seed: int) -> None:
         """Seeds every generator that a step may draw from: Python's, numpy's, and
@@ -126,7 +132,8 @@ class NworWorkerExtension:
         Waits for the device, because the counters are read from it.
 
         Returns:
-            kv_blocks: blocks of the KV cache, in every mode.
+            kv_blocks: blocks of the KV cache that requests can have, in every mode:
+                shadow blocks are not among them.
             kv_block_tokens: slots a block, of each KV-cache group.
             present: whether there is a manager.
             groups: group, requested, resolved, reason of each KV-cache group.
@@ -142,7 +149,7 @@ class NworWorkerExtension:
         config = runner.kv_cache_config
         manager = _manager(runner)
         report: dict[str, Any] = {
-            "kv_blocks": config.num_blocks,
+            "kv_blocks": _num_blocks(config),
             "kv_block_tokens": [
                 group.kv_cache_spec.block_size for group in config.kv_cache_groups
             ],
@@ -176,6 +183,16 @@ def _manager(runner: Any) -> DraftCommitManager | None:
     state = getattr(runner, "nwor_state", None)
     manager: DraftCommitManager | None = None if state is None else state.manager
     return manager
+
+
+def _num_blocks(config: Any) -> int:
+    """Those that the scheduler has: the workers' caches have shadow blocks besides."""
+    reserved = getattr(config, "nwor_shadow", None)
+    regions = reserved.values() if isinstance(reserved, dict) else ()
+    found: int = min(
+        (region.num_real_blocks for region in regions), default=config.num_blocks
+    )
+    return found
 
 
 def _groups(runner: Any) -> list[dict[str, Any]]:

@@ -52,7 +52,8 @@ function(nwor_add_cuda target)
     return()
   endif()
   target_sources(${target} PRIVATE
-    csrc/nwor/cow_cuda.cu csrc/nwor/prepared.cu csrc/nwor/shadow_cuda.cu)
+    csrc/nwor/audit_cuda.cu csrc/nwor/cow_cuda.cu csrc/nwor/prepared.cu
+    csrc/nwor/shadow_cuda.cu)
   # USE_CUDA: PyTorch's headers then declare the current stream.
   target_compile_definitions(${target} PRIVATE NWOR_CUDA USE_CUDA)
   set_target_properties(${target} PROPERTIES

@@ -12,6 +12,8 @@
 #   sync [NAME...]           synchronising calls, launches, JIT compilation
 #   layouts [NAME...]        where each attention backend puts a slot's bytes
 #   sleep [NAME...]          sleep and wake-up, weights loaded anew
+#   audit [NAME...]          the KV audit at 100 %: silent on the engines, a flipped bit,
+#                            what vLLM's OffloadingConnector stores
 #   parallel                 the oracle on both ranks of two GPUs
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
@@ -39,7 +41,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines sync layouts sleep parallel sanitizer"
+STEPS=" build kernels engines sync layouts sleep audit parallel sanitizer"
 STEPS="$STEPS bench-kernels traffic host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 if [ -n "${NWOR_RESULTS:-}" ]; then
@@ -177,6 +179,10 @@ step_sleep() {
     # Parameters end with the engine's name, or go on with the phase's.
     run_tests -s tests/gpu/test_sleep.py \
         -k "test_${filter:+ and (${filter# and }${*:+ or $(names_to_filter "$@")})}"
+}
+
+step_audit() {
+    run_tests -s tests/gpu/test_audit.py -k "test_$(also_ids "$@")"
 }
 
 also_ids() { # as also, for tests with the engine as their only parameter

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The KV audit: what it keeps of slots and requests, and the arithmetic that CPU
-// and CUDA share. It reads caches and never writes them.
+// The KV audit: what it keeps of slots and requests, and the launchers' arguments;
+// audit_rules.h has what CPU and CUDA do with a row. It reads caches and never writes
+// them.
 //
 // A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
 // the position of what was written there: equal for equal texts, and a sum, so that
@@ -29,18 +30,24 @@ enum SlotState : int32_t {
   kSlotLoaded,  // a KV connector was told to fill it
 };
 
+// What is known of a slot's bytes. Replaced: the checksums are of another text, which
+// a load should have replaced. Claimed: a thread block of scan has it in its hands.
+enum SlotContent : int32_t {
+  kContentClaimed = -2,
+  kContentReplaced,
+  kContentNone,
+  kContentKnown,
+};
+
 // A row of `records`, int64 [num_slots, 4]: the last write to a slot.
-struct SlotRecord {
+struct alignas(16) SlotRecord {
   int64_t hash;
   int32_t token;
   int32_t position;
   int32_t step;
   int32_t generation;  // of the request that wrote; 0: none
   int32_t state;       // SlotState
-  // 0: no checksums; 1: there are; 2 + layer: there are, and that layer's did not
-  // change when they should have (layer: in the table that noticed); -1: those that
-  // there are are of another text, which a load should have replaced.
-  int32_t content;
+  int32_t content;     // SlotContent
 };
 static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 
@@ -69,8 +76,10 @@ struct PlanRow {
   int32_t token;
   int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
   int64_t seat;
+  // 1 + layer: that layer's checksum alone did not change when it should have (layer:
+  // in the table that is being recorded); -1: its bytes are not recorded.
+  int64_t suspect;
   SlotRecord old;
-  int64_t unused;
 };
 static_assert(sizeof(PlanRow) == 80, "a PlanRow is a row of plan");
 
@@ -84,7 +93,8 @@ enum FindingClass : int64_t {
 };
 
 // A row of `findings`, int64 [1 + capacity, 12]; the first row is a FindingsHeader.
-// Finding number n is in row 1 + n % capacity.
+// Finding number n since the last audit_publish is in row 1 + n; there is no room for
+// more than `capacity`.
 struct Finding {
   int64_t kind;
   int64_t layer;  // index in its table's list; -1: no layer in particular
@@ -104,41 +114,17 @@ static_assert(sizeof(Finding) == 96, "a Finding is a row of findings");
 // Running totals.
 struct FindingsHeader {
   int64_t num_findings;
-  int64_t num_unverified;  // slots taken over from somewhere that is not audited
-  int64_t num_identities;  // slots and block ends compared
-  int64_t num_contents;    // slots whose bytes were compared
-  int64_t cursor;          // of the batch's blocks, the next one to compare
-  int64_t unused[7];
+  int64_t num_unverified;   // slots taken over from somewhere that is not audited
+  int64_t num_identities;   // slots and block ends compared
+  int64_t num_contents;     // slots whose bytes were compared
+  int64_t cursor;           // of the batch's blocks, the next one to compare
+  int64_t next_cursor;      // from the next audit_publish on
+  int64_t num_published;    // findings up to the last audit_publish
+  int64_t num_suspects;     // rows of plan that are suspects
+  int64_t num_blocks_done;  // thread blocks of a launch that are through
+  int64_t unused[3];
 };
 static_assert(sizeof(FindingsHeader) == 96, "the header is a row of findings");
-
-NWOR_HOST_DEVICE inline uint64_t mix64(uint64_t value) {
-  // splitmix64's finaliser.
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBULL;
-  return value ^ (value >> 31);
-}
-
-// What token `token` at `position` adds to H.
-NWOR_HOST_DEVICE inline int64_t identity_of(int64_t token, int64_t position) {
-  return static_cast<int64_t>(
-      mix64(static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ULL +
-            mix64(static_cast<uint64_t>(position) + 1)));
-}
-
-// Both wrap around.
-NWOR_HOST_DEVICE inline int64_t add(int64_t a, int64_t b) {
-  return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
-}
-NWOR_HOST_DEVICE inline int64_t subtract(int64_t a, int64_t b) {
-  return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
-}
-
-// What word number `index` of a slot, 8 bytes, adds to its checksum in a layer.
-NWOR_HOST_DEVICE inline uint32_t checksum_of(uint64_t word, int64_t index) {
-  return static_cast<uint32_t>(
-      mix64(word + static_cast<uint64_t>(index + 1) * 0x9E3779B97F4A7C15ULL) >> 32);
-}
 
 // One group's state, and this step's batch. Positions below `window` from a
 // request's end may be gone (0: none are); block 0 is the scheduler's null block.
@@ -163,7 +149,7 @@ struct AuditGroup {
 };
 
 struct AuditBatch {
-  const int32_t* row_seats;        // [num_reqs]
+  IndexArray row_seats;            // [num_reqs]
   const int32_t* query_start_loc;  // [num_reqs + 1]
   int64_t num_reqs;
   const int32_t* block_table;  // [num_reqs, width], rows may be strided
@@ -175,7 +161,7 @@ struct AuditBatch {
   // With entries of 16 positions, position 35 is offset 3 of the third entry.
   NWOR_HOST_DEVICE int64_t slot(int64_t r, int64_t position) const {
     const int64_t entry = position / entry_tokens;
-    if (entry >= width) {
+    if (position < 0 || entry >= width) {
       return -1;
     }
     return block_table[r * table_stride + entry] * entry_tokens +
@@ -255,7 +241,7 @@ struct AuditAdoptArgs {
 // Blocks of the group that a KV connector is about to read, or to fill.
 struct AuditHandOnArgs {
   AuditGroup group;
-  const int32_t* blocks;
+  const int32_t* blocks;  // [count], on the host
   int64_t count;
   int64_t step;
   bool fills;
@@ -266,15 +252,25 @@ struct AuditSnapshotArgs {
   AuditBytes bytes;
 };
 
+// Blocks go to requests. A generation of 0: the block goes to another group, and its
+// slots hold nothing of this one.
 struct AuditHandOutArgs {
   SlotRecord* records;
   int32_t* owners;
   int64_t num_blocks;
   int64_t block_size;
-  const int32_t* blocks;
+  const int32_t* blocks;       // [count], on the host
+  const int32_t* generations;  // the same
   int64_t count;
-  int64_t generation;  // the new owner's
-  int64_t state;       // SlotState of all their slots from now on; -1: as they are
+};
+
+// The end of a step: the header and what was found since the last one go to the host.
+struct AuditPublishArgs {
+  FindingsHeader* header;
+  const Finding* findings;
+  int64_t capacity;
+  FindingsHeader* header_to;
+  Finding* findings_to;
 };
 
 void audit_seat_cpu(const AuditSeatArgs& args);
@@ -286,5 +282,20 @@ void audit_scan_cpu(const AuditScanArgs& args);
 void audit_hand_on_cpu(const AuditHandOnArgs& args);
 void audit_snapshot_cpu(const AuditSnapshotArgs& args);
 void audit_hand_out_cpu(const AuditHandOutArgs& args);
+void audit_publish_cpu(const AuditPublishArgs& args);
+
+#ifdef NWOR_CUDA
+// `stream` is a cudaStream_t of the current device. None waits for it.
+void audit_seat_cuda(const AuditSeatArgs& args, int device, void* stream);
+void audit_plan_cuda(const AuditPlanArgs& args, int device, void* stream);
+void audit_resolve_cuda(const AuditResolveArgs& args, int device, void* stream);
+void audit_adopt_cuda(const AuditAdoptArgs& args, int device, void* stream);
+void audit_record_cuda(const AuditRecordArgs& args, int device, void* stream);
+void audit_scan_cuda(const AuditScanArgs& args, int device, void* stream);
+void audit_hand_on_cuda(const AuditHandOnArgs& args, int device, void* stream);
+void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream);
+void audit_hand_out_cuda(const AuditHandOutArgs& args, int device, void* stream);
+void audit_publish_cuda(const AuditPublishArgs& args, int device, void* stream);
+#endif
 
 }  // namespace nwor

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The audit's ops: from tensors to launchers. Every op but audit_hand_out takes a
+// The audit's ops: from tensors to launchers. All but the last two take a
 // group as (records, seats, expected, owners, plan, findings, block_size); those that
 // look at a batch take it as (row_seats, query_start_loc, block_table, num_reqs,
 // entry_tokens), and those that read caches a table of layers as (table, runs,
@@ -8,6 +8,7 @@
 #include "audit.h"
 #include "bindings.h"
 #include "check.h"
+#include "dispatch.h"
 
 namespace nwor {
 namespace {
@@ -58,7 +59,6 @@ AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
 AuditBatch batch_of(const TensorArgs& tensors, const Tensor& row_seats,
                     const Tensor& query_start_loc, const Tensor& block_table,
                     int64_t num_reqs, int64_t entry_tokens) {
-  tensors.array("row_seats", row_seats, ScalarType::Int, 1);
   tensors.array("query_start_loc", query_start_loc, ScalarType::Int, 1);
   tensors.array_of("block_table", block_table, ScalarType::Int, 2);
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= row_seats.size(0) &&
@@ -68,7 +68,7 @@ AuditBatch batch_of(const TensorArgs& tensors, const Tensor& row_seats,
              ", ", query_start_loc.size(0), " and ", block_table.size(0), " rows");
   NWOR_CHECK(entry_tokens > 0, tensors.op(), "entry_tokens is ", entry_tokens,
              "; must be at least 1");
-  return {static_cast<const int32_t*>(row_seats.data_ptr()),
+  return {tensors.indices("row_seats", row_seats),
           static_cast<const int32_t*>(query_start_loc.data_ptr()),
           num_reqs,
           static_cast<const int32_t*>(block_table.data_ptr()),
@@ -104,6 +104,20 @@ const int32_t* tokens_of(const TensorArgs& tensors, const Tensor& tokens,
   return static_cast<const int32_t*>(tokens.data_ptr());
 }
 
+// Numbers of blocks that the host has.
+const int32_t* block_ids(const TensorArgs& tensors, const Tensor& blocks,
+                         int64_t num_blocks) {
+  const TensorArgs host(tensors.op(), "blocks", blocks);
+  NWOR_CHECK(!host.on_cuda(), tensors.op(), "blocks is on CUDA; must be on cpu");
+  host.array("blocks", blocks, ScalarType::Int, 1);
+  const auto* ids = static_cast<const int32_t*>(blocks.data_ptr());
+  for (int64_t i = 0; i < blocks.size(0); ++i) {
+    NWOR_CHECK(ids[i] >= 0 && ids[i] < num_blocks, tensors.op(), "blocks[", i, "] is ",
+               ids[i], "; must be between 0 and ", num_blocks - 1);
+  }
+  return ids;
+}
+
 }  // namespace
 
 void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -115,11 +129,13 @@ void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
   NWOR_CHECK(seat >= 0 && seat < group.num_seats, tensors.op(), "seat is ", seat,
              "; must be between 0 and ", group.num_seats - 1);
-  audit_seat_cpu({group,
-                  tokens_of(tensors, tokens, length, group.max_blocks * block_size),
-                  length,
-                  seat,
-                  {0, 0, generation, opaque ? 1 : 0, hit_length, loads, seed, 1}});
+  const AuditSeatArgs args{
+      group,
+      tokens_of(tensors, tokens, length, group.max_blocks * block_size),
+      length,
+      seat,
+      {0, 0, generation, opaque ? 1 : 0, hit_length, loads, seed, 1}};
+  NWOR_DISPATCH(tensors, args, audit_seat);
 }
 
 void audit_plan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -137,13 +153,15 @@ void audit_plan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
              tensors.op(), "num_tokens is ", num_tokens,
              "; positions, slot_mapping and plan have ", positions.size(0), ", ",
              slot_mapping.size(0), " and ", group.max_tokens, " rows");
-  audit_plan_cpu({group,
-                  batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
-                           entry_tokens),
-                  tokens_of(tensors, tokens, num_tokens, num_tokens),
-                  static_cast<const int64_t*>(positions.data_ptr()),
-                  static_cast<const int64_t*>(slot_mapping.data_ptr()), num_tokens,
-                  step});
+  const AuditPlanArgs args{group,
+                           batch_of(tensors, row_seats, query_start_loc, block_table,
+                                    num_reqs, entry_tokens),
+                           tokens_of(tensors, tokens, num_tokens, num_tokens),
+                           static_cast<const int64_t*>(positions.data_ptr()),
+                           static_cast<const int64_t*>(slot_mapping.data_ptr()),
+                           num_tokens,
+                           step};
+  NWOR_DISPATCH(tensors, args, audit_plan);
 }
 
 void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -173,7 +191,7 @@ void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
         " entries and the acceptance ", args.acceptance.num_reqs, " rows; must have ",
         num_reqs, ", num_reqs");
   }
-  audit_resolve_cpu(args);
+  NWOR_DISPATCH(tensors, args, audit_resolve);
 }
 
 void audit_adopt(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -186,11 +204,16 @@ void audit_adopt(Tensor records, Tensor seats, Tensor expected, Tensor owners,
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
   NWOR_CHECK(row >= 0 && row < num_reqs, tensors.op(), "row is ", row,
              "; must be between 0 and ", num_reqs - 1);
-  audit_adopt_cpu({group,
-                   batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
-                            entry_tokens),
-                   tokens_of(tensors, tokens, length, group.max_blocks * block_size),
-                   length, row, window, step});
+  const AuditAdoptArgs args{
+      group,
+      batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
+               entry_tokens),
+      tokens_of(tensors, tokens, length, group.max_blocks * block_size),
+      length,
+      row,
+      window,
+      step};
+  NWOR_DISPATCH(tensors, args, audit_adopt);
 }
 
 void audit_record(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -204,10 +227,14 @@ void audit_record(Tensor records, Tensor seats, Tensor expected, Tensor owners,
   NWOR_CHECK(num_tokens >= 0 && num_tokens <= group.max_tokens, tensors.op(),
              "num_tokens is ", num_tokens, "; must be between 0 and ", group.max_tokens,
              ", the rows of plan");
-  audit_record_cpu(
-      {group,
-       bytes_of(tensors, group, table, runs, contents, first_column, table_index),
-       num_tokens, step, is_undone, is_last});
+  const AuditRecordArgs args{
+      group,
+      bytes_of(tensors, group, table, runs, contents, first_column, table_index),
+      num_tokens,
+      step,
+      is_undone,
+      is_last};
+  NWOR_DISPATCH(tensors, args, audit_record);
 }
 
 void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -221,12 +248,17 @@ void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
   NWOR_CHECK(row >= -1 && row < num_reqs, tensors.op(), "row is ", row,
              "; must be -1 (all) or between 0 and ", num_reqs - 1);
-  audit_scan_cpu(
-      {group,
-       batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
-                entry_tokens),
-       bytes_of(tensors, group, table, runs, contents, first_column, table_index), row,
-       num_blocks, window, step, is_last});
+  const AuditScanArgs args{
+      group,
+      batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
+               entry_tokens),
+      bytes_of(tensors, group, table, runs, contents, first_column, table_index),
+      row,
+      num_blocks,
+      window,
+      step,
+      is_last};
+  NWOR_DISPATCH(tensors, args, audit_scan);
 }
 
 void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -235,9 +267,9 @@ void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
   const TensorArgs tensors("audit_hand_on", "records", records);
   const AuditGroup group =
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  tensors.array("blocks", blocks, ScalarType::Int, 1);
-  audit_hand_on_cpu({group, static_cast<const int32_t*>(blocks.data_ptr()),
-                     blocks.size(0), step, fills});
+  const AuditHandOnArgs args{group, block_ids(tensors, blocks, owners.size(0)),
+                             blocks.size(0), step, fills};
+  NWOR_DISPATCH(tensors, args, audit_hand_on);
 }
 
 void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,
@@ -247,22 +279,51 @@ void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners
   const TensorArgs tensors("audit_snapshot", "records", records);
   const AuditGroup group =
       group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  audit_snapshot_cpu({group, bytes_of(tensors, group, table, runs, contents,
-                                      first_column, table_index)});
+  const AuditSnapshotArgs args{group, bytes_of(tensors, group, table, runs, contents,
+                                               first_column, table_index)};
+  NWOR_DISPATCH(tensors, args, audit_snapshot);
 }
 
-void audit_hand_out(Tensor records, Tensor owners, Tensor blocks, int64_t block_size,
-                    int64_t generation, int64_t state) {
+void audit_hand_out(Tensor records, Tensor owners, Tensor blocks, Tensor generations,
+                    int64_t block_size) {
   const TensorArgs tensors("audit_hand_out", "records", records);
   tensors.array("owners", owners, ScalarType::Int, 1);
-  tensors.array("blocks", blocks, ScalarType::Int, 1);
+  const TensorArgs host(tensors.op(), "blocks", blocks);
+  host.array("generations", generations, ScalarType::Int, 1);
+  host.size_is("generations", generations, 0, blocks.size(0), "as blocks");
   NWOR_CHECK(block_size > 0 && records.size(0) == owners.size(0) * block_size,
              tensors.op(), "block_size is ", block_size, "; ", owners.size(0),
              " blocks of it must be the ", records.size(0), " rows of records");
-  audit_hand_out_cpu({rows_of<SlotRecord>(tensors, "records", records, kRecordColumns),
-                      static_cast<int32_t*>(owners.data_ptr()), owners.size(0),
-                      block_size, static_cast<const int32_t*>(blocks.data_ptr()),
-                      blocks.size(0), generation, state});
+  const AuditHandOutArgs args{
+      rows_of<SlotRecord>(tensors, "records", records, kRecordColumns),
+      static_cast<int32_t*>(owners.data_ptr()),
+      owners.size(0),
+      block_size,
+      block_ids(tensors, blocks, owners.size(0)),
+      static_cast<const int32_t*>(generations.data_ptr()),
+      blocks.size(0)};
+  NWOR_DISPATCH(tensors, args, audit_hand_out);
+}
+
+void audit_publish(Tensor findings, Tensor findings_to) {
+  const TensorArgs tensors("audit_publish", "findings", findings);
+  const TensorArgs host(tensors.op(), "findings_to", findings_to);
+  NWOR_CHECK(!host.on_cuda(), tensors.op(), "findings_to is on CUDA; must be on cpu");
+  Finding* from = rows_of<Finding>(tensors, "findings", findings, kFindingColumns);
+  Finding* to = rows_of<Finding>(host, "findings_to", findings_to, kFindingColumns);
+  NWOR_CHECK(findings.size(0) > 1 && findings_to.size(0) == findings.size(0),
+             tensors.op(), "findings and findings_to have ", findings.size(0), " and ",
+             findings_to.size(0), " rows; must have as many, and a header");
+  const AuditPublishArgs args{reinterpret_cast<FindingsHeader*>(from), from + 1,
+                              findings.size(0) - 1,
+                              reinterpret_cast<FindingsHeader*>(to), to + 1};
+#ifdef NWOR_CUDA
+  if (tensors.on_cuda()) {
+    check_device_sees(tensors.op(),
+                      static_cast<const int64_t*>(findings_to.data_ptr()));
+  }
+#endif
+  NWOR_DISPATCH(tensors, args, audit_publish);
 }
 
 }  // namespace nwor

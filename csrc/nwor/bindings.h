@@ -69,7 +69,8 @@ void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners
                     Tensor plan, Tensor findings, int64_t block_size, Tensor table,
                     OptionalTensor runs, Tensor contents, int64_t first_column,
                     int64_t table_index);
-void audit_hand_out(Tensor records, Tensor owners, Tensor blocks, int64_t block_size,
-                    int64_t generation, int64_t state);
+void audit_hand_out(Tensor records, Tensor owners, Tensor blocks, Tensor generations,
+                    int64_t block_size);
+void audit_publish(Tensor findings, Tensor findings_to);
 
 }  // namespace nwor

@@ -67,7 +67,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def("audit_snapshot(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES ") -> ()");
   ops.def(
       "audit_hand_out(Tensor(a!) records, Tensor(b!) owners, Tensor blocks, "
-      "int block_size, int generation, int state) -> ()");
+      "Tensor generations, int block_size) -> ()");
+  ops.def("audit_publish(Tensor(a!) findings, Tensor(b!) findings_to) -> ()");
 }
 
 #define NWOR_REGISTER_ALL(ops)                                                    \
@@ -75,20 +76,20 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.impl("restore_rejected_drafts", TORCH_BOX(&nwor::restore_rejected_drafts)); \
   ops.impl("stage", TORCH_BOX(&nwor::stage));                                     \
   ops.impl("commit_draft_layer", TORCH_BOX(&nwor::commit_draft_layer));           \
-  ops.impl("unstage", TORCH_BOX(&nwor::unstage))
+  ops.impl("unstage", TORCH_BOX(&nwor::unstage));                                 \
+  ops.impl("audit_seat", TORCH_BOX(&nwor::audit_seat));                           \
+  ops.impl("audit_plan", TORCH_BOX(&nwor::audit_plan));                           \
+  ops.impl("audit_resolve", TORCH_BOX(&nwor::audit_resolve));                     \
+  ops.impl("audit_adopt", TORCH_BOX(&nwor::audit_adopt));                         \
+  ops.impl("audit_record", TORCH_BOX(&nwor::audit_record));                       \
+  ops.impl("audit_scan", TORCH_BOX(&nwor::audit_scan));                           \
+  ops.impl("audit_hand_on", TORCH_BOX(&nwor::audit_hand_on));                     \
+  ops.impl("audit_snapshot", TORCH_BOX(&nwor::audit_snapshot));                   \
+  ops.impl("audit_hand_out", TORCH_BOX(&nwor::audit_hand_out));                   \
+  ops.impl("audit_publish", TORCH_BOX(&nwor::audit_publish))
 
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, ops) {
   NWOR_REGISTER_ALL(ops);
-  // The audit runs on the CPU only.
-  ops.impl("audit_seat", TORCH_BOX(&nwor::audit_seat));
-  ops.impl("audit_plan", TORCH_BOX(&nwor::audit_plan));
-  ops.impl("audit_resolve", TORCH_BOX(&nwor::audit_resolve));
-  ops.impl("audit_adopt", TORCH_BOX(&nwor::audit_adopt));
-  ops.impl("audit_record", TORCH_BOX(&nwor::audit_record));
-  ops.impl("audit_scan", TORCH_BOX(&nwor::audit_scan));
-  ops.impl("audit_hand_on", TORCH_BOX(&nwor::audit_hand_on));
-  ops.impl("audit_snapshot", TORCH_BOX(&nwor::audit_snapshot));
-  ops.impl("audit_hand_out", TORCH_BOX(&nwor::audit_hand_out));
 }
 
 #ifdef NWOR_CUDA

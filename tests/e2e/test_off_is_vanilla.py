@@ -24,6 +24,7 @@ from importlib.metadata import entry_points
 HOSTS = (
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_worker",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.metrics.loggers",
@@ -93,9 +94,11 @@ result["alias"] = {
 os.environ["VLLM_NWOR_AUDIT"] = "log"
 entry.load()()
 result["audit"] = look()
-from vllm_nwor.audit import runner_v1 as audit_runner, stats as audit_stats
+from vllm_nwor.audit import runner as worker, runner_v1 as v1, runner_v2 as v2
+from vllm_nwor.audit import stats as audit_stats
 from vllm_nwor.hooks import _wrap
-result["audited"] = sorted(row.name for row in audit_runner.LEDGER + audit_stats.LEDGER)
+audit_rows = [*worker.LEDGER, *v1.LEDGER, *v2.LEDGER, *audit_stats.LEDGER]
+result["audited"] = sorted(row.name for row in audit_rows)
 _wrap.unhook()
 
 os.environ["VLLM_NWOR_MODE"] = "cow"

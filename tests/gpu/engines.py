@@ -277,9 +277,15 @@ SLEEP = (
 # Its drafter reads a copy of the block table that was made while shadow pages were in
 # it: staged all the same, it would read a cache that nobody has written.
 COPYING = _spec("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto", False)
+# Engines beside vLLM's OffloadingConnector; the first one's drafter is left out.
+OFFLOADING = (
+    _spec("offloading-v2", "eagle", "FLASH_ATTN", "EAGER", "auto", False),
+    _spec("offloading-v1-ngram", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
+)
 
 BY_NAME = {
-    spec.name: spec for spec in (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, COPYING)
+    spec.name: spec
+    for spec in (*(*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, COPYING),)
 }
 
 FACTORS = (

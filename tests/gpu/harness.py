@@ -78,8 +78,13 @@ class Engine:
         self.run(warm_up())
 
     def run(self, row: Row) -> Outcome:
-        """Plays a row; generators start from the same seed each time."""
+        """Plays a row on an empty prefix cache; generators start from the same seed
+        each time."""
         self.forget()
+        return self.play(row)
+
+    def play(self, row: Row) -> Outcome:
+        """The same on what the prefix cache has."""
         self.rpc("nwor_reseed", SEED)
         outcome = Outcome()
         self._batches.clear()
@@ -121,6 +126,7 @@ class Engine:
         from vllm.sampling_params import StructuredOutputsParams
 
         params = dict(request.params)
+        salt = {k: params.pop(k) for k in ("cache_salt",) if k in params}
         grammar = {k: params.pop(k) for k in ("regex", "json") if k in params}
         arguments: dict[str, Any] = {
             "temperature": 0.0,
@@ -133,7 +139,7 @@ class Engine:
             arguments["structured_outputs"] = StructuredOutputsParams(**grammar)
         self.llm.add_request(
             request.name,
-            {"prompt_token_ids": list(request.prompt)},
+            {"prompt_token_ids": list(request.prompt), **salt},
             SamplingParams(**(arguments | params)),
         )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is a name in JOBS; NWOR's mode comes from VLLM_NWOR_MODE. Everything
+JOB is a key of JOBS; NWOR's mode comes from VLLM_NWOR_MODE. Everything
 found is written to OUT as JSON, again after each row, so that a process that dies or is
 stopped leaves what it had. The exit status is 0 if the job came to its end; whether
 what it found is right, the tests judge.
@@ -16,16 +16,18 @@ import sys
 import time
 import traceback
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import Engine, rise
-from tests.gpu.rows import Row, rows
+from tests.gpu.rows import Request, Row, prompt, rows
 
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
+FLIP_BEFORE_STEP = 8
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
@@ -151,6 +153,111 @@ def nap(engine: Engine, level: int) -> None:
     assert not engine.llm.is_sleeping()
 
 
+# -- audit -----------------------------------------------------------------------------
+
+
+def audit(spec: EngineSpec, models: Path, report: Report) -> None:
+    """All rows, then one with a bit flipped between two steps: what the audit found in
+    the former, and in the latter."""
+    engine = start(spec, models, report)
+    engine.prepare()
+    clean: dict[str, Any] = {}
+    report.found["clean"] = clean
+    for row in rows(spec):
+        engine.run(row)
+        clean[row.name] = engine.rpc("test_audit")
+        report.save()
+    step = engine.llm.step
+    flipped: list[Any] = []
+    num_steps = 0
+
+    def step_and_flip() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == FLIP_BEFORE_STEP:
+            flipped.extend(engine.rpc("test_flip_bit"))
+        return step()
+
+    engine.llm.step = step_and_flip  # type: ignore[method-assign]
+    by_name = {row.name: row for row in rows(spec)}
+    engine.run(by_name["batch 8"])
+    report.save(flipped=flipped, found=engine.rpc("test_audit"))
+
+
+CONNECTOR = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 1 << 28,
+        "offload_prompt_only": False,
+    },
+}
+
+
+def offloading(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Texts of whole blocks are stored when their requests end, then loaded by requests
+    that go on from there; those are asked again with a salt, so that nothing is found
+    and all is computed. NWOR_TEST_FAULT: whether the final token's slot is stored."""
+    from tests.helpers.offloading_fault import final_slots
+
+    are_stored = os.environ["NWOR_TEST_FAULT"] == "1"
+    more: dict[str, Any] = {"kv_transfer_config": CONNECTOR}
+    if spec.runner == "v2":
+        more["speculative_config"] = None
+    with final_slots(are_stored) as is_faulty:
+        engine = start(spec, models, report, **more)
+        engine.rpc("test_randomize", 20)
+        size = spec.block_size
+        first = tuple(
+            Request(f"first/{n}", prompt(f"o {n}", 40 + n), 4 * size - 40 - n)
+            for n in range(8)
+        )
+        # A store is submitted in the step after it was decided.
+        filler = (Request("filler/0", prompt("filler", 20), 12),)
+        tokens = engine.run(Row("first", (first, filler))).tokens
+        later = tuple(
+            Request(
+                f"later/{n}",
+                (*request.prompt, *tokens[request.name], 11, 12),
+                4,
+                at=4 * n,
+                params={"logprobs": 5},
+            )
+            for n, request in enumerate(first)
+        )
+        loaded = engine.play(Row("later", (later, filler)))
+        fresh = tuple(
+            replace(
+                request,
+                name=f"fresh/{n}",
+                params={**request.params, "cache_salt": "fresh"},
+            )
+            for n, request in enumerate(later)
+        )
+        computed = engine.play(Row("fresh", (fresh,)))
+    report.save(
+        is_faulty=is_faulty,
+        cached=[loaded.cached[f"later/{n}"] for n in range(len(first))],
+        # Of the first token, which the loaded text alone decides.
+        differences=[
+            largest_difference(
+                loaded.logprobs[f"later/{n}"][0], computed.logprobs[f"fresh/{n}"][0]
+            )
+            for n in range(len(first))
+        ],
+        audit=engine.rpc("test_audit"),
+    )
+
+
+def largest_difference(
+    one: list[tuple[int, float]], other: list[tuple[int, float]]
+) -> float:
+    """Of the logprobs of a position, over the tokens that both have."""
+    known = dict(other)
+    both = [abs(value - known[token]) for token, value in one if token in known]
+    return max(both) if both else float("inf")
+
+
 # -- synchronisation -------------------------------------------------------------------
 
 
@@ -262,6 +369,8 @@ JOBS = {
     "layouts": layouts,
     "sleep": sleep,
     "outputs": outputs,
+    "audit": audit,
+    "offloading": offloading,
 }
 
 

@@ -25,7 +25,8 @@ _FIRST_TOKEN, _NUM_PROMPT_TOKENS = 10, 40
 class Request:
     """at: number of the step before which it arrives; abort_at: of the step before
     which it is aborted, if it still runs. params: further SamplingParams arguments;
-    a key "regex" or "json" makes it a structured output."""
+    a key "regex" or "json" makes it a structured output, "cache_salt" is the prompt's.
+    """
 
     name: str
     prompt: tuple[int, ...]

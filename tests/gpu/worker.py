@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import zlib
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -100,6 +101,38 @@ class GpuTestExtension(NworWorkerExtension):
         state = getattr(self.model_runner, "nwor_state", None)
         manager = None if state is None else state.manager
         return None if manager is None else memory_of(manager)
+
+    def test_audit(self) -> dict[str, Any]:
+        """What the audit has found so far, and how much it compared."""
+        state = self.model_runner.nwor_audit
+        groups = state.audit.groups
+        return {
+            "findings": [asdict(finding) for finding in state.findings.last],
+            "totals": dict(state.audit.totals()),
+            "bytes": state.audit.num_bytes,
+            "is_reserved": self.model_runner.nwor_audit_storage is not None,
+            "pools": [pool_tag(t.data_ptr()) for g in groups for t in g.state[:-1]],
+        }
+
+    def test_flip_bit(self) -> dict[str, Any]:
+        """Flips one bit of the second slot of the batch's first request, in the first
+        key of the second layer; where it was."""
+        runner = self.model_runner
+        audit = runner.nwor_audit.audit
+        (group,) = audit.groups
+        if hasattr(runner, "block_tables"):
+            table = runner.block_tables.input_block_tables[0]
+        else:
+            table = runner.input_batch.block_table[0].block_table.gpu
+        slot = int(table[0, 0]) * group.shape.entry_tokens + 1
+        layer = group.layers[1]
+        layout, cache = layer.layout, layer.kv_cache
+        block, offset = divmod(slot, layout.block_size)
+        storage = cache.untyped_storage()
+        raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
+        start = cache.data_ptr() - storage.data_ptr()
+        raw[start + block * layout.block_stride + offset * layout.slot_stride] ^= 0x40
+        return {"slot": slot, "layer": layer.name}
 
     def test_layouts(self) -> list[dict[str, Any]]:
         """For each protected layer: NWOR's layout against what vLLM's writer does, and

@@ -206,7 +206,7 @@ class Engine:
 
     @property
     def audit(self) -> Any:
-        """The audit of this runner (audit/runner_v1.py), or None without one."""
+        """The audit of this runner (audit/runner.py), or None without one."""
         return self.runner.__dict__.get("nwor_audit")
 
     @property

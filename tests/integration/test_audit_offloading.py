@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit beside vLLM's OffloadingConnector, on the CPU with a spec of our own.
 
-vLLM 0.26 offloaded a chunk whose last slot belongs to the final sampled token, which
-never runs: the slot holds a rejected draft's bytes, or was never written, and a later
-request loads it (vLLM issue 54193). 0.32 has the mend; here it is taken out again.
+The mend of vLLM issue 54193 (tests/helpers/offloading_fault.py) is taken out again.
 """
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
 from tests.helpers.drafters import ScriptedDrafter, all_wrong
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.host_offloading import HostSpec, HostWorker
+from tests.helpers.offloading_fault import final_slots
 from tests.integration.test_byte_oracle import prompt
 from vllm_nwor.audit.findings import Finding
 
-MENDED = "req.num_tokens - 1"
 CONNECTOR = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
@@ -44,22 +38,6 @@ FILLER = [Request("filler", prompt(50, 10), 12)]
 
 def find(engine: Engine) -> list[Finding]:
     return list(engine.audit.findings.last)
-
-
-@contextmanager
-def the_final_slot_is_stored() -> Iterator[None]:
-    """vLLM's fault of old, in the source of the method as it is installed."""
-    owner = scheduler.OffloadingConnectorScheduler
-    mended = owner._build_store_jobs
-    source = textwrap.dedent(inspect.getsource(mended))
-    assert source.count(MENDED) == 1
-    names: dict[str, Any] = {}
-    exec(source.replace(MENDED, "req.num_tokens"), vars(scheduler), names)
-    owner._build_store_jobs = names["_build_store_jobs"]
-    try:
-        yield
-    finally:
-        owner._build_store_jobs = mended
 
 
 def end_connector() -> None:
@@ -109,7 +87,7 @@ def test_stores_and_loads_of_a_mended_vllm_are_no_findings(speculates: bool) -> 
 
 
 def test_a_chunk_with_a_rejected_draft_is_named_when_it_is_stored() -> None:
-    with the_final_slot_is_stored():
+    with final_slots(are_stored=True):
         engine = stored_and_loaded()
 
     found = [finding for finding in find(engine) if finding.kind == "handed_on"]
@@ -122,7 +100,7 @@ def test_a_chunk_with_a_rejected_draft_is_named_when_it_is_stored() -> None:
 
 
 def test_without_speculation_it_was_never_written() -> None:
-    with the_final_slot_is_stored():
+    with final_slots(are_stored=True):
         engine = stored_and_loaded(speculative_config=None)
 
     found = [finding for finding in find(engine) if finding.kind == "handed_on"]

@@ -12,14 +12,20 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.helpers.environment import REPO
+from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
+from vllm_nwor.audit import runner as audit_runner
+from vllm_nwor.audit import runner_v2
 from vllm_nwor.audit.findings import CLASSES, COLUMNS, Finding
+from vllm_nwor.audit.runner import RunnerAudit
 from vllm_nwor.audit.state import (
     PLAN_COLUMNS,
     RECORD_COLUMNS,
@@ -30,8 +36,11 @@ from vllm_nwor.audit.state import (
     GroupShape,
     Loads,
     Text,
+    num_bytes,
 )
+from vllm_nwor.config import AuditMode
 from vllm_nwor.device_memory import DeviceMemory
+from vllm_nwor.draft_manager import State
 from vllm_nwor.kv_layout import KVLayout, row_layout
 from vllm_nwor.launches import LayerCache
 
@@ -39,13 +48,20 @@ N = 4  # slots a block
 NUM_BLOCKS = 16
 NUM_LAYERS = 3
 HEADS, WIDTH = 2, 9  # 18 bytes a slot: two words, and a part of one
-CPU = torch.device("cpu")
 EVERYTHING = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def _loaded():
-    ops.load()
+@pytest.fixture(
+    autouse=True,
+    params=[(device, is_v2) for device in DEVICES for is_v2 in (False, True)],
+    ids=lambda param: f"{param[0]}-{'v2' if param[1] else 'v1'}",
+)
+def device(request):
+    """Every World is on it, and is of one of vLLM's runners."""
+    name, World.is_v2 = request.param
+    ops.load(name)
+    World.device = torch.device(name)
+    return World.device
 
 
 @dataclass
@@ -70,9 +86,12 @@ class Work:
 
 @dataclass
 class World:
-    """is_undone: rejected slots are restored, as in mode cow. The last layer is packed:
-    its slots are columns of a block."""
+    """is_undone: rejected slots are restored, as in mode cow. On the CPU the last layer
+    is packed (its slots are columns of a block), and in a table of its own. is_v2: the
+    V2 runner's hooks see its steps, and its requests have numbers, which are seats."""
 
+    device: ClassVar[torch.device]
+    is_v2: ClassVar[bool]
     budget: int = EVERYTHING
     is_undone: bool = False
     window: int = 0
@@ -85,15 +104,17 @@ class World:
         self.caches = [
             torch.randint(
                 0, 256, (NUM_BLOCKS, HEADS, N, WIDTH), generator=draw, dtype=torch.uint8
-            )
+            ).to(self.device)
             for _ in range(NUM_LAYERS)
         ]
         layouts = [row_layout(cache) for cache in self.caches]
-        layouts[-1] = packed(layouts[-1])
+        if self.has_packed:
+            layouts[-1] = packed(layouts[-1])
         layers = [
             LayerCache(f"layer{i}", cache, layout)
             for i, (cache, layout) in enumerate(zip(self.caches, layouts, strict=True))
         ]
+        memory = DeviceMemory(self.device, None)
         groups = [
             AuditedGroup(
                 GroupShape(gid, N, N, NUM_BLOCKS, 8, self.window),
@@ -101,22 +122,44 @@ class World:
                 4,
                 64,
                 self.budget > 0,
-                DeviceMemory(CPU, None),
+                memory,
             )
             for gid in range(self.num_groups)
         ]
-        self.audit = Audit(groups, self.budget, 4, [N] * self.num_groups, self.loads)
+        self.audit = Audit(
+            groups, self.budget, 4, [N] * self.num_groups, memory, self.loads
+        )
         self.news: list[Any] = []
         self.finished: list[str] = []
+        self.numbers: dict[str, int] = {}
+        config: Any = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
+        manager = SimpleNamespace(is_open=self.is_undone, state=State.IDLE)
+        self.runner = SimpleNamespace(
+            nwor_audit=RunnerAudit(self.audit, config, ""),
+            nwor_state=SimpleNamespace(manager=manager),
+            req_states=SimpleNamespace(
+                req_id_to_index=self.numbers,
+                all_token_ids=SimpleNamespace(
+                    gpu=torch.zeros((4, 64), dtype=torch.int32, device=self.device)
+                ),
+            ),
+        )
+
+    @property
+    def has_packed(self) -> bool:
+        return self.device.type == "cpu"
 
     # -- the scheduler -------------------------------------------------------------
 
     def add(self, name: str, text: Sequence[int], blocks: Sequence[int], hit: int = 0):
         self.requests[name] = Request(list(text), list(blocks), hit)
         self.news.append((name, hit, [list(blocks)] * self.num_groups))
+        self.numbers[name] = max({0, 1, 2, 3} - set(self.numbers.values()))
+        row = self.runner.req_states.all_token_ids.gpu[self.numbers[name]]
+        row[: len(text)] = torch.tensor(text, dtype=torch.int32)
 
     def finish(self, name: str) -> None:
-        del self.requests[name]
+        del self.requests[name], self.numbers[name]
         self.finished.append(name)
 
     def step(
@@ -151,13 +194,13 @@ class World:
         batch = Batch(
             len(works),
             len(tokens),
-            torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor(positions, dtype=torch.int64),
-            torch.tensor(starts, dtype=torch.int32),
-            [slot_mapping] * self.num_groups,
-            [blocks] * self.num_groups,
+            torch.tensor(tokens, dtype=torch.int32, device=self.device),
+            torch.tensor(positions, dtype=torch.int64, device=self.device),
+            torch.tensor(starts, dtype=torch.int32, device=self.device),
+            [slot_mapping.to(self.device)] * self.num_groups,
+            [blocks.to(self.device)] * self.num_groups,
         )
-        self.audit.plan(batch, list(works), lambda row: self._text(list(works)[row]))
+        self._plan(batch, list(works))
         before = [cache.clone() for cache in self.caches]
         for token, position, slot in zip(
             tokens, positions, slot_mapping.tolist(), strict=True
@@ -173,19 +216,55 @@ class World:
             if self.is_undone and restores:
                 for slot in slot_mapping[first : starts[row + 1]].tolist():
                     for layer in range(NUM_LAYERS):
-                        self.slot(layer, slot)[:] = slot_of(before, layer, slot)
+                        self.slot(layer, slot)[:] = self.slot(layer, slot, before)
             request.computed += work.num + work.accepted
             if work.accepted:
                 right = work.drafts[: work.accepted]
                 request.text[request.computed - work.accepted :] = right
-        self.audit.resolve(
-            torch.tensor(cu_logits[1:], dtype=torch.int32),
-            sampled,
-            100,
-            None,
-            self.is_undone,
-        )
+        cu_num_logits = torch.tensor(cu_logits, dtype=torch.int32, device=self.device)
+        self._resolve(batch, works, cu_num_logits, sampled.to(self.device))
         return self.found()
+
+    def _plan(self, batch: Batch, names: list[str]) -> None:
+        if not self.is_v2:
+            self.audit.plan(batch, names, lambda row: self._text(names[row]))
+            return
+        for name in names:
+            self.runner.nwor_audit.about[name] = (0, self.requests[name].is_opaque)
+        numbers = [self.numbers[name] for name in names]
+        self.v2_batch = SimpleNamespace(
+            req_ids=names,
+            idx_mapping=torch.tensor(numbers, device=self.device),
+            **batch._asdict(),
+        )
+        self.v2_batch.input_ids = batch.tokens
+        runner_v2._prepare_attn(
+            lambda _: (batch.block_tables, batch.slot_mappings),
+            self.runner,
+            (self.v2_batch,),
+            {},
+        )
+
+    def _resolve(
+        self,
+        batch: Batch,
+        works: dict[str, Work],
+        cu_num_logits: torch.Tensor,
+        sampled: torch.Tensor,
+    ) -> None:
+        if not self.is_v2:
+            self.audit.resolve(cu_num_logits[1:], sampled, 100, None, self.is_undone)
+            return
+        rejected = [len(work.drafts) - work.accepted for work in works.values()]
+        num_rejected = torch.tensor(rejected, dtype=torch.int32, device=self.device)
+        self.v2_batch.cu_num_logits = cu_num_logits
+        self.v2_batch.num_draft_tokens = sum(len(w.drafts) for w in works.values())
+        runner_v2._sample(
+            lambda *_: (None, None, num_rejected),
+            self.runner,
+            (None, self.v2_batch, None),
+            {},
+        )
 
     def _text(self, name: str) -> Text:
         request = self.requests[name]
@@ -193,13 +272,21 @@ class World:
         return Text(tokens, 0, request.is_opaque)
 
     def found(self) -> list[Finding]:
-        return self.audit.take_findings()[0]
+        self.audit.publish()
+        return self.audit.take_findings(waits=True)[0]
 
     # -- the cache -----------------------------------------------------------------
 
-    def slot(self, layer: int, slot: int) -> torch.Tensor:
-        """[HEADS, WIDTH]: a slot's bytes."""
-        return slot_of(self.caches, layer, slot)
+    def slot(
+        self, layer: int, slot: int, caches: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """[HEADS, WIDTH]: a view of a slot's bytes; what the layouts say, once more."""
+        cache = (caches or self.caches)[layer]
+        block, offset = divmod(slot, N)
+        if layer < NUM_LAYERS - 1 or not self.has_packed:
+            return cache[block, :, offset]
+        columns = cache.view(NUM_BLOCKS, HEADS * WIDTH, N)
+        return columns[block, :, offset].unflatten(0, (HEADS, WIDTH))
 
     def write(self, layer: int, slot: int, token: int, position: int) -> None:
         seed = zlib.crc32(f"{layer} {token} {position}".encode())
@@ -207,15 +294,6 @@ class World:
         self.slot(layer, slot)[:] = torch.randint(
             0, 256, (HEADS, WIDTH), generator=draw, dtype=torch.uint8
         )
-
-
-def slot_of(caches: list[torch.Tensor], layer: int, slot: int) -> torch.Tensor:
-    """A view of what the layouts say, written anew."""
-    block, offset = divmod(slot, N)
-    if layer < NUM_LAYERS - 1:
-        return caches[layer][block, :, offset]
-    columns = caches[layer].view(NUM_BLOCKS, HEADS * WIDTH, N)
-    return columns[block, :, offset].unflatten(0, (HEADS, WIDTH))
 
 
 def packed(rows: KVLayout) -> KVLayout:
@@ -371,8 +449,8 @@ def test_a_write_to_another_requests_block():
     # bytes are those that were written last.
     found = decode(world)
     assert [(f.kind, f.slot, f.owner, f.writer.request) for f in found] == [
-        ("wrong_prefix", spoiled, "b", "a"),
         ("wrong_prefix", 3 * N + 2, "a", None),  # a's own block is full now
+        ("wrong_prefix", spoiled, "b", "a"),
     ]
     assert decode(world) == []
 
@@ -496,12 +574,12 @@ def test_a_slot_that_is_not_committed_may_change():
 
 def test_a_rejected_draft_that_is_not_undone():
     world = prefilled(is_undone=True)
+    has_packed = world.has_packed
     world.requests["a"].text.append(7)
     found = world.step({"a": Work(1, (31, 32), 1)}, restores=False)
-    # In each of the two tables of layers; position 12 is the first of block 7.
+    # In each of the tables of layers; position 12 is the first of block 7.
     assert [(f.kind, f.slot, f.num_layers) for f in found] == [
-        ("changed", 7 * N, 2),
-        ("changed", 7 * N, 1),
+        ("changed", 7 * N, num_layers) for num_layers in ([2, 1] if has_packed else [3])
     ]
     assert found[0].writer.request == "a"
 
@@ -547,7 +625,8 @@ def test_all_layers_of_one_row():
     world.requests["a"].text.append(7)
     found = world.step({"a": Work(1)}, skip=lambda layer, slot: True)
     # Of the table with two layers; the other one alone is not sure.
-    assert [(f.kind, f.num_layers) for f in found] == [("missing_write", 2)]
+    num_layers = 2 if world.has_packed else 3
+    assert [(f.kind, f.num_layers) for f in found] == [("missing_write", num_layers)]
 
 
 def test_one_checksum_that_agrees_is_not_yet_a_finding():
@@ -682,16 +761,39 @@ def test_after_the_cache_is_gone_nothing_of_it_is_believed():
 def test_more_findings_than_the_table_holds_are_counted():
     world = prefilled()
     found, world.found = world.found, lambda: []
-    for _ in range(20):
+    publish, world.audit.publish = world.audit.publish, lambda: None
+    # 8 slots in each table, 320 in all.
+    for _ in range(20 if world.has_packed else 40):
         for cache in world.caches:
             cache[1] += 1
             cache[4] += 1
         world.step({"a": Work(0), "b": Work(0)})
-    # 8 slots in each of two tables, 20 times.
     assert world.audit.totals()["findings"] == 320
-    kept, num_lost, _ = world.audit.take_findings()
+    world.audit.publish = publish
+    publish()
+    kept, num_lost, _ = world.audit.take_findings(waits=True)
     assert (len(kept), num_lost) == (256, 64)
-    assert found() == []
+    assert kept[0].step == 2  # the first ones are kept
+    world.found = found
+    assert world.step({"a": Work(0), "b": Work(0)}) == []
+
+
+def test_findings_of_steps_that_nobody_asked_for_wait():
+    """More of them than there are slots for their way to the host."""
+    world = prefilled()
+    for _ in range(6):
+        for cache in world.caches:
+            cache[1] += 1
+        world.found, found = lambda: [], world.found
+        world.step({"a": Work(0), "b": Work(0)})
+        world.found = found
+        world.audit.publish()
+    kept, num_lost, _ = world.audit.take_findings(waits=True)
+    assert num_lost == 0
+    assert [f.step for f in kept] == [
+        step for step in range(2, 8) for _ in range(N * (1 + world.has_packed))
+    ]
+    assert world.audit.take_findings(waits=True) == ([], 0, 0)
 
 
 def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
@@ -715,14 +817,17 @@ def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda w: w.audit._row_seats.fill_(4), "row_seats[0] is 4; must be between"),
+        (
+            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[0].fill_(4),
+            "row_seats[0] is 4; must be between",
+        ),
         (
             lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[1].fill_(9),
             "query_start_loc[0] is 9; must be 0",
         ),
     ],
 )
-def test_a_batch_that_makes_no_sense_is_refused(spoil, message):
+def test_a_batch_that_makes_no_sense_is_refused(device, spoil, message):
     world = prefilled()
     world.requests["a"].text.append(7)
     plan = world.audit.plan
@@ -732,5 +837,64 @@ def test_a_batch_that_makes_no_sense_is_refused(spoil, message):
         spoil(world)
 
     world.audit.plan = spoiled
+    if device.type == "cuda":  # where no value is known to the host: left alone
+        assert world.step({"a": Work(1), "b": Work(0)}) == []
+        return
     with pytest.raises(RuntimeError, match=re.escape(message)):
         world.step({"a": Work(1), "b": Work(0)})
+
+
+@pytest.mark.parametrize("budget", [0, EVERYTHING])
+def test_what_is_reserved_is_enough(device, budget):
+    shape = GroupShape(0, N, N, NUM_BLOCKS, 8)
+    size = num_bytes(shape, NUM_LAYERS, 4, 64, budget > 0)
+    memory = DeviceMemory(device, torch.empty(size, dtype=torch.uint8, device=device))
+    layers = World(budget=budget).audit.groups[0].layers
+    group = AuditedGroup(shape, layers, 4, 64, budget > 0, memory)
+    audit = Audit([group], budget, 4, [N], memory)
+    assert audit.num_bytes <= size
+    short = DeviceMemory(device, torch.empty(900, dtype=torch.uint8, device=device))
+    with pytest.raises(ValueError, match="does not fit the storage"):
+        AuditedGroup(shape, layers, 4, 64, budget > 0, short)
+
+
+def eight_b(num_layers=32, **cache):
+    """A runner of an 8B model with 100 GiB of cache, as far as it is asked for."""
+    specs = {
+        f"layer{i}": FullAttentionSpec(
+            block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+        )
+        for i in range(num_layers)
+    }
+    settings = {"kv_cache_memory_bytes": 100 << 30, "num_gpu_blocks_override": None}
+    scheduler = SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192)
+    return SimpleNamespace(
+        get_kv_cache_spec=lambda: specs,
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(**settings | cache),
+            model_config=SimpleNamespace(max_model_len=8192),
+            scheduler_config=scheduler,
+        ),
+    )
+
+
+def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache():
+    config = SimpleNamespace(audit_mib=32)
+    size = audit_runner._reserved_bytes(eight_b(), config)
+    assert 0.0012 * (100 << 30) < size <= 0.0015 * (100 << 30)
+    fewer = eight_b(num_gpu_blocks_override=1000)
+    assert audit_runner._reserved_bytes(fewer, config) < size / 10
+
+
+def test_memory_is_not_reserved_for_layers_of_several_kinds():
+    runner = eight_b()
+    specs = runner.get_kv_cache_spec()
+    specs["other"] = SlidingWindowSpec(
+        block_size=16,
+        num_kv_heads=8,
+        head_size=128,
+        dtype=torch.bfloat16,
+        sliding_window=64,
+    )
+    with pytest.raises(ValueError, match="2 kinds of layers"):
+        audit_runner._reserved_bytes(runner, SimpleNamespace(audit_mib=32))

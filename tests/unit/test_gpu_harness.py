@@ -68,7 +68,8 @@ def test_cells_are_commands_that_bench_vllm_takes() -> None:
     for cell in cells.CELLS:
         for batch in cell.batches:
             options = parse(cell.arguments(batch))
-            assert options.nwor_mode == "stage"
+            assert options.nwor_mode == ("off" if options.audits else "stage")
+            assert options.audits == ("audit" in cell.name)
             assert options.acceptance is not None
             mean = sum(options.acceptance) / len(options.acceptance)
             assert mean == pytest.approx(int(cell.acceptance) / 100)

@@ -10,18 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.logs import nwor_log
 from vllm_nwor.audit import offloading as audit_offloading
+from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import runner_v1 as audit_runner_v1
+from vllm_nwor.audit import runner_v2 as audit_runner_v2
 from vllm_nwor.audit import stats as audit_stats
-from vllm_nwor.draft_manager import NworError
 from vllm_nwor.hooks import engine_core, runner, runner_v1, runner_v2, stats
 from vllm_nwor.hooks._wrap import check
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
 OURS = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
-OF_THE_AUDIT = [*audit_runner_v1.LEDGER, *audit_stats.LEDGER, *audit_offloading.LEDGER]
+OF_THE_AUDIT = [
+    *audit_runner.LEDGER,
+    *audit_runner_v1.LEDGER,
+    *audit_runner_v2.LEDGER,
+    *audit_stats.LEDGER,
+    *audit_offloading.LEDGER,
+]
 ROWS = [*OURS, *OF_THE_AUDIT]
 
 
@@ -37,7 +43,7 @@ def test_a_row_says_why_and_until_when(row):
 
 
 def test_no_row_is_left_out_where_sources_are_compared():
-    assert {id(row) for name in HOOKED for row in ledger(name)} == set(map(id, OURS))
+    assert {id(row) for name in HOOKED for row in ledger(name)} == set(map(id, ROWS))
 
 
 def test_the_page_for_vllms_maintainers_has_every_row():
@@ -54,23 +60,14 @@ def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
     assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT}
 
 
-def test_the_v2_runner_says_that_it_is_not_audited(monkeypatch):
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", "log")
-    with nwor_log() as lines:
-        found = audit_runner_v1._refuse_v2(lambda config: config, None, ("caches",), {})
-    assert found == "caches"
-    assert lines == ["WARNING NWOR audit: off: the V2 model runner is not audited yet"]
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
-    with pytest.raises(NworError, match=r"the V2 model runner is not audited yet$"):
-        audit_runner_v1._refuse_v2(lambda config: config, None, ("caches",), {})
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", "off")
-    assert audit_runner_v1._refuse_v2(lambda: "caches", None, (), {}) == "caches"
-
-
 def test_the_audits_wrappers_lie_over_the_others():
-    """Its plan comes before shadow pages are put in place, its resolve after commit."""
+    """Its plan comes before shadow pages are put in place, its resolve after commit.
+    V2's tables come out of the very call behind which both are done: there the plan
+    lies below."""
     assert {row.layer for row in OURS} == {0}
-    assert {row.layer for row in OF_THE_AUDIT} == {1}
+    below = audit_runner_v2.PREPARE
+    assert {row.layer for row in OF_THE_AUDIT if row is not below} == {1}
+    assert below.layer == -1
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ RATES = {
     (8, "50"): "0.9,0.78,0.64,0.5,0.4,0.32,0.26,0.2",
 }
 _COMMON = (
-    *("--mode", "compare", "--against", "stage", "--device", "cuda"),
+    *("--mode", "compare", "--device", "cuda"),
     *("--model", "shape:llama-8b", "--ignore-eos"),
     *("--repeats", "11", "--pairs-until-ci", "0.002", "--max-pairs", "200"),
 )
@@ -43,7 +43,8 @@ class Cell:
     true_off: how often an engine that never loaded NWOR is started before it, at its
     first batch size; the last is compared. Whoever compiles first gets fewer KV blocks:
     only after a second start is their number compared too.
-    metrics: whether NWOR counts for Prometheus (VLLM_NWOR_EMIT_METRICS)."""
+    metrics: whether NWOR counts for Prometheus (VLLM_NWOR_EMIT_METRICS). against: what
+    is compared with an unhooked engine."""
 
     name: str
     runner: str
@@ -56,6 +57,7 @@ class Cell:
     max_num_seqs: int = MAX_NUM_SEQS
     true_off: int = 0
     metrics: bool = True
+    against: str = "stage"
 
     def variables(self) -> dict[str, str]:
         """What the environment must have, beside what bench_vllm.py sets."""
@@ -66,6 +68,7 @@ class Cell:
         return [
             *_COMMON,
             *self.drafter,
+            *("--against", self.against),
             *("--runner", self.runner),
             *("--num-speculative-tokens", str(self.num_drafts)),
             *("--acceptance", RATES[self.num_drafts, self.acceptance]),
@@ -100,6 +103,11 @@ CELLS = (
     Cell("v2-context-8192", "v2", 4, "70", batches=(16,), context=8192),
     Cell("v2-k4-a0", "v2", 4, "0", batches=(16,)),
     Cell("v2-k4-a100", "v2", 4, "100", batches=(16,)),
+    # The KV audit alone.
+    *(
+        Cell(f"v2-audit-context-{n}", "v2", 4, "70", context=n, against="audit")
+        for n in (256, 2048, 8192)
+    ),
 )
 BY_NAME = {cell.name: cell for cell in CELLS}
 BUDGETED = tuple(cell.name for cell in CELLS[:5])

@@ -134,8 +134,9 @@ def hooks(vllm: Path) -> Iterator[Line]:
         gone = [name for name, path in RUNNERS.items() if read(path) is None]
         for module in FACTS:
             told = mismatches(module, Tree(read))
-            if gone == [module]:  # the other one is enough
-                yield True, "hooks", f"{module}: there is no {RUNNERS[module]}"
+            runner = module.removeprefix("audit.")
+            if gone == [runner]:  # the other one is enough
+                yield True, "hooks", f"{module}: there is no {RUNNERS[runner]}"
             elif not told:
                 yield True, "hooks", f"{module}: all that is relied on is there"
             else:

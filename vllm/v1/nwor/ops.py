@@ -75,6 +75,7 @@ _OPS = (
     "audit_hand_on",
     "audit_snapshot",
     "audit_hand_out",
+    "audit_publish",
 )
 # Set on torch's namespace object, for a second copy of this module.
 _FAKES_MARK = "nwor_fakes_registered"

@@ -39,7 +39,8 @@ HOOKS = {
 # What the KV audit hooks besides, or alone; its wrappers lie over the others.
 AUDIT_HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".audit.runner_v1:install",
-    "vllm.v1.worker.gpu.model_runner": ".audit.runner_v1:install_v2",
+    "vllm.v1.worker.gpu.model_runner": ".audit.runner_v2:install",
+    "vllm.v1.worker.gpu_worker": ".audit.runner:install",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker": (
         ".audit.offloading:install"
     ),

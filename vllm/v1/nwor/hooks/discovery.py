@@ -105,7 +105,7 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
     groups = runner.kv_cache_config.kv_cache_groups
     requested = config.mode.value
     refusal = config_refusal(runner.vllm_config)
-    if refusal is None and storage is None and _sleeps(runner):
+    if refusal is None and storage is None and sleeps(runner):
         refusal = "no memory was reserved, and sleep mode would lose what is taken now"
     if refusal is None:
         try:
@@ -231,7 +231,7 @@ def target_layers(runner: Any) -> list[list[LayerCache] | str]:
     return found
 
 
-def _sleeps(runner: Any) -> bool:
+def sleeps(runner: Any) -> bool:
     """Whether vLLM binds the KV cache inside a pool that loses its content in sleep."""
     model_config = runner.vllm_config.model_config
     return runner.device.type != "cpu" and bool(

@@ -155,4 +155,52 @@ v1.metrics.loggers:PrometheusStatLogger
 v1.metrics.loggers:StatLoggerManager has stat_loggers
 v1.engine.utils:EngineHandshakeMetadata has parallel_config:dict
 """,
+    "audit.runner": """
+v1.worker.gpu_worker:Worker has model_runner
+v1.core.sched.output:SchedulerOutput
+    has finished_req_ids:set scheduled_new_reqs:list
+        scheduled_cached_reqs:CachedRequestData
+v1.core.sched.output:CachedRequestData
+    has req_ids:list resumed_req_ids:set new_block_ids:list num_computed_tokens:list
+v1.core.sched.output:NewRequestData
+    has req_id:str num_computed_tokens:int block_ids:tuple lora_request mm_features:list
+        prompt_embeds
+v1.kv_cache_interface:KVCacheConfig has num_blocks:int kv_cache_groups:list
+config.cache:CacheConfig
+    has kv_cache_memory_bytes gpu_memory_utilization:float num_gpu_blocks_override
+""",
+    "audit.runner_v1": """
+v1.worker.gpu_model_runner:GPUModelRunner
+    made input_ids=self._make_buffer query_start_loc=self._make_buffer
+        positions=torch.zeros
+._prepare_inputs
+    does self._prepare_input_ids() self._calc_spec_decode_metadata()
+v1.worker.gpu_input_batch:InputBatch
+    has num_reqs req_ids num_computed_tokens_cpu token_ids_cpu vocab_size
+""",
+    "audit.runner_v2": """
+v1.worker.gpu.model_runner:GPUModelRunner has req_states max_num_reqs
+.execute_model
+    does self.finish_requests() self.add_requests() self.update_requests()
+        self.block_tables.apply_staged_writes() self.prepare_attn()
+v1.worker.gpu.input_batch:InputBatch
+    has req_ids:list num_reqs:int num_tokens:int num_draft_tokens:int
+        idx_mapping:torch.Tensor query_start_loc:torch.Tensor input_ids:torch.Tensor
+        positions:torch.Tensor cu_num_logits:torch.Tensor
+v1.worker.gpu.states:RequestState has req_id_to_index:dict
+    made all_token_ids=StagedWriteTensor
+v1.worker.gpu.block_table:BlockTables has input_block_tables:list
+""",
+    "audit.stats": """
+v1.core.sched.scheduler:Scheduler has vllm_config
+v1.metrics.stats:SchedulerStats has kv_connector_stats:dict
+v1.metrics.loggers:PrometheusStatLogger has _counter_cls per_engine_labelvalues
+v1.metrics.loggers:StatLoggerManager has stat_loggers
+""",
+    "audit.offloading": """
+distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker
+    has _unsubmitted_store_jobs
+.handle_preemptions does kv_connector_metadata.jobs_to_flush
+.start_kv_transfers does metadata.load_jobs
+""",
 }

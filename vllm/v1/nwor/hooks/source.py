@@ -16,7 +16,12 @@ from pathlib import Path
 from ._wrap import HookTarget
 from .facts import FACTS
 
-HOOKED = ("runner_v1", "runner_v2", "engine_core", "stats")  # those with a LEDGER
+# Those with a LEDGER; "audit.": of the package of that name.
+HOOKED = (
+    *("runner_v1", "runner_v2", "engine_core", "stats"),
+    *("audit.runner", "audit.runner_v1", "audit.runner_v2"),
+    *("audit.stats", "audit.offloading"),
+)
 KINDS = ("has", "made", "does", "only", "returns", "takes")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _TYPES = (ast.Module, ast.ClassDef)
@@ -312,7 +317,9 @@ def ledger(module: str) -> tuple[HookTarget, ...]:
     """A module's LEDGER, if it has one; the module is imported for it."""
     if module not in HOOKED:
         return ()
-    rows: tuple[HookTarget, ...] = import_module(f".{module}", __package__).LEDGER
+    name = f".{module}" if module.startswith("audit.") else f".hooks.{module}"
+    package = __package__.rpartition(".")[0]
+    rows: tuple[HookTarget, ...] = import_module(name, package).LEDGER
     return rows
 
 

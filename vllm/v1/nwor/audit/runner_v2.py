@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of the audit on vLLM's V2 model runner.
+
+    execute_model      what the scheduler says of requests and blocks
+      prepare_attn     plan: tables and slots were computed. This wrapper lies under
+                       NWOR's, which puts shadow pages in them; the others lie over it
+    sample_tokens
+      sample           resolve: behind commit, so that kept rows are in real blocks and
+                       the tables are put back
+                       what was found is logged, counted, or raised
+
+A request has a number here, its state's index, which it keeps until it is finished,
+preempted or streams more input: that is its seat. What it found is hashed from vLLM's
+own copy of its tokens, host memory that the device sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from ..hooks._wrap import HookTarget, argument, install_all
+from . import runner as shared
+from .state import Batch, Text
+
+MODULE = "vllm.v1.worker.gpu.model_runner"
+
+INITIALIZE = HookTarget(
+    MODULE,
+    "GPUModelRunner.initialize_kv_cache",
+    ("self", "kv_cache_config"),
+    why="audit: the caches are bound here",
+    delete_when="vLLM offers a callback once KV caches are bound",
+    layer=1,
+)
+PROFILE = HookTarget(
+    MODULE,
+    "GPUModelRunner.profile_run",
+    ("self",),
+    why="audit: its memory is taken while vLLM measures what is left",
+    delete_when="vLLM lets plugins announce memory they need",
+    layer=1,
+)
+EXECUTE = HookTarget(
+    MODULE,
+    "GPUModelRunner.execute_model",
+    ("self", "scheduler_output"),
+    why="audit: which blocks were handed out to which requests",
+    delete_when="vLLM tells plugins of blocks that it hands out",
+    layer=1,
+)
+PREPARE = HookTarget(
+    MODULE,
+    "GPUModelRunner.prepare_attn",
+    ("self", "input_batch"),
+    why="audit: slots are final, and no shadow page is in them yet",
+    delete_when="vLLM has a pre-forward callback for real steps",
+    layer=-1,
+)
+SAMPLE = HookTarget(
+    MODULE,
+    "GPUModelRunner.sample",
+    ("self", "hidden_states", "input_batch", "grammar_output"),
+    why="audit: what is kept is known, and the drafter has not run",
+    delete_when="vLLM has a callback after rejection sampling",
+    layer=1,
+)
+OUTPUT = HookTarget(
+    MODULE,
+    "GPUModelRunner.sample_tokens",
+    ("self", "grammar_output"),
+    why="audit: findings leave with the step's output, or keep it from leaving",
+    delete_when="ModelRunnerOutput has a field for extensions",
+    layer=1,
+)
+LEDGER = (INITIALIZE, PROFILE, EXECUTE, PREPARE, SAMPLE, OUTPUT)
+
+
+def install(module: ModuleType) -> None:
+    """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
+    install_all(
+        module,
+        {
+            INITIALIZE: shared.initialize_kv_cache,
+            PROFILE: shared.profile_run,
+            EXECUTE: partial(shared.execute_model, target=EXECUTE),
+            PREPARE: _prepare_attn,
+            SAMPLE: _sample,
+            OUTPUT: shared.sample_tokens,
+        },
+    )
+
+
+def _prepare_attn(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    result = wrapped(*args, **kwargs)
+    batch = argument(PREPARE, "input_batch", args, kwargs)
+    shared.guarded(runner, lambda state: _plan(runner, state, batch, *result))
+    return result
+
+
+def _plan(
+    runner: Any,
+    state: shared.RunnerAudit,
+    batch: Any,
+    block_tables: Any,
+    slot_mappings: Any,
+) -> None:
+    state.audit.plan(
+        Batch(
+            batch.num_reqs,
+            batch.num_tokens,
+            batch.input_ids,
+            batch.positions,
+            batch.query_start_loc,
+            slot_mappings,
+            block_tables,
+            batch.idx_mapping,
+        ),
+        batch.req_ids,
+        lambda row: _text_of(runner, state, batch.req_ids[row]),
+    )
+
+
+def _text_of(runner: Any, state: shared.RunnerAudit, name: str) -> Text:
+    seat = runner.req_states.req_id_to_index[name]
+    length = state.audit.num_found(name)
+    tokens = runner.req_states.all_token_ids.gpu[seat, :length]
+    return Text(tokens, *state.about[name], seat)
+
+
+def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
+    was_protected = shared.is_protected(runner)
+    result = wrapped(*args, **kwargs)
+
+    def resolve(state: shared.RunnerAudit) -> None:
+        if not state.audit.is_open:
+            return
+        batch = argument(SAMPLE, "input_batch", args, kwargs)
+        has_drafts = batch.num_draft_tokens > 0
+        _, _, num_rejected = result
+        shared.resolve(
+            state,
+            batch.cu_num_logits[1:] if has_drafts else None,
+            None,
+            0,
+            num_rejected if has_drafts else None,
+            shared.is_undone(runner, was_protected),
+        )
+
+    shared.guarded(runner, resolve)
+    return result
