@@ -144,10 +144,7 @@ import sys
 from nwor import ops
 (device,) = sys.argv[1:]
 ops.load(device)
-lacking = ops.lacking(device)
-if device == "cuda":  # the audit has no CUDA code so far
-    lacking = [name for name in lacking if not name.startswith("audit_")]
-if lacking:
+if lacking := ops.lacking(device):
     sys.exit(f"native build: no {device} code for {', '.join(lacking)}")
 """
 
