@@ -14,6 +14,7 @@
 #   sleep [NAME...]          sleep and wake-up, weights loaded anew
 #   audit [NAME...]          the KV audit at 100 %: silent on the engines, a flipped bit,
 #                            what vLLM's OffloadingConnector stores
+#   offload [NAME...]        beside vLLM's OffloadingConnector
 #   parallel                 the oracle on both ranks of two GPUs
 #   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
 #                            after a planted overrun was reported
@@ -41,7 +42,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines sync layouts sleep audit parallel sanitizer"
+STEPS=" build kernels engines sync layouts sleep audit offload parallel sanitizer"
 STEPS="$STEPS bench-kernels traffic host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 if [ -n "${NWOR_RESULTS:-}" ]; then
@@ -183,6 +184,10 @@ step_sleep() {
 
 step_audit() {
     run_tests -s tests/gpu/test_audit.py -k "test_$(also_ids "$@")"
+}
+
+step_offload() {
+    run_tests -s tests/gpu/test_offloading.py -k "test_$(also_ids "$@")"
 }
 
 also_ids() { # as also, for tests with the engine as their only parameter

@@ -26,6 +26,7 @@ MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 512
 MAX_MODEL_LEN = 640
 KV_CACHE_BYTES = 1 << 30
+HOST_BYTES = 1 << 28
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 EXTENSION = "tests.gpu.worker.GpuTestExtension"
 
@@ -40,7 +41,7 @@ class EngineSpec:
     drafter: a key of RUNNERS; it settles the model runner. backend: attention backend.
     graphs: vLLM's cudagraph_mode, or EAGER. kv_cache: vLLM's kv_cache_dtype, "auto" for
     bf16. num_blocks: KV blocks, few on purpose. kv_layout: NHD or HND by
-    VLLM_KV_CACHE_LAYOUT.
+    VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector keeps blocks on the host.
     """
 
     name: str
@@ -54,6 +55,7 @@ class EngineSpec:
     num_blocks: int = 256
     kv_layout: str | None = None
     tensor_parallel: int = 1
+    offloads: bool = False
 
     @property
     def runner(self) -> str:
@@ -121,6 +123,15 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
+        if self.offloads:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "cpu_bytes_to_use": HOST_BYTES,
+                    "offload_prompt_only": False,
+                },
+            }
         if self.graphs == "EAGER":
             return arguments | {"enforce_eager": True}
         sizes = [batch * (1 + self.num_drafts) for batch in GRAPH_BATCHES]
@@ -277,16 +288,30 @@ SLEEP = (
 # Its drafter reads a copy of the block table that was made while shadow pages were in
 # it: staged all the same, it would read a cache that nobody has written.
 COPYING = _spec("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto", False)
-# Engines beside vLLM's OffloadingConnector; the first one's drafter is left out.
+# Engines whose OffloadingConnector stores what was never written (vLLM 0.26.0); the
+# first one's drafter is left out.
+CORRUPTING = (
+    _spec("corrupting-v2", "eagle", "FLASH_ATTN", "EAGER", "auto", False),
+    _spec("corrupting-v1-ngram", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
+)
+# Beside the OffloadingConnector, so few blocks that prompts come back from the host.
 OFFLOADING = (
-    _spec("offloading-v2", "eagle", "FLASH_ATTN", "EAGER", "auto", False),
-    _spec("offloading-v1-ngram", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
+    _spec(
+        "offload-v1-ngram",
+        *("ngram", "FLASH_ATTN", "FULL", "auto", False),
+        num_blocks=48,
+        offloads=True,
+    ),
+    _spec(
+        "offload-v2-eagle-async",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
+        num_blocks=48,
+        offloads=True,
+    ),
 )
 
-BY_NAME = {
-    spec.name: spec
-    for spec in (*(*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, COPYING),)
-}
+_ALL = (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING, COPYING)
+BY_NAME = {spec.name: spec for spec in _ALL}
 
 FACTORS = (
     ("ngram", "draft_model", "head"),

@@ -23,7 +23,8 @@ from tests.gpu.rows import Request, Row
 DRAIN_STEPS = 4
 MAX_STEPS = 3000
 GRAMMAR_LIMIT_S = 60.0
-GRAMMAR_POLL_S = 0.001
+STORE_LIMIT_S = 30.0
+POLL_S = 0.001
 SEED = 20
 
 
@@ -52,12 +53,17 @@ class Engine:
     """An engine for `spec`, started; its NWOR mode comes from the environment."""
 
     def __init__(self, spec: EngineSpec, models: Path, **more: Any) -> None:
+        from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.spec = spec
         started = time.perf_counter()
         arguments = spec.arguments(models) | more
+        if spec.offloads:
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                **arguments["kv_transfer_config"]
+            )
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.start_s = time.perf_counter() - started
         client: Any = self.llm.engine_core
@@ -98,10 +104,17 @@ class Engine:
         return outcome
 
     def forget(self) -> None:
-        """Empties the prefix cache. Only while nothing runs."""
+        """Empties the prefix cache. Only while nothing runs. What a KV connector still
+        stores holds blocks, and is waited for."""
         assert not self.llm.has_unfinished_requests()
-        if self.llm.reset_prefix_cache() is False:
-            raise RuntimeError("the prefix cache cannot be reset: blocks are in use")
+        until = time.monotonic() + (STORE_LIMIT_S if self.spec.offloads else 0)
+        while self.llm.reset_prefix_cache() is False:
+            if time.monotonic() >= until:
+                raise RuntimeError(
+                    "the prefix cache cannot be reset: blocks are in use"
+                )
+            self.llm.step()
+            time.sleep(POLL_S)
 
     def _play(self, phase: Sequence[Request], outcome: Outcome) -> None:
         waiting = sorted(phase, key=lambda request: request.at)
@@ -158,6 +171,15 @@ class Engine:
             found[name] = found.get(name, 0) + int(value)
         return found
 
+    def moved_bytes(self) -> dict[str, int]:
+        """What the OffloadingConnector has moved so far, by direction: its own metric,
+        whose increments travel as ours do."""
+        return {
+            metric.labels["transfer_type"]: int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name == "vllm:kv_offload_total_bytes"
+        }
+
     def device_counters(self) -> dict[str, int]:
         """NWOR's counters on the first worker's device; empty if it is off."""
         counters: dict[str, int] = self.rpc("nwor_report")[0]["counters"]
@@ -190,7 +212,7 @@ def await_grammars(requests: Iterable[Any], limit_s: float = GRAMMAR_LIMIT_S) ->
                     f"the grammar of {request.request_id} is not compiled after "
                     f"{limit_s:g} s"
                 )
-            time.sleep(GRAMMAR_POLL_S)
+            time.sleep(POLL_S)
         if isinstance(structured.grammar, Exception):
             raise RuntimeError(
                 f"the grammar of {request.request_id} does not compile"

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import Engine, rise
-from tests.gpu.rows import Request, Row, prompt, rows
+from tests.gpu.rows import Request, Row, offloaded, prompt, rows
 
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
@@ -117,6 +117,16 @@ def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(tokens=found["tokens"], groups=groups)
 
 
+def offload(spec: EngineSpec, models: Path, report: Report) -> None:
+    """A row in which a prompt comes back from the host."""
+    engine = start(spec, models, report)
+    engine.prepare()
+    before, moved_before = engine.counters(), engine.moved_bytes()
+    report.save(row=engine.run(offloaded()).plain())
+    report.save(counters=rise(before, engine.counters()))
+    report.save(moved=rise(moved_before, engine.moved_bytes()))
+
+
 # -- sleep -----------------------------------------------------------------------------
 
 
@@ -194,7 +204,7 @@ CONNECTOR = {
 }
 
 
-def offloading(spec: EngineSpec, models: Path, report: Report) -> None:
+def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     """Texts of whole blocks are stored when their requests end, then loaded by requests
     that go on from there; those are asked again with a salt, so that nothing is found
     and all is computed. NWOR_TEST_FAULT: whether the final token's slot is stored."""
@@ -370,7 +380,8 @@ JOBS = {
     "sleep": sleep,
     "outputs": outputs,
     "audit": audit,
-    "offloading": offloading,
+    "corrupting": corrupting,
+    "offload": offload,
 }
 
 

@@ -94,6 +94,20 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
     )
 
 
+def offloaded() -> Row:
+    """A prompt, others that take all its blocks, and the prompt again with another end.
+    One request at a time: when a load is done is left to the clock."""
+    shared = prompt("offloaded", 200)
+    prompts = (shared + prompt("x", 20), *(prompt(f"o {i}", 500) for i in range(2)))
+    return Row(
+        "offloaded",
+        tuple(
+            (Request(f"offload/{i}", tokens, 24 + i, params=_PLAIN),)
+            for i, tokens in enumerate((*prompts, shared + prompt("y", 30)))
+        ),
+    )
+
+
 def _batch(
     name: str,
     size: int,

@@ -16,7 +16,7 @@ import pytest
 
 from tests.gpu import results
 from tests.gpu.compare import ON
-from tests.gpu.engines import BY_NAME, MATRIX, OFFLOADING
+from tests.gpu.engines import BY_NAME, CORRUPTING, MATRIX
 from tests.gpu.pool import Finished, Pool
 from tests.gpu.test_engine_matrix import selected
 
@@ -25,7 +25,7 @@ COMMAND = "make gpu-test STEPS='build audit'"
 AUDIT = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_MIB": "4096"}
 STRICT = {"VLLM_NWOR_STRICT": "always"}
 ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in MATRIX])
-CELLS = pytest.mark.parametrize("engine", [spec.name for spec in OFFLOADING])
+CELLS = pytest.mark.parametrize("engine", [spec.name for spec in CORRUPTING])
 FAULTY, MENDED = "faulty", "mended"
 Runs = dict[str, dict[str, Finished]]
 
@@ -39,12 +39,12 @@ def runs(request: pytest.FixtureRequest, pool: Pool) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def offloading(request: pytest.FixtureRequest, pool: Pool) -> Runs:
-    specs = [BY_NAME[name] for name in selected(request, "offloading")]
+def corrupting(request: pytest.FixtureRequest, pool: Pool) -> Runs:
+    specs = [BY_NAME[name] for name in selected(request, "corrupting")]
     found = pool.map(
         lambda spec: {
             state: pool.run(
-                "offloading",
+                "corrupting",
                 spec,
                 "off",
                 NWOR_TEST_FAULT=str(int(state == FAULTY)),
@@ -112,9 +112,9 @@ def test_a_flipped_bit_is_found_where_it_is(runs: Runs, engine: str) -> None:
 
 @CELLS
 def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
-    offloading: Runs, engine: str
+    corrupting: Runs, engine: str
 ) -> None:
-    run = offloading[engine][FAULTY]
+    run = corrupting[engine][FAULTY]
     assert run.is_complete, run.trouble()
     size = BY_NAME[engine].block_size
     found = findings(run.report["audit"])
@@ -126,7 +126,7 @@ def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
     if BY_NAME[engine].runner == "v1":  # some hold the request's own rejected draft
         assert any(f["writer"]["request"] == f["owner"] for f in stored)
     # It is what the loaded text's logprobs show, against the mended engine's noise.
-    mended = offloading[engine][MENDED]
+    mended = corrupting[engine][MENDED]
     assert mended.is_complete, mended.trouble()
     worst = max(run.report["differences"])
     assert worst > 3 * max(mended.report["differences"]), (
@@ -136,8 +136,8 @@ def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
 
 
 @CELLS
-def test_the_mended_connector_has_no_findings(offloading: Runs, engine: str) -> None:
-    run = offloading[engine][MENDED]
+def test_the_mended_connector_has_no_findings(corrupting: Runs, engine: str) -> None:
+    run = corrupting[engine][MENDED]
     assert run.is_complete, run.trouble()
     assert findings(run.report["audit"]) == []
     # Chunks were loaded all the same, and are not vouched for.

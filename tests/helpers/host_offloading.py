@@ -35,7 +35,7 @@ class HostWorker(OffloadingWorker):
     ) -> bool:
         for block, chunk in self._pairs(src_spec, dst_spec):
             self._chunks[chunk] = [tensor[block].clone() for tensor in self._tensors]
-        return self._finish(job_id)
+        return self._finish(job_id, len(src_spec.block_ids))
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec
@@ -47,7 +47,7 @@ class HostWorker(OffloadingWorker):
                     self._tensors, self._chunks[chunk], strict=True
                 ):
                     tensor[block] = saved
-        return self._finish(job_id)
+        return self._finish(job_id, len(dst_spec.block_ids))
 
     @staticmethod
     def _pairs(blocks: Any, chunks: Any) -> list[tuple[int, int]]:
@@ -55,8 +55,9 @@ class HostWorker(OffloadingWorker):
             zip(blocks.block_ids.tolist(), chunks.block_ids.tolist(), strict=True)
         )
 
-    def _finish(self, job_id: int) -> bool:
-        self._done.append(TransferResult(job_id, True))
+    def _finish(self, job_id: int, num_blocks: int) -> bool:
+        size = num_blocks * sum(tensor[0].nbytes for tensor in self._tensors)
+        self._done.append(TransferResult(job_id, True, size, 0.001))
         return True
 
     def get_finished(self) -> list[TransferResult]:

@@ -24,7 +24,7 @@ from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import runner_v2
-from vllm_nwor.audit.findings import CLASSES, COLUMNS, Finding
+from vllm_nwor.audit.findings import CLASSES, COLUMNS, AuditError, Finding
 from vllm_nwor.audit.runner import RunnerAudit
 from vllm_nwor.audit.state import (
     PLAN_COLUMNS,
@@ -898,3 +898,112 @@ def test_memory_is_not_reserved_for_layers_of_several_kinds():
     )
     with pytest.raises(ValueError, match="2 kinds of layers"):
         audit_runner._reserved_bytes(runner, SimpleNamespace(audit_mib=32))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
+    """An asynchronous output is given out first, and fails when it is read."""
+    world = prefilled()
+    world.runner.nwor_audit.raises = True
+    world.slot(0, 1 * N)[0, 0] ^= 1
+    found, world.found = world.found, lambda: []
+    decode(world)
+    world.found = found
+    world.audit.publish()
+    output = SimpleNamespace(req_ids=["a"])
+    step = SimpleNamespace(get_output=lambda: output) if is_async else output
+
+    def sample_tokens():
+        return audit_runner.sample_tokens(lambda: step, world.runner, (), {})
+
+    if is_async:
+        given = sample_tokens()
+        with pytest.raises(AuditError, match="1 findings, the first: changed"):
+            given.get_output()
+        assert given.get_output() is output
+    else:
+        with pytest.raises(AuditError, match="1 findings, the first: changed"):
+            sample_tokens()
+    assert sample_tokens() is step
+
+
+@pytest.mark.parametrize(
+    ("tags", "is_known"), [(None, False), (["kv_cache"], False), (["weights"], True)]
+)
+def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
+    world = prefilled()
+    worker = SimpleNamespace(model_runner=world.runner)
+    audit_runner._wake_up(lambda tags: None, worker, (tags,), {})
+    assert bool(world.audit.groups[0].records.any()) is is_known
+
+
+def checksum(data: bytes) -> int:
+    """Of a slot's bytes in a layer, by the words of audit_rules.h."""
+    mask, total = 2**64 - 1, 0
+    for index in range(0, len(data), 8):
+        word = int.from_bytes(data[index : index + 8], "little")
+        value = (word + (index // 8 + 1) * 0x9E3779B97F4A7C15) & mask
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+        value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+        total += (value ^ value >> 31) >> 32
+    return (total + 2**31) % 2**32 - 2**31
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("width", [9, 6, 12, 8, 24, 16, 48, 2064])
+def test_checksums_of_every_width(device, heads, width):
+    draw = torch.Generator().manual_seed(width)
+    size = (3, heads, N, width)
+    cache = torch.randint(0, 256, size, generator=draw, dtype=torch.uint8)
+    on_device = cache.to(device)
+    memory = DeviceMemory(device, None)
+    layer = LayerCache("layer", on_device, row_layout(on_device))
+    group = AuditedGroup(GroupShape(0, N, N, 3, 8), [layer], 4, 64, True, memory)
+    Audit([group], EVERYTHING, 4, [N], memory)
+    rows = cache.transpose(1, 2).reshape(3 * N, heads * width)
+    expected = [checksum(bytes(row.tolist())) for row in rows]
+    assert group.contents[:, 0].tolist() == expected
+
+
+def test_texts_longer_than_a_thread_block(device):
+    length, num_blocks = 1300, 700
+    memory = DeviceMemory(device, None)
+    cache = torch.zeros((num_blocks, 1, N, 8), dtype=torch.uint8, device=device)
+    layer = LayerCache("layer", cache, row_layout(cache))
+    shape = GroupShape(0, N, N, num_blocks, 400)
+    group = AuditedGroup(shape, [layer], 4, length, False, memory)
+    audit = Audit([group], 0, 4, [N], memory)
+
+    def step(name, text, blocks, hit):
+        """One request's rows behind its hit; what was found."""
+        positions = torch.arange(hit, len(text))
+        table = torch.tensor([blocks])
+        slots = table[0, positions // N] * N + positions % N
+        counts = torch.tensor([0, len(positions)])
+        tokens = torch.tensor(text[hit:])
+        batch = Batch(
+            1,
+            len(positions),
+            tokens.int().to(device),
+            positions.to(device),
+            counts.int().to(device),
+            [slots.to(device)],
+            [table.int().to(device)],
+        )
+        found = torch.tensor(text[:hit], dtype=torch.int32)
+        audit.begin_step([], [(name, hit, [blocks])], [])
+        audit.plan(batch, [name], lambda row: Text(found, 0, False))
+        audit.resolve(None, None, 0, None, False)
+        audit.publish()
+        return audit.take_findings(waits=True)[0]
+
+    text = [(7 * i) % 120 for i in range(length)]
+    blocks = list(range(1, length // N + 1))
+    assert step("a", text, blocks, 0) == []
+    assert step("b", text, [*blocks[:-1], 400], length - N) == []
+    # Rows, what was found, and the ends of blocks that were not just found.
+    assert audit.totals()["identities"] == 2 * length + length // N + 1
+    other = [*text[:900], *[125] * (length - 900)]
+    found = step("c", other, [*blocks[:-1], 401], length - N)
+    assert kinds(found) == ["wrong_prefix"] * ((length - N - 900) // N)
+    assert [f.position for f in found] == list(range(900, length - N, N))

@@ -22,7 +22,7 @@ from vllm_nwor.draft_manager import (
     NworError,
     StagedGroup,
 )
-from vllm_nwor.hooks import discovery
+from vllm_nwor.hooks import discovery, engine_core
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.report import Report
@@ -363,10 +363,6 @@ def without_a_mark(found):
     del found.kv_cache_config.nwor_shadow
 
 
-def with_a_connector(found):
-    found.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="NixlConnector")
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -385,7 +381,6 @@ def with_a_connector(found):
             ),
             "vLLM zeroes this model's new blocks",
         ),
-        (with_a_connector, "the KV connector NixlConnector may read or write blocks"),
         (
             lambda found: setattr(found.input_batch.block_table[0], "block_size", 8),
             "layer a has blocks of 16 tokens, its block table 8, the scheduler 16",
@@ -556,7 +551,7 @@ OFFLOADING = connector("OffloadingConnector")
         ),
     ],
 )
-def test_a_connector_that_may_save_before_commit_is_told(
+def test_a_connector_that_may_save_before_commit_is_told_and_never_staged(
     configured, exporting, monkeypatch, caplog
 ):
     found = runner([(SPEC, {"a": layer()})])
@@ -581,11 +576,27 @@ def test_a_connector_that_may_save_before_commit_is_told(
     (line,) = {line.getMessage() for line in caplog.records}
     assert f"group 0: cow ({expected});" in line
 
+    staged = staged_runner()
+    staged.vllm_config.kv_transfer_config = found.vllm_config.kv_transfer_config
+    manager, info = stage(staged)
+    assert (manager.shadow is None, info.resolved) == (
+        (True, "cow") if exporting else (False, "stage")
+    )
+    if exporting:
+        assert info.reason.startswith(
+            f"no shadow pages: the KV connector {', '.join(exporting)} may read or "
+            "write blocks while their drafts are in shadow blocks; allowed are vLLM's "
+            "own MooncakeConnector, "
+        )
+        assert "OffloadingConnector, " in info.reason
+        assert f", and MultiConnector of these; {expected}" in info.reason
 
-@pytest.mark.parametrize("name", sorted(discovery.SAVES_AFTER_COMMIT))
+
+@pytest.mark.parametrize("name", sorted(engine_core.ALLOWED_CONNECTORS))
 def test_connectors_that_save_after_commit_do_nothing_inside_the_forward(name):
     """Does not show when they save; vLLM's `finalize_kv_connector` is behind commit."""
     found = KVConnectorFactory.get_connector_class_by_name(name)
 
-    code = found.save_kv_layer.__code__
-    assert (code.co_names, code.co_freevars) == ((), ()), "it refers to something"
+    for method in (found.save_kv_layer, found.wait_for_layer_load):
+        code = method.__code__
+        assert (code.co_names, code.co_freevars) == ((), ()), "it refers to something"

@@ -23,7 +23,16 @@ import torch
 from benchmarks.arguments import parse
 from benchmarks.runs import NworDone, Run
 
-from tests.gpu import compare, engines, harness, process, rows, test_no_sync, watch
+from tests.gpu import (
+    compare,
+    engines,
+    harness,
+    process,
+    rows,
+    test_no_sync,
+    test_offloading,
+    watch,
+)
 from tests.gpu.pool import Finished
 from tools.gpu import bench, cells
 
@@ -772,3 +781,115 @@ def test_a_traceback_names_files_as_they_are_imported():
         "json/decoder.py",
         "json/decoder.py",
     ]
+
+
+# -- beside the OffloadingConnector ----------------------------------------------------
+
+
+def offload_report(mode: str) -> dict[str, Any]:
+    """What the job writes, of an engine that does all right."""
+    ours = {"tokens_staged": 9, "committed_tokens": 4, "rejected_tokens": 5}
+    ours |= {"windows": 3, "dropped_drafts": 0, "breaches": 0}
+    drafts = {"spec_decode_num_draft_tokens": 9, "spec_decode_num_accepted_tokens": 4}
+    on = {f"nwor_{name}": num for name, num in ours.items()}
+    return {
+        "finished": True,
+        "facts": {"resolved": [mode]},
+        "row": harness.Outcome({"a": [1]}, {}, {}, {"a": 192}, [[["a", 1]]]).plain(),
+        "counters": drafts | (on if mode != compare.OFF else {}),
+        "moved": {"GPU_to_CPU": 64, "CPU_to_GPU": 0},
+    }
+
+
+def judge_offloading(found: dict[str, dict[str, Any]]) -> None:
+    runs = {"e": {mode: Finished(r, 0, 1.0, "") for mode, r in found.items()}}
+    test_offloading.test_outputs_are_vanillas(runs, "e")
+    test_offloading.test_the_connectors_metrics_are_beside_ours(runs, "e")
+    test_offloading.test_counters(runs, "e")
+
+
+def test_offloading_is_judged() -> None:
+    found = {mode: offload_report(mode) for mode in (compare.OFF, compare.ON)}
+    found[compare.OFF]["row"]["batches"] += [[], []]  # while it waited for a load
+    judge_offloading(found)
+    for path, value in (
+        (("facts", "resolved"), ["off"]),
+        (("row", "tokens"), {"a": [2]}),
+        (("row", "batches"), [[["a", 2]]]),
+        (("row", "cached"), {"a": 16}),
+        (("moved", "GPU_to_CPU"), 0),
+        (("counters", "nwor_breaches"), 1),
+        (("counters", "nwor_fallbacks/no_seat"), 1),
+        (("counters", "nwor_committed_tokens"), 3),
+        (("counters", "nwor_dropped_drafts"), 1),
+        (("counters", "spec_decode_num_draft_tokens"), 8),
+        (("finished",), False),
+    ):
+        broken = copy.deepcopy(found)
+        place = broken[compare.ON]
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = value
+        with pytest.raises(AssertionError):
+            judge_offloading(broken)
+
+
+def test_the_offload_job_tells_what_its_row_moved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class FakeEngine(SimpleNamespace):
+        num_runs: int = 0
+
+        def run(self, row: rows.Row) -> harness.Outcome:
+            self.num_runs += 1
+            return harness.Outcome({r.name: [1] for (r,) in row.phases})
+
+    engine = FakeEngine(
+        prepare=lambda: None,
+        counters=lambda: {"nwor_windows": 5 + engine.num_runs},
+        moved_bytes=lambda: {"GPU_to_CPU": 100 * engine.num_runs},
+    )
+    monkeypatch.setattr(process, "start", lambda *arguments: engine)
+    process.offload(engines.OFFLOADING[0], tmp_path, process.Report(tmp_path / "r"))
+
+    found = json.loads((tmp_path / "r").read_text())
+    assert (found["counters"], found["moved"]) == (
+        {"nwor_windows": 1},
+        {"GPU_to_CPU": 100},
+    )
+    assert len(found["row"]["tokens"]) == 4
+
+
+def test_the_offloaded_prompt_is_evicted_before_it_comes_back() -> None:
+    from vllm.config import KVTransferConfig
+
+    from vllm_nwor.hooks.engine_core import connectors_in_forward
+
+    first, *others, again = [phase[0] for phase in rows.offloaded().phases]
+    assert first.prompt[:192] == again.prompt[:192]
+    for spec in engines.OFFLOADING:
+        size = spec.block_size
+        needed = [-(-(len(r.prompt) + r.max_tokens) // size) for r in (first, *others)]
+        assert max(needed) < spec.num_blocks - 1 < sum(needed) - needed[0]
+        transfer = KVTransferConfig(**spec.arguments(Path())["kv_transfer_config"])
+        # It is not one that resolves to cow.
+        assert not connectors_in_forward(SimpleNamespace(kv_transfer_config=transfer))
+
+
+def test_a_cache_that_a_store_holds_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([False, False, True])
+    steps: list[int] = []
+    engine = object.__new__(harness.Engine)
+    engine.llm = SimpleNamespace(
+        has_unfinished_requests=lambda: False,
+        reset_prefix_cache=lambda: next(answers),
+        step=lambda: steps.append(1),
+    )
+    engine.spec = engines.OFFLOADING[0]
+    engine.forget()
+    assert len(steps) == 2
+    answers, engine.spec = iter([False]), SPEC
+    with pytest.raises(RuntimeError, match="blocks are in use"):
+        engine.forget()

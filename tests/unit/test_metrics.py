@@ -12,6 +12,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import threading
 from functools import partial
 from operator import attrgetter
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,7 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import prometheus_client
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
@@ -912,6 +914,68 @@ def test_a_front_end_says_that_it_takes_reports_if_it_shows_them(
     assert bool(mark(module.CoreEngineActorManager(VllmConfig()).config)) == says
     manager = hooked_loggers().StatLoggerManager()
     assert bool(mark(manager.vllm_config.parallel_config)) == says
+
+
+def front_end_at(address, parallel_config):
+    """Takes one engine's handshake there, as vLLM's front end does."""
+    from vllm.v1.engine import utils
+
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.bind(address)
+
+    def serve():
+        engine, _ = socket.recv_multipart()
+        sent = utils.EngineHandshakeMetadata(
+            utils.EngineZmqAddresses([address], [address]), parallel_config
+        )
+        socket.send_multipart((engine, msgspec.msgpack.encode(sent)))
+        socket.recv_multipart()
+        socket.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("rank_0_takes", [True, False])
+@pytest.mark.parametrize("own_takes", [True, False, None])
+def test_an_engine_with_a_front_end_of_its_own_asks_that_one(
+    rank_0_takes, own_takes, tmp_path
+):
+    """External and hybrid load balancing: an engine of a rank above 0 has its config
+    from rank 0's front end, and reports to its own. None: there is only one."""
+    from vllm.config import ParallelConfig
+    from vllm.v1.engine import core
+
+    module = ModuleType(stats.ENGINE_CORE)
+    module.EngineCoreProc = type("EngineCoreProc", (core.EngineCoreProc,), {})
+    stats.install(module)
+    engine = object.__new__(module.EngineCoreProc)
+    config = SimpleNamespace(
+        parallel_config=ParallelConfig(), __post_init__=lambda: None
+    )
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("rank_0", "own")]
+    sizes = [{"data_parallel_size": 2}, {"data_parallel_size": 3}]
+    marks = [{stats.MARK: 1} if takes else {} for takes in (rank_0_takes, own_takes)]
+    several = 2 if own_takes is not None else 1
+    threads = [
+        front_end_at(address, size | said)
+        for address, size, said in zip(
+            *(column[:several] for column in (addresses, sizes, marks)), strict=True
+        )
+    ]
+
+    with engine._perform_handshakes(
+        addresses[0], b"\x01\x00", True, config, addresses[1] if several > 1 else None
+    ) as found:
+        assert found.inputs == [addresses[several - 1]]
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+    expected = rank_0_takes if own_takes is None else own_takes
+    assert bool(mark(config.parallel_config)) == expected
+    assert config.parallel_config.data_parallel_size == 2  # rank 0's, always
 
 
 def test_a_host_with_other_signatures_is_refused_by_name():

@@ -200,9 +200,11 @@ REFUSED = [
         "prefill_context_parallel_size is 2; only 1 is supported",
     ),
     (
-        {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
-        "the KV connector NixlConnector may read or write blocks while their drafts "
-        "are in shadow blocks",
+        {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
+        "the KV connector LMCacheConnectorV1 may read or write blocks while their "
+        "drafts are in shadow blocks; allowed are vLLM's own MooncakeConnector, "
+        "MooncakeStoreConnector, NixlConnector, NixlPullConnector, NixlPushConnector, "
+        "OffloadingConnector, SimpleCPUOffloadConnector, and MultiConnector of these",
     ),
     (
         {"model_config__enable_return_routed_experts": True},
@@ -310,7 +312,7 @@ def test_a_refusal_is_told_and_is_the_mark(mode):
     assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
 
 
-@pytest.mark.parametrize("place", ["plan", "_lower", "_block_sizes", "config_refusal"])
+@pytest.mark.parametrize("place", ["plan", "_lower", "block_sizes", "config_refusal"])
 def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, monkeypatch):
     mode("stage")
     workers = workers_of()

@@ -8,8 +8,11 @@ neither torch nor vLLM, and touches no device.
 
 Where things are: the modes and variables in `config`, one slot's bytes in
 `kv_layout`, what begin/commit/abort guarantee in `draft_manager`, every place of vLLM
-that is wrapped in the `LEDGER` of each file under `hooks`.
+that is wrapped in the `LEDGER` of each file under `hooks`. Other plugins may use
+`on_commit`.
 """
 
+from .commits import Commit, on_commit
+
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+__all__ = ["Commit", "__version__", "on_commit"]

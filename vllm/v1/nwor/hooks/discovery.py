@@ -10,7 +10,6 @@ share another layer's cache are covered by it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from ..metrics import GroupInfo
 from ..report import MAX_IN_FLIGHT, Report
 from ..shadow_pages import blocks_per_seat
 from ..shadow_pages import num_bytes as num_shadow_bytes
-from .engine_core import config_refusal, stage_refusal
+from .engine_core import config_refusal, connectors_in_forward, stage_refusal
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -52,22 +51,6 @@ REFUSED_IMPLS = {
     "Rocm": "packs the slots of a block element by element",
     "Aiter": "packs the slots of a block in tiles",
 }
-
-
-# vLLM's KV connectors that read the cache after commit only: their save_kv_layer, which
-# runs inside the forward, does nothing. All connectors have that method, so they are
-# told by name; what one that is not here exports may hold rejected drafts.
-SAVES_AFTER_COMMIT = frozenset(
-    {
-        "MooncakeConnector",
-        "MooncakeStoreConnector",
-        "NixlConnector",
-        "NixlPullConnector",
-        "NixlPushConnector",
-        "OffloadingConnector",
-        "SimpleCPUOffloadConnector",
-    }
-)
 
 
 class GroupRefused(ValueError):
@@ -452,32 +435,10 @@ def _staged_group(
 def _exports_before_commit(vllm_config: Any) -> str:
     """What to say of KV connectors that may read the cache inside the forward; empty
     where there is none."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    names = [] if transfer is None else _reading_in_forward(vars(transfer))
-    if not names:
-        return ""
-    return (
-        f"; {', '.join(dict.fromkeys(names))} may export rejected drafts' bytes during "
-        "the forward, before commit"
+    names = connectors_in_forward(vllm_config)
+    return names and (
+        f"; {names} may export rejected drafts' bytes during the forward, before commit"
     )
-
-
-def _reading_in_forward(transfer: Mapping[str, Any]) -> list[str]:
-    """Names of the connectors that are not known to save after commit.
-
-    transfer: fields of vLLM's KVTransferConfig; a MultiConnector has a list of such
-        among its own.
-    """
-    name = transfer.get("kv_connector")
-    module_path = transfer.get("kv_connector_module_path")
-    if name is None:
-        return []
-    if module_path:  # not vLLM's class, whatever its name
-        return [f"{module_path}.{name}"]
-    if name == "MultiConnector":
-        children = transfer.get("kv_connector_extra_config", {}).get("connectors", [])
-        return [found for child in children for found in _reading_in_forward(child)]
-    return [] if name in SAVES_AFTER_COMMIT else [name]
 
 
 def _max_in_flight(vllm_config: Any) -> int:

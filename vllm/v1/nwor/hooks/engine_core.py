@@ -11,7 +11,7 @@ fault in between costs blocks and never correctness.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +48,23 @@ REFUSED_METHODS = {
     "extract_hidden_states": "keeps hidden states in a cache layer of its own",
 }
 
+# vLLM's KV connectors that read only committed rows of a running request: their
+# save_kv_layer and wait_for_layer_load, which run inside the forward, do nothing, what
+# a step brought is saved after its commit, and what they load is for requests that
+# wait. All connectors have those methods, so that these are known by name;
+# MultiConnector is what its members are.
+ALLOWED_CONNECTORS = frozenset(
+    {
+        "MooncakeConnector",
+        "MooncakeStoreConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+    }
+)
+
 # Group id -> its shadow blocks, or why there are none.
 Reservation = dict[int, ShadowRegion] | str
 
@@ -55,9 +72,12 @@ Reservation = dict[int, ShadowRegion] | str
 def install(module: ModuleType) -> None:
     """Wraps the engine core in `module`; what that does depends on the mode when an
     engine starts. Raises HostMismatch."""
+    from . import stats
+
     install_all(
         module, {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
     )
+    stats.install(module)
 
 
 def config_refusal(vllm_config: Any) -> str | None:
@@ -87,16 +107,40 @@ def parallel_refusal(vllm_config: Any) -> str | None:
     return None
 
 
+def connectors_in_forward(vllm_config: Any) -> str:
+    """Names of the KV connectors that are not known to leave the forward alone, of a
+    MultiConnector its members; empty if there are none."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    found = [] if transfer is None else _not_allowed(vars(transfer))
+    return ", ".join(dict.fromkeys(found))
+
+
+def _not_allowed(transfer: Mapping[str, Any]) -> list[str]:
+    """transfer: fields of vLLM's KVTransferConfig; a MultiConnector has a list of such
+    among its own."""
+    name = transfer.get("kv_connector")
+    module_path = transfer.get("kv_connector_module_path")
+    if name is None:
+        return []
+    if module_path:  # not vLLM's class, whatever its name
+        return [f"{module_path}.{name}"]
+    if name == "MultiConnector":
+        members = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
+        return [found for member in members or () for found in _not_allowed(member)]
+    return [] if name in ALLOWED_CONNECTORS else [name]
+
+
 def stage_refusal(vllm_config: Any) -> str | None:
     """Why this configuration cannot have shadow pages, or None. The worker asks too."""
     refusal = config_refusal(vllm_config)
     if refusal is not None:
         return refusal
-    connector = getattr(vllm_config, "kv_transfer_config", None)
-    if connector is not None:
+    connectors = connectors_in_forward(vllm_config)
+    if connectors:
         return (
-            f"the KV connector {connector.kv_connector} may read or write blocks while "
-            "their drafts are in shadow blocks"
+            f"the KV connector {connectors} may read or write blocks while their "
+            f"drafts are in shadow blocks; allowed are vLLM's own "
+            f"{', '.join(sorted(ALLOWED_CONNECTORS))}, and MultiConnector of these"
         )
     model = vllm_config.model_config
     # Of the model's configuration before vLLM 0.32.
@@ -163,7 +207,7 @@ def plan(vllm_config: Any, kv_cache_config: Any, config: NworConfig) -> Reservat
     if refusal is not None:
         return refusal
     num_drafts = vllm_config.speculative_config.num_speculative_tokens
-    sizes = _block_sizes(kv_cache_config.kv_cache_groups)
+    sizes = block_sizes(kv_cache_config.kv_cache_groups)
     if not sizes:
         return "no KV-cache group is slot based"
     num_blocks = kv_cache_config.num_blocks
@@ -195,7 +239,7 @@ def plan(vllm_config: Any, kv_cache_config: Any, config: NworConfig) -> Reservat
     return regions
 
 
-def _block_sizes(groups: Sequence[Any]) -> dict[int, int]:
+def block_sizes(groups: Sequence[Any]) -> dict[int, int]:
     """Tokens a block of each group that is slot based."""
     from vllm.v1.kv_cache_interface import (
         AttentionSpec,

@@ -140,9 +140,17 @@ config.model:ModelConfig has original_max_model_len
     "stats": """
 v1.core.sched.scheduler:Scheduler
     has vllm_config log_stats num_sampled_tokens_per_step has_unfinished_requests
+        requests kv_cache_manager kv_cache_config
 .update_from_output does self.make_spec_decoding_stats() self.make_stats()
 v1.core.sched.output:SchedulerOutput
     has scheduled_spec_decode_tokens:dict num_invalid_spec_tokens:dict
+        num_scheduled_tokens:dict
+v1.request:Request
+    has num_computed_tokens num_in_flight_tokens num_tokens is_finished
+        num_stale_output_tokens|async_tokens_to_discard
+v1.core.kv_cache_manager:KVCacheManager has get_blocks
+v1.core.kv_cache_manager:KVCacheBlocks has blocks
+v1.core.kv_cache_utils:KVCacheBlock has block_id:int
 v1.outputs:ModelRunnerOutput
     has req_ids:list req_id_to_index:dict sampled_token_ids:list
 v1.engine:EngineCoreOutputs has outputs:list scheduler_stats

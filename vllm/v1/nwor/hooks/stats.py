@@ -16,8 +16,14 @@ mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
 
     EngineHandshakeMetadata          every engine process asks the front end it belongs
                                      to how to run (those of a headless node the head's)
+    EngineCoreProc._perform_handshake
+                                     behind an external or hybrid load balancer, ranks
+                                     above 0 report to a front end of their own, whose
+                                     mark counts: rank 0's says how to run
     CoreEngineActorManager.__init__  Ray's data-parallel engines get a config instead
     PrometheusStatLogger.__init__    an engine in the front end's process shares its own
+
+`commits` is told here, too, if anybody asked for it.
 
 A failure here costs numbers, never tokens: it is logged once, and counted as a breach
 where there is a counter (VLLM_NWOR_STRICT=always raises instead).
@@ -27,18 +33,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from .. import commits
 from ..config import Mode, NworConfig
 from ..metrics import NOTHING_COUNTED, Counted, NworPrometheus, NworStats, log_once
 from ._wrap import HookTarget, HostMismatch, Wrapper, argument, check, install_all
+from .engine_core import block_sizes
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
 ENGINES = "vllm.v1.engine.utils"
+ENGINE_CORE = "vllm.v1.engine.core"
 REPORT_KEY = "nwor"
 MARK = "nwor_front_end"
 NO_FRONT_END = (
@@ -90,7 +100,18 @@ ACTORS = HookTarget(
     why="Ray's data-parallel engines do without that handshake: the mark goes before",
     delete_when=NO_FIELD,
 )
-LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS)
+OWN_HANDSHAKE = HookTarget(
+    ENGINE_CORE,
+    "EngineCoreProc._perform_handshake",
+    (
+        *("self", "ctx", "handshake_address", "identity", "local_client", "headless"),
+        *("vllm_config", "parallel_config_to_update"),
+    ),
+    why="the second handshake, with a front end of the rank's own, drops what that "
+    "says of the ParallelConfig: the mark is kept",
+    delete_when=NO_FIELD,
+)
+LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS, OWN_HANDSHAKE)
 
 
 def install(module: ModuleType) -> None:
@@ -139,6 +160,8 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     stats: NworStats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
     payload = getattr(output, "nwor_stats", None)
+    if commits.registered:
+        wrapped = partial(_telling, wrapped, scheduler, stats)
     if payload is None and not stats.report:
         return wrapped(*args, **kwargs)
     step: Any = None
@@ -193,6 +216,22 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     return engine_outputs
 
 
+def _telling(
+    wrapped: Any, scheduler: Any, stats: NworStats, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's update_from_output, and on_commit's callbacks."""
+    found, sizes = [], {}
+    try:
+        step, output = (argument(UPDATE, p, args, kwargs) for p in UPDATE.params[1:])
+        sizes = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
+        found = commits.pending(scheduler, step, output, sizes)
+    except Exception as error:
+        _failed("on_commit", error, stats)
+    engine_outputs = wrapped(*args, **kwargs)
+    commits.tell(found, sizes)
+    return engine_outputs
+
+
 def _new_stats(scheduler: Any) -> NworStats:
     config = getattr(scheduler, "vllm_config", None)
     speculative = getattr(config, "speculative_config", None)
@@ -231,6 +270,19 @@ def _start_actors(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> None:
     config = argument(ACTORS, "vllm_config", args, kwargs)
     setattr(config.parallel_config, MARK, _takes_reports())
     wrapped(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _perform_handshake(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    config = argument(OWN_HANDSHAKE, "vllm_config", args, kwargs).parallel_config
+    said = SimpleNamespace()
+    is_own = argument(OWN_HANDSHAKE, OWN_HANDSHAKE.params[-1], args, kwargs) is None
+    if is_own:
+        args, kwargs = args[:6], kwargs | {OWN_HANDSHAKE.params[-1]: said}
+    with wrapped(*args, **kwargs) as addresses:
+        if is_own:
+            setattr(config, MARK, getattr(said, MARK, 0))
+        yield addresses
 
 
 def _create_prometheus(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> None:
@@ -284,4 +336,5 @@ _WRAPPERS: dict[HookTarget, Wrapper] = {
     CREATE: _create_prometheus,
     HANDSHAKE: _handshake,
     ACTORS: _start_actors,
+    OWN_HANDSHAKE: _perform_handshake,
 }

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""on_commit on vLLM's own schedulers, against a worker that is simulated here.
+
+The worker knows what the scheduler does not tell our code: how many rows of each
+request really are in the cache, and in which blocks, as it was told them. Asynchronous
+scheduling and the V2 runner's way of resuming are reached this way without a GPU. What
+a KV connector makes of it, on real engines: test_connectors.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+import vllm_nwor
+from tests.helpers.engine import DEFAULTS, NUM_DRAFTS
+from tests.helpers.environment import model_path, nwor_settings
+from vllm_nwor import Commit, commits, plugin
+
+BLOCK = 16
+NUM_BLOCKS = 24
+SHARED = tuple(range(1000, 1000 + 3 * BLOCK))
+STOP = 7  # a token that ends a request
+Expected = dict[str, Commit]
+
+
+@pytest.fixture(autouse=True)
+def mode() -> Iterator[None]:
+    with nwor_settings({"MODE": "stage", "STRICT": "always"}):
+        plugin.register()
+        yield
+    assert commits.registered == []
+
+
+@contextmanager
+def told() -> Iterator[list[list[Commit]]]:
+    """What a callback is given, by call."""
+    found: list[list[Commit]] = []
+    registration = vllm_nwor.on_commit(lambda step: found.append(list(step)))
+    yield found
+    registration.remove()
+    assert registration.num_errors == 0
+
+
+def make_scheduler(kind: type[Scheduler], is_v2: bool) -> Scheduler:
+    """A full and a sliding-window group, too few blocks, and prefix caching."""
+    arguments = DEFAULTS | {
+        "model": model_path("tiny-llama"),
+        "block_size": BLOCK,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": True,
+    }
+    config = EngineArgs(**arguments).create_engine_config()
+    config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    size: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(block_size=BLOCK, **size),
+        SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * BLOCK, **size),
+    ]
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    scheduler = kind(
+        config,
+        KVCacheConfig(NUM_BLOCKS, [], groups),
+        StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+    )
+    scheduler.use_v2_model_runner = is_v2
+    return scheduler
+
+
+@dataclass
+class Row:
+    """A request as a worker has it. num_rows: rows of its own tokens in the cache.
+    tables: block ids by group. num_tokens: those it knows."""
+
+    num_rows: int
+    tables: tuple[list[int], ...]
+    num_tokens: int
+
+
+@dataclass
+class Worker:
+    """Runs steps when they are scheduled; `expected` is what each commits."""
+
+    draw: random.Random
+    rows: dict[str, Row] = field(default_factory=dict)
+    num_rejected: int = 0
+
+    def run(
+        self, scheduler: Scheduler, step: Any
+    ) -> tuple[ModelRunnerOutput, Expected]:
+        cached = step.scheduled_cached_reqs
+        for new in step.scheduled_new_reqs:
+            self._place(scheduler, new.req_id, new.num_computed_tokens, new.block_ids)
+        for name, num, ids in zip(
+            cached.req_ids,
+            cached.num_computed_tokens,
+            cached.new_block_ids,
+            strict=True,
+        ):
+            if name in cached.resumed_req_ids:
+                self._place(scheduler, name, num, ids)
+            elif ids:
+                for table, more in zip(self.rows[name].tables, ids, strict=True):
+                    table += more
+        expected, sampled = {}, []
+        for name, num_scheduled in step.num_scheduled_tokens.items():
+            drafts = step.scheduled_spec_decode_tokens.get(name, ())
+            expected[name], ids = self._window(name, num_scheduled, len(drafts))
+            sampled.append(ids)
+        index = {name: i for i, name in enumerate(step.num_scheduled_tokens)}
+        output = ModelRunnerOutput(
+            req_ids=list(index), req_id_to_index=index, sampled_token_ids=sampled
+        )
+        return output, expected
+
+    def _place(self, scheduler: Any, name: str, num_rows: int, ids: Any) -> None:
+        tables = tuple(list(table) for table in ids)
+        self.rows[name] = Row(num_rows, tables, scheduler.requests[name].num_tokens)
+
+    def _window(self, name: str, num: int, num_drafts: int) -> tuple[Commit, list[int]]:
+        row = self.rows[name]
+        start, num_kept = row.num_rows, num
+        ids: list[int] = []
+        if start + num - num_drafts >= row.num_tokens:
+            num_accepted = self.draw.randint(0, num_drafts)
+            num_kept -= num_drafts - num_accepted
+            ids = [self.draw.randint(STOP, 90) for _ in range(num_accepted + 1)]
+            row.num_tokens += len(ids)
+        row.num_rows += num_kept
+        self.num_rejected += num - num_kept
+        return self.commit(name, start, row.num_rows, num - num_kept), ids
+
+    def commit(self, name: str, start: int, end: int, num_rejected: int) -> Commit:
+        blocks = tuple(
+            tuple(table[position // BLOCK] for position in range(start, end))
+            for table in self.rows[name].tables
+        )
+        unique = tuple(tuple(dict.fromkeys(ids)) for ids in blocks)
+        return Commit(name, start, end, num_rejected, unique)
+
+
+def add(scheduler: Scheduler, draw: random.Random, name: str) -> int:
+    """A request, a third of them with a shared prefix; returns its prompt's length."""
+    length = draw.choice([3, BLOCK, 40, 70])
+    prompt = [draw.randint(100, 900) for _ in range(length)]
+    if draw.random() < 0.3:
+        prompt = [*SHARED, *prompt]
+    params = SamplingParams(
+        max_tokens=draw.choice([1, 9, 40, 70]), stop_token_ids=[STOP], temperature=0
+    )
+    params.update_from_generation_config({}, eos_token_id=None)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+    return len(prompt)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("kind", "is_v2"),
+    [(Scheduler, False), (AsyncScheduler, False), (AsyncScheduler, True)],
+)
+def test_each_commit_is_what_the_worker_did(kind, is_v2, seed):
+    init_none_hash(sha256)
+    draw = random.Random(seed)
+    scheduler, worker = make_scheduler(kind, is_v2), Worker(draw)
+    depth = 2 if kind is AsyncScheduler else 1
+    in_flight: deque[tuple[Any, ModelRunnerOutput, Expected]] = deque()
+    num_tokens: dict[str, int] = {}  # prompt and what the front end was given
+    seen = dict.fromkeys(("preempted", "aborted", "cut", "cached", "chunk"), 0)
+
+    def void(name: str, what: str) -> None:
+        for *_, expected in in_flight:
+            seen[what] += expected.pop(name, None) is not None
+
+    with told() as found:
+        for number in range(400):
+            if number < 300 and draw.random() < 0.25:
+                name = f"r{number}"
+                num_tokens[name] = add(scheduler, draw, name)
+            step = scheduler.schedule()
+            for name in step.preempted_req_ids or ():
+                void(name, "preempted")
+            output, expected = worker.run(scheduler, step)
+            seen["cached"] += any(
+                new.num_computed_tokens > 0 for new in step.scheduled_new_reqs
+            )
+            in_flight.append((step, output, expected))
+            if draw.random() < 0.05 and scheduler.running:
+                name = draw.choice(scheduler.running).request_id
+                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+                void(name, "aborted")
+            if len(in_flight) < depth:
+                continue
+            step, output, expected = in_flight.popleft()
+            found.clear()
+            for outputs in scheduler.update_from_output(step, output).values():
+                for one in outputs.outputs:
+                    num_tokens[one.request_id] += len(one.new_token_ids)
+                    if one.finish_reason is not None:
+                        void(one.request_id, "aborted")
+            for name, commit in expected.items():
+                row = output.req_id_to_index[name]
+                seen["chunk"] += not output.sampled_token_ids[row]
+                if commit.end > num_tokens[name]:
+                    seen["cut"] += 1
+                    expected[name] = worker.commit(
+                        name, commit.start, num_tokens[name], commit.num_rejected
+                    )
+            assert found == ([list(expected.values())] if expected else []), number
+            if kind is Scheduler:
+                drafts = [[1] * draw.randint(0, NUM_DRAFTS) for _ in output.req_ids]
+                scheduler.update_draft_token_ids(DraftTokenIds(output.req_ids, drafts))
+    assert worker.num_rejected > 100
+    assert min(seen[what] for what in ("cut", "cached", "chunk")) > 0
+    assert depth == 1 or min(seen.values()) > 0

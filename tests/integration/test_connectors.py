@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV connectors beside NWOR, on real engines of the CPU.
+
+The OffloadingConnector with both modes: the same outputs, and the same bytes exported,
+as vanilla vLLM. A connector of ours that exports the partial last block of a request:
+vanilla's holds what rejected drafts left, NWOR's does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.metrics.reader import Counter
+
+from tests.helpers.byte_map import block_bytes, owners
+from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result
+from tests.helpers.host_offloading import HostSpec
+from tests.helpers.tail_connector import Tail, TailConnector
+from tests.integration.test_audit_offloading import CONNECTOR, end_connector
+from tests.integration.test_byte_oracle import prompt
+from tests.integration.test_identical_outputs import PROSE
+
+TAILS = {
+    "kv_connector": "TailConnector",
+    "kv_connector_module_path": "tests.helpers.tail_connector",
+    "kv_role": "kv_both",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_connector_stays() -> Iterator[None]:
+    end_connector()
+    yield
+    end_connector()
+    TailConnector.published.clear()
+
+
+def outputs(result: Result) -> tuple[Any, ...]:
+    return result.tokens, result.logprobs, result.cached, result.schedule()
+
+
+def metrics(engine: Engine) -> dict[str, int]:
+    """The connector's, by direction, and NWOR's."""
+    names = {"vllm:kv_offload_total_bytes": "transfer_type"}
+    return {
+        metric.labels.get(
+            names.get(metric.name, ""), metric.name[len("vllm:nwor_") :]
+        ): int(metric.value)
+        for metric in engine.llm.get_metrics()
+        if isinstance(metric, Counter)
+        and (metric.name in names or metric.name.startswith("vllm:nwor_"))
+    }
+
+
+def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
+    requests = [Request(f"r{n}", prompt(n, 40 + 7 * n), 50) for n in range(4)]
+    filler = [Request(f"f{n}", prompt(50 + n, 70), 20, at=n) for n in range(4)]
+    truth: dict[str, list[int]] = {}
+    found = []
+    for mode in ("off", "cow", "stage"):
+        end_connector()
+        engine = Engine(
+            mode,
+            {"SHADOW_BLOCKS": "16", "STRICT": "always"},
+            kv_transfer_config=CONNECTOR,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=24 + 16 * (mode == "stage"),
+            disable_log_stats=False,
+        )
+        truth = truth or truth_of(engine, requests)
+        ScriptedDrafter(truth, mixture).attach(engine.runner)
+        engine.llm.reset_prefix_cache(reset_connector=True)
+        engine.poison_caches()
+        HostSpec.last.num_loaded = 0
+        before = metrics(engine)
+        first = engine.run(requests)
+        again = [
+            Request(f"again{n}", (*r.prompt, *first.tokens[r.name], 7), 20)
+            for n, r in enumerate(requests)
+        ]
+        runs = [first, engine.run(filler)]
+        engine.llm.reset_prefix_cache()
+        runs.append(engine.run(again))
+        if mode != "off":
+            (info,) = engine.runner.nwor_state.infos
+            assert (info.resolved, info.reason) == (mode, "4 layers, packed slots")
+        assert HostSpec.last.num_loaded > 4
+        risen = {name: num - before[name] for name, num in metrics(engine).items()}
+        moved = [risen.pop(name) for name in ("CPU_to_GPU", "GPU_to_CPU")]
+        assert min(moved) > 0
+        if mode != "off":
+            assert risen["breaches"] == 0 < risen["windows"]
+            assert risen["tokens_staged"] == sum(run.num_drafted for run in runs)
+            assert risen["committed_tokens"] == sum(run.num_accepted for run in runs)
+        assert runs[0].num_accepted > 0 < runs[0].num_drafted - runs[0].num_accepted
+        chunks = HostSpec.last._chunks
+        found.append((mode, [outputs(run) for run in runs] + [moved], chunks))
+    _, vanilla, expected = found[0]
+    for mode, runs, chunks in found[1:]:
+        assert runs == vanilla, mode
+        assert chunks.keys() == expected.keys()
+        assert len(chunks) > 10
+        for chunk, tensors in chunks.items():
+            assert all(map(torch.equal, tensors, expected[chunk])), (mode, chunk)
+
+
+@dataclass
+class Published:
+    """What TailConnector published of one request. changed: of the rows behind `end`,
+    those that are not as before the request. num_kept: rows that it wrote and that were
+    not rejected: more than `end` where it stopped within accepted drafts."""
+
+    outputs: tuple[Any, ...]
+    tail: Tail
+    changed: list[int]
+    num_kept: int
+
+
+@cache
+def published_by(mode: str) -> list[Published]:
+    """SmolLM2 with real drafts; each request alone, on caches without any history."""
+    end_connector()
+    engine = Engine(mode, model="smollm2-135m", kv_transfer_config=TAILS)
+    tokenizer = engine.llm.get_tokenizer()
+    requests = [
+        Request(f"{i}, {length}", tuple(tokenizer.encode(text)), length)
+        for i, text in enumerate(PROSE)
+        for length in (4, 9)
+    ]
+    requests.append(replace(requests[0], name="aborted", max_tokens=99, abort_at=9))
+    layers = engine.probe.target_layers()
+    found = []
+    for request in requests:
+        TailConnector.published.clear()
+        engine.poison_caches()
+        before = {name: layer.kv_cache.clone() for name, layer in layers.items()}
+        result = engine.run([request])
+        while not TailConnector.published:
+            engine.llm.step()
+        ((tail, exported),) = TailConnector.published.values()
+        written = torch.zeros(BLOCK_SIZE, dtype=torch.bool)
+        for name, layer in layers.items():
+            differs = as_bytes(exported[name]) != as_bytes(before[name][tail.block_id])
+            written[owners(layer)[differs]] = True
+        first, last = (tail.end - 1) // BLOCK_SIZE * BLOCK_SIZE, tail.end % BLOCK_SIZE
+        rows = [first + row for row in written.nonzero().flatten().tolist()]
+        assert rows[: last or BLOCK_SIZE] == list(range(first, tail.end))
+        num_kept = sum(
+            sum(step.scheduled.values())
+            - sum(step.drafted.values())
+            + sum(step.accepted.values())
+            for step in result.steps
+        )
+        changed = [row for row in rows if row >= tail.end]
+        found.append(Published(outputs(result), tail, changed, num_kept))
+    if mode != "off":
+        (info,) = engine.runner.nwor_state.infos
+        assert info.resolved == "cow"
+        if mode == "stage":
+            assert "tests.helpers.tail_connector.TailConnector may read" in info.reason
+            assert "allowed are vLLM's own MooncakeConnector" in info.reason
+    return found
+
+
+def as_bytes(block: torch.Tensor) -> torch.Tensor:
+    """[num_heads, page bytes] of one block of one layer."""
+    block = block.contiguous()
+    storage = torch.empty(0, dtype=torch.uint8).set_(block.untyped_storage())
+    return block_bytes(block[None], storage)[0]
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_a_published_tail_holds_no_rejected_draft_and_vanillas_does(mode: str) -> None:
+    vanilla, ours = published_by("off"), published_by(mode)
+    for off, on in zip(vanilla, ours, strict=True):
+        assert (on.outputs, on.tail) == (off.outputs, off.tail)
+        assert on.num_kept == off.num_kept
+        # Kept drafts behind a stop aside, nothing is there but what was before.
+        assert on.changed == [r for r in off.changed if r < on.num_kept]
+    left = [row for off in vanilla for row in off.changed if row >= off.num_kept]
+    assert len(left) > 3, "vanilla's export holds no rejected draft: it proves nothing"
