@@ -34,7 +34,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench picture test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
-.PHONY: check-vllm test-older test-oldest reach
+.PHONY: check-vllm test-older test-oldest reach lines
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -139,6 +139,14 @@ format: setup ## apply the style
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 	$(if $(SOURCES),.venv/bin/clang-format -i $(SOURCES))
+
+# Text for people and data are left out.
+lines: ## count the lines of product, tools and tests, each beside its goal
+	@count() { echo "$$1: $$(git ls-files -z -- $$3 | grep -zvE '\.(md|json|yml|png)$$' \
+		| xargs -0 cat | wc -l), at most $$2"; }; \
+	count "vllm and csrc" 7500 "vllm csrc"; \
+	count "tools and benchmarks" 6000 "tools benchmarks bench_*.py"; \
+	count tests 14000 tests
 
 wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
 	NWOR_CUDA=$(WHEEL_CUDA) $(PY) -m pip wheel . -w dist --no-deps \

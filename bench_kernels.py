@@ -18,23 +18,22 @@ argument, nothing was written.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks import environment
-from benchmarks.arguments import whole
+from benchmarks.arguments import file_to_write, whole
 from benchmarks.files import write_json
 
 PROGRAM = "bench_kernels.py"
 ROOT = Path(__file__).resolve().parent
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-SIZE_STEP = 4
+MIN_SIZE, SIZE_STEP = 4 << 10, 4
 DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
 DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
 LAYOUTS = {"cpu": ("nhd", "hnd", "packed"), "cuda": ("nhd", "hnd")}
@@ -45,70 +44,42 @@ HOST_CALLS = 300
 CPU_CACHE_BYTES = 64 << 20
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One sentence, exit status 2, no usage text around it."""
-        self.exit(2, f"{PROGRAM}: {message}\n")
-
-
 def size(text: str) -> int:
     """Bytes of "4K", "512M", "1000"."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text)
-    if match is None or int(match.group(1)) == 0:
+    if match is None or int(match[1]) * UNITS[match[2]] < MIN_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; allowed is a number above 0, with K, M or G or "
-            "without"
+            f"{text!r} is not allowed; allowed values: {MIN_SIZE} or more, with K, M "
+            "or G behind it or without"
         )
-    return int(match.group(1)) * UNITS[match.group(2)]
+    return int(match[1]) * UNITS[match[2]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The checked command line; ends the process with 2 if it is bad."""
-    parser = _Parser(
-        prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--min-size", type=size, default=4 << 10, metavar="SIZE")
-    parser.add_argument(
-        "--max-size", type=size, metavar="SIZE", help="default 512M, on the CPU 16M"
-    )
-    parser.add_argument(
-        "--layout", choices=LAYOUTS["cpu"], help="only this one; packed: CPU only"
-    )
+    text = "of what a launch copies; default 512M, on the CPU 16M"
+    parser.add_argument("--max-size", type=size, metavar="SIZE", help=text)
     parser.add_argument("--samples", type=whole(3), help="default 40, on the CPU 15")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="where to write, whole or not at all"
-    )
+    text = "where to write, whole or not at all"
+    parser.add_argument("--json", type=file_to_write(".json"), help=text)
     options = parser.parse_args(arguments)
-    options.max_size = options.max_size or max(
-        DEFAULT_MAX_SIZE[options.device], options.min_size
-    )
+    options.max_size = options.max_size or DEFAULT_MAX_SIZE[options.device]
     options.samples = options.samples or DEFAULT_SAMPLES[options.device]
-    if options.max_size < options.min_size:
-        parser.error(
-            f"--max-size is {options.max_size} bytes; must be at least --min-size, "
-            f"{options.min_size}"
-        )
-    if options.layout and options.layout not in LAYOUTS[options.device]:
-        parser.error(f"--layout is {options.layout}; allowed on cuda are nhd and hnd")
-    if options.json:
-        if options.json.is_dir():
-            parser.error(f"--json is {options.json}, a directory; must be a file")
-        parent = next(p for p in options.json.absolute().parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            parser.error(f"--json is {options.json}; {parent} cannot be written to")
     return options
 
 
-def sizes(options: argparse.Namespace) -> list[int]:
-    """From --min-size in steps to --max-size, which is always the last."""
+def sizes(largest: int) -> list[int]:
+    """From MIN_SIZE in steps to the largest, which is always the last."""
     found = []
-    step = options.min_size
-    while step < options.max_size:
+    step = MIN_SIZE
+    while step < largest:
         found.append(step)
         step *= SIZE_STEP
-    return [*found, options.max_size]
+    return [*found, largest]
 
 
 def text_of_size(num_bytes: int) -> str:
@@ -144,41 +115,38 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
     from benchmarks.kernel_cases import OPERATIONS, Case
 
     device = torch.device(options.device)
+    is_cuda = options.device == "cuda"
     # Twice the cache; read, so that no write-back is left to the next sample.
     flush = torch.ones(cache_bytes // 2, dtype=torch.int32, device=device)
-    layouts = (options.layout,) if options.layout else LAYOUTS[options.device]
-    smallest = {
-        name: Case(LAYOUT_MAKERS[name](), 1 << 20, device, cache_bytes, options.seed)
-        for name in layouts
-    }
-    for case in smallest.values():
+
+    def make(layout: str, num_bytes: int) -> Case:
+        case = Case(LAYOUT_MAKERS[layout](), num_bytes, device, cache_bytes, seed=0)
         case.check()
+        return case
+
+    layouts = LAYOUTS[options.device]
+    small = [make(layout, 1 << 20) for layout in layouts]
     print("check: every byte of a log and a restore is right, in each layout")
-    any_case = next(iter(smallest.values()))
     found: dict[str, Any] = {"check": "passed", "results": []}
-    if options.device == "cuda":
-        found["launches"] = any_case.launches()
+    if is_cuda:
+        found["launches"] = small[0].launches()
         print("launches: " + _words(found["launches"], "{}"))
     found["host_us"] = {
         operation: statistics.median(seconds) * 1e6
-        for operation, seconds in any_case.host_seconds(HOST_CALLS).items()
+        for operation, seconds in small[0].host_seconds(HOST_CALLS).items()
     }
-    if options.device == "cuda":
+    if is_cuda:
         print("host time of a call: " + _words(found["host_us"], "{:.1f} us"))
-    smallest.clear()
-    del any_case
+    small.clear()
 
     print()
     print(
         f"{'layout':7}{'bytes':>10}{'drafts':>8}{'layers':>7}{'copy':>9}   "
         f"{'log':>9}{'of copy':>20}   {'restore':>9}{'of copy':>20}"
     )
-    for name in layouts:
-        for num_bytes in sizes(options):
-            case = Case(
-                LAYOUT_MAKERS[name](), num_bytes, device, cache_bytes, options.seed
-            )
-            case.check()
+    for layout in layouts:
+        for num_bytes in sizes(options.max_size):
+            case = make(layout, num_bytes)
             timers = case.timers(flush)
             samples: dict[str, list[float]] = {name: [] for name in OPERATIONS}
             for number in range(WARM_UP_SAMPLES + options.samples):
@@ -189,7 +157,7 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
                     if number >= WARM_UP_SAMPLES:
                         samples[operation].append(seconds)
             result = {
-                "layout": name,
+                "layout": layout,
                 "bytes": case.num_bytes,
                 "num_drafts": case.num_drafts,
                 "num_layers": case.num_layers,
@@ -237,15 +205,6 @@ def _words(values: dict[str, Any], form: str) -> str:
     return ", ".join(f"{name} {form.format(value)}" for name, value in values.items())
 
 
-def command(arguments: Sequence[str], options: argparse.Namespace) -> str:
-    """What to run again; the file of the result without its folder."""
-    shown = [
-        Path(one).name if options.json and one == str(options.json) else one
-        for one in arguments
-    ]
-    return shlex.join(["python", PROGRAM, *shown])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
@@ -267,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     found: dict[str, Any] = {
         "kind": "bench_kernels",
-        "command": command(arguments, options),
+        "command": shlex.join(["python", PROGRAM, *arguments]),
         "environment": describe(options),
         "warnings": environment.warnings(options.device),
     }

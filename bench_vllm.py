@@ -20,12 +20,13 @@ was written; 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.files import recorded, write_json, write_whole
 from benchmarks.process import leave
-from benchmarks.runs import Run
 from benchmarks.settings import find_models, prepare_process
 
 ROOT = Path(__file__).resolve().parent
@@ -43,46 +43,25 @@ TRUE_OFF_RUNS = 7
 _COMPARE_ONLY = ("--plot", "--pairs-until-ci", "--json")
 
 
-class Bar:
-    """A progress bar on stderr; a line now and then if that is no terminal."""
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, a line now and then if that is no terminal; what it gives is
+    called before each run with the run's name."""
+    from tqdm import tqdm
 
-    def __init__(self, what: str, total: int) -> None:
-        from tqdm import tqdm
+    calm = 0.1 if sys.stderr.isatty() else 15
+    with tqdm(total=total, desc=what, unit="run", mininterval=calm) as bar:
 
-        calm = 0.1 if sys.stderr.isatty() else 15
-        self._bar = tqdm(
-            total=total, desc=what, unit="run", mininterval=calm, file=sys.stderr
-        )
-        self._started = False
+        def begins(name: str) -> None:
+            bar.set_postfix_str(name)
+            bar.update()
 
-    def __call__(self, what: str) -> None:
-        """The run `what` starts, so the one before has ended."""
-        if self._started:
-            self._bar.update()
-        self._started = True
-        if self._bar.n >= (self._bar.total or 0):
-            self._bar.total = self._bar.n + 1
-        self._bar.set_postfix_str(what)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """The last run has ended, well unless there is an error."""
-        if self._started and error is None:
-            self._bar.update()
-        self._bar.set_postfix_str("")
-        self._bar.close()
+        yield begins
 
 
 def note(text: str) -> None:
-    """Says on stderr what takes time now."""
+    """A line on stderr."""
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """The command that was given; files.write_json takes directories out of it."""
-    return shlex.join(["python", PROGRAM, *argv])
 
 
 def true_off_arguments(argv: Sequence[str], output: Path) -> list[str]:
@@ -120,22 +99,6 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
         return result
 
 
-def run_alike(run: Callable[[ab.Arm], Run], options: Options) -> list[Run]:
-    """`--repeats` runs in one mode, after a warm-up that is not counted."""
-    arm = ab.Arm(options.mode, hooked=options.nwor_mode != "off")
-    runs = []
-    with Bar(options.mode, options.repeats + 1) as bar:
-        bar("warm-up")
-        first = run(arm)
-        for number in range(1, options.repeats + 1):
-            bar(f"{options.mode} {number}")
-            runs.append(run(arm))
-            ab.check_outputs(
-                first.outputs, runs[-1].outputs, "the warm-up", f"run {number}"
-            )
-    return runs
-
-
 def arms_of(options: Options) -> list[ab.Arm]:
     """What --mode compare runs: the baseline, then what is tested against it. Against
     stage: the same engine with the undo log, too. Against audit: the KV audit with its
@@ -153,10 +116,7 @@ def arms_of(options: Options) -> list[ab.Arm]:
 
 
 def compare(
-    engine: Engine,
-    options: Options,
-    true_off: Mapping[str, Any] | None,
-    max_pairs: int,
+    engine: Engine, options: Options, true_off: Mapping[str, Any] | None, max_pairs: int
 ) -> dict[str, Any]:
     """Runs the pairs of --mode compare: what the result says of them.
 
@@ -167,14 +127,14 @@ def compare(
     """
     arms, repeats = arms_of(options), min(options.repeats, max_pairs)
     num_runs = len(arms) + ab.runs_a_round(arms) * repeats
-    with Bar("compare", num_runs) as bar:
+    with progress("compare", num_runs) as begins:
         pairs = ab.compare(
             engine.run,
             arms,
             repeats,
             options.pairs_until_ci,
             max_pairs,
-            bar,
+            begins,
             None if true_off is None else true_off["outputs"]["tokens"],
         )
     tokens = pairs[0].reference.outputs
@@ -183,7 +143,7 @@ def compare(
         "outputs": summary.outputs(tokens, options.keep_tokens)
         | {"num_runs": len(arms) + 2 * len(pairs)},
         "samples": summary.pair_samples(pairs),
-        "summary": summary.comparison(pairs, options.pairs_until_ci),
+        "summary": summary.comparison(pairs, arms[0].name, options.pairs_until_ci),
     }
     if true_off is not None:
         found["true_off"] = {
@@ -195,13 +155,27 @@ def compare(
 
 
 def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
-    """Runs a mode other than compare: what the result says of it."""
-    runs = run_alike(engine.run, options)
+    """`--repeats` runs in a mode other than compare, after a warm-up that is not
+    counted: what the result says of them.
+
+    Raises:
+        OutputsDiffer: a run's outputs are not those of the warm-up.
+    """
+    mode, arm = options.mode, ab.Arm(options.mode, hooked=options.nwor_mode != "off")
+    runs = []
+    with progress(mode, options.repeats + 1) as begins:
+        begins("warm-up")
+        first = engine.run(arm).outputs
+        for number in range(1, options.repeats + 1):
+            name = f"{mode} {number}"
+            begins(name)
+            runs.append(engine.run(arm))
+            ab.check_outputs(first, runs[-1].outputs, "the warm-up", name)
+    outputs = summary.outputs(first, options.keep_tokens)
     return {
-        "outputs": summary.outputs(runs[0].outputs, options.keep_tokens)
-        | {"num_runs": len(runs) + 1},
+        "outputs": outputs | {"num_runs": len(runs) + 1},
         "samples": summary.rates(runs),
-        "summary": summary.single(runs, options.mode),
+        "summary": summary.single(runs, mode),
     }
 
 
@@ -216,7 +190,7 @@ def base_result(
         "kind": "bench_vllm",
         "schema": summary.SCHEMA,
         "mode": options.mode,
-        "command": command_line(argv),
+        "command": shlex.join(["python", PROGRAM, *argv]),
         "environment": env,
         "arguments": arguments,
         "model": engine.target.label,
@@ -282,18 +256,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_plot(options)
         result = bench(options, argv, on)
     except BadArgument as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        note(str(error))
         return 2
     except ab.OutputsDiffer as error:
-        print(
-            f"{PROGRAM}: no speed is printed, outputs differ: {error}", file=sys.stderr
-        )
+        note(f"no speed is printed, outputs differ: {error}")
         return 1
     except EngineFailed as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        note(str(error))
         return 1
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted, nothing was written", file=sys.stderr)
+        note("interrupted, nothing was written")
         return 130
     print(report.text(result))
     try:
@@ -302,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plot is not None:
             write_whole(options.plot, lambda path: plot.draw(result, path))
     except OSError as error:
-        print(f"{PROGRAM}: a result was not written: {error}", file=sys.stderr)
+        note(f"a result was not written: {error}")
         return 1
     return 0
 

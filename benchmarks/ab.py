@@ -14,7 +14,7 @@ Every run's outputs are compared with those of the first; a difference ends it a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.intervals import Interval, median_interval
@@ -43,38 +43,14 @@ CONTROL = "control"
 
 
 @dataclass(frozen=True)
-class PlannedPair:
-    """One pair to come. name: its test's, or CONTROL. number counts the pairs of its
-    name from 0."""
+class Pair:
+    """A run of the baseline and one of what is tested against it. name: the tested
+    arm's, or CONTROL. test_first: whether that ran before the baseline."""
 
     name: str
-    number: int
-    reference: Arm
-    test: Arm
-
-    @property
-    def test_first(self) -> bool:
-        return self.number % 2 == 1
-
-    @property
-    def arms(self) -> tuple[Arm, Arm]:
-        """What runs first, and second."""
-        if self.test_first:
-            return self.test, self.reference
-        return self.reference, self.test
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A pair that was run."""
-
-    planned: PlannedPair
+    test_first: bool
     reference: Run
     test: Run
-
-    @property
-    def name(self) -> str:
-        return self.planned.name
 
     @property
     def ratio(self) -> float:
@@ -89,15 +65,6 @@ class OutputsDiffer(Exception):
 def runs_a_round(arms: Sequence[Arm]) -> int:
     """Runs in a pair of each tested arm and one of control."""
     return 2 * len(arms)
-
-
-def plan(arms: Sequence[Arm]) -> Iterator[PlannedPair]:
-    """Pairs without end, a round after the other: each tested arm's, then control."""
-    baseline, *tested = arms
-    for number in itertools.count():
-        for test in tested:
-            yield PlannedPair(test.name, number, baseline, test)
-        yield PlannedPair(CONTROL, number, baseline, baseline)
 
 
 def check_outputs(
@@ -147,36 +114,40 @@ def compare(
     Raises:
         OutputsDiffer: a run's outputs are not those of the first.
     """
-    baseline = arms[0].name
+    baseline, *tested = arms
     first: list[list[int]] = []
-    for arm in arms:
-        progress("warm-up")
-        outputs = run(arm).outputs
+
+    def one(arm: Arm, what: str, is_called: str) -> Run:
+        nonlocal first
+        progress(what)
+        done = run(arm)
         if not first:
-            first = outputs
+            first = done.outputs
             if expected is not None:
-                check_outputs(expected, first, "an engine without NWOR", baseline)
-        check_outputs(first, outputs, baseline, f"the warm-up of {arm.name}")
+                name = "an engine without NWOR"
+                check_outputs(expected, first, name, baseline.name)
+        check_outputs(first, done.outputs, baseline.name, is_called)
+        return done
+
+    for arm in arms:
+        one(arm, "warm-up", f"the warm-up of {arm.name}")
     pairs: list[Pair] = []
-    for planned in plan(arms):
-        if planned.name == arms[1].name and planned.number >= repeats:
-            if until is None or planned.number >= max_pairs:
-                return pairs
-            if all(one.reach <= until for one in intervals(pairs).values()):
-                return pairs
-        runs = []
-        for place, arm in enumerate(planned.arms, 1):
-            progress(f"{planned.name} {planned.number + 1}")
-            runs.append(run(arm))
-            check_outputs(
-                first,
-                runs[-1].outputs,
-                baseline,
-                f"run {place} ({arm.name}) of {planned.name} pair {planned.number + 1}",
-            )
-        test, reference = runs if planned.test_first else reversed(runs)
-        pairs.append(Pair(planned, reference, test))
-    raise AssertionError("plan() has no end")
+    for number in itertools.count(1):
+        if number > repeats:
+            if until is None or number > max_pairs:
+                break
+            if all(found.reach <= until for found in intervals(pairs).values()):
+                break
+        for name, arm in [*((arm.name, arm) for arm in tested), (CONTROL, baseline)]:
+            what, test_first = f"{name} {number}", number % 2 == 0
+            order = (arm, baseline) if test_first else (baseline, arm)
+            runs = [
+                one(each, what, f"run {place} ({each.name}) of {name} pair {number}")
+                for place, each in enumerate(order, 1)
+            ]
+            test, reference = runs if test_first else reversed(runs)
+            pairs.append(Pair(name, test_first, reference, test))
+    return pairs
 
 
 def intervals(pairs: Sequence[Pair]) -> dict[str, Interval]:

@@ -22,10 +22,6 @@ MODES = ("off", "nwor", "stage", "cow", COMPARE)
 METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", "mtp")
 METHODS_WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
 METHODS = (*METHODS_WITHOUT_MODEL, *METHODS_WITH_MODEL)
-KV_CACHE_DTYPES = (
-    *("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
-    *("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"),
-)
 MIN_PAIRS = 7
 DEFAULT_RUNS = 3
 
@@ -127,7 +123,7 @@ rates = _rule(
     "one number from 0 to 1 for each draft position, separated by commas, none above "
     "the one before it",
 )
-json_object = _rule(_json_object, "a JSON object such as '{\"num_hidden_layers\": 4}'")
+json_object = _rule(_json_object, "a JSON object such as '{\"block_size\": 32}'")
 
 
 # -- arguments -------------------------------------------------------------------------
@@ -153,78 +149,47 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{name}", choices=choices, default=default, help=text, metavar="NAME"
         )
 
-    def switch(name: str, help: str, **more: Any) -> None:
-        parser.add_argument(f"--{name}", help=help, **more)
+    def switch(name: str, help: str) -> None:
+        parser.add_argument(f"--{name}", help=help, action="store_true")
 
-    yes_or_no = argparse.BooleanOptionalAction
     choose("mode", MODES, COMPARE, "nwor is stage; compare is --against with no hooks")
     against = ("nwor", "stage", "cow", "audit")
     choose("against", against, "nwor", "what compare tests; audit: alone, twice")
     add("batch-size", "requests at a time (4)", whole(1), 4)
     add("num-speculative-tokens", "drafts a step (4)", whole(1), 4)
     choose("method", METHODS, "ngram", "what makes the drafts")
-    add(
-        "model",
-        "target: a directory, a Hugging Face name, or shape:NAME for random weights "
-        "(converted SmolLM2-135M-Instruct)",
-    )
+    text = "target: a directory, a Hugging Face name, or shape:NAME for random weights"
+    add("model", f"{text} (converted SmolLM2-135M-Instruct)")
     add("draft-model", "the drafter's model, named as --model is")
-    add(
-        "prompts",
-        ".txt (paragraphs parted by empty lines), .json (a list of strings) or .jsonl "
-        '(lines of {"prompt": ...}); built-in ones by default',
-        Path,
-    )
+    text = "a JSON file, a list of strings; built-in ones by default"
+    add("prompts", text, Path)
     add("max-tokens", "most tokens of an answer (64)", whole(1), 64)
-    add(
-        "repeats",
-        f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs in "
-        f"the other modes ({DEFAULT_RUNS})",
-        whole(1),
-    )
-    add(
-        "acceptance",
-        "synthetic rejection sampling: the share of windows that accept each draft "
-        "position, for example 0.8,0.6,0.4,0.2 (GPU only)",
-        rates,
-    )
+    text = f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs in"
+    add("repeats", f"{text} the other modes ({DEFAULT_RUNS})", whole(1))
+    text = "synthetic rejection sampling: the share of windows that accept each draft"
+    add("acceptance", f"{text} position, as in 0.8,0.6,0.4,0.2 (GPU only)", rates)
     add("temperature", "0 is greedy (0)", number(0, 2, True), 0.0)
     add("seed", "seed of every generator (0)", whole(0), 0)
     choose("device", ("auto", "cpu", "cuda"), "auto", "what vLLM must be built for")
     add("json", "write what was measured to this file", file_to_write(".json"))
     add("plot", "draw the pairs' ratios (compare)", file_to_write(".png"))
-    add(
-        "pairs-until-ci",
-        "add pairs until both 90 %% intervals reach no farther than this from their "
-        "medians, for example 0.005, or --max-pairs is reached",
-        number(0, 1, False),
-    )
+    text = "add pairs until all 90 %% intervals reach no farther than this from their"
+    text += " medians, for example 0.005, or --max-pairs is reached"
+    add("pairs-until-ci", text, number(0, 1, False))
     add("max-pairs", "see above (60)", whole(MIN_PAIRS), 60)
-    choose("load-format", ("auto", "dummy"), "auto", "vLLM's")
-    add("hf-overrides", "JSON object: changes of the config", json_object)
-    add("max-model-len", "vLLM's, longest request in tokens", whole(1))
     add("context", "make every prompt this many tokens long", whole(1))
-    switch(
-        "enforce-eager",
-        "no compilation, no CUDA graphs (yes on cpu, no on cuda)",
-        action=yes_or_no,
-    )
-    choose("kv-cache-dtype", KV_CACHE_DTYPES, "auto", "vLLM's")
-    add("gpu-memory-utilization", "vLLM's", number(0, 1, False))
     add("max-num-seqs", "vLLM's; sizes the log (batch size)", whole(1))
-    add("attention-backend", "vLLM's, for example FLASH_ATTN or TRITON_ATTN")
-    choose("async-scheduling", ("auto", "on", "off"), "auto", "vLLM's")
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
-    add("tensor-parallel-size", "GPUs (1)", whole(1), 1)
-    switch("ignore-eos", "always make --max-tokens tokens", action="store_true")
-    switch(
-        "true-off",
-        "compare also with an engine that never loaded NWOR (yes)",
-        action=yes_or_no,
+    text = 'more of vLLM\'s EngineArgs, as in \'{"kv_cache_dtype": "fp8"}\''
+    add("engine-args", text, json_object, {})
+    switch("ignore-eos", "always make --max-tokens tokens")
+    parser.add_argument(
+        "--true-off",
+        help="compare also with an engine that never loaded NWOR (yes)",
+        action=argparse.BooleanOptionalAction,
         default=True,
     )
-    switch("keep-tokens", "put all output tokens in the JSON", action="store_true")
-    switch("verbose", "show vLLM's log", action="store_true")
+    switch("keep-tokens", "put all output tokens in the JSON")
     return parser
 
 
@@ -289,17 +254,8 @@ def _check_drafts(options: Options) -> None:
 
 def _check_inputs(options: Options) -> None:
     path = options.prompts
-    suffixes = (".txt", ".json", ".jsonl")
-    if path is not None and not (path.suffix in suffixes and path.is_file()):
+    if path is not None and not (path.suffix == ".json" and path.is_file()):
         raise BadArgument(
             f"argument --prompts: '{path}' is not allowed; allowed values: an existing "
-            "file whose name ends in .txt, .json or .jsonl"
+            "file whose name ends in .json"
         )
-    if options.max_model_len is not None and options.context is not None:
-        least = options.context + options.max_tokens
-        if options.max_model_len < least:
-            raise BadArgument(
-                f"argument --max-model-len: '{options.max_model_len}' is not allowed "
-                f"with --context {options.context} and --max-tokens "
-                f"{options.max_tokens}; allowed values: whole numbers from {least} up"
-            )

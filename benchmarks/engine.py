@@ -91,7 +91,7 @@ class Engine:
             raise BadArgument(
                 f"argument --max-tokens: '{options.max_tokens}' with the longest "
                 f"prompt makes {longest} tokens; allowed values: at most "
-                f"{config.max_model_len} tokens in all (--max-model-len)"
+                f"{config.max_model_len} tokens in all (max_model_len)"
             )
         ids = prompt_source.fill(ids, size)
         return [ids[at : at + size] for at in range(0, len(ids), size)]

@@ -6,10 +6,12 @@ Records nothing that names the machine or its user: no host name, no address, no
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,8 @@ def packages() -> dict[str, str]:
     """Installed versions of the packages that matter, by distribution name."""
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -82,13 +82,10 @@ def num_cores() -> int:
 
 
 def cpu_model() -> str:
-    """The processor's name as the kernel gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown"
+    """The processor's name as Linux gives it."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    found = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+    return found[1] if found else platform.processor() or "unknown"
 
 
 def warnings(device: str) -> list[str]:
@@ -142,24 +139,16 @@ def _cpu_seconds() -> tuple[float, float, float]:
 def _commit(root: Path) -> str | None:
     """What COMMIT_VARIABLE says, for the copy of a tree; else the checked-out commit,
     with "+" if tracked files differ from it."""
-    told = os.environ.get(COMMIT_VARIABLE)
-    if told:
+    if told := os.environ.get(COMMIT_VARIABLE):
         return told
 
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(root), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+        return subprocess.check_output(command, **quiet).strip()
 
-    commit = git("rev-parse", "--short=12", "HEAD")
-    if commit is None:
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
         return None
-    return commit + ("+" if git("status", "--porcelain", "-uno") else "")

@@ -39,7 +39,7 @@ def recorded(content: Any, digits: int = SIGNIFICANT_DIGITS) -> Any:
     return content
 
 
-def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+def write_whole(path: Path, fill: Callable[[Path], Any]) -> None:
     """Makes `path` hold what `fill` writes to the path it is given, or leaves it as it
     was if anything raises. Creates the parent directory.
 
@@ -65,11 +65,7 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` as JSON, whole or not at all, as `recorded` has it."""
     text = json_text(recorded(content)) + "\n"
-    write_whole(path, lambda temporary: _write_text(temporary, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def json_text(content: Any, indent: str = "") -> str:

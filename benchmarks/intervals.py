@@ -32,10 +32,6 @@ class Interval:
         """How far the interval goes from its median, on its longer side."""
         return max(self.high - self.median, self.median - self.low)
 
-    def overlaps(self, other: Interval) -> bool:
-        """Whether the two closed intervals have a point in common."""
-        return self.low <= other.high and other.low <= self.high
-
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Linear interpolation between the closest ranks."""

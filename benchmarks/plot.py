@@ -31,12 +31,10 @@ _OFF, _ON = "#7a7a7a", ("#1f6fb4", "#c05a1a")
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Writes the plot of a comparison to `path`, a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     ratio = result["summary"]["ratio"]
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -67,14 +65,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def draw_slots(result: dict[str, Any], path: Path) -> None:
     """Writes the picture of slots over steps to `path`, a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     colors = ListedColormap([color for color, _ in SLOT_STATES.values()])
     figure = Figure(figsize=(9, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (name, title) in zip(figure.subplots(2, 1), _TITLES.items(), strict=True):
         run = result["runs"][name]
         cells = [[list(SLOT_STATES).index(one) for one in row] for row in run["slots"]]

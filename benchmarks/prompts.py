@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.arguments import BadArgument
 
@@ -21,37 +21,18 @@ RANDOM_PROMPT_TOKENS = 256
 _PHRASE_TOKENS = 24
 
 
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    chat_template: Any
-
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-
 def read(path: Path | None) -> list[str]:
     """The texts in `path`, or the built-in ones.
 
     Raises:
-        BadArgument: the file cannot be read as its suffix says, or holds no prompt.
+        BadArgument: the file cannot be read, or holds no prompt.
     """
-    source = BUILT_IN if path is None else path
     try:
-        text = source.read_text(encoding="utf-8")
-        if source.suffix == ".txt":
-            found = [part.strip() for part in text.split("\n\n") if part.strip()]
-        elif source.suffix == ".json":
-            found = json.loads(text)
-        else:
-            lines = [line for line in text.splitlines() if line.strip()]
-            found = [json.loads(line)["prompt"] for line in lines]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        found = json.loads((path or BUILT_IN).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise BadArgument(
-            f"argument --prompts: '{path}' cannot be read as {source.suffix} "
-            f"({error}); allowed values: .txt with paragraphs parted by empty lines, "
-            '.json with a list of strings, .jsonl with lines of {"prompt": ...}'
+            f"argument --prompts: '{path}' cannot be read ({error}); allowed values: "
+            "a JSON file with a list of strings"
         ) from error
     if not isinstance(found, list) or not found:
         raise BadArgument(
@@ -67,8 +48,9 @@ def read(path: Path | None) -> list[str]:
     return found
 
 
-def encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each text, in the model's chat form if it has one."""
+def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each text by a Hugging Face tokenizer, in the model's chat form if
+    it has one."""
     if tokenizer.chat_template is None:
         return [list(tokenizer.encode(text)) for text in texts]
     encoded = []

@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from benchmarks import summary as summaries
+from benchmarks import summary
 from benchmarks.ab import CONTROL
-from benchmarks.intervals import Interval
 from benchmarks.summary import CPU_SHARE_BUDGET, HOST_BUDGET_US
-from benchmarks.tables import Table, number, percent, size
+from benchmarks.tables import Table, number, percent, size, spread
 
 Result = dict[str, Any]
 OWN_PROCESS = "off (own process)"
@@ -24,21 +23,17 @@ _BAR = 30
 def environment_lines(result: Result) -> list[str]:
     """Machine, versions, date, command and what was run, a line each."""
     env = result["environment"]
+    gpus = f"{env['gpus']} x {env['gpu']}, CUDA {env['cuda']}, " if "gpu" in env else ""
     versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items())
-    if "gpu" in env:
-        machine = f"{env['gpus']} x {env['gpu']}, CUDA {env['cuda']}, "
-    else:
-        machine = ""
-    machine += f"{env['cpu']}, {env['cores']} cores, {env['system']}"
     variables = ", ".join(f"{k}={v}" for k, v in env["variables"].items())
     lines = [
         f"date      {env['date']}",
-        f"machine   {machine}",
+        f"machine   {gpus}{env['cpu']}, {env['cores']} cores, {env['system']}",
         f"versions  Python {env['python']}, {versions}",
         f"commit    {env['commit'] or 'unknown'}",
         f"command   {result['command']}",
         f"set       {variables}",
-        f"run       {describe_run(result)}",
+        f"run       {_run(result)}",
     ]
     for info in result["engine"]["groups"]:
         asked, got = info["requested"], info["resolved"]
@@ -47,21 +42,16 @@ def environment_lines(result: Result) -> list[str]:
     return lines
 
 
-def describe_run(result: Result) -> str:
+def _run(result: Result) -> str:
     """Model, method and requests in one line."""
+    args, lengths = result["arguments"], result["prompt_tokens"]
     drafter = f" by {result['draft_model']}" if result["draft_model"] else ""
-    prompts = result["prompt_tokens"]
-    args = result["arguments"]
-    context = (
-        f"{min(prompts)}" if min(prompts) == max(prompts) else
-        f"{min(prompts)} to {max(prompts)}"
-    )  # fmt: skip
-    forced = ""
-    if args["acceptance"]:
-        forced = f", acceptance forced to {args['acceptance']}"
+    context = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    rates = args["acceptance"]
+    forced = f", acceptance forced to {rates}" if rates else ""
     return (
         f"{result['model']}, {args['method']}{drafter}, "
-        f"{args['num_speculative_tokens']} drafts a step{forced}; {len(prompts)} "
+        f"{args['num_speculative_tokens']} drafts a step{forced}; {len(lengths)} "
         f"requests, {args['batch_size']} at a time, prompts of {context} tokens, "
         f"answers of at most {args['max_tokens']}"
     )
@@ -83,25 +73,22 @@ def outputs_line(result: Result) -> str:
 def speed_table(result: Result) -> Table:
     """Tokens a second and latency, of each side."""
     blocks = result["engine"]["kv_blocks"]
-    rows = [(name, one, blocks) for name, one in result["summary"]["speed"].items()]
-    if result.get("true_off"):
-        true_off = result["true_off"]
-        rows.append((OWN_PROCESS, true_off["speed"], true_off["kv_blocks"]))
-    return Table(
-        "speed",
-        ("", "tokens/s", "latency median", "latency p95", "runs", "KV blocks"),
-        [
-            (
-                name,
-                f"{side['tokens_per_second']:.1f}",
-                f"{side['latency_s_median']:.3f} s",
-                f"{side['latency_s_p95']:.3f} s",
-                number(side["num_runs"]),
-                "not compared" if blocks is None else number(blocks),
-            )
-            for name, side, blocks in rows
-        ],
-    )
+    sides = [(name, one, blocks) for name, one in result["summary"]["speed"].items()]
+    if true_off := result.get("true_off"):
+        sides.append((OWN_PROCESS, true_off["speed"], true_off["kv_blocks"]))
+    rows = [
+        (
+            name,
+            f"{side['tokens_per_second']:.1f}",
+            f"{side['latency_s_median']:.3f} s",
+            f"{side['latency_s_p95']:.3f} s",
+            number(side["num_runs"]),
+            "not compared" if blocks is None else number(blocks),
+        )
+        for name, side, blocks in sides
+    ]
+    head = ("", "tokens/s", "latency median", "latency p95", "runs", "KV blocks")
+    return Table("speed", head, rows)
 
 
 def pair_of(result: Result, name: str) -> str:
@@ -113,26 +100,17 @@ def pair_of(result: Result, name: str) -> str:
 def ratio_table(result: Result) -> Table:
     """The median ratio of the pairs, the control's too (compare only); and, not from
     pairs, that to the engine that never loaded NWOR."""
-    summary = result["summary"]
+    found = result["summary"]
+    num_pairs = number(found["num_pairs"])
     rows = [
-        (
-            pair_of(result, name),
-            f"{one['median']:.4f}",
-            f"{one['low']:.4f} to {one['high']:.4f}",
-            number(summary["num_pairs"]),
-        )
-        for name, one in summary["ratio"].items()
+        (pair_of(result, name), *spread(one)[:-1].split(" (", 1), num_pairs)
+        for name, one in found["ratio"].items()
     ]
-    own = summaries.own_process(result)
-    if own is not None:
-        rows.append(
-            (
-                f"{result['baseline']} / {OWN_PROCESS}",
-                f"{own['median']:.4f}",
-                f"{own['low']:.4f} to {own['high']:.4f} (its fastest, slowest run)",
-                f"none; {number(own['num_runs'])} runs",
-            )
-        )
+    if own := summary.own_process(result):
+        median, interval = spread(own)[:-1].split(" (", 1)
+        name, runs = f"{result['baseline']} / {OWN_PROCESS}", number(own["num_runs"])
+        interval += " (its fastest, slowest run)"
+        rows.append((name, median, interval, f"none; {runs} runs"))
     return Table("tokens/s, ratio", ("", "median", "90 % interval", "pairs"), rows)
 
 
@@ -142,14 +120,12 @@ def acceptance_table(result: Result) -> Table:
     found = result["summary"]["acceptance"]
     rows = []
     counts = zip(found["accepted_per_position"], found["per_position"], strict=True)
-    for (count, share), group in itertools.groupby(
-        enumerate(counts, 1), key=lambda item: item[1]
-    ):
-        places = [position for position, _ in group]
-        first, last = places[0], places[-1]
-        name = str(first) if first == last else f"{first} to {last}"
-        bar = "#" * round(share * _BAR)
-        rows.append((name, number(count), percent(share), bar))
+    first = 1
+    for (count, share), group in itertools.groupby(counts):
+        last = first + len(list(group)) - 1
+        name = " to ".join(map(str, sorted({first, last})))
+        rows.append((name, number(count), percent(share), "#" * round(share * _BAR)))
+        first = last + 1
     title = (
         f"acceptance by position in the window ({number(found['windows'])} windows, "
         f"{number(found['drafted'])} drafts, {number(found['accepted'])} accepted)"
@@ -159,23 +135,20 @@ def acceptance_table(result: Result) -> Table:
 
 def nwor_tables(result: Result) -> list[Table]:
     """Windows, drafts, bytes and host time, a table for each arm with NWOR."""
-    return [
-        _nwor_table(result, name, done)
-        for name, done in result["summary"]["nwor"].items()
-    ]
+    arms = result["summary"]["nwor"].items()
+    return [_nwor_table(result["engine"], name, done) for name, done in arms]
 
 
-def _nwor_table(result: Result, name: str, done: dict[str, Any]) -> Table:
-    engine = result["engine"]
+def _nwor_table(engine: dict[str, Any], name: str, done: dict[str, Any]) -> Table:
+    def median(part: str) -> str:
+        return f"{host[f'{part}_us_median']:.1f} us ({host[f'{part}_us_p95']:.1f})"
+
     rows = [
         ("windows", number(done["windows"])),
         ("drafts logged", number(done["staged"])),
         ("committed", number(done["committed"])),
         ("rejected", number(done["rejected"])),
-        (
-            "never counted by the scheduler",
-            number(done["staged_minus_drafted"]),
-        ),
+        ("never counted by the scheduler", number(done["staged_minus_drafted"])),
         ("bytes logged", size(done["logged_bytes"])),
         ("bytes restored", size(done["restored_bytes"])),
         ("bytes copied to shadow pages", size(done.get("shadow_copied_bytes", 0))),
@@ -183,23 +156,15 @@ def _nwor_table(result: Result, name: str, done: dict[str, Any]) -> Table:
         ("log bytes a draft", size(engine["log_bytes_per_draft"])),
         ("log in memory", size(engine["log_bytes"])),
     ]
-    host = done["host"]
-    if host is not None:
+    if host := done["host"]:
         rows += [
-            (
-                "begin, median (p95)",
-                f"{host['begin_us_median']:.1f} us ({host['begin_us_p95']:.1f})",
-            ),
-            (
-                "commit, median (p95)",
-                f"{host['commit_us_median']:.1f} us ({host['commit_us_p95']:.1f})",
-            ),
+            ("begin, median (p95)", median("begin")),
+            ("commit, median (p95)", median("commit")),
             ("step, median", f"{host['step_us_median'] / 1000:.2f} ms"),
             ("(begin + commit) / step", percent(host["share_of_step"], 2)),
             ("(begin + commit) / all steps", percent(host["share_of_time"], 2)),
         ]
-    fallbacks = engine["fallbacks"] or {"none": 0}
-    for reason, count in fallbacks.items():
+    for reason, count in (engine["fallbacks"] or {"none": 0}).items():
         rows.append(("fallbacks: " + reason, number(count)))
     title = f"what {name} did in {number(done['num_runs'])} counted runs"
     return Table(title, ("", ""), rows)
@@ -209,32 +174,26 @@ def verdict_lines(result: Result) -> list[str]:
     """The comparison in words, against the project's budgets."""
     lines = []
     on_cpu = result["environment"]["device"] == "cpu"
-    summary = result["summary"]
-    if "ratio" in summary:
-        ratio = summary["ratio"]
-        control = Interval(**ratio[CONTROL])
-        for name in summaries.tested(result):
-            overlaps = control.overlaps(Interval(**ratio[name]))
-            word = "overlaps" if overlaps else "does NOT overlap"
-            lines.append(
-                f"the interval of {pair_of(result, name)} {word} that of "
-                f"{pair_of(result, CONTROL)}"
-            )
-            if not on_cpu:
-                lines.append(
-                    f"{pair_of(result, name)} at least {summaries.RATIO_BUDGET} at the "
-                    f"low end: {summaries.verdict(ratio[name], ratio[CONTROL])}"
-                )
-        if summary["until"] is not None:
-            reached = "reached" if summary["until_reached"] else "NOT reached"
-            lines.append(
-                f"--pairs-until-ci {summary['until']:g} {reached} with "
-                f"{summary['num_pairs']} pairs"
-            )
+    found = result["summary"]
+    for name in summary.tested(result) if "ratio" in found else ():
+        ratio, control = found["ratio"][name], found["ratio"][CONTROL]
+        apart = ratio["low"] > control["high"] or control["low"] > ratio["high"]
+        word = "does NOT overlap" if apart else "overlaps"
+        pair = pair_of(result, name)
+        lines.append(
+            f"the interval of {pair} {word} that of {pair_of(result, CONTROL)}"
+        )
+        if not on_cpu:
+            budget = f"{pair} at least {summary.RATIO_BUDGET} at the low end"
+            lines.append(f"{budget}: {summary.verdict(ratio, control)}")
+    if found.get("until") is not None:
+        reached = "reached" if found["until_reached"] else "NOT reached"
+        pairs = f"{reached} with {found['num_pairs']} pairs"
+        lines.append(f"--pairs-until-ci {found['until']:g} {pairs}")
     if result.get("true_off") and result["true_off"]["kv_blocks"] is not None:
         lost = result["true_off"]["kv_blocks"] - result["engine"]["kv_blocks"]
         lines.append(f"KV blocks that NWOR costs: {number(lost)}")
-    for name, done in summary["nwor"].items():
+    for name, done in found["nwor"].items():
         if done["host"] is not None:
             lines.append(_host_line(name, done["host"], on_cpu))
     return lines
@@ -242,15 +201,16 @@ def verdict_lines(result: Result) -> list[str]:
 
 def _host_line(name: str, host: dict[str, float], on_cpu: bool) -> str:
     """begin and commit against their budget."""
-    if on_cpu:
-        share = host["share_of_step"]
-        word = "within" if share <= CPU_SHARE_BUDGET else "MISSES"
-        return (
-            f"(begin + commit) / step of {name}: {percent(share, 2)} {word} the budget "
-            f"of {percent(CPU_SHARE_BUDGET)}"
-        )
     spent = host["begin_us_median"] + host["commit_us_median"]
-    word = "within" if spent <= HOST_BUDGET_US else "MISSES"
+    is_within = spent <= HOST_BUDGET_US
+    if on_cpu:
+        is_within = host["share_of_step"] <= CPU_SHARE_BUDGET
+    word = "within" if is_within else "MISSES"
+    if on_cpu:
+        share, budget = percent(host["share_of_step"], 2), percent(CPU_SHARE_BUDGET)
+        return (
+            f"(begin + commit) / step of {name}: {share} {word} the budget of {budget}"
+        )
     return (
         f"begin + commit of {name}: {spent:.1f} us of host time {word} the budget of "
         f"{HOST_BUDGET_US:.0f} us"

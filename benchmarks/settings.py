@@ -27,7 +27,8 @@ def prepare_process(options: Options, device: str) -> None:
     if options.runner != "auto":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(options.runner == "v2"))
     defaults = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
-    if not options.verbose:
+    is_quiet = "VLLM_LOGGING_LEVEL" not in os.environ
+    if is_quiet:
         defaults |= {
             "VLLM_LOGGING_LEVEL": "ERROR",
             "TRANSFORMERS_VERBOSITY": "error",
@@ -39,7 +40,7 @@ def prepare_process(options: Options, device: str) -> None:
         defaults["HF_HUB_OFFLINE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if not options.verbose:
+    if is_quiet:
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
 
@@ -75,30 +76,22 @@ def engine_arguments(
     options: Options, device: str, target: Model, drafter: Model | None
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs."""
-    eager = options.enforce_eager
     arguments: dict[str, Any] = {
         "model": target.location,
         "speculative_config": speculative_config(options, drafter),
         "worker_extension_cls": EXTENSION,
         "enable_prefix_caching": False,
-        "enforce_eager": device == "cpu" if eager is None else eager,
+        "enforce_eager": device == "cpu",
         "seed": options.seed,
-        "load_format": "dummy" if target.random_weights else options.load_format,
-        "kv_cache_dtype": options.kv_cache_dtype,
         "max_num_seqs": options.max_num_seqs or options.batch_size,
-        "max_model_len": options.max_model_len,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "attention_backend": options.attention_backend,
-        "hf_overrides": options.hf_overrides,
-        "use_tqdm_on_load": options.verbose,
+        "use_tqdm_on_load": False,
     }
     if target.random_weights:
-        arguments["skip_tokenizer_init"] = True
         prompt = options.context or prompts.RANDOM_PROMPT_TOKENS
         needed = prompt + options.max_tokens + options.num_speculative_tokens
-        arguments["max_model_len"] = options.max_model_len or -(-needed // 256) * 256
-    if options.tensor_parallel_size > 1:
-        arguments["tensor_parallel_size"] = options.tensor_parallel_size
-    if options.async_scheduling != "auto":
-        arguments["async_scheduling"] = options.async_scheduling == "on"
-    return {name: value for name, value in arguments.items() if value is not None}
+        arguments |= {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": -(-needed // 256) * 256,
+        }
+    return arguments | options.engine_args

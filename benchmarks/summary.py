@@ -8,14 +8,18 @@ they cannot disagree.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.ab import CONTROL, Pair, intervals
-from benchmarks.intervals import Interval, percentile
-from benchmarks.runs import NworDone, Run
+from benchmarks.intervals import percentile
+from benchmarks.runs import Run
 
 # What a file of bench_vllm.py is made of.
 SCHEMA = 3
@@ -60,19 +64,15 @@ def speed(runs: Sequence[Run]) -> dict[str, float]:
 def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     """vLLM's own counts, summed over runs. per_position: the share of windows whose
     draft at that position was accepted."""
-    windows = sum(run.drafts.windows for run in runs)
-    positions = max(len(run.drafts.accepted_per_position) for run in runs)
-    accepted = [0] * positions
-    for run in runs:
-        for position, count in enumerate(run.drafts.accepted_per_position):
-            accepted[position] += count
-    return {
-        "windows": windows,
-        "drafted": sum(run.drafts.drafted for run in runs),
-        "accepted": sum(run.drafts.accepted for run in runs),
-        "accepted_per_position": accepted,
-        "per_position": [count / windows if windows else 0.0 for count in accepted],
+    found: dict[str, Any] = {
+        name: sum(run.drafts[name] for run in runs)
+        for name in ("windows", "drafted", "accepted")
     }
+    counts = (run.drafts["accepted_per_position"] for run in runs)
+    accepted = list(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
+    windows = found["windows"] or math.inf
+    shares = [count / windows for count in accepted]
+    return found | {"accepted_per_position": accepted, "per_position": shares}
 
 
 def nwor(runs: Sequence[Run]) -> dict[str, Any]:
@@ -82,11 +82,9 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
     host.share_of_step: median begin plus median commit over the median step.
     """
     done = [run.nwor for run in runs if run.nwor is not None]
-    counts = {
-        name: sum(getattr(one, name) for one in done)
-        for name in NworDone.__dataclass_fields__
-        if name not in ("begin_us", "commit_us")
-    }
+    counts = Counter[str]()
+    for one in done:
+        counts.update(one.counts)
     begin = [us for one in done for us in one.begin_us]
     commit = [us for one in done for us in one.commit_us]
     steps = [1e6 * s for run in runs for s in run.step_s]
@@ -103,17 +101,19 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
             "share_of_step": sum(medians) / statistics.median(steps),
             "share_of_time": (sum(begin) + sum(commit)) / sum(steps),
         }
-    drafted = sum(run.drafts.drafted for run in runs)
+    drafted = sum(run.drafts["drafted"] for run in runs)
     return {
         "num_runs": len(runs),
         **counts,
         # Windows that the worker ran and the scheduler never counted.
-        "staged_minus_drafted": counts.get("staged", 0) - drafted,
+        "staged_minus_drafted": counts["staged"] - drafted,
         "host": host,
     }
 
 
-def comparison(pairs: Sequence[Pair], until: float | None) -> dict[str, Any]:
+def comparison(
+    pairs: Sequence[Pair], baseline: str, until: float | None
+) -> dict[str, Any]:
     """The summary of `ab.compare`. until: what --pairs-until-ci asked for.
 
     ratio: of each tested arm, and of CONTROL. speed: of the baseline, outside of
@@ -125,13 +125,12 @@ def comparison(pairs: Sequence[Pair], until: float | None) -> dict[str, Any]:
         tests.setdefault(pair.name, []).append(pair.test)
     num_pairs = len(tests.pop(CONTROL))
     references = [pair.reference for pair in pairs if pair.name != CONTROL]
-    baseline = pairs[0].planned.reference.name
     reach = max(one.reach for one in found.values())
     return {
         "num_pairs": num_pairs,
         "until": until,
         "until_reached": None if until is None else reach <= until,
-        "ratio": {name: _interval(one) for name, one in found.items()},
+        "ratio": {name: asdict(one) for name, one in found.items()},
         "speed": {baseline: speed(references)}
         | {name: speed(runs) for name, runs in tests.items()},
         "acceptance": acceptance(next(iter(tests.values()))),
@@ -194,12 +193,4 @@ def own_process(result: dict[str, Any]) -> dict[str, float] | None:
         "low": speed / max(own),
         "high": speed / min(own),
         "num_runs": len(own),
-    }
-
-
-def _interval(interval: Interval) -> dict[str, float]:
-    return {
-        "median": interval.median,
-        "low": interval.low,
-        "high": interval.high,
     }

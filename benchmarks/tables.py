@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -56,3 +56,8 @@ def size(num_bytes: float) -> str:
 def percent(share: float, digits: int = 1) -> str:
     """0.1234 is 12.3 %."""
     return f"{share * 100:.{digits}f} %"
+
+
+def spread(ratio: Mapping[str, float]) -> str:
+    """A median with its low and high end."""
+    return f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})"

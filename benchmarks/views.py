@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import models, report, summary
 from benchmarks.ab import CONTROL
-from benchmarks.tables import Table, number
+from benchmarks.tables import Table, number, spread
 
 Result = dict[str, Any]
 
@@ -94,14 +94,14 @@ def _cell(result: Result, name: str) -> tuple[str, ...]:
     """The line of the tested arm `name`."""
     args, found = result["arguments"], result["summary"]
     ratio, control = found["ratio"][name], found["ratio"][CONTROL]
-    host = found["nwor"][name]["host"]
+    host, drafts = found["nwor"][name]["host"], found["acceptance"]
     variables = result["environment"]["variables"]
     runner = {"0": "V1", "1": "V2"}.get(
         variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
     )
     if variables.get("VLLM_NWOR_EMIT_METRICS") == "0":
         runner += ", no metrics"
-    drafts = found["acceptance"]
+    spent = host and f"{host['begin_us_median'] + host['commit_us_median']:.1f} us"
     return (
         f"{result['model']}, {_short_device(result['environment'])}",
         f"{args['method']}, {args['num_speculative_tokens']}",
@@ -112,15 +112,10 @@ def _cell(result: Result, name: str) -> tuple[str, ...]:
         f"{result['engine']['log_bytes'] / 2**20:.0f} MiB",
         name,
         result["baseline"],
-        *(
-            f"{one['median']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
-            for one in (ratio, control)
-        ),
+        *map(spread, (ratio, control)),
         summary.verdict(ratio, control).replace("missed", "**missed**"),
         number(found["num_pairs"]) + ("" if found["until_reached"] else ", too few"),
-        "none"
-        if host is None
-        else f"{host['begin_us_median'] + host['commit_us_median']:.1f} us",
+        spent or "none",
         *_measured(result),
     )
 
@@ -128,36 +123,25 @@ def _cell(result: Result, name: str) -> tuple[str, ...]:
 def host(results: Sequence[Result]) -> str:
     """What begin and commit cost the host, median of the steps, a line a kind; and what
     every hook does, where the file has that."""
-    rows = []
+    rows, hooks = [], []
     for result in results:
+        cell = f"{result['cell']}, {_short_device(result['environment'])}"
         for kind, found in result["host"].items():
-            spent = [
-                f"{found[part]['median_us']:.1f} us"
-                for part in ("begin", "commit", "both")
-            ]
-            steps = number(found["both"]["steps"])
-            rows.append((_cell_of(result), kind, *spent, steps))
-    head = "cell | launches | begin | commit | both | steps"
+            parts = [found[part] for part in ("begin", "commit", "both")]
+            spent = [f"{part['median_us']:.1f} us" for part in parts]
+            rows.append((cell, kind, *spent, number(parts[-1]["steps"])))
+        for name, found in result.get("hooks", {}).items():
+            spent = [f"{found[of]:.1f} us" for of in ("median_us", "us_a_step")]
+            hooks.append((cell, name, *spent))
     abouts = [
         f"{result['environment']['date']}: {result['environment']['gpu']}, "
         f"{result['environment']['cpu']}; batch {result['batch_size']}; "
         f"commit {_measured(result)[1]}.\n\n{_code(result['command'])}"
         for result in results
     ]
-    tables = [_markdown(head, rows)]
-    hooks = [
-        (
-            _cell_of(result),
-            name,
-            f"{found['median_us']:.1f} us",
-            f"{found['us_a_step']:.1f} us",
-        )
-        for result in results
-        for name, found in result.get("hooks", {}).items()
-    ]
+    tables = [_markdown("cell | launches | begin | commit | both | steps", rows)]
     if hooks:
-        head = "cell | hook | median | mean of a step"
-        tables.append(_markdown(head, hooks))
+        tables.append(_markdown("cell | hook | median | mean of a step", hooks))
     return "\n\n".join([*abouts, *tables])
 
 
@@ -166,24 +150,21 @@ def engines(result: Result) -> str:
     rows = []
     for name, entry in result["entries"].items():
         spec, found = entry["engine"], entry["rows"].values()
-        graphs = spec["graphs"].replace("FULL_AND_PIECEWISE", "both").lower()
         ranks = spec["tensor_parallel"]
-        checked = sum(row["rejected_slots_checked"] for row in found)
-        restored = sum(row["dirty_slots_restored"] for row in found)
         bad = [check for check, problems in entry["problems"].items() if problems]
-        unclear = [re.split("[:,]", what)[0] for what in entry["unsettled"]]
+        unclear = {re.split("[:,]", what)[0] for what in entry["unsettled"]}
         rows.append(
             (
                 name,
                 f"{spec['runner'].upper()}, {spec['drafter']}"
                 + (f", {ranks} ranks" if ranks > 1 else ""),
                 f"{spec['backend']}, {spec['kv_cache'].replace('auto', 'bf16')}",
-                graphs,
+                spec["graphs"].replace("FULL_AND_PIECEWISE", "both").lower(),
                 "yes" if spec["asynchronous"] else "no",
-                number(checked),
-                number(restored),
+                number(sum(row["rejected_slots_checked"] for row in found)),
+                number(sum(row["dirty_slots_restored"] for row in found)),
                 ", ".join(bad) or "none",
-                ", ".join(sorted(set(unclear))) or "none",
+                ", ".join(sorted(unclear)) or "none",
                 *_measured(entry),
             )
         )
@@ -201,21 +182,12 @@ def sleep(result: Result) -> str:
     for name, entry in result["entries"].items():
         (mode,) = entry.keys() & {"cow", "stage"}
         for phase, found in entry[mode]["phases"].items():
-            done = found["rows"].values()
-            in_pool = [tag for tag in found["pools"].values() if tag is not None]
-            rows.append(
-                (
-                    name,
-                    mode,
-                    phase,
-                    *(
-                        number(sum(row[count] for row in done))
-                        for count in ("windows", "staged", "committed", "rejected")
-                    ),
-                    number(len(in_pool)),
-                    *_measured(entry),
-                )
-            )
+            counts = [
+                sum(row[count] for row in found["rows"].values())
+                for count in ("windows", "staged", "committed", "rejected")
+            ]
+            counts.append(sum(tag is not None for tag in found["pools"].values()))
+            rows.append((name, mode, phase, *map(number, counts), *_measured(entry)))
     head = (
         "engine | mode | after | windows | drafts | accepted | rejected | our tensors "
         "in the pool that sleep empties | date, UTC | commit"
@@ -287,9 +259,11 @@ def blocks(results: Sequence[Result]) -> str:
     for result in results:
         engine, args = result["engine"], result["arguments"]
         own = summary.own_process(result)
-        others = "not run" if own is None else "not compared"
-        if own is not None and result["true_off"]["kv_blocks"] is not None:
-            others = number(result["true_off"]["kv_blocks"])
+        others = speed = "not run"
+        if own is not None:
+            blocks = result["true_off"]["kv_blocks"]
+            others = "not compared" if blocks is None else number(blocks)
+            speed = spread(own)
         row = (
             _short_device(result["environment"]),
             f"{args['runner']}, k = {args['num_speculative_tokens']}",
@@ -302,9 +276,6 @@ def blocks(results: Sequence[Result]) -> str:
         # Once for all batch sizes of an engine; one of them may have more to tell.
         engine_key = (*row, engine["start_s"])
         if own is not None or engine_key not in rows:
-            speed = "not run"
-            if own is not None:
-                speed = f"{own['median']:.4f} ({own['low']:.4f} to {own['high']:.4f})"
             rows[engine_key] = (*row, others, result["baseline"], speed)
     head = (
         "device | runner | sequences | prompt | log | start-up | KV blocks | without "
@@ -316,28 +287,22 @@ def blocks(results: Sequence[Result]) -> str:
 
 def traffic(result: Result) -> str:
     """What the GPU counted for single launches, beside the arithmetic; a line each."""
-    rows = [
-        (
-            row["layout"],
-            number(row["num_drafts"]),
-            row["operation"],
-            *(
-                number(row[part][name])
-                for name in ("read", "written")
-                for part in ("expected", "counts")
-            ),
-            *(number(row["counts"][f"memory_{name}"]) for name in ("read", "written")),
-        )
-        for row in result["rows"]
-    ]
+    rows = []
+    for row in result["rows"]:
+        expected, counts = row["expected"], row["counts"]
+        numbers = [
+            *(expected["read"], counts["read"], expected["written"], counts["written"]),
+            *(counts["memory_read"], counts["memory_written"]),
+        ]
+        about = (row["layout"], number(row["num_drafts"]), row["operation"])
+        rows.append((*about, *map(number, numbers)))
     head = (
         "layout | drafts | operation | to read | read | to write | written | read "
         "from memory | written to memory"
     )
     found = result["environment"]
     about = f"{found['date']}: {found['gpu']}; commit {found['commit']}."
-    table = _markdown(head, rows)
-    return "\n\n".join([about, _code(result["command"]), table])
+    return "\n\n".join([about, _code(result["command"]), _markdown(head, rows)])
 
 
 def kernels(result: Result) -> str:
@@ -348,20 +313,19 @@ def kernels(result: Result) -> str:
     rows = []
     for case in result["results"]:
         rates = case["gb_per_s"]
-        cells_ = [f"{rates['copy']:.1f}"]
-        for operation in ("log", "restore"):
-            share = case[f"{operation}_of_copy"][0]
-            cells_.append(f"{rates[operation]:.1f} ({share:.2f})")
-        counts = (str(case["num_drafts"]), str(case["num_layers"]))
-        rows.append((case["layout"], number(case["bytes"] / 1024), *counts, *cells_))
+        ours = [
+            f"{rates[name]:.1f} ({case[f'{name}_of_copy'][0]:.2f})"
+            for name in ("log", "restore")
+        ]
+        sizes = (number(case["bytes"] / 1024), str(case["num_drafts"]))
+        about = (case["layout"], *sizes, str(case["num_layers"]))
+        rows.append((*about, f"{rates['copy']:.1f}", *ours))
     head = (
         "layout | KiB | drafts | layers | copy, GB/s | log, GB/s (of copy) | restore, "
         "GB/s (of copy)"
     )
-    env = result["environment"]
-    about = f"{env['date']}: {_device(env)}."
-    table = _markdown(head, rows)
-    return "\n\n".join([about, _code(result["command"]), table])
+    about = f"{result['environment']['date']}: {_device(result['environment'])}."
+    return "\n\n".join([about, _code(result["command"]), _markdown(head, rows)])
 
 
 # How older files have what checks.py says of a probe.
@@ -409,11 +373,6 @@ def _short_device(environment: dict[str, Any]) -> str:
     name = _device(environment).removeprefix("NVIDIA ")
     found = re.match(r"[^\d]*\d\S*", name)
     return found.group() if found else name
-
-
-def _cell_of(result: Result) -> str:
-    """A cell of cells.py, and what it ran on."""
-    return f"{result['cell']}, {_short_device(result['environment'])}"
 
 
 def _measured(entry: dict[str, Any]) -> tuple[str, str]:

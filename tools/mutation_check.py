@@ -6,10 +6,10 @@
     python tools/mutation_check.py --only int32_overflow
     python tools/mutation_check.py --json results/mutation_check.json
 
-A mutation replaces one piece of text, which must be there exactly once. The copy holds
-what git would see of the checkout; its native library is built there, too, again after
-each mutation (only what changed is compiled). The tests have to pass in the copy before
-the first mutation. The checkout itself is never changed.
+A mutation (mutations.diff has them) replaces one piece of text, which must be there
+exactly once. The copy holds what git would see of the checkout; its native library is
+built there, too, again after each mutation (only what changed is compiled). The tests
+have to pass in the copy before the first mutation. The checkout stays as it is.
 
 Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
 a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,340 +62,26 @@ class Mutation(NamedTuple):
     new: str
 
 
-COW = "csrc/nwor/cow_cpu.cpp"
-COPY = "csrc/nwor/copy_cpu.h"
-TABLE = "csrc/nwor/table.h"
-WINDOWS = "csrc/nwor/windows_cpu.h"
-MANAGER = "vllm/v1/nwor/draft_manager.py"
-LAUNCHES = "vllm/v1/nwor/launches.py"
-SHADOW = "csrc/nwor/shadow_cpu.cpp"
-PAGES = "vllm/v1/nwor/shadow_pages.py"
-AUDIT = "csrc/nwor/audit_rules.h"
-AUDIT_CPU = "csrc/nwor/audit_cpu.cpp"
-AUDIT_STATE = "vllm/v1/nwor/audit/state.py"
-PAGES_H = "csrc/nwor/shadow.h"
-MUTATIONS = (
-    Mutation(
-        "wrong_stride",
-        TABLE,
-        "slot % block_size * slot_stride",
-        "slot % block_size * head_stride",
-    ),
-    Mutation(
-        "dropped_head",
-        COPY,
-        "for (int64_t head = 0; head < layer.num_heads; ++head)",
-        "for (int64_t head = layer.num_heads > 1; head < layer.num_heads; ++head)",
-    ),
-    Mutation(
-        "off_by_one_slot",
-        WINDOWS,
-        "visit(draft, place, batch.slot_mapping[token]);",
-        "visit(draft, place, batch.slot_mapping[token > 0 ? token - 1 : 0]);",
-    ),
-    Mutation(
-        "accepted_restored",
-        WINDOWS,
-        "return window[1] < num_accepted(",
-        "return window[1] + 1 < num_accepted(",
-    ),
-    Mutation(
-        "rejected_kept",
-        WINDOWS,
-        "return window[1] < num_accepted(",
-        "return window[1] <= num_accepted(",
-    ),
-    Mutation(
-        "stale_log",
-        MANAGER,
-        "        self.state = State.IDLE\n        if self.shadow is not None:",
-        "        if self.shadow is not None:",
-    ),
-    Mutation(
-        "wrong_layer_order",
-        COW,
-        "const LayerRow& layer = table.rows[item % table.num_layers];",
-        "LayerRow layer = table.rows[item % table.num_layers];\n"
-        "      if (kDirection == Direction::kToCache) {\n"
-        "        layer.log_offset = table.rows[table.num_layers - 1 -\n"
-        "                                      item % table.num_layers].log_offset;\n"
-        "      }",
-    ),
-    Mutation(
-        "slot_minus_one_as_0",
-        COW,
-        "return is_rejected(draft) ? log.slots[draft] : kPadSlot;",
-        "return is_rejected(draft) ? std::max<int64_t>(log.slots[draft], 0)"
-        " : kPadSlot;",
-    ),
-    Mutation(
-        "int32_overflow",
-        TABLE,
-        "return slot / block_size * block_stride;",
-        "return static_cast<int32_t>(slot / block_size * block_stride);",
-    ),
-    Mutation(
-        "skipped_group",
-        LAUNCHES,
-        "for index, launch in enumerate(self._launches):",
-        "for index, launch in enumerate(self._launches[:1]):",
-    ),
-    Mutation(
-        "no_prefix_copy",
-        PAGES_H,
-        "return has_all ? 0 : window.num_before(args.entry_tokens);",
-        "return has_all || true ? 0 : window.num_before(args.entry_tokens);",
-    ),
-    Mutation(
-        "any_step_before_counts",
-        PAGES_H,
-        "saved[kSavedStep] == args.step - 1 &&",
-        "saved[kSavedStep] != args.step &&",
-    ),
-    Mutation(
-        "another_entry_counts",
-        PAGES_H,
-        "saved[kSavedValidEntry] == entry;",
-        "saved[kSavedValidEntry] >= 0;",
-    ),
-    Mutation(
-        "rows_beyond_valid_count",
-        PAGES_H,
-        "saved[kSavedValid] == window.first_position &&",
-        "saved[kSavedValid] <= window.first_position &&",
-    ),
-    Mutation(
-        "one_row_more_is_valid",
-        PAGES_H,
-        "saved[kSavedValid] = static_cast<int32_t>(valid);",
-        "saved[kSavedValid] = static_cast<int32_t>(valid + 1);",
-    ),
-    Mutation(
-        "entry_without_shadow_is_valid",
-        PAGES_H,
-        "                                ? 0\n",
-        "                                ? saved[kSavedEntries]\n",
-    ),
-    Mutation(
-        "failed_step_stays_valid",
-        SHADOW,
-        "  saved[kSavedValid] = -1;\n  saved[kSavedValidEntry] = 0;\n",
-        "",
-    ),
-    Mutation(
-        "steps_are_not_counted",
-        PAGES,
-        "self.step += 1 if keeps else 2",
-        "self.step += 0 if keeps else 2",
-    ),
-    Mutation(
-        "new_drafts_count",
-        PAGES,
-        "self.step += 1 if keeps else 2",
-        "self.step += 1",
-    ),
-    Mutation(
-        "no_undo",
-        SHADOW,
-        "args.undoes && r < args.num_reqs",
-        "args.undoes && r < 0",
-    ),
-    Mutation(
-        "undo_without_comparing",
-        SHADOW,
-        "if (place == shadow) {",
-        "if (place == shadow || place != real) {",
-    ),
-    Mutation(
-        "target_left_out",
-        SHADOW,
-        "const int64_t first = window.first_staged(args.entry_tokens);",
-        "const int64_t first = window.first_draft();",
-    ),
-    Mutation(
-        "rows_before_target_left_out",
-        SHADOW,
-        "const int64_t first = window.first_staged(args.entry_tokens);",
-        "const int64_t first = std::max(window.first_staged(args.entry_tokens),\n"
-        "                                   window.first_draft() - 1);",
-    ),
-    Mutation(
-        "rejected_committed",
-        SHADOW,
-        "const int64_t last = window.first_draft() + accepted;",
-        "const int64_t last = std::min<int64_t>(window.first_draft() + accepted + 1,\n"
-        "                                           window.seq_len);",
-    ),
-    Mutation(
-        "accepted_not_committed",
-        SHADOW,
-        "const int64_t last = window.first_draft() + accepted;",
-        "const int64_t last = window.first_draft() + accepted - (accepted > 0);",
-    ),
-    Mutation(
-        "no_seat_check",
-        MANAGER,
-        "if num_reqs > shadow.num_seats:",
-        "if num_reqs > shadow.num_seats + num_reqs:",
-    ),
-    Mutation(
-        "group_not_put_back",
-        PAGES,
-        "for group in self.groups[: self._num_patched]:",
-        "for group in self.groups[: self._num_patched - 1]:",
-    ),
-    # The audit: each check left out, then what keeps it from false alarms.
-    Mutation(
-        "audit_no_owner",
-        AUDIT,
-        "(group.owners[slot / group.block_size] == seat.generation ||",
-        "(group.owners[slot / group.block_size] >= 0 ||",
-    ),
-    Mutation(
-        "audit_no_table",
-        AUDIT,
-        "return slot == batch.slot(r, position) && slot < group.num_slots &&",
-        "return slot < group.num_slots &&",
-    ),
-    Mutation(
-        "audit_no_row_identity",
-        AUDIT,
-        "if (!holds(group.records[slot], row.hash)) {",
-        "if (false) {",
-    ),
-    Mutation(
-        "audit_no_block_ends",
-        AUDIT,
-        "if (!holds(group.records[slot], hash)) {",
-        "if (false) {",
-    ),
-    Mutation(
-        "audit_no_slots_of_blocks",
-        AUDIT_CPU,
-        "if (!holds(group.records[slot], hash)) {",
-        "if (false) {",
-    ),
-    Mutation(
-        "audit_no_hits",
-        AUDIT,
-        "} else if (!holds(record, hash) && !is_reported) {",
-        "} else if (false) {",
-    ),
-    Mutation(
-        "audit_rejected_counts",
-        AUDIT,
-        "row.state = is_kept ? kSlotCommitted : kSlotRejected;",
-        "row.state = kSlotCommitted;",
-    ),
-    Mutation(
-        "audit_no_bytes",
-        AUDIT,
-        "} else if (content != kContentNone && !is_same) {",
-        "} else if (false) {",
-    ),
-    Mutation(
-        "audit_first_layer_only",
-        AUDIT,
-        "const bool is_same = compared.num_same == compared.num_layers;",
-        "const bool is_same = compared.first_same == 0;",
-    ),
-    Mutation(
-        "audit_not_undone",
-        AUDIT,
-        "if (args.is_undone && compared.num_same < compared.num_layers) {",
-        "if (false) {",
-    ),
-    Mutation(
-        "audit_no_missing_write",
-        AUDIT,
-        "bool is_sure = compared.num_same > 1;",
-        "bool is_sure = false;",
-    ),
-    Mutation(
-        "audit_not_handed_on",
-        AUDIT,
-        "if (records[o].state == kSlotCommitted && is_next) {",
-        "if (is_next) {",
-    ),
-    Mutation(
-        "audit_another_text_handed_on",
-        AUDIT,
-        "if (records[o].state == kSlotCommitted && is_next) {",
-        "if (records[o].state == kSlotCommitted) {",
-    ),
-    Mutation(
-        "audit_never_loaded_unseen",
-        AUDIT,
-        "if (is_same && compared.num_layers > 1) {",
-        "if (false) {",
-    ),
-    Mutation(
-        "audit_one_checksum_is_sure",
-        AUDIT,
-        "bool is_sure = compared.num_same > 1;",
-        "bool is_sure = true;",
-    ),
-    Mutation(
-        "audit_same_token_is_other",
-        AUDIT,
-        "if (seat.opaque || row.old.token == row.token || compared.num_same == 0) {",
-        "if (seat.opaque || compared.num_same == 0) {",
-    ),
-    Mutation(
-        "audit_undone_forgotten",
-        AUDIT,
-        "record = row.old;",
-        "record.state = kSlotRejected;",
-    ),
-    Mutation(
-        "audit_no_going_back",
-        AUDIT,
-        "const bool is_back = start < seat.length &&",
-        "const bool is_back = false && start < seat.length &&",
-    ),
-    Mutation(
-        "audit_no_window",
-        AUDIT,
-        "return window > 0 ? ",
-        "return window < 0 ? ",
-    ),
-    Mutation(
-        "audit_loads_reported",
-        AUDIT,
-        "record.state == kSlotLoaded ||\n        seat.loads == kUntoldLoads) {",
-        "record.state == kSlotLoaded) {",
-    ),
-    Mutation(
-        "audit_cursor_stands",
-        AUDIT,
-        "args.header->cursor = args.header->next_cursor;",
-        "args.header->cursor = 0;",
-    ),
-    Mutation(
-        "audit_other_group_kept",
-        AUDIT_STATE,
-        "of_group.update(dict.fromkeys(own, generation if is_its else NOBODY))",
-        "of_group.update(dict.fromkeys(own, generation) if is_its else {})",
-    ),
-    Mutation(
-        "audit_hits_are_own",
-        AUDIT_STATE,
-        "first = num_computed // self._block_sizes[group_id]",
-        "first = 0",
-    ),
-    Mutation(
-        "audit_copies_unknown",
-        AUDIT_STATE,
-        "table[to * size : (to + 1) * size] = rows",
-        "pass",
-    ),
-    Mutation(
-        "audit_lost_not_counted",
-        AUDIT_STATE,
-        "self._found.num_lost += max(count - MAX_KEPT, 0)",
-        "pass",
-    ),
-)
+def read(text: str) -> tuple[Mutation, ...]:
+    """The mutations of a text like mutations.diff: `@@ file`, then of each mutation
+    `# name`, the lines of `old` behind "-" and those of `new` behind "+"."""
+    found: list[Mutation] = []
+    file = ""
+    for line in text.splitlines():
+        mark, rest = line[0], line[1:]
+        if mark == "@":
+            file = line.removeprefix("@@ ")
+        elif mark == "#":
+            found.append(Mutation(rest.strip(), file, "", ""))
+        else:
+            field = {"-": "old", "+": "new"}[mark]
+            before = getattr(found[-1], field)
+            joined = f"{before}\n{rest}" if before else rest
+            found[-1] = found[-1]._replace(**{field: joined})
+    return tuple(found)
+
+
+MUTATIONS = read(Path(__file__).with_name("mutations.diff").read_text("utf-8"))
 
 
 class MutationError(RuntimeError):
@@ -501,36 +187,27 @@ def build_and_test(tree: Path) -> TestRun:
 def run_pytest(tree: Path, tests: Sequence[str]) -> TestRun:
     """Runs pytest in `tree` until TESTS_SHOWN tests have failed. Tests that could not
     even start (a fixture that broke, say) are no catch."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *tests]
-        command += [f"--maxfail={TESTS_SHOWN}", f"--junitxml={report}"]
-        command += ["-o", "junit_family=xunit1"]  # the one that has file names
-        command += ["-p", "no:cacheprovider", "-m", "not nightly"]
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-        env["PYTHONPATH"] = os.pathsep.join([str(tree / "site"), str(tree)])
-        try:
-            done = subprocess.run(
-                command,
-                cwd=tree,
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return TestRun(error=f"the tests ran for more than {TIMEOUT_SECONDS} s")
-        cases = ElementTree.parse(report).iter("testcase") if report.is_file() else ()
-        failed = tuple(
-            f"{case.attrib['file']}::{case.attrib['name']}"
-            for case in cases
-            if case.find("failure") is not None
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *tests, "-rf"]
+    command += [f"--maxfail={TESTS_SHOWN}", "-p", "no:cacheprovider"]
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(tree / "site"), str(tree)])
+    try:
+        done = subprocess.run(
+            [*command, "-m", "not nightly"],
+            cwd=tree,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
         )
+    except subprocess.TimeoutExpired:
+        return TestRun(error=f"the tests ran for more than {TIMEOUT_SECONDS} s")
+    failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0:
         return TestRun()
     if done.returncode == 1 and failed:
-        return TestRun(failed)
+        return TestRun(tuple(failed))
     tail = (done.stdout + done.stderr)[-600:]
     return TestRun(error=f"pytest ended with status {done.returncode}: {tail}")
 

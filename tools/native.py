@@ -139,16 +139,38 @@ def _install(library: Path, output_dir: Path) -> bool:
     return True
 
 
+CHECK = """
+import sys
+from nwor import ops
+(device,) = sys.argv[1:]
+ops.load(device)
+if lacking := ops.lacking(device):
+    sys.exit(f"native build: no {device} code for {', '.join(lacking)}")
+"""
+
+
+def arch_list(text: str) -> str:
+    """Compute capabilities for CMake, "90" or "80;90"."""
+    if not re.fullmatch(r"(\d+[af]?(;\d+[af]?)*)?", text):
+        raise argparse.ArgumentTypeError(f'{text!r}; must be a list such as "80;90"')
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        default=ROOT / "vllm" / "v1" / "nwor",
-        help="where the library goes (default: beside the Python files)",
-    )
+    package = ROOT / "vllm" / "v1" / "nwor"
+    text = "where the library goes (default: beside the Python files)"
+    parser.add_argument("--output-dir", type=Path, default=package, help=text)
     parser.add_argument("--build-root", type=Path, default=ROOT / "build")
+    parser.add_argument("--cuda", type=str.upper, choices=CUDA_CHOICES)
+    text = 'compute capabilities, "90" or "80;90" (default: CMakeLists.txt\'s)'
+    parser.add_argument("--archs", type=arch_list, help=text)
+    text = "see in a fresh process that the package's library has all ops"
+    parser.add_argument("--check", action="store_true", help=text)
     args = parser.parse_args()
+    for name, value in (("NWOR_CUDA", args.cuda), ("NWOR_CUDA_ARCHS", args.archs)):
+        if value is not None:
+            os.environ[name] = value
     try:
         build(args.output_dir.resolve(), args.build_root.resolve())
     except NativeBuildError as error:
@@ -157,6 +179,14 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"native build: `{Path(error.cmd[0]).name}` failed", file=sys.stderr)
         return 1
+    if args.check:
+        device = "cuda" if cuda_choice() == "ON" else "cpu"
+        command = [sys.executable, "-c", CHECK, device]
+        env = {**os.environ, "PYTHONPATH": str(package.parent)}
+        status = subprocess.run(command, env=env).returncode
+        if status == 0:
+            print(f"check: all ops are there for {device}")
+        return status
     return 0
 
 

@@ -29,7 +29,7 @@ from tests.helpers import worker_faults
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
 from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.environment import REPO
-from tests.helpers.faults import replaced_ops
+from tests.helpers.faults import failing, replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
@@ -114,31 +114,13 @@ REASONS = {
 }
 
 
-def failing_once(
-    op: Callable[..., None], call: int, late: bool, error: Exception
-) -> Callable[..., None]:
-    """`op`, raising at call number `call` from 0, before or (late) after its work."""
-    num_calls = 0
-
-    def run(*args: Any) -> None:
-        nonlocal num_calls
-        fails = num_calls == call
-        num_calls += 1
-        if late or not fails:
-            op(*args)
-        if fails:
-            raise error
-
-    return run
-
-
 def run_with_fault(
     engine: Engine, op: str, call: int, late: bool, error: Exception, wanted: Result
 ) -> None:
     """One run with one failing call: nothing is lost, and it is counted once."""
     engine.manager.fallbacks.clear()
     inner = getattr(engine.manager.launches.ops, op)
-    broken = failing_once(inner, call, late, error)
+    broken = failing(inner, call, late, error)
     oracle = SnapshotOracle(engine.probe)
     with replaced_ops(engine, **{op: broken}):
         found = engine.run(ALL, [oracle])
@@ -242,15 +224,6 @@ def test_a_missed_begin_is_counted_and_a_breach(
     assert cow.manager.fallbacks == {}
 
 
-def test_hooks_that_idle_miss_nothing(
-    off: Baseline, cow: Engine, without_begin: pytest.MonkeyPatch
-) -> None:
-    """The benches' switch."""
-    without_begin.setattr(cow.manager, "active", False)
-    assert_same(cow.run(ALL), off.result)
-    assert cow.manager.fallbacks == {}
-
-
 def test_a_missed_begin_raises_under_strict(
     cow: Engine, without_begin: pytest.MonkeyPatch
 ) -> None:
@@ -265,38 +238,28 @@ def test_a_missed_begin_raises_under_strict(
 # --- clients --------------------------------------------------------------------------
 
 
-def phases(result: Result) -> dict[str, dict[str, int]]:
-    """Where to abort VICTIM, from the steps of a run in which nobody did: before a step
-    (abort_at) or while it runs (abort_during)."""
+# Where to abort VICTIM: before a step (abort_at) or while it runs (abort_during), of
+# the steps that it is scheduled in, and of those in which it has drafts.
+PHASES: dict[str, Callable[[list[int], list[int]], dict[str, int]]] = {
+    "waiting": lambda steps, drafting: {"abort_at": steps[0] - 1},
+    "in its first chunk": lambda steps, drafting: {"abort_during": steps[0]},
+    "between its chunks": lambda steps, drafting: {"abort_at": steps[1]},
+    "in its last chunk": lambda steps, drafting: {"abort_during": steps[1]},
+    "between prefill and decode": lambda steps, drafting: {"abort_at": steps[2]},
+    "with drafts proposed": lambda steps, drafting: {"abort_at": drafting[1]},
+    "with drafts in flight": lambda steps, drafting: {"abort_during": drafting[1]},
+    "before its last step": lambda steps, drafting: {"abort_at": steps[-1]},
+    "in its last step": lambda steps, drafting: {"abort_during": steps[-1]},
+}
+
+
+def point(phase: str, result: Result) -> dict[str, int]:
+    """A phase in the steps of a run in which nobody went away."""
     steps = [i for i, step in enumerate(result.steps) if "victim" in step.scheduled]
     drafting = [i for i in steps if "victim" in result.steps[i].drafted]
-    first, last = steps[0], steps[-1]
-    assert first > VICTIM.at + 1, "the victim does not wait"
+    assert steps[0] > VICTIM.at + 1, "the victim does not wait"
     assert steps[1] < drafting[0], "the prefill is not in chunks"
-    return {
-        "waiting": {"abort_at": first - 1},
-        "in its first chunk": {"abort_during": first},
-        "between its chunks": {"abort_at": steps[1]},
-        "in its last chunk": {"abort_during": steps[1]},
-        "between prefill and decode": {"abort_at": steps[2]},
-        "with drafts proposed": {"abort_at": drafting[1]},
-        "with drafts in flight": {"abort_during": drafting[1]},
-        "before its last step": {"abort_at": last},
-        "in its last step": {"abort_during": last},
-    }
-
-
-PHASES = (
-    "waiting",
-    "in its first chunk",
-    "between its chunks",
-    "in its last chunk",
-    "between prefill and decode",
-    "with drafts proposed",
-    "with drafts in flight",
-    "before its last step",
-    "in its last step",
-)
+    return PHASES[phase](steps, drafting)
 
 
 def counters(engine: Engine) -> dict[str, int]:
@@ -317,9 +280,8 @@ def num_free_blocks(engine: Engine) -> int:
 def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     """The others' tokens are those of an engine without NWOR that lost the same
     client; the window in flight is counted as dropped; no block stays behind."""
-    points = phases(off.result)
-    assert tuple(points) == PHASES
-    requests = [*SURVIVORS, replace(VICTIM, **points[phase]), LATE]
+    abort = point(phase, off.result)
+    requests = [*SURVIVORS, replace(VICTIM, **abort), LATE]
     wanted = off.engine.run(requests)
     before, free = counters(cow), num_free_blocks(cow)
     oracle = SnapshotOracle(cow.probe)
@@ -336,7 +298,7 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     assert (phase == "waiting") == (ran == [])
     assert len(found.tokens.get("victim", [])) < VICTIM.max_tokens
     # Guarantee 7, also for the window that nobody counted.
-    in_flight = "abort_during" in points[phase]
+    in_flight = "abort_during" in abort
     dropped = ran[-1].drafted.get("victim", 0) if in_flight and ran else 0
     rise = {name: n - before.get(name, 0) for name, n in counters(cow).items()}
     assert rise["nwor_dropped_drafts"] == dropped
@@ -416,7 +378,7 @@ def test_a_step_that_cannot_be_staged_is_logged(
     staged_ops: types.SimpleNamespace,
 ) -> None:
     error = RuntimeError("injected")
-    staged_ops.stage = failing_once(staged_ops.stage, call, late, error)
+    staged_ops.stage = failing(staged_ops.stage, call, late, error)
     logged_before = staged.manager.counters[:, 4].tolist()
     with nwor_log() as lines:
         found = staged.run(ALL)
@@ -440,9 +402,7 @@ def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
     """No token goes out whose keys and values may be missing."""
     error = RuntimeError("injected")
     name = "commit_draft_layer"
-    setattr(
-        staged_ops, name, failing_once(getattr(staged_ops, name), call, late, error)
-    )
+    setattr(staged_ops, name, failing(getattr(staged_ops, name), call, late, error))
     expected = (
         f"NWOR commit_failed: {name}: injected; accepted tokens of this step are not "
         "in the KV cache"
@@ -490,7 +450,7 @@ def test_a_table_that_cannot_be_put_back_does_not_hide_vllms_failure(
 ) -> None:
     """One group's; the other's is put back all the same."""
     error = RuntimeError("injected")
-    staged_ops.unstage = failing_once(staged_ops.unstage, 0, False, error)
+    staged_ops.unstage = failing(staged_ops.unstage, 0, False, error)
     handle = raise_in("forward", staged)
     with pytest.raises(RuntimeError, match=r"^injected into vLLM$"):
         staged.run(ALL)

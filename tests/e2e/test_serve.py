@@ -69,13 +69,15 @@ def test_metrics_are_exposed(server: Server, used: dict[str, float]) -> None:
     names = ("windows", "tokens_staged", "rejected_tokens")
     for name in (*names, "shadow_copied_bytes", "committed_bytes"):
         assert used[f"vllm:nwor_{name}"] > 0
-    info = [s for s in server.samples() if s[0] == "vllm:nwor_info"]
-    ((_, labels, value),) = info
-    assert value == 1
-    for label in ('requested="stage"', 'resolved="stage"', 'group="0"', 'engine="0"'):
-        assert label in labels
-    drafted = [s[1] for s in server.samples() if "spec_decode_num_drafts_t" in s[0]]
-    windows = [s[1] for s in server.samples() if s[0] == "vllm:nwor_windows_total"]
+    samples = server.samples()
+    (info,) = [s for s in samples if s.name == "vllm:nwor_info"]
+    assert info.value == 1
+    labels = {"requested": "stage", "resolved": "stage", "group": "0", "engine": "0"}
+    assert info.labels.items() >= labels.items()
+    drafted, windows = (
+        [s.labels for s in samples if s.name == f"vllm:{name}_total"]
+        for name in ("spec_decode_num_drafts", "nwor_windows")
+    )
     assert windows == drafted, "counters of one engine carry the labels of vLLM's own"
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,27 @@ class _ReplacedOps:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
+
+
+def failing(
+    op: Callable[..., None],
+    at: Callable[[int], bool] | int,
+    late: bool = False,
+    error: Exception | None = None,
+) -> Callable[..., None]:
+    """`op`, raising at a call (numbered from 0), or at those that `at` selects, before
+    it did anything or (late) after it did its work."""
+    calls = itertools.count()
+
+    def run(*args: Any) -> None:
+        call = next(calls)
+        fails = at(call) if callable(at) else call == at
+        if late or not fails:
+            op(*args)
+        if fails:
+            raise error or RuntimeError("injected")
+
+    return run
 
 
 @contextmanager

@@ -6,20 +6,21 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 from tests.helpers.environment import model_path, subprocess_env
-from tools.soak.server import free_port, running
+from tools.soak.server import free_port, model_of, read_metrics, serving, settle
 
 START_SECONDS = 300
-METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
 
 
 class Server:
@@ -28,6 +29,7 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
         self.port = port
+        self.url = f"http://127.0.0.1:{port}"
         self.log_path = log
 
     def log(self) -> str:
@@ -42,7 +44,7 @@ class Server:
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps(body).encode(),
             headers,
         )
@@ -68,37 +70,20 @@ class Server:
         return read
 
     def metrics(self) -> dict[str, float]:
-        """/metrics of vLLM and NWOR: counters and gauges by name, `_total` dropped,
-        summed over labels."""
-        found: dict[str, float] = {}
-        for name, _, value in self.samples():
-            name = name.removesuffix("_total")
-            found[name] = found.get(name, 0.0) + value
-        return found
+        """Counters of NWOR and speculative decoding, `_total` dropped, summed over
+        labels."""
+        return read_metrics(self.url)["metrics"]
 
-    def samples(self) -> list[tuple[str, str, float]]:
-        """Each sample of /metrics: name, labels as printed, value."""
-        url = f"http://127.0.0.1:{self.port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            text = answer.read().decode()
-        matches = filter(None, map(METRIC.match, text.splitlines()))
-        return [(m[1], m[2] or "", float(m[3])) for m in matches]
+    def samples(self) -> list[Sample]:
+        """Each sample of /metrics: name, labels, value."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+        return [sample for family in families for sample in family.samples]
 
     def idle_metrics(self) -> dict[str, float]:
-        """Metrics once nothing runs and two looks agree."""
-        deadline = time.monotonic() + 60
-        previous: dict[str, float] = {}
-        while time.monotonic() < deadline:
-            found = self.metrics()
-            busy = (
-                found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]
-            )
-            counters = {k: v for k, v in found.items() if "nwor" in k or "spec" in k}
-            if not busy and counters == previous:
-                return found
-            previous = counters
-            time.sleep(0.5)
-        raise TimeoutError("the server does not become idle")
+        """The counters once nothing runs and two looks agree."""
+        found = settle(self.url, model_of(self.url)[0], "one two", 60)
+        assert not any(found["idle"].values()), found
+        return found["metrics"]
 
 
 @contextlib.contextmanager
@@ -115,5 +100,5 @@ def serve(folder: Path, mode: str, model: str, *arguments: str) -> Iterator[Serv
         VLLM_NWOR_MODE=mode, VLLM_ENABLE_V1_MULTIPROCESSING=None, OMP_NUM_THREADS="1"
     )
     log = folder / f"server-{mode}.log"
-    with running(command, port, env, log, START_SECONDS) as process:
+    with serving(command, port, env, log, START_SECONDS) as process:
         yield Server(process, port, log)

@@ -288,11 +288,13 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
             UNHOOKED
         )  # imports modules, past `plugin._Alias`, which is not a hook
         frames = OurFrames(bench)
-        outputs, rises, ours, installed = [], [], [], []
+        outputs, rises, ours, installed, done = [], [], [], [], []
         for arm in (UNHOOKED, hooked, UNHOOKED, hooked):
             before = counters(shown)
             frames.names = set()
-            outputs.append(bench.run(arm).outputs)
+            run = bench.run(arm)
+            outputs.append(run.outputs)
+            done.append(run.nwor)
             after = counters(shown)
             rises.append({name: num - before[name] for name, num in after.items()})
             ours.append(frames.names)
@@ -314,7 +316,12 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         rise = rises[unhooked]
         assert rise["spec_decode_num_draft_tokens"] > 0
         assert {num for name, num in rise.items() if name.startswith("nwor_")} == {0}
-    for names, rise in ((ours[1], rises[1]), (ours[3], rises[3])):
+    assert done[0] is done[2] is None
+    for names, rise, found in zip(ours[1::2], rises[1::2], done[1::2], strict=True):
+        assert found.counts["staged"] == rise["nwor_tokens_staged"]
+        assert found.counts["logged_bytes"] > 0
+        assert min(found.begin_us + found.commit_us) > 0
+        assert 0 < len(found.begin_us) == len(found.commit_us)
         assert {"_model_forward", "_sample", "_update_from_output", "_record"} <= names
         assert rise["nwor_tokens_staged"] == rise["spec_decode_num_draft_tokens"] > 0
         assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]

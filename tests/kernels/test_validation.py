@@ -16,34 +16,16 @@ from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
 from tests.kernels.transaction import NUM_COUNTERS, ShadowSide
 from vllm_nwor import ops
 
-LOG_NAMES = (
-    "table",
-    "runs",
-    "slot_mapping",
-    "logits_indices",
-    "cu_num_logits",
-    "undo_log",
-    "log_slots",
-    "log_windows",
-    "num_drafts",
-)
-RESTORE_NAMES = (
-    "table",
-    "runs",
-    "undo_log",
-    "log_slots",
-    "log_windows",
-    "sampled_token_ids",
-    "vocab_size",
-    "num_rejected",
-    "counters",
-    "num_drafts",
-)
 TABLE = {name: column for column, name in enumerate(ops.TABLE_COLUMNS)}
 
 
 def int32(values, device="cpu"):
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def every_second(tensor):
+    """The same values, not contiguous."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 class Step:
@@ -110,139 +92,66 @@ def test_the_good_arguments_are_good(device):
     assert step.restore["counters"].tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]
 
 
-SHAPES = [
-    ("log", "table", lambda t: t.int(), "table has dtype Int; must be Long"),
-    ("log", "table", lambda t: t[0], "table has shape [9]; must have 2 dimensions"),
-    (
-        "log",
-        "table",
-        lambda t: t[:, :8].contiguous(),
-        "table has shape [2, 8]; dimension 1 must be 9, its columns",
-    ),
-    (
-        "log",
-        "table",
-        lambda t: t[:0],
-        "table has shape [0, 9]; must have a row for each layer",
-    ),
-    (
-        "restore",
-        "table",
-        lambda t: t.t().contiguous().t(),
-        "table has shape [2, 9] and is not contiguous; must be",
-    ),
-    (
-        "log",
-        "slot_mapping",
-        lambda t: t.int(),
-        "slot_mapping has dtype Int; must be Long",
-    ),
-    (
-        "log",
-        "logits_indices",
-        lambda t: t.float(),
-        "logits_indices has dtype Float; must be Int or Long",
-    ),
-    (
-        "log",
-        "cu_num_logits",
-        lambda t: t.long(),
-        "cu_num_logits has dtype Long; must be Int",
-    ),
-    (
-        "log",
-        "undo_log",
-        lambda t: t.view(torch.int8),
-        "undo_log has dtype Char; must be Byte",
-    ),
-    (
-        "log",
-        "undo_log",
-        lambda t: t.as_strided((5, 256), (512, 2)),
-        "undo_log has stride 2 in dimension 1; must be 1",
-    ),
-    (
-        "log",
-        "undo_log",
-        lambda t: t.as_strided((5, 512), (16, 1)),
-        "undo_log has stride 16 in dimension 0; must be at least 512, rows must not",
-    ),
-    (
-        "log",
-        "log_slots",
-        lambda t: t[:4],
-        "log_slots has shape [4]; dimension 0 must be 5, the capacity of undo_log",
-    ),
-    (
-        "restore",
-        "log_windows",
-        lambda t: t[:, :2].contiguous(),
-        "log_windows has shape [5, 2]; dimension 1 must be 3, request, position",
-    ),
-    ("log", "num_drafts", lambda n: -1, "num_drafts is -1; must be between 0 and 5"),
-    (
-        "log",
-        "num_drafts",
-        lambda n: 6,
-        "num_drafts is 6; must be between 0 and 5, the capacity of undo_log",
-    ),
-    ("restore", "num_drafts", lambda n: 6, "num_drafts is 6; must be between 0 and 5"),
-    (
-        "restore",
-        "counters",
-        lambda t: t[:5],
-        "counters has shape [5]; dimension 0 must be 8, its columns",
-    ),
-    (
-        "restore",
-        "sampled_token_ids",
-        lambda t: t.long(),
-        "sampled_token_ids has dtype Long; must be Int",
-    ),
-    (
-        "restore",
-        "sampled_token_ids",
-        lambda t: t[:, :0],
-        "sampled_token_ids has shape [2, 0]; must have a column",
-    ),
-    (
-        "restore",
-        "sampled_token_ids",
-        lambda t: None,
-        "neither of sampled_token_ids and num_rejected given; must be exactly one",
-    ),
-    (
-        "restore",
-        "num_rejected",
-        lambda t: int32([1, 1]),
-        "both of sampled_token_ids and num_rejected given; must be exactly one",
-    ),
-    (
-        "restore",
-        "counters_to",
-        lambda t: t.int(),
-        "counters_to has dtype Int; must be Long",
-    ),
-    (
-        "restore",
-        "counters_to",
-        lambda t: t[:5],
-        "counters_to has shape [5]; must be [8], contiguous",
-    ),
-    (
-        "restore",
-        "counters_to",
-        lambda t: t.repeat(2)[::2],
-        "counters_to has shape [8]; must be [8], contiguous",
-    ),
-    ("restore", "vocab_size", lambda n: 0, "vocab_size is 0; must be at least 1"),
-]
+# Of each op: an argument, what becomes of it, what is said of it.
+SHAPES = {
+    "log": [
+        ("table", lambda t: t.int(), "has dtype Int; must be Long"),
+        ("table", lambda t: t[0], "has shape [9]; must have 2 dimensions"),
+        ("table", lambda t: t[:, :8].contiguous(), "has shape [2, 8]; dimension 1"),
+        ("table", lambda t: t[:0], "has shape [0, 9]; must have a row for each layer"),
+        ("slot_mapping", lambda t: t.int(), "has dtype Int; must be Long"),
+        ("logits_indices", lambda t: t.float(), "has dtype Float; must be Int or Long"),
+        ("cu_num_logits", lambda t: t.long(), "has dtype Long; must be Int"),
+        ("undo_log", lambda t: t.view(torch.int8), "has dtype Char; must be Byte"),
+        (
+            "undo_log",
+            lambda t: t.as_strided((5, 256), (512, 2)),
+            "has stride 2 in dimension",
+        ),
+        ("undo_log", lambda t: t.as_strided((5, 512), (16, 1)), "has stride 16 in dim"),
+        ("log_slots", lambda t: t[:4], "has shape [4]; dimension 0 must be 5, the cap"),
+        ("num_drafts", lambda n: -1, "is -1; must be between 0 and 5"),
+        ("num_drafts", lambda n: 6, "is 6; must be between 0 and 5, the capacity of"),
+    ],
+    "restore": [
+        ("table", lambda t: t.t().contiguous().t(), "has shape [2, 9] and is not"),
+        (
+            "log_windows",
+            lambda t: t[:, :2].contiguous(),
+            "has shape [5, 2]; dimension 1",
+        ),
+        ("num_drafts", lambda n: 6, "is 6; must be between 0 and 5"),
+        ("counters", lambda t: t[:5], "has shape [5]; dimension 0 must be 8, its"),
+        ("sampled_token_ids", lambda t: t.long(), "has dtype Long; must be Int"),
+        ("sampled_token_ids", lambda t: t[:, :0], "has shape [2, 0]; must have a"),
+        ("sampled_token_ids", lambda t: None, "and num_rejected given; must be"),
+        ("num_rejected", lambda t: int32([1, 1]), "given; must be exactly one"),
+        ("counters_to", lambda t: t.int(), "has dtype Int; must be Long"),
+        ("counters_to", lambda t: t[:5], "has shape [5]; must be [8], contiguous"),
+        (
+            "counters_to",
+            lambda t: every_second(t),
+            "has shape [8]; must be [8], contig",
+        ),
+        ("vocab_size", lambda n: 0, "is 0; must be at least 1"),
+    ],
+}
+# These two are named together.
+TOGETHER = {
+    "sampled_token_ids": "neither of sampled_token_ids",
+    "num_rejected": "both of sampled_token_ids and num_rejected",
+}
 
 
-@pytest.mark.parametrize(("op", "name", "change", "message"), SHAPES)
-def test_shapes_and_dtypes(device, op, name, change, message):
+@pytest.mark.parametrize(
+    ("op", "name", "change", "said"),
+    [(op, *case) for op, cases in SHAPES.items() for case in cases],
+)
+def test_shapes_and_dtypes(device, op, name, change, said):
     step = Step(device)
-    step.refuses(op, message, **{name: change(getattr(step, op)[name])})
+    about = TOGETHER.get(name, name) if "given" in said else name
+    changed = {name: change(getattr(step, op)[name])}
+    step.refuses(op, f"{about} {said}", **changed)
 
 
 ROWS = [
@@ -454,16 +363,8 @@ STAGE_NAMES = (
 )
 COMMIT_NAMES = (
     *("table", "runs", "block_table", "slot_mapping", "seats", "saved"),
-    *(
-        "sampled_token_ids",
-        "vocab_size",
-        "num_rejected",
-        "counters",
-        "num_reqs",
-        "entry_tokens",
-        "undoes",
-    ),
-    "counters_to",
+    *("sampled_token_ids", "vocab_size", "num_rejected", "counters", "num_reqs"),
+    *("entry_tokens", "undoes", "counters_to"),
 )
 UNSTAGE_NAMES = (
     *("block_table", "slot_mapping", "seats", "saved", "num_reqs", "entry_tokens"),
@@ -517,12 +418,7 @@ def test_the_good_arguments_of_shadow_pages_are_good(device):
     ]
 
 
-def every_second(tensor):
-    """The same values, not contiguous."""
-    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
-
-
-BOTH = ("stage", "commit_draft_layer")
+BOTH = STAGE, COMMIT = ("stage", "commit_draft_layer")
 ALL = (*BOTH, "unstage")
 SHADOW_SHAPES = [
     (BOTH, "table", lambda t: t.int()),
@@ -544,31 +440,31 @@ SHADOW_SHAPES = [
     (ALL, "seats", lambda t: t[None]),
     (ALL, "seats", lambda t: every_second(t)),
     (ALL, "entry_tokens", lambda n: 0),
-    (("stage",), "query_start_loc", lambda t: t.long()),
-    (("stage",), "query_start_loc", lambda t: t[:3]),
-    (("stage",), "query_start_loc", lambda t: every_second(t)),
-    (("stage",), "seq_lens", lambda t: t.long()),
-    (("stage",), "seq_lens", lambda t: t[:2]),
-    (("stage",), "seq_lens", lambda t: every_second(t)),
-    (("stage",), "cu_num_logits", lambda t: t.long()),
-    (("stage",), "cu_num_logits", lambda t: t[None]),
-    (("stage",), "cu_num_logits", lambda t: every_second(t)),
-    (("stage",), "span", lambda n: 0),
-    (("stage",), "step", lambda n: 0),
-    (("stage",), "step", lambda n: 1 << 31),
-    (("stage",), "first_entry", lambda n: -1),
+    (STAGE, "query_start_loc", lambda t: t.long()),
+    (STAGE, "query_start_loc", lambda t: t[:3]),
+    (STAGE, "query_start_loc", lambda t: every_second(t)),
+    (STAGE, "seq_lens", lambda t: t.long()),
+    (STAGE, "seq_lens", lambda t: t[:2]),
+    (STAGE, "seq_lens", lambda t: every_second(t)),
+    (STAGE, "cu_num_logits", lambda t: t.long()),
+    (STAGE, "cu_num_logits", lambda t: t[None]),
+    (STAGE, "cu_num_logits", lambda t: every_second(t)),
+    (STAGE, "span", lambda n: 0),
+    (STAGE, "step", lambda n: 0),
+    (STAGE, "step", lambda n: 1 << 31),
+    (STAGE, "first_entry", lambda n: -1),
     # Shadow entries among the real ones.
-    (("stage",), "first_entry", lambda n: n - 1),
-    (("commit_draft_layer",), "counters", lambda t: t[:6]),
-    (("commit_draft_layer",), "counters", lambda t: t.int()),
-    (("commit_draft_layer",), "counters_to", lambda t: t[:6]),
-    (("commit_draft_layer",), "counters_to", lambda t: t.int()),
-    (("commit_draft_layer",), "sampled_token_ids", lambda t: t.long()),
-    (("commit_draft_layer",), "sampled_token_ids", lambda t: t[:, :0]),
-    (("commit_draft_layer",), "sampled_token_ids", lambda t: t[:2]),
-    (("commit_draft_layer",), "sampled_token_ids", lambda t: None),
-    (("commit_draft_layer",), "num_rejected", lambda t: int32([1, 0, 1])),
-    (("commit_draft_layer",), "vocab_size", lambda n: 0),
+    (STAGE, "first_entry", lambda n: n - 1),
+    (COMMIT, "counters", lambda t: t[:6]),
+    (COMMIT, "counters", lambda t: t.int()),
+    (COMMIT, "counters_to", lambda t: t[:6]),
+    (COMMIT, "counters_to", lambda t: t.int()),
+    (COMMIT, "sampled_token_ids", lambda t: t.long()),
+    (COMMIT, "sampled_token_ids", lambda t: t[:, :0]),
+    (COMMIT, "sampled_token_ids", lambda t: t[:2]),
+    (COMMIT, "sampled_token_ids", lambda t: None),
+    (COMMIT, "num_rejected", lambda t: int32([1, 0, 1])),
+    (COMMIT, "vocab_size", lambda n: 0),
     (ALL[1:], "num_reqs", lambda n: -1),
     (ALL[1:], "num_reqs", lambda n: 5),
 ]
@@ -576,7 +472,11 @@ SHADOW_SHAPES = [
 
 @pytest.mark.parametrize(
     ("op", "name", "change"),
-    [(op, name, change) for of, name, change in SHADOW_SHAPES for op in of],
+    [
+        (op, name, change)
+        for ops_, name, change in SHADOW_SHAPES
+        for op in ((ops_,) if isinstance(ops_, str) else ops_)
+    ],
 )
 def test_shapes_and_dtypes_of_shadow_pages(device, op, name, change):
     calls = ShadowCalls(device)

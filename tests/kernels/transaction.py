@@ -77,10 +77,7 @@ def acceptance_arguments(
 
 
 def log(
-    tables: Tables,
-    log: Log,
-    metadata: tuple[Tensor, Tensor, Tensor],
-    num_drafts: int,
+    tables: Tables, log: Log, metadata: tuple[Tensor, Tensor, Tensor], num_drafts: int
 ) -> None:
     ops.log_cache_slots(
         tables.table,

@@ -233,11 +233,7 @@ class _Plan:
 
 
 def _make_layer(
-    plan: _Plan,
-    kind: str,
-    raw: torch.Tensor,
-    draw: random.Random,
-    protected: bool,
+    plan: _Plan, kind: str, raw: torch.Tensor, draw: random.Random, protected: bool
 ) -> Layer:
     num_blocks = plan.num_blocks
     slot_bytes = plan.page_bytes // plan.block_size

@@ -28,13 +28,13 @@ TAKE_BACK = "take back"  # request
 # valid token at all.
 PLAIN, PADDED, EMPTY = range(3)
 
-# Of a run: none; an op raises; vLLM's forward or sampler raises; NWOR switched off for
-# this step; begin not called; NWOR told to log all groups.
-NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT, INACTIVE = range(6)
-MISSED, STAGE_FAULT, COMMIT_FAULT, ALL_LOGGED = range(6, 10)
+# Of a run: none; an op raises; vLLM's forward or sampler raises; begin not called; NWOR
+# told to log all groups.
+NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT = range(5)
+MISSED, STAGE_FAULT, COMMIT_FAULT, ALL_LOGGED = range(5, 9)
 OP_FAULTS = (LOG_FAULT, RESTORE_FAULT, STAGE_FAULT, COMMIT_FAULT)
 FAULT_NAMES = (
-    *("none", "log op", "restore op", "forward", "sampler", "switched off"),
+    *("none", "log op", "restore op", "forward", "sampler"),
     *("begin missed", "stage op", "commit op", "all logged"),
 )
 
@@ -85,8 +85,8 @@ def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
     if kind == RUN:
         fault = NO_FAULT
         if draw.random() > 0.85:
-            faults = (*OP_FAULTS, LOG_FAULT, FORWARD_FAULT, SAMPLER_FAULT, MISSED)
-            fault = draw.choice((*range(1, len(FAULT_NAMES)), *faults))
+            faults = (*OP_FAULTS, LOG_FAULT, STAGE_FAULT, FORWARD_FAULT, SAMPLER_FAULT)
+            fault = draw.choice((*range(1, len(FAULT_NAMES)), *faults, MISSED))
         bound = draw.choice((0, 0, 0, 1, 3))
         return (
             draw.randrange(4),

@@ -48,13 +48,7 @@ import torch
 from tests.simulation import operations as ops
 from tests.simulation.blocks import Blocks, Broken, Request, condense
 from tests.simulation.faults import FaultyOps, Moment, Planted, TableRow
-from tests.simulation.memory import (
-    GUARD_BYTES,
-    Bytes,
-    Index,
-    Violation,
-    draw_cache,
-)
+from tests.simulation.memory import GUARD_BYTES, Bytes, Index, Violation, draw_cache
 from tests.simulation.operations import MAX_REQUESTS, Operation
 from tests.simulation.seats import Rule, Seat
 from tests.simulation.step import Rows, Step
@@ -444,7 +438,6 @@ class Simulator:
             begins,
         )
         self.batch = {}
-        self.manager.active = fault != ops.INACTIVE
         self.stages = fault != ops.ALL_LOGGED
         payload = np.frombuffer(self.payloads.bytes(step.index.size), np.uint8)
         is_missed = fault == ops.MISSED
@@ -493,7 +486,7 @@ class Simulator:
         is_dead = bool(reasons) and self.strict
         self.rule.start(True, True, step.begins)
         planted: Planted | None = None
-        if num_drafts and self.manager.active and not is_missed and not is_dead:
+        if num_drafts and not is_missed and not is_dead:
             found, planted = self._plan(step, num_drafts, fault, launch, moment)
             reasons += found
         if fault != ops.NO_FAULT and (planted or fault not in ops.OP_FAULTS):
@@ -909,8 +902,7 @@ class Simulator:
         self.fallbacks_told.update(found["fallbacks"])
         if self.fallbacks_told != self.fallbacks:
             raise Violation(
-                "fallbacks in the metrics",
-                f"{self.fallbacks_told} of {self.fallbacks}",
+                "fallbacks in the metrics", f"{self.fallbacks_told} of {self.fallbacks}"
             )
         if failed:
             return  # whether a failed commit's counts arrive is left open

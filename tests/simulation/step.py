@@ -15,12 +15,7 @@ from tests.simulation.blocks import Blocks, Request
 from tests.simulation.memory import Group, Index, Mask
 from tests.simulation.operations import EMPTY, MAX_DRAFTS, PADDED, PLAIN
 from vllm_nwor.metrics import Counted, Scheduled
-from vllm_nwor.window import (
-    Acceptance,
-    NumRejected,
-    SampledIds,
-    VerificationWindows,
-)
+from vllm_nwor.window import Acceptance, NumRejected, SampledIds, VerificationWindows
 
 VOCAB_SIZE = 5000
 PAD_SLOT = -1

@@ -31,12 +31,13 @@ from benchmarks import (
     models,
     prompts,
     report,
+    settings,
     summary,
     worker_extension,
 )
 from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import EngineFailed
-from benchmarks.runs import Drafts, NworDone, Run
+from benchmarks.runs import NworDone, Run
 
 import bench_kernels
 import bench_vllm
@@ -52,24 +53,16 @@ ARMS = [ab.UNHOOKED, NWOR]
 
 
 def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
-    done = NworDone(
-        windows=5,
-        staged=20,
-        committed=12,
-        rejected=8,
-        invalid_slots=0,
-        restored_bytes=800,
-        logged_bytes=2000,
-        begin_us=[10.0, 30.0],
-        commit_us=[5.0, 15.0],
-    )
+    counts = {"windows": 5, "staged": 20, "committed": 12, "rejected": 8}
+    counts |= {"invalid_slots": 0, "restored_bytes": 800, "logged_bytes": 2000}
+    drafts = {"windows": 5, "drafted": 20, "accepted": 12}
     return Run(
         outputs=[list(ids) for ids in tokens],
         seconds=seconds,
         latency_s=[seconds / 2, seconds],
         step_s=[seconds / 2, seconds / 2],
-        drafts=Drafts(5, 20, 12, [5, 4, 2, 1]),
-        nwor=done if active else None,
+        drafts=drafts | {"accepted_per_position": [5, 4, 2, 1]},
+        nwor=NworDone(counts, [10.0, 30.0], [5.0, 15.0]) if active else None,
     )
 
 
@@ -128,9 +121,6 @@ BAD_ARGUMENTS = r"""
     'compare')
 --batch-size 0
     --batch-size: '0' is not allowed; allowed values: whole numbers from 1 up
---num-speculative-tokens 4.5
-    --num-speculative-tokens: '4.5' is not allowed; allowed values: whole
-    numbers from 1 up
 --repeats 6
     --repeats: '6' is not allowed with --mode compare; allowed values: whole
     numbers from 7 up
@@ -155,23 +145,20 @@ BAD_ARGUMENTS = r"""
 --draft-model x/y
     --draft-model: 'x/y' is not allowed with --method ngram; allowed with:
     --method draft_model, eagle, eagle3, medusa, mlp_speculator
---prompts none.txt
-    --prompts: 'none.txt' is not allowed; allowed values: an existing file whose
-    name ends in .txt, .json or .jsonl
+--prompts none.json
+    --prompts: 'none.json' is not allowed; allowed values: an existing file whose
+    name ends in .json
 --json out.txt
     --json: 'out.txt' is not allowed; allowed values: a file name that ends in
     .json
 --mode off --plot a.png
     --plot: 'a.png' is not allowed with --mode off; allowed with: --mode compare
---hf-overrides '[1]'
-    --hf-overrides: '[1]' is not allowed; allowed values: a JSON object such as
-    '{"num_hidden_layers": 4}'
---max-model-len 100 --context 90
-    --max-model-len: '100' is not allowed with --context 90 and --max-tokens 64;
-    allowed values: whole numbers from 154 up
---gpu-memory-utilization 1.5
-    --gpu-memory-utilization: '1.5' is not allowed; allowed values: numbers
-    above 0 up to 1
+--engine-args '[1]'
+    --engine-args: '[1]' is not allowed; allowed values: a JSON object such as
+    '{"block_size": 32}'
+--pairs-until-ci 1.5
+    --pairs-until-ci: '1.5' is not allowed; allowed values: numbers above 0 up
+    to 1
 """
 
 
@@ -195,7 +182,7 @@ def test_bad_argument_is_one_sentence_and_status_2(
 
 
 def test_every_bad_argument_is_read() -> None:
-    assert len(bad_arguments()) == 17
+    assert len(bad_arguments()) == 15
 
 
 def test_models_that_are_not_there_are_named(tmp_path, monkeypatch):
@@ -226,23 +213,27 @@ def test_mission_command_is_understood():
 
 
 def test_prompt_files(tmp_path):
-    contents = {
-        "a.txt": "one\n\n\ntwo\nlines\n",
-        "a.json": '["one", "two\\nlines"]',
-        "a.jsonl": '{"prompt": "one"}\n\n{"prompt": "two\\nlines"}\n',
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_text(content)
-        assert prompts.read(tmp_path / name) == ["one", "two\nlines"]
-    for name, content, why in (
-        ("b.json", '["one", 2]', "prompt 2 of .* is 2"),
-        ("b.jsonl", '{"text": "one"}', "cannot be read as .jsonl"),
-        ("b.txt", "\n\n", "holds no prompts"),
+    path = tmp_path / "a.json"
+    path.write_text('["one", "two\\nlines"]')
+    assert prompts.read(path) == ["one", "two\nlines"]
+    for content, why in (
+        ('["one", 2]', "prompt 2 of .* is 2"),
+        ('["one",', "cannot be read"),
+        ("[]", "holds no prompts"),
     ):
-        (tmp_path / name).write_text(content)
+        path.write_text(content)
         with pytest.raises(BadArgument, match=why):
-            prompts.read(tmp_path / name)
+            prompts.read(path)
     assert len(prompts.read(None)) == 8
+
+
+def test_what_vllm_is_given_ends_with_what_was_asked(monkeypatch, tmp_path):
+    monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
+    more = '{"block_size": 32, "max_model_len": 999}'
+    options = parse(["--model", "shape:tiny", "--engine-args", more])
+    found = settings.engine_arguments(options, "cpu", *settings.find_models(options))
+    assert (found["block_size"], found["max_model_len"]) == (32, 999)
+    assert (found["load_format"], found["enforce_eager"]) == ("dummy", True)
 
 
 def test_requests_fill_whole_batches():
@@ -265,8 +256,6 @@ def test_interval_of_thirteen_values_is_the_known_one():
     found = intervals.median_interval([13, 7, 3, 1, 5, 2, 6, 4, 12, 8, 11, 9, 10])
     assert (found.low, found.median, found.high) == (4, 7, 10)
     assert found.reach == 3
-    assert found.overlaps(intervals.Interval(11, 10, 12))
-    assert not found.overlaps(intervals.Interval(11, 10.5, 12))
     constant = intervals.median_interval([2.5] * 7)
     assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
 
@@ -371,7 +360,7 @@ def test_order_is_abba_with_controls_between():
     off, on = ARMS
     assert counted == [off, on, off, off, on, off, off, off, off, on, off, off]
     assert [pair.name for pair in pairs] == ["nwor", "control"] * 3
-    first = [pair.planned.test_first for pair in pairs]
+    first = [pair.test_first for pair in pairs]
     assert first == [False, False, True, True, False, False]
 
 
@@ -387,7 +376,7 @@ def test_each_tested_arm_has_pairs_with_the_baseline():
     round_ = ["unhooked", "nwor", "unhooked", "stage", "unhooked", "unhooked"]
     turned = ["nwor", "unhooked", "stage", "unhooked", "unhooked", "unhooked"]
     assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
-    found = summary.comparison(pairs, None)
+    found = summary.comparison(pairs, "unhooked", None)
     assert summary.tested({"summary": found}) == ["nwor", "stage"]
     medians = {name: one["median"] for name, one in found["ratio"].items()}
     assert medians == {"nwor": 0.5, "stage": 0.25, "control": 1.0}
@@ -395,20 +384,6 @@ def test_each_tested_arm_has_pairs_with_the_baseline():
     assert found["speed"]["unhooked"]["num_runs"] == 4
     assert list(found["nwor"]) == ["nwor", "stage"]
     assert found["num_pairs"] == 2
-
-
-def test_ratio_is_test_over_reference_in_either_order():
-    """nwor takes 2 s and off 1 s; then in control pairs the second run takes 4 s."""
-
-    def ratios(run: Callable[[ab.Arm], Run]) -> list[float]:
-        pairs = ab.compare(run, ARMS, 2, None, 60, lambda what: None)
-        return [pair.ratio for pair in pairs]
-
-    found = ratios(lambda arm: make_run(arm.hooked, 2.0 if arm.hooked else 1.0))
-    assert found == [0.5, 1.0, 0.5, 1.0]
-    seconds = iter([1.0] * 2 + [1.0, 1.0, 1.0, 4.0] * 2)
-    found = ratios(lambda arm: make_run(arm.hooked, next(seconds)))
-    assert found == [1.0, 0.25, 1.0, 4.0]
 
 
 @pytest.mark.parametrize(("noise", "num_pairs"), [(0.0, 7), (0.5, 12)])
@@ -423,7 +398,7 @@ def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
         lambda what: None,
     )
     assert len(pairs) == 2 * num_pairs
-    found = summary.comparison(pairs, 0.005)
+    found = summary.comparison(pairs, "unhooked", 0.005)
     assert found["until_reached"] is (num_pairs == 7)
 
 
@@ -483,6 +458,7 @@ def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
         "reference": [3.5, 7.0, 3.5, 7.0, 3.5, 7.0, 3.5],
         "test": [7.0, 3.5, 7.0, 3.5, 7.0, 3.5, 7.0],
     }
+    assert result["samples"]["control"]["ratio"] == [0.5, 2.0] * 3 + [0.5]
     assert (result["schema"], result["baseline"]) == (3, "unhooked")
     found = result["summary"]
     assert found["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
@@ -611,39 +587,14 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
     assert summary.own_process(result) is None
 
 
-def test_kernel_results_are_rendered(capsys, tmp_path):
-    case = {
-        "layout": "nhd",
-        "bytes": 1 << 20,
-        "num_drafts": 4,
-        "num_layers": 32,
-        **bench_kernels.statistics_of(
-            {
-                "copy": [1e-3, 2e-3, 2e-3],
-                "log": [4e-3, 4e-3, 4e-3],
-                "restore": [2e-3, 2e-3, 2e-3],
-            },
-            num_bytes=1 << 20,
-        ),
-    }
-    env = {"date": "2026-01-01", "cpu": "some CPU", "cores": 2}
-    found = {
-        "kind": "bench_kernels",
-        "command": "python bench_kernels.py",
-        "environment": env,
-        "results": [case],
-    }
-    files.write_json(tmp_path / "k.json", found)
-    readme = tmp_path / "README.md"
-    arguments = ["--readme", str(readme), "--results", str(tmp_path)]
-    readme.write_text("<!-- results: k.json kernels -->\n<!-- /results -->\n")
-    assert render.main(arguments) == 0
-    # 2 MiB in 2 ms are 1.05 GB/s; the log takes twice as long in the median sample.
-    row = "| nhd | 1 024 | 4 | 32 | 1.0 | 0.5 (0.50) | 1.0 (1.00) |"
-    assert row in readme.read_text()
-    readme.write_text("<!-- results: k.json all -->\n<!-- /results -->\n")
-    assert render.main(arguments) == 2
-    assert "k.json is not a file of kind bench_vllm" in capsys.readouterr().err
+def test_rates_of_kernels_are_beside_the_copys():
+    """2 MiB in 2 ms are 1.05 GB/s; the log takes twice as long in the median sample."""
+    times = {"copy": [1e-3, 2e-3, 2e-3], "log": [4e-3] * 3, "restore": [2e-3] * 3}
+    found = bench_kernels.statistics_of(times, num_bytes=1 << 20)
+    rates = {"copy": 1.048576, "log": 0.524288, "restore": 1.048576}
+    assert found["gb_per_s"] == pytest.approx(rates)
+    assert found["log_of_copy"] == pytest.approx([0.5, 0.3, 0.5])
+    assert found["restore_of_copy"] == pytest.approx([1.0, 0.6, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -685,52 +636,41 @@ def test_histogram_joins_equal_neighbours():
     ]
 
 
-# --- the worker extension
+# --- the worker extension, beside what tests/integration/test_stats_inprocess.py shows
 
 
-class Worker(worker_extension.NworWorkerExtension):
+def worker_of(manager, infos=()) -> worker_extension.NworWorkerExtension:
     """The extension on a runner of plain objects."""
-
-    def __init__(self, state) -> None:
-        group = types.SimpleNamespace(
-            kv_cache_spec=types.SimpleNamespace(block_size=16)
-        )
-        self.model_runner = types.SimpleNamespace(
-            kv_cache_config=types.SimpleNamespace(
-                num_blocks=64, kv_cache_groups=[group]
-            ),
-            nwor_state=state,
-        )
+    worker = worker_extension.NworWorkerExtension()
+    spec = types.SimpleNamespace(block_size=16)
+    group = types.SimpleNamespace(kv_cache_spec=spec)
+    worker.model_runner = types.SimpleNamespace(
+        kv_cache_config=types.SimpleNamespace(num_blocks=64, kv_cache_groups=[group]),
+        nwor_state=types.SimpleNamespace(manager=manager, infos=infos),
+    )
+    return worker
 
 
-def test_extension_without_a_manager():
-    worker = Worker(None)
+def test_extension_where_nwor_was_refused():
+    worker = worker_of(None, [GroupInfo(0, "cow", "off", "unknown layout")])
     assert worker.nwor_set_hooked(True) is False
-    report_ = worker.nwor_report()
-    assert (report_["kv_blocks"], report_["kv_block_tokens"]) == (64, [16])
-    assert report_["present"] is False
-    assert report_["state"] == ""
-    assert report_["groups"] == []
-    refused = GroupInfo(0, "cow", "off", "unknown layout")
-    worker = Worker(types.SimpleNamespace(manager=None, infos=[refused]))
-    assert worker.nwor_report()["groups"][0]["reason"] == "unknown layout"
+    found = worker.nwor_report()
+    assert (found["kv_blocks"], found["kv_block_tokens"]) == (64, [16])
+    assert (found["present"], found["state"]) == (False, "")
+    assert found["groups"][0]["reason"] == "unknown layout"
 
 
 @pytest.fixture
-def worker() -> Worker:
-    """A worker with a manager of plain numbers, which notes what it is called for."""
+def worker(monkeypatch):
+    """A worker with a manager of plain numbers, which notes what it is called for;
+    nothing is hooked."""
     calls: list[str] = []
-
-    def commit(acceptance: str) -> bool:
-        calls.append(acceptance)
-        return True
-
     manager = types.SimpleNamespace(
         calls=calls,
         is_open=False,
         stage=calls.append,
         begin=calls.append,
-        commit=commit,
+        commit=lambda acceptance: calls.append(acceptance) is None,
         start_step=lambda: calls.append("start_step"),
         counters=torch.tensor([[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]),
         log_bytes_per_draft=75,
@@ -738,107 +678,62 @@ def worker() -> Worker:
         fallbacks={"stale_log": 1},
         state=State.FAILED,
     )
-    return Worker(types.SimpleNamespace(manager=manager, infos=[]))
-
-
-@pytest.fixture
-def hooks(monkeypatch) -> list[str]:
-    """What of hooks._wrap was called; nothing is hooked."""
-    called: list[str] = []
     for name in ("unhook", "rehook"):
-        monkeypatch.setattr(_wrap, name, functools.partial(called.append, name))
-    return called
+        noted = functools.partial(calls.append, name)
+        monkeypatch.setattr(_wrap, name, noted)
+    return worker_of(manager)
 
 
-def test_extension_switches_hooks_and_keeps_host_times(worker, hooks):
-    manager = worker.model_runner.nwor_state.manager
-    assert worker.nwor_set_hooked(False) is False
-    assert (hooks, worker.nwor_host_times) == (["unhook"], None)
-    assert manager.begin == manager.stage  # as it was made
-    assert worker.nwor_set_hooked(True) is True
-    times = worker.nwor_host_times
-    assert worker.nwor_set_hooked(True) is True
-    assert hooks == ["unhook", "rehook", "rehook"]
-    # A step that was not hooked was a step all the same.
-    assert manager.calls == ["start_step"] * 2
-    assert times is worker.nwor_host_times is not None
-
-
-def test_host_times_have_one_begin_for_stage_and_begin(worker, hooks, monkeypatch):
-    """And none for what protected nothing."""
+def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
+    """And none for what protected nothing; what was reported is forgotten."""
     manager = worker.model_runner.nwor_state.manager
     # Around stage, begin and commit, the last of which has no end if none is open.
-    ticks = itertools.accumulate([0, 100, 1, 10, 1, *(0, 100, 1, 10, 1, 1000)])
+    ticks = itertools.accumulate([0, 100, 1, 10, 1, *(0, 100, 1, 10, 1, 1000, 0, 0)])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
-    worker.nwor_set_hooked(True)
+    assert worker.nwor_set_hooked(False) is False
+    for _ in range(2):
+        assert worker.nwor_set_hooked(True) is True
     for manager.is_open in (False, True):
-        manager.stage("windows")
-        manager.begin("windows")
-        assert manager.commit("acceptance") is True
-
+        manager.stage("stage")
+        manager.begin("begin")
+        assert manager.commit("commit") is True
+    worker.nwor_set_stages(False)
+    manager.stage("not staged")
+    # A step that was not hooked was a step all the same.
+    hooked = ["start_step", "rehook"] * 2
+    assert manager.calls == ["unhook", *hooked, *["stage", "begin", "commit"] * 2]
     found = worker.nwor_report()
     assert (found["begin_ns"], found["commit_ns"]) == ([110], [1000])
+    assert worker.nwor_report()["begin_ns"] == []
+    assert found["counters"] == {
+        **{"windows": 2, "staged": 6, "committed": 4, "rejected": 2},
+        **{"restored_bytes": 150, "invalid_slots": 1},
+        **{"shadow_copied_bytes": 10, "committed_bytes": 10},
+    }
+    assert (found["fallbacks"], found["state"]) == ({"stale_log": 1}, "failed")
 
 
-def test_host_times_of_a_step_that_is_all_staged(worker, hooks, monkeypatch):
+def test_host_times_of_a_step_that_is_all_staged(worker, monkeypatch):
     ticks = itertools.accumulate([0, 100])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     manager = worker.model_runner.nwor_state.manager
     manager.stage = lambda windows: True
     worker.nwor_set_hooked(True)
-
     assert manager.stage("windows") is True
-
     assert worker.nwor_report()["begin_ns"] == [100]
 
 
-@pytest.mark.parametrize("stages", [True, False])
-def test_extension_switches_shadow_pages(worker, hooks, stages):
-    manager = worker.model_runner.nwor_state.manager
-    worker.nwor_set_hooked(True)
-    worker.nwor_set_stages(False)
-    worker.nwor_set_stages(stages)
-    manager.stage("staged")
-    manager.begin("begun")
-    assert manager.calls == ["start_step"] + ["staged"] * stages + ["begun"]
-
-
 @pytest.mark.parametrize("hooked", [False, True])
-def test_extension_switches_nothing_in_the_middle_of_a_step(worker, hooks, hooked):
+def test_extension_switches_nothing_in_the_middle_of_a_step(worker, hooked):
     worker.model_runner.execute_model_state = object()
     with pytest.raises(RuntimeError, match=r"in the middle of a step; .* in flight"):
         worker.nwor_set_hooked(hooked)
-    assert hooks == []
+    assert worker.model_runner.nwor_state.manager.calls == []
 
 
-def test_extension_reports_and_forgets_host_times(worker, hooks):
-    worker.nwor_set_hooked(True)
-    worker.nwor_host_times.begin_ns.append(1500)
-    found = worker.nwor_report()
-    assert found["counters"] == {
-        "windows": 2,
-        "staged": 6,
-        "committed": 4,
-        "rejected": 2,
-        "restored_bytes": 150,
-        "invalid_slots": 1,
-        "shadow_copied_bytes": 10,
-        "committed_bytes": 10,
-    }
-    assert found["begin_ns"] == [1500]
-    assert found["fallbacks"] == {"stale_log": 1}
-    assert found["state"] == "failed"
-    assert worker.nwor_report()["begin_ns"] == []
-
-
-def test_extension_reseeds_every_generator():
-    worker = Worker(None)
-
+def test_extension_reseeds_every_generator(worker):
     def draw() -> tuple[float, float, float]:
+        worker.nwor_reseed(5)
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    worker.nwor_reseed(5)
-    first = draw()
-    assert draw() != first
-    worker.nwor_reseed(5)
-    assert draw() == first
+    assert draw() == draw()

@@ -16,19 +16,13 @@ from vllm_nwor.config import (
 )
 
 
-def test_an_empty_environment_means_off_with_metrics():
-    config = NworConfig.from_env({})
+@pytest.mark.parametrize("empty", [{}, {"VLLM_NWOR_MODE": "", "VLLM_NWOR_AUDIT": ""}])
+def test_an_empty_environment_means_off_with_metrics(empty):
+    config = NworConfig.from_env(empty)
 
     assert config == NworConfig(Mode.OFF, True, Strict.NEVER, False, None, None)
-    assert (config.audit, config.audit_mib, config.audit_file) == (
-        AuditMode.OFF,
-        32,
-        "",
-    )
-
-
-def test_an_empty_mode_means_off():
-    assert NworConfig.from_env({"VLLM_NWOR_MODE": ""}).mode is Mode.OFF
+    audit = (config.audit, config.audit_mib, config.audit_file)
+    assert audit == (AuditMode.OFF, 32, "")
 
 
 def test_every_variable_is_read():
@@ -59,10 +53,6 @@ def test_every_variable_is_read():
     )
 
 
-def test_an_empty_audit_means_off():
-    assert NworConfig.from_env({"VLLM_NWOR_AUDIT": ""}).audit is AuditMode.OFF
-
-
 def test_no_shadow_blocks_is_not_the_default_number_of_them():
     numbers = [
         NworConfig.from_env({"VLLM_NWOR_SHADOW_BLOCKS": value}).max_shadow_blocks
@@ -82,6 +72,11 @@ def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
     assert (config.strict, config.strict_steps) == (startup, steps)
 
 
+ROWS = "empty (no cap) or a whole number of rows, at least 1"
+BLOCKS = "empty (5 % of the blocks) or a whole number of KV blocks, at least 0"
+MIB = "empty (32) or a whole number of MiB a step, at least 0"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
@@ -92,37 +87,10 @@ def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
         ("VLLM_NWOR_STRICT", "", "0, 1, always"),
         ("VLLM_NWOR_STRICT", "true", "0, 1, always"),
         ("VLLM_NWOR_DEBUG_SYNC", "2", "0, 1"),
-        (
-            "VLLM_NWOR_MAX_LOG_ROWS",
-            "0",
-            "empty (no cap) or a whole number of rows, at least 1",
-        ),
-        (
-            "VLLM_NWOR_MAX_LOG_ROWS",
-            "-5",
-            "empty (no cap) or a whole number of rows, at least 1",
-        ),
-        (
-            "VLLM_NWOR_MAX_LOG_ROWS",
-            "1e3",
-            "empty (no cap) or a whole number of rows, at least 1",
-        ),
+        *(("VLLM_NWOR_MAX_LOG_ROWS", value, ROWS) for value in ("0", "-5", "1e3")),
+        *(("VLLM_NWOR_SHADOW_BLOCKS", value, BLOCKS) for value in ("-1", "5%")),
         ("VLLM_NWOR_AUDIT", "on", "off, log, raise"),
-        (
-            "VLLM_NWOR_AUDIT_MIB",
-            "1.5",
-            "empty (32) or a whole number of MiB a step, at least 0",
-        ),
-        (
-            "VLLM_NWOR_SHADOW_BLOCKS",
-            "-1",
-            "empty (5 % of the blocks) or a whole number of KV blocks, at least 0",
-        ),
-        (
-            "VLLM_NWOR_SHADOW_BLOCKS",
-            "5%",
-            "empty (5 % of the blocks) or a whole number of KV blocks, at least 0",
-        ),
+        ("VLLM_NWOR_AUDIT_MIB", "1.5", MIB),
     ],
 )
 def test_a_bad_value_names_variable_value_and_allowed_ones(name, value, allowed):

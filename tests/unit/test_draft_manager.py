@@ -252,16 +252,6 @@ def test_a_missed_begin_raises_where_steps_are_strict():
         manager.end_unlogged(3)
 
 
-def test_an_idle_begin_is_not_a_missed_one():
-    manager = manager_of([(0, layers())])
-    manager.active = False
-
-    manager.begin(windows())
-    manager.end_unlogged(3)
-
-    assert not manager.fallbacks
-
-
 def test_a_begin_after_a_failed_commit_starts_anew():
     cache_layers = layers()
     manager = manager_of([(0, cache_layers)], ops=FailingOps(restore_call=1))
@@ -417,16 +407,6 @@ def test_a_step_without_drafts_leaves_no_log():
 
     assert manager.state is State.IDLE
     assert counting.calls["log"] == 0
-
-
-def test_an_inactive_manager_does_nothing():
-    manager = manager_of([(0, layers())])
-    manager.active = False
-
-    manager.begin(windows())
-
-    assert manager.state is State.IDLE
-    assert not manager.fallbacks
 
 
 @pytest.mark.parametrize("call", [1, 2])
@@ -816,11 +796,9 @@ class TestShadowPages:
         assert manager.fallbacks == {"stale_log": 1}
         assert manager.state is State.IDLE
 
-    def test_nothing_is_staged_without_drafts_or_while_inactive(self):
+    def test_nothing_is_staged_without_drafts(self):
         manager, step = self.manager(), staged_windows()
         manager.stage(step._replace(num_drafts=0))
-        manager.active = False
-        manager.stage(step)
 
         assert manager.state is State.IDLE
         assert tables_of(step) == [VANILLA_TABLES]
@@ -984,15 +962,6 @@ class TestReport:
         slot_bytes = 3 * HEADS * DIM
         assert first == ((2, 3, 2, 1, slot_bytes, 0, 0, 0), {}, self.infos)
         assert second == ((2, 3, 0, 3, 3 * slot_bytes, 0, 0, 0),)
-
-    def test_a_step_that_nobody_reads_is_not_counted_in_the_next(self):
-        manager = manager_of([(0, layers())])
-        report = Report(self.infos, manager)
-        self.step(manager, report, 2, 1)
-
-        payload = self.step(manager, report, 2, 1)
-
-        assert payload.read()[0][1] == 3
 
     def test_a_step_without_windows_says_nothing(self):
         report = Report(self.infos, manager_of([(0, layers())]))

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.arguments import parse
-from benchmarks.runs import Drafts, NworDone, Run
+from benchmarks.runs import NworDone, Run
 
 from tests.gpu import (
     compare,
@@ -112,11 +112,12 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
             return dict.fromkeys((*names, "log_bytes", "fallbacks"), 1)
 
         def run(self, arm: Any) -> Run:
-            nothing = Drafts(1, 4, 2, [1, 1, 0, 0])
-            done = NworDone(1, 4, 2, 2, 0, 8, 16, [5.0], [4.0]) if arm.hooked else None
+            drafts: dict[str, Any] = {"windows": 1, "drafted": 4, "accepted": 2}
+            drafts["accepted_per_position"] = [1, 1, 0, 0]
+            done = NworDone({"staged": 4}, [5.0], [4.0]) if arm.hooked else None
             outputs = [[1, 2]] * self.options.batch_size
             times = [0.01] * self.options.batch_size
-            return Run(outputs, 0.01, times, [0.01], nothing, done)
+            return Run(outputs, 0.01, times, [0.01], drafts, done)
 
     monkeypatch.setattr(bench, "Engine", FakeEngine)
     monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)

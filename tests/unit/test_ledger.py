@@ -76,9 +76,7 @@ def test_the_audits_wrappers_lie_over_the_others():
 def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
     installed = []
     monkeypatch.setattr(
-        runner,
-        "install_all",
-        lambda host, wrappers: installed.extend(wrappers),
+        runner, "install_all", lambda host, wrappers: installed.extend(wrappers)
     )
 
     hooks.install(import_module(module))

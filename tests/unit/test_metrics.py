@@ -33,13 +33,7 @@ from vllm.v1.outputs import (
 import vllm_nwor.metrics as metrics
 from vllm_nwor.hooks import stats
 from vllm_nwor.hooks._wrap import HostMismatch
-from vllm_nwor.metrics import (
-    COUNTERS,
-    Counted,
-    GroupInfo,
-    NworPrometheus,
-    NworStats,
-)
+from vllm_nwor.metrics import COUNTERS, Counted, GroupInfo, NworPrometheus, NworStats
 from vllm_nwor.report import StepPayload
 
 BONUS = 7
@@ -379,8 +373,7 @@ def scheduler_module():
                     del ids[1:]
                 outputs.append(rid)
             found = SimpleNamespace(
-                kv_connector_stats=self.connector_stats,
-                spec_decoding_stats=spec_stats,
+                kv_connector_stats=self.connector_stats, spec_decoding_stats=spec_stats
             )
             self.change_stats(found)
             found = found if self.log_stats else None

@@ -353,10 +353,7 @@ done = subprocess.run(doctor, capture_output=True, text=True)
 print(done.returncode, done.stderr)
 print(*(line for line in done.stdout.splitlines() if line[0] == "!"), sep="\\n")
 """
-NO_TORCH = [
-    "! torch      not installed",
-    "! library    No module named 'torch'",
-]
+NO_TORCH = ["! torch      not installed", "! library    No module named 'torch'"]
 
 
 def test_the_doctor_where_vllm_is_absent_or_broken(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The views of GPU results: what a row is made of, and that a difference shows."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -86,196 +87,38 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     ]
 
 
-def test_a_cell_has_a_line_for_each_tested_arm_with_its_baseline_and_verdict():
-    control = {"median": 1.0, "low": 0.999, "high": 1.001}
-    host = {"begin_us_median": 12.0, "commit_us_median": 11.0}
-    result = {
-        "mode": "compare",
-        "baseline": "unhooked",
-        "model": "shape:llama-8b",
-        "arguments": {
-            "method": "eagle",
-            "num_speculative_tokens": 4,
-            "batch_size": 16,
-            "context": 256,
-        },
-        "engine": {"log_bytes": 2**25},
-        "environment": {
-            "date": "2026-01-02 03:04 UTC",
-            "gpu": "NVIDIA H100 80GB HBM3",
-            "commit": "abcdef0123",
-            "variables": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
-        },
-        "summary": {
-            "ratio": {
-                "cow": {"median": 0.998, "low": 0.995, "high": 1.02},
-                "stage": {"median": 0.998, "low": 0.98, "high": 1.02},
-                "control": control,
-            },
-            "num_pairs": 9,
-            "until_reached": False,
-            "acceptance": {"accepted": 7, "drafted": 10},
-            "nwor": {"cow": {"host": host}, "stage": {"host": None}},
-        },
-    }
+def test_what_the_documents_show_is_what_the_views_make_of_the_files(capsys):
+    """All of VIEWS, over the committed files: their rows, verdicts and order."""
+    assert render.main(["--check"]) == 0
+    shown = "".join(path.read_text() for path in render.READMES)
+    views_shown = {what.split()[-1] for _, what, _ in render.BLOCK.findall(shown)}
+    assert views_shown == set(render.VIEWS)
 
-    text = views.cells([result])
 
-    assert len(text.splitlines()) == 2 + 2
-    row = last_row(text.rsplit("\n", 1)[0])
-    assert row == [
-        *("shape:llama-8b, H100", "eagle, 4", "V2", "16", "256", "0.70", "32 MiB"),
-        *("cow", "unhooked", "0.9980 (0.9950 to 1.0200)"),
-        *("1.0000 (0.9990 to 1.0010)", "met", "9, too few", "23.0 us"),
-        *("2026-01-02 03:04", "abcdef01"),
-    ]
-    row = last_row(text)
-    assert (row[7], row[11], row[13]) == ("stage", "**missed**", "none")
-    result["summary"]["until_reached"] = True
-    result["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] = "0"
-    control["low"] = 0.99
-    row = last_row(views.cells([result]))
-    assert (row[2], row[11], row[12]) == ("V2, no metrics", "not resolved", "9")
-    lines = views.cells([result | {"baseline": "hooks idle"}, result]).splitlines()
-    assert [last_row(line)[8] for line in lines[2:]] == [
-        *("unhooked", "unhooked", "hooks idle", "hooks idle"),
-    ]
+def test_a_file_of_another_kind_or_mode_is_refused():
+    with pytest.raises(views.BadBlock, match="not a file of kind gpu_engines"):
+        render.load(ROOT / "results" / "bench_cpu.json", kind="gpu_engines")
     with pytest.raises(views.BadBlock, match="needs mode compare, not cow"):
         views.cells([{"mode": "cow"}])
 
 
-def test_memory_has_a_line_for_each_engine_not_for_each_batch_size():
-    def result(start, **more):
-        return {
-            "baseline": "unhooked",
-            "arguments": {
-                "runner": "v2",
-                "num_speculative_tokens": 4,
-                "max_num_seqs": 1024,
-                "context": 256,
-            },
-            "engine": {"log_bytes": 2**28, "start_s": start, "kv_blocks": 1234},
-            "environment": {"gpu": "NVIDIA H200"},
-            "summary": {"speed": {"unhooked": {"tokens_per_second": 100.0}}},
-            **more,
-        }
-
-    def off(kv_blocks):
-        return {"true_off": {"kv_blocks": kv_blocks, "samples": [100.0, 80.0, 125.0]}}
-
-    text = views.blocks(
-        [
-            *(result(70.2, **off(None)), result(70.2)),
-            *(result(14.1), result(14.1, **off(1250))),
-            result(15.0),
-        ]
-    )
-
-    assert len(text.splitlines()) == 2 + 3
-    lines = text.splitlines()
-    engine = ("H200", "v2, k = 4", "1 024", "256", "256 MiB")
-    own = "1.0000 (0.8000 to 1.2500)"
-    assert last_row(lines[2]) == [
-        *engine,
-        "70 s",
-        "1 234",
-        "not compared",
-        "unhooked",
-        own,
-    ]
-    assert last_row(lines[3]) == [*engine, "14 s", "1 234", "1 250", "unhooked", own]
-    assert last_row(lines[4]) == [
-        *engine,
-        "15 s",
-        "1 234",
-        "not run",
-        "unhooked",
-        "not run",
-    ]
-
-
-def test_a_sleeping_engine_has_a_line_for_each_phase():
-    counts = {"windows": 3, "staged": 12, "committed": 5, "rejected": 7}
-    phase = {
-        "pools": {"counters": None, "group 0 undo log": "kv_cache"},
-        "rows": {"batch 8": counts, "prefix caching": counts},
-    }
-    entry = {
-        "cow": {"phases": {"awake": phase, "level 1": phase}},
-        "environment": {"date": "2026-01-02 03:04 UTC", "commit": "abcdef0123"},
-    }
-
-    text = views.sleep({"entries": {"one": entry}})
-
-    assert len(text.splitlines()) == 2 + 2
-    assert last_row(text) == [
-        *("one", "cow", "level 1", "6", "24", "10", "14", "1"),
-        *("2026-01-02 03:04", "abcdef01"),
-    ]
-
-
-def test_a_file_of_another_kind_is_refused():
-    results = render.ROOT / "results"
-
-    with pytest.raises(views.BadBlock, match="not a file of kind gpu_engines"):
-        render.load(results / "bench_cpu.json", kind="gpu_engines")
-
-
-def test_host_times_name_their_cell_and_kind():
-    spent = {"median_us": 20.04, "steps": 160}
-    result = {
-        "cell": "v2",
-        "batch_size": 16,
-        "command": "python tools/gpu/host_profile.py v2",
-        "environment": {
-            "date": "today",
-            "gpu": "NVIDIA H200",
-            "cpu": "a CPU",
-            "commit": "abcdef0123",
-        },
-        "host": {"prepared": {"begin": spent, "commit": spent, "both": spent}},
-    }
-
-    text = views.host([result])
-
-    assert "NVIDIA H200, a CPU; batch 16; commit abcdef01." in text
-    assert "hook" not in text
-    hook = {"median_us": 3.04, "us_a_step": 6.08, "calls": 320}
-    with_hooks = views.host([result | {"hooks": {"Runner.step": hook}}])
-    assert last_row(with_hooks) == ["v2, H200", "Runner.step", "3.0 us", "6.1 us"]
-    assert last_row(text) == ["v2, H200", "prepared", *["20.0 us"] * 3, "160"]
-
-
 def test_extremes_are_chosen_by_the_median_ratio():
-    def result(batch, **medians):
-        control = {"median": 1.0, "low": 0.999, "high": 1.001}
+    path = next((ROOT / "results").glob("bench_gpu_*.json"))
+    result = json.loads(path.read_text())
+
+    def of(batch, **medians):
+        changed = copy.deepcopy(result)
+        changed["arguments"]["batch_size"] = batch
+        found = changed["summary"]
+        control = found["ratio"]["control"]
         ratio = {name: control | {"median": one} for name, one in medians.items()}
-        return {
-            "mode": "compare",
-            "baseline": "unhooked",
-            "model": "m",
-            "arguments": {
-                "method": "eagle",
-                "num_speculative_tokens": 4,
-                "batch_size": batch,
-                "context": 256,
-            },
-            "engine": {"log_bytes": 0},
-            "environment": {"date": "d", "gpu": "G1", "commit": "c", "variables": {}},
-            "summary": {
-                "ratio": {**ratio, "control": control},
-                "num_pairs": 9,
-                "until_reached": True,
-                "acceptance": {"accepted": 7, "drafted": 10},
-                "nwor": {name: {"host": None} for name in medians},
-            },
-        }
+        found["ratio"] = {**ratio, "control": control}
+        found["nwor"] = {name: {"host": None} for name in medians}
+        return changed
 
     results = [
-        result(1, cow=0.99, stage=0.7),
-        result(2, cow=0.97),
-        result(3, cow=0.98),
-        result(4, cow=0.96),
+        *(of(1, cow=0.99, stage=0.7), of(2, cow=0.97)),
+        *(of(3, cow=0.98), of(4, cow=0.96)),
     ]
     rows = views.extremes(results).splitlines()[2:]
     found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -284,9 +127,7 @@ def test_extremes_are_chosen_by_the_median_ratio():
         ("cow, best of 4", "1", "0.9900"),
         ("cow, median", "2", "0.9700"),
         ("cow, worst", "4", "0.9600"),
-        ("stage, best of 1", "1", "0.7000"),
-        ("stage, median", "1", "0.7000"),
-        ("stage, worst", "1", "0.7000"),
+        *((f"stage, {one}", "1", "0.7000") for one in ("best of 1", "median", "worst")),
     ]
 
 

@@ -11,24 +11,18 @@ there, 1 it could not be had. `make deps` and .ci/run call it, no test does: as 
 may update apt's lists.
 
 A server started here listens on loopback, scrapes one target and keeps its data in a
-folder that the caller gives.
+folder that the caller gives. Until then, the system's Python will do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,46 +74,27 @@ def fetch() -> None:
             )
     target = _unpacked()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.parent / ".prometheus.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-            _download(Path(temporary))
-            (package,) = Path(temporary).glob("*.deb")
-            unpacked = Path(temporary) / "unpacked"
-            _run(["dpkg", "-x", str(package), str(unpacked)], temporary)
-            shutil.rmtree(target, ignore_errors=True)
-            unpacked.rename(target)
+    download = ["apt-get", "download", "-q", PACKAGE]
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        try:
+            _run(download, temporary)
+        except PrometheusError:
+            # A fresh machine has no lists yet, and only root can make them.
+            if os.geteuid() != 0:
+                raise
+            _run(["apt-get", "update", "-q"], temporary)
+            _run(download, temporary)
+        (package,) = Path(temporary).glob("*.deb")
+        unpacked = Path(temporary) / "unpacked"
+        _run(["dpkg", "-x", str(package), str(unpacked)], temporary)
+        shutil.rmtree(target, ignore_errors=True)
+        unpacked.rename(target)
 
 
-def _download(folder: Path) -> None:
-    """Has apt put the package's file into `folder`; a fresh machine has no lists yet,
-    and only root can make them."""
-    command = ["apt-get", "download", "-q", PACKAGE]
-    try:
-        _run(command, folder)
-    except PrometheusError:
-        if os.geteuid() != 0:
-            raise
-        _run(["apt-get", "update", "-q"], folder)
-        _run(command, folder)
-
-
-def _run(command: Sequence[str], folder: Path | str) -> None:
+def _run(command: Sequence[str], folder: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise PrometheusError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-
-
-def configuration(target: str, interval_seconds: int, rules: Sequence[Path]) -> str:
-    """prometheus.yml (YAML is a superset of JSON) for one target, "host:port"."""
-    interval = f"{interval_seconds}s"
-    job = {"job_name": "vllm", "static_configs": [{"targets": [target]}]}
-    content = {
-        "global": {"scrape_interval": interval, "evaluation_interval": interval},
-        "scrape_configs": [job],
-        "rule_files": [str(path) for path in rules],
-    }
-    return json.dumps(content, indent=1)
 
 
 class Prometheus:
@@ -131,9 +106,9 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The instant vector of `expression` now: {"metric": labels, "value": [s, v]}.
 
-        Raises PrometheusError if it is not PromQL or gives something else.
+        Raises PrometheusError if it is not PromQL.
         """
-        return self._result("query", "vector", query=expression)
+        return self._get("query", query=expression)["result"]
 
     def query_range(
         self, expression: str, start: float, end: float, step: int
@@ -141,36 +116,27 @@ class Prometheus:
         """Its series from start to end (seconds since 1970), a value each `step`
         seconds: {"metric": labels, "values": [[s, v], ...]}."""
         times = {"start": start, "end": end, "step": step}
-        return self._result("query_range", "matrix", query=expression, **times)
+        return self._get("query_range", query=expression, **times)["result"]
 
     def rules(self) -> list[dict[str, Any]]:
         """The loaded rules: name, health, state, lastError, evaluationTime."""
         groups = self._get("rules")["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
-    def _result(self, what: str, kind: str, **values: Any) -> list[dict[str, Any]]:
-        data = self._get(what, **values)
-        if data["resultType"] != kind:
-            raise PrometheusError(
-                f"{values['query']!r} gives a {data['resultType']}, not a {kind}"
-            )
-        result: list[dict[str, Any]] = data["result"]
-        return result
-
     def _get(self, what: str, **values: Any) -> dict[str, Any]:
-        url = f"{self.api}/api/v1/{what}?{urllib.parse.urlencode(values)}"
-        try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                data: dict[str, Any] = json.load(answer)["data"]
-                return data
-        except urllib.error.HTTPError as error:
-            raise PrometheusError(f"{values}: {error.read().decode()}") from error
+        import httpx
+
+        answer = httpx.get(f"{self.api}/api/v1/{what}", params=values, timeout=30)
+        if answer.is_error:
+            raise PrometheusError(f"{values}: {answer.text}")
+        return answer.json()["data"]
 
     def is_ready(self) -> bool:
+        import httpx
+
         try:
-            with urllib.request.urlopen(f"{self.api}/-/ready", timeout=5):
-                return True
-        except OSError:
+            return httpx.get(f"{self.api}/-/ready", timeout=5).is_success
+        except httpx.HTTPError:
             return False
 
 
@@ -181,35 +147,26 @@ def scraping(
     """A Prometheus that scrapes `target` ("host:port") and evaluates `rules` while the
     block runs. `folder` gets its configuration, data and log.
 
-    Raises PrometheusError if it is not there or does not start.
+    Raises PrometheusError if it is not there, ServerError if it does not start.
     """
-    config, log = folder / "prometheus.yml", folder / "prometheus.log"
-    config.write_text(configuration(target, interval_seconds, rules), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from tools.soak.server import free_port, running
+
+    interval = f"{interval_seconds}s"
+    job = {"job_name": "vllm", "static_configs": [{"targets": [target]}]}
+    content = {  # YAML is a superset of JSON
+        "global": {"scrape_interval": interval, "evaluation_interval": interval},
+        "scrape_configs": [job],
+        "rule_files": [str(path) for path in rules],
+    }
+    config = folder / "prometheus.yml"
+    config.write_text(json.dumps(content), encoding="utf-8")
+    port = free_port()
     command = [program("prometheus"), f"--config.file={config}"]
     command += [f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     server = Prometheus(port)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not server.is_ready():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise PrometheusError(
-                    f"Prometheus does not start:\n{log.read_text()[-2000:]}"
-                )
-            time.sleep(0.1)
+    with running(command, server.is_ready, folder / "prometheus.log", START_SECONDS):
         yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def main() -> int:

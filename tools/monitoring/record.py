@@ -28,6 +28,7 @@ from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json, write_whole  # noqa: E402
 
 from tools.monitoring import panels, prometheus  # noqa: E402
+from tools.soak.server import ServerError  # noqa: E402
 
 ALERTS = Path(__file__).resolve().parent / "alerts.yml"
 PANEL, UNIT = "Draft tokens by outcome", "a second"
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = {"kind": "monitoring", "command": command, **found}
         write_json(args.json, result)
         write_whole(args.json.with_suffix(".png"), functools.partial(draw, result))
-    except (prometheus.PrometheusError, OSError) as error:
+    except (prometheus.PrometheusError, ServerError, OSError) as error:
         print(f"record.py: {error}", file=sys.stderr)
         return 1
     return 0

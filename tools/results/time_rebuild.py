@@ -2,20 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times tools/rebuild_nwor_extension.sh after a change of each kernel.
 
-    python tools/results/time_rebuild.py [--cuda on|off|both] [--archs LIST] [--json F]
+    python tools/results/time_rebuild.py [--json FILE]
 
-In a copy of the checked-out commit, so that this checkout's library stays. For each
-configuration: a build from nothing, one with nothing changed, and one for each source
-that holds kernels (*_cpu.cpp, or *.cu with CUDA) after a line was added to it; the
-library must be another one afterwards, or the time would mean nothing. Times are of
-the whole script, its check of the ops included. Exit status: 0 done, 1 a build failed,
-or one after a change took longer than 30 s.
+In a copy of the checked-out commit, so that this checkout's library stays. Without CUDA
+code and, if nvcc is on PATH, with code for ARCHS: a build from nothing, one with
+nothing changed, and one for each source that holds kernels (*_cpu.cpp, or *.cu with
+CUDA) after a line was added to it; the library must be another one afterwards, or the
+time would mean nothing. Times are of the whole script, its check of the ops included.
+Exit status: 0 done, 1 a build failed, or one after a change took longer than 30 s.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 
 LIMIT_S = 30.0
+ARCHS = "90"
 NOTHING = "built from nothing"
 # An exported symbol with a name of its own: what is linked is another library.
 CHANGE = """
@@ -45,7 +47,7 @@ def kernels(folder: Path, cuda: str) -> list[Path]:
     return sorted((folder / "csrc" / "nwor").glob(pattern))
 
 
-def measure(folder: Path, cuda: str, archs: str) -> list[dict[str, Any]]:
+def measure(folder: Path, cuda: str) -> list[dict[str, Any]]:
     """One configuration, in a copy of the commit: an entry for each build, in order."""
     archive = subprocess.run(
         ["git", "-C", str(ROOT), "archive", "HEAD"], check=True, capture_output=True
@@ -53,7 +55,7 @@ def measure(folder: Path, cuda: str, archs: str) -> list[dict[str, Any]]:
     unpack = ["tar", "-x", "-C", str(folder)]
     subprocess.run(unpack, check=True, input=archive.stdout)
     command = [folder / "tools/rebuild_nwor_extension.sh", "--cuda", cuda]
-    command += ["--archs", archs] if cuda == "on" else []
+    command += ["--archs", ARCHS] if cuda == "on" else []
 
     def entry(what: str) -> dict[str, Any]:
         started = time.perf_counter()
@@ -83,11 +85,9 @@ def version(*command: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cuda", choices=("on", "off", "both"), default="both")
-    parser.add_argument("--archs", default="90", help="compute capabilities")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it there")
     args = parser.parse_args()
-    choices = ("off", "on") if args.cuda == "both" else (args.cuda,)
+    choices = ("off", "on") if shutil.which("nvcc") else ("off",)
     neighbours, warnings = environment.Neighbours(), environment.warnings("cuda")
     compilers = {"c++": version("c++", "--version")}
     if "on" in choices:
@@ -95,13 +95,13 @@ def main() -> int:
     builds = []
     for cuda in choices:
         with tempfile.TemporaryDirectory(prefix="nwor-rebuild-") as folder:
-            builds += measure(Path(folder), cuda, args.archs)
+            builds += measure(Path(folder), cuda)
     result = {
         "kind": "rebuild",
         "schema": 1,
         "command": " ".join(["python", "tools/results/time_rebuild.py", *sys.argv[1:]]),
         "environment": environment.describe("cpu", ROOT) | {"compilers": compilers},
-        "archs": args.archs if "on" in choices else None,
+        "archs": ARCHS if "on" in choices else None,
         "limit_s": LIMIT_S,
         "builds": builds,
         "warnings": warnings + neighbours.warnings(),

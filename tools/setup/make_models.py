@@ -27,12 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.setup.model_recipes import (
-    RECIPES,
-    RECIPES_VERSION,
-    Recipe,
-    RecipeError,
-)
+from tools.setup.model_recipes import RECIPES, RECIPES_VERSION, Recipe, RecipeError
 
 STAMP = "nwor_model.json"
 
@@ -112,19 +107,11 @@ def _remove_leftovers(models: Path) -> None:
         shutil.rmtree(path)
 
 
-def _with_needs(names: Sequence[str]) -> list[Recipe]:
-    ordered: dict[str, Recipe] = {}
-    for name in names:
-        for need in RECIPES[name].needs:
-            ordered[need] = RECIPES[need]
-        ordered[name] = RECIPES[name]
-    return list(ordered.values())
-
-
 def make(names: Sequence[str]) -> None:
     """Makes those of the models (and their needs) that are not there yet."""
     models = cache_dir() / "models"
-    recipes = _with_needs(names)
+    wanted = dict.fromkeys(n for name in names for n in (*RECIPES[name].needs, name))
+    recipes = [RECIPES[name] for name in wanted]
     if all(is_current(recipe, models / recipe.name) for recipe in recipes):
         print(f"models: {len(recipes)} up to date in {models}")
         return
@@ -135,14 +122,13 @@ def make(names: Sequence[str]) -> None:
             started = time.monotonic()
             path = build(recipe, models)
             megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-            seconds = time.monotonic() - started
-            print(f"models: {recipe.name:<18} {megabytes:6.1f} MB {seconds:5.1f} s")
+            took = f"{megabytes:.1f} MB, {time.monotonic() - started:.1f} s"
+            print(f"models: {recipe.name}, {recipe.summary}: {took}")
     print(f"models: ready in {models}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="list the models and stop")
     parser.add_argument(
         "--only",
         action="append",
@@ -159,11 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.path:
         print(model_path(args.path))
-        return 0
-    if args.list:
-        for recipe in RECIPES.values():
-            state = "made" if is_current(recipe, model_path(recipe.name)) else "-"
-            print(f"{recipe.name:<18} {state:<5} {recipe.summary}")
         return 0
     try:
         make(args.only or list(RECIPES))

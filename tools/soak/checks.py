@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 PASS, FAIL, NOT_JUDGED = "pass", "fail", "not judged"
 # Growth of the resident memory of all server processes together, after the warm-up.
@@ -29,8 +28,7 @@ BYTES_OF = {"cow": "restored_bytes", "stage": "committed_bytes"}
 Record = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One verdict. good: None if it could not be judged. found, wanted: in words, for
     the reader of the results file."""
 
@@ -38,12 +36,6 @@ class Check:
     good: bool | None
     found: str
     wanted: str
-
-    @property
-    def verdict(self) -> str:
-        if self.good is None:
-            return NOT_JUDGED
-        return PASS if self.good else FAIL
 
 
 def judge(record: Record) -> list[dict[str, str]]:
@@ -56,9 +48,10 @@ def judge(record: Record) -> list[dict[str, str]]:
         *(_load(record), _alive(record), _probe(record), *of_nwor),
         *(_idle(record), _memory(record), _log(record), _api_servers(record)),
     ]
+    verdicts = {True: PASS, False: FAIL, None: NOT_JUDGED}
     return [
-        {"name": c.name, "verdict": c.verdict, "found": c.found, "wanted": c.wanted}
-        for c in checks
+        {"name": name, "verdict": verdicts[good], "found": found, "wanted": wanted}
+        for name, good, found, wanted in checks
     ]
 
 
@@ -97,10 +90,8 @@ def _probe(record: Record) -> Check:
     for kind, one in probe["kinds"].items():
         num_outputs, num_tokens = len(one["outputs"]), min(one["num_tokens"])
         good &= num_outputs == 1 and one["runs"] >= MIN_PROBES and num_tokens > 0
-        parts.append(
-            f"{kind}: {one['runs']} runs of {num_tokens} tokens, distinct outputs: "
-            f"{num_outputs}"
-        )
+        runs = f"{kind}: {one['runs']} runs of {num_tokens} tokens"
+        parts.append(f"{runs}, distinct outputs: {num_outputs}")
     return Check("probe", good, "; ".join(parts) or "no probe ran", wanted)
 
 
@@ -128,19 +119,12 @@ def _of_nwor(record: Record) -> Iterator[Check]:
     staged, dropped = ours("tokens_staged"), ours("dropped_drafts")
     committed, rejected = ours("committed_tokens"), ours("rejected_tokens")
     # The load asks for no structured output, so that no draft is grammar-invalid.
+    drafts, accepted = vllms("draft_tokens"), vllms("accepted_tokens")
+    parts = committed + rejected + dropped
     for name, left, right, wanted in (
-        (
-            *("parts", staged, committed + rejected + dropped),
-            "staged == committed + rejected + dropped",
-        ),
-        (
-            *("drafts", staged, vllms("draft_tokens") + dropped),
-            "staged == vLLM's draft tokens + dropped",
-        ),
-        (
-            *("accepted", committed, vllms("accepted_tokens")),
-            "committed == vLLM's accepted tokens",
-        ),
+        ("parts", staged, parts, "staged == committed + rejected + dropped"),
+        ("drafts", staged, drafts + dropped, "staged == vLLM's draft tokens + dropped"),
+        ("accepted", committed, accepted, "committed == vLLM's accepted tokens"),
     ):
         found = f"{left:.0f} and {right:.0f}"
         yield Check(f"identity: {name}", left == right, found, wanted)
@@ -174,24 +158,26 @@ def warm_up_seconds(duration: float) -> float:
     return max(MIN_WARM_UP_SECONDS, duration * WARM_UP_SHARE)
 
 
+NO_PROCESSES = "the server's processes were not given"
+
+
 def _memory(record: Record) -> Check:
     """The sum over all server processes does not grow after the warm-up: its slope, by
     least squares."""
     name = "memory flat"
     wanted = f"at most {MAX_GROWTH_MIB_PER_MINUTE:g} MiB a minute after the warm-up"
-    memory = record["memory"]
-    if memory is None:
-        return Check(name, None, "the server's processes were not given", wanted)
+    if (memory := record["memory"]) is None:
+        return Check(name, None, NO_PROCESSES, wanted)
     start = warm_up_seconds(record["load"]["seconds"])
     total = map(sum, zip(*memory["rss_mib"].values(), strict=True))
     samples = zip(memory["seconds"], total, strict=True)
     kept = [(second, mib) for second, mib in samples if second >= start]
-    if len(kept) < 3 or kept[-1][0] - kept[0][0] < MIN_JUDGED_SECONDS:
+    seconds = kept[-1][0] - kept[0][0] if len(kept) > 2 else 0
+    if seconds < MIN_JUDGED_SECONDS:
         found = f"fewer than {MIN_JUDGED_SECONDS:g} s after a warm-up of {start:g} s"
         return Check(name, None, found, wanted)
     slope = statistics.linear_regression(*zip(*kept, strict=True)).slope * 60
-    found = f"{slope:+.2f} MiB a minute from {kept[0][1]:.0f} MiB over "
-    found += f"{kept[-1][0] - kept[0][0]:.0f} s"
+    found = f"{slope:+.2f} MiB a minute from {kept[0][1]:.0f} MiB over {seconds:.0f} s"
     return Check(name, slope <= MAX_GROWTH_MIB_PER_MINUTE, found, wanted)
 
 
@@ -206,14 +192,14 @@ def _log(record: Record) -> Check:
 
 def _api_servers(record: Record) -> Check:
     """Every API server had clients: connections are shared out among them."""
-    name, wanted = "API servers", "each had clients"
-    expected = record["arguments"]["api_server_count"]
+    expected, clients = record["arguments"]["api_server_count"], record["clients"]
+    good, wanted = None, "each had clients"
     if expected == 1:
-        return Check(name, None, "one only", wanted)
-    if record["memory"] is None:
-        return Check(name, None, "the server's processes were not given", wanted)
-    clients = record["clients"]
-    found = ", ".join(f"{server}: {n} seen" for server, n in sorted(clients.items()))
-    good = len(clients) >= expected and all(clients.values())
-    wanted = f"{expected} processes that had clients"
-    return Check(name, good, found or "no client was seen", wanted)
+        found = "one only"
+    elif record["memory"] is None:
+        found = NO_PROCESSES
+    else:
+        wanted = f"{expected} processes that had clients"
+        good = len(clients) >= expected and all(clients.values())
+        found = ", ".join(f"{name}: {n} seen" for name, n in sorted(clients.items()))
+    return Check("API servers", good, found or "no client was seen", wanted)

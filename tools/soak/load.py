@@ -17,7 +17,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,8 +51,7 @@ class Settings:
 
     model: the name that the server serves. max_model_len: its limit, in tokens.
     vocab_size: draw prompts as token ids below it, for a server without a tokenizer;
-        None: text. temperatures: drawn from for the load; the probe is greedy.
-    probe_seconds: between two probes.
+        None: text. probe_seconds: between two probes. All requests are greedy.
     """
 
     model: str
@@ -60,7 +59,6 @@ class Settings:
     concurrency: int
     seed: int
     vocab_size: int | None
-    temperatures: Sequence[float]
     probe: Policy
     probe_seconds: float
 
@@ -73,7 +71,6 @@ class Plan:
     prompt: Prompt
     max_tokens: int
     seed: int
-    temperature: float
     abort_after: int | None
     patience_seconds: float
 
@@ -103,7 +100,6 @@ def draw(rng: random.Random, settings: Settings) -> Plan:
         prompt=prompt,
         max_tokens=min(int(rng.lognormvariate(3.2, 0.9)) + 2, most_tokens),
         seed=rng.randrange(2**31),
-        temperature=rng.choice(settings.temperatures),
         abort_after=rng.randint(1, 6) if kind == "abort_mid_stream" else None,
         patience_seconds=rng.uniform(0.0, 0.3),
     )
@@ -199,7 +195,7 @@ class Load:
             "model": self.settings.model,
             "prompt": plan.prompt,
             "max_tokens": plan.max_tokens,
-            "temperature": plan.temperature,
+            "temperature": 0.0,
             "seed": plan.seed,
         }
         if plan.kind in ("whole", "stop"):

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,27 +50,32 @@ def free_port() -> int:
 @contextlib.contextmanager
 def running(
     command: Sequence[str],
-    port: int,
-    env: Mapping[str, str],
+    is_up: Callable[[], bool],
     log: Path,
     start_seconds: float,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server on a port of loopback while the block runs; gives the process whose
-    children the others are.
+    """A server while the block runs; gives the process whose children the others are.
 
-    command: without host and port. Raises ServerError, with the end of the log, if it
-    does not come up within `start_seconds`.
+    Raises ServerError, with the end of the log, if it is not up within `start_seconds`.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
         )
+    deadline = time.monotonic() + start_seconds
     try:
-        _wait_until_up(process, f"http://127.0.0.1:{port}", log, start_seconds)
+        while not is_up():
+            ended = process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                what = "ended" if ended else f"is not up after {start_seconds:g} s"
+                end = log.read_text(errors="replace")[-4000:]
+                raise ServerError(f"{Path(command[0]).name} {what}:\n{end}")
+            time.sleep(0.2)
         yield process
     finally:
         process.terminate()
@@ -81,17 +86,18 @@ def running(
             process.wait()
 
 
-def _wait_until_up(
-    process: subprocess.Popen[bytes], url: str, log: Path, seconds: float
-) -> None:
-    deadline = time.monotonic() + seconds
-    while not answers(url):
-        ended = process.poll() is not None
-        if ended or time.monotonic() > deadline:
-            what = "ended" if ended else f"is not up after {seconds:g} s"
-            end = log.read_text(errors="replace")[-4000:]
-            raise ServerError(f"the server {what}:\n{end}")
-        time.sleep(0.5)
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str], port: int, env: Mapping[str, str], log: Path, seconds: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    """vLLM's server by `command` on a port of loopback, as `running`."""
+    where = ("--host", "127.0.0.1", "--port", str(port))
+
+    def is_up() -> bool:
+        return answers(f"http://127.0.0.1:{port}")
+
+    with running([*command, *where], is_up, log, seconds, env) as process:
+        yield process
 
 
 def answers(url: str) -> bool:

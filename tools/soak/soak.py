@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 from benchmarks import environment  # noqa: E402
+from benchmarks.arguments import number, whole  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.tables import Table  # noqa: E402
 
@@ -45,7 +46,7 @@ from tools.soak import load as soak_load  # noqa: E402
 from tools.soak import server as soak_server  # noqa: E402
 
 PROGRAM = "tools/soak/soak.py"
-SETTLE_SECONDS = 60.0
+START_SECONDS, SETTLE_SECONDS = 600.0, 60.0
 SCHEMA = 1
 
 
@@ -56,28 +57,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
 
-    def positive(text: str) -> float:
-        if not (value := float(text)) > 0:
-            raise argparse.ArgumentTypeError(f"{text!r}; must be above 0")
-        return value
-
-    def count(text: str) -> int:
-        if not text.isdecimal() or int(text) == 0:
-            raise argparse.ArgumentTypeError(f"{text!r}; must be a number from 1 up")
-        return int(text)
-
     def setting(text: str) -> str:
         if "=" not in text[1:]:
             raise argparse.ArgumentTypeError(f"{text!r}; must be NAME=VALUE")
         return text
 
+    count, positive = whole(1), number(0, 1e6, low_allowed=False)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="folder of the model to serve")
     where.add_argument("--url", help="of a server that runs, http://HOST:PORT")
     add = parser.add_argument
     add("--pid", type=int, help="its main process, to see its memory (with --url)")
     add("--log", type=Path, help="the server's output: read (with --url) or written")
-    add("--port", type=int, help="of the server started here; default: a free one")
     modes = ("stage", "cow", "off")
     add("--mode", choices=modes, default="stage", help="VLLM_NWOR_MODE; off: control")
     add("--serve-args", default="", help="more arguments for vllm serve, in one word")
@@ -85,14 +76,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--env", type=setting, action="append", default=[], help=text)
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=count, default=2, help="API servers")
-    add("--start-seconds", type=positive, default=600, help="the server is up then")
     add("--minutes", type=positive, default=10, help="length of the load")
     add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
-    text = "drawn from for each request"
-    add("--temperature", type=float, nargs="+", default=[0.0], help=text)
     text = "send token ids below it, for a server without a tokenizer"
-    add("--vocab-size", type=int, help=text)
+    add("--vocab-size", type=whole(2), help=text)
     text = "the fixed request: beside the load, in pauses of it, or none"
     policies = ("loaded", "quiet", "off")
     add("--probe", choices=policies, default="loaded", help=text)
@@ -101,8 +89,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
     add("--json", type=Path, help="where to write what was found")
     args = parser.parse_args(argv)
-    if args.vocab_size is not None and args.vocab_size < 2:
-        parser.error("--vocab-size must be at least 2")
     if args.pid is not None and args.url is None:
         parser.error("--pid goes with --url")
     return args
@@ -132,11 +118,11 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         return
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "server.log"
-        port = args.port or soak_server.free_port()
+        port = soak_server.free_port()
         changes = dict(setting.split("=", 1) for setting in args.env)
         env = os.environ | changes | {"VLLM_NWOR_MODE": args.mode}
         command = [*soak_server.serve_command(), *serve_arguments(args)]
-        with soak_server.running(command, port, env, log, args.start_seconds) as root:
+        with soak_server.serving(command, port, env, log, START_SECONDS) as root:
             yield Target(f"http://127.0.0.1:{port}", psutil.Process(root.pid), log)
 
 
@@ -173,16 +159,9 @@ async def drive(
 def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
     """Loads the server and returns what was found, without verdicts."""
     model, max_model_len = soak_server.model_of(server.url)
-    settings = soak_load.Settings(
-        model=model,
-        max_model_len=max_model_len,
-        concurrency=args.concurrency,
-        seed=args.seed,
-        vocab_size=args.vocab_size,
-        temperatures=args.temperature,
-        probe=args.probe,
-        probe_seconds=args.probe_seconds,
-    )
+    names = ("concurrency", "seed", "vocab_size", "probe", "probe_seconds")
+    asked = {name: getattr(args, name) for name in names}
+    settings = soak_load.Settings(model, max_model_len, **asked)
     port = urllib.parse.urlsplit(server.url).port or 80
     processes = None
     if server.root is not None:
@@ -220,12 +199,6 @@ def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
     }
 
 
-def command_line(argv: Sequence[str]) -> str:
-    """The command that was given, without directories of this machine."""
-    shown = [Path(word).name if Path(word).is_absolute() else word for word in argv]
-    return shlex.join(["python", PROGRAM, *shown])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -242,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {
         "kind": "soak",
         "schema": SCHEMA,
-        "command": command_line(argv),
+        "command": shlex.join(["python", PROGRAM, *argv]),
         "environment": environment.describe(args.device, ROOT),
         "warnings": warnings,
         "arguments": arguments,
@@ -261,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # Paths and addresses of the machine.
-NOT_RECORDED = ("model", "url", "port", "pid", "log", "json")
+NOT_RECORDED = ("model", "url", "pid", "log", "json")
 
 if __name__ == "__main__":
     # A plain kill must not leave the server behind.

@@ -132,7 +132,6 @@ class DraftCommitManager:
         windows, so that windows and tokens are read from row 0; bytes and invalid
         slots are summed.
     launches: how a step's copies to and from the undo log are enqueued.
-    active: while False, stage and begin do nothing.
     fallbacks: steps that did not run as they should, by reason.
     """
 
@@ -208,7 +207,6 @@ class DraftCommitManager:
                 self._beside = _launches_for(
                     self.device, launches[self._num_staged_rows :], ops
                 )
-        self.active = True
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self._copy_counters = native_ops.publish
@@ -256,7 +254,7 @@ class DraftCommitManager:
             self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
         shadow = self.shadow
-        if shadow is None or not self.active or num_drafts == 0:
+        if shadow is None or num_drafts == 0:
             return False
         num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
         if num_reqs > shadow.num_seats:
@@ -304,7 +302,7 @@ class DraftCommitManager:
         if self.state is not State.IDLE:
             self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
-        if not self.active or num_drafts == 0:
+        if num_drafts == 0:
             return
         if self.state is State.FAILED and self.config.strict_steps:
             raise NworError(
@@ -436,14 +434,14 @@ class DraftCommitManager:
         vLLM ends, or one without drafts, or one that begin never saw.
 
         num_drafts: as begin would have been told. If there are any, and begin was told
-        nothing, that is a fallback, begin_missed; not while `active` is False.
+        nothing, that is a fallback, begin_missed.
 
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if begin was missed.
         """
         if self.state is State.VANILLA:
             self.state = State.IDLE
-        elif num_drafts > 0 and self.active and not self.is_open:
+        elif num_drafts > 0 and not self.is_open:
             self._fall_back(
                 BEGIN_MISSED, f"{num_drafts} drafts were sampled that begin never saw"
             )
