@@ -45,7 +45,7 @@ UNTESTED = "untested"
 
 @dataclass(frozen=True)
 class Cell:
-    """One tested combination. verdict: exact, refused or failed; reason: NWOR's."""
+    """One tested combination. verdict: exact, refused, incomplete or failed; reason: NWOR's."""
 
     kind: str
     name: str
@@ -84,9 +84,10 @@ def cells(result: dict[str, Any]) -> Iterator[Cell]:
             name = ("parallelism", f"tensor parallel {ranks}")
         version = entry["environment"]["packages"]["vllm"]
         (mode,) = set(entry["seconds"]) - {"off"}
-        failed = any(entry["problems"].values())
+        bad = {check for check, problems in entry["problems"].items() if problems}
+        verdict = "failed" if bad - {"started"} else "incomplete" if bad else "exact"
         where = (version, spec["runner"].upper(), spec["backend"], mode)
-        yield Cell(*name, *where, "failed" if failed else "exact")
+        yield Cell(*name, *where, verdict)
 
 
 def _tables(results: Sequence[dict[str, Any]], kind: str, head: str) -> str:
@@ -128,11 +129,11 @@ def _verdicts(found: Sequence[Cell], mode: str, reasons: list[str]) -> str:
                 reasons.append(cell.reason)
             verdict += f" ({reasons.index(cell.reason) + 1})"
         by_verdict.setdefault(verdict, {})[cell.backend] = None
-    failed = by_verdict.get("failed", {})
-    for verdict, backends in by_verdict.items():
-        if verdict == "exact":  # not what failed on one of several engines
-            for backend in failed:
-                backends.pop(backend, None)
+    for backend in [
+        *by_verdict.get("failed", ()),
+        *by_verdict.get("incomplete", ()),
+    ]:  # on one of several engines
+        by_verdict.get("exact", {}).pop(backend, None)
     texts = [
         f"{'**failed**' if verdict == 'failed' else verdict}: {', '.join(backends)}"
         for verdict, backends in sorted(by_verdict.items())

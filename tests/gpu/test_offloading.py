@@ -62,7 +62,9 @@ def test_outputs_are_vanillas(runs: Runs, engine: str) -> None:
         assert on["row"][what] == off["row"][what], what
     steps = [[batch for batch in r["row"]["batches"] if batch] for r in (off, on)]
     assert steps[0] == steps[1]
-    assert max(on["row"]["cached"].values()) >= 192, "nothing came back from the host"
+    # Beside an EAGLE head vLLM computes the last block of a match again.
+    least = 192 - 16 * (BY_NAME[engine].drafter == "eagle")
+    assert max(on["row"]["cached"].values()) >= least, "nothing came back from the host"
 
 
 @ENGINES

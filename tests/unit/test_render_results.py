@@ -152,7 +152,11 @@ def gpu_result(mode, *specs):
         "entries": {
             name: {
                 "engine": dict(zip(names, spec, strict=True)),
-                "problems": {"bytes": problems, "outputs": []},
+                "problems": {
+                    "started": [one for one in problems if one == "stopped"],
+                    "bytes": [one for one in problems if one != "stopped"],
+                    "outputs": [],
+                },
                 "seconds": {"off": 1.0, mode: 1.0},
                 "environment": {"packages": {"vllm": "0.26.0"}},
             }
@@ -213,7 +217,18 @@ def test_one_engine_of_several_that_fails_takes_its_backend_along():
     (row, _), _ = rows_of(reach.methods([result]), "eagle")
     assert row[:2] == ["0.26.0", "V2"]
     assert row[2:] == ["untested", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"]
-    (row, _), _ = rows_of(reach.parallelism([result]), "tensor parallel 2")
+
+
+def test_an_engine_that_was_stopped_proves_nothing_of_its_backend():
+    result = gpu_result(
+        "cow",
+        ("one", "v2", "eagle", "FLASH_ATTN", 1, []),
+        ("other", "v2", "eagle", "FLASH_ATTN", 1, ["stopped"]),
+        ("third", "v2", "eagle", "TRITON_ATTN", 1, ["stopped", "a slot"]),
+    )
+    (row, *_), _ = rows_of(reach.methods([result]), "eagle")
+    assert row[2] == "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"
+    (row, *_), _ = rows_of(reach.parallelism([result]), "tensor parallel 2")
     assert row[2:] == ["untested", "exact: FLASH_ATTN"]
 
 

@@ -23,7 +23,7 @@ from .config import ENV_NAMES, AuditMode, Mode, NworConfig
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-TRIED_VLLM_VERSIONS = ("0.26.0", "0.29.0", "0.32.0")
+TRIED_VLLM_VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
 
 # Module of vLLM -> the function of ours that hooks it, "module:function", the module
 # relative to this package.
