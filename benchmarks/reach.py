@@ -45,7 +45,8 @@ UNTESTED = "untested"
 
 @dataclass(frozen=True)
 class Cell:
-    """One tested combination. verdict: exact, refused, incomplete or failed; reason: NWOR's."""
+    """One tested combination. verdict: exact, refused, incomplete or failed; reason:
+    NWOR's."""
 
     kind: str
     name: str

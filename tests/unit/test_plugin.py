@@ -109,8 +109,8 @@ def test_a_version_nobody_has_tried_gets_one_warning(pending, monkeypatch, messa
     plugin.register()
 
     assert messages == [
-        "NWOR has not been tried with vLLM 9.9.9 (tried: 0.26.0, 0.29.0, 0.32.0); it "
-        "runs if every signature it relies on matches"
+        "NWOR has not been tried with vLLM 9.9.9 (tried: 0.26.0, 0.29.0, 0.32.0, "
+        "0.33.0); it runs if every signature it relies on matches"
     ]
     assert len(pending) == 6
 

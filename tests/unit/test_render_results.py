@@ -217,6 +217,8 @@ def test_one_engine_of_several_that_fails_takes_its_backend_along():
     (row, _), _ = rows_of(reach.methods([result]), "eagle")
     assert row[:2] == ["0.26.0", "V2"]
     assert row[2:] == ["untested", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"]
+    (row, _), _ = rows_of(reach.parallelism([result]), "tensor parallel 2")
+    assert row[2:] == ["untested", "exact: FLASH_ATTN"]
 
 
 def test_an_engine_that_was_stopped_proves_nothing_of_its_backend():
@@ -228,8 +230,6 @@ def test_an_engine_that_was_stopped_proves_nothing_of_its_backend():
     )
     (row, *_), _ = rows_of(reach.methods([result]), "eagle")
     assert row[2] == "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"
-    (row, *_), _ = rows_of(reach.parallelism([result]), "tensor parallel 2")
-    assert row[2:] == ["untested", "exact: FLASH_ATTN"]
 
 
 def test_the_tables_of_the_documents_have_every_result():
