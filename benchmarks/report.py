@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import summary
 from benchmarks.ab import CONTROL
-from benchmarks.summary import CPU_SHARE_BUDGET, HOST_BUDGET_US
+from benchmarks.summary import CPU_SHARE_BUDGET, host_budget_us
 from benchmarks.tables import Table, number, percent, size, spread
 
 Result = dict[str, Any]
@@ -202,7 +202,7 @@ def verdict_lines(result: Result) -> list[str]:
 def _host_line(name: str, host: dict[str, float], on_cpu: bool) -> str:
     """begin and commit against their budget."""
     spent = host["begin_us_median"] + host["commit_us_median"]
-    is_within = spent <= HOST_BUDGET_US
+    is_within = spent <= host_budget_us(name)
     if on_cpu:
         is_within = host["share_of_step"] <= CPU_SHARE_BUDGET
     word = "within" if is_within else "MISSES"
@@ -213,7 +213,7 @@ def _host_line(name: str, host: dict[str, float], on_cpu: bool) -> str:
         )
     return (
         f"begin + commit of {name}: {spent:.1f} us of host time {word} the budget of "
-        f"{HOST_BUDGET_US:.0f} us"
+        f"{host_budget_us(name):.0f} us"
     )
 
 

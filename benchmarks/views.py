@@ -7,6 +7,8 @@ Each takes the content of a file in results/, or of several.
 from __future__ import annotations
 
 import re
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,12 +67,17 @@ def cells(results: Sequence[Result]) -> str:
 
 def extremes(results: Sequence[Result]) -> str:
     """Of all the lines of `cells`, for each mode: the best, the median and the worst by
-    their median ratio; of an even number of lines the worse of the middle two."""
+    their median ratio; of an even number of lines the worse of the middle two. Below,
+    how many lines hold each budget."""
     by_mode: dict[str, list[tuple[float, tuple[str, ...]]]] = {}
+    host_us: dict[str, list[float]] = {}
     for result in results:
         for name in _tested(result):
             median = result["summary"]["ratio"][name]["median"]
             by_mode.setdefault(name, []).append((median, _cell(result, name)))
+            host = result["summary"]["nwor"][name]["host"]
+            spent = host["begin_us_median"] + host["commit_us_median"]
+            host_us.setdefault(name, []).append(spent)
     columns = (0, 1, 2, 3, 5, 8, 9, 10, 11, 12, 13)
     head = _CELLS.split(" | ")
     rows = []
@@ -80,7 +87,25 @@ def extremes(results: Sequence[Result]) -> str:
         for place, index in places.items():
             cell = lines[index][1]
             rows.append((f"{name}, {place}", *(cell[one] for one in columns)))
-    return _markdown(" | ".join(["line", *(head[one] for one in columns)]), rows)
+    table = _markdown(" | ".join(["line", *(head[one] for one in columns)]), rows)
+    sentences = [_budgets(name, by_mode[name], us) for name, us in host_us.items()]
+    return "\n".join([table, "", *sentences])
+
+
+def _budgets(
+    name: str, lines: Sequence[tuple[float, tuple[str, ...]]], host_us: Sequence[float]
+) -> str:
+    """How many lines of a mode hold the budgets of throughput and of host time."""
+    verdicts = Counter(cell[11].strip("*").split(",")[0] for _, cell in lines)
+    budget = summary.host_budget_us(name)
+    over = sum(us > budget for us in host_us)
+    return (
+        f"- {name}: median of the ratios {statistics.median(m for m, _ in lines):.4f}; "
+        f"budget of throughput met in {verdicts['met']} of {len(lines)} lines, not "
+        f"resolved in {verdicts['not resolved']}, missed in {verdicts['missed']}; "
+        f"begin + commit {min(host_us):.1f} to {max(host_us):.1f} us, over its budget "
+        f"of {budget:.0f} us in {over}."
+    )
 
 
 def _tested(result: Result) -> list[str]:

@@ -412,6 +412,8 @@ def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
         (0.998, 0.9949, (0.998, 1.001), "not resolved"),
         (0.900, 0.8000, (0.890, 1.001), "not resolved"),
         (0.998, 0.9950, (0.998, 1.001), "not resolved, low end holds"),
+        # The control differs from itself.
+        (0.999, 0.9970, (0.996, 0.998), "not resolved, low end holds"),
     ],
 )
 def test_met_goes_by_the_low_end_and_never_by_the_control(

@@ -113,7 +113,8 @@ def test_extremes_are_chosen_by_the_median_ratio():
         control = found["ratio"]["control"]
         ratio = {name: control | {"median": one} for name, one in medians.items()}
         found["ratio"] = {**ratio, "control": control}
-        found["nwor"] = {name: {"host": None} for name in medians}
+        host = {"begin_us_median": 20.0, "commit_us_median": 10.0 + batch}
+        found["nwor"] = {name: {"host": host} for name in medians}
         return changed
 
     results = [
@@ -121,6 +122,11 @@ def test_extremes_are_chosen_by_the_median_ratio():
         *(of(3, cow=0.98), of(4, cow=0.96)),
     ]
     rows = views.extremes(results).splitlines()[2:]
+    cow, stage = rows[-2:]
+    assert cow.startswith("- cow: median of the ratios 0.9750; budget of throughput ")
+    assert cow.endswith("begin + commit 31.0 to 34.0 us, over its budget of 40 us in 0.")
+    assert stage.endswith("31.0 to 31.0 us, over its budget of 30 us in 1.")
+    del rows[-3:]
     found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
     assert [(row[0], row[4], row[7][:6]) for row in found] == [
