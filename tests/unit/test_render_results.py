@@ -124,7 +124,7 @@ def test_extremes_are_chosen_by_the_median_ratio():
     rows = views.extremes(results).splitlines()[2:]
     cow, stage = rows[-2:]
     assert cow.startswith("- cow: median of the ratios 0.9750; budget of through")
-    assert cow.endswith("begin + commit 31.0 to 34.0 us, over its budget of 40 us in 0.")
+    assert cow.endswith(" 31.0 to 34.0 us, over its budget of 40 us in 0.")
     assert stage.endswith("31.0 to 31.0 us, over its budget of 30 us in 1.")
     del rows[-3:]
     found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
