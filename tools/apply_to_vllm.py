@@ -68,7 +68,9 @@ from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS  # noqa: E402
 MARK = "  # nwor"
 LIBRARY = "vllm/v1/nwor/_nwor_C.so"
 # vLLM's own on functions of a LEDGER: all of them hand the parameters through.
-KNOWN_DECORATORS = ("dataclass", "step_eplb_after", "torch.inference_mode")
+KNOWN_DECORATORS = (
+    *("contextmanager", "dataclass", "step_eplb_after", "torch.inference_mode"),
+)
 UPSTREAM = "https://github.com/vllm-project/vllm/blob"
 ADD, BUILD = "nwor: add the package vllm/v1/nwor", "nwor: build csrc/nwor"
 DECLARE, IMPORT = "nwor: declare its variables", "nwor: name the decorator"
@@ -107,9 +109,14 @@ class Place(NamedTuple):
 
 def places() -> dict[Place, list[HookTarget]]:
     """All of them, with their rows."""
+    hooks = (*HOOKS.items(), *AUDIT_HOOKS.items())
+    # A file may wrap in another one's module, too.
+    rows: dict[HookTarget, None] = {}
+    for _, hook in hooks:
+        rows |= dict.fromkeys(import_module(hook.split(":")[0], "vllm_nwor").LEDGER)
     found: dict[Place, list[HookTarget]] = {}
-    for module, hook in (*HOOKS.items(), *AUDIT_HOOKS.items()):
-        for row in import_module(hook.split(":")[0], "vllm_nwor").LEDGER:
+    for module in dict.fromkeys(module for module, _ in hooks):
+        for row in rows:
             if row.module == module:
                 found.setdefault(Place(module, row.qualname), []).append(row)
     return found

@@ -56,10 +56,11 @@ from vllm.v1.nwor import plugin
 def layers():
     '''Each hooked function -> how many wrappers lie over it.'''
     found = {}
-    for module, hook in (*plugin.HOOKS.items(), *plugin.AUDIT_HOOKS.items()):
-        host = import_module(module)
+    modules = {**plugin.HOOKS, **plugin.AUDIT_HOOKS}
+    for hook in (*plugin.HOOKS.values(), *plugin.AUDIT_HOOKS.values()):
         for row in import_module(hook.split(":")[0], "vllm.v1.nwor").LEDGER:
-            if row.module == module:
+            if row.module in modules:
+                host = import_module(module := row.module)
                 owner, _, name = row.qualname.rpartition(".")
                 value = vars(getattr(host, owner) if owner else host)[name]
                 count = 0
@@ -89,7 +90,7 @@ def test_off_is_what_was_there(patched: Path) -> None:
 hosts()
 ours = {n for n in sys.modules if n.startswith(("vllm.v1.nwor", "vllm_nwor"))}
 assert {n.removeprefix("vllm.v1.nwor") for n in ours} == {
-    "", ".config", ".graft", ".plugin"
+    "", ".commits", ".config", ".graft", ".plugin"
 }, ours
 assert set(layers().values()) == {0}
 assert envs.environment_variables["VLLM_NWOR_MODE"]() is None
