@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import vllm.v1.sample.sampler as sampler
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -58,6 +59,12 @@ DEFAULTS: dict[str, Any] = {
     },
 }
 MAX_STEPS = 2000
+
+
+def end_connector() -> None:
+    """A process has one KV connector; another engine would get it, and its caches."""
+    kv_transfer_state.ensure_kv_transfer_shutdown()
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
 @dataclass(frozen=True)

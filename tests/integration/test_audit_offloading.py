@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer import kv_transfer_state
 
 from tests.helpers.drafters import ScriptedDrafter, all_wrong
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, end_connector
 from tests.helpers.host_offloading import HostSpec, HostWorker
 from tests.helpers.offloading_fault import final_slots
 from tests.integration.test_byte_oracle import prompt
@@ -38,12 +37,6 @@ FILLER = [Request("filler", prompt(50, 10), 12)]
 
 def find(engine: Engine) -> list[Finding]:
     return list(engine.audit.findings.last)
-
-
-def end_connector() -> None:
-    """There is one a process; another engine would get it, and its caches."""
-    kv_transfer_state.ensure_kv_transfer_shutdown()
-    kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
 @pytest.fixture(autouse=True)

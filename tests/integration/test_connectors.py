@@ -19,10 +19,10 @@ from vllm.v1.metrics.reader import Counter
 
 from tests.helpers.byte_map import block_bytes, owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result, end_connector
 from tests.helpers.host_offloading import HostSpec
 from tests.helpers.tail_connector import Tail, TailConnector
-from tests.integration.test_audit_offloading import CONNECTOR, end_connector
+from tests.integration.test_audit_offloading import CONNECTOR
 from tests.integration.test_byte_oracle import prompt
 from tests.integration.test_identical_outputs import PROSE
 

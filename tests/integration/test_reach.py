@@ -42,6 +42,7 @@ from tests.helpers.engine import (
     Result,
     check_counts,
     counts,
+    end_connector,
 )
 from tests.helpers.environment import model_path
 from tests.helpers.oracle import (
@@ -335,9 +336,12 @@ class Repeats:
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 @pytest.mark.parametrize("name", ["custom_class", "extract_hidden_states"])
-def test_refused_methods(name: str, mode: str, tmp_path: Path) -> None:
+def test_refused_methods(
+    name: str, mode: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Drafters that may have cached layers and do not say which: every group says why
     it is left alone, and the engine runs as without NWOR."""
+    request.addfinalizer(end_connector)
     arguments: dict[str, Any] = {
         "speculative_config": {
             "method": name,
