@@ -63,7 +63,7 @@ def test_outputs_are_vanillas(runs: Runs, engine: str) -> None:
     steps = [[batch for batch in r["row"]["batches"] if batch] for r in (off, on)]
     assert steps[0] == steps[1]
     # Beside an EAGLE head vLLM computes the last block of a match again.
-    least = 192 - 16 * (BY_NAME[engine].drafter == "eagle")
+    least = 176 if "eagle" in engine else 192
     assert max(on["row"]["cached"].values()) >= least, "nothing came back from the host"
 
 

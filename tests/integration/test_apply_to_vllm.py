@@ -90,7 +90,7 @@ def test_off_is_what_was_there(patched: Path) -> None:
 hosts()
 ours = {n for n in sys.modules if n.startswith(("vllm.v1.nwor", "vllm_nwor"))}
 assert {n.removeprefix("vllm.v1.nwor") for n in ours} == {
-    "", ".commits", ".config", ".graft", ".plugin"
+    "", ".config", ".graft", ".plugin"
 }, ours
 assert set(layers().values()) == {0}
 assert envs.environment_variables["VLLM_NWOR_MODE"]() is None

@@ -12,7 +12,19 @@ that is wrapped in the `LEDGER` of each file under `hooks`. Other plugins may us
 `on_commit`.
 """
 
-from .commits import Commit, on_commit
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .commits import Commit, on_commit
 
 __version__ = "0.1.0"
 __all__ = ["Commit", "__version__", "on_commit"]
+
+
+def __getattr__(name: str) -> Any:
+    """What other plugins use is imported when they ask for it."""
+    if name in ("Commit", "on_commit"):
+        from . import commits
+
+        return getattr(commits, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
