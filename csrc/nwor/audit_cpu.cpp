@@ -211,10 +211,14 @@ void audit_adopt_cpu(const AuditAdoptArgs& args) {
   if (seat.opaque) {
     return;
   }
-  // From the last on: a block that is reported is not known to the next any more.
-  for (int64_t b = last_block(group, args.length) - 1;
-       b >= first_block(group, args.length, args.window); --b) {
-    adopt_block(args, b, hash_before(group, seat_index, b));
+  const int64_t end = last_block(group, args.length);
+  int64_t b = first_block(group, args.length, args.window);
+  int64_t hash = b < end ? hash_before(group, seat_index, b) : 0;
+  for (; b < end; ++b) {
+    // A block that is reported is not known to the next any more.
+    const int64_t next = b + 1 < end ? hash_before(group, seat_index, b + 1) : 0;
+    adopt_block(args, b, hash);
+    hash = next;
   }
 }
 
