@@ -25,6 +25,7 @@ from tests.helpers.tail_connector import Tail, TailConnector
 from tests.integration.test_audit_offloading import CONNECTOR
 from tests.integration.test_byte_oracle import prompt
 from tests.integration.test_identical_outputs import PROSE
+from vllm_nwor import commits
 
 TAILS = {
     "kv_connector": "TailConnector",
@@ -39,6 +40,7 @@ def no_connector_stays() -> Iterator[None]:
     yield
     end_connector()
     TailConnector.published.clear()
+    commits.registered.clear()
 
 
 def outputs(result: Result) -> tuple[Any, ...]:

@@ -196,9 +196,9 @@ v1.worker.gpu.input_batch:InputBatch
     has req_ids:list num_reqs:int num_tokens:int num_draft_tokens:int
         idx_mapping:torch.Tensor query_start_loc:torch.Tensor input_ids:torch.Tensor
         positions:torch.Tensor cu_num_logits:torch.Tensor
-v1.worker.gpu.states:RequestState has req_id_to_index:dict
+v1.worker.gpu.states:RequestState has req_id_to_index
     made all_token_ids=StagedWriteTensor
-v1.worker.gpu.block_table:BlockTables has input_block_tables:list
+v1.worker.gpu.block_table:BlockTables has input_block_tables
 """,
     "audit.stats": """
 v1.core.sched.scheduler:Scheduler has vllm_config
