@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps PreparedLaunches sends through the ops, by the dtypes of their tensors.
+"""Which steps PreparedLaunches and PreparedPages send through the ops.
 
 The builtins are stand-ins here, and the tensors are on the CPU, whose ops refuse what
 those of CUDA refuse; tests/kernels has the real ones.
@@ -18,28 +18,35 @@ from vllm_nwor.window import NumRejected, SampledIds, VerificationWindows
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """PreparedLaunches of one layer, and `calls`: the builtins that were called."""
+def calls(monkeypatch):
+    """The builtins that were called, with their arguments behind the handle."""
     calls = []
     library = SimpleNamespace(
         nwor_prepared_load=lambda device: None,
         nwor_prepared_new=lambda *arguments: 1,
+        nwor_prepared_pages_new=lambda *arguments: 1,
         nwor_prepared_free=lambda handle: None,
     )
     ops.load("cpu")
     monkeypatch.setattr(ops, "load", lambda device: None)
     monkeypatch.setattr(prepared, "_loaded_library", lambda: library)
-    monkeypatch.setattr(
-        prepared, "_builtin", lambda _, name: lambda *arguments: calls.append(name)
-    )
+
+    def builtin(_, name):
+        return lambda handle, *arguments: calls.append((name, *arguments))
+
+    monkeypatch.setattr(prepared, "_builtin", builtin)
+    return calls
+
+
+@pytest.fixture
+def launches(calls):
+    """PreparedLaunches of one layer."""
     cpu = torch.device("cpu")
     cache = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
     layer = LayerCache("layer", cache, row_layout(cache))
     group = GroupLog(0, [layer], 8, DeviceMemory(cpu, None))
     launch = Launch(group, group.tables[0], torch.zeros(8, dtype=torch.int64))
-    made = prepared.PreparedLaunches(torch.device("cuda", 0), [launch])
-    made.calls = calls
-    return made
+    return prepared.PreparedLaunches(torch.device("cuda", 0), [launch])
 
 
 SLOTS = torch.tensor([1, 2, 3, 4])
@@ -65,12 +72,14 @@ def num_rejected(dtype):
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("accept", [sampled, num_rejected])
-def test_a_step_as_expected_goes_past_the_ops(launches, index_dtype, accept):
+def test_a_step_as_expected_goes_past_the_ops(launches, calls, index_dtype, accept):
     for _ in range(2):
         launches.log(windows(index_dtype))
         launches.restore(accept(torch.int32), 2, None)
 
-    assert launches.calls == ["nwor_prepared_log", "nwor_prepared_restore"]
+    assert [name for name, *_ in calls] == [
+        *("nwor_prepared_log", "nwor_prepared_restore")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +91,14 @@ def test_a_step_as_expected_goes_past_the_ops(launches, index_dtype, accept):
     ],
 )
 def test_windows_of_another_dtype_and_as_many_bytes_are_refused(
-    launches, dtypes, message
+    launches, calls, dtypes, message
 ):
     launches.log(windows())
 
     with pytest.raises(RuntimeError, match=message):
         launches.log(windows(**dtypes))
 
-    assert launches.calls == []
+    assert calls == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +109,7 @@ def test_windows_of_another_dtype_and_as_many_bytes_are_refused(
     ],
 )
 def test_an_acceptance_of_another_dtype_and_as_many_bytes_is_refused(
-    launches, accept, message
+    launches, calls, accept, message
 ):
     launches.log(windows())
     launches.restore(accept(torch.int32), 2, None)
@@ -108,4 +117,107 @@ def test_an_acceptance_of_another_dtype_and_as_many_bytes_is_refused(
     with pytest.raises(RuntimeError, match=message):
         launches.restore(accept(torch.float32), 2, None)
 
-    assert launches.calls == []
+    assert calls == []
+
+
+class Pages:
+    """PreparedPages of one group, its buffers for three requests, and how often the ops
+    were called."""
+
+    def __init__(self):
+        self.num_ops = 0
+        self.tables = torch.zeros(3, 4, dtype=torch.int32)
+        self.slots = torch.zeros(16, dtype=torch.int64)
+        self.starts = torch.zeros(4, dtype=torch.int32)
+        self.lens = torch.zeros(3, dtype=torch.int32)
+        group = SimpleNamespace(
+            group_id=0,
+            tables=[SimpleNamespace(table=torch.zeros(2, 9).long(), runs=None)],
+            num_seats=4,
+            entry_tokens=4,
+            first_entry=10,
+            num_real_entries=10,
+            span=2,
+            saved=torch.zeros(4, 15, dtype=torch.int32),
+        )
+        counters = [torch.zeros(8, dtype=torch.int64)]
+        self.pages = prepared.PreparedPages(torch.device("cuda", 0), [group], counters)
+        self.pages.ops = SimpleNamespace(stage=self.op, commit_draft_layer=self.op)
+
+    def op(self, *arguments):
+        self.num_ops += 1
+
+    def step(self, num_reqs=2, rejected=torch.int32, **changes):
+        cu_num_logits = torch.arange(num_reqs + 1, dtype=torch.int32)
+        windows = VerificationWindows(
+            *(num_reqs, torch.empty(0), cu_num_logits, [self.slots[:8]], 1),
+            *([self.tables[:num_reqs]], self.starts[: num_reqs + 1]),
+            *(self.lens[:num_reqs], torch.arange(num_reqs, dtype=torch.int32)),
+        )
+        self.pages.stage(windows._replace(**changes))
+        self.pages.commit(NumRejected(torch.zeros(num_reqs).to(rejected)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_reqs": 3},
+        {"num_reqs": 1},
+        {"seats": torch.arange(2)},
+        {"seats": None},
+    ],
+)
+def test_a_staged_step_as_expected_goes_past_the_ops(calls, changes):
+    pages = Pages()
+    pages.step()
+    assert pages.num_ops == 2
+
+    pages.step(**changes)
+
+    assert pages.num_ops == 2
+    stage, commit = calls
+    assert stage[0] == "nwor_prepared_stage"
+    assert stage[-2:] == (changes.get("num_reqs", 2), pages.pages.step)
+    assert stage[3] is ("seats" in changes and changes["seats"] is not None)
+    assert commit[0] == "nwor_prepared_commit"
+    assert not pages.pages.is_open
+
+
+def every_second(tensor):
+    return tensor.repeat_interleave(2)[::2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_reqs": 4},  # beyond the buffers
+        {"seq_lens": torch.zeros(2, dtype=torch.int32)},
+        {"query_start_loc": torch.zeros(3, dtype=torch.int32)},
+        {"block_tables": [torch.zeros(2, 4, dtype=torch.int32)]},
+        {"slot_mappings": [torch.zeros(8, dtype=torch.int64)]},
+        {"cu_num_logits": torch.arange(3)},
+        {"cu_num_logits": every_second(torch.arange(3, dtype=torch.int32))},
+        {"seats": torch.arange(2.0)},
+        {"seats": torch.arange(3)},
+        {"seats": every_second(torch.arange(2))},
+    ],
+)
+def test_a_staged_step_that_is_not_goes_through_the_ops(calls, changes):
+    pages = Pages()
+    pages.step()
+
+    pages.step(**changes)
+
+    assert pages.num_ops == 4
+    assert calls == []
+
+
+def test_an_acceptance_of_another_dtype_is_checked_by_the_op(calls):
+    pages = Pages()
+    pages.step()
+
+    pages.step(rejected=torch.int64)
+
+    assert pages.num_ops == 3
+    assert [name for name, *_ in calls] == ["nwor_prepared_stage"]
