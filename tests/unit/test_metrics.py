@@ -928,6 +928,7 @@ def front_end_at(address, parallel_config):
         sent = utils.EngineHandshakeMetadata(
             utils.EngineZmqAddresses([address], [address]), parallel_config
         )
+        sent.parallel_config = parallel_config  # whoever has hooked it in this process
         socket.send_multipart((engine, msgspec.msgpack.encode(sent)))
         socket.recv_multipart()
         socket.close()
