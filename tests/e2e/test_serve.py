@@ -147,8 +147,8 @@ def texts_of_each(server: Server) -> list[list[str]]:
 
 def check_engine(server: Server, engine: str, mode: str) -> None:
     """Guarantee 7 for one engine of several, none of whose requests was dropped."""
-    of_engine = [s for s in server.samples() if f'engine="{engine}"' in s[1]]
-    found = {name.removesuffix("_total"): value for name, _, value in of_engine}
+    of_engine = [s for s in server.samples() if s.labels.get("engine") == engine]
+    found = {sample.name.removesuffix("_total"): sample.value for sample in of_engine}
     accepted = found["vllm:spec_decode_num_accepted_tokens"]
     drafted = found["vllm:spec_decode_num_draft_tokens"]
     assert 0 < accepted < drafted
@@ -158,5 +158,5 @@ def check_engine(server: Server, engine: str, mode: str) -> None:
     assert found["vllm:nwor_rejected_tokens"] == drafted - accepted
     assert found["vllm:nwor_breaches"] == 0
     assert "vllm:nwor_fallbacks" not in found
-    (info,) = [labels for name, labels, _ in of_engine if name == "vllm:nwor_info"]
-    assert f'resolved="{mode}"' in info
+    (info,) = [s.labels for s in of_engine if s.name == "vllm:nwor_info"]
+    assert info["resolved"] == mode
