@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit import test_packaging
 from tools import apply_to_vllm as tool
 from tools import check_vllm, native
 from vllm_nwor.hooks.source import files_of
@@ -108,14 +109,10 @@ def laid_out(folder: Path, files: dict[str, str]) -> Path:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Path -> SHA-256 of each file, "" of each folder; neither git's nor libraries."""
-    return {
-        str(path.relative_to(folder)): ""
-        if path.is_dir()
-        else hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if ".git" not in path.relative_to(folder).parts and path.suffix != ".so"
-    }
+    """Of all but git's files and libraries."""
+    return test_packaging.digests(
+        folder, lambda path: ".git" not in path.parts and path.suffix != ".so"
+    )
 
 
 @pytest.fixture(scope="module")

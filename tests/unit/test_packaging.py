@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,17 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
     return result.stdout
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Relative path -> SHA-256 of each file; "" for each folder."""
+def digests(
+    folder: Path, is_wanted: Callable[[Path], bool] = lambda path: True
+) -> dict[str, str]:
+    """Relative path -> SHA-256 of each file; "" for each folder. is_wanted: which, by
+    the relative path."""
     return {
         str(path.relative_to(folder)): ""
         if path.is_dir()
         else hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
+        if is_wanted(path.relative_to(folder))
     }
 
 

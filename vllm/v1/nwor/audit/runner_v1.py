@@ -15,72 +15,53 @@ These wrappers lie over NWOR's own in the same places (`layer`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..hooks._wrap import HookTarget, argument, install_all
+from ..hooks import runner_v1 as rows
+from ..hooks._wrap import argument, install_all
 from . import runner as shared
 from .state import Batch, Text
 
-MODULE = "vllm.v1.worker.gpu_model_runner"
-
-INITIALIZE = HookTarget(
-    MODULE,
-    "GPUModelRunner.initialize_kv_cache",
-    ("self", "kv_cache_config"),
+# What NWOR's own hooks wrap, over or below them.
+INITIALIZE = replace(
+    rows.INITIALIZE,
     why="audit: the caches are bound here",
-    delete_when="vLLM offers a callback once KV caches are bound",
     layer=1,
 )
-PROFILE = HookTarget(
-    MODULE,
-    "GPUModelRunner.profile_run",
-    ("self",),
+PROFILE = replace(
+    rows.PROFILE,
     why="audit: its memory is taken while vLLM measures what is left",
-    delete_when="vLLM lets plugins announce memory they need",
     layer=1,
 )
-EXECUTE = HookTarget(
-    MODULE,
-    "GPUModelRunner.execute_model",
-    ("self", "scheduler_output"),
+EXECUTE = replace(
+    rows.EXECUTE,
     why="audit: which blocks were handed out to which requests",
     delete_when="vLLM tells plugins of blocks that it hands out",
     layer=1,
 )
-METADATA = HookTarget(
-    MODULE,
-    "GPUModelRunner._calc_spec_decode_metadata",
-    ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
+METADATA = replace(
+    rows.METADATA,
     why="audit: slots are final, and no shadow page is in them yet",
-    delete_when="vLLM has a pre-forward callback for real steps",
     layer=1,
 )
-FORWARD = HookTarget(
-    MODULE,
-    "GPUModelRunner._model_forward",
-    ("self",),
+FORWARD = replace(
+    rows.FORWARD,
     why="audit: slots are final; without speculation the last place before the forward",
-    delete_when="vLLM has a pre-forward callback for real steps",
     layer=1,
 )
-SAMPLE = HookTarget(
-    MODULE,
-    "GPUModelRunner._sample",
-    ("self", "logits", "spec_decode_metadata"),
+SAMPLE = replace(
+    rows.SAMPLE,
     why="audit: what is kept is known, and the drafter has not run",
-    delete_when="vLLM has a callback after rejection sampling",
     layer=1,
 )
-OUTPUT = HookTarget(
-    MODULE,
-    "GPUModelRunner.sample_tokens",
-    ("self", "grammar_output"),
+OUTPUT = replace(
+    rows.OUTPUT,
     why="audit: findings leave with the step's output, or keep it from leaving",
-    delete_when="ModelRunnerOutput has a field for extensions",
     layer=1,
 )
 LEDGER = (INITIALIZE, PROFILE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
