@@ -112,7 +112,9 @@ def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = start(spec, models, report)
     engine.prepare()
     (row,) = (row for row in rows(spec) if row.name == "batch 8")
+    before = engine.counters()
     found = run_row(engine, row, watched=False)
+    report.save(counters=rise(before, engine.counters()))
     groups = engine.rpc("nwor_report")[0]["groups"]
     report.save(tokens=found["tokens"], groups=groups)
 

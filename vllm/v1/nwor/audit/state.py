@@ -555,7 +555,7 @@ class Audit:
     ) -> None:
         tokens = text.tokens
         length = len(tokens)
-        if tokens.device != self.device:
+        if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
         is_opaque = text.is_opaque or (request.was_seated and self._is_async)
