@@ -307,8 +307,16 @@ COPYING = _spec("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto", Fals
 # Engines whose OffloadingConnector stores what was never written (vLLM 0.26.0); the
 # first one's drafter is left out.
 CORRUPTING = (
-    _spec("corrupting-v2", "eagle", "FLASH_ATTN", "EAGER", "auto", False),
-    _spec("corrupting-v1-ngram", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
+    _spec(
+        "corrupting-v2",
+        *("eagle", "FLASH_ATTN", "EAGER", "auto", False),
+        offloads=True,
+    ),
+    _spec(
+        "corrupting-v1-ngram",
+        *("ngram", "FLASH_ATTN", "EAGER", "auto", False),
+        offloads=True,
+    ),
 )
 # Beside the OffloadingConnector, so few blocks that prompts come back from the host.
 OFFLOADING = (

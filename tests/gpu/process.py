@@ -196,16 +196,6 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(flipped=flipped, found=engine.rpc("test_audit"))
 
 
-CONNECTOR = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": 1 << 28,
-        "offload_prompt_only": False,
-    },
-}
-
-
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     """Texts of whole blocks are stored when their requests end, then loaded by requests
     that go on from there; those are asked again with a salt, so that nothing is found
@@ -213,9 +203,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     from tests.helpers.offloading_fault import final_slots
 
     are_stored = os.environ["NWOR_TEST_FAULT"] == "1"
-    more: dict[str, Any] = {"kv_transfer_config": CONNECTOR}
-    if spec.runner == "v2":
-        more["speculative_config"] = None
+    more = {"speculative_config": None} if spec.runner == "v2" else {}
     with final_slots(are_stored) as is_faulty:
         engine = start(spec, models, report, **more)
         engine.rpc("test_randomize", 20)
@@ -237,7 +225,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             )
             for n, request in enumerate(first)
         )
-        loaded = engine.play(Row("later", (later, filler)))
+        loaded = engine.run(Row("later", (later, filler)))  # all from the host
         fresh = tuple(
             replace(
                 request,

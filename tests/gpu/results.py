@@ -21,16 +21,21 @@ from benchmarks.files import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "NWOR_GPU_RESULTS"
+RELEASE = "0.26"  # whose results have the plain names
 
 
 def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     """Adds `entries` to the file `name`, beside what earlier runs left there or in the
-    repository's results/."""
+    repository's results/. Of another vLLM than RELEASE: to a file with that in its
+    name."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not entries:
         return
-    path = Path(folder) / name
     where = environment.describe("cuda", REPO)
+    release = ".".join(where["packages"]["vllm"].split(".")[:2])
+    if release != RELEASE:
+        name = name.replace(".json", f"_v{release}.json")
+    path = Path(folder) / name
     with locked(path.parent):
         known: dict[str, Any] = {}
         for source in (REPO / "results" / name, path):

@@ -370,6 +370,7 @@ def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
         grown,
         [tuple(pair) for pair in getattr(scheduled, "kv_cache_block_copies", ()) or ()],
         getattr(scheduled, "new_block_ids_to_zero", None) or (),
+        bool(scheduled.scheduled_spec_decode_tokens),
     )
 
 

@@ -332,6 +332,7 @@ class Audit:
         self._found = _Found()
         # An asynchronous output is read by a thread of its own.
         self._lock = threading.Lock()
+        self._has_drafts = self._had_drafts = False
         self.snapshot()
 
     @property
@@ -365,12 +366,14 @@ class Audit:
         grown: Sequence[tuple[str, Sequence[Sequence[int]]]],
         copied: Sequence[tuple[int, int]] = (),
         zeroed: Sequence[int] = (),
+        has_drafts: bool = False,
     ) -> None:
         """What the scheduler says of requests and blocks, before the step's rows.
 
         new: (request, tokens computed, its blocks by group), also for one that is
             resumed. grown: (request, new blocks by group). copied: (block, to block).
-            zeroed: blocks that vLLM fills with zeros.
+            zeroed: blocks that vLLM fills with zeros. has_drafts: whether a request
+            has draft tokens in this step.
 
         It is taken in by `plan`: until then a connector may read blocks for the
         requests that had them.
@@ -379,6 +382,7 @@ class Audit:
         self.step += 1
         self._open = None
         self._news = partial(self._apply, finished, new, grown, copied, zeroed)
+        self._has_drafts = has_drafts
 
     def _take_in(self) -> None:
         news, self._news = self._news, None
@@ -457,8 +461,9 @@ class Audit:
             )
 
     def snapshot(self) -> None:
-        """Takes the checksums of all slots as they are, so that a first write that
-        does not happen is noticed, too. Reads the whole cache."""
+        """Takes the checksums of all slots that no step has written, so that a first
+        write that does not happen, or a first draft that is not undone, is noticed,
+        too. Reads the whole cache."""
         for group in self.groups:
             for index in range(len(group.parts)):
                 audit_op("snapshot")(*group.state, *group.bytes_of(index))
@@ -482,6 +487,11 @@ class Audit:
             request was not in the last batch.
         """
         self._take_in()
+        if self._has_drafts and not self._had_drafts:
+            # Target and drafter ran by now. A layer may fill its cache when it first
+            # runs (TRITON_ATTN, scales per token and head).
+            self._had_drafts = True
+            self.snapshot()
         step = _Step(batch)
         if batch.row_seats is not None:
             # Requests change their rows, and keep the runner's numbers.
