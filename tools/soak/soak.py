@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 from benchmarks import environment  # noqa: E402
-from benchmarks.arguments import number, whole  # noqa: E402
+from benchmarks.arguments import positive, whole  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.tables import Table  # noqa: E402
 
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text!r}; must be NAME=VALUE")
         return text
 
-    count, positive = whole(1), number(0, 1e6, low_allowed=False)
+    count, above_0 = whole(1), positive(1e6)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="folder of the model to serve")
     where.add_argument("--url", help="of a server that runs, http://HOST:PORT")
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--env", type=setting, action="append", default=[], help=text)
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=count, default=2, help="API servers")
-    add("--minutes", type=positive, default=10, help="length of the load")
+    add("--minutes", type=above_0, default=10, help="length of the load")
     add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
     text = "send token ids below it, for a server without a tokenizer"
@@ -84,8 +84,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     text = "the fixed request: beside the load, in pauses of it, or none"
     policies = ("loaded", "quiet", "off")
     add("--probe", choices=policies, default="loaded", help=text)
-    add("--probe-seconds", type=positive, default=5, help="between two probes")
-    add("--sample-seconds", type=positive, default=5, help="between memory samples")
+    add("--probe-seconds", type=above_0, default=5, help="between two probes")
+    add("--sample-seconds", type=above_0, default=5, help="between memory samples")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
     add("--json", type=Path, help="where to write what was found")
     args = parser.parse_args(argv)
