@@ -88,36 +88,39 @@ def test_cells_are_commands_that_bench_vllm_takes() -> None:
     assert ("v2", 8, "50", 64) in budgeted
 
 
-def test_a_cell_runs_each_batch_size_on_one_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """bench.py with an engine that only notes what it is asked for: each file says
-    with which command of bench_vllm.py it can be had again."""
-    started: list[Any] = []
+@pytest.fixture
+def bench_cell(monkeypatch, tmp_path):
+    """Runs a cell by bench.py, with an engine that only notes what it is asked for;
+    the results, by batch size, and the engines."""
+    started, off = [], []
 
     class FakeEngine:
-        start_s = 1.0
-        drafter = None
+        start_s, drafter = 1.0, None
         target = SimpleNamespace(label="shape:llama-8b")
 
-        def __init__(self, options: Any, on: str) -> None:
+        def __init__(self, options, on):
             started.append((options.batch_size, options.max_num_seqs, on))
             self.options, self.waves = options, []
 
-        def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+        def _encode(self, texts):
             return [[[1, 2, 3]] * self.options.batch_size]
 
-        def report(self) -> dict[str, Any]:
-            names = ("kv_blocks", "kv_block_tokens", "groups", "log_bytes_per_draft")
-            return dict.fromkeys((*names, "log_bytes", "fallbacks"), 1)
+        def report(self):
+            return dict.fromkeys(bench.bench_vllm.ENGINE, 1)
 
-        def run(self, arm: Any) -> Run:
-            drafts: dict[str, Any] = {"windows": 1, "drafted": 4, "accepted": 2}
+        def run(self, arm):
+            drafts = {"windows": 1, "drafted": 4, "accepted": 2}
             drafts["accepted_per_position"] = [1, 1, 0, 0]
             done = NworDone({"staged": 4}, [5.0], [4.0]) if arm.hooked else None
             outputs = [[1, 2]] * self.options.batch_size
             times = [0.01] * self.options.batch_size
             return Run(outputs, 0.01, times, [0.01], drafts, done)
+
+    def run_true_off(argv):
+        tokens = [[1, 2]] * parse(argv).batch_size
+        found = {"outputs": {"tokens": tokens}, "summary": {"speed": {"off": "speed"}}}
+        off.append(found | {"engine": {"kv_blocks": 100 + len(off)}, "samples": []})
+        return off[-1]
 
     monkeypatch.setattr(bench, "Engine", FakeEngine)
     monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)
@@ -125,58 +128,44 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
     monkeypatch.setattr(bench.environment, "packages", dict)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(bench.report, "text", lambda result: "")
+    monkeypatch.setattr(bench.bench_vllm, "run_true_off", run_true_off)
     monkeypatch.setenv("NWOR_COMMIT", "abc")
     monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
 
-    assert bench.main(["v2-k4-a30", "--results", str(tmp_path), "--seconds", "0"]) == 0
+    def run(cell):
+        assert bench.main([cell, "--results", str(tmp_path), "--seconds", "0"]) == 0
+        paths = tmp_path.glob(f"bench_gpu_{cell}_b*.json")
+        found = {int(path.stem.rpartition("_b")[2]): path for path in paths}
+        return {batch: json.loads(path.read_text()) for batch, path in found.items()}
 
-    assert started == [(64, 64, "cuda")]
-    for batch in (1, 16, 64):
-        path = tmp_path / f"bench_gpu_v2-k4-a30_b{batch}.json"
-        found = json.loads(path.read_text())
-        assert found["cell"] == "v2-k4-a30"
+    return SimpleNamespace(run=run, started=started, off=off)
+
+
+def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell):
+    """Each file says with which command of bench_vllm.py it can be had again."""
+    results = bench_cell.run("v2-k4-a30")
+    assert bench_cell.started == [(64, 64, "cuda")]
+    assert set(results) == {1, 16, 64}
+    for batch, found in results.items():
+        assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
         assert found["environment"]["commit"] == "abc"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
-        assert found["baseline"] == "unhooked"
-        samples = found["samples"].values()
-        assert [len(pairs["ratio"]) for pairs in samples] == [7, 7, 7]
         assert list(found["samples"]) == ["cow", "stage", "control"]
-        assert "true_off" not in found
+        lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
+        assert (lengths, "true_off" in found) == ({7}, False)
         assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "1"
 
-    cell = ["v1-ngram-no-metrics", "--results", str(tmp_path), "--seconds", "0"]
-    assert bench.main(cell) == 0
-    found = json.loads((tmp_path / "bench_gpu_v1-ngram-no-metrics_b1.json").read_text())
+    found = bench_cell.run("v1-ngram-no-metrics")[1]
     assert found["environment"]["variables"]["VLLM_NWOR_EMIT_METRICS"] == "0"
     assert found["command"].startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
 
-    # An engine without NWOR, too: the first one finds nothing compiled.
-    off: list[dict[str, Any]] = []
 
-    def run_true_off(argv: Any) -> dict[str, Any]:
-        off.append(
-            {
-                "outputs": {"tokens": [[1, 2]] * parse(argv).batch_size},
-                "summary": {"speed": {"off": "speed"}},
-                "engine": {"kv_blocks": 100 + len(off)},
-                "samples": [],
-            }
-        )
-        return off[-1]
-
-    monkeypatch.setattr(bench.bench_vllm, "run_true_off", run_true_off)
-    cell = ["v2-default-seqs", "--results", str(tmp_path), "--seconds", "0"]
-
-    assert bench.main(cell) == 0
-
-    path = tmp_path / "bench_gpu_v2-default-seqs_b16.json"
-    assert json.loads(path.read_text())["true_off"]["kv_blocks"] == 101
+def test_an_engine_without_nwor_is_compared_once_it_finds_all_compiled(bench_cell):
+    assert bench_cell.run("v2-default-seqs")[16]["true_off"]["kv_blocks"] == 101
     # One that had to compile has fewer blocks for that reason.
-    assert bench.main(["v2-k4-a70", *cell[1:]]) == 0
-    found = json.loads((tmp_path / "bench_gpu_v2-k4-a70_b1.json").read_text())
-    assert (len(off), found["true_off"]["kv_blocks"]) == (3, None)
-    found = json.loads((tmp_path / "bench_gpu_v2-k4-a70_b16.json").read_text())
-    assert "true_off" not in found
+    results = bench_cell.run("v2-k4-a70")
+    assert (len(bench_cell.off), results[1]["true_off"]["kv_blocks"]) == (3, None)
+    assert "true_off" not in results[16]
 
 
 # -- the byte oracle -------------------------------------------------------------------
@@ -441,6 +430,10 @@ class FakeEngine:
     """What harness.Engine needs of LLMEngine: requests with grammars that take
     `compile_s`, each ready one done after two steps."""
 
+    has_unfinished_requests = property(lambda self: lambda: bool(self.requests))
+    reset_prefix_cache = staticmethod(lambda: True)
+    collective_rpc = staticmethod(lambda method, args: [None])
+
     def __init__(self, compile_s: float) -> None:
         self.compile_s = compile_s
         self.requests: dict[str, Any] = {}
@@ -451,20 +444,14 @@ class FakeEngine:
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         grammar = None
         if params.structured_outputs is not None:
-            grammar = self.threads.submit(self.compile)
+            grammar = self.threads.submit(time.sleep, self.compile_s)
         self.requests[name] = structured_request(name, grammar)
         self.ages[name] = 0
 
-    def compile(self) -> str:
-        time.sleep(self.compile_s)
-        return "grammar"
-
     def schedule(self) -> SimpleNamespace:
+        grammars = {n: r.structured_output_request for n, r in self.requests.items()}
         ready = [
-            name
-            for name, request in self.requests.items()
-            if request.structured_output_request is None
-            or request.structured_output_request.is_grammar_ready
+            n for n, one in grammars.items() if one is None or one.is_grammar_ready
         ]
         return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(ready, 1))
 
@@ -474,15 +461,6 @@ class FakeEngine:
             if self.ages[name] == 2:
                 del self.requests[name]
         return []
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
-
-    def reset_prefix_cache(self) -> bool:
-        return True
-
-    def collective_rpc(self, method: str, args: Any) -> list[None]:
-        return [None]
 
 
 @pytest.mark.parametrize("compile_s", [0.0, 0.05])
