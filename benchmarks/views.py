@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Markdown of results, a function a view, for tools/results/render.py.
 
-Each takes the content of a file in results/, or of several.
+Each takes the content of a file in results/, or of several. A row of a table is a
+dictionary: what stands in each column, by its head.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import models, report, summary
@@ -17,6 +18,7 @@ from benchmarks.ab import CONTROL
 from benchmarks.tables import Table, number, spread
 
 Result = dict[str, Any]
+Row = dict[str, str]
 
 
 class BadBlock(Exception):
@@ -48,64 +50,55 @@ def short(result: Result) -> str:
     return "\n".join(["```", checks[0], *ratios[:2], checks[1], "```"])
 
 
-_CELLS = (
-    "model, device | method, drafts | runner | batch | prompt | accepted | log | "
-    "mode | baseline | mode / baseline (90 %) | control (90 %) | budget | pairs | "
-    "begin + commit | date, UTC | commit"
-)
-
-
 def cells(results: Sequence[Result]) -> str:
     """A line for each tested arm of a file: what was compared with which baseline, its
     ratio beside the control's, whether that is within the budget and the intervals as
     narrow as asked for, host time. First those that were compared with no hooks."""
-    rows = []
-    for result in sorted(results, key=lambda one: one.get("baseline") == summary.IDLE):
-        rows += [_cell(result, name) for name in _tested(result)]
-    return _markdown(_CELLS, rows)
+    ordered = sorted(results, key=lambda one: one.get("baseline") == summary.IDLE)
+    return _table([_cell(one, name) for one in ordered for name in _tested(one)])
+
+
+# What `extremes` leaves out of a line of `cells`.
+_DETAILS = ("prompt", "log", "mode", "date, UTC", "commit")
 
 
 def extremes(results: Sequence[Result]) -> str:
     """Of all the lines of `cells`, for each mode: the best, the median and the worst by
     their median ratio; of an even number of lines the worse of the middle two. Below,
     how many lines hold each budget."""
-    by_mode: dict[str, list[tuple[float, tuple[str, ...]]]] = {}
-    host_us: dict[str, list[float]] = {}
-    for result in results:
-        for name in _tested(result):
-            median = result["summary"]["ratio"][name]["median"]
-            by_mode.setdefault(name, []).append((median, _cell(result, name)))
-            host = result["summary"]["nwor"][name]["host"]
-            spent = host["begin_us_median"] + host["commit_us_median"]
-            host_us.setdefault(name, []).append(spent)
-    columns = (0, 1, 2, 3, 5, 8, 9, 10, 11, 12, 13)
-    head = _CELLS.split(" | ")
-    rows = []
-    for name, lines in by_mode.items():
-        lines.sort(reverse=True)
+    modes = dict.fromkeys(name for result in results for name in _tested(result))
+    rows, sentences = [], []
+    for name in modes:
+        found = [one for one in results if name in _tested(one)]
+        found.sort(key=lambda one: _median(one, name), reverse=True)
+        lines = [_cell(one, name) for one in found]
         places = {f"best of {len(lines)}": 0, "median": len(lines) // 2, "worst": -1}
         for place, index in places.items():
-            cell = lines[index][1]
-            rows.append((f"{name}, {place}", *(cell[one] for one in columns)))
-    table = _markdown(" | ".join(["line", *(head[one] for one in columns)]), rows)
-    sentences = [_budgets(name, by_mode[name], us) for name, us in host_us.items()]
-    return "\n".join([table, "", *sentences])
+            kept = {k: v for k, v in lines[index].items() if k not in _DETAILS}
+            rows.append({"line": f"{name}, {place}"} | kept)
+        verdicts = Counter(one["budget"].strip("*").split(",")[0] for one in lines)
+        host_us, budget = [_host_us(one, name) for one in found], _budget_us(name)
+        sentences.append(
+            f"- {name}: median of the ratios "
+            f"{statistics.median(_median(one, name) for one in found):.4f}; "
+            f"budget of throughput met in {verdicts['met']} of {len(lines)} lines, not "
+            f"resolved in {verdicts['not resolved']}, missed in {verdicts['missed']}; "
+            f"begin + commit {min(host_us):.1f} to {max(host_us):.1f} us, over its "
+            f"budget of {budget:.0f} us in {sum(us > budget for us in host_us)}."
+        )
+    return "\n".join([_table(rows), "", *sentences])
 
 
-def _budgets(
-    name: str, lines: Sequence[tuple[float, tuple[str, ...]]], host_us: Sequence[float]
-) -> str:
-    """How many lines of a mode hold the budgets of throughput and of host time."""
-    verdicts = Counter(cell[11].strip("*").split(",")[0] for _, cell in lines)
-    budget = summary.host_budget_us(name)
-    over = sum(us > budget for us in host_us)
-    return (
-        f"- {name}: median of the ratios {statistics.median(m for m, _ in lines):.4f}; "
-        f"budget of throughput met in {verdicts['met']} of {len(lines)} lines, not "
-        f"resolved in {verdicts['not resolved']}, missed in {verdicts['missed']}; "
-        f"begin + commit {min(host_us):.1f} to {max(host_us):.1f} us, over its budget "
-        f"of {budget:.0f} us in {over}."
-    )
+_budget_us = summary.host_budget_us
+
+
+def _median(result: Result, name: str) -> float:
+    return result["summary"]["ratio"][name]["median"]
+
+
+def _host_us(result: Result, name: str) -> float:
+    host = result["summary"]["nwor"][name]["host"]
+    return host["begin_us_median"] + host["commit_us_median"]
 
 
 def _tested(result: Result) -> list[str]:
@@ -115,90 +108,86 @@ def _tested(result: Result) -> list[str]:
     return summary.tested(result)
 
 
-def _cell(result: Result, name: str) -> tuple[str, ...]:
+def _cell(result: Result, name: str) -> Row:
     """The line of the tested arm `name`."""
     args, found = result["arguments"], result["summary"]
     ratio, control = found["ratio"][name], found["ratio"][CONTROL]
-    host, drafts = found["nwor"][name]["host"], found["acceptance"]
-    variables = result["environment"]["variables"]
-    runner = {"0": "V1", "1": "V2"}.get(
-        variables.get("VLLM_USE_V2_MODEL_RUNNER", ""), "default"
-    )
+    drafts, variables = found["acceptance"], result["environment"]["variables"]
+    v2 = variables.get("VLLM_USE_V2_MODEL_RUNNER")
+    runner = {"0": "V1", "1": "V2"}.get(v2, "default")
     if variables.get("VLLM_NWOR_EMIT_METRICS") == "0":
         runner += ", no metrics"
-    spent = host and f"{host['begin_us_median'] + host['commit_us_median']:.1f} us"
-    return (
-        f"{result['model']}, {_short_device(result['environment'])}",
-        f"{args['method']}, {args['num_speculative_tokens']}",
-        runner,
-        str(args["batch_size"]),
-        str(args["context"] or max(result["prompt_tokens"])),
-        f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
-        f"{result['engine']['log_bytes'] / 2**20:.0f} MiB",
-        name,
-        result["baseline"],
-        *map(spread, (ratio, control)),
-        summary.verdict(ratio, control).replace("missed", "**missed**"),
-        number(found["num_pairs"]) + ("" if found["until_reached"] else ", too few"),
-        spent or "none",
-        *_measured(result),
-    )
+    has_host = found["nwor"][name]["host"]
+    return {
+        "model, device": f"{result['model']}, {_short_device(result)}",
+        "method, drafts": f"{args['method']}, {args['num_speculative_tokens']}",
+        "runner": runner,
+        "batch": str(args["batch_size"]),
+        "prompt": str(args["context"] or max(result["prompt_tokens"])),
+        "accepted": f"{drafts['accepted'] / max(drafts['drafted'], 1):.2f}",
+        "log": f"{result['engine']['log_bytes'] / 2**20:.0f} MiB",
+        "mode": name,
+        "baseline": result["baseline"],
+        "mode / baseline (90 %)": spread(ratio),
+        "control (90 %)": spread(control),
+        "budget": summary.verdict(ratio, control).replace("missed", "**missed**"),
+        "pairs": number(found["num_pairs"])
+        + ("" if found["until_reached"] else ", too few"),
+        "begin + commit": f"{_host_us(result, name):.1f} us" if has_host else "none",
+    } | _measured(result)
 
 
 def host(results: Sequence[Result]) -> str:
     """What begin and commit cost the host, median of the steps, a line a kind; and what
     every hook does, where the file has that."""
-    rows, hooks = [], []
+    rows, hooks, abouts = [], [], []
     for result in results:
-        cell = f"{result['cell']}, {_short_device(result['environment'])}"
+        cell = {"cell": f"{result['cell']}, {_short_device(result)}"}
         for kind, found in result["host"].items():
-            parts = [found[part] for part in ("begin", "commit", "both")]
-            spent = [f"{part['median_us']:.1f} us" for part in parts]
-            rows.append((cell, kind, *spent, number(parts[-1]["steps"])))
+            spent = {name: f"{one['median_us']:.1f} us" for name, one in found.items()}
+            steps = {"steps": number(found["both"]["steps"])}
+            rows.append(cell | {"launches": kind} | spent | steps)
         for name, found in result.get("hooks", {}).items():
-            spent = [f"{found[of]:.1f} us" for of in ("median_us", "us_a_step")]
-            hooks.append((cell, name, *spent))
-    abouts = [
-        f"{result['environment']['date']}: {result['environment']['gpu']}, "
-        f"{result['environment']['cpu']}; batch {result['batch_size']}; "
-        f"commit {_measured(result)[1]}.\n\n{_code(result['command'])}"
-        for result in results
-    ]
-    tables = [_markdown("cell | launches | begin | commit | both | steps", rows)]
-    if hooks:
-        tables.append(_markdown("cell | hook | median | mean of a step", hooks))
-    return "\n\n".join([*abouts, *tables])
+            spent = {"median": found["median_us"], "mean of a step": found["us_a_step"]}
+            times = {of: f"{us:.1f} us" for of, us in spent.items()}
+            hooks.append(cell | {"hook": name} | times)
+        abouts.append(
+            f"{result['environment']['date']}: {result['environment']['gpu']}, "
+            f"{result['environment']['cpu']}; batch {result['batch_size']}; "
+            f"commit {_measured(result)['commit']}.\n\n{_code(result['command'])}"
+        )
+    return "\n\n".join([*abouts, _table(rows), *([_table(hooks)] if hooks else [])])
 
 
 def engines(result: Result) -> str:
     """What each engine is, and what was found there; a line an engine."""
-    rows = []
+    return _table(list(_engines(result)), left=True)
+
+
+def _engines(result: Result) -> Iterator[Row]:
     for name, entry in result["entries"].items():
         spec, found = entry["engine"], entry["rows"].values()
         ranks = spec["tensor_parallel"]
         bad = [check for check, problems in entry["problems"].items() if problems]
         unclear = {re.split("[:,]", what)[0] for what in entry["unsettled"]}
-        rows.append(
-            (
-                name,
-                f"{spec['runner'].upper()}, {spec['drafter']}"
-                + (f", {ranks} ranks" if ranks > 1 else ""),
-                f"{spec['backend']}, {spec['kv_cache'].replace('auto', 'bf16')}",
-                spec["graphs"].replace("FULL_AND_PIECEWISE", "both").lower(),
-                "yes" if spec["asynchronous"] else "no",
-                number(sum(row["rejected_slots_checked"] for row in found)),
-                number(sum(row["dirty_slots_restored"] for row in found)),
-                ", ".join(bad) or "none",
-                ", ".join(sorted(unclear)) or "none",
-                *_measured(entry),
-            )
-        )
-    head = (
-        "engine | runner, drafter | backend, KV cache | graphs | async | rejected "
-        "slots compared | dirty before commit | failed checks | rows in which vanilla "
-        "differs from itself | date, UTC | commit"
-    )
-    return _markdown(head, rows, left=True)
+        yield {
+            "engine": name,
+            "runner, drafter": f"{spec['runner'].upper()}, {spec['drafter']}"
+            + (f", {ranks} ranks" if ranks > 1 else ""),
+            "backend, KV cache": f"{spec['backend']}, "
+            + spec["kv_cache"].replace("auto", "bf16"),
+            "graphs": spec["graphs"].replace("FULL_AND_PIECEWISE", "both").lower(),
+            "async": "yes" if spec["asynchronous"] else "no",
+            "rejected slots compared": _sum(found, "rejected_slots_checked"),
+            "dirty before commit": _sum(found, "dirty_slots_restored"),
+            "failed checks": ", ".join(bad) or "none",
+            "rows in which vanilla differs from itself": ", ".join(sorted(unclear))
+            or "none",
+        } | _measured(entry)
+
+
+def _sum(rows: Any, name: str) -> str:
+    return number(sum(row[name] for row in rows))
 
 
 def sleep(result: Result) -> str:
@@ -207,17 +196,20 @@ def sleep(result: Result) -> str:
     for name, entry in result["entries"].items():
         (mode,) = entry.keys() & {"cow", "stage"}
         for phase, found in entry[mode]["phases"].items():
-            counts = [
-                sum(row[count] for row in found["rows"].values())
-                for count in ("windows", "staged", "committed", "rejected")
-            ]
-            counts.append(sum(tag is not None for tag in found["pools"].values()))
-            rows.append((name, mode, phase, *map(number, counts), *_measured(entry)))
-    head = (
-        "engine | mode | after | windows | drafts | accepted | rejected | our tensors "
-        "in the pool that sleep empties | date, UTC | commit"
-    )
-    return _markdown(head, rows, left=True)
+            done = found["rows"].values()
+            in_pool = sum(tag is not None for tag in found["pools"].values())
+            row = {
+                "engine": name,
+                "mode": mode,
+                "after": phase,
+                "windows": _sum(done, "windows"),
+                "drafts": _sum(done, "staged"),
+                "accepted": _sum(done, "committed"),
+                "rejected": _sum(done, "rejected"),
+                "our tensors in the pool that sleep empties": number(in_pool),
+            }
+            rows.append(row | _measured(entry))
+    return _table(rows, left=True)
 
 
 def moved_bytes(results: Sequence[Result]) -> str:
@@ -226,52 +218,42 @@ def moved_bytes(results: Sequence[Result]) -> str:
 
     Expected: the same with the bytes of a slot that follow from the shape.
     """
-    rows = []
-    for result in results:
-        if not result["summary"]["nwor"]:
-            raise BadBlock("the view bytes needs a file measured with NWOR on")
-        for mode, done in result["summary"]["nwor"].items():
-            rows.append(_bytes(result, mode, done))
-    head = (
-        "device | runner, method | batch | mode | accepted | drafts a step | logged or "
-        "copied to shadow a step | restored or committed a step | logged - expected | "
-        "restored - expected"
+    return _table(
+        [
+            _bytes(result, mode, done)
+            for result in results
+            for mode, done in result["summary"]["nwor"].items()
+        ]
     )
-    return _markdown(head, rows)
 
 
-def _bytes(result: Result, mode: str, done: dict[str, Any]) -> tuple[str, ...]:
+def _bytes(result: Result, mode: str, done: dict[str, Any]) -> Row:
     """The line of what one arm did. Raises BadBlock."""
     name = result["model"].removeprefix(models.SHAPE)
     if name not in models.SHAPES:
         raise BadBlock(f"the view bytes needs a named shape, not {name}")
-    if done["host"] is None:
-        raise BadBlock("the view bytes needs a file measured with NWOR on")
     shape, args = models.SHAPES[name], result["arguments"]
     slot = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
     slot *= shape["num_hidden_layers"]
-    steps = done["host"]["num_begins"]
-    copied, committed = (
-        done.get(name, 0) for name in ("shadow_copied_bytes", "committed_bytes")
-    )
-    return (
-        _short_device(result["environment"]),
-        f"{args['runner']}, {args['method']}, k = {args['num_speculative_tokens']}",
-        str(args["batch_size"]),
-        mode,
-        f"{done['committed'] / max(done['staged'], 1):.2f}",
-        f"{done['staged'] / steps:.1f}",
-        f"{(done['logged_bytes'] + copied) / steps / 2**20:.2f} MiB",
-        f"{(done['restored_bytes'] + committed) / steps / 2**20:.2f} MiB",
-        *(
-            ("-", "-")
-            if committed
-            else (
-                number(done["logged_bytes"] - done["staged"] * slot),
-                number(done["restored_bytes"] - done["rejected"] * slot),
-            )
-        ),
-    )
+    steps, logged = done["host"]["num_begins"], done["logged_bytes"]
+    restored, committed = done["restored_bytes"], done.get("committed_bytes", 0)
+    copied = logged + done.get("shadow_copied_bytes", 0)
+    expected = (logged - done["staged"] * slot, restored - done["rejected"] * slot)
+    over = ("-", "-") if committed else tuple(map(number, expected))
+    return {
+        "device": _short_device(result),
+        "runner, method": f"{args['runner']}, {args['method']}, "
+        f"k = {args['num_speculative_tokens']}",
+        "batch": str(args["batch_size"]),
+        "mode": mode,
+        "accepted": f"{done['committed'] / max(done['staged'], 1):.2f}",
+        "drafts a step": f"{done['staged'] / steps:.1f}",
+        "logged or copied to shadow a step": f"{copied / steps / 2**20:.2f} MiB",
+        "restored or committed a step": f"{(restored + committed) / steps / 2**20:.2f}"
+        " MiB",
+        "logged - expected": over[0],
+        "restored - expected": over[1],
+    }
 
 
 def blocks(results: Sequence[Result]) -> str:
@@ -280,54 +262,55 @@ def blocks(results: Sequence[Result]) -> str:
 
     An engine that finds its model compiled starts in seconds, and gets more blocks.
     """
-    rows: dict[tuple[object, ...], tuple[str, ...]] = {}
+    rows: dict[tuple[object, ...], Row] = {}
     for result in results:
         engine, args = result["engine"], result["arguments"]
         own = summary.own_process(result)
-        others = speed = "not run"
+        others = "not run"
         if own is not None:
             blocks = result["true_off"]["kv_blocks"]
             others = "not compared" if blocks is None else number(blocks)
-            speed = spread(own)
-        row = (
-            _short_device(result["environment"]),
-            f"{args['runner']}, k = {args['num_speculative_tokens']}",
-            number(args["max_num_seqs"]),
-            str(args["context"]),
-            f"{engine['log_bytes'] / 2**20:.0f} MiB",
-            f"{engine['start_s']:.0f} s",
-            number(engine["kv_blocks"]),
-        )
+        row = {
+            "device": _short_device(result),
+            "runner": f"{args['runner']}, k = {args['num_speculative_tokens']}",
+            "sequences": number(args["max_num_seqs"]),
+            "prompt": str(args["context"]),
+            "log": f"{engine['log_bytes'] / 2**20:.0f} MiB",
+            "start-up": f"{engine['start_s']:.0f} s",
+            "KV blocks": number(engine["kv_blocks"]),
+        }
         # Once for all batch sizes of an engine; one of them may have more to tell.
-        engine_key = (*row, engine["start_s"])
+        engine_key = (*row.values(), engine["start_s"])
         if own is not None or engine_key not in rows:
-            rows[engine_key] = (*row, others, result["baseline"], speed)
-    head = (
-        "device | runner | sequences | prompt | log | start-up | KV blocks | without "
-        "NWOR | baseline | tokens/s, baseline / without NWOR (its fastest, slowest "
-        "run)"
-    )
-    return _markdown(head, list(rows.values()))
+            rows[engine_key] = row | {
+                "without NWOR": others,
+                "baseline": result["baseline"],
+                "tokens/s, baseline / without NWOR (its fastest, slowest run)": (
+                    "not run" if own is None else spread(own)
+                ),
+            }
+    return _table(list(rows.values()))
 
 
 def traffic(result: Result) -> str:
     """What the GPU counted for single launches, beside the arithmetic; a line each."""
     rows = []
     for row in result["rows"]:
-        expected, counts = row["expected"], row["counts"]
-        numbers = [
-            *(expected["read"], counts["read"], expected["written"], counts["written"]),
-            *(counts["memory_read"], counts["memory_written"]),
-        ]
-        about = (row["layout"], number(row["num_drafts"]), row["operation"])
-        rows.append((*about, *map(number, numbers)))
-    head = (
-        "layout | drafts | operation | to read | read | to write | written | read "
-        "from memory | written to memory"
-    )
+        counts, drafts = row["counts"], number(row["num_drafts"])
+        counted = {
+            "to read": row["expected"]["read"],
+            "read": counts["read"],
+            "to write": row["expected"]["written"],
+            "written": counts["written"],
+            "read from memory": counts["memory_read"],
+            "written to memory": counts["memory_written"],
+        }
+        about = {"layout": row["layout"], "drafts": drafts}
+        about |= {"operation": row["operation"]}
+        rows.append(about | {head: number(num) for head, num in counted.items()})
     found = result["environment"]
     about = f"{found['date']}: {found['gpu']}; commit {found['commit']}."
-    return "\n\n".join([about, _code(result["command"]), _markdown(head, rows)])
+    return "\n\n".join([about, _code(result["command"]), _table(rows)])
 
 
 def kernels(result: Result) -> str:
@@ -338,19 +321,19 @@ def kernels(result: Result) -> str:
     rows = []
     for case in result["results"]:
         rates = case["gb_per_s"]
-        ours = [
-            f"{rates[name]:.1f} ({case[f'{name}_of_copy'][0]:.2f})"
-            for name in ("log", "restore")
-        ]
-        sizes = (number(case["bytes"] / 1024), str(case["num_drafts"]))
-        about = (case["layout"], *sizes, str(case["num_layers"]))
-        rows.append((*about, f"{rates['copy']:.1f}", *ours))
-    head = (
-        "layout | KiB | drafts | layers | copy, GB/s | log, GB/s (of copy) | restore, "
-        "GB/s (of copy)"
-    )
-    about = f"{result['environment']['date']}: {_device(result['environment'])}."
-    return "\n\n".join([about, _code(result["command"]), _markdown(head, rows)])
+        row = {
+            "layout": case["layout"],
+            "KiB": number(case["bytes"] / 1024),
+            "drafts": str(case["num_drafts"]),
+            "layers": str(case["num_layers"]),
+            "copy, GB/s": f"{rates['copy']:.1f}",
+        }
+        for name in ("log", "restore"):
+            share = case[f"{name}_of_copy"][0]
+            row[f"{name}, GB/s (of copy)"] = f"{rates[name]:.1f} ({share:.2f})"
+        rows.append(row)
+    about = f"{result['environment']['date']}: {_device(result)}."
+    return "\n\n".join([about, _code(result["command"]), _table(rows)])
 
 
 # How older files have what checks.py says of a probe.
@@ -363,44 +346,43 @@ def soak(result: Result) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in env["packages"].items())
     args = result["arguments"]
     about = (
-        f"{env['date']}: {_device(env)}; {versions}; commit {env['commit']}. "
+        f"{env['date']}: {_device(result)}; {versions}; commit {env['commit']}. "
         f"{load['seconds'] / 60:.1f} minutes, {args['concurrency']} requests at a "
         f"time, {args['api_server_count']} API servers."
     )
-    rows = [
-        tuple(
-            _PROBED.sub(r"\2, distinct outputs: \1", row[cell]).replace("|", "/")
-            for cell in ("name", "verdict", "found")
-        )
-        for row in result["checks"]
-    ]
-    table = _markdown("check | verdict | found", rows, left=True)
-    return "\n\n".join([about, _code(result["command"]), table])
+    rows = []
+    for row in result["checks"]:
+        found = _PROBED.sub(r"\2, distinct outputs: \1", row["found"])
+        cells = {"check": row["name"], "verdict": row["verdict"], "found": found}
+        rows.append({head: cell.replace("|", "/") for head, cell in cells.items()})
+    return "\n\n".join([about, _code(result["command"]), _table(rows, left=True)])
 
 
-def _markdown(head: str, rows: Sequence[tuple[str, ...]], left: bool = False) -> str:
-    """A table. head: the columns' names, with " | " between them."""
-    return Table("", tuple(head.split(" | ")), rows, left).markdown()
+def _table(rows: Sequence[Row], left: bool = False) -> str:
+    """Rows with the same columns."""
+    lines = [tuple(row.values()) for row in rows]
+    return Table("", tuple(rows[0]), lines, left).markdown()
 
 
 def _code(command: str) -> str:
     return f"```\n{command}\n```"
 
 
-def _device(environment: dict[str, Any]) -> str:
+def _device(result: Result) -> str:
     """The GPU, or the processor where there was none."""
-    found = environment.get("gpu")
-    return found or f"{environment['cpu']}, {environment['cores']} cores"
+    env = result["environment"]
+    return env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
 
 
-def _short_device(environment: dict[str, Any]) -> str:
+def _short_device(result: Result) -> str:
     """A GPU's name up to its number: "H100" of "NVIDIA H100 80GB HBM3"."""
-    name = _device(environment).removeprefix("NVIDIA ")
+    name = _device(result).removeprefix("NVIDIA ")
     found = re.match(r"[^\d]*\d\S*", name)
     return found.group() if found else name
 
 
-def _measured(entry: dict[str, Any]) -> tuple[str, str]:
+def _measured(entry: dict[str, Any]) -> Row:
     """Date and commit of an entry."""
-    environment = entry["environment"]
-    return environment["date"].removesuffix(" UTC"), str(environment["commit"])[:8]
+    env = entry["environment"]
+    date = env["date"].removesuffix(" UTC")
+    return {"date, UTC": date, "commit": str(env["commit"])[:8]}
