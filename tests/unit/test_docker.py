@@ -63,7 +63,7 @@ def defaults(path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def context() -> set[str]:
+def context():
     """Files that go to the builder, relative to the repository's root."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     patterns = [line for line in lines if line and not line.startswith("#")]
@@ -79,9 +79,7 @@ def bind_sources(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("device", DOCKERFILES)
-def test_what_is_copied_exists_and_is_in_the_context(
-    device: str, context: set[str]
-) -> None:
+def test_what_is_copied_exists_and_is_in_the_context(device, context):
     path = DOCKERFILES[device]
     sources = bind_sources(path)
     for value in values(path, "COPY"):
@@ -92,7 +90,7 @@ def test_what_is_copied_exists_and_is_in_the_context(
         assert source in context or any(f.startswith(f"{source}/") for f in context)
 
 
-def test_context_is_small_and_holds_nothing_built(context: set[str]) -> None:
+def test_context_is_small_and_holds_nothing_built(context):
     assert "vllm/v1/nwor/plugin.py" in context
     unwanted = re.compile(
         r"__pycache__|\.so$|\.pyc$|^(\.git|\.venv|build|results|tests)/"
@@ -101,7 +99,7 @@ def test_context_is_small_and_holds_nothing_built(context: set[str]) -> None:
     assert sum((ROOT / name).stat().st_size for name in context) < 1 << 20
 
 
-def test_context_follows_an_allow_list() -> None:
+def test_context_follows_an_allow_list():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in lines if not line.startswith("#")]
     assert rules[0] == "*"
@@ -125,9 +123,7 @@ def copied(path: Path, context: set[str]) -> dict[str, str]:
     return found
 
 
-def test_wheel_builds_from_what_the_stage_copies(
-    context: set[str], tmp_path: Path
-) -> None:
+def test_wheel_builds_from_what_the_stage_copies(context, tmp_path):
     """The stage's own command, in a folder with the copied files only. The CPU image's
     stage copies the same and more, and differs in the command's options."""
     files = copied(GPU, context)
@@ -163,14 +159,14 @@ def test_wheel_builds_from_what_the_stage_copies(
     assert packed == ours | {"vllm_nwor/_nwor_C.so", "vllm_nwor/py.typed"}
 
 
-def test_gpu_image_is_of_a_vllm_that_was_tried() -> None:
+def test_gpu_image_is_of_a_vllm_that_was_tried():
     version = defaults(GPU)["VLLM_VERSION"]
     assert version.removeprefix("v") in TRIED_VLLM_VERSIONS
     froms = values(GPU, "FROM")
     assert [f.split()[0] for f in froms] == ["vllm/vllm-openai:${VLLM_VERSION}"] * 2
 
 
-def test_gpu_image_compiles_for_what_the_sources_do() -> None:
+def test_gpu_image_compiles_for_what_the_sources_do():
     cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
     (archs,) = re.findall(r'set\(NWOR_CUDA_ARCHS "([\d;]+)"', cmake)
     assert defaults(GPU)["NWOR_CUDA_ARCHS"] == archs
@@ -183,7 +179,7 @@ def pinned(names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("device", DOCKERFILES)
-def test_versions_are_those_of_the_requirements(device: str) -> None:
+def test_versions_are_those_of_the_requirements(device):
     """Nothing is installed by a version of the Dockerfile's own, and what is picked
     from the requirements is all there."""
     text = "\n".join(values(DOCKERFILES[device], "RUN"))
@@ -194,7 +190,7 @@ def test_versions_are_those_of_the_requirements(device: str) -> None:
         assert len(pinned(pattern)) == len(pattern.split("|"))
 
 
-def test_cpu_image_is_what_is_tested_here() -> None:
+def test_cpu_image_is_what_is_tested_here():
     major, minor = sys.version_info[:2]
     setup = (ROOT / "tools" / "setup" / "setup_env.py").read_text()
     wanted = defaults(CPU)["PYTHON_VERSION"]
@@ -205,7 +201,7 @@ def test_cpu_image_is_what_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("device", DOCKERFILES)
-def test_final_stage(device: str) -> None:
+def test_final_stage(device):
     """It installs the wheel and nothing else of ours, checks it, and is no root's."""
     found = instructions(DOCKERFILES[device])
     last = [i for i in found if i.stage == found[-1].stage]
@@ -223,7 +219,7 @@ def test_final_stage(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DOCKERFILES)
-def test_volumes_of_the_shell_have_a_place_in_the_image(device: str) -> None:
+def test_volumes_of_the_shell_have_a_place_in_the_image(device):
     """A new volume gets the mode of the folder it is mounted over; without one in the
     image it would be root's alone."""
     path = DOCKERFILES[device]
@@ -238,7 +234,7 @@ def test_volumes_of_the_shell_have_a_place_in_the_image(device: str) -> None:
     assert folders == set(targets)
 
 
-def test_recorded_hosts_of_packages_are_none() -> None:
+def test_recorded_hosts_of_packages_are_none():
     """Where packages come from is the builder's business."""
     for path in (*DOCKERFILES.values(), ROOT / ".dockerignore"):
         assert not re.search(r"index-url|https?://", path.read_text())

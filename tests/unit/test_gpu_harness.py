@@ -39,7 +39,7 @@ from tools.gpu import bench, cells
 # -- tables ----------------------------------------------------------------------------
 
 
-def test_matrix_covers_every_pair_with_at_most_twelve_engines() -> None:
+def test_matrix_covers_every_pair_with_at_most_twelve_engines():
     assert len(engines.MATRIX) <= 12
     assert engines.uncovered_pairs() == set()
     assert all(spec.num_blocks <= 256 for spec in engines.MATRIX)
@@ -51,7 +51,7 @@ def test_matrix_covers_every_pair_with_at_most_twelve_engines() -> None:
 
 
 @pytest.mark.parametrize("spec", engines.MATRIX, ids=lambda spec: spec.name)
-def test_rows_fit_their_engine(spec: engines.EngineSpec, tmp_path: Path) -> None:
+def test_rows_fit_their_engine(spec, tmp_path):
     arguments = spec.arguments(tmp_path)
     assert len(arguments["speculative_config"]["synthetic_acceptance_rates"]) == (
         spec.num_drafts
@@ -72,7 +72,7 @@ def test_rows_fit_their_engine(spec: engines.EngineSpec, tmp_path: Path) -> None
             assert common >= 3 * spec.block_size
 
 
-def test_cells_are_commands_that_bench_vllm_takes() -> None:
+def test_cells_are_commands_that_bench_vllm_takes():
     budgeted = set()
     for cell in cells.CELLS:
         for batch in cell.batches:
@@ -306,7 +306,7 @@ def scheduled() -> SimpleNamespace:
 
 
 @pytest.fixture(params=[RunnerV1, RunnerV2])
-def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def runner(request, monkeypatch):
     runner = request.param()
     mapping = dict.fromkeys(
         runner.vllm_config.compilation_config.static_forward_context, runner.slots
@@ -327,7 +327,7 @@ def watched(runner: Any, num_steps: int = 2) -> dict[str, Any]:
     return oracle.stop()
 
 
-def test_oracle_is_silent_when_all_is_well(runner: Any) -> None:
+def test_oracle_is_silent_when_all_is_well(runner):
     seen = watched(runner)
     assert seen["violations"] == []
     assert seen["layers"] == 2  # the drafter's is not the target's
@@ -337,7 +337,7 @@ def test_oracle_is_silent_when_all_is_well(runner: Any) -> None:
     assert seen["steps"] == [[1, 4, 3, 1, "FULL", 0]] * 2
 
 
-def test_oracle_reports_vanilla(runner: Any) -> None:
+def test_oracle_reports_vanilla(runner):
     runner.restore = lambda: None
     seen = watched(runner)
     assert seen["violations_by_kind"] == {"not restored": seen["num_dirty_slots"]}
@@ -345,7 +345,7 @@ def test_oracle_reports_vanilla(runner: Any) -> None:
 
 
 @pytest.mark.parametrize("slot", [5, 6, 20])
-def test_oracle_reports_a_stray_write(runner: Any, slot: int) -> None:
+def test_oracle_reports_a_stray_write(runner, slot):
     restore = runner.restore
 
     def too_much() -> None:
@@ -359,7 +359,7 @@ def test_oracle_reports_a_stray_write(runner: Any, slot: int) -> None:
     assert seen["violations"][0]["layer"] == "target.1"
 
 
-def test_oracle_reports_a_write_to_the_drafters_cache(runner: Any) -> None:
+def test_oracle_reports_a_write_to_the_drafters_cache(runner):
     restore = runner.restore
 
     def too_much() -> None:
@@ -370,7 +370,7 @@ def test_oracle_reports_a_write_to_the_drafters_cache(runner: Any) -> None:
     assert set(watched(runner, 1)["violations_by_kind"]) == {"stray write"}
 
 
-def test_oracle_reports_a_log_that_writes(runner: Any) -> None:
+def test_oracle_reports_a_log_that_writes(runner):
     log = runner.log
 
     def clumsy() -> None:
@@ -382,9 +382,7 @@ def test_oracle_reports_a_log_that_writes(runner: Any) -> None:
     assert seen["violations_by_kind"] == {"unmapped write": 1}
 
 
-def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(
-    runner: Any,
-) -> None:
+def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
     vanilla = copy.deepcopy(runner)
     vanilla.restore = lambda: None
     restored = watched(runner)["digests"]
@@ -398,7 +396,7 @@ def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(
     )
 
 
-def test_hash_sees_every_byte_of_a_slot() -> None:
+def test_hash_sees_every_byte_of_a_slot():
     layer = Layer(hnd=False)
     storage = torch.empty(0, dtype=torch.uint8).set_(layer.kv_cache.untyped_storage())
     plain = watch.hash_slots(storage, layer)
@@ -464,9 +462,7 @@ class FakeEngine:
 
 
 @pytest.mark.parametrize("compile_s", [0.0, 0.05])
-def test_batches_do_not_depend_on_how_long_grammars_compile(
-    monkeypatch: pytest.MonkeyPatch, compile_s: float
-) -> None:
+def test_batches_do_not_depend_on_how_long_grammars_compile(monkeypatch, compile_s):
     import vllm.engine.arg_utils
     import vllm.v1.engine.llm_engine as llm_engine
 
@@ -483,13 +479,13 @@ def test_batches_do_not_depend_on_how_long_grammars_compile(
         assert engine.run(row).batches == [batch] * 2 + [[]] * harness.DRAIN_STEPS
 
 
-def test_a_grammar_that_takes_too_long_is_named() -> None:
+def test_a_grammar_that_takes_too_long_is_named():
     waiting = structured_request("grammar/7", Future())
     with pytest.raises(RuntimeError, match=r"grammar/7 is not compiled after 0\.01 s"):
         harness.await_grammars([structured_request("free", None), waiting], 0.01)
 
 
-def test_a_grammar_that_does_not_compile_is_named() -> None:
+def test_a_grammar_that_does_not_compile_is_named():
     failed: Future[Any] = Future()
     failed.set_exception(ValueError("no such rule"))
     with pytest.raises(RuntimeError, match="grammar/8 does not compile") as raised:
@@ -575,7 +571,7 @@ def report(mode: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def reports() -> dict[str, dict[str, Any]]:
+def reports():
     return {mode: report(mode) for mode in (compare.OFF, compare.ON)}
 
 
@@ -588,7 +584,7 @@ def failed(reports: dict[str, dict[str, Any]]) -> set[str]:
     return {check for check, found in verdict(reports)["problems"].items() if found}
 
 
-def test_verdict_of_a_healthy_engine(reports: dict[str, dict[str, Any]]) -> None:
+def test_verdict_of_a_healthy_engine(reports):
     found = verdict(reports)
     assert all(not problems for problems in found["problems"].values()), found
     assert found["unsettled"] == []
@@ -654,31 +650,25 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLE)
-def test_verdict_names_the_trouble(
-    reports: dict[str, dict[str, Any]], trouble: str
-) -> None:
+def test_verdict_names_the_trouble(reports, trouble):
     check, *path = TROUBLE[trouble]
     change(reports, *path)
     assert check in failed(reports)
 
 
-def test_verdict_without_one_row(reports: dict[str, dict[str, Any]]) -> None:
+def test_verdict_without_one_row(reports):
     del reports[compare.ON]["watched"]["aborts"]
     assert failed(reports) == {"started"}
 
 
-def test_vanilla_that_differs_from_itself_settles_nothing(
-    reports: dict[str, dict[str, Any]],
-) -> None:
+def test_vanilla_that_differs_from_itself_settles_nothing(reports):
     change(reports, compare.OFF, "plain", "batch 1", "tokens", "one/0", [7])
     found = verdict(reports)
     assert not found["problems"]["outputs"]
     assert any("vanilla differs from itself" in text for text in found["unsettled"])
 
 
-def test_vanilla_that_batches_otherwise_differs_from_itself(
-    reports: dict[str, dict[str, Any]],
-) -> None:
+def test_vanilla_that_batches_otherwise_differs_from_itself(reports):
     """Alike outputs do not make alike caches: what a step writes depends on it."""
     change(reports, compare.OFF, "plain", "batch 1", "batches", 1, [])
     change(
@@ -692,9 +682,7 @@ def test_vanilla_that_batches_otherwise_differs_from_itself(
     assert any("different steps from step 0" in text for text in found["unsettled"])
 
 
-def test_a_row_that_vanilla_ends_with_an_error_is_compared_all_the_same(
-    reports: dict[str, dict[str, Any]],
-) -> None:
+def test_a_row_that_vanilla_ends_with_an_error_is_compared_all_the_same(reports):
     row = "structured output"
     for mode, name in itertools.product(reports, compare.PASSES):
         change(reports, mode, name, row, "finish", "grammar/0", "error")
@@ -705,9 +693,7 @@ def test_a_row_that_vanilla_ends_with_an_error_is_compared_all_the_same(
     assert failed(reports) == {"outputs"}
 
 
-def test_other_blocks_are_compared_by_what_was_written(
-    reports: dict[str, dict[str, Any]],
-) -> None:
+def test_other_blocks_are_compared_by_what_was_written(reports):
     where = (*ON_WATCH, "batch 1", "watch", 0, "digests")
     change(reports, *where, [[8, 9, 3], [8, 9, 6]])
     assert failed(reports) == set()
@@ -786,7 +772,7 @@ def judge_offloading(found: dict[str, dict[str, Any]]) -> None:
     test_offloading.test_counters(runs, "e")
 
 
-def test_offloading_is_judged() -> None:
+def test_offloading_is_judged():
     found = {mode: offload_report(mode) for mode in (compare.OFF, compare.ON)}
     found[compare.OFF]["row"]["batches"] += [[], []]  # while it waited for a load
     judge_offloading(found)
@@ -812,9 +798,7 @@ def test_offloading_is_judged() -> None:
             judge_offloading(broken)
 
 
-def test_the_offload_job_tells_what_its_row_moved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_offload_job_tells_what_its_row_moved(monkeypatch, tmp_path):
     class FakeEngine(SimpleNamespace):
         num_runs: int = 0
 
@@ -838,7 +822,7 @@ def test_the_offload_job_tells_what_its_row_moved(
     assert len(found["row"]["tokens"]) == 4
 
 
-def test_the_offloaded_prompt_is_evicted_before_it_comes_back() -> None:
+def test_the_offloaded_prompt_is_evicted_before_it_comes_back():
     from vllm.config import KVTransferConfig
 
     from vllm_nwor.hooks.engine_core import connectors_in_forward
@@ -854,9 +838,7 @@ def test_the_offloaded_prompt_is_evicted_before_it_comes_back() -> None:
         assert not connectors_in_forward(SimpleNamespace(kv_transfer_config=transfer))
 
 
-def test_a_cache_that_a_store_holds_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cache_that_a_store_holds_is_waited_for(monkeypatch):
     answers = iter([False, False, True])
     steps: list[int] = []
     engine = object.__new__(harness.Engine)

@@ -38,19 +38,17 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_promtool_accepts_the_rules() -> None:
+def test_promtool_accepts_the_rules():
     done = promtool("check", "rules", MONITORING / "alerts.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_alert_fires_when_it_should_and_only_then() -> None:
+def test_each_alert_fires_when_it_should_and_only_then():
     done = promtool("test", "rules", MONITORING / "alerts_test.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_audits_alert_fires_on_a_finding_and_on_nothing_else(
-    tmp_path: Path,
-) -> None:
+def test_the_audits_alert_fires_on_a_finding_and_on_nothing_else(tmp_path):
     trials = (MONITORING / "audit_alerts_test.yml").read_text()
     (tmp_path / "audit_alerts_test.yml").write_text(trials)
     rules = (MONITORING / "audit_alerts.yml").read_text()
@@ -73,7 +71,7 @@ def rules() -> list[dict[str, Any]]:
     return found
 
 
-def test_each_alert_is_tried_both_ways_and_explained() -> None:
+def test_each_alert_is_tried_both_ways_and_explained():
     cases = yaml.safe_load((MONITORING / "alerts_test.yml").read_text())["tests"]
     tried = [case for test in cases for case in test["alert_rule_test"]]
     names = {rule["alert"] for rule in rules()}
@@ -120,9 +118,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("pattern", "instead"), BROKEN, ids=range(len(BROKEN)))
-def test_the_trials_notice_a_broken_rule(
-    tmp_path: Path, pattern: str, instead: str
-) -> None:
+def test_the_trials_notice_a_broken_rule(tmp_path, pattern, instead):
     text = (MONITORING / "alerts.yml").read_text()
     broken, changed = re.subn(pattern, instead, text)
     assert changed, pattern
@@ -190,7 +186,7 @@ def _panel_faults(panel: dict[str, Any], variables: set[str]) -> Iterator[str]:
             yield f"{title}: shows one value and asks for many"
 
 
-def test_dashboard_is_well_formed() -> None:
+def test_dashboard_is_well_formed():
     assert faults(panels.read()) == []
 
 
@@ -220,15 +216,13 @@ def _set(*path: Any) -> Callable[[Dashboard], None]:
         (_set("panels", 6, "targets", 1, "refId", "A"), "refIds repeat"),
     ],
 )
-def test_a_broken_dashboard_is_noticed(
-    change: Callable[[Dashboard], None], fault: str
-) -> None:
+def test_a_broken_dashboard_is_noticed(change, fault):
     dashboard = copy.deepcopy(panels.read())
     change(dashboard)
     assert any(fault in one for one in faults(dashboard)), faults(dashboard)
 
 
-def test_dashboard_shows_every_metric_of_ours_beside_vllms() -> None:
+def test_dashboard_shows_every_metric_of_ours_beside_vllms():
     text = (MONITORING / "dashboard.json").read_text()
     ours = {f"vllm:nwor_{name}_total" for name in (*COUNTERS, "fallbacks")}
     shown = set(re.findall(r"vllm:\w+", text))
@@ -241,7 +235,7 @@ def test_dashboard_shows_every_metric_of_ours_beside_vllms() -> None:
     } <= shown
 
 
-def test_queries_have_every_variable_filled() -> None:
+def test_queries_have_every_variable_filled():
     queries = panels.queries(panels.read(), "20s")
     assert len(queries) > 20
     assert not [query for query in queries if "$" in query.expression]
@@ -254,7 +248,7 @@ def test_queries_have_every_variable_filled() -> None:
 # --- what was recorded ---
 
 
-def test_the_recorded_run_was_of_this_dashboard_and_healthy(tmp_path: Path) -> None:
+def test_the_recorded_run_was_of_this_dashboard_and_healthy(tmp_path):
     picture = ROOT / "results" / "monitoring_cpu.png"
     result = json.loads(picture.with_suffix(".json").read_text())
     queries = panels.queries(panels.read(), "20s")
@@ -271,7 +265,7 @@ def test_the_recorded_run_was_of_this_dashboard_and_healthy(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bare(tmp_path, monkeypatch):
     """A PATH with only what a test puts into the folder, and an empty cache."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -305,7 +299,7 @@ for name in ("prometheus", "promtool"):
 """
 
 
-def test_without_prometheus_the_error_says_what_to_run(bare: Path) -> None:
+def test_without_prometheus_the_error_says_what_to_run(bare):
     with pytest.raises(prometheus.PrometheusError, match=r"promtool is neither .*run:"):
         prometheus.program("promtool")
     with pytest.raises(prometheus.PrometheusError, match="apt-get is not here"):
@@ -314,8 +308,8 @@ def test_without_prometheus_the_error_says_what_to_run(bare: Path) -> None:
 
 @pytest.mark.parametrize("needs_update", [False, True])
 def test_fetch_unpacks_the_systems_package_once(
-    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_update: bool
-) -> None:
+    bare, tmp_path, monkeypatch, needs_update
+):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     log = tmp_path / "log"
     put(bare, "apt-get", APT.format(log=str(log), needs_update=needs_update))
@@ -329,9 +323,7 @@ def test_fetch_unpacks_the_systems_package_once(
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["prometheus"]
 
 
-def test_fetch_without_root_does_not_update_the_lists(
-    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetch_without_root_does_not_update_the_lists(bare, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     put(bare, "apt-get", APT.format(log=str(tmp_path / "log"), needs_update=True))
     put(bare, "dpkg", DPKG)
@@ -340,7 +332,7 @@ def test_fetch_without_root_does_not_update_the_lists(
     assert (tmp_path / "log").read_text() == "download\n"
 
 
-def test_what_is_on_path_is_used(bare: Path, tmp_path: Path) -> None:
+def test_what_is_on_path_is_used(bare, tmp_path):
     for name in prometheus.PROGRAMS:
         put(bare, name, "")
     prometheus.fetch()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/mutation_check.py: what it calls caught, and what it refuses."""
 
-from pathlib import Path
-
 import pytest
 
 from tools import mutation_check
@@ -22,13 +20,13 @@ SQUARE = Mutation("square", "double.py", "x + x", "x * x")
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     (tmp_path / "double.py").write_text(SOURCE)
     (tmp_path / "test_double.py").write_text(TESTS)
     return tmp_path
 
 
-def test_the_copy_is_what_its_tests_import(tmp_path: Path) -> None:
+def test_the_copy_is_what_its_tests_import(tmp_path):
     """Not the installed package: a mutation of the copy would never be seen."""
     mutation_check.copy_tree(tmp_path)
     (tmp_path / "test_place.py").write_text(
@@ -44,21 +42,21 @@ def test_the_copy_is_what_its_tests_import(tmp_path: Path) -> None:
     [("x - x", "double.py", 0), ("x", "double.py", 3), ("x", "other.py", 0)],
 )
 def test_what_is_not_there_exactly_once_is_found_before_any_test_runs(
-    old: str, file: str, num_found: int, tree: Path
-) -> None:
+    old, file, num_found, tree
+):
     said = f"a: {old!r} is {num_found} times in {file}; must"
     with pytest.raises(MutationError, match=said):
         list(try_all([SQUARE, Mutation("a", file, old, "")], tree, pytest.fail))
     assert (tree / "double.py").read_text() == SOURCE
 
 
-def test_the_tests_have_to_pass_without_mutations(tree: Path) -> None:
+def test_the_tests_have_to_pass_without_mutations(tree):
     said = r"without any mutation: test_x\.py::test_y"
     with pytest.raises(MutationError, match=said):
         list(try_all([SQUARE], tree, lambda _: TestRun(("test_x.py::test_y",))))
 
 
-def test_caught_survived_and_error_with_real_tests(tree: Path) -> None:
+def test_caught_survived_and_error_with_real_tests(tree):
     """A mutation that breaks the collection of the tests is not a catch."""
     changed = {"survived": "2 * x", "error": "x +"}
     others = [Mutation(name, *SQUARE[1:3], new) for name, new in changed.items()]
@@ -83,7 +81,7 @@ def test_caught_survived_and_error_with_real_tests(tree: Path) -> None:
         (TestRun(error="it does not compile"), 1, "error it does not compile"),
     ],
 )
-def test_exit_status(run, status, said, monkeypatch, capsys, tmp_path) -> None:
+def test_exit_status(run, status, said, monkeypatch, capsys, tmp_path):
     """Only a mutation that a named test caught is a success; the file says the same."""
     name, result, runs = MUTATIONS[0].name, tmp_path / "a.json", iter([TestRun(), run])
     command = ["mutation_check.py", "--only", name, "--json", str(result)]
@@ -94,7 +92,7 @@ def test_exit_status(run, status, said, monkeypatch, capsys, tmp_path) -> None:
     assert f'"outcome": "{said.split()[0]}"' in result.read_text()
 
 
-def test_the_mutations_fit_this_tree() -> None:
+def test_the_mutations_fit_this_tree():
     """Code that moved on takes its mutation along."""
     root = mutation_check.ROOT
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 52
