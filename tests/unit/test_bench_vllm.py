@@ -120,7 +120,7 @@ BAD_ARGUMENTS = {
     "--device cuda": "--device: 'cuda' cannot be used; allowed: auto, cpu:",
     "--runner v2": "--runner: 'v2' cannot be used; allowed on the device cpu",
     "--method eagle": "--draft-model: 'None' cannot be used; needed for --method eagle",
-    "--draft-model x/y": "--draft-model: 'x/y' cannot be used; goes with --method draft",
+    "--draft-model x/y": "--draft-model: 'x/y' cannot be used; goes with --method dra",
     "--prompts none.json": "--prompts: 'none.json' is not allowed; allowed values: an",
     "--json out.txt": "--json: 'out.txt' is not allowed; allowed values: a file name",
     "--mode off --plot a.png": "--plot: 'a.png' cannot be used; goes with --mode compa",
@@ -221,21 +221,6 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
         files.write_whole(path, interrupted)
     assert path.read_bytes() == old
     assert os.listdir(path.parent) == ["out.json"]
-
-
-def test_json_text_has_a_line_for_each_row_of_values():
-    content = {
-        "a": {"x": [1, 2.5, None], "y": {}},
-        "b": [["x [1,\n 2]"], [{"ä": 1}, 2]],
-        "c": {"d": {"e": {"f": 1}}, "g": 2},
-    }
-    text = files.json_text(content)
-    assert json.loads(text) == content
-    assert text.splitlines()[1:3] == [
-        ' "a": {"x": [1, 2.5, null], "y": {}},',
-        ' "b": [',
-    ]
-    assert len(text.splitlines()) == 11
 
 
 def test_recorded_floats_are_rounded_and_stay_so():
@@ -567,21 +552,6 @@ def test_unusable_block_is_named(block, why, capsys, tmp_path):
     assert status == 2
     assert why in capsys.readouterr().err
     assert readme.read_text() == block + "\n"
-
-
-def test_histogram_joins_equal_neighbours():
-    found = {
-        "windows": 4,
-        "drafted": 16,
-        "accepted": 6,
-        "accepted_per_position": [2, 2, 1, 1],
-        "per_position": [0.5, 0.5, 0.25, 0.25],
-    }
-    rows = report.acceptance_table({"summary": {"acceptance": found}}).rows
-    assert [row[:3] for row in rows] == [
-        ("1 to 2", "2", "50.0 %"),
-        ("3 to 4", "1", "25.0 %"),
-    ]
 
 
 # --- the worker extension, beside what tests/integration/test_stats_inprocess.py shows
