@@ -39,7 +39,6 @@ DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
 LAYOUTS = {"cpu": ("nhd", "hnd", "packed"), "cuda": ("nhd", "hnd")}
 OURS = ("log", "restore")
 WARM_UP_SAMPLES = 3
-HOST_CALLS = 300
 # What stands for the last cache where the system does not say: larger than most.
 CPU_CACHE_BYTES = 64 << 20
 
@@ -111,20 +110,15 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
         case.check()
         return case
 
-    small = [make(layout, 1 << 20) for layout in LAYOUTS[options.device]]
+    for layout in LAYOUTS[options.device]:
+        make(layout, 1 << 20)
     print("check: every byte of a log and a restore is right, in each layout")
     found: dict[str, Any] = {"check": "passed", "results": []}
-    times = small[0].host_seconds(HOST_CALLS)
-    found["host_us"] = {name: statistics.median(s) * 1e6 for name, s in times.items()}
-    if options.device == "cuda":
-        found["launches"] = small[0].launches()
-        print(f"launches: {found['launches']}")
-        print(f"host time of a call, us: {found['host_us']}")
-    small.clear()
     for layout in LAYOUTS[options.device]:
         for num_bytes in sizes(options.max_size):
             case = make(layout, num_bytes)
-            samples = timed(case.timers(flush), options.samples)
+            timers = {name: case.timer(name, flush) for name in kernel_cases.OPERATIONS}
+            samples = timed(timers, options.samples)
             result = {
                 "layout": layout,
                 "bytes": case.num_bytes,
@@ -135,7 +129,7 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
             }
             found["results"].append(result)
             print(line(result), flush=True)
-            del case
+            del case, timers
     return found
 
 
