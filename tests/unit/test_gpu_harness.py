@@ -426,76 +426,54 @@ def test_a_grammar_that_does_not_compile_is_named():
 
 def outcome(row: rows.Row, mode: str, name: str) -> dict[str, Any]:
     """What a process writes of a row when all is well."""
-    requests = [request for phase in row.phases for request in phase]
-    tokens = {request.name: [1, 2, 3] for request in requests}
-    found: dict[str, Any] = {
-        "tokens": tokens,
-        "logprobs": {name: [[(1, -0.5)]] for name in tokens},
-        "finish": dict.fromkeys(tokens, "length"),
-        "cached": dict.fromkeys(tokens, 16),
-        "batches": [[[name, 5] for name in tokens], [[name, 1] for name in tokens]],
-        "num_steps": 9,
-        "seconds": 1.0,
-        "counters": {
-            "spec_decode_num_draft_tokens": 8,
-            "spec_decode_num_accepted_tokens": 5,
-        },
-        "device_counters": {},
-    }
+    names = [request.name for phase in row.phases for request in phase]
+    drafts = {"draft_tokens": 8, "accepted_tokens": 5}
+    counters = {f"spec_decode_num_{name}": num for name, num in drafts.items()}
+    of_device = {}
     if mode == compare.ON:
-        found["counters"] |= {
-            "nwor_windows": 3,
-            "nwor_tokens_staged": 10,
-            "nwor_committed_tokens": 5,
-            "nwor_rejected_tokens": 3,
-            "nwor_dropped_drafts": 2,
-            "nwor_breaches": 0,
-        }
-        found["device_counters"] = {
-            "windows": 3,
-            "staged": 10,
-            "committed": 6,
-            "rejected": 4,
-            "restored_bytes": 4 * 100,
-            "invalid_slots": 0,
-        }
+        ours = {"windows": 3, "tokens_staged": 10, "committed_tokens": 5}
+        ours |= {"rejected_tokens": 3, "dropped_drafts": 2, "breaches": 0}
+        counters |= {f"nwor_{name}": num for name, num in ours.items()}
+        of_device = {"windows": 3, "staged": 10, "committed": 6, "rejected": 4}
+        of_device |= {"restored_bytes": 4 * 100, "invalid_slots": 0}
+    found: dict[str, Any] = {
+        "tokens": {name: [1, 2, 3] for name in names},
+        "logprobs": {name: [[(1, -0.5)]] for name in names},
+        "finish": dict.fromkeys(names, "length"),
+        "cached": dict.fromkeys(names, 16),
+        "batches": [[[name, 5] for name in names], [[name, 1] for name in names]],
+        **{"num_steps": 9, "seconds": 1.0},
+        **{"counters": counters, "device_counters": of_device},
+    }
     if name == "watched":
         kinds = {"not restored": 7} if mode == compare.OFF else {}
-        found["watch"] = [
-            {
-                "steps": [[1, 9, 10, 6, "FULL", 1], [1, 700, 0, 0, "PIECEWISE", 0]],
-                "digests": [[1, 2, 3], [4, 5, 6]],
-                "violations": [{"kind": k} for k in kinds],
-                "violations_by_kind": kinds,
-                "num_rejected_slots": 4 * 3,
-                "num_dirty_slots": 7,
-                "num_windows": 3,
-                "num_drafts": 10,
-                "num_accepted": 6,
-                "layers": 3,
-            }
-        ]
+        watch = {
+            "steps": [[1, 9, 10, 6, "FULL", 1], [1, 700, 0, 0, "PIECEWISE", 0]],
+            "digests": [[1, 2, 3], [4, 5, 6]],
+            "violations": [{"kind": k} for k in kinds],
+            "violations_by_kind": kinds,
+        }
+        counts = {"rejected_slots": 4 * 3, "dirty_slots": 7, "windows": 3}
+        counts |= {"drafts": 10, "accepted": 6}
+        watch |= {f"num_{name}": num for name, num in counts.items()}
+        found["watch"] = [watch | {"layers": 3}]
     return found
 
 
 def report(mode: str) -> dict[str, Any]:
-    layers = {f"layer {i}": {"target": i < 3} for i in range(4)}
-    protected = {"layers": ["layer 0", "layer 1", "layer 2"]}
-    return {
-        "finished": True,
-        "facts": {
-            "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-            "async_scheduling": True,
-            "layers": layers,
-            "protected": protected | {"log_bytes_per_draft": 100}
-            if mode == compare.ON
-            else None,
-        },
-        **{
-            name: {row.name: outcome(row, mode, name) for row in rows.rows(SPEC)}
-            for name in compare.PASSES
-        },
+    names = [f"layer {i}" for i in range(4)]
+    protected = {"layers": names[:3], "log_bytes_per_draft": 100}
+    facts = {
+        "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+        "async_scheduling": True,
+        "layers": {name: {"target": name != "layer 3"} for name in names},
+        "protected": protected if mode == compare.ON else None,
     }
+    passes = {
+        name: {row.name: outcome(row, mode, name) for row in rows.rows(SPEC)}
+        for name in compare.PASSES
+    }
+    return {"finished": True, "facts": facts, **passes}
 
 
 @pytest.fixture
