@@ -78,10 +78,9 @@ CONTROL = "control"
 @dataclass(frozen=True)
 class Pair:
     """A run of the baseline and one of what is tested against it. name: the tested
-    arm's, or CONTROL. test_first: whether that ran before the baseline."""
+    arm's, or CONTROL."""
 
     name: str
-    test_first: bool
     reference: Run
     test: Run
 
@@ -180,7 +179,7 @@ def compare(
                 for place, each in enumerate(order, 1)
             ]
             test, reference = runs if test_first else reversed(runs)
-            pairs.append(Pair(name, test_first, reference, test))
+            pairs.append(Pair(name, reference, test))
     return pairs
 
 

@@ -277,23 +277,6 @@ def test_what_others_use_of_the_processors_is_told(monkeypatch):
 # --- pairs
 
 
-def test_order_is_abba_with_controls_between():
-    arms = []
-
-    def run(arm: ab.Arm) -> Run:
-        arms.append(arm)
-        return make_run(arm.hooked)
-
-    pairs = ab.compare(run, ARMS, 3, None, 60, lambda what: None)
-    warm_up, counted = arms[:2], arms[2:]
-    assert warm_up == ARMS
-    off, on = ARMS
-    assert counted == [off, on, off, off, on, off, off, off, off, on, off, off]
-    assert [pair.name for pair in pairs] == ["nwor", "control"] * 3
-    first = [pair.test_first for pair in pairs]
-    assert first == [False, False, True, True, False, False]
-
-
 def test_each_tested_arm_has_pairs_with_the_baseline():
     arms = []
 
