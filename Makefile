@@ -108,7 +108,7 @@ mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	$(PY) tools/mutation_check.py --json $(RESULTS)/mutation_check.json $(ARGS)
 
 # These two need an NVIDIA GPU and a PYTHON that has vLLM; .venv is not used. STEPS
-# chooses among what tools/gpu_run.sh lists.
+# chooses among what tools/gpu/README.md lists.
 gpu-test: ## prove it on a GPU: kernels, engines, no waiting; writes results/
 	tools/gpu_run.sh $(or $(STEPS),build kernels engines sync layouts)
 

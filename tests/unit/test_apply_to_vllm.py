@@ -79,7 +79,7 @@ def files_of_vllm(version: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def sources(request: pytest.FixtureRequest) -> dict[str, str]:
+def sources(request):
     return files_of_vllm(getattr(request, "param", "installed"))
 
 
@@ -91,13 +91,13 @@ of_each_release = pytest.mark.parametrize("sources", RELEASES, indirect=True)
 
 
 @pytest.fixture
-def site(sources: dict[str, str], tmp_path: Path) -> Path:
+def site(sources, tmp_path):
     """As site-packages lie."""
     return laid_out(tmp_path / "site", sources)
 
 
 @pytest.fixture
-def checkout(sources: dict[str, str], tmp_path: Path) -> Path:
+def checkout(sources, tmp_path):
     return laid_out(tmp_path / "checkout", sources | STUB)
 
 
@@ -116,18 +116,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def patched_once(
-    sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def patched_once(sources, tmp_path_factory):
     folder = laid_out(tmp_path_factory.mktemp("patched"), sources)
     tool.Graft(folder).apply()
     return folder
 
 
 @pytest.fixture
-def patched(
-    patched_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def patched(patched_once, tmp_path, monkeypatch):
     """A patched tree; facts are not compared again, for they take seconds."""
     plain = tool.Graft
     monkeypatch.setattr(tool, "Graft", lambda root, facts=(): plain(root, ()))
@@ -138,7 +134,7 @@ Run = Callable[..., tuple[int, list[str]]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(monkeypatch, capsys):
     def run_tool(tree: Path, *options: Any) -> tuple[int, list[str]]:
         arguments = ["apply_to_vllm.py", str(tree), *map(str, options)]
         monkeypatch.setattr(sys, "argv", arguments)
@@ -160,7 +156,7 @@ def git(folder: Path, *arguments: Any) -> str:
 
 
 @of_each_release
-def test_site_packages_get_it_once_and_are_restored(site: Path, run: Run) -> None:
+def test_site_packages_get_it_once_and_are_restored(site, run):
     before = digests(site)
     status, (said,) = run(site, "--check")
     assert (status, said) == (1, "there is nothing of NWOR")
@@ -191,7 +187,7 @@ def test_site_packages_get_it_once_and_are_restored(site: Path, run: Run) -> Non
 
 
 @of_each_release
-def test_a_decorator_for_each_row_over_all_others(patched: Path) -> None:
+def test_a_decorator_for_each_row_over_all_others(patched):
     text = "".join(
         (patched / path).read_text() for path in {place.path for place in tool.places()}
     )
@@ -206,9 +202,7 @@ def test_a_decorator_for_each_row_over_all_others(patched: Path) -> None:
 
 
 @of_each_release
-def test_the_series_makes_the_same_tree(
-    checkout: Path, tmp_path: Path, run: Run
-) -> None:
+def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
     git(checkout, "init", "-q")
     git(checkout, "add", "-A")
     git(checkout, "commit", "-q", "-m", "theirs")
@@ -306,7 +300,7 @@ DRIFT = {
 
 
 @of_each_release
-def test_a_lost_decorator_is_named_in_each(patched: Path, run: Run) -> None:
+def test_a_lost_decorator_is_named_in_each(patched, run):
     path, change, named = DRIFT["a decorator is lost"]
     (patched / path).write_text(change((patched / path).read_text()))
     status, told = run(patched, "--check")
@@ -316,9 +310,7 @@ def test_a_lost_decorator_is_named_in_each(patched: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("drift", DRIFT)
-def test_drift_is_named_and_not_painted_over(
-    drift: str, patched: Path, run: Run
-) -> None:
+def test_drift_is_named_and_not_painted_over(drift, patched, run):
     path, change, named = DRIFT[drift]
     file = patched / path
     file.write_text(change(file.read_text() if file.exists() else ""))
@@ -332,12 +324,12 @@ def test_drift_is_named_and_not_painted_over(
     assert digests(patched) == before
 
 
-def test_a_missing_file_is_named(patched: Path, run: Run) -> None:
+def test_a_missing_file_is_named(patched, run):
     (patched / tool.LIBRARY).unlink()
     assert run(patched, "--check") == (1, [f"{tool.LIBRARY} is missing"])
 
 
-def test_revert_leaves_what_is_not_ours(patched: Path, run: Run) -> None:
+def test_revert_leaves_what_is_not_ours(patched, run):
     (patched / "vllm/v1/nwor/theirs.py").write_text("")
     before = digests(patched)
     status, told = run(patched, "--revert")
@@ -401,12 +393,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_vllm_that_moved_on_is_refused_by_name(
-    name: str,
-    checkout: Path,
-    tmp_path: Path,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, checkout, tmp_path, run, monkeypatch
+):
     path, (old, new), told = REFUSED[name]
     if name != "a fact":
         plain = tool.Graft
@@ -423,9 +411,7 @@ def test_a_vllm_that_moved_on_is_refused_by_name(
     assert not (tmp_path / "patches").exists()
 
 
-def test_what_is_written_is_read_again(
-    site: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_is_read_again(site, run, monkeypatch):
     """A disk that keeps an old file: the fact is named."""
     write = tool.write
 
@@ -440,7 +426,7 @@ def test_what_is_written_is_read_again(
     assert any("does not have nwor_hook(" in line for line in told)
 
 
-def test_a_folder_without_vllm_is_refused(tmp_path: Path, run: Run) -> None:
+def test_a_folder_without_vllm_is_refused(tmp_path, run):
     monkey = f"there is no {tmp_path}/vllm/__init__.py"
     assert run(tmp_path) == (1, [monkey])
 
@@ -449,7 +435,7 @@ def test_a_folder_without_vllm_is_refused(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     names = ["__init__.py", "envs.py", "v1/core/kv_cache_utils.py"]
     names = [f"vllm/{name}" for name in names]
@@ -462,9 +448,7 @@ def one_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_library_is_built_with_the_checkouts_own(
-    one_checkout: Path, tmp_path: Path
-) -> None:
+def test_the_library_is_built_with_the_checkouts_own(one_checkout, tmp_path):
     """By the target and component that its setup.py makes of the extension's name."""
 
     def run(*command: Any) -> str:
