@@ -5,7 +5,6 @@ Runners here are stand-ins with real KV-cache specs; tests/integration has real 
 """
 
 import itertools
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
+from tests.helpers.logs import nwor_log
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import (
     DraftCommitManager,
@@ -187,9 +187,8 @@ def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
 
 def test_state_without_copies_for_drafts_is_refused():
     state = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])
-    found = runner([(state_spec(NUM_DRAFTS - 1), {"s": state})])
 
-    _, (info,), _ = build(found)
+    _, (info,), _ = build(runner([(state_spec(NUM_DRAFTS - 1), {"s": state})]))
 
     assert info.resolved == "off"
     assert info.reason == "layer s has a MambaSpec, which is not slot based"
@@ -330,12 +329,11 @@ def staged_runner_v2(*backends, drafter=(), **tables):
     found.block_tables = SimpleNamespace(**(tables or {"block_sizes": [SLOTS]}))
     found.speculator = SimpleNamespace(draft_attn_layer_names=set(drafter))
     found.attn_groups = [
-        [SimpleNamespace(backend=SimpleNamespace(get_name=lambda name=name: name))]
-        for name in backends[:1]
+        [
+            SimpleNamespace(backend=SimpleNamespace(get_name=lambda name=name: name))
+            for name in backends
+        ]
     ]
-    for name in backends[1:]:
-        backend = SimpleNamespace(get_name=lambda name=name: name)
-        found.attn_groups[0].append(SimpleNamespace(backend=backend))
     return found
 
 
@@ -377,48 +375,36 @@ def test_a_v2_table_has_kernel_blocks_where_it_says_so(tables):
     assert manager.shadow.groups[0].entry_tokens == SLOTS
 
 
-def without_a_mark(found):
-    del found.kv_cache_config.nwor_shadow
+BLOCK_SIZES = "layer a has blocks of 16 tokens, its block table {}, the scheduler 16"
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("reserved", "entry_tokens", "reason"),
     [
-        (without_a_mark, "the engine core has reserved no blocks for them"),
+        (None, SLOTS, "the engine core has reserved no blocks for them"),
+        ("no room", SLOTS, "no room"),
+        ({1: REGION}, SLOTS, "no blocks are reserved for this group"),
+        ({0: REGION}, 8, BLOCK_SIZES.format(8)),
+        ({0: REGION}, 32, BLOCK_SIZES.format(32)),
         (
-            lambda found: setattr(found.kv_cache_config, "nwor_shadow", "no room"),
-            "no room",
-        ),
-        (
-            lambda found: setattr(found.kv_cache_config, "nwor_shadow", {1: REGION}),
-            "no blocks are reserved for this group",
-        ),
-        (
-            lambda found: setattr(found.input_batch.block_table[0], "block_size", 8),
-            "layer a has blocks of 16 tokens, its block table 8, the scheduler 16",
-        ),
-        (
-            lambda found: setattr(found.input_batch.block_table[0], "block_size", 32),
-            "layer a has blocks of 16 tokens, its block table 32, the scheduler 16",
-        ),
-        (
-            lambda found: found.kv_cache_config.nwor_shadow.update(
-                {0: ShadowRegion(3, 1, 2, 3, SLOTS)}
-            ),
+            {0: ShadowRegion(3, 1, 2, 3, SLOTS)},
+            SLOTS,
             "layer a has 64 slots, and shadow blocks end at 80",
         ),
     ],
 )
-def test_a_group_that_cannot_be_staged_is_logged_and_says_why(change, reason):
-    found = staged_runner()
-    change(found)
+def test_a_group_that_cannot_be_staged_is_logged_and_says_why(
+    reserved, entry_tokens, reason
+):
+    found = staged_runner(reserved=reserved, entry_tokens=entry_tokens)
+    if reserved is None:
+        del found.kv_cache_config.nwor_shadow
 
     manager, info = stage(found)
 
     assert manager.shadow is None
     assert (info.requested, info.resolved) == ("stage", "cow")
-    assert info.reason.startswith(f"no shadow pages: {reason}")
-    assert info.reason.endswith("; 1 layers, rows")
+    assert info.reason == f"no shadow pages: {reason}; 1 layers, rows"
 
 
 @pytest.mark.parametrize(
@@ -465,19 +451,18 @@ def test_more_entries_than_a_kernel_holds_are_refused_on_a_gpu(monkeypatch):
         discovery._staged_group(found, 0, group, manager.groups[0].layers)
 
 
-def test_one_group_is_staged_and_another_logged(monkeypatch, caplog):
+def test_one_group_is_staged_and_another_logged():
     groups = [(SPEC, {"a": layer()}), (SPEC, {"b": layer()})]
     found = staged_runner(groups, reserved={1: REGION})
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
-    with caplog.at_level(logging.INFO, "vllm.v1.nwor"):
+    with nwor_log() as lines:
         manager, infos, _ = build(found, mode=Mode.STAGE)
 
     assert [info.resolved for info in infos] == ["cow", "stage"]
     assert [group.group_id for group in manager.shadow.groups] == [1]
     assert [group.group_id for group in manager.groups] == [1, 0]
-    (line,) = {record.getMessage() for record in caplog.records}
-    assert line.startswith("NWOR stage requested; group 0: cow (no shadow pages: ")
+    (line,) = lines
+    assert line.startswith("INFO NWOR stage requested; group 0: cow (no shadow pages: ")
     assert "; group 1: stage (1 layers, rows);" in line
     assert line.endswith("; shadow pages: 1 seats")
 

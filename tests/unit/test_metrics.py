@@ -112,32 +112,7 @@ def test_without_news_an_output_stays_as_it_was(take_payload, is_logged, caplog)
     assert told is is_logged
 
 
-# --- the identities -------------------------------------------------------------------
-
-
-def named(report):
-    """A report with its counts by their names."""
-    others = {"fallbacks": {}} | report
-    return dict(zip(COUNTERS, others.pop("counts"), strict=True)) | others
-
-
-def partition_holds(report):
-    parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
-    assert all(report[name] >= 0 for name in COUNTERS)
-    return report["tokens_staged"] == sum(report[part] for part in parts)
-
-
-def scheduled(windows, counted):
-    """What `add_step` takes beside the payload. windows: request -> (drafts, accepted
-    or None if its row is empty). counted: names of those that vLLM counts."""
-    sums = Counted(lambda *args: None)
-    for rid in counted:
-        sums(None, *windows[rid])
-    return sums, (
-        {rid: [5] * drafts for rid, (drafts, _) in windows.items()},
-        SimpleNamespace(req_id_to_index={rid: i for i, rid in enumerate(windows)}),
-        [0 if accepted is None else accepted + 1 for _, accepted in windows.values()],
-    )
+# --- a scheduler's steps --------------------------------------------------------------
 
 
 def counts(windows, staged, accepted, *, rejected=None, restored=0, invalid=0):
@@ -145,121 +120,6 @@ def counts(windows, staged, accepted, *, rejected=None, restored=0, invalid=0):
     its own, so that no two can be mixed up."""
     rejected = staged - accepted if rejected is None else rejected
     return windows, staged, accepted, rejected, restored, invalid, 96, 48
-
-
-def add(payload, step, trims_drafts=False):
-    """The report of that step alone, and the kinds of its breaches."""
-    nwor_stats, kinds = NworStats(trims_drafts=trims_drafts), []
-    breach = nwor_stats.breach
-    nwor_stats.breach = lambda kind, *found: (kinds.append(kind), breach(kind, *found))
-    nwor_stats.add_step(payload, *step)
-    report = named(nwor_stats.report)
-    assert partition_holds(report)
-    return report, kinds
-
-
-TWO = {"a": (4, 1), "b": (3, 2)}
-
-
-@pytest.mark.parametrize(("counted", "parts"), [("ab", [3, 4, 0]), ("a", [1, 3, 3])])
-def test_a_dropped_window_is_neither_committed_nor_rejected(counted, parts):
-    """It finished in flight: vLLM did not count it."""
-    found = counts(2, 7, 3, restored=640)
-
-    report, breaches = add((found,), scheduled(TWO, counted))
-
-    assert breaches == []
-    assert [report[name] for name in COUNTERS] == [2, 7, *parts, 640, 96, 48, 0]
-
-
-def test_a_row_that_vllm_cleared_leaves_its_acceptance_open():
-    step = scheduled({"a": (4, 1), "b": (3, None)}, counted="a")
-
-    kinds = [add((counts(2, 7, n),), step)[1] for n in (0, 1, 4, 5)]
-
-    assert kinds == [["accepted"], [], [], ["accepted"]]
-
-
-@pytest.mark.parametrize(
-    ("found", "kinds"),
-    [
-        (counts(2, 7, 3, rejected=5), ["split"]),
-        (counts(3, 7, 3), ["windows"]),
-        (counts(1, 7, 3), ["windows"]),
-        (counts(2, 8, 3), ["drafts"]),
-        (counts(2, 6, 3), ["drafts"]),
-        (counts(2, 7, 1), ["accepted"]),
-        (counts(2, 7, 2), ["accepted"]),
-        (counts(2, 7, 4), ["accepted"]),
-        (counts(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
-        (counts(2, 7, 3, invalid=2), ["worker"]),
-    ],
-)
-@pytest.mark.parametrize("counted", ["a", "ab"])
-def test_each_identity_that_fails_is_a_breach_by_name(found, kinds, counted):
-    sums, step = scheduled(TWO, counted)
-
-    report, seen = add((found,), (sums, step))
-
-    assert seen == kinds
-    assert report["breaches"] == (2 if seen == ["worker"] else len(kinds))
-    # What is too much counts as dropped.
-    most = sums.num_draft_tokens - sums.num_accepted_tokens
-    assert report["rejected_tokens"] <= most
-
-
-SMALL = st.integers(0, 4)
-
-
-@settings(deadline=None)
-@given(
-    st.tuples(*[st.integers(0, 3)] + [st.integers(0, 8)] * 3 + [SMALL] * 4),
-    st.dictionaries(st.sampled_from("ab"), st.tuples(st.just(4), SMALL)),
-    st.sampled_from(["", "a", "ab"]),
-)
-def test_counts_that_agree_are_added_as_those_that_are_looked_at(found, windows, names):
-    """A payload with room for news is looked at in any case."""
-    step = scheduled(windows, [name for name in names if name in windows])
-
-    assert add((found,), step) == add((found, {}, []), step)
-
-
-def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
-    # ngram_gpu: 8 scheduled and counted by vLLM, 5 run; all of window b went.
-    step = scheduled({"a": (4, 1), "b": (4, 0)}, counted="ab")
-    run = (counts(1, 5, 1),)
-
-    report, breaches = add(run, step, trims_drafts=True)
-
-    assert breaches == []
-    assert (report["committed_tokens"], report["rejected_tokens"]) == (1, 4)
-    assert report["dropped_drafts"] == 0
-    assert add(run, step)[1] == ["windows", "drafts"]
-    assert add((counts(3, 9, 1),), step, True)[1] == ["windows", "drafts"]
-
-
-ZEROS = (0,) * 8
-
-
-@pytest.mark.parametrize(
-    ("payload", "expected"),
-    [
-        ({"counters": ZEROS}, "`array`, got `object`"),  # an older version's
-        (((0,) * 7,), "`array` of length 8, got 7 - at `$[0]`"),
-        (((1, 4, 2, 2, -64, 0, 0, 0),), "`int` >= 0 - at `$[0][4]`"),
-        ((ZEROS, 3), "`object`, got `int` - at `$[1]`"),
-        ((ZEROS, {"over_capacity": -1}), "`int` >= 0 - at `$[1][...]`"),
-        ((ZEROS, {}, [{"group": 0}]), "`array`, got `object` - at `$[2][0]`"),
-    ],
-)
-def test_a_payload_of_another_version_is_named(payload, expected):
-    with pytest.raises(ValueError, match="payload is ") as raised:
-        NworStats().add_step(payload, Counted, ({}, None, []))
-
-    assert str(raised.value) == f"payload is {payload!r}: Expected {expected}"
-
-
-# --- the scheduler's hooks ------------------------------------------------------------
 
 
 class Step(SimpleNamespace):
@@ -382,7 +242,16 @@ def run(scheduler, step, payload="truth", invalid=None):
     found = outputs[0].scheduler_stats
     if found is None or "nwor" not in (found.kv_connector_stats or ()):
         return None
-    return named(found.kv_connector_stats["nwor"])
+    report = {"fallbacks": {}} | found.kv_connector_stats["nwor"]
+    report |= dict(zip(COUNTERS, report.pop("counts"), strict=True))
+    check_partition(report)
+    return report
+
+
+def check_partition(report):
+    parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
+    assert all(report[name] >= 0 for name in COUNTERS)
+    assert report["tokens_staged"] == sum(report[part] for part in parts)
 
 
 MIXED = Step(
@@ -397,6 +266,120 @@ MIXED = Step(
 
 
 IDLE = Step(windows={"e": (0, 0, "counted")})
+ONE_GONE = Step(windows={"a": (4, 1, "counted"), "b": (3, 2, "gone")})
+BOTH_COUNTED = Step(windows={"a": (4, 1, "counted"), "b": (3, 2, "counted")})
+ZEROS = (0,) * 8
+
+
+# --- the identities -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "parts"), [(BOTH_COUNTED, [3, 4, 0]), (ONE_GONE, [1, 3, 3])]
+)
+def test_a_dropped_window_is_neither_committed_nor_rejected(step, parts):
+    """It finished in flight: vLLM did not count it."""
+    report = run(hooked_scheduler(), step, (counts(2, 7, 3, restored=640),))
+
+    assert [report[name] for name in COUNTERS] == [2, 7, *parts, 640, 96, 48, 0]
+
+
+def test_a_row_that_vllm_cleared_leaves_its_acceptance_open():
+    step = Step(windows={"a": (4, 1, "counted"), "b": (3, 0, "cleared")})
+
+    breaches = [
+        run(hooked_scheduler(), step, (counts(2, 7, accepted),))["breaches"]
+        for accepted in (0, 1, 4, 5)
+    ]
+
+    assert breaches == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("found", "kinds"),
+    [
+        (counts(2, 7, 3, rejected=5), ["split"]),
+        (counts(3, 7, 3), ["windows"]),
+        (counts(1, 7, 3), ["windows"]),
+        (counts(2, 8, 3), ["drafts"]),
+        (counts(2, 6, 3), ["drafts"]),
+        (counts(2, 7, 1), ["accepted"]),
+        (counts(2, 7, 2), ["accepted"]),
+        (counts(2, 7, 4), ["accepted"]),
+        (counts(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
+        (counts(2, 7, 3, invalid=1), ["worker"]),
+    ],
+)
+@pytest.mark.parametrize("step", [ONE_GONE, BOTH_COUNTED])
+def test_each_identity_that_fails_is_a_breach_by_name(found, kinds, step):
+    scheduler = hooked_scheduler()
+
+    report = run(scheduler, step, (found,))
+
+    assert metrics._logged == {f"breach of the {kind} identity" for kind in kinds}
+    assert report["breaches"] == len(kinds)
+    # What is too much counts as dropped.
+    most = scheduler.counted.drafts - scheduler.counted.accepted
+    assert report["rejected_tokens"] <= most
+
+
+SMALL = st.integers(0, 4)
+
+
+@settings(deadline=None)
+@given(
+    st.tuples(*[st.integers(0, 3)] + [st.integers(0, 8)] * 3 + [SMALL] * 4),
+    st.dictionaries(
+        st.sampled_from("ab"),
+        st.tuples(st.just(4), SMALL, st.sampled_from(["counted", "gone"])),
+    ),
+)
+def test_counts_that_agree_are_added_as_those_that_are_looked_at(found, windows):
+    """A payload with room for news is looked at in any case."""
+    step = Step(windows={**windows, "e": (0, 0, "counted")})
+
+    reports = [
+        run(hooked_scheduler(), step, payload)
+        for payload in ((found,), (found, {}, []))
+    ]
+
+    assert reports[0] == reports[1]
+
+
+def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
+    # 8 scheduled and counted by vLLM, 5 run; all of window b went.
+    step = Step(windows={"a": (4, 1, "counted"), "b": (4, 0, "counted")})
+    trimmed, too_many = (counts(1, 5, 1),), (counts(3, 9, 1),)
+
+    report = run(hooked_scheduler(method="ngram_gpu"), step, trimmed)
+
+    assert report["breaches"] == 0
+    assert (report["committed_tokens"], report["rejected_tokens"]) == (1, 4)
+    assert report["dropped_drafts"] == 0
+    report = run(hooked_scheduler(method="ngram_gpu"), step, too_many)
+    assert report["breaches"] == 2  # windows and drafts
+    assert run(hooked_scheduler(method="ngram"), step, trimmed)["breaches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        ({"counters": ZEROS}, "`array`, got `object`"),  # an older version's
+        (((0,) * 7,), "`array` of length 8, got 7 - at `$[0]`"),
+        (((1, 4, 2, 2, -64, 0, 0, 0),), "`int` >= 0 - at `$[0][4]`"),
+        ((ZEROS, 3), "`object`, got `int` - at `$[1]`"),
+        ((ZEROS, {"over_capacity": -1}), "`int` >= 0 - at `$[1][...]`"),
+        ((ZEROS, {}, [{"group": 0}]), "`array`, got `object` - at `$[2][0]`"),
+    ],
+)
+def test_a_payload_of_another_version_is_named(payload, expected):
+    with pytest.raises(ValueError, match="payload is ") as raised:
+        NworStats().add_step(payload, Counted, ({}, None, []))
+
+    assert str(raised.value) == f"payload is {payload!r}: Expected {expected}"
+
+
+# --- the scheduler's hooks ------------------------------------------------------------
 
 
 def test_sums_that_are_missing_are_a_breach_and_lose_no_output():
@@ -507,14 +490,6 @@ def test_a_step_that_vllm_fails_to_process_leaves_nothing_behind():
     assert run(scheduler, MIXED)["committed_tokens"] == 5
 
 
-def test_ngram_gpu_may_run_fewer_drafts_than_were_scheduled():
-    trimmed = (Step(windows={"a": (2, 1, "counted")}).counts,)
-    step = Step(windows={"a": (4, 1, "counted")})
-
-    assert run(hooked_scheduler(method="ngram_gpu"), step, trimmed)["breaches"] == 0
-    assert run(hooked_scheduler(method="ngram"), step, trimmed)["breaches"] == 1
-
-
 WINDOWS = st.dictionaries(
     st.sampled_from("abcdefgh"),
     st.integers(0, 5).flatmap(
@@ -566,7 +541,7 @@ def test_whatever_is_aborted_the_totals_add_up(steps):
 
     assert "make_spec_decoding_stats" not in vars(scheduler)
     assert found == expected
-    assert partition_holds(found)
+    check_partition(found)
 
 
 @settings(deadline=None)
@@ -586,7 +561,6 @@ def test_one_wrong_number_of_the_worker_never_passes(windows, column, error):
     report = run(hooked_scheduler(), step, (tuple(wrong),))
 
     assert report["breaches"] >= 1
-    assert partition_holds(report)
 
 
 # --- the front end --------------------------------------------------------------------

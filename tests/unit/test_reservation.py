@@ -3,7 +3,6 @@
 which, or why there are none. vLLM's configurations are real ones."""
 
 import copy
-import logging
 import pickle
 from types import SimpleNamespace
 
@@ -246,9 +245,7 @@ def start(workers, found_config=None, calls=None):
 
 
 @pytest.fixture
-def mode(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "vllm.v1.nwor")
-
+def mode(monkeypatch):
     def choose(name, **more):
         monkeypatch.setenv("VLLM_NWOR_MODE", name)
         for variable, value in more.items():
