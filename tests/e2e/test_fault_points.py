@@ -473,6 +473,7 @@ def test_windows_beyond_the_log_are_vanilla(strict_: bool, off: Baseline) -> Non
     rise = risen(engine, before)
     assert rise["nwor_tokens_staged"] == sum(size for size in sizes if size <= 4)
     assert rise["nwor_fallbacks/over_capacity"] == len(too_big)
+    assert 0 < rise["nwor_committed_tokens"] < rise["spec_decode_num_accepted_tokens"]
     assert rise["nwor_breaches"] == 0
 
 
