@@ -20,10 +20,16 @@ import torch
 from tests.helpers import worker_probe
 from tests.helpers.byte_map import block_bytes, owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request, prompt
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.environment import model_path
 from tests.helpers.runner_probe import Observer, Step, request_name
-from tests.integration.test_byte_oracle import CACHES, FEW_BLOCKS, REQUESTS, case_of
+from tests.integration.test_byte_oracle import (
+    CACHES,
+    FEW_BLOCKS,
+    REQUESTS,
+    case_of,
+    prompt,
+)
 from vllm_nwor.audit.findings import AuditError, Finding
 
 EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.drafters import ScriptedDrafter, all_wrong
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request, end_connector, prompt
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, end_connector
 from tests.helpers.host_offloading import HostSpec, HostWorker
 from tests.helpers.offloading_fault import final_slots
+from tests.integration.test_byte_oracle import prompt
 from vllm_nwor.audit.findings import Finding
 
 CONNECTOR = {

@@ -58,6 +58,15 @@ FEW_BLOCKS: dict[str, Any] = {
     "max_model_len": 416,
     "enable_prefix_caching": True,
 }
+CACHES: dict[str, dict[str, Any]] = {
+    "bf16": FEW_BLOCKS,
+    "fp8": FEW_BLOCKS | {"kv_cache_dtype": "fp8"},
+    # Heads of 48 make CPU_ATTN take its other packing, "vec16".
+    "vec16": FEW_BLOCKS | {"load_format": "dummy", "hf_overrides": {"head_dim": 48}},
+    # Two groups of layers that overlay the same bytes, one with a sliding window.
+    "sliding_window": FEW_BLOCKS
+    | {"model": "tiny-gemma3", "num_gpu_blocks_override": 26},
+}
 SHARED = prompt(0, 70)
 REQUESTS = (
     Request("long", SHARED + prompt(1, 230), 40),  # more than a step's tokens
@@ -101,25 +110,10 @@ class Case:
         )
 
 
-CACHES = {
-    "bf16": Case(FEW_BLOCKS),
-    "fp8": Case(FEW_BLOCKS | {"kv_cache_dtype": "fp8"}),
-    # Heads of 48 make CPU_ATTN take its other packing, "vec16".
-    "vec16": Case(
-        FEW_BLOCKS | {"load_format": "dummy", "hf_overrides": {"head_dim": 48}}
-    ),
-    # Two groups of layers that overlay the same bytes, one with a sliding window.
-    "sliding_window": Case(
-        FEW_BLOCKS | {"model": "tiny-gemma3", "num_gpu_blocks_override": 26},
-        num_groups=2,
-    ),
-}
-
-
 def case_of(cache: str) -> Case:
     if cache == "fp8" and not HAS_AVX512:
         pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
-    return CACHES[cache]
+    return Case(CACHES[cache], num_groups=1 + (cache == "sliding_window"))
 
 
 @dataclass
@@ -138,13 +132,15 @@ def watch(
     engine: Engine,
     requests: Sequence[Request] = REQUESTS,
     truth: dict[str, list[int]] | None = None,
-    case: Case = CACHES["bf16"],
+    case: Case | None = None,
     num_threads: int = 1,
     is_counted: bool = True,
 ) -> Run:
     """Plays `requests` twice: to learn what the target says, unless `truth` tells, and
     under the oracles, some drafts right and some wrong. is_counted: NWOR's counters are
     checked, too."""
+
+    case = case or Case()
 
     def script(texts: dict[str, list[int]], plan: Plan) -> ScriptedDrafter:
         drafter = ScriptedDrafter(texts, plan)

@@ -19,18 +19,11 @@ from vllm.v1.metrics.reader import Counter
 
 from tests.helpers.byte_map import block_bytes, owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import (
-    BLOCK_SIZE,
-    Engine,
-    Request,
-    Result,
-    end_connector,
-    like_off,
-    prompt,
-)
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result, end_connector
 from tests.helpers.host_offloading import HostSpec
 from tests.helpers.tail_connector import Tail, TailConnector
 from tests.integration.test_audit_offloading import CONNECTOR
+from tests.integration.test_byte_oracle import prompt
 from tests.integration.test_identical_outputs import PROSE
 from vllm_nwor import commits
 
@@ -74,12 +67,12 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
     found = []
     for mode in ("off", "cow", "stage"):
         end_connector()
-        engine = like_off(
+        engine = Engine(
             mode,
-            {"STRICT": "always"},
+            {"SHADOW_BLOCKS": "16", "STRICT": "always"},
             kv_transfer_config=CONNECTOR,
             enable_prefix_caching=True,
-            num_gpu_blocks_override=24,
+            num_gpu_blocks_override=24 + 16 * (mode == "stage"),
             disable_log_stats=False,
         )
         truth = truth or truth_of(engine, requests)

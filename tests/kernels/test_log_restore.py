@@ -122,6 +122,20 @@ def test_duplicated_slots_of_shared_blocks(device):
     one_step(device, [nhd(), hnd()], batch)
 
 
+def interleaved(num_blocks=3, block_size=16):
+    """Runs of 1, 2, 4, 8, 16 and 5 bytes in turn, then one that touches its end."""
+    slots = torch.arange(block_size)
+    units = [slots.repeat_interleave(unit) for unit in (4, 1, 16, 2, 8, 5)]
+    return packed_layout(num_blocks, torch.cat([*units, slots.flip(0)]))
+
+
+@pytest.mark.parametrize("layout", [column_major, interleaved])
+def test_packed_slots_get_their_bytes_back(layout):
+    # Neighbouring slots, which are copied run by run; one window crosses blocks.
+    batch = Batch(slots=((3, 4, 5, 6), (31, 32), (PAD, 4)), accepted=(1, 1, 0))
+    one_step(torch.device("cpu"), [layout()] * 3, batch)
+
+
 @pytest.mark.parametrize("num_requests", [31, 32, 33, 64, 1025])
 def test_the_request_of_a_draft_is_found_in_large_batches(device, num_requests):
     layout = nhd(num_blocks=num_requests, num_heads=1, run_bytes=16)
