@@ -410,20 +410,26 @@ def spy_on_validation(manager: Any) -> list[int]:
     return refused
 
 
-@pytest.mark.slow
-def test_tensor_parallel_2() -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("stage", marks=pytest.mark.slow),
+        pytest.param("cow", marks=pytest.mark.nightly),
+    ],
+)
+def test_tensor_parallel_2(mode: str) -> None:
     """Two CPU workers, real processes: the outputs are off's, and on each rank, whose
     cache holds its own share of the heads, the byte oracle finds nothing."""
-    arguments = {
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "worker_extension_cls": worker_probe.NAME,
-    }
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(4)]
     truth: dict[str, list[int]] = {}
-    results, reports = {}, {}
-    for mode in MODES:
-        engine = like_off(mode, **arguments)
+    results, reports = [], []
+    for one in ("off", mode):
+        engine = like_off(
+            one,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            worker_extension_cls=worker_probe.NAME,
+        )
         rpc = engine.llm.collective_rpc
         try:
             rpc("script", args=({}, "no_drafts"))
@@ -433,24 +439,21 @@ def test_tensor_parallel_2() -> None:
             }
             rpc("watch")
             rpc("script", args=(truth, "mixture"))
-            results[mode] = engine.run(requests)
-            reports[mode] = rpc("report")
+            results.append(engine.run(requests))
+            reports.append(rpc("report"))
         finally:
             engine.core.shutdown()
-    for mode in ("cow", "stage"):
-        with reach.noted(mode, "parallelism", "tensor parallel 2"):
-            assert results["off"].tokens == results[mode].tokens
-            assert results["off"].logprobs == results[mode].logprobs
-            for off, on in zip(reports["off"], reports[mode], strict=True):
-                assert off["schedule"] == on["schedule"]
-                assert on["violations"] == []
-                assert on["active"]
-            assert reports[mode][0]["counters"] == reports[mode][1]["counters"]
-    assert all(stage["num_staged"] > 100 for stage in reports["stage"])
-    for off, cow in zip(reports["off"], reports["cow"], strict=True):
-        assert off["num_dirty"] > 100
-        assert cow["num_dirty"] > 100
-        assert off["violations"] != []
+    with reach.noted(mode, "parallelism", "tensor parallel 2"):
+        assert results[0].tokens == results[1].tokens
+        assert results[0].logprobs == results[1].logprobs
+        for off, on in zip(*reports, strict=True):
+            assert off["schedule"] == on["schedule"]
+            assert off["num_dirty"] > 100
+            assert off["violations"] != []
+            assert on["violations"] == []
+            assert on["active"]
+            assert on["num_staged" if mode == "stage" else "num_dirty"] > 100
+        assert reports[1][0]["counters"] == reports[1][1]["counters"]
 
 
 @pytest.mark.slow

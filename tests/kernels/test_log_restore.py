@@ -33,7 +33,7 @@ from tests.kernels.transaction import (
 )
 
 ANY_EXAMPLE = settings(
-    max_examples=80,
+    max_examples=150,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
         HealthCheck.too_slow,
