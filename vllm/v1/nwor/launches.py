@@ -19,17 +19,27 @@ from .kv_layout import KVLayout
 from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
 from .window import Acceptance, SampledIds, VerificationWindows
 
+# What VLLM_NWOR_ON_REJECT=poison has in each byte of a rejected slot. Read as numbers
+# these are large but finite, also times a scale of the same bytes: 5e4 as bf16 or fp32;
+# as int8 71. Where all of a slot is fp16 or fp8 the other one is larger: 3e4 as fp16,
+# 240 as fp8 e4m3, 29e3 as e5m2.
+POISON, NARROW_POISON = 0x47, 0x77
+
 _ITEM = 8  # bytes of an int64
 _ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One target layer's cache. `kv_cache` is kept alive by the manager's owner."""
+    """One target layer's cache. `kv_cache` is kept alive by the manager's owner.
+
+    poison: the byte for its rejected slots, if they are poisoned.
+    """
 
     name: str
     kv_cache: torch.Tensor
     layout: KVLayout
+    poison: int = POISON
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class GroupLog:
 
     undo_log: [capacity, bytes_per_draft] uint8, device.
     log_slots: [capacity] int64, device. log_windows: [capacity, 3] int32, device.
+    source: what a log copies from in place of each of `tables`: poison; or None.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class GroupLog:
         layers: Sequence[LayerCache],
         capacity: int,
         memory: DeviceMemory,
+        poisons: bool = False,
     ) -> None:
         self.group_id = group_id
         self.layers = tuple(layers)
@@ -85,6 +97,10 @@ class GroupLog:
         self.log_slots = memory.take((capacity,), torch.int64).fill_(-1)
         self.log_windows = memory.take((capacity, 3), torch.int32).zero_()
         self.tables = copy_tables(self.layers, memory)
+        self.source: CopyTable | None = None
+        if poisons:
+            self._poisoned = [_poisoned(layer, memory) for layer in layers]
+            (self.source,) = copy_tables(self._poisoned, memory)
 
 
 @dataclass(frozen=True)
@@ -142,9 +158,10 @@ class OpLaunches:
             cu_num_logits = cu_num_logits[windows.num_leading_zeros :]
         for launch in self._launches:
             group = launch.group
+            source = group.source or launch.part
             self.ops.log_cache_slots(
-                launch.part.table,
-                launch.part.runs,
+                source.table,
+                source.runs,
                 windows.slot_mappings[group.group_id],
                 windows.logits_indices,
                 cu_num_logits,
@@ -182,6 +199,15 @@ class OpLaunches:
                 failure = error
         if failure is not None:
             raise failure
+
+
+def _poisoned(layer: LayerCache, memory: DeviceMemory) -> LayerCache:
+    """The layer as if each of its slots held poison: all of them are the same bytes."""
+    layout = layer.layout
+    num_bytes = layout.slot_bytes
+    slot = memory.take((num_bytes,), torch.uint8).fill_(layer.poison)
+    size = layout.block_size, layout.num_blocks
+    return LayerCache(layer.name, slot, KVLayout(*size, 0, 0, 0, 1, num_bytes))
 
 
 def copy_tables(

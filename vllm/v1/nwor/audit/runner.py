@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..config import AuditMode, NworConfig
+from ..config import AuditMode, NworConfig, OnReject
 from ..device_memory import DeviceMemory
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, argument, install_all
@@ -407,7 +407,9 @@ def is_undone(runner: Any, was_protected: bool) -> bool:
     """Whether what was rejected in a step is undone: behind NWOR's commit."""
     if not was_protected:
         return False
-    return bool(runner.nwor_state.manager.state is State.IDLE)
+    manager = runner.nwor_state.manager
+    restores = manager.config.on_reject is OnReject.RESTORE
+    return restores and bool(manager.state is State.IDLE)
 
 
 def sample_tokens(
