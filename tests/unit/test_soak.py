@@ -38,7 +38,12 @@ def good_record() -> Record:
     # It grows in the warm-up, and breathes afterwards.
     worker = [1000 + min(t, 120) + 3 * (i % 2) for i, t in enumerate(seconds)]
     return {
-        "arguments": {"mode": "stage", "vocab_size": None, "api_server_count": 2},
+        "arguments": {
+            "mode": "stage",
+            "vocab_size": None,
+            "api_server_count": 2,
+            "env": ["VLLM_NWOR_AUDIT=log"],
+        },
         "load": {
             "seconds": 600.0,
             "kinds": dict.fromkeys(soak_checks.KINDS, 10),
@@ -64,6 +69,9 @@ def good_record() -> Record:
             "vllm:nwor_dropped_drafts": 8.0,
             "vllm:nwor_restored_bytes": 4096.0,
             "vllm:nwor_breaches": 0.0,
+            "vllm:nwor_audit_steps": 10000.0,
+            "vllm:nwor_audit_findings": 0.0,
+            "vllm:nwor_audit_unverified": 0.0,
             "vllm:spec_decode_num_drafts": 100.0,
             "vllm:spec_decode_num_draft_tokens": 392.0,
             "vllm:spec_decode_num_accepted_tokens": 250.0,
@@ -110,6 +118,11 @@ def leak(mib_per_minute: float) -> Callable[[Record], None]:
     return change
 
 
+def few_steps_in_a_short_run(record: Record) -> None:
+    record["metrics"]["vllm:nwor_audit_steps"] = 9999.0
+    record["load"]["seconds"] = 599.0
+
+
 # What is put out of order, and the checks that must tell.
 BAD: list[tuple[Callable[[Record], None], set[str]]] = [
     (put("load", "num_failed", 1), {"load"}),
@@ -138,6 +151,10 @@ BAD: list[tuple[Callable[[Record], None], set[str]]] = [
     (put("metrics", "vllm:spec_decode_num_drafts", 103.0), {"identity: windows"}),
     (put("metrics", "vllm:spec_decode_num_drafts", 0.0), {"identity: windows"}),
     (put("metrics", "vllm:nwor_breaches", 1.0), {"breaches"}),
+    (put("metrics", "vllm:nwor_audit_steps", 9999.0), {"KV audit"}),
+    (put("metrics", "vllm:nwor_audit_steps", None), {"KV audit"}),
+    (put("metrics", "vllm:nwor_audit_findings", 1.0), {"KV audit"}),
+    (put("metrics", "vllm:nwor_audit_findings", None), {"KV audit"}),
     (put("metrics", "vllm:nwor_fallbacks", 1.0), {"fallbacks"}),
     (put("idle", "running", 1.0), {"KV blocks free"}),
     (put("idle", "waiting", 1.0), {"KV blocks free"}),
@@ -178,6 +195,7 @@ def test_counters_that_are_not_there_do_not_pass() -> None:
         (put("load", "seconds", 60.0), "memory flat"),
         (put("probe", "policy", "off"), "probe"),
         (put("log", None), "log"),
+        (few_steps_in_a_short_run, "KV audit"),
         (put("arguments", "api_server_count", 1), "API servers"),
     ],
 )
@@ -193,11 +211,11 @@ def test_what_cannot_be_judged_never_passes(
 
 def test_a_control_without_nwor_is_judged_by_the_rest() -> None:
     record = good_record()
-    record["arguments"]["mode"] = "off"
+    record["arguments"] |= {"mode": "off", "env": []}
     record["metrics"], record["info"] = {}, []
     found = verdicts(record)
     left_out = {name for name, verdict in found.items() if verdict != "pass"}
-    assert left_out == {"NWOR at work", "breaches", "fallbacks"} | {
+    assert left_out == {"NWOR at work", "breaches", "fallbacks", "KV audit"} | {
         name for name in found if name.startswith("identity")
     }
     assert {found[name] for name in left_out} == {"not judged"}

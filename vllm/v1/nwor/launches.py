@@ -17,7 +17,7 @@ from . import ops as native_ops
 from .device_memory import ALIGNMENT, DeviceMemory
 from .kv_layout import KVLayout
 from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
-from .window import Acceptance, SampledIds, VerificationWindows
+from .window import Acceptance, VerificationWindows, accepted
 
 # What VLLM_NWOR_ON_REJECT=poison has in each byte of a rejected slot. Read as numbers
 # these are large but finite, also times a scale of the same bytes: 5e4 as bf16 or fp32;
@@ -48,10 +48,12 @@ class CopyTable:
 
     table: [num_layers, 9] int64, device (ops.TABLE_COLUMNS).
     runs: [block_size, num_runs, 2] int32, device, or None for row caches.
+    names: of the layers.
     """
 
     table: torch.Tensor
     runs: torch.Tensor | None
+    names: tuple[str, ...]
 
 
 def bytes_per_draft(layers: Sequence[LayerCache]) -> int:
@@ -175,11 +177,6 @@ class OpLaunches:
         self, acceptance: Acceptance, num_drafts: int, counters_to: torch.Tensor | None
     ) -> None:
         """As Launches.restore."""
-        accepted: tuple[torch.Tensor | None, int, torch.Tensor | None]
-        if isinstance(acceptance, SampledIds):
-            accepted = (acceptance.sampled_token_ids, acceptance.vocab_size, None)
-        else:
-            accepted = (None, 0, acceptance.num_rejected)
         failure: Exception | None = None
         for index, launch in enumerate(self._launches):
             group = launch.group
@@ -190,7 +187,7 @@ class OpLaunches:
                     group.undo_log,
                     group.log_slots,
                     group.log_windows,
-                    *accepted,
+                    *accepted(acceptance),
                     launch.counters,
                     num_drafts,
                     None if counters_to is None else counters_to[index],
@@ -213,31 +210,33 @@ def _poisoned(layer: LayerCache, memory: DeviceMemory) -> LayerCache:
 def copy_tables(
     layers: Sequence[LayerCache], memory: DeviceMemory
 ) -> tuple[CopyTable, ...]:
-    """The layers' table rows: all row caches in one table, and one more for each
+    """The layers' table rows: all row caches in one table, the first, and one for each
     distinct packing. A layer's place in a row of the log follows the layers' order."""
-    rows: list[list[int]] = []
-    packings: list[tuple[torch.Tensor, list[list[int]]]] = []
+    kinds: list[tuple[torch.Tensor | None, list[list[int]], list[str]]] = []
     log_offset = 0
     for layer in layers:
-        row = layer.layout.table_row(layer.kv_cache.data_ptr(), log_offset)
-        log_offset += layer.layout.slot_bytes
         runs = layer.layout.runs
-        if runs is None:
-            rows.append(row)
-            continue
-        for known, known_rows in packings:
-            if torch.equal(known, runs):
-                known_rows.append(row)
+        for kind in kinds:
+            known = kind[0]
+            if runs is known or (
+                runs is not None and known is not None and torch.equal(runs, known)
+            ):
                 break
         else:
-            packings.append((runs, [row]))
-    tables = [
-        CopyTable(_table(packed, memory), runs.to(memory.device))
-        for runs, packed in packings
-    ]
-    if rows:
-        tables.insert(0, CopyTable(_table(rows, memory), None))
-    return tuple(tables)
+            kind = (runs, [], [])
+            kinds.append(kind)
+        kind[1].append(layer.layout.table_row(layer.kv_cache.data_ptr(), log_offset))
+        kind[2].append(layer.name)
+        log_offset += layer.layout.slot_bytes
+    kinds.sort(key=lambda kind: kind[0] is not None)
+    return tuple(
+        CopyTable(
+            _table(rows, memory),
+            None if runs is None else runs.to(memory.device),
+            tuple(names),
+        )
+        for runs, rows, names in kinds
+    )
 
 
 def _table(rows: list[list[int]], memory: DeviceMemory) -> torch.Tensor:
