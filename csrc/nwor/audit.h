@@ -9,7 +9,7 @@
 // a batch is one parallel scan. It is chained from the request's own value, never
 // from the slot before, which may be the bad one.
 //
-// Mirrored by vllm/v1/nwor/audit/ops.py; a test compares the two.
+// Mirrored by vllm/v1/nwor/audit/tables.py; a test compares the two.
 #pragma once
 
 #include <cstdint>

@@ -211,6 +211,8 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
     row.old.state = kSlotUnknown;
     row.old.content = kContentNone;
     row.suspect = -1;
+  } else if (row.old.state == kSlotLoaded) {
+    row.old.content = kContentNone;  // a load fills whole blocks
   }
   record = {hash,
             args.tokens[i],

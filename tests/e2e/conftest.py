@@ -27,5 +27,6 @@ ARGUMENTS += ["--speculative-config", json.dumps(SPECULATION)]
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    with serve(folder, "stage", "smollm2-135m", *ARGUMENTS) as running:
+    audit = {"VLLM_NWOR_AUDIT": "log"}
+    with serve(folder, "stage", "smollm2-135m", *ARGUMENTS, **audit) as running:
         yield running

@@ -26,7 +26,9 @@ from tools.monitoring import panels, prometheus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-ALERTS = REPO / "tools" / "monitoring" / "alerts.yml"
+ALERTS = [
+    REPO / "tools" / "monitoring" / name for name in ("alerts.yml", "audit_alerts.yml")
+]
 SOAK_MINUTES = 0.4
 SCRAPE_SECONDS = 1
 # Covers the whole load, so that every rate has something in it.
@@ -52,7 +54,7 @@ def watched(
 ) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("monitoring")
     target = f"127.0.0.1:{server.port}"
-    with prometheus.scraping(target, folder, SCRAPE_SECONDS, [ALERTS]) as watching:
+    with prometheus.scraping(target, folder, SCRAPE_SECONDS, ALERTS) as watching:
         time.sleep(2 * SCRAPE_SECONDS)  # a rate starts from a sample before the load
         status, output = _soak(server, folder / "soak.json")
         time.sleep(3 * SCRAPE_SECONDS)
@@ -76,8 +78,11 @@ def test_a_short_soak_finds_nothing_wrong(watched: Watched) -> None:
     assert watched.status == 0, watched.output
     verdicts = {row["name"]: row["verdict"] for row in watched.soak["checks"]}
     not_passed = {name: v for name, v in verdicts.items() if v != "pass"}
-    # Too short for the one, and there is one server only.
-    assert not_passed == {"memory flat": "not judged", "API servers": "not judged"}
+    # Too short for two of them, and there is one server only.
+    left_out = ("KV audit", "memory flat", "API servers")
+    assert not_passed == dict.fromkeys(left_out, "not judged")
+    assert watched.soak["metrics"]["vllm:nwor_audit_findings"] == 0
+    assert watched.soak["metrics"]["vllm:nwor_audit_steps"] > 50
     assert len(watched.soak["memory"]["rss_mib"]) >= 3, "main, engine core, worker"
 
 
@@ -86,7 +91,7 @@ def test_every_metric_named_exists(watched: Watched) -> None:
     with urllib.request.urlopen(url, timeout=30) as answer:
         exposed = set(re.findall(r"^# TYPE (\S+) ", answer.read().decode(), re.M))
     named = set()
-    for path in (panels.DASHBOARD, ALERTS):
+    for path in (panels.DASHBOARD, *ALERTS):
         named |= set(re.findall(r"vllm:\w+", path.read_text()))
     assert len(named) > 15
     assert named - exposed == set()
@@ -101,8 +106,8 @@ def test_every_panel_shows_something(watched: Watched, query: panels.Query) -> N
     assert found, query.expression
     values = [float(one["value"][1]) for one in found]
     assert all(math.isfinite(value) and value >= 0 for value in values), values
-    if query.panel.startswith("Fallbacks"):
-        assert values == [0]
+    if query.panel.startswith(("Fallbacks", "Findings", "Unverified")):
+        assert set(values) == {0}
     for label in panels.LEGEND_LABEL.findall(query.legend):
         assert all(one["metric"].get(label) for one in found), found
 
@@ -119,6 +124,7 @@ def test_every_panel_shows_something(watched: Watched, query: panels.Query) -> N
         ("Restored bytes", "{{model_name}}, engine {{engine}}, from shadow pages"),
         ("vLLM's draft tokens", "drafted"),
         ("Throughput", "answer"),
+        ("Audited steps", "{{model_name}}, engine {{engine}}"),
     ],
 )
 def test_panels_of_what_the_load_did_are_above_0(

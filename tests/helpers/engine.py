@@ -77,7 +77,7 @@ class Request:
     at: number of the step before which it arrives. abort_at: of the step before which
     it is aborted, if it still runs then; abort_during: of the step while which it is
     aborted, after sampling, so that the scheduler skips what the runner did for it.
-    params: further SamplingParams arguments.
+    params: further SamplingParams arguments. salt: cache_salt. lora: a LoRARequest.
     """
 
     name: str
@@ -87,6 +87,8 @@ class Request:
     abort_at: int | None = None
     abort_during: int | None = None
     params: dict[str, Any] = field(default_factory=dict)
+    salt: str | None = None
+    lora: Any = None
 
     def sampling_params(self) -> SamplingParams:
         arguments = {"ignore_eos": True, "logprobs": 2} | self.params
@@ -287,8 +289,11 @@ class Engine:
             assert number < MAX_STEPS, "the engine does not finish its requests"
 
     def _add(self, request: Request) -> None:
-        prompt = {"prompt_token_ids": list(request.prompt)}
-        self.llm.add_request(request.name, prompt, request.sampling_params())
+        prompt: Any = {"prompt_token_ids": list(request.prompt)}
+        if request.salt is not None:
+            prompt["cache_salt"] = request.salt
+        params = request.sampling_params()
+        self.llm.add_request(request.name, prompt, params, lora_request=request.lora)
         # Grammars are compiled by a thread; a request joins the batch when it is done.
         for added in self.core.scheduler.requests.values():
             grammar = added.structured_output_request

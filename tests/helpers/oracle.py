@@ -46,7 +46,10 @@ class SnapshotOracle(Observer):
     draft proposed again after its rejection may find its own bytes there).
     """
 
-    def __init__(self, probe: RunnerProbe) -> None:
+    def __init__(self, probe: RunnerProbe, poison: int | None = None) -> None:
+        """poison: what rejected slots must hold in each byte instead of what they
+        held."""
+        self.poison = poison
         self.layers = probe.target_layers()
         assert self.layers
         self.storages = probe.storages()
@@ -86,6 +89,8 @@ class SnapshotOracle(Observer):
             dirty = self._differing(name, self._before[index], self._after[index])
             self.num_dirty += len(set(dirty) & set(rejected.tolist()))
             old = self._view(name, self._before[index])[mask]
+            if self.poison is not None:
+                old.fill_(self.poison)
             self._view(name, expected[index])[mask] = old
         for storage, wanted in zip(self.storages, expected, strict=True):
             if not torch.equal(storage, wanted):

@@ -87,7 +87,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, mode: str, model: str, *arguments: str) -> Iterator[Server]:
+def serve(
+    folder: Path, mode: str, model: str, *arguments: str, **variables: str
+) -> Iterator[Server]:
     """A server of `model` with NWOR in `mode`, stopped at the end of the block.
 
     Runs vLLM's API server module: its `vllm` command looks for a distribution named
@@ -97,7 +99,10 @@ def serve(folder: Path, mode: str, model: str, *arguments: str) -> Iterator[Serv
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path(model), *arguments]
     env = subprocess_env(
-        VLLM_NWOR_MODE=mode, VLLM_ENABLE_V1_MULTIPROCESSING=None, OMP_NUM_THREADS="1"
+        VLLM_NWOR_MODE=mode,
+        VLLM_ENABLE_V1_MULTIPROCESSING=None,
+        OMP_NUM_THREADS="1",
+        **variables,
     )
     log = folder / f"server-{mode}.log"
     with serving(command, port, env, log, START_SECONDS) as process:

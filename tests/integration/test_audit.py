@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+from vllm.v1.core import kv_cache_utils
 
 from tests.helpers import worker_probe
 from tests.helpers.byte_map import block_bytes, owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, end_connector
 from tests.helpers.environment import model_path
 from tests.helpers.runner_probe import Observer, Step, request_name
 from tests.integration.test_byte_oracle import (
@@ -32,6 +37,11 @@ from tests.integration.test_byte_oracle import (
 )
 from vllm_nwor.audit.findings import AuditError, Finding
 
+TAILS = {
+    "kv_connector": "TailConnector",
+    "kv_connector_module_path": "tests.helpers.tail_connector",
+    "kv_role": "kv_both",
+}
 EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
 
 
@@ -89,6 +99,91 @@ def test_without_speculation_and_with_a_name_used_again() -> None:
 @pytest.fixture(scope="module")
 def audited() -> Engine:
     return Engine("off", EVERYTHING, enable_prefix_caching=True)
+
+
+def lora(folder: Path, number: int) -> LoRARequest:
+    """A random LoRA of tiny-llama's values, written to `folder`."""
+    path = folder / f"lora{number}"
+    path.mkdir()
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8}
+    settings["target_modules"] = ["v_proj"]
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    draw = torch.Generator().manual_seed(number)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.v_proj.lora_{part}.weight": (
+            torch.randn(shape, generator=draw)
+        )
+        for layer in range(4)
+        for part, shape in (("A", (8, 128)), ("B", (64, 8)))
+    }
+    save_file(tensors, path / "adapter_model.safetensors")
+    return LoRARequest(f"lora{number}", number, str(path))
+
+
+def alike(mine: dict[str, Any], theirs: dict[str, Any]) -> list[Request]:
+    """Three requests of one text, which share blocks if nothing else is different."""
+    return [
+        Request("mine", prompt(77, 80), 8, **mine),
+        Request("again", prompt(77, 80), 8, at=12, **mine),
+        Request("theirs", prompt(77, 80), 8, at=24, **theirs),
+    ]
+
+
+@contextmanager
+def keys_of_texts_alone() -> Iterator[None]:
+    """A prefix cache that forgets what else tells blocks apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        name = "generate_block_hash_extra_keys"
+        patch.setattr(kv_cache_utils, name, lambda *args: (None, args[-1]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def with_loras() -> Engine:
+    return Engine(
+        "off", EVERYTHING, enable_prefix_caching=True, enable_lora=True, max_loras=2
+    )
+
+
+@pytest.mark.parametrize("kind", ["salt", "lora", "salt, beside a connector"])
+def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Also beside a KV connector that nothing is known of: how much of a prefix was
+    found in the cache, and not loaded, is the scheduler's to say."""
+    end_connector()
+    if kind == "salt, beside a connector":
+        arguments = {"enable_prefix_caching": True, "kv_transfer_config": TAILS}
+        engine = Engine("off", EVERYTHING, **arguments)
+    else:
+        engine = request.getfixturevalue("with_loras")
+    requests = alike({"salt": "a"}, {"salt": "b"})
+    if kind == "lora":
+        requests = alike({"lora": lora(tmp_path, 1)}, {"lora": lora(tmp_path, 2)})
+    engine.poison_caches()
+    engine.audit.findings.last.clear()
+    try:
+        result = engine.run(requests)
+        assert result.cached == {"mine": 0, "again": 64, "theirs": 0}
+        if kind == "lora":
+            assert result.tokens["mine"] == result.tokens["again"]
+            assert result.tokens["mine"] != result.tokens["theirs"]
+        assert found(engine) == []
+        engine.llm.reset_prefix_cache()
+        with keys_of_texts_alone():
+            result = engine.run(requests)
+    finally:
+        end_connector()
+
+    assert result.cached == {"mine": 0, "again": 64, "theirs": 64}
+    wrong = found(engine)
+    assert [(f.kind, f.position) for f in wrong] == [
+        ("wrong_prefix", 0),
+        ("wrong_prefix", BLOCK_SIZE),
+    ]
+    assert {request_name(f.writer.request or "") for f in wrong} == {"mine"}
+    assert {request_name(f.owner or "") for f in wrong} == {"theirs"}
+    assert engine.audit.audit.totals()["unverified"] == 0
 
 
 class Scribbler(Observer):
@@ -183,6 +278,8 @@ def test_the_counters_come_out_of_get_metrics() -> None:
     engine.run([Request("a", prompt(1, 80), 40)], [Scribbler(engine, 12, 1)])
 
     rise = {key: value for key, value in metrics().items() if value}
+    # Steps are told in lots, and at once where something was found.
+    assert 12 <= rise.pop(("vllm:nwor_audit_steps", None)) < 40
     assert rise == {("vllm:nwor_audit_findings", "changed"): 1}
 
 
@@ -247,6 +344,7 @@ def test_each_rank_audits_its_own_share(tmp_path: Path) -> None:
     engine = Engine(
         "stage",
         EVERYTHING | {"AUDIT_FILE": str(path)},
+        enable_prefix_caching=True,
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
         worker_extension_cls=worker_probe.NAME,
@@ -261,8 +359,14 @@ def test_each_rank_audits_its_own_share(tmp_path: Path) -> None:
             assert rank["contents"] > 10_000
         engine.llm.collective_rpc("scribble", args=(1, 5))
         engine.run([Request("next", prompt(9, 60), 30)])
+        assert [path.name for path in tmp_path.iterdir()] == ["findings.json.1"]
+        # What the scheduler alone knows has come to both.
+        with keys_of_texts_alone():
+            engine.run(alike({"salt": "a"}, {"salt": "b"}))
     finally:
         engine.core.shutdown()
-    (written,) = tmp_path.iterdir()
-    assert written.name == "findings.json.1"
-    assert json.loads(written.read_text())["counts"] == {"changed": 1}
+    counts = {p.name: json.loads(p.read_text())["counts"] for p in tmp_path.iterdir()}
+    assert counts == {
+        "findings.json.0": {"wrong_prefix": 2},
+        "findings.json.1": {"changed": 1, "wrong_prefix": 2},
+    }

@@ -16,6 +16,7 @@ from tests.helpers.engine import BLOCK_SIZE, Engine, Request, end_connector
 from tests.helpers.host_offloading import HostSpec, HostWorker
 from tests.helpers.offloading_fault import final_slots
 from tests.integration.test_byte_oracle import prompt
+from vllm_nwor.audit import offloading
 from vllm_nwor.audit.findings import Finding
 
 CONNECTOR = {
@@ -70,9 +71,22 @@ def stored_and_loaded(mode: str = "off", **arguments: Any) -> Engine:
     return engine
 
 
+@pytest.fixture(params=["adapter", "none"])
+def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """none: it is a connector of which the audit is told nothing but what the scheduler
+    says: how much of what a request found was not in the cache."""
+    if request.param == "none":
+        monkeypatch.setattr(offloading, "tells", lambda: False)
+        monkeypatch.setattr(offloading, "watch", lambda runner, watcher: None)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("speculates", [True, False])
-def test_stores_and_loads_of_a_mended_vllm_are_no_findings(speculates: bool) -> None:
+def test_stores_and_loads_of_a_mended_vllm_are_no_findings(
+    adapter: str, speculates: bool
+) -> None:
     engine = stored_and_loaded(**({} if speculates else {"speculative_config": None}))
+    assert engine.audit.audit.loads.name == {"adapter": "TOLD"}.get(adapter, "UNTOLD")
     assert find(engine) == []
     # What was loaded is not vouched for, and counted.
     unverified = engine.audit.audit.totals()["unverified"]
@@ -101,7 +115,9 @@ def test_without_speculation_it_was_never_written() -> None:
     assert {finding.writer.request for finding in found} == {None}
 
 
-def test_a_load_that_writes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_writes_nothing_is_named(
+    adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HostWorker, "loads_write", False)
     engine = stored_and_loaded(num_gpu_blocks_override=20)
 

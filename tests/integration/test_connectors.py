@@ -22,16 +22,11 @@ from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result, end_connector
 from tests.helpers.host_offloading import HostSpec
 from tests.helpers.tail_connector import Tail, TailConnector
+from tests.integration.test_audit import TAILS
 from tests.integration.test_audit_offloading import CONNECTOR
 from tests.integration.test_byte_oracle import prompt
 from tests.integration.test_identical_outputs import PROSE
 from vllm_nwor import commits
-
-TAILS = {
-    "kv_connector": "TailConnector",
-    "kv_connector_module_path": "tests.helpers.tail_connector",
-    "kv_role": "kv_both",
-}
 
 
 @pytest.fixture(autouse=True)

@@ -24,25 +24,23 @@ from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import runner_v2
-from vllm_nwor.audit.findings import CLASSES, COLUMNS, AuditError, Finding
+from vllm_nwor.audit.findings import CLASSES, COLUMNS, AuditError, Finding, Found
 from vllm_nwor.audit.runner import RunnerAudit
-from vllm_nwor.audit.state import (
+from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
+from vllm_nwor.audit.tables import (
     PLAN_COLUMNS,
     RECORD_COLUMNS,
     SEAT_COLUMNS,
-    Audit,
     AuditedGroup,
-    Batch,
     GroupShape,
-    Loads,
-    Text,
     num_bytes,
 )
-from vllm_nwor.config import AuditMode
+from vllm_nwor.config import AuditMode, OnReject
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import State
 from vllm_nwor.kv_layout import KVLayout, row_layout
 from vllm_nwor.launches import LayerCache
+from vllm_nwor.window import SampledIds
 
 N = 4  # slots a block
 NUM_BLOCKS = 16
@@ -130,10 +128,15 @@ class World:
             groups, self.budget, 4, [N] * self.num_groups, memory, self.loads
         )
         self.news: list[Any] = []
+        self.local: dict[str, int] = {}
         self.finished: list[str] = []
         self.numbers: dict[str, int] = {}
         config: Any = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
-        manager = SimpleNamespace(is_open=self.is_undone, state=State.IDLE)
+        manager = SimpleNamespace(
+            is_open=self.is_undone,
+            state=State.IDLE,
+            config=SimpleNamespace(on_reject=OnReject.RESTORE),
+        )
         self.runner = SimpleNamespace(
             nwor_audit=RunnerAudit(self.audit, config, ""),
             nwor_state=SimpleNamespace(manager=manager),
@@ -172,8 +175,15 @@ class World:
     ) -> list[Finding]:
         """One step; returns what was found in it. slots, table: spoil the slot mapping
         or the block table. skip: writes that are left out, by layer and slot."""
-        has_drafts = any(work.drafts for work in works.values())
-        self.audit.begin_step(self.finished, self.news, [], has_drafts=has_drafts)
+        self.audit.begin_step(
+            Scheduled(
+                self.finished,
+                self.news,
+                [],
+                local=self.local,
+                has_drafts=any(work.drafts for work in works.values()),
+            )
+        )
         self.finished, self.news = [], []
         tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
         blocks = torch.zeros((len(works), 8), dtype=torch.int32)
@@ -254,7 +264,8 @@ class World:
         sampled: torch.Tensor,
     ) -> None:
         if not self.is_v2:
-            self.audit.resolve(cu_num_logits[1:], sampled, 100, None, self.is_undone)
+            acceptance = SampledIds(sampled, 100)
+            self.audit.resolve(cu_num_logits[1:], acceptance, self.is_undone)
             return
         rejected = [len(work.drafts) - work.accepted for work in works.values()]
         num_rejected = torch.tensor(rejected, dtype=torch.int32, device=self.device)
@@ -273,8 +284,8 @@ class World:
         return Text(tokens, 0, request.is_opaque)
 
     def found(self) -> list[Finding]:
-        self.audit.publish()
-        return self.audit.take_findings(waits=True)[0]
+        self.audit.outbox.publish()
+        return self.audit.outbox.take(waits=True).findings
 
     # -- the cache -----------------------------------------------------------------
 
@@ -713,6 +724,40 @@ def test_a_hit_beside_a_connector_that_tells_its_loads_is_verified():
     assert world.audit.totals()["unverified"] == 0
 
 
+def test_drafts_behind_what_was_loaded_into_their_block():
+    """A load fills whole blocks: what is undone there is what it brought, not what the
+    slots held when they were last looked at."""
+    world = World(loads=Loads.TOLD, is_undone=True)
+    world.add("a", TEXT[:8], [1, 2])
+    assert world.step({"a": Work(8)}) == []
+    world.finish("a")
+    world.audit.hand_on([[1, 2]], fills=True)
+    for position in range(8):
+        for layer in range(NUM_LAYERS):
+            world.write(layer, 1 * N + position, OTHER[position], position)
+    world.add("b", OTHER[:7], [1, 2, 3], hit=6)
+    assert world.step({"b": Work(1, (77,), 0)}) == []
+    assert decode(world) == []
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_the_scheduler_found_in_the_cache_is_verified_beside_any_connector(
+    is_told,
+):
+    """The first block is another text's, in the cache; the second one was loaded."""
+    world = World(loads=Loads.UNTOLD)
+    world.add("a", TEXT[:4], [1])
+    assert world.step({"a": Work(4)}) == []
+    world.finish("a")
+    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
+    world.local = {"b": 4} if is_told else {}
+    for position in range(4, 8):
+        for layer in range(NUM_LAYERS):
+            world.write(layer, 1 * N + position, OTHER[position], position)
+    assert kinds(world.step({"b": Work(1)})) == ["wrong_prefix"] * is_told
+    assert world.audit.totals()["unverified"] == (4 if is_told else 8)
+
+
 @pytest.mark.parametrize("is_undone", [False, True])
 def test_a_block_with_a_rejected_draft_is_handed_on(is_undone):
     world = World(is_undone=is_undone)
@@ -752,7 +797,7 @@ def test_a_copied_block_is_known(is_told):
     for cache in world.caches:
         cache[11] = cache[2]
     copied = [(2, 11)] if is_told else []
-    world.audit.begin_step([], [], [("a", [[11]])], copied)
+    world.audit.begin_step(Scheduled([], [], [("a", [[11]])], copied))
     world.requests["a"].blocks[1] = 11
     found = world.step({"a": Work(0), "b": Work(0)})
     assert kinds(found) == ([] if is_told else ["wrong_prefix"])
@@ -772,7 +817,7 @@ def test_after_the_cache_is_gone_nothing_of_it_is_believed():
 def test_more_findings_than_the_table_holds_are_counted():
     world = prefilled()
     found, world.found = world.found, lambda: []
-    publish, world.audit.publish = world.audit.publish, lambda: None
+    publish, world.audit.outbox.publish = world.audit.outbox.publish, lambda: None
     # 8 slots in each table, 320 in all.
     for _ in range(20 if world.has_packed else 40):
         for cache in world.caches:
@@ -780,11 +825,11 @@ def test_more_findings_than_the_table_holds_are_counted():
             cache[4] += 1
         world.step({"a": Work(0), "b": Work(0)})
     assert world.audit.totals()["findings"] == 320
-    world.audit.publish = publish
+    world.audit.outbox.publish = publish
     publish()
-    kept, num_lost, _ = world.audit.take_findings(waits=True)
-    assert (len(kept), num_lost) == (256, 64)
-    assert kept[0].step == 2  # the first ones are kept
+    kept = world.audit.outbox.take(waits=True)
+    assert (len(kept.findings), kept.num_lost) == (256, 64)
+    assert kept.findings[0].step == 2  # the first ones are kept
     world.found = found
     assert world.step({"a": Work(0), "b": Work(0)}) == []
 
@@ -798,13 +843,15 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
         world.found, found = lambda: [], world.found
         world.step({"a": Work(0), "b": Work(0)})
         world.found = found
-        world.audit.publish()
-    kept, num_lost, _ = world.audit.take_findings(waits=True)
-    assert num_lost == 0
-    assert [f.step for f in kept] == [
+        world.audit.outbox.publish()
+    kept = world.audit.outbox.take(waits=True)
+    assert kept.num_lost == 0
+    # The V2 runner's hook publishes, and the test once more.
+    assert kept.num_steps == (12 if world.is_v2 else 6)
+    assert [f.step for f in kept.findings] == [
         step for step in range(2, 8) for _ in range(N * (1 + world.has_packed))
     ]
-    assert world.audit.take_findings(waits=True) == ([], 0, 0)
+    assert world.audit.outbox.take(waits=True) == Found()
 
 
 def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
@@ -920,7 +967,7 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     found, world.found = world.found, lambda: []
     decode(world)
     world.found = found
-    world.audit.publish()
+    world.audit.outbox.publish()
     output = SimpleNamespace(req_ids=["a"])
     step = SimpleNamespace(get_output=lambda: output) if is_async else output
 
@@ -1002,11 +1049,11 @@ def test_texts_longer_than_a_thread_block(device):
             [table.int().to(device)],
         )
         found = torch.tensor(text[:hit], dtype=torch.int32)
-        audit.begin_step([], [(name, hit, [blocks])], [])
+        audit.begin_step(Scheduled([], [(name, hit, [blocks])], []))
         audit.plan(batch, [name], lambda row: Text(found, 0, False))
-        audit.resolve(None, None, 0, None, False)
-        audit.publish()
-        return audit.take_findings(waits=True)[0]
+        audit.resolve(None, None, False)
+        audit.outbox.publish()
+        return audit.outbox.take(waits=True).findings
 
     text = [(7 * i) % 120 for i in range(length)]
     blocks = list(range(1, length // N + 1))

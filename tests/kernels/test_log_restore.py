@@ -28,9 +28,14 @@ from tests.kernels.transaction import (
     NUM_COUNTERS,
     AcceptanceForm,
     check_transaction,
+    forward,
     log,
     restore,
 )
+from vllm_nwor.device_memory import DeviceMemory
+from vllm_nwor.kv_layout import KVLayout
+from vllm_nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
+from vllm_nwor.window import NumRejected, VerificationWindows
 
 ANY_EXAMPLE = settings(
     max_examples=150,
@@ -134,6 +139,42 @@ def test_packed_slots_get_their_bytes_back(layout):
     # Neighbouring slots, which are copied run by run; one window crosses blocks.
     batch = Batch(slots=((3, 4, 5, 6), (31, 32), (PAD, 4)), accepted=(1, 1, 0))
     one_step(torch.device("cpu"), [layout()] * 3, batch)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    "layouts", [[nhd, hnd], [mla] * 2, [column_major, nhd, interleaved]], ids=repr
+)
+def test_rejected_slots_are_poisoned(device, layouts):
+    """What the manager launches under VLLM_NWOR_ON_REJECT=poison, each layer with a
+    byte of its own."""
+    if column_major in layouts and device.type != "cpu":
+        pytest.skip("packed layouts are for the CPU")
+    batch = Batch(slots=((0, 1, 2, 3), (47, PAD, 45), (), (17,)), accepted=(2, 0, 0, 1))
+    num_drafts = len(batch.flat_slots)
+    layers = [Layer(layout(), device, i) for i, layout in enumerate(layouts)]
+    caches = []
+    for number, layer in enumerate(layers):
+        *strides, block_size, num_blocks = layer.layout.columns
+        layout = KVLayout(block_size, num_blocks, *strides, layer.layout.runs)
+        cache = layer.memory[layer.start :]
+        caches.append(LayerCache(f"{number}", cache, layout, 0x40 + number))
+    memory = DeviceMemory(device, None)
+    group = GroupLog(0, caches, num_drafts, memory, poisons=True)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
+    launches = OpLaunches([Launch(group, part, counters) for part in group.tables])
+    slots, rows, cu_num_logits = batch.metadata(device, torch.int32, 0)
+    tables = make_table(layers, device)
+
+    launches.log(VerificationWindows(num_drafts, rows, cu_num_logits, [slots]))
+    forward(tables, batch, 1000)
+    wanted = [layer.memory.cpu().clone() for layer in layers]
+    num_rejected = torch.tensor([2, 3, 0, 0], dtype=torch.int32, device=device)
+    launches.restore(NumRejected(num_rejected), num_drafts, None)
+
+    for number, (layer, expected) in enumerate(zip(layers, wanted, strict=True)):
+        expected[layer.index([2, 3, 47, 45])] = 0x40 + number
+        assert torch.equal(layer.memory.cpu(), expected), f"layer {number}"
 
 
 @pytest.mark.parametrize("num_requests", [31, 32, 33, 64, 1025])

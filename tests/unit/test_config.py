@@ -12,6 +12,7 @@ from vllm_nwor.config import (
     Mode,
     NworConfig,
     NworConfigError,
+    OnReject,
     Strict,
 )
 
@@ -23,6 +24,7 @@ def test_an_empty_environment_means_off_with_metrics(empty):
     assert config == NworConfig(Mode.OFF, True, Strict.NEVER, False, None, None)
     audit = (config.audit, config.audit_mib, config.audit_file)
     assert audit == (AuditMode.OFF, 32, "")
+    assert config.on_reject is OnReject.RESTORE
 
 
 def test_every_variable_is_read():
@@ -89,6 +91,7 @@ MIB = "empty (32) or a whole number of MiB a step, at least 0"
         ("VLLM_NWOR_DEBUG_SYNC", "2", "0, 1"),
         *(("VLLM_NWOR_MAX_LOG_ROWS", value, ROWS) for value in ("0", "-5", "1e3")),
         *(("VLLM_NWOR_SHADOW_BLOCKS", value, BLOCKS) for value in ("-1", "5%")),
+        ("VLLM_NWOR_ON_REJECT", "nan", "restore, poison"),
         ("VLLM_NWOR_AUDIT", "on", "off, log, raise"),
         ("VLLM_NWOR_AUDIT_MIB", "1.5", MIB),
     ],
@@ -100,6 +103,20 @@ def test_a_bad_value_names_variable_value_and_allowed_ones(name, value, allowed)
     assert str(error.value) == (
         f"{name}={value!r} is not allowed; allowed values: {allowed}"
     )
+
+
+def test_poison_is_for_the_undo_log_alone():
+    poison = {"VLLM_NWOR_ON_REJECT": "poison"}
+    config = NworConfig.from_env(poison | {"VLLM_NWOR_MODE": "cow"})
+
+    assert config.on_reject is OnReject.POISON
+    for mode in ("off", "stage"):
+        with pytest.raises(NworConfigError) as error:
+            NworConfig.from_env(poison | {"VLLM_NWOR_MODE": mode})
+        assert str(error.value) == (
+            "VLLM_NWOR_ON_REJECT='poison' is for VLLM_NWOR_MODE='cow' alone, and the "
+            f"mode is {mode!r}"
+        )
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/variables.md"])

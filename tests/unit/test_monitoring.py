@@ -22,6 +22,7 @@ import yaml
 from PIL import Image
 
 from tools.monitoring import panels, prometheus, record
+from vllm_nwor.audit.stats import COUNTERS as AUDIT_COUNTERS
 from vllm_nwor.metrics import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,18 +49,26 @@ def test_each_alert_fires_when_it_should_and_only_then():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_audits_alert_fires_on_a_finding_and_on_nothing_else(tmp_path):
+def test_the_audits_alerts_fire_when_they_should_and_only_then(tmp_path):
     trials = (MONITORING / "audit_alerts_test.yml").read_text()
     (tmp_path / "audit_alerts_test.yml").write_text(trials)
     rules = (MONITORING / "audit_alerts.yml").read_text()
-    assert "`NworAuditFinding`" in (MONITORING / "README.md").read_text()
-    for expression, is_right in (
-        ("vllm:nwor_audit_findings_total > 0", True),
-        ("vllm:nwor_audit_findings_total >= 0", False),
-        ("increase(vllm:nwor_audit_findings_total[10m]) > 0", False),
-        ("vllm:nwor_audit_unverified_total > 0", False),
+    readme = (MONITORING / "README.md").read_text()
+    for name in re.findall(r"alert: (\w+)", rules):
+        assert f"`{name}`" in readme
+    found, steps = "vllm:nwor_audit_findings_total > 0", "steps_total[10m]) == 0"
+    tokens = "increase(vllm:generation_tokens_total[10m])"
+    for expression, instead, is_right in (
+        (found, found, True),
+        (found, "vllm:nwor_audit_findings_total >= 0", False),
+        (found, "increase(vllm:nwor_audit_findings_total[10m]) > 0", False),
+        (found, "vllm:nwor_audit_unverified_total > 0", False),
+        (steps, steps.replace("==", ">="), False),
+        (f"{tokens} > 0", f"{tokens} >= 0", False),
+        ("for: 5m", "for: 0m", False),
     ):
-        changed = rules.replace("vllm:nwor_audit_findings_total > 0", expression)
+        assert rules.count(expression) == 1
+        changed = rules.replace(expression, instead)
         (tmp_path / "audit_alerts.yml").write_text(changed)
         done = promtool("test", "rules", tmp_path / "audit_alerts_test.yml")
         assert (done.returncode == 0) is is_right, done.stdout + done.stderr
@@ -210,7 +219,8 @@ def test_a_broken_dashboard_is_noticed(path, fault):
 
 def test_dashboard_shows_every_metric_of_ours_beside_vllms():
     text = (MONITORING / "dashboard.json").read_text()
-    ours = {f"vllm:nwor_{name}_total" for name in (*COUNTERS, "fallbacks")}
+    audits = (f"audit_{name}" for name in ("findings", *AUDIT_COUNTERS))
+    ours = {f"vllm:nwor_{name}_total" for name in (*COUNTERS, "fallbacks", *audits)}
     shown = set(re.findall(r"vllm:\w+", text))
     assert ours | {"vllm:nwor_info"} == {name for name in shown if "nwor" in name}
     assert {

@@ -30,7 +30,12 @@ def good_record():
     ours |= {"rejected_tokens": 142.0, "dropped_drafts": 8.0, "restored_bytes": 4096.0}
     vllms = {"drafts": 100.0, "draft_tokens": 392.0, "accepted_tokens": 250.0}
     return {
-        "arguments": {"mode": "stage", "vocab_size": None, "api_server_count": 2},
+        "arguments": {
+            "mode": "stage",
+            "vocab_size": None,
+            "api_server_count": 2,
+            "env": ["VLLM_NWOR_AUDIT=log"],
+        },
         "load": {
             "seconds": 600.0,
             "kinds": dict.fromkeys(checks.KINDS, 10),
@@ -51,6 +56,9 @@ def good_record():
         "metrics": {
             **{f"vllm:nwor_{name}": num for name, num in ours.items()},
             "vllm:nwor_breaches": 0.0,
+            "vllm:nwor_audit_steps": 10000.0,
+            "vllm:nwor_audit_findings": 0.0,
+            "vllm:nwor_audit_unverified": 0.0,
             **{f"vllm:spec_decode_num_{name}": num for name, num in vllms.items()},
         },
         "info": [{"requested": "stage", "resolved": "cow", "value": 1.0}],
@@ -109,6 +117,10 @@ BAD = [
     (("metrics", f"{SPEC}drafts", 103.0), {"identity: windows"}),
     (("metrics", f"{SPEC}drafts", 0.0), {"identity: windows"}),
     (("metrics", f"{NWOR}breaches", 1.0), {"breaches"}),
+    (("metrics", f"{NWOR}audit_steps", 9999.0), {"KV audit"}),
+    (("metrics", f"{NWOR}audit_steps", None), {"KV audit"}),
+    (("metrics", f"{NWOR}audit_findings", 1.0), {"KV audit"}),
+    (("metrics", f"{NWOR}audit_findings", None), {"KV audit"}),
     (("metrics", f"{NWOR}fallbacks", 1.0), {"fallbacks"}),
     (("idle", "running", 1.0), {"KV blocks free"}),
     (("idle", "waiting", 1.0), {"KV blocks free"}),
@@ -161,11 +173,11 @@ def test_what_cannot_be_judged_never_passes(path, name):
 
 def test_a_control_without_nwor_is_judged_by_the_rest():
     record = good_record()
-    record["arguments"]["mode"] = "off"
+    record["arguments"] |= {"mode": "off", "env": []}
     record["metrics"], record["info"] = {}, []
     found = verdicts(record)
     left_out = {name for name, verdict in found.items() if verdict != "pass"}
-    assert left_out == {"NWOR at work", "breaches", "fallbacks"} | {
+    assert left_out == {"NWOR at work", "breaches", "fallbacks", "KV audit"} | {
         name for name in found if name.startswith("identity")
     }
     assert {found[name] for name in left_out} == {"not judged"}

@@ -22,6 +22,8 @@ MIN_JUDGED_SECONDS = 180.0
 # Requests that the load must have made, each at least once.
 KINDS = ("whole", "stream", "stop", "abort_mid_stream", "abort_before_first_token")
 MIN_PROBES = 3
+# Steps that the KV audit must have looked at, where it is on, in a run of this length.
+MIN_AUDITED_STEPS, AUDITED_SECONDS = 10_000, 600.0
 # What each mode copies to a request's own blocks.
 BYTES_OF = {"cow": "restored_bytes", "stage": "committed_bytes"}
 NO_PROCESSES = "the server's processes were not given"
@@ -46,6 +48,7 @@ def judge(record: Record) -> list[dict[str, str]]:
     if record["arguments"]["mode"] == "off":
         of_nwor = [c._replace(good=None, found="NWOR was off") for c in of_nwor]
     before, after = list(_of_the_load(record)), list(_of_the_server(record))
+    of_nwor.append(_audit(record))
     verdicts = {True: PASS, False: FAIL, None: NOT_JUDGED}
     return [
         {"name": name, "verdict": verdicts[good], "found": found, "wanted": wanted}
@@ -130,6 +133,27 @@ def _of_nwor(record: Record) -> Iterator[Check]:
     # Steps that ran as vanilla; no series at all is none.
     found = f"{ours('fallbacks'):.0f}"
     yield Check("fallbacks", found == "0", found, "0")
+
+
+def _audit(record: Record) -> Check:
+    """The KV audit looked at every step, and found nothing."""
+    metrics = record["metrics"]
+    wanted = f"nothing in {MIN_AUDITED_STEPS} steps or more"
+    is_on = any(
+        setting.startswith("VLLM_NWOR_AUDIT=") and not setting.endswith("=off")
+        for setting in record["arguments"]["env"]
+    )
+    steps, findings, unverified = (
+        metrics.get(f"vllm:nwor_audit_{name}")
+        for name in ("steps", "findings", "unverified")
+    )
+    if steps is None and not is_on:
+        return Check("KV audit", None, "it was off", wanted)
+    found = f"{findings} findings, {unverified} slots not verified, in {steps} steps"
+    good: bool | None = findings == 0 and bool(steps)
+    if good and steps < MIN_AUDITED_STEPS:
+        good = False if record["load"]["seconds"] >= AUDITED_SECONDS else None
+    return Check("KV audit", good, found, wanted)
 
 
 def _of_the_server(record: Record) -> Iterator[Check]:

@@ -40,6 +40,17 @@ class Strict(enum.Enum):
     ALWAYS = "always"
 
 
+class OnReject(enum.Enum):
+    """What mode cow leaves at the slots of rejected drafts.
+
+    RESTORE: what they held before the step. POISON: large numbers, so that a later read
+    of such a slot shows in the logits.
+    """
+
+    RESTORE = "restore"
+    POISON = "poison"
+
+
 class AuditMode(enum.Enum):
     """What the KV audit does with what it finds.
 
@@ -65,6 +76,7 @@ STRICT = "VLLM_NWOR_STRICT"
 DEBUG_SYNC = "VLLM_NWOR_DEBUG_SYNC"
 MAX_LOG_ROWS = "VLLM_NWOR_MAX_LOG_ROWS"
 SHADOW_BLOCKS = "VLLM_NWOR_SHADOW_BLOCKS"
+ON_REJECT = "VLLM_NWOR_ON_REJECT"
 AUDIT = "VLLM_NWOR_AUDIT"
 AUDIT_MIB = "VLLM_NWOR_AUDIT_MIB"
 AUDIT_FILE = "VLLM_NWOR_AUDIT_FILE"
@@ -75,6 +87,7 @@ ENV_NAMES = (
     DEBUG_SYNC,
     MAX_LOG_ROWS,
     SHADOW_BLOCKS,
+    ON_REJECT,
     AUDIT,
     AUDIT_MIB,
     AUDIT_FILE,
@@ -96,6 +109,7 @@ class NworConfig:
     audit: AuditMode = AuditMode.OFF
     audit_mib: int = DEFAULT_AUDIT_MIB
     audit_file: str = ""
+    on_reject: OnReject = OnReject.RESTORE
 
     @property
     def strict(self) -> bool:
@@ -118,7 +132,7 @@ class NworConfig:
         audit_mib = _number(
             env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", least=0
         )
-        return cls(
+        config = cls(
             # Empty, as templates of containers leave what is not chosen: off.
             mode=_choice(MODE, env.get(MODE) or Mode.OFF.value, Mode),
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
@@ -131,7 +145,16 @@ class NworConfig:
             audit=_choice(AUDIT, env.get(AUDIT) or AuditMode.OFF.value, AuditMode),
             audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
             audit_file=env.get(AUDIT_FILE, ""),
+            on_reject=_choice(
+                ON_REJECT, env.get(ON_REJECT) or OnReject.RESTORE.value, OnReject
+            ),
         )
+        if config.on_reject is OnReject.POISON and config.mode is not Mode.COW:
+            raise NworConfigError(
+                f"{ON_REJECT}='poison' is for {MODE}='cow' alone, and the mode is "
+                f"{config.mode.value!r}"
+            )
+        return config
 
 
 def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:

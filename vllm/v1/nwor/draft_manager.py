@@ -11,7 +11,8 @@ blind to their type. There are two ways to it, and each KV-cache group has one:
     shadow pages  stage has the drafts verified in private blocks, commit copies the
                   kept rows to the request's own (shadow_pages.py)
 
-A step whose windows cannot all be staged uses the undo log for all groups.
+A step whose windows cannot all be staged uses the undo log for all groups. Under
+VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
 
 States:
 
@@ -58,7 +59,7 @@ from typing import Any
 import torch
 
 from . import ops as native_ops
-from .config import NworConfig
+from .config import NworConfig, OnReject
 from .device_memory import ALIGNMENT, DeviceMemory
 from .launches import (
     GroupLog,
@@ -163,10 +164,13 @@ class DraftCommitManager:
         staged = staged or {}
         groups = sorted(groups, key=lambda group: group[0] not in staged)
         shadow_bytes = sum(entry.num_bytes for entry in staged.values())
-        self.capacity = _fitting_capacity(capacity, groups, storage, shadow_bytes)
+        poisons = config.on_reject is OnReject.POISON
+        self.capacity = _fitting_capacity(
+            capacity, groups, storage, shadow_bytes, poisons
+        )
         memory = DeviceMemory(self.device, storage)
         self.groups = [
-            GroupLog(group_id, layers, self.capacity, memory)
+            GroupLog(group_id, layers, self.capacity, memory, poisons)
             for group_id, layers in groups
         ]
         parts_of_groups = [
@@ -522,6 +526,7 @@ def _fitting_capacity(
     groups: Sequence[tuple[int, Sequence[LayerCache]]],
     storage: torch.Tensor | None,
     shadow_bytes: int,
+    poisons: bool,
 ) -> int:
     """Drafts, at most `capacity`, whose log fits the storage. Raises ValueError."""
     row_bytes = sum(bytes_per_draft(layers) for _, layers in groups)
@@ -530,6 +535,8 @@ def _fitting_capacity(
         empty = num_bytes(0, row_bytes, len(groups), num_layers)
         of_draft = num_bytes(1, row_bytes, len(groups), num_layers) - empty
         left = storage.numel() - empty - shadow_bytes
+        if poisons:
+            left -= empty + of_draft
         capacity = min(capacity, max(0, left) // of_draft)
     if capacity < 1:
         raise ValueError(
@@ -543,7 +550,7 @@ def _launches_for(
 ) -> Launches:
     if ops is not None:
         return OpLaunches(launches, ops)
-    if device.type != "cuda":
+    if device.type != "cuda" or any(launch.group.source for launch in launches):
         return OpLaunches(launches)
     from .prepared import PreparedLaunches
 

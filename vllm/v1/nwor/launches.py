@@ -17,7 +17,13 @@ from . import ops as native_ops
 from .device_memory import ALIGNMENT, DeviceMemory
 from .kv_layout import KVLayout
 from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
-from .window import Acceptance, SampledIds, VerificationWindows
+from .window import Acceptance, VerificationWindows, accepted
+
+# What VLLM_NWOR_ON_REJECT=poison has in each byte of a rejected slot. Read as numbers
+# these are large but finite, also times a scale of the same bytes: 5e4 as bf16 or fp32;
+# as int8 71. Where all of a slot is fp16 or fp8 the other one is larger: 3e4 as fp16,
+# 240 as fp8 e4m3, 29e3 as e5m2.
+POISON, NARROW_POISON = 0x47, 0x77
 
 _ITEM = 8  # bytes of an int64
 _ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
@@ -25,11 +31,15 @@ _ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One target layer's cache. `kv_cache` is kept alive by the manager's owner."""
+    """One target layer's cache. `kv_cache` is kept alive by the manager's owner.
+
+    poison: the byte for its rejected slots, if they are poisoned.
+    """
 
     name: str
     kv_cache: torch.Tensor
     layout: KVLayout
+    poison: int = POISON
 
 
 @dataclass(frozen=True)
@@ -38,10 +48,12 @@ class CopyTable:
 
     table: [num_layers, 9] int64, device (ops.TABLE_COLUMNS).
     runs: [block_size, num_runs, 2] int32, device, or None for row caches.
+    names: of the layers.
     """
 
     table: torch.Tensor
     runs: torch.Tensor | None
+    names: tuple[str, ...]
 
 
 def bytes_per_draft(layers: Sequence[LayerCache]) -> int:
@@ -69,6 +81,7 @@ class GroupLog:
 
     undo_log: [capacity, bytes_per_draft] uint8, device.
     log_slots: [capacity] int64, device. log_windows: [capacity, 3] int32, device.
+    source: what a log copies from in place of each of `tables`: poison; or None.
     """
 
     def __init__(
@@ -77,6 +90,7 @@ class GroupLog:
         layers: Sequence[LayerCache],
         capacity: int,
         memory: DeviceMemory,
+        poisons: bool = False,
     ) -> None:
         self.group_id = group_id
         self.layers = tuple(layers)
@@ -85,6 +99,10 @@ class GroupLog:
         self.log_slots = memory.take((capacity,), torch.int64).fill_(-1)
         self.log_windows = memory.take((capacity, 3), torch.int32).zero_()
         self.tables = copy_tables(self.layers, memory)
+        self.source: CopyTable | None = None
+        if poisons:
+            self._poisoned = [_poisoned(layer, memory) for layer in layers]
+            (self.source,) = copy_tables(self._poisoned, memory)
 
 
 @dataclass(frozen=True)
@@ -142,9 +160,10 @@ class OpLaunches:
             cu_num_logits = cu_num_logits[windows.num_leading_zeros :]
         for launch in self._launches:
             group = launch.group
+            source = group.source or launch.part
             self.ops.log_cache_slots(
-                launch.part.table,
-                launch.part.runs,
+                source.table,
+                source.runs,
                 windows.slot_mappings[group.group_id],
                 windows.logits_indices,
                 cu_num_logits,
@@ -158,11 +177,6 @@ class OpLaunches:
         self, acceptance: Acceptance, num_drafts: int, counters_to: torch.Tensor | None
     ) -> None:
         """As Launches.restore."""
-        accepted: tuple[torch.Tensor | None, int, torch.Tensor | None]
-        if isinstance(acceptance, SampledIds):
-            accepted = (acceptance.sampled_token_ids, acceptance.vocab_size, None)
-        else:
-            accepted = (None, 0, acceptance.num_rejected)
         failure: Exception | None = None
         for index, launch in enumerate(self._launches):
             group = launch.group
@@ -173,7 +187,7 @@ class OpLaunches:
                     group.undo_log,
                     group.log_slots,
                     group.log_windows,
-                    *accepted,
+                    *accepted(acceptance),
                     launch.counters,
                     num_drafts,
                     None if counters_to is None else counters_to[index],
@@ -184,34 +198,45 @@ class OpLaunches:
             raise failure
 
 
+def _poisoned(layer: LayerCache, memory: DeviceMemory) -> LayerCache:
+    """The layer as if each of its slots held poison: all of them are the same bytes."""
+    layout = layer.layout
+    num_bytes = layout.slot_bytes
+    slot = memory.take((num_bytes,), torch.uint8).fill_(layer.poison)
+    size = layout.block_size, layout.num_blocks
+    return LayerCache(layer.name, slot, KVLayout(*size, 0, 0, 0, 1, num_bytes))
+
+
 def copy_tables(
     layers: Sequence[LayerCache], memory: DeviceMemory
 ) -> tuple[CopyTable, ...]:
-    """The layers' table rows: all row caches in one table, and one more for each
+    """The layers' table rows: all row caches in one table, the first, and one for each
     distinct packing. A layer's place in a row of the log follows the layers' order."""
-    rows: list[list[int]] = []
-    packings: list[tuple[torch.Tensor, list[list[int]]]] = []
+    kinds: list[tuple[torch.Tensor | None, list[list[int]], list[str]]] = []
     log_offset = 0
     for layer in layers:
-        row = layer.layout.table_row(layer.kv_cache.data_ptr(), log_offset)
-        log_offset += layer.layout.slot_bytes
         runs = layer.layout.runs
-        if runs is None:
-            rows.append(row)
-            continue
-        for known, known_rows in packings:
-            if torch.equal(known, runs):
-                known_rows.append(row)
+        for kind in kinds:
+            known = kind[0]
+            if runs is known or (
+                runs is not None and known is not None and torch.equal(runs, known)
+            ):
                 break
         else:
-            packings.append((runs, [row]))
-    tables = [
-        CopyTable(_table(packed, memory), runs.to(memory.device))
-        for runs, packed in packings
-    ]
-    if rows:
-        tables.insert(0, CopyTable(_table(rows, memory), None))
-    return tuple(tables)
+            kind = (runs, [], [])
+            kinds.append(kind)
+        kind[1].append(layer.layout.table_row(layer.kv_cache.data_ptr(), log_offset))
+        kind[2].append(layer.name)
+        log_offset += layer.layout.slot_bytes
+    kinds.sort(key=lambda kind: kind[0] is not None)
+    return tuple(
+        CopyTable(
+            _table(rows, memory),
+            None if runs is None else runs.to(memory.device),
+            tuple(names),
+        )
+        for runs, rows, names in kinds
+    )
 
 
 def _table(rows: list[list[int]], memory: DeviceMemory) -> torch.Tensor:

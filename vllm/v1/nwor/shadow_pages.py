@@ -41,7 +41,7 @@ import torch
 from . import ops as native_ops
 from .device_memory import DeviceMemory
 from .launches import CopyTable
-from .window import Acceptance, SampledIds, VerificationWindows
+from .window import Acceptance, VerificationWindows, accepted
 
 # int32, on the device.
 _MAX_STEP = 2**31 - 1
@@ -232,11 +232,6 @@ class ShadowPages:
     ) -> None:
         """The launches of commit."""
         assert windows.block_tables is not None
-        accepted: tuple[torch.Tensor | None, int, torch.Tensor | None]
-        if isinstance(acceptance, SampledIds):
-            accepted = (acceptance.sampled_token_ids, acceptance.vocab_size, None)
-        else:
-            accepted = (None, 0, acceptance.num_rejected)
         row = 0
         for group in self.groups:
             last = len(group.tables) - 1
@@ -248,7 +243,7 @@ class ShadowPages:
                     windows.slot_mappings[group.group_id],
                     windows.seats,
                     group.saved,
-                    *accepted,
+                    *accepted(acceptance),
                     self._counters[row],
                     self._num_reqs,
                     group.entry_tokens,

@@ -70,3 +70,12 @@ class NumRejected(NamedTuple):
 
 
 Acceptance = SampledIds | NumRejected
+
+
+def accepted(
+    acceptance: Acceptance,
+) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
+    """An acceptance as the ops take it: sampled_token_ids, vocab_size, num_rejected."""
+    if isinstance(acceptance, SampledIds):
+        return acceptance.sampled_token_ids, acceptance.vocab_size, None
+    return None, 0, acceptance.num_rejected

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV audit: finds cache blocks that do not hold what their requests believe.
 
-It reads caches and tables, and writes to nothing of vLLM's. `state` has the tables and
-what a step does with them, `findings` what is said of a finding, `runner` what the
-hooks of both runners share, `runner_v1`, `runner_v2` and `stats` the hooks, each with
-its `LEDGER`; csrc/nwor/audit_rules.h has what is compared, and how.
+It reads caches and tables, and writes to nothing of vLLM's. `tables` has what is kept,
+`state` what a step does with it, `findings` what is said of a finding, `runner` what
+the hooks of both runners share, `runner_v1`, `runner_v2`, `offloading` and `stats` the
+hooks, each with its `LEDGER`; csrc/nwor/audit_rules.h has what is compared, and how.
 `python -m vllm_nwor.audit --selftest` plants faults and looks whether they are found.
 
 Its state is its own: it works without speculation, and with `VLLM_NWOR_MODE` off.

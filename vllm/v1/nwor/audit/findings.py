@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a finding: the log line, the JSON file, the exception.
+"""What is said of a finding, and how: its way from the device, the log line, the JSON
+file, the exception.
 
 Names of requests stay on the host: on the device a request is a *generation*, a number
 that no other request of the runner has had. A request that is resumed after a
@@ -11,11 +12,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..ops import audit_op
+
+if TYPE_CHECKING:
+    from .tables import AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -51,6 +60,8 @@ COLUMNS = (
     "found",
     "table",
 )
+# Steps whose findings may be on their way to the host: vLLM has two in flight.
+NUM_SLOTS = 4
 # Findings that are kept, in memory and in the file, and lines logged a step.
 MAX_KEPT = 256
 MAX_LINES = 16
@@ -129,6 +140,102 @@ def decode(
         told(value["expected"]),
         told(value["found"]),
     )
+
+
+@dataclass
+class Found:
+    """What came to the host. num_steps: of how many steps. num_lost: findings that
+    there was no room for. num_unverified: slots that could not be verified."""
+
+    findings: list[Finding] = field(default_factory=list)
+    num_steps: int = 0
+    num_lost: int = 0
+    num_unverified: int = 0
+
+
+class Outbox:
+    """Findings on their way to the host, which never waits for a step's end but where
+    it reads that step's output.
+
+    groups: whose findings. name_of: the request of a generation.
+    """
+
+    def __init__(
+        self, groups: Sequence[AuditedGroup], name_of: Callable[[int], str | None]
+    ) -> None:
+        self._groups, self._name_of = groups, name_of
+        is_cuda = groups[0].findings.device.type == "cuda"
+        shape = (len(groups), 1 + MAX_KEPT, len(COLUMNS))
+        self._slots = [
+            torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
+            for _ in range(NUM_SLOTS)
+        ]
+        self._arrivals = [torch.cuda.Event() for _ in self._slots] if is_cuda else []
+        self._next_slot = 0
+        self._on_their_way: deque[int] = deque()
+        # Of each group findings and unverified slots, as last read: they only rise.
+        self._totals = [[0, 0] for _ in groups]
+        self._found = Found()
+        # An asynchronous output is read by a thread of its own.
+        self._lock = threading.Lock()
+
+    def publish(self) -> None:
+        """Sends what was found to the host. Call at the end of a step."""
+        with self._lock:
+            if len(self._on_their_way) == len(self._slots):
+                self._arrive(waits=True)
+            slot = self._next_slot
+            self._next_slot = (slot + 1) % len(self._slots)
+            for group, to in zip(self._groups, self._slots[slot], strict=True):
+                audit_op("publish")(group.findings, to)
+            if self._arrivals:
+                self._arrivals[slot].record()
+            self._on_their_way.append(slot)
+
+    def _arrive(self, waits: bool) -> bool:
+        """Reads the oldest slot that is on its way; whether it could."""
+        slot = self._on_their_way[0]
+        if self._arrivals and not self._arrivals[slot].query():
+            if not waits:
+                return False
+            self._arrivals[slot].synchronize()
+        self._on_their_way.popleft()
+        self._found.num_steps += 1
+        for index, group in enumerate(self._groups):
+            self._read(group, self._totals[index], self._slots[slot][index])
+        return True
+
+    def _read(
+        self, group: AuditedGroup, totals: list[int], table: torch.Tensor
+    ) -> None:
+        """table: [1 + MAX_KEPT, columns of a finding] int64, cpu."""
+        before, totals[:] = tuple(totals), table[0, :2].tolist()
+        count = totals[0] - before[0]
+        self._found.num_unverified += totals[1] - before[1]
+        self._found.num_lost += max(count - MAX_KEPT, 0)
+        if not count:
+            return
+        names = [part.names for part in group.parts]
+        shape = group.shape
+        for row in sorted(table[1 : 1 + min(count, MAX_KEPT)].tolist(), key=_order):
+            self._found.findings.append(
+                decode(row, shape.group_id, names, shape.block_size, self._name_of)
+            )
+
+    def take(self, waits: bool = False) -> Found:
+        """What has come since the last call. waits: for what is on its way, too."""
+        with self._lock:
+            while self._on_their_way and self._arrive(waits):
+                pass
+            found, self._found = self._found, Found()
+        return found
+
+
+def _order(row: Sequence[int]) -> tuple[int, ...]:
+    """Of the findings of a step: threads of a GPU come in any order."""
+    value = dict(zip(COLUMNS, row, strict=True))
+    keys = ("step", "kind", "table", "owner", "position")
+    return tuple(value[key] for key in keys)
 
 
 class Findings:

@@ -12,7 +12,9 @@ engine never profiles, when the caches are bound.
 from __future__ import annotations
 
 import logging
+import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..config import AuditMode, NworConfig
+from ..config import AuditMode, NworConfig, OnReject
 from ..device_memory import DeviceMemory
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, argument, install_all
@@ -29,7 +31,8 @@ from ..hooks.engine_core import parallel_refusal
 from ..launches import LayerCache
 from . import offloading
 from .findings import AuditError, Findings
-from .state import Audit, AuditedGroup, GroupShape, Loads, num_bytes
+from .state import Audit, Loads, Scheduled
+from .tables import AuditedGroup, GroupShape, num_bytes
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -45,6 +48,8 @@ WAKE_UP = HookTarget(
 )
 LEDGER = (WAKE_UP,)
 
+# At most so long the steps in which nothing was found are told together.
+TELLING_SECONDS = 1.0
 # Requests in a batch: kMaxRows of audit_cuda.cu.
 MAX_ROWS = 4096
 
@@ -57,6 +62,9 @@ class RunnerAudit:
         self.findings = Findings(path)
         self.raises = config.audit is AuditMode.RAISE
         self.strict = config.strict_steps
+        # What no output has taken along yet, and when one took something.
+        self.untold: Counter[str] = Counter()
+        self.told_at = 0.0
         # Of requests: what seeds their texts' identity, and whether those are opaque.
         self.about: dict[str, tuple[int, bool]] = {}
 
@@ -348,11 +356,16 @@ def execute_model(
 
 def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
     cached = scheduled.scheduled_cached_reqs
+    known = getattr(scheduled, "nwor_audit", {})
     new = []
+    local = {}
     for request in scheduled.scheduled_new_reqs:
         name = request.req_id
         new.append((name, request.num_computed_tokens, request.block_ids))
-        state.about[name] = _about(request)
+        salt, num_local = known.get(name, (None, None))
+        state.about[name] = _about(request, salt)
+        if num_local is not None:
+            local[name] = num_local
     grown = []
     for name, num_computed, blocks in zip(
         cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -364,38 +377,29 @@ def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
     for name in scheduled.finished_req_ids:
         if not any(name == request.req_id for request in scheduled.scheduled_new_reqs):
             state.about.pop(name, None)
+    copied = getattr(scheduled, "kv_cache_block_copies", None) or ()
+    zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
     state.audit.begin_step(
-        scheduled.finished_req_ids,
-        new,
-        grown,
-        [tuple(pair) for pair in getattr(scheduled, "kv_cache_block_copies", ()) or ()],
-        getattr(scheduled, "new_block_ids_to_zero", None) or (),
-        bool(scheduled.scheduled_spec_decode_tokens),
+        Scheduled(
+            scheduled.finished_req_ids,
+            new,
+            grown,
+            copied,
+            zeroed,
+            local,
+            bool(scheduled.scheduled_spec_decode_tokens),
+        )
     )
 
 
-def _about(request: Any) -> tuple[int, bool]:
+def _about(request: Any, salt: str | None) -> tuple[int, bool]:
     lora = getattr(request, "lora_request", None)
+    # As vLLM's prefix cache tells texts of the same tokens apart.
+    other = (lora.lora_name if lora is not None else None, salt or None)
     return (
-        # As vLLM's prefix cache tells LoRAs apart.
-        zlib.crc32(lora.lora_name.encode()) + 1 if lora is not None else 0,
+        zlib.crc32(repr(other).encode()) + 1 if any(other) else 0,
         bool(request.mm_features) or request.prompt_embeds is not None,
     )
-
-
-def resolve(
-    state: RunnerAudit,
-    cu_num_logits: torch.Tensor | None,
-    sampled_token_ids: torch.Tensor | None,
-    vocab_size: int,
-    num_rejected: torch.Tensor | None,
-    is_undone: bool,
-) -> None:
-    """The end of a step: as Audit.resolve, and what it found is on its way."""
-    state.audit.resolve(
-        cu_num_logits, sampled_token_ids, vocab_size, num_rejected, is_undone
-    )
-    state.audit.publish()
 
 
 def is_protected(runner: Any) -> bool:
@@ -408,7 +412,9 @@ def is_undone(runner: Any, was_protected: bool) -> bool:
     """Whether what was rejected in a step is undone: behind NWOR's commit."""
     if not was_protected:
         return False
-    return bool(runner.nwor_state.manager.state is State.IDLE)
+    manager = runner.nwor_state.manager
+    restores = manager.config.on_reject is OnReject.RESTORE
+    return restores and bool(manager.state is State.IDLE)
 
 
 def sample_tokens(
@@ -439,17 +445,20 @@ def tell(state: RunnerAudit, output: Any) -> None:
     Raises:
         AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
     """
-    found, num_lost, num_unverified = state.audit.take_findings(waits=True)
-    if not found and not num_unverified:
-        return
-    state.findings.add(found, num_lost)
-    if found and state.raises:
-        raise AuditError(f"{len(found)} findings, the first: {found[0].line()}")
-    if output is not None and getattr(output, "req_ids", None):
-        counts: dict[str, int] = {}
-        for finding in found:
-            counts[finding.kind] = counts.get(finding.kind, 0) + 1
-        output.nwor_audit = {"findings": counts, "unverified": num_unverified}
+    found = state.audit.outbox.take(waits=True)
+    state.untold["steps"] += found.num_steps
+    state.untold["unverified"] += found.num_unverified
+    if found.findings:
+        state.untold.update(finding.kind for finding in found.findings)
+        state.findings.add(found.findings, found.num_lost)
+        if state.raises:
+            first = found.findings[0].line()
+            raise AuditError(f"{len(found.findings)} findings, the first: {first}")
+    now = time.monotonic()
+    is_due = found.findings or now >= state.told_at + TELLING_SECONDS
+    if is_due and getattr(output, "req_ids", None):
+        output.nwor_audit, state.untold = dict(state.untold), Counter()
+        state.told_at = now
 
 
 # --- sleep ----------------------------------------------------------------------------

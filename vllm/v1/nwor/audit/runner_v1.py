@@ -24,6 +24,7 @@ import torch
 
 from ..hooks import runner_v1 as rows
 from ..hooks._wrap import argument, install_all
+from ..window import SampledIds
 from . import runner as shared
 from .state import Batch, Text
 
@@ -138,14 +139,14 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
         if not state.audit.is_open:
             return
         metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
-        shared.resolve(
-            state,
-            None if metadata is None else metadata.cu_num_sampled_tokens,
-            None if metadata is None else output.sampled_token_ids,
-            runner.input_batch.vocab_size,
-            None,
-            shared.is_undone(runner, was_protected),
-        )
+        cu_num_logits = acceptance = None
+        if metadata is not None:
+            cu_num_logits = metadata.cu_num_sampled_tokens
+            vocab_size = runner.input_batch.vocab_size
+            acceptance = SampledIds(output.sampled_token_ids, vocab_size)
+        is_undone = shared.is_undone(runner, was_protected)
+        state.audit.resolve(cu_num_logits, acceptance, is_undone)
+        state.audit.outbox.publish()
 
     shared.guarded(runner, resolve)
     return output

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..hooks import runner_v2 as rows
 from ..hooks._wrap import argument, install_all
+from ..window import NumRejected
 from . import runner as shared
 from .state import Batch, Text
 
@@ -124,16 +125,13 @@ def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) ->
         if not state.audit.is_open:
             return
         batch = argument(SAMPLE, "input_batch", args, kwargs)
-        has_drafts = batch.num_draft_tokens > 0
-        _, _, num_rejected = result
-        shared.resolve(
-            state,
-            batch.cu_num_logits[1:] if has_drafts else None,
-            None,
-            0,
-            num_rejected if has_drafts else None,
-            shared.is_undone(runner, was_protected),
-        )
+        cu_num_logits = acceptance = None
+        if batch.num_draft_tokens > 0:
+            cu_num_logits = batch.cu_num_logits[1:]
+            acceptance = NumRejected(result[2])
+        is_undone = shared.is_undone(runner, was_protected)
+        state.audit.resolve(cu_num_logits, acceptance, is_undone)
+        state.audit.outbox.publish()
 
     shared.guarded(runner, resolve)
     return result

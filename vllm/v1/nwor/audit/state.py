@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audit: what the KV audit keeps of slots and requests, and what a step does with it.
+"""Audit: what the KV audit knows of requests, and what a step does with its tables.
 
 A step, in this order; each line is one op for each KV-cache group:
 
@@ -24,42 +24,54 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
-import threading
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from ..device_memory import ALIGNMENT, DeviceMemory
-from ..launches import CopyTable, LayerCache, copy_tables
-from ..ops import TABLE_COLUMNS, audit_op
-from .findings import COLUMNS, MAX_KEPT, Finding, decode
+from ..device_memory import DeviceMemory
+from ..ops import audit_op
+from ..window import Acceptance, accepted
+from .findings import Outbox
+from .tables import AuditedGroup
 
-# Columns of int64 tables; csrc/nwor/audit.h has the structs.
-RECORD_COLUMNS = 4
-SEAT_COLUMNS = 8
-PLAN_COLUMNS = 10
 # Who owns a block that goes to another KV-cache group.
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
-# Steps whose findings may be on their way to the host: vLLM has two in flight.
-NUM_SLOTS = 4
 
 
 class Loads(enum.IntEnum):
-    """Whether a KV connector fills blocks: not at all; where it says so (`fill`); or
-    anywhere in what a request is said to have found."""
+    """Whether a KV connector fills blocks: not at all; where that is told (by its
+    adapter, or by the scheduler: all that was not found in the cache); or anywhere in
+    what a request is said to have found."""
 
     NONE = 0
     TOLD = 1
     UNTOLD = 2
+
+
+class Scheduled(NamedTuple):
+    """What the scheduler says of a step's requests and blocks.
+
+    finished: requests. new: (request, tokens computed, its blocks by group), also for
+    one that is resumed. grown: (request, new blocks by group). copied: (block, to
+    block). zeroed: blocks that vLLM fills with zeros. local: of the tokens computed of
+    new requests, those found in the cache, where that is known: a KV connector has
+    brought the others. has_drafts: whether a request has draft tokens in this step.
+    """
+
+    finished: Collection[str]
+    new: Sequence[tuple[str, int, Sequence[Sequence[int]]]]
+    grown: Sequence[tuple[str, Sequence[Sequence[int]]]]
+    copied: Sequence[tuple[int, int]] = ()
+    zeroed: Sequence[int] = ()
+    local: Mapping[str, int] = MappingProxyType({})
+    has_drafts: bool = False
 
 
 class Batch(NamedTuple):
@@ -98,182 +110,20 @@ class Text(NamedTuple):
     seat: int | None = None
 
 
-@dataclass(frozen=True)
-class Part:
-    """Layers of a group that one launch covers. first_column: of their checksums."""
-
-    copies: CopyTable
-    names: tuple[str, ...]
-    first_column: int
-
-
 @dataclass
 class _Request:
     """A request that the runner knows.
 
-    num_found: tokens that were computed when it came. seat: None until it is in a
-    batch, and while another has it. was_seated: its text is chained on the device.
+    num_found: tokens that were computed when it came. loads: whether a KV connector may
+    have brought some of them. seat: None until it is in a batch, and while another has
+    it. was_seated: its text is chained on the device.
     """
 
     generation: int
     num_found: int
+    loads: Loads
     seat: int | None = None
     was_seated: bool = False
-
-
-@dataclass
-class _Counts:
-    """Running totals of a group's header, as last read."""
-
-    num_findings: int = 0
-    num_unverified: int = 0
-
-
-@dataclass
-class _Found:
-    """What came to the host and was not taken yet."""
-
-    findings: list[Finding] = field(default_factory=list)
-    num_lost: int = 0
-    num_unverified: int = 0
-
-
-@dataclass(frozen=True)
-class GroupShape:
-    """What a group is like.
-
-    block_size: tokens a block, as the scheduler counts; entry_tokens: those that an
-    entry of the worker's block table stands for. window: positions behind a request's
-    end that are still its own; 0 for all. max_blocks: of a request.
-    """
-
-    group_id: int
-    block_size: int
-    entry_tokens: int
-    num_blocks: int
-    max_blocks: int
-    window: int = 0
-
-
-def _shapes(
-    shape: GroupShape, num_layers: int, num_seats: int, max_tokens: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Of a group's tables, by their names in AuditedGroup."""
-    num_slots = shape.num_blocks * shape.block_size
-    return {
-        "records": ((num_slots, RECORD_COLUMNS), torch.int64),
-        "seats": ((num_seats, SEAT_COLUMNS), torch.int64),
-        "expected": ((num_seats, shape.max_blocks), torch.int64),
-        "owners": ((shape.num_blocks,), torch.int32),
-        "plan": ((max_tokens, PLAN_COLUMNS), torch.int64),
-        "findings": ((1 + MAX_KEPT, len(COLUMNS)), torch.int64),
-        "contents": ((num_slots, num_layers), torch.int32),
-    }
-
-
-def num_bytes(
-    shape: GroupShape,
-    num_layers: int,
-    num_seats: int,
-    max_tokens: int,
-    compares_bytes: bool,
-) -> int:
-    """Memory that is enough for an AuditedGroup, and the seats of a batch's rows."""
-    of_layers = num_layers if compares_bytes else 0
-    tensors = _shapes(shape, of_layers, num_seats, max_tokens).values()
-    tables = num_layers * len(TABLE_COLUMNS) * torch.int64.itemsize
-    sizes = [math.prod(sizes) * dtype.itemsize for sizes, dtype in tensors]
-    # A table of layers for each packing at most, and what alignment takes.
-    room = (len(sizes) + num_layers + 1) * ALIGNMENT
-    return sum(sizes) + tables + num_seats * torch.int32.itemsize + room
-
-
-class AuditedGroup:
-    """One KV-cache group's tables. Memory: 32 bytes a slot, and 4 a slot and layer."""
-
-    records: torch.Tensor
-    seats: torch.Tensor
-    expected: torch.Tensor
-    owners: torch.Tensor
-    plan: torch.Tensor
-    findings: torch.Tensor
-    contents: torch.Tensor
-
-    def __init__(
-        self,
-        shape: GroupShape,
-        layers: Sequence[LayerCache],
-        num_seats: int,
-        max_tokens: int,
-        compares_bytes: bool,
-        memory: DeviceMemory,
-    ) -> None:
-        self.shape = shape
-        self.layers = tuple(layers)
-        self.parts = _parts(layers, memory) if compares_bytes else ()
-        num_columns = sum(len(part.names) for part in self.parts)
-        for name, (sizes, dtype) in _shapes(
-            shape, num_columns, num_seats, max_tokens
-        ).items():
-            setattr(self, name, memory.take(sizes, dtype).zero_())
-        self.state = (
-            self.records,
-            self.seats,
-            self.expected,
-            self.owners,
-            self.plan,
-            self.findings,
-            shape.block_size,
-        )
-        self.block_bytes = shape.block_size * sum(
-            layer.layout.slot_bytes for layer in layers
-        )
-        self.counts = _Counts()
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = (*self.state[:-1], self.contents)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def copy_block(self, source: int, to: int) -> None:
-        """vLLM copies a block, so its slots hold what the other's did."""
-        size = self.shape.block_size
-        for table in (self.records, self.contents):
-            rows = table[source * size : (source + 1) * size]
-            table[to * size : (to + 1) * size] = rows
-
-    def bytes_of(self, index: int) -> tuple[Any, ...]:
-        """A part as the ops take it."""
-        part = self.parts[index]
-        return (
-            part.copies.table,
-            part.copies.runs,
-            self.contents,
-            part.first_column,
-            index,
-        )
-
-
-def _parts(layers: Sequence[LayerCache], memory: DeviceMemory) -> tuple[Part, ...]:
-    """The layers by their packing, so that each has a table of its own."""
-    kinds: list[list[LayerCache]] = []
-    for layer in layers:
-        for kind in kinds:
-            ours, theirs = layer.layout.runs, kind[0].layout.runs
-            if (ours is None) == (theirs is None) and (
-                ours is None or theirs is None or torch.equal(ours, theirs)
-            ):
-                kind.append(layer)
-                break
-        else:
-            kinds.append([layer])
-    parts = []
-    column = 0
-    for kind in kinds:
-        (copies,) = copy_tables(kind, memory)
-        parts.append(Part(copies, tuple(layer.name for layer in kind), column))
-        column += len(kind)
-    return tuple(parts)
 
 
 @dataclass
@@ -310,7 +160,7 @@ class Audit:
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
         self.step = 0
-        self._scanned = self._blocks_of(budget_bytes)
+        self._num_scanned = self._blocks_of(budget_bytes)
         self._generations = itertools.count(1)
         self._names: dict[int, str] = {}
         self._requests: dict[str, _Request] = {}
@@ -319,20 +169,9 @@ class Audit:
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
         self._is_changed = True
         self._open: _Step | None = None
-        self._news: Callable[[], None] | None = None
-        is_cuda = self.device.type == "cuda"
-        shape = (len(groups), 1 + MAX_KEPT, len(COLUMNS))
-        self._slots = [
-            torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
-            for _ in range(NUM_SLOTS)
-        ]
-        self._arrivals = [torch.cuda.Event() for _ in self._slots] if is_cuda else []
-        self._next_slot = 0
-        self._on_their_way: deque[int] = deque()
-        self._found = _Found()
-        # An asynchronous output is read by a thread of its own.
-        self._lock = threading.Lock()
-        self._has_drafts = self._had_drafts = False
+        self._news: Scheduled | None = None
+        self.outbox = Outbox(self.groups, self._names.get)
+        self._had_drafts = self._has_drafts = False
         self.snapshot()
 
     @property
@@ -341,13 +180,12 @@ class Audit:
 
     def steps_of_a_pass(self, num_blocks: int) -> int:
         """Steps until `num_blocks` blocks were compared once."""
-        return -(-num_blocks // max(self._scanned[0], 1))
+        return -(-num_blocks // max(self._num_scanned, 1))
 
-    def _blocks_of(self, budget_bytes: int) -> list[int]:
-        """Blocks that are compared in a step: each group has its share."""
+    def _blocks_of(self, budget_bytes: int) -> int:
+        """Blocks of each group that are compared in a step."""
         total = sum(group.block_bytes for group in self.groups) or 1
-        blocks = max(budget_bytes // total, 1) if budget_bytes else 0
-        return [blocks for _ in self.groups]
+        return max(budget_bytes // total, 1) if budget_bytes else 0
 
     def restart(self, budget_bytes: int) -> None:
         """Begins anew, after steps that it did not see. No request may be running.
@@ -355,48 +193,24 @@ class Audit:
         for name in list(self._requests):
             self._forget(name)
         self.forget_cache()
-        self._scanned = self._blocks_of(budget_bytes)
+        self._num_scanned = self._blocks_of(budget_bytes)
 
     # -- requests ------------------------------------------------------------------
 
-    def begin_step(
-        self,
-        finished: Sequence[str],
-        new: Sequence[tuple[str, int, Sequence[Sequence[int]]]],
-        grown: Sequence[tuple[str, Sequence[Sequence[int]]]],
-        copied: Sequence[tuple[int, int]] = (),
-        zeroed: Sequence[int] = (),
-        has_drafts: bool = False,
-    ) -> None:
-        """What the scheduler says of requests and blocks, before the step's rows.
-
-        new: (request, tokens computed, its blocks by group), also for one that is
-            resumed. grown: (request, new blocks by group). copied: (block, to block).
-            zeroed: blocks that vLLM fills with zeros. has_drafts: whether a request
-            has draft tokens in this step.
-
-        It is taken in by `plan`: until then a connector may read blocks for the
-        requests that had them.
-        """
+    def begin_step(self, scheduled: Scheduled) -> None:
+        """Before the step's rows. It is taken in by `plan`: until then a connector may
+        read blocks for the requests that had them."""
         self._take_in()
         self.step += 1
         self._open = None
-        self._news = partial(self._apply, finished, new, grown, copied, zeroed)
-        self._has_drafts = has_drafts
+        self._news = scheduled
+        self._has_drafts = scheduled.has_drafts
 
     def _take_in(self) -> None:
         news, self._news = self._news, None
-        if news is not None:
-            news()
-
-    def _apply(
-        self,
-        finished: Collection[str],
-        new: Sequence[tuple[str, int, Sequence[Sequence[int]]]],
-        grown: Sequence[tuple[str, Sequence[Sequence[int]]]],
-        copied: Sequence[tuple[int, int]],
-        zeroed: Sequence[int],
-    ) -> None:
+        if news is None:
+            return
+        finished, new, grown, copied, zeroed, local = news
         for name in finished:
             self._forget(name)
         for group in self.groups:
@@ -408,7 +222,12 @@ class Audit:
         for name, num_computed, blocks in new:
             self._forget(name)
             generation = next(self._generations)
-            self._requests[name] = _Request(generation, num_computed)
+            loads = self.loads
+            if loads is Loads.UNTOLD and name in local:
+                loads = Loads.TOLD
+                if local[name] < num_computed:
+                    self._fill(blocks, local[name], num_computed)
+            self._requests[name] = _Request(generation, num_computed, loads)
             self._names[generation] = name
             self._names.pop(generation - MAX_NAMES, None)
             self._is_changed = True
@@ -450,6 +269,16 @@ class Audit:
                 is_its = group_id == group.shape.group_id
                 of_group.update(dict.fromkeys(own, generation if is_its else NOBODY))
 
+    def _fill(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> None:
+        """A KV connector fills a request's blocks between two positions."""
+        self.hand_on(
+            [
+                [block for block in ids[start // size : -(-end // size)] if block]
+                for ids, size in zip(blocks, self._block_sizes, strict=True)
+            ],
+            fills=True,
+        )
+
     def _hand_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
         if owners:
             audit_op("hand_out")(
@@ -465,8 +294,8 @@ class Audit:
         write that does not happen, or a first draft that is not undone, is noticed,
         too. Reads the whole cache."""
         for group in self.groups:
-            for index in range(len(group.parts)):
-                audit_op("snapshot")(*group.state, *group.bytes_of(index))
+            for part in group.bytes:
+                audit_op("snapshot")(*group.state, *part)
 
     def forget_cache(self) -> None:
         """The cache's content is gone, as after a wake-up: what its slots hold now is
@@ -579,7 +408,7 @@ class Audit:
                 request.generation,
                 text.seed,
                 is_opaque,
-                self.loads,
+                request.loads,
                 length,
             )
         if length:
@@ -593,60 +422,51 @@ class Audit:
     def resolve(
         self,
         cu_num_logits: torch.Tensor | None,
-        sampled_token_ids: torch.Tensor | None,
-        vocab_size: int,
-        num_rejected: torch.Tensor | None,
+        acceptance: Acceptance | None,
         is_undone: bool,
     ) -> None:
-        """Call after sampling and commit, before anything else writes to the caches.
+        """Call after sampling and commit, before anything else writes to the caches;
+        then outbox.publish.
 
-        cu_num_logits: [num_reqs] int32, as in VerificationWindows; None without drafts.
-        sampled_token_ids, vocab_size, num_rejected: as ops.restore_rejected_drafts.
-        is_undone: whether rejected slots hold what they held before the step.
+        cu_num_logits: [num_reqs] int32, as in VerificationWindows; None without drafts,
+        as acceptance. is_undone: whether rejected slots hold what they held before the
+        step.
         """
         step, self._open = self._open, None
         assert step is not None
-        for group, num_blocks in zip(self.groups, self._scanned, strict=True):
+        kept = (None, 0, None) if acceptance is None else accepted(acceptance)
+        num_blocks = self._num_scanned
+        scans = [(row, HIT_BUDGETS * num_blocks) for row, _, _ in step.fresh]
+        for group in self.groups:
             rows = self._rows(group, step.batch)
             window = group.shape.window
             audit_op("resolve")(
-                *group.state,
-                *rows,
-                cu_num_logits,
-                sampled_token_ids,
-                vocab_size,
-                num_rejected,
-                window,
-                self.step,
-                is_undone,
+                *group.state, *rows, cu_num_logits, *kept, window, self.step, is_undone
             )
             for row, length, tokens in step.fresh:
                 audit_op("adopt")(
                     *group.state, *rows, tokens, length, row, window, self.step
                 )
-            last = len(group.parts) - 1
-            for index in range(len(group.parts)):
-                part = group.bytes_of(index)
+            for part in group.bytes:
                 audit_op("record")(
                     *group.state,
                     *part,
                     step.batch.num_tokens,
                     self.step,
                     is_undone,
-                    index == last,
+                    part is group.bytes[-1],
                 )
-            scans = [(row, HIT_BUDGETS * num_blocks) for row, _, _ in step.fresh]
             for row, count in [*scans, (-1, num_blocks)]:
-                for index in range(len(group.parts)):
+                for part in group.bytes:
                     audit_op("scan")(
                         *group.state,
                         *rows,
-                        *group.bytes_of(index),
+                        *part,
                         row,
                         count,
                         window,
                         self.step,
-                        index == last,
+                        part is group.bytes[-1],
                     )
 
     def hand_on(self, blocks: Sequence[Sequence[int]], fills: bool = False) -> None:
@@ -656,65 +476,6 @@ class Audit:
             ids = torch.tensor(blocks[group.shape.group_id], dtype=torch.int32)
             audit_op("hand_on")(*group.state, ids, self.step, fills)
 
-    # -- findings ------------------------------------------------------------------
-
-    def publish(self) -> None:
-        """Sends what was found to the host. Call at the end of a step."""
-        with self._lock:
-            if len(self._on_their_way) == len(self._slots):
-                self._arrive(waits=True)
-            slot = self._next_slot
-            self._next_slot = (slot + 1) % len(self._slots)
-            for group, to in zip(self.groups, self._slots[slot], strict=True):
-                audit_op("publish")(group.findings, to)
-            if self._arrivals:
-                self._arrivals[slot].record()
-            self._on_their_way.append(slot)
-
-    def _arrive(self, waits: bool) -> bool:
-        """Reads the oldest slot that is on its way; whether it could."""
-        slot = self._on_their_way[0]
-        if self._arrivals and not self._arrivals[slot].query():
-            if not waits:
-                return False
-            self._arrivals[slot].synchronize()
-        self._on_their_way.popleft()
-        for group, table in zip(self.groups, self._slots[slot], strict=True):
-            self._read(group, table)
-        return True
-
-    def _read(self, group: AuditedGroup, table: torch.Tensor) -> None:
-        """table: [1 + MAX_KEPT, columns of a finding] int64, cpu."""
-        total, unverified = table[0, :2].tolist()
-        count = total - group.counts.num_findings
-        self._found.num_unverified += unverified - group.counts.num_unverified
-        self._found.num_lost += max(count - MAX_KEPT, 0)
-        group.counts = _Counts(total, unverified)
-        if not count:
-            return
-        names = [part.names for part in group.parts]
-        rows = table[1 : 1 + min(count, MAX_KEPT)].tolist()
-        for row in sorted(rows, key=_order):
-            self._found.findings.append(
-                decode(
-                    row,
-                    group.shape.group_id,
-                    names,
-                    group.shape.block_size,
-                    self._names.get,
-                )
-            )
-
-    def take_findings(self, waits: bool = False) -> tuple[list[Finding], int, int]:
-        """What has come to the host since the last call, how many findings were lost
-        because there were too many, and how many more slots could not be verified.
-        waits: for what was published last, too."""
-        with self._lock:
-            while self._on_their_way and self._arrive(waits):
-                pass
-            found, self._found = self._found, _Found()
-        return found.findings, found.num_lost, found.num_unverified
-
     def totals(self) -> Mapping[str, int]:
         """How much was compared so far: identities, and slots' bytes."""
         names = ("findings", "unverified", "identities", "contents")
@@ -723,10 +484,3 @@ class Audit:
             for index, value in enumerate(group.findings[0, : len(names)].tolist()):
                 sums[index] += value
         return dict(zip(names, sums, strict=True))
-
-
-def _order(row: Sequence[int]) -> tuple[int, ...]:
-    """Of the findings of a step: threads of a GPU come in any order."""
-    value = dict(zip(COLUMNS, row, strict=True))
-    keys = ("step", "kind", "table", "owner", "position")
-    return tuple(value[key] for key in keys)

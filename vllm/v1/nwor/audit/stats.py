@@ -4,11 +4,16 @@
 As NWOR's counters travel (hooks/stats.py says how and why), with a key, a mark and
 wrappers of its own, so that it works with `VLLM_NWOR_MODE` off. Only steps that have
 something to tell touch any of it. A failure here costs numbers, never tokens.
+
+And back: what the scheduler alone knows of a request goes to the workers with the step
+that it is new in. Its `cache_salt`, which is to keep its blocks from others of the same
+text; and how much of what it found comes from the cache, and not from a KV connector.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -17,11 +22,23 @@ from typing import Any
 
 from ..config import AuditMode, NworConfig
 from ..hooks import stats as nwor
-from ..hooks._wrap import HookTarget, HostMismatch, argument, check, install_all
+from ..hooks._wrap import (
+    HookTarget,
+    HostMismatch,
+    Wrapper,
+    argument,
+    check,
+    install_all,
+)
 from .findings import CLASSES
 
 logger = logging.getLogger("vllm.v1.nwor")
 
+# Beside findings; the names are those of a payload, behind vllm:nwor_audit_.
+COUNTERS = {
+    "steps": "Steps that the KV audit has looked at; told once a second.",
+    "unverified": "Slots that a request took over and that cannot be audited.",
+}
 KEY = "nwor_audit"
 MARK = "nwor_audit_front_end"
 
@@ -30,19 +47,29 @@ def _ours(target: HookTarget) -> HookTarget:
     return replace(target, why=f"audit: {target.why}", layer=1)
 
 
+SCHEDULE = HookTarget(
+    nwor.SCHEDULER,
+    "Scheduler.schedule",
+    ("self",),
+    why="audit: a request's cache_salt and what it found in the cache are known here",
+    delete_when="NewRequestData has both",
+    layer=1,
+)
 UPDATE = _ours(nwor.UPDATE)
 RECORD = _ours(nwor.RECORD)
 CREATE = _ours(nwor.CREATE)
 HANDSHAKE = _ours(nwor.HANDSHAKE)
 ACTORS = _ours(nwor.ACTORS)
-LEDGER = (UPDATE, RECORD, CREATE, HANDSHAKE, ACTORS)
+LEDGER = (SCHEDULE, UPDATE, RECORD, CREATE, HANDSHAKE, ACTORS)
 
 
 def install_scheduler(module: ModuleType) -> None:
-    """Wraps the scheduler in `module`, unless VLLM_NWOR_EMIT_METRICS is 0. Raises
-    HostMismatch, as the functions below."""
+    """Wraps the scheduler in `module`; its numbers' way not if VLLM_NWOR_EMIT_METRICS
+    is 0. Raises HostMismatch, as the functions below."""
+    wrappers: dict[HookTarget, Wrapper] = {SCHEDULE: _schedule}
     if NworConfig.from_env().emit_metrics:
-        install_all(module, {UPDATE: _update_from_output})
+        wrappers[UPDATE] = _update_from_output
+    install_all(module, wrappers)
 
 
 def install_loggers(module: ModuleType) -> None:
@@ -55,17 +82,24 @@ def install_engines(module: ModuleType) -> None:
     install_all(module, {HANDSHAKE: _handshake, ACTORS: _start_actors})
 
 
-def merged(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two payloads, {"findings": by class, "unverified": slots}, as one."""
-    if one is None:
-        return dict(other)
-    findings = dict(one["findings"])
-    for kind, count in other["findings"].items():
-        findings[kind] = findings.get(kind, 0) + count
-    return {
-        "findings": findings,
-        "unverified": one["unverified"] + other["unverified"],
-    }
+def _schedule(
+    wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
+) -> Any:
+    output = wrapped(*args, **kwargs)
+    if output.scheduled_new_reqs:
+        output.nwor_audit = {
+            new.req_id: _known_of(scheduler.requests[new.req_id])
+            for new in output.scheduled_new_reqs
+        }
+    return output
+
+
+def _known_of(request: Any) -> tuple[str | None, int | None]:
+    """Its cache_salt, and tokens of it that are from the local cache; None: not known,
+    as for one that was preempted."""
+    found = request.prefill_stats
+    is_known = found is not None and not request.num_preemptions
+    return request.cache_salt, found.num_local_cached_tokens if is_known else None
 
 
 def _update_from_output(
@@ -75,7 +109,8 @@ def _update_from_output(
     payload = getattr(output, KEY, None)
     pending = vars(scheduler).get("nwor_audit_pending")
     if payload is not None:
-        pending = scheduler.nwor_audit_pending = merged(pending, payload)
+        pending = dict(Counter(pending) + Counter(payload))
+        scheduler.nwor_audit_pending = pending
     outputs = wrapped(*args, **kwargs)
     if pending is not None:
         for carrier in outputs.values():
@@ -147,21 +182,27 @@ class AuditPrometheus:
             documentation="What the KV audit found, by class.",
             labelnames=[*labels, "class"],
         )
-        self._unverified = counter_cls(
-            name="vllm:nwor_audit_unverified",
-            documentation="Slots that a request took over and that cannot be audited.",
-            labelnames=labels,
-        )
+        self._counters = {
+            name: counter_cls(
+                name=f"vllm:nwor_audit_{name}", documentation=text, labelnames=labels
+            )
+            for name, text in COUNTERS.items()
+        }
         for values in label_values.values():
-            self._unverified.labels(*values).inc(0)
+            for counter in self._counters.values():
+                counter.labels(*values).inc(0)
             for kind in CLASSES:
                 self._findings.labels(*values, kind).inc(0)
 
-    def add(self, payload: Mapping[str, Any], engine: int) -> None:
+    def add(self, payload: Mapping[str, int], engine: int) -> None:
+        """payload: steps, unverified slots, and findings by class; what is 0 may be
+        missing."""
         values = self._label_values[engine]
-        for kind, count in payload["findings"].items():
-            self._findings.labels(*values, kind).inc(count)
-        self._unverified.labels(*values).inc(payload["unverified"])
+        for name, count in payload.items():
+            if name in CLASSES:
+                self._findings.labels(*values, name).inc(count)
+            else:
+                self._counters[name].labels(*values).inc(count)
 
 
 def _create_prometheus(

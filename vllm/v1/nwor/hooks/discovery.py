@@ -22,12 +22,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from .. import ops
-from ..config import Mode, NworConfig
+from ..config import Mode, NworConfig, OnReject
 from ..device_memory import ALIGNMENT
 from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGroup
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
-from ..launches import num_bytes
+from ..launches import NARROW_POISON, POISON, num_bytes
 from ..metrics import GroupInfo
 from ..report import MAX_IN_FLIGHT, Report
 from ..shadow_pages import blocks_per_seat
@@ -201,6 +201,8 @@ def _reserved_bytes(runner: Any, config: NworConfig) -> int:
     num_layers = num_groups = len(slot_bytes)
     capacity = _capacity(runner.vllm_config, config)
     size = num_bytes(capacity, sum(slot_bytes), num_groups, num_layers)
+    if config.on_reject is OnReject.POISON:
+        size += num_bytes(1, sum(slot_bytes), num_groups, num_layers)
     if config.mode is Mode.STAGE:
         num_seqs = runner.vllm_config.scheduler_config.max_num_seqs
         num_drafts = runner.vllm_config.speculative_config.num_speculative_tokens
@@ -261,8 +263,23 @@ def _target_layers(runner: Any, group: Any, layouts: _LayoutCache) -> list[Layer
         seen.add(identity)
         _check_layer(name, modules[name])
         layout = layouts.get(name, modules[name], kv_cache, spec)
-        layers.append(LayerCache(name, kv_cache, layout))
+        layers.append(
+            LayerCache(name, kv_cache, layout, _poison(modules[name].impl, kv_cache))
+        )
     return layers
+
+
+# KV-cache types of one byte for each number, and nothing else in a slot.
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+
+
+def _poison(impl: Any, kv_cache: torch.Tensor) -> int:
+    """The byte that is a large number in a cache, and finite."""
+    is_narrow = (
+        kv_cache.dtype is torch.float16
+        or getattr(impl, "kv_cache_dtype", None) in FP8_CACHE_DTYPES
+    )
+    return NARROW_POISON if is_narrow else POISON
 
 
 def _has_state_of_each_draft(runner: Any, group: Any) -> bool:
@@ -489,6 +506,8 @@ def _announce(
             f"; undo log: {manager.capacity} drafts, "
             f"{manager.log_bytes / 2**20:.1f} MiB"
         )
+        if config.on_reject is OnReject.POISON:
+            size += "; rejected slots are poisoned"
         if manager.shadow is not None:
             size += f"; shadow pages: {manager.shadow.num_seats} seats"
     log = logger.warning if refused else logger.info

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VLLM_NWOR_ON_REJECT=poison: what masked rows of a cache may hold.
+
+Vanilla vLLM first: all slots that no request has written are filled before each
+forward, as if every one of them were a rejected draft. Attention masks such rows, but
+multiplies some of them: by 0, which a number survives and a NaN does not. docs/audit.md
+has the table that is asserted here. Then NWOR itself, under the byte oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.byte_map import block_bytes, cache_of, owners
+from tests.helpers.drafters import ScriptedDrafter, mixture_of_four, truth_of
+from tests.helpers.engine import Engine, Request, Result
+from tests.helpers.oracle import SnapshotOracle
+from tests.helpers.runner_probe import Observer, Step
+from tests.integration.test_audit import EVERYTHING
+from tests.integration.test_byte_oracle import CACHES, HAS_AVX512, prompt
+
+MLA = {"model": "tiny-deepseek", "attention_backend": "CPU_MLA", "block_size": 16}
+# What is served, the poison that NWOR takes, and whether a NaN (of two bytes; CPU code
+# for fp8 knows none) stays unseen.
+ROWS: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "bf16": (CACHES["bf16"], 0x47, False),
+    "vec16": (CACHES["vec16"], 0x47, False),
+    "fp8": (CACHES["fp8"], 0x77, True),
+    "sliding_window": (CACHES["sliding_window"], 0x47, False),
+    "mla": (MLA, 0x47, True),
+}
+NAN = (0xFF, 0x7F)
+ROOM = {
+    "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 40,
+    "max_num_batched_tokens": 512,
+}
+REQUESTS = (
+    Request("middle", prompt(1, 83), 30),
+    Request("short", prompt(2, 3), 40),
+    Request("late", prompt(3, 50), 30, at=4),
+)
+
+
+class Filler(Observer):
+    """Fills each slot that no running request has written with `pattern`, before each
+    forward. num_taken: of each request's last slots, so many are filled, too."""
+
+    def __init__(
+        self, engine: Engine, pattern: tuple[int, ...], num_taken: int = 0
+    ) -> None:
+        assert engine.probe is not None
+        self.runner, self.num_taken = engine.runner, num_taken
+        self.pattern = torch.tensor(pattern, dtype=torch.uint8)
+        self.layers = engine.probe.target_layers()
+        self.owners = {name: owners(layer) for name, layer in self.layers.items()}
+        self.storages = {s.data_ptr(): s for s in engine.probe.storages()}
+
+    def forward_begins(self, step: Step) -> None:
+        batch = self.runner.input_batch
+        spared: dict[int, set[int]] = {}  # groups overlay each other's bytes
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        for group, table in zip(groups, batch.block_table.block_tables, strict=True):
+            slots = set()
+            for row, length in enumerate(batch.num_computed_tokens_cpu):
+                positions = torch.arange(max(int(length) - self.num_taken, 0))
+                blocks = table.block_table.cpu[row][positions // table.block_size]
+                slots.update(
+                    (blocks * table.block_size + positions % table.block_size).tolist()
+                )
+            for name in set(group.layer_names) & self.layers.keys():
+                address = self.layers[name].kv_cache.data_ptr()
+                spared.setdefault(address, set()).update(slots)
+        for name, layer in self.layers.items():
+            cache = cache_of(layer)
+            is_free = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
+            is_free.view(-1)[list(spared[layer.kv_cache.data_ptr()])] = False
+            mask = is_free[:, self.owners[name]]
+            storage = self.storages[cache.untyped_storage().data_ptr()]
+            found = block_bytes(cache, storage)
+            repeated = self.pattern.repeat(found.shape[-1] // len(self.pattern))
+            found[mask] = repeated.expand_as(found)[mask]
+
+
+def outputs(result: Result) -> tuple[Any, ...]:
+    # As text: a NaN is not equal to itself.
+    return result.schedule(), result.tokens, repr(result.logprobs)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_masked_rows_may_hold_poison(row: str) -> None:
+    if row == "fp8" and not HAS_AVX512:
+        pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
+    arguments, poison, takes_nan = ROWS[row]
+    off = Engine("off", **arguments | ROOM)
+    truth = truth_of(off, REQUESTS)
+
+    def run(engine: Engine, *observers: Observer) -> tuple[Any, ...]:
+        ScriptedDrafter(truth, mixture_of_four).attach(engine.runner)
+        engine.poison_caches()
+        return outputs(engine.run(REQUESTS, observers))
+
+    expected = run(off)
+    assert run(off, Filler(off, (poison,))) == expected
+    assert (run(off, Filler(off, NAN)) == expected) == takes_nan
+    # Who reads one row that is not there sees it.
+    assert run(off, Filler(off, (poison,), num_taken=1)) != expected
+
+    cow = Engine("cow", EVERYTHING | {"ON_REJECT": "poison"}, **arguments | ROOM)
+    oracle = SnapshotOracle(cow.probe, poison)
+    assert run(cow, oracle) == expected
+    assert oracle.violations == []
+    assert oracle.num_dirty > 100
+    assert not cow.manager.fallbacks
+    # To the audit such a slot is one that was rejected, and not undone.
+    assert list(cow.audit.findings.last) == []
+
+
+def test_the_oracle_tells_poison_from_old_bytes() -> None:
+    engine = Engine("cow")
+    truth = truth_of(engine, REQUESTS)
+    ScriptedDrafter(truth, mixture_of_four).attach(engine.runner)
+    oracle = SnapshotOracle(engine.probe, 0x47)
+    engine.run(REQUESTS, [oracle])
+    assert {violation.kind for violation in oracle.violations} >= {"not restored"}

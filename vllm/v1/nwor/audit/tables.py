@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the KV audit keeps of a KV-cache group: the tables that its ops read and write.
+
+csrc/nwor/audit.h has the structs that are their rows, in these columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..device_memory import ALIGNMENT, DeviceMemory
+from ..launches import LayerCache, copy_tables
+from ..ops import TABLE_COLUMNS
+from .findings import COLUMNS, MAX_KEPT
+
+# Columns of int64 tables.
+RECORD_COLUMNS = 4
+SEAT_COLUMNS = 8
+PLAN_COLUMNS = 10
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """What a group is like.
+
+    block_size: tokens a block, as the scheduler counts; entry_tokens: those that an
+    entry of the worker's block table stands for. window: positions behind a request's
+    end that are still its own; 0 for all. max_blocks: of a request.
+    """
+
+    group_id: int
+    block_size: int
+    entry_tokens: int
+    num_blocks: int
+    max_blocks: int
+    window: int = 0
+
+
+def _shapes(
+    shape: GroupShape, num_layers: int, num_seats: int, max_tokens: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Of a group's tables, by their names in AuditedGroup."""
+    num_slots = shape.num_blocks * shape.block_size
+    return {
+        "records": ((num_slots, RECORD_COLUMNS), torch.int64),
+        "seats": ((num_seats, SEAT_COLUMNS), torch.int64),
+        "expected": ((num_seats, shape.max_blocks), torch.int64),
+        "owners": ((shape.num_blocks,), torch.int32),
+        "plan": ((max_tokens, PLAN_COLUMNS), torch.int64),
+        "findings": ((1 + MAX_KEPT, len(COLUMNS)), torch.int64),
+        "contents": ((num_slots, num_layers), torch.int32),
+    }
+
+
+def num_bytes(
+    shape: GroupShape,
+    num_layers: int,
+    num_seats: int,
+    max_tokens: int,
+    compares_bytes: bool,
+) -> int:
+    """Memory that is enough for an AuditedGroup, and the seats of a batch's rows."""
+    of_layers = num_layers if compares_bytes else 0
+    tensors = _shapes(shape, of_layers, num_seats, max_tokens).values()
+    tables = num_layers * len(TABLE_COLUMNS) * torch.int64.itemsize
+    sizes = [math.prod(sizes) * dtype.itemsize for sizes, dtype in tensors]
+    # A table of layers for each packing at most, and what alignment takes.
+    room = (len(sizes) + num_layers + 1) * ALIGNMENT
+    return sum(sizes) + tables + num_seats * torch.int32.itemsize + room
+
+
+class AuditedGroup:
+    """One KV-cache group's tables. Memory: 32 bytes a slot, and 4 a slot and layer.
+
+    state: what all ops take. parts: the layers by their packing, none if bytes are not
+    compared.
+    """
+
+    records: torch.Tensor
+    seats: torch.Tensor
+    expected: torch.Tensor
+    owners: torch.Tensor
+    plan: torch.Tensor
+    findings: torch.Tensor
+    contents: torch.Tensor
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        layers: Sequence[LayerCache],
+        num_seats: int,
+        max_tokens: int,
+        compares_bytes: bool,
+        memory: DeviceMemory,
+    ) -> None:
+        self.shape = shape
+        self.layers = tuple(layers)
+        self.parts = copy_tables(layers, memory) if compares_bytes else ()
+        num_columns = len(layers) if compares_bytes else 0
+        for name, (sizes, dtype) in _shapes(
+            shape, num_columns, num_seats, max_tokens
+        ).items():
+            setattr(self, name, memory.take(sizes, dtype).zero_())
+        self.state = (
+            self.records,
+            self.seats,
+            self.expected,
+            self.owners,
+            self.plan,
+            self.findings,
+            shape.block_size,
+        )
+        # Each part as the ops take it: its layers' checksums follow the others'.
+        self.bytes: list[tuple[Any, ...]] = []
+        column = 0
+        for index, part in enumerate(self.parts):
+            columns = (self.contents, column, index)
+            self.bytes.append((part.table, part.runs, *columns))
+            column += len(part.names)
+        self.block_bytes = shape.block_size * sum(
+            layer.layout.slot_bytes for layer in layers
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (*self.state[:-1], self.contents)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def copy_block(self, source: int, to: int) -> None:
+        """vLLM copies a block, so its slots hold what the other's did."""
+        size = self.shape.block_size
+        for table in (self.records, self.contents):
+            rows = table[source * size : (source + 1) * size]
+            table[to * size : (to + 1) * size] = rows
