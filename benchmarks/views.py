@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from benchmarks import models, report, summary
+from benchmarks import environment, models, report, summary
 from benchmarks.ab import CONTROL
 from benchmarks.tables import number, spread
 
@@ -110,6 +110,9 @@ def runner(result: Result) -> str:
     v2 = variables.get("VLLM_USE_V2_MODEL_RUNNER")
     has_metrics = variables.get("VLLM_NWOR_EMIT_METRICS") != "0"
     name = {"0": "V1", "1": "V2"}.get(v2, "default")
+    release = result["environment"]["packages"].get("vllm", environment.GPU_RELEASE)
+    if not release.startswith(environment.GPU_RELEASE):
+        name += f", vLLM {release}"
     return name if has_metrics else f"{name}, no metrics"
 
 

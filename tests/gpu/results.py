@@ -21,20 +21,16 @@ from benchmarks.files import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "NWOR_GPU_RESULTS"
-RELEASE = "0.26"  # whose results have the plain names
 
 
 def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     """Adds `entries` to the file `name`, beside what earlier runs left there or in the
-    repository's results/. Of another vLLM than RELEASE: to a file with that in its
-    name."""
+    repository's results/."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not entries:
         return
     where = environment.describe("cuda", REPO)
-    release = ".".join(where["packages"]["vllm"].split(".")[:2])
-    if release != RELEASE:
-        name = name.replace(".json", f"_v{release}.json")
+    name = environment.of_release(name.removesuffix(".json"), where) + ".json"
     path = Path(folder) / name
     with locked(path.parent):
         known: dict[str, Any] = {}

@@ -38,6 +38,7 @@ VIEWS = {
     "all": ("bench_vllm", False),
     "short": ("bench_vllm", False),
     "cells": ("bench_vllm", True),
+    "audit": ("bench_vllm", True),
     "extremes": ("bench_vllm", True),
     "blocks": ("bench_vllm", True),
     "bytes": ("bench_vllm", True),

@@ -204,13 +204,12 @@ class Audit:
         self.step += 1
         self._open = None
         self._news = scheduled
-        self._has_drafts = scheduled.has_drafts
 
     def _take_in(self) -> None:
         news, self._news = self._news, None
         if news is None:
             return
-        finished, new, grown, copied, zeroed, local = news
+        finished, new, grown, copied, zeroed, local, self._has_drafts = news
         for name in finished:
             self._forget(name)
         for group in self.groups:
