@@ -12,11 +12,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from tests.helpers.logs import nwor_log
 from vllm_nwor.config import Mode, NworConfig, Strict
@@ -133,6 +129,10 @@ REFUSED = [
         layer(FailingImpl()),
         "layer b: FailingImpl cannot be probed: RuntimeError: head size 32 is not",
     ),
+    (
+        DeepseekV32IndexerCache(),
+        "layer b is a DeepseekV32IndexerCache: no attention implementation writes its",
+    ),
 ]
 
 
@@ -145,18 +145,6 @@ def test_a_group_is_refused_by_name_and_the_other_protected(refused, message):
     assert [info.resolved for info in infos] == ["cow", "off"]
     assert message in infos[1].reason
     assert [group.group_id for group in manager.groups] == [0]
-
-
-def test_an_indexers_cache_is_refused():
-    spec = MLAAttentionSpec(
-        block_size=SLOTS, num_kv_heads=1, head_size=132, dtype=torch.uint8
-    )
-    found = runner([(SPEC, {"a": layer()}), (spec, {"b": DeepseekV32IndexerCache()})])
-
-    _, infos, _ = build(found)
-
-    assert infos[1].resolved == "off"
-    assert "layer b is a DeepseekV32IndexerCache: no attention impl" in infos[1].reason
 
 
 def state_spec(num_speculative_blocks):
@@ -219,15 +207,6 @@ def test_all_that_outlives_a_step_lies_in_what_was_reserved():
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(begin <= first and last <= end for first, last in spans)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
-
-
-def test_a_storage_that_is_too_small_lowers_the_capacity():
-    found = runner([(SPEC, {"a": layer()})])
-    storage = torch.zeros(num_bytes(5, SLOT_BYTES, 1, 1) + 1, dtype=torch.uint8)
-
-    manager, _, _ = build(found, storage)
-
-    assert manager.capacity == 5
 
 
 def test_no_memory_leaves_vllm_alone(monkeypatch):

@@ -78,11 +78,11 @@ def test_cells_are_commands_that_bench_vllm_takes():
             assert options.audits == ("audit" in cell.name)
             assert options.acceptance is not None
             mean = sum(options.acceptance) / len(options.acceptance)
-            assert mean == pytest.approx(int(cell.acceptance) / 100)
+            assert mean == pytest.approx(cell.acceptance / 100)
             if cell.name in cells.BUDGETED:
                 budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
     assert len(budgeted) == 5 * 3
-    assert ("v2", 8, "50", 64) in budgeted
+    assert ("v2", 8, 50, 64) in budgeted
 
 
 @pytest.fixture
