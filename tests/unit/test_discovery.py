@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from tests.helpers.logs import nwor_log
-from vllm_nwor.config import Mode, NworConfig, Strict
+from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.draft_manager import (
     DraftCommitManager,
     LayerCache,
@@ -193,20 +193,43 @@ def test_what_is_reserved_is_enough_for_all_drafts_of_a_step():
     assert storage.numel() == num_bytes(12, 3 * SLOT_BYTES, 3, 3)
 
 
-def test_all_that_outlives_a_step_lies_in_what_was_reserved():
+@pytest.mark.parametrize("on_reject", OnReject)
+def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
     """vLLM's sleep mode takes what is allocated later away."""
     found = runner([(SPEC, {"a": layer(), "b": layer()}), (SPEC, {"c": layer()})])
-    storage = discovery.reserve(found, NworConfig(mode=Mode.COW))
-    manager, _, _ = build(found, storage)
+    config = NworConfig(mode=Mode.COW, on_reject=on_reject)
+    storage = discovery.reserve(found, config)
+    manager, _, _ = discovery.build(found, config, storage)
 
+    assert manager.capacity == NUM_SEQS * NUM_DRAFTS
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.numel()
     tensors = [manager.counters]
     for group in manager.groups:
         tensors += [group.undo_log, group.log_slots, group.log_windows]
         tensors += [part.table for part in group.tables]
+        if on_reject is OnReject.POISON:
+            tensors += [group.source.table, *(p.kv_cache for p in group._poisoned)]
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(begin <= first and last <= end for first, last in spans)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "poison", "value"),
+    [
+        ("auto", torch.bfloat16, 0x47, 50944),
+        ("auto", torch.float16, 0x77, 30576),
+        ("fp8", torch.float8_e4m3fn, 0x77, 240),
+        ("fp8_e5m2", torch.float8_e5m2, 0x77, 28672),
+        ("fp8_ds_mla", torch.float32, 0x47, 51015.277),  # its scales
+        ("int8_per_token_head", torch.int8, 0x47, 71),
+    ],
+)
+def test_poison_is_large_and_finite_as_what_a_cache_holds(name, dtype, poison, value):
+    cache = torch.empty(0, dtype=dtype if name == "auto" else torch.uint8)
+    assert discovery._poison(SimpleNamespace(kv_cache_dtype=name), cache) == poison
+    numbers = torch.full((8,), poison, dtype=torch.uint8).view(dtype)
+    assert torch.allclose(numbers.double(), torch.tensor(value).double(), rtol=1e-6)
 
 
 def test_no_memory_leaves_vllm_alone(monkeypatch):

@@ -88,7 +88,7 @@ def _schedule(
     output = wrapped(*args, **kwargs)
     if output.scheduled_new_reqs:
         output.nwor_audit = {
-            new.req_id: _known_of(scheduler.requests[new.req_id])
+            new.req_id: _known_of(scheduler.requests.get(new.req_id))
             for new in output.scheduled_new_reqs
         }
     return output
@@ -96,10 +96,12 @@ def _schedule(
 
 def _known_of(request: Any) -> tuple[str | None, int | None]:
     """Its cache_salt, and tokens of it that are from the local cache; None: not known,
-    as for one that was preempted."""
-    found = request.prefill_stats
-    is_known = found is not None and not request.num_preemptions
-    return request.cache_salt, found.num_local_cached_tokens if is_known else None
+    as for one that was preempted, or with a vLLM that does not have it."""
+    found = getattr(request, "prefill_stats", None)
+    if getattr(request, "num_preemptions", 0):
+        found = None
+    num_local = getattr(found, "num_local_cached_tokens", None)
+    return getattr(request, "cache_salt", None), num_local
 
 
 def _update_from_output(
