@@ -464,7 +464,8 @@ def report(mode: str) -> dict[str, Any]:
         name: {row.name: outcome(row, mode, name) for row in rows.rows(SPEC)}
         for name in compare.PASSES
     }
-    return {"finished": True, "facts": facts, **passes}
+    info = [mode] if mode == compare.ON else []
+    return {"finished": True, "facts": facts, "info": info, **passes}
 
 
 @pytest.fixture
@@ -541,6 +542,12 @@ def test_verdict_names_the_trouble(reports, trouble):
     path, check = TROUBLE[trouble]
     change(reports, *path)
     assert check in failed(reports)
+
+
+@pytest.mark.parametrize("mode", [compare.OFF, compare.ON])
+def test_verdict_on_what_the_gauge_says(reports, mode):
+    reports[mode]["info"] = ["native"]
+    assert failed(reports) == {"counters"}
 
 
 def test_verdict_without_one_row(reports):
