@@ -43,7 +43,7 @@ QUIET_SHARE = 0.05
 
 def of_release(name: str, where: dict[str, Any]) -> str:
     """What a GPU's results file `name` is called where vLLM is that of `where`."""
-    release = ".".join(where["packages"]["vllm"].split(".")[:2])
+    release = ".".join(where["packages"].get("vllm", GPU_RELEASE).split(".")[:2])
     return name if release == GPU_RELEASE else f"{name}_v{release}"
 
 

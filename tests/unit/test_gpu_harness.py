@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks import environment
 from benchmarks.arguments import parse
 
 from tests.gpu import (
@@ -127,6 +128,15 @@ def bench_cell(monkeypatch, tmp_path):
         return {batch: json.loads(path.read_text()) for batch, path in found.items()}
 
     return SimpleNamespace(run=run, started=started, off=off)
+
+
+def test_results_of_another_vllm_have_it_in_their_names():
+    for version, name in (
+        ("0.26.0", "a"),
+        ("0.33.0", "a_v0.33"),
+        ("0.33.1", "a_v0.33"),
+    ):
+        assert environment.of_release("a", {"packages": {"vllm": version}}) == name
 
 
 def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell):
