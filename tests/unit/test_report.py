@@ -382,15 +382,6 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
         assert counts(output.nwor_stats) == (3, 2)
 
 
-def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
-    runner = RunnerV1()
-    runner.step()  # the drafter raised: nobody took its counts
-
-    runner.execute(lambda: None)
-
-    assert runner.nwor_state.report.take_payload() is None
-
-
 class Stopped(BaseException):
     """As KeyboardInterrupt: no Exception."""
 
@@ -434,7 +425,7 @@ def test_a_table_that_cannot_be_put_back_does_not_hide_the_steps_own_error():
     assert runner.manager.fallbacks == {"step_failed": 1}
 
 
-def test_behind_commit_there_is_nothing_to_put_back():
+def test_a_step_that_fails_behind_its_commit_has_only_counts_to_drop():
     runner = RunnerV1(Mode.STAGE)
     runner.execute(runner.prepare)
 
@@ -444,8 +435,10 @@ def test_behind_commit_there_is_nothing_to_put_back():
 
     with pytest.raises(RuntimeError, match=r"^the drafter's$"):
         hooks.sample_tokens(sample_tokens, runner, (), {})
-
     assert runner.tables() == REAL
+
+    runner.execute(lambda: None)
+    assert runner.nwor_state.report.take_payload() is None
     assert not runner.manager.fallbacks
 
 
