@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import itertools
 import os
 import random
 import time
@@ -176,21 +175,23 @@ def one_thread() -> Iterator[None]:
 # The process's first engine: its end would be that of vLLM's process groups.
 _kept: list[Engine] = []
 _shared: dict[str, Engine] = {}
-_number = itertools.count()
-MOST_SHARED = ENGINES_BETWEEN = 6
+_num_new = 0
+MOST_SHARED = MOST_NEW = 6
 
 
 def free_memory() -> None:
-    """Of engines that nobody uses any more; they die of this only."""
+    """That of engines which nobody uses any more: they die of this only."""
+    global _num_new
+    _num_new = 0
     gc.unfreeze()  # vLLM freezes what is there when an engine has started
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_engines() -> None:
-    """What was shared ends, too."""
+    """Those that are shared end, too."""
     _shared.clear()
-    if _kept:
+    if _num_new:
         free_memory()
 
 
@@ -208,8 +209,10 @@ class Engine:
         model: str = "tiny-llama",
         **arguments: Any,
     ) -> None:
-        if next(_number) % ENGINES_BETWEEN == ENGINES_BETWEEN - 1:
+        global _num_new
+        if _num_new == MOST_NEW:
             free_memory()
+        _num_new += 1
         self.mode = mode
         options = DEFAULTS | {"model": model_path(model)} | arguments
         is_audited = (settings or {}).get("AUDIT", "off") != "off"
