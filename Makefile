@@ -49,8 +49,11 @@ picture: models ## draw docs/picture.png anew, from a real run of one prompt
 	$(PY) -m benchmarks.picture
 
 # Without Prometheus (make deps) the tests that need it fail, and say so; others run.
+# Two processes take file after file, those with engines first; one process where ARGS
+# choose some tests, because each imports vLLM first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: models ## run the tests; ARGS="-k name" for some of them
-	$(PY) -m pytest -m "not nightly" $(ARGS)
+	$(PY) -m pytest -m "not nightly" $(or $(ARGS),$(PARALLEL))
 
 # Few KV blocks, so that requests are preempted, too: 40, and shadow blocks for all of
 # them. The caches that oneDNN and torch keep for each batch size, and what glibc holds
@@ -108,7 +111,7 @@ mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	$(PY) tools/mutation_check.py --json $(RESULTS)/mutation_check.json $(ARGS)
 
 # These two need an NVIDIA GPU and a PYTHON that has vLLM; .venv is not used. STEPS
-# chooses among what tools/gpu_run.sh lists.
+# chooses among what tools/gpu/README.md lists.
 gpu-test: ## prove it on a GPU: kernels, engines, no waiting; writes results/
 	tools/gpu_run.sh $(or $(STEPS),build kernels engines sync layouts)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.arguments import file_to_write, whole
+from benchmarks.arguments import file_to_write, rule, whole
 from benchmarks.files import write_json
 
 PROGRAM = "bench_kernels.py"
@@ -39,20 +39,21 @@ DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
 LAYOUTS = {"cpu": ("nhd", "hnd", "packed"), "cuda": ("nhd", "hnd")}
 OURS = ("log", "restore")
 WARM_UP_SAMPLES = 3
-HOST_CALLS = 300
 # What stands for the last cache where the system does not say: larger than most.
 CPU_CACHE_BYTES = 64 << 20
 
 
-def size(text: str) -> int:
-    """Bytes of "4K", "512M", "1000"."""
+def num_bytes_of(text: str) -> int:
+    """Bytes of "4K", "512M", "1000"; 0 if it is none of these."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text)
-    if match is None or int(match[1]) * UNITS[match[2]] < MIN_SIZE:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; allowed values: {MIN_SIZE} or more, with K, M "
-            "or G behind it or without"
-        )
-    return int(match[1]) * UNITS[match[2]]
+    return int(match[1]) * UNITS[match[2]] if match else 0
+
+
+size = rule(
+    num_bytes_of,
+    lambda value: value >= MIN_SIZE,
+    f"{MIN_SIZE} or more, with K, M or G behind it or without",
+)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -74,19 +75,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def sizes(largest: int) -> list[int]:
     """From MIN_SIZE in steps to the largest, which is always the last."""
-    found = []
-    step = MIN_SIZE
-    while step < largest:
-        found.append(step)
-        step *= SIZE_STEP
-    return [*found, largest]
-
-
-def text_of_size(num_bytes: int) -> str:
-    for unit in ("G", "M", "K"):
-        if num_bytes >= UNITS[unit]:
-            return f"{num_bytes / UNITS[unit]:.3g} {unit}iB"
-    return f"{num_bytes} B"
+    steps = (MIN_SIZE * SIZE_STEP**power for power in range(99))
+    return sorted({*(step for step in steps if step < largest), largest})
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
@@ -105,57 +95,30 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
-    """Checks every case, then measures it; prints a line for each.
-
-    Raises:
-        CheckFailed: an op copied wrongly.
-    """
+    """Checks every case, then measures it; prints a line for each. Raises CheckFailed
+    if an op copied wrongly."""
     import torch
-    from benchmarks.kernel_cases import LAYOUTS as LAYOUT_MAKERS
-    from benchmarks.kernel_cases import OPERATIONS, Case
+    from benchmarks import kernel_cases
 
     device = torch.device(options.device)
-    is_cuda = options.device == "cuda"
     # Twice the cache; read, so that no write-back is left to the next sample.
     flush = torch.ones(cache_bytes // 2, dtype=torch.int32, device=device)
 
-    def make(layout: str, num_bytes: int) -> Case:
-        case = Case(LAYOUT_MAKERS[layout](), num_bytes, device, cache_bytes, seed=0)
+    def make(layout: str, num_bytes: int) -> kernel_cases.Case:
+        made = kernel_cases.LAYOUTS[layout]()
+        case = kernel_cases.Case(made, num_bytes, device, cache_bytes, seed=0)
         case.check()
         return case
 
-    layouts = LAYOUTS[options.device]
-    small = [make(layout, 1 << 20) for layout in layouts]
+    for layout in LAYOUTS[options.device]:
+        make(layout, 1 << 20)
     print("check: every byte of a log and a restore is right, in each layout")
     found: dict[str, Any] = {"check": "passed", "results": []}
-    if is_cuda:
-        found["launches"] = small[0].launches()
-        print("launches: " + _words(found["launches"], "{}"))
-    found["host_us"] = {
-        operation: statistics.median(seconds) * 1e6
-        for operation, seconds in small[0].host_seconds(HOST_CALLS).items()
-    }
-    if is_cuda:
-        print("host time of a call: " + _words(found["host_us"], "{:.1f} us"))
-    small.clear()
-
-    print()
-    print(
-        f"{'layout':7}{'bytes':>10}{'drafts':>8}{'layers':>7}{'copy':>9}   "
-        f"{'log':>9}{'of copy':>20}   {'restore':>9}{'of copy':>20}"
-    )
-    for layout in layouts:
+    for layout in LAYOUTS[options.device]:
         for num_bytes in sizes(options.max_size):
             case = make(layout, num_bytes)
-            timers = case.timers(flush)
-            samples: dict[str, list[float]] = {name: [] for name in OPERATIONS}
-            for number in range(WARM_UP_SAMPLES + options.samples):
-                # Each operation comes first equally often.
-                turn = number % len(OPERATIONS)
-                for operation in OPERATIONS[turn:] + OPERATIONS[:turn]:
-                    seconds = timers[operation]()
-                    if number >= WARM_UP_SAMPLES:
-                        samples[operation].append(seconds)
+            timers = {name: case.timer(name, flush) for name in kernel_cases.OPERATIONS}
+            samples = timed(timers, options.samples)
             result = {
                 "layout": layout,
                 "bytes": case.num_bytes,
@@ -168,6 +131,17 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
             print(line(result), flush=True)
             del case, timers
     return found
+
+
+def timed(timers: dict[str, Any], num_samples: int) -> dict[str, list[float]]:
+    """Seconds of each sample; each operation comes first equally often."""
+    names = list(timers)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(WARM_UP_SAMPLES + num_samples):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            samples[name].append(timers[name]())
+    return {name: found[WARM_UP_SAMPLES:] for name, found in samples.items()}
 
 
 def statistics_of(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:
@@ -189,20 +163,19 @@ def statistics_of(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, 
 
 
 def line(result: dict[str, Any]) -> str:
-    """A row of the table: medians, and ratios to the copy with their spread."""
-    rates = {name: f"{rate:.1f} GB/s" for name, rate in result["gb_per_s"].items()}
+    """A result in words: medians, and ratios to the copy with their spread."""
+    rates = result["gb_per_s"]
     text = (
-        f"{result['layout']:7}{text_of_size(result['bytes']):>10}"
-        f"{result['num_drafts']:>8}{result['num_layers']:>7}{rates['copy']:>14}"
+        f"{result['layout']:6} {result['bytes'] / 1024:8.0f} KiB, "
+        f"{result['num_drafts']:4} drafts, {result['num_layers']:2} layers: "
+        f"copy {rates['copy']:6.1f} GB/s"
     )
-    for operation in OURS:
-        median, low, high = result[f"{operation}_of_copy"]
-        text += f"{rates[operation]:>14}{f'{median:.2f} [{low:.2f}, {high:.2f}]':>19}"
-    return text
-
-
-def _words(values: dict[str, Any], form: str) -> str:
-    return ", ".join(f"{name} {form.format(value)}" for name, value in values.items())
+    for name in OURS:
+        median, low, high = result[f"{name}_of_copy"]
+        text += (
+            f"; {name} {rates[name]:6.1f} GB/s, {median:.2f} [{low:.2f}, {high:.2f}]"
+        )
+    return f"{text} of copy"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
 
     import torch
+    from benchmarks.kernel_cases import CheckFailed
 
     from vllm_nwor import ops
 
@@ -218,30 +192,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         ops.load(options.device)
-    except ops.NworOpsUnavailable as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
-
-    from benchmarks.kernel_cases import CheckFailed
-
-    found: dict[str, Any] = {
-        "kind": "bench_kernels",
-        "command": shlex.join(["python", PROGRAM, *arguments]),
-        "environment": describe(options),
-        "warnings": environment.warnings(options.device),
-    }
-    for name, value in found["environment"].items():
-        print(f"{name}: {value}")
-    for warning in found["warnings"]:
-        print(f"warning: {warning}")
-    try:
-        found.update(measure(options, found["environment"]["cache_bytes"]))
-    except CheckFailed as error:
+        found: dict[str, Any] = {
+            "kind": "bench_kernels",
+            "command": shlex.join(["python", PROGRAM, *arguments]),
+            "environment": describe(options),
+            "warnings": environment.warnings(options.device),
+        }
+        for name, value in found["environment"].items():
+            print(f"{name}: {value}")
+        for warning in found["warnings"]:
+            print(f"warning: {warning}")
+        found |= measure(options, found["environment"]["cache_bytes"])
+    except (ops.NworOpsUnavailable, CheckFailed) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     if options.json:
         write_json(options.json, found)
-        print(f"\nraw samples: {options.json}")
     return 0
 
 

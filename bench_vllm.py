@@ -20,7 +20,9 @@ was written; 130 interrupted.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -39,8 +41,8 @@ from benchmarks.settings import find_models, prepare_process
 
 ROOT = Path(__file__).resolve().parent
 TRUE_OFF_RUNS = 7
-# Arguments, each with a value, that `off` in a process of its own must not get.
-_COMPARE_ONLY = ("--plot", "--pairs-until-ci", "--json")
+# What a result has of NworWorkerExtension.nwor_report.
+ENGINE = ("kv_blocks", "groups", "log_bytes_per_draft", "log_bytes", "fallbacks")
 
 
 @contextlib.contextmanager
@@ -66,16 +68,11 @@ def note(text: str) -> None:
 
 def true_off_arguments(argv: Sequence[str], output: Path) -> list[str]:
     """`argv` for a process that runs the same requests with mode off."""
-    kept: list[str] = []
-    skip = False
-    for argument in argv:
-        if skip:
-            skip = False
-        elif argument in _COMPARE_ONLY:
-            skip = True
-        elif not argument.startswith(tuple(f"{name}=" for name in _COMPARE_ONLY)):
-            kept.append(argument)
-    kept += ["--mode", "off", "--repeats", str(TRUE_OFF_RUNS), "--keep-tokens"]
+    of_compare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--plot", "--pairs-until-ci", "--json"):
+        of_compare.add_argument(name)
+    kept = of_compare.parse_known_args(argv)[1]
+    kept += ["--mode", "off", "--repeats", str(TRUE_OFF_RUNS)]
     return [*kept, "--json", str(output)]
 
 
@@ -126,8 +123,7 @@ def compare(
         OutputsDiffer: a run's outputs are not those of the others.
     """
     arms, repeats = arms_of(options), min(options.repeats, max_pairs)
-    num_runs = len(arms) + ab.runs_a_round(arms) * repeats
-    with progress("compare", num_runs) as begins:
+    with progress("compare", len(arms) + ab.runs_a_round(arms) * repeats) as begins:
         pairs = ab.compare(
             engine.run,
             arms,
@@ -137,11 +133,10 @@ def compare(
             begins,
             None if true_off is None else true_off["outputs"]["tokens"],
         )
-    tokens = pairs[0].reference.outputs
+    tokens, num_runs = pairs[0].reference.outputs, len(arms) + 2 * len(pairs)
     found = {
         "baseline": arms[0].name,
-        "outputs": summary.outputs(tokens, options.keep_tokens)
-        | {"num_runs": len(arms) + 2 * len(pairs)},
+        "outputs": summary.outputs(tokens, num_runs),
         "samples": summary.pair_samples(pairs),
         "summary": summary.comparison(pairs, arms[0].name, options.pairs_until_ci),
     }
@@ -162,18 +157,16 @@ def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
         OutputsDiffer: a run's outputs are not those of the warm-up.
     """
     mode, arm = options.mode, ab.Arm(options.mode, hooked=options.nwor_mode != "off")
-    runs = []
     with progress(mode, options.repeats + 1) as begins:
         begins("warm-up")
-        first = engine.run(arm).outputs
+        first, runs = engine.run(arm).outputs, []
         for number in range(1, options.repeats + 1):
             name = f"{mode} {number}"
             begins(name)
             runs.append(engine.run(arm))
             ab.check_outputs(first, runs[-1].outputs, "the warm-up", name)
-    outputs = summary.outputs(first, options.keep_tokens)
     return {
-        "outputs": outputs | {"num_runs": len(runs) + 1},
+        "outputs": summary.outputs(first, len(runs) + 1) | {"tokens": first},
         "samples": summary.rates(runs),
         "summary": summary.single(runs, mode),
     }
@@ -196,18 +189,7 @@ def base_result(
         "model": engine.target.label,
         "draft_model": engine.drafter.label if engine.drafter else None,
         "prompt_tokens": [len(ids) for wave in engine.waves for ids in wave],
-        "engine": {
-            name: found[name]
-            for name in (
-                "kv_blocks",
-                "kv_block_tokens",
-                "groups",
-                "log_bytes_per_draft",
-                "log_bytes",
-                "fallbacks",
-            )
-        }
-        | {"start_s": engine.start_s},
+        "engine": {name: found[name] for name in ENGINE} | {"start_s": engine.start_s},
     }
 
 
@@ -232,19 +214,6 @@ def bench(options: Options, argv: Sequence[str], on: str) -> Any:
     return recorded(result | found)
 
 
-def check_plot(options: Options) -> None:
-    """Refuses --plot before the work where it cannot be drawn after it."""
-    if options.plot is None:
-        return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise BadArgument(
-            f"argument --plot: '{options.plot}' cannot be drawn, matplotlib is not "
-            "installed; allowed here: --json"
-        ) from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -253,15 +222,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         on = device.resolve(options)
         find_models(options)
         prompts.read(options.prompts)
-        check_plot(options)
+        if options.plot and importlib.util.find_spec("matplotlib") is None:
+            raise BadArgument("argument --plot: needs matplotlib, not installed here")
         result = bench(options, argv, on)
     except BadArgument as error:
         note(str(error))
         return 2
-    except ab.OutputsDiffer as error:
-        note(f"no speed is printed, outputs differ: {error}")
-        return 1
-    except EngineFailed as error:
+    except (ab.OutputsDiffer, EngineFailed) as error:
         note(str(error))
         return 1
     except KeyboardInterrupt:

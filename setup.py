@@ -41,7 +41,7 @@ class CMakeBuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        native.build(target.parent, build_root=ROOT / "build")
+        native.build(target.parent)
 
 
 class PlatformWheel(bdist_wheel):

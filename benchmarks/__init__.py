@@ -5,9 +5,10 @@
     prompts, models, settings   what vLLM is given
     engine, runs                an engine, and what one run on it gives
     worker_extension            what the benches do inside vLLM's worker
-    ab, intervals               arms in pairs with a baseline, and how sure a median is
+    ab                          arms in pairs with a baseline, and how sure a median is
     environment, summary        what goes to the JSON file
     report, tables, plot        what is made from the JSON file
+    views, templates, reach     Markdown of this and other results
     files                       writing whole or not at all
 
 Not installed with the package; nothing in `vllm_nwor` imports it.

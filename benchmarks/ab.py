@@ -9,16 +9,49 @@ noise. A ratio is tokens a second of the test run over those of the reference ru
 1 the test is slower.
 
 Every run's outputs are compared with those of the first; a difference ends it all.
+
+How well a median ratio is known is said by the percentile bootstrap: the sample is
+drawn again with replacement many times, and the middle 90 % of the medians is the
+interval. It says nothing of another machine, or of this one on another day.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.intervals import Interval, median_interval
+import numpy
+
 from benchmarks.runs import Run
+
+CONFIDENCE_PERCENT = 90
+NUM_RESAMPLES = 5000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its bootstrap interval [low, high]."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def reach(self) -> float:
+        """How far the interval goes from its median, on its longer side."""
+        return max(self.high - self.median, self.median - self.low)
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median of `values`, one or more, and its percentile bootstrap interval. The
+    same values always give the same one."""
+    sizes = (NUM_RESAMPLES, len(values))
+    drawn = numpy.random.default_rng(0).choice(numpy.asarray(values, float), sizes)
+    tail = (100 - CONFIDENCE_PERCENT) / 2
+    ends = numpy.percentile(numpy.median(drawn, axis=1), (tail, 100 - tail))
+    return Interval(statistics.median(values), *map(float, ends))
 
 
 @dataclass(frozen=True)
@@ -45,10 +78,9 @@ CONTROL = "control"
 @dataclass(frozen=True)
 class Pair:
     """A run of the baseline and one of what is tested against it. name: the tested
-    arm's, or CONTROL. test_first: whether that ran before the baseline."""
+    arm's, or CONTROL."""
 
     name: str
-    test_first: bool
     reference: Run
     test: Run
 
@@ -84,7 +116,8 @@ def check_outputs(
         pairs = enumerate(zip(a, b, strict=False))
         at = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
         raise OutputsDiffer(
-            f"request {request} differs at output token {at}: {expected_is} gave "
+            "no speed is printed, outputs differ: request "
+            f"{request} differs at output token {at}: {expected_is} gave "
             f"{_token(a, at)}, {found_is} gave {_token(b, at)}"
         )
 
@@ -146,7 +179,7 @@ def compare(
                 for place, each in enumerate(order, 1)
             ]
             test, reference = runs if test_first else reversed(runs)
-            pairs.append(Pair(name, test_first, reference, test))
+            pairs.append(Pair(name, reference, test))
     return pairs
 
 

@@ -21,7 +21,7 @@ from benchmarks import runs
 from benchmarks.ab import Arm
 from benchmarks.arguments import BadArgument, Options
 from benchmarks.runs import Run
-from benchmarks.settings import engine_arguments, find_models
+from benchmarks.settings import SEED, engine_arguments, find_models
 
 # Steps that may still be in flight when the last request has finished.
 _DRAIN_STEPS = 4
@@ -79,7 +79,7 @@ class Engine:
         config = self._engine.model_config
         if self.target.random_weights:
             vocabulary = config.get_vocab_size()
-            ids = prompt_source.random_ids(size, vocabulary, options.seed)
+            ids = prompt_source.random_ids(size, vocabulary, SEED)
         else:
             if options.prompts is None:
                 texts = texts[:size]
@@ -112,24 +112,25 @@ class Engine:
             EngineFailed: nothing is protected in this engine, but `arm` asks for it.
         """
         self._switch(arm)
-        self.rpc("nwor_reseed", self.options.seed)
+        self.rpc("nwor_reseed", SEED)
         gc.collect()
         before, spec_before = self.report(), self._spec_counters()
         self._num_runs += 1
-        outputs: list[list[int]] = []
-        latency_s: list[float] = []
+        finished: dict[int, tuple[list[int], float]] = {}
         step_s: list[float] = []
+        first = 0
         for wave in self.waves:
-            self._wave(wave, outputs, latency_s, step_s)
+            self._wave(wave, first, finished, step_s)
+            first += len(wave)
         after, spec_after = self.report(), self._spec_counters()
         return Run(
-            outputs=outputs,
+            outputs=[finished[index][0] for index in range(first)],
             seconds=sum(step_s),
-            latency_s=latency_s,
+            latency_s=[finished[index][1] for index in range(first)],
             step_s=step_s,
             drafts=runs.drafts(spec_before, spec_after),
             nwor=runs.nwor_done(before, after)
-            if arm.hooked and after["present"]
+            if arm.hooked and after["counters"]
             else None,
         )
 
@@ -165,28 +166,27 @@ class Engine:
     def _wave(
         self,
         wave: Sequence[list[int]],
-        outputs: list[list[int]],
-        latency_s: list[float],
+        first: int,
+        finished: dict[int, tuple[list[int], float]],
         step_s: list[float],
     ) -> None:
-        """Adds the requests of one wave, then steps until all have finished."""
+        """Adds the requests of one wave, numbered from `first`, then steps until all
+        have finished: their outputs and latencies, and the steps' durations."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         options, engine = self.options, self._engine
-        first = len(outputs)
         for index, ids in enumerate(wave, first):
             parameters = SamplingParams(
-                temperature=options.temperature,
+                temperature=0,
                 max_tokens=options.max_tokens,
-                seed=options.seed + index,
+                seed=SEED + index,
                 ignore_eos=options.ignore_eos or self.target.random_weights,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = {"prompt_token_ids": ids}
             engine.add_request(f"{self._num_runs}-{index}", prompt, parameters)
-        finished: dict[int, tuple[list[int], float]] = {}
         begin = before = time.perf_counter()
         while engine.has_unfinished_requests():
             done = engine.step()
@@ -200,9 +200,6 @@ class Engine:
                     finished[index] = (ids, now - begin)
         for _ in range(_DRAIN_STEPS):
             engine.step()
-        for index in range(first, first + len(wave)):
-            outputs.append(finished[index][0])
-            latency_s.append(finished[index][1])
 
     def _spec_counters(self) -> dict[str, Any]:
         counters: dict[str, Any] = {}

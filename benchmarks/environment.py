@@ -37,8 +37,16 @@ VARIABLES = (
     "VLLM_USE_V2_MODEL_RUNNER",
 )
 COMMIT_VARIABLE = "NWOR_COMMIT"
+# Of vLLM: results of a GPU that are of another have it in their names.
+GPU_RELEASE = "0.26"
 # Others may use this much of the processors before a result carries a warning.
 QUIET_SHARE = 0.05
+
+
+def of_release(name: str, where: dict[str, Any]) -> str:
+    """What a GPU's results file `name` is called where vLLM is that of `where`."""
+    release = ".".join(where["packages"]["vllm"].split(".")[:2])
+    return name if release == GPU_RELEASE else f"{name}_v{release}"
 
 
 def describe(device: str, root: Path) -> dict[str, Any]:

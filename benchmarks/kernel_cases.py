@@ -222,37 +222,34 @@ class Case:
                 raise CheckFailed(f"a byte of another slot changed ({where})")
             del old, wanted
 
-    def timers(self, flush: Tensor) -> dict[str, Callable[[], float]]:
-        """For each operation a function that returns the seconds of one call, the mean
-        over one rotation. flush: [n] int32, device: read before."""
-        return {
-            operation: (
-                self._cuda_timer(operation, flush)
-                if self.device.type == "cuda"
-                else self._cpu_timer(operation, flush)
-            )
-            for operation in OPERATIONS
-        }
+    def timer(self, operation: str, flush: Tensor) -> Callable[[], float]:
+        """A function that returns the seconds of one call, the mean over one rotation.
+        flush: [n] int32, device: read before."""
 
-    def _cpu_timer(self, operation: str, flush: Tensor) -> Callable[[], float]:
+        def rotation() -> None:
+            for number in range(self.num_sets):
+                self.call(operation, number)
+
+        if self.device.type == "cuda":
+            return self._cuda_timer(rotation, flush)
+
         def sample() -> float:
             flush.sum()
             start = time.perf_counter()
-            for number in range(self.num_sets):
-                self.call(operation, number)
+            rotation()
             return (time.perf_counter() - start) / self.num_sets
 
         return sample
 
-    def _cuda_timer(self, operation: str, flush: Tensor) -> Callable[[], float]:
+    def _cuda_timer(
+        self, rotation: Callable[[], None], flush: Tensor
+    ) -> Callable[[], float]:
         """Replays a graph of the rotation: no time of the host is in it."""
-        for number in range(self.num_sets):
-            self.call(operation, number)
+        rotation()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for number in range(self.num_sets):
-                self.call(operation, number)
+            rotation()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def sample() -> float:
@@ -264,35 +261,3 @@ class Case:
             return start.elapsed_time(end) / 1e3 / self.num_sets
 
         return sample
-
-    def launches(self) -> dict[str, int]:
-        """Kernels and copies that one log and one restore put on the GPU, counted by
-        the torch profiler."""
-        counts = {}
-        activities = [
-            torch.profiler.ProfilerActivity.CPU,
-            torch.profiler.ProfilerActivity.CUDA,
-        ]
-        for operation in ("log", "restore"):
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=activities) as profile:
-                self.call(operation, 0)
-                torch.cuda.synchronize()
-            counts[operation] = sum(
-                event.device_type == torch.autograd.DeviceType.CUDA
-                for event in profile.events()
-            )
-        return counts
-
-    def host_seconds(self, num_calls: int) -> dict[str, list[float]]:
-        """Time on the host of single calls of log and restore. CUDA calls return before
-        the work is done; the device is waited for in between, untimed."""
-        found: dict[str, list[float]] = {"log": [], "restore": []}
-        for _ in range(num_calls):
-            for operation, seconds in found.items():
-                start = time.perf_counter()
-                self.call(operation, 0)
-                seconds.append(time.perf_counter() - start)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-        return found

@@ -3,11 +3,14 @@
 
 `shape:NAME` is a configuration without weights: vLLM fills it with random ones
 (`load_format="dummy"`), which is enough to time an engine of that shape. The files are
-made in the cache folder; they hold no weights and no tokenizer.
+made in the cache folder; they hold no weights and no tokenizer. In shapes.json,
+llama-8b and llama-1b have the sizes that Meta published for Llama 3.1 8B and Llama 3.2
+1B; llama-8b-eagle is one layer of the first, as an EAGLE head is.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,56 +23,9 @@ SHAPE = "shape:"
 # Names that tools/setup/make_models.py gives to what it converts.
 TARGET = "smollm2-135m"
 DRAFTER = "smollm2-draft-26"
-
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-# llama-8b and llama-1b have the sizes that Meta published for Llama 3.1 8B and
-# Llama 3.2 1B; llama-8b-eagle is one layer of the first, as an EAGLE head is.
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    },
-    "llama-1b": _LLAMA
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "tiny": _LLAMA
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 1024,
-        "tie_word_embeddings": True,
-    },
-}
-SHAPES["llama-8b-eagle"] = SHAPES["llama-8b"] | {"num_hidden_layers": 1}
+SHAPES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("shapes.json").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -88,10 +44,8 @@ class Model:
 def find(argument: str, value: str | None, default: str) -> Model:
     """The model that `value` names; None names `default` in the cache folder.
 
-    argument: the option's name, for the message.
-
-    Raises:
-        BadArgument: no such shape or directory, or the default was not made yet.
+    argument: the option's name, for the message. Raises BadArgument: no such shape or
+    directory, or the default was not made yet.
     """
     if value is None:
         path = cache_dir() / "models" / default
@@ -102,12 +56,15 @@ def find(argument: str, value: str | None, default: str) -> Model:
                 f"{default}`, or name another model"
             )
         return Model(str(path), default, random_weights=False)
-    if value.startswith(SHAPE):
-        return _shape(argument, value)
-    looks_like_path = value.startswith((".", "/", "~")) or value.count("/") != 1
+    name = value.removeprefix(SHAPE)
+    if name != value and name in SHAPES:
+        directory = cache_dir() / "shapes" / name
+        write_json(directory / "config.json", SHAPES[name])
+        return Model(str(directory), value, random_weights=True)
     path = Path(value).expanduser()
     if (path / "config.json").is_file():
         return Model(str(path), path.resolve().name, random_weights=False)
+    looks_like_path = value.startswith((".", "/", "~")) or value.count("/") != 1
     if looks_like_path or path.exists():
         raise BadArgument(
             f"argument {argument}: '{value}' holds no config.json; allowed values: a "
@@ -115,15 +72,3 @@ def find(argument: str, value: str | None, default: str) -> Model:
             + ", ".join(SHAPE + name for name in SHAPES)
         )
     return Model(value, value, random_weights=False)
-
-
-def _shape(argument: str, value: str) -> Model:
-    name = value.removeprefix(SHAPE)
-    if name not in SHAPES:
-        raise BadArgument(
-            f"argument {argument}: '{value}' is not allowed; allowed shapes: "
-            + ", ".join(SHAPE + known for known in SHAPES)
-        )
-    directory = cache_dir() / "shapes" / name
-    write_json(directory / "config.json", SHAPES[name])
-    return Model(str(directory), value, random_weights=True)

@@ -30,22 +30,14 @@ def read(path: Path | None) -> list[str]:
     try:
         found = json.loads((path or BUILT_IN).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        found = error
+    texts = found if isinstance(found, list) else []
+    if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
         raise BadArgument(
-            f"argument --prompts: '{path}' cannot be read ({error}); allowed values: "
-            "a JSON file with a list of strings"
-        ) from error
-    if not isinstance(found, list) or not found:
-        raise BadArgument(
-            f"argument --prompts: '{path}' holds no prompts; allowed values: a file "
-            "with at least one"
+            f"argument --prompts: '{path}' holds {found!r:.80}; allowed values: a JSON "
+            "file with a list of texts, none of them empty"
         )
-    for number, prompt in enumerate(found, 1):
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise BadArgument(
-                f"argument --prompts: prompt {number} of '{path}' is {prompt!r}; "
-                "allowed values: text that is not empty"
-            )
-    return found
+    return texts
 
 
 def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -53,15 +45,15 @@ def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     it has one."""
     if tokenizer.chat_template is None:
         return [list(tokenizer.encode(text)) for text in texts]
-    encoded = []
-    for text in texts:
-        form = tokenizer.apply_chat_template(
+    forms = [
+        tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
             tokenize=False,
             add_generation_prompt=True,
         )
-        encoded.append(list(tokenizer.encode(form, add_special_tokens=False)))
-    return encoded
+        for text in texts
+    ]
+    return [list(tokenizer.encode(form, add_special_tokens=False)) for form in forms]
 
 
 def random_ids(num_prompts: int, vocab_size: int, seed: int) -> list[list[int]]:

@@ -9,7 +9,6 @@ and gpu_engines (tests/gpu, an entry for each engine, in the mode of its file).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.tables import Table
@@ -43,19 +42,7 @@ NAMES = {
 UNTESTED = "untested"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One tested combination. verdict: exact, refused, incomplete or failed; reason:
-    NWOR's."""
-
-    kind: str
-    name: str
-    version: str
-    runner: str
-    backend: str
-    mode: str
-    verdict: str
-    reason: str = ""
+Entry = dict[str, str]
 
 
 def methods(results: Sequence[dict[str, Any]]) -> str:
@@ -70,47 +57,49 @@ def parallelism(results: Sequence[dict[str, Any]]) -> str:
     return _tables(results, "parallelism", "engines")
 
 
-def cells(result: dict[str, Any]) -> Iterator[Cell]:
-    """Every combination that a result is about."""
+def entries(result: dict[str, Any]) -> Iterator[Entry]:
+    """What a result says of each combination: kind, name, vllm, runner, backend, mode,
+    verdict (exact, refused, incomplete or failed) and perhaps reason (NWOR's)."""
     for entry in result["entries"].values():
         if result["kind"] == "cpu_engines":
-            where = (entry["vllm"], entry["runner"], entry["backend"], entry["mode"])
-            reason = entry.get("reason", "")
-            yield Cell(entry["kind"], entry["name"], *where, entry["verdict"], reason)
+            yield entry
             continue
         spec = entry["engine"]
         ranks = spec["tensor_parallel"]
-        name = ("method", spec["drafter"])
-        if ranks > 1:
-            name = ("parallelism", f"tensor parallel {ranks}")
-        version = entry["environment"]["packages"]["vllm"]
         (mode,) = set(entry["seconds"]) - {"off"}
         bad = {check for check, problems in entry["problems"].items() if problems}
-        verdict = "failed" if bad - {"started"} else "incomplete" if bad else "exact"
-        where = (version, spec["runner"].upper(), spec["backend"], mode)
-        yield Cell(*name, *where, verdict)
+        yield {
+            "kind": "parallelism" if ranks > 1 else "method",
+            "name": f"tensor parallel {ranks}" if ranks > 1 else spec["drafter"],
+            "vllm": entry["environment"]["packages"]["vllm"],
+            "runner": spec["runner"].upper(),
+            "backend": spec["backend"],
+            "mode": mode,
+            "verdict": _verdict(bad),
+        }
+
+
+def _verdict(bad: set[str]) -> str:
+    """By the checks that found something; "started": that it was stopped."""
+    return "exact" if not bad else "incomplete" if bad == {"started"} else "failed"
 
 
 def _tables(results: Sequence[dict[str, Any]], kind: str, head: str) -> str:
     """A line for each name, version and runner that has results, and one for all the
     versions that a name has none of; then the reasons of what is refused."""
-    found = [c for result in results for c in cells(result) if c.kind == kind]
+    found = [one for result in results for one in entries(result)]
+    found = [one for one in found if one["kind"] == kind]
     reasons: list[str] = []
     rows = []
-    for name in dict.fromkeys([*NAMES[kind], *(cell.name for cell in found)]):
-        of_name = [cell for cell in found if cell.name == name]
-        tested = sorted({(cell.version, cell.runner) for cell in of_name})
-        for version, runner in tested:
-            here = [c for c in of_name if (c.version, c.runner) == (version, runner)]
-            rows.append(
-                (
-                    name,
-                    version,
-                    runner,
-                    *(_verdicts(here, mode, reasons) for mode in MODES),
-                )
-            )
-        left = [v for v in VERSIONS if v not in {version for version, _ in tested}]
+    for name in dict.fromkeys([*NAMES[kind], *(one["name"] for one in found)]):
+        here: dict[tuple[str, str], list[Entry]] = {}
+        for one in found:
+            if one["name"] == name:
+                here.setdefault((one["vllm"], one["runner"]), []).append(one)
+        for where in sorted(here):
+            verdicts = (_verdicts(here[where], mode, reasons) for mode in MODES)
+            rows.append((name, *where, *verdicts))
+        left = [v for v in VERSIONS if v not in {version for version, _ in here}]
         if left:
             rows.append((name, ", ".join(left), "", UNTESTED, UNTESTED))
     table = Table("", (head, "vLLM", "runner", *MODES), rows, left=True).markdown()
@@ -118,23 +107,21 @@ def _tables(results: Sequence[dict[str, Any]], kind: str, head: str) -> str:
     return f"{table}\n\n{notes}" if notes else table
 
 
-def _verdicts(found: Sequence[Cell], mode: str, reasons: list[str]) -> str:
+def _verdicts(found: Sequence[Entry], mode: str, reasons: list[str]) -> str:
     """Of one mode: the backends by verdict; adds to `reasons` what is new."""
     by_verdict: dict[str, dict[str, None]] = {}
-    for cell in sorted(found, key=lambda cell: cell.backend):
-        if cell.mode != mode:
+    for one in sorted(found, key=lambda one: one["backend"]):
+        if one["mode"] != mode:
             continue
-        verdict = cell.verdict
-        if cell.reason:
-            if cell.reason not in reasons:
-                reasons.append(cell.reason)
-            verdict += f" ({reasons.index(cell.reason) + 1})"
-        by_verdict.setdefault(verdict, {})[cell.backend] = None
-    for backend in [
-        *by_verdict.get("failed", ()),
-        *by_verdict.get("incomplete", ()),
-    ]:  # on one of several engines
-        by_verdict.get("exact", {}).pop(backend, None)
+        verdict, reason = one["verdict"], one.get("reason")
+        if reason:
+            if reason not in reasons:
+                reasons.append(reason)
+            verdict += f" ({reasons.index(reason) + 1})"
+        by_verdict.setdefault(verdict, {})[one["backend"]] = None
+    for verdict in ("failed", "incomplete"):  # on one of several engines
+        for backend in by_verdict.get(verdict, ()):
+            by_verdict.get("exact", {}).pop(backend, None)
     texts = [
         f"{'**failed**' if verdict == 'failed' else verdict}: {', '.join(backends)}"
         for verdict, backends in sorted(by_verdict.items())

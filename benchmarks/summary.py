@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy
+
 from benchmarks.ab import CONTROL, Pair, intervals
-from benchmarks.intervals import percentile
 from benchmarks.runs import Run
 
 # What a file of bench_vllm.py is made of.
@@ -51,13 +52,18 @@ def rates(runs: Iterable[Run]) -> list[float]:
     return [run.tokens_per_second for run in runs]
 
 
+def percentile_95(values: Sequence[float]) -> float:
+    """Linear interpolation between the closest ranks."""
+    return float(numpy.percentile(values, 95))
+
+
 def speed(runs: Sequence[Run]) -> dict[str, float]:
     """Tokens a second (median of the runs) and latency (over all their requests)."""
     latencies = [latency for run in runs for latency in run.latency_s]
     return {
         "tokens_per_second": statistics.median(rates(runs)),
         "latency_s_median": statistics.median(latencies),
-        "latency_s_p95": percentile(latencies, 95),
+        "latency_s_p95": percentile_95(latencies),
         "num_runs": len(runs),
     }
 
@@ -96,8 +102,8 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
             "num_begins": len(begin),
             "begin_us_median": medians[0],
             "commit_us_median": medians[1],
-            "begin_us_p95": percentile(begin, 95),
-            "commit_us_p95": percentile(commit, 95),
+            "begin_us_p95": percentile_95(begin),
+            "commit_us_p95": percentile_95(commit),
             "step_us_median": statistics.median(steps),
             "share_of_step": sum(medians) / statistics.median(steps),
             "share_of_time": (sum(begin) + sum(commit)) / sum(steps),
@@ -170,16 +176,14 @@ def verdict(ratio: dict[str, float], control: dict[str, float]) -> str:
     return "met" if holds else "missed"
 
 
-def outputs(tokens: Sequence[Sequence[int]], keep: bool) -> dict[str, Any]:
-    """Length and digest of the outputs; all of them too if `keep`."""
+def outputs(tokens: Sequence[Sequence[int]], num_runs: int) -> dict[str, Any]:
+    """Length and digest of the outputs, which all runs had."""
     text = json.dumps([list(ids) for ids in tokens])
-    found: dict[str, Any] = {
+    return {
         "num_tokens": [len(ids) for ids in tokens],
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "num_runs": num_runs,
     }
-    if keep:
-        found["tokens"] = [list(ids) for ids in tokens]
-    return found
 
 
 def own_process(result: dict[str, Any]) -> dict[str, float] | None:

@@ -134,47 +134,29 @@ class NworWorkerExtension:
         Returns:
             kv_blocks: blocks of the KV cache that requests can have, in every mode:
                 shadow blocks are not among them.
-            kv_block_tokens: slots a block, of each KV-cache group.
-            present: whether there is a manager.
             groups: group, requested, resolved, reason of each KV-cache group.
             counters: by name, since start-up; tokens as the first launch of a commit
-                counted them, bytes and invalid slots summed over all launches.
+                counted them, bytes and invalid slots summed over all launches. Empty
+                without a manager.
             log_bytes_per_draft, log_bytes: bytes logged for a draft; size of the log.
             fallbacks: windows that ran as vanilla vLLM, by reason.
-            state: the manager's; "failed" after a restore that failed, until the next
-                step with drafts. Empty without a manager.
             begin_ns, commit_ns: host times since the last report.
         """
-        runner = self.model_runner
-        config = runner.kv_cache_config
-        manager = _manager(runner)
+        runner, times = self.model_runner, self.nwor_host_times
+        state, manager = getattr(runner, "nwor_state", None), _manager(runner)
         report: dict[str, Any] = {
-            "kv_blocks": _num_blocks(config),
-            "kv_block_tokens": [
-                group.kv_cache_spec.block_size for group in config.kv_cache_groups
-            ],
-            "present": manager is not None,
-            "groups": _groups(runner),
-            "counters": {},
-            "log_bytes_per_draft": 0,
-            "log_bytes": 0,
-            "fallbacks": {},
-            "state": "",
-            "begin_ns": [],
-            "commit_ns": [],
+            "kv_blocks": _num_blocks(runner.kv_cache_config),
+            "groups": [info._asdict() for info in state.infos] if state else [],
+            "counters": _counters(manager) if manager else {},
+            "log_bytes_per_draft": manager.log_bytes_per_draft if manager else 0,
+            "log_bytes": manager.log_bytes if manager else 0,
+            "fallbacks": dict(manager.fallbacks) if manager else {},
+            "begin_ns": times.begin_ns[:] if times else [],
+            "commit_ns": times.commit_ns[:] if times else [],
         }
-        if manager is not None:
-            report["counters"] = _counters(manager)
-            report["log_bytes_per_draft"] = manager.log_bytes_per_draft
-            report["log_bytes"] = manager.log_bytes
-            report["fallbacks"] = dict(manager.fallbacks)
-            report["state"] = manager.state.value
-            times = self.nwor_host_times
-            if times is not None:
-                report["begin_ns"] = times.begin_ns[:]
-                report["commit_ns"] = times.commit_ns[:]
-                times.begin_ns.clear()
-                times.commit_ns.clear()
+        if times is not None:
+            times.begin_ns.clear()
+            times.commit_ns.clear()
         return report
 
 
@@ -189,15 +171,7 @@ def _num_blocks(config: Any) -> int:
     """Those that the scheduler has: the workers' caches have shadow blocks besides."""
     reserved = getattr(config, "nwor_shadow", None)
     regions = reserved.values() if isinstance(reserved, dict) else ()
-    found: int = min(
-        (region.num_real_blocks for region in regions), default=config.num_blocks
-    )
-    return found
-
-
-def _groups(runner: Any) -> list[dict[str, Any]]:
-    state = getattr(runner, "nwor_state", None)
-    return [] if state is None else [info._asdict() for info in state.infos]
+    return min((one.num_real_blocks for one in regions), default=config.num_blocks)
 
 
 def _counters(manager: DraftCommitManager) -> dict[str, int]:

@@ -4,40 +4,9 @@
 #
 #   tools/gpu_run.sh [STEP [ARGUMENT...]]...
 #
-#   build                    install beside the vLLM that python3 finds: the wheel in
-#                            dist/ if there is one (make wheel), else this checkout
-#   kernels [PYTEST ARG...]  the ops against their reference, on the device
-#   engines [NAME...]        byte oracle, outputs and counters on the engines of
-#                            tests/gpu/engines.py: all of its MATRIX, or these
-#   sync [NAME...]           synchronising calls, launches, JIT compilation
-#   layouts [NAME...]        where each attention backend puts a slot's bytes
-#   sleep [NAME...]          sleep and wake-up, weights loaded anew
-#   audit [NAME...]          the KV audit at 100 %: silent on the engines, a flipped bit,
-#                            what vLLM's OffloadingConnector stores
-#   offload [NAME...]        beside vLLM's OffloadingConnector
-#   parallel                 the oracle on both ranks of two GPUs
-#   sanitizer [TOOL...]      compute-sanitizer: memcheck racecheck initcheck synccheck,
-#                            after a planted overrun was reported
-#   soak [MINUTES [off]]     tools/soak/soak.py on a server of an 8B shape (5); off: the
-#                            control, without NWOR
-#   bench-kernels [ARG...]   bench_kernels.py
-#   traffic                  tools/gpu/traffic.py: bytes that a launch moves, by ncu
-#   host-profile [CELL...]   tools/gpu/host_profile.py (default: one of each runner)
-#   bench [CELL...]          cells of tools/gpu/cells.py (default: the budgeted five)
-#
-# Without arguments: build kernels engines sync layouts. A step that fails or outlives
-# its limit does not stop the others; the exit status tells whether one did.
-# tools/gpu/lanes.py runs several of these beside each other on several GPUs.
-#
-# PYTHON        the Python that has vLLM and torch (python3)
-# NWOR_RESULTS  folder for result files (results/; with OUT set: a folder that ends as
-#               $OUT/results.tar.gz)
-# NWOR_SITE     folder of packages to install into (pip's own choice; if the first entry
-#               of PYTHONPATH holds vLLM: that one)
-# NWOR_CUDA_ARCHS  architectures to compile (90)
-# NWOR_COMMIT   what to record as the commit (what git says)
-# NWOR_LIMIT_S  longest time of each step, in seconds (a default for each)
-# NWOR_BENCH_S  seconds of pairs for each batch size of a cell (70)
+# Steps, their arguments and the variables that are read: tools/gpu/README.md. A step
+# that fails or outlives its limit does not stop the others; the exit status tells
+# whether one did.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -64,12 +33,16 @@ run_tests() { # pytest without what only developers want
     "$PYTHON" -m pytest -q -p no:cacheprovider --tb=short "$@"
 }
 
-names_to_filter() { # "a b" -> "a or b", as whole parameters; "" -> ""
-    local filter=""
-    for name in "$@"; do
-        filter="${filter:+$filter or }$name-"
+also() { # SUFFIX NAME...: " and (aSUFFIX or bSUFFIX)" for pytest -k; "" without names
+    local filter="" name
+    for name in "${@:2}"; do
+        filter="${filter:+$filter or }$name$1"
     done
-    echo "$filter"
+    echo "${filter:+ and ($filter)}"
+}
+
+gpu_tests() { # FILE ENGINE...: tests with the engine as their only parameter
+    run_tests -s "tests/gpu/test_$1.py" -k "test_$(also ] "${@:2}")"
 }
 
 step_build() {
@@ -156,46 +129,18 @@ step_kernels() {
 }
 
 step_engines() {
-    run_tests -s tests/gpu/test_engine_matrix.py -k "test_matrix$(also "$@")" || return
-    [ $# -gt 0 ] || run_tests -s tests/gpu/test_engine_matrix.py -k test_why
+    local file=tests/gpu/test_engine_matrix.py
+    run_tests -s $file -k "test_matrix$(also - "$@")" || return
+    [ $# -gt 0 ] || run_tests -s $file -k test_why
 }
 
-also() { # " and (a- or b-)" for names, "" without
-    local filter
-    filter=$(names_to_filter "$@")
-    echo "${filter:+ and ($filter)}"
-}
+step_sync() { gpu_tests no_sync "$@"; }
+step_layouts() { gpu_tests layouts "$@"; }
+step_audit() { gpu_tests audit "$@"; }
+step_offload() { gpu_tests offloading "$@"; }
 
-step_sync() {
-    run_tests -s tests/gpu/test_no_sync.py -k "test_$(also_ids "$@")"
-}
-
-step_layouts() {
-    run_tests -s tests/gpu/test_layouts.py -k "test_$(also_ids "$@")"
-}
-
-step_sleep() {
-    local filter
-    filter=$(also_ids "$@")
-    # Parameters end with the engine's name, or go on with the phase's.
-    run_tests -s tests/gpu/test_sleep.py \
-        -k "test_${filter:+ and (${filter# and }${*:+ or $(names_to_filter "$@")})}"
-}
-
-step_audit() {
-    run_tests -s tests/gpu/test_audit.py -k "test_$(also_ids "$@")"
-}
-
-step_offload() {
-    run_tests -s tests/gpu/test_offloading.py -k "test_$(also_ids "$@")"
-}
-
-also_ids() { # as also, for tests with the engine as their only parameter
-    local filter=""
-    for name in "$@"; do
-        filter="${filter:+$filter or }$name]"
-    done
-    echo "${filter:+ and ($filter)}"
+step_sleep() { # parameters end with the engine's name, or go on with the phase's
+    run_tests -s tests/gpu/test_sleep.py -k "test_$(also "" "${@/%/]}" "${@/%/-}")"
 }
 
 step_soak() {

@@ -6,7 +6,7 @@
     python tools/mutation_check.py --only int32_overflow
     python tools/mutation_check.py --json results/mutation_check.json
 
-A mutation (mutations.diff has them) replaces one piece of text, which must be there
+A mutation (mutations.yml has them) replaces one piece of text, which must be there
 exactly once. The copy holds what git would see of the checkout; its native library is
 built there, too, again after each mutation (only what changed is compiled). The tests
 have to pass in the copy before the first mutation. The checkout stays as it is.
@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -62,26 +64,13 @@ class Mutation(NamedTuple):
     new: str
 
 
-def read(text: str) -> tuple[Mutation, ...]:
-    """The mutations of a text like mutations.diff: `@@ file`, then of each mutation
-    `# name`, the lines of `old` behind "-" and those of `new` behind "+"."""
-    found: list[Mutation] = []
-    file = ""
-    for line in text.splitlines():
-        mark, rest = line[0], line[1:]
-        if mark == "@":
-            file = line.removeprefix("@@ ")
-        elif mark == "#":
-            found.append(Mutation(rest.strip(), file, "", ""))
-        else:
-            field = {"-": "old", "+": "new"}[mark]
-            before = getattr(found[-1], field)
-            joined = f"{before}\n{rest}" if before else rest
-            found[-1] = found[-1]._replace(**{field: joined})
-    return tuple(found)
-
-
-MUTATIONS = read(Path(__file__).with_name("mutations.diff").read_text("utf-8"))
+MUTATIONS = tuple(
+    Mutation(name, file, **change)
+    for file, changes in yaml.safe_load(
+        Path(__file__).with_name("mutations.yml").read_text("utf-8")
+    ).items()
+    for name, change in changes.items()
+)
 
 
 class MutationError(RuntimeError):
@@ -100,11 +89,8 @@ class TestRun(NamedTuple):
 
 @contextmanager
 def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
-    """The mutation is in `tree` while the block runs.
-
-    Raises:
-        MutationError: the file is not there, or `old` not exactly once in it.
-    """
+    """The mutation is in `tree` while the block runs. Raises MutationError if the file
+    is not there, or `old` not exactly once in it."""
     path = tree / mutation.file
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     if (found := before.count(mutation.old)) != 1:
@@ -125,30 +111,24 @@ def try_all(
     """Tries the mutations in `tree`, one after another. Gives what became of each:
     "caught" (by `tests`, the first ones to fail), "survived" or "error".
 
-    Raises:
-        MutationError: the tests do not pass without any; or as `applied` does, before
-            any of them was tried.
+    Raises MutationError if the tests do not pass without any; or as `applied` does,
+    before any of them was tried.
     """
     for mutation in mutations:
         with applied(mutation, tree):
             pass
     clean = run_tests(tree)
-    if clean.failed or clean.error:
-        found = clean.error or ", ".join(clean.failed)
+    if found := clean.error or ", ".join(clean.failed):
         raise MutationError(f"the tests do not pass without any mutation: {found}")
     for mutation in mutations:
         started = time.perf_counter()
         with applied(mutation, tree):
             run = run_tests(tree)
-        yield {
-            "name": mutation.name,
-            "file": mutation.file,
+        yield mutation._asdict() | {
             "outcome": "error" if run.error else "caught" if run.failed else "survived",
             "tests": list(run.failed),
             "error": run.error,
             "seconds": round(time.perf_counter() - started, 1),
-            "old": mutation.old,
-            "new": mutation.new,
         }
 
 
@@ -159,57 +139,46 @@ def copy_tree(to: Path) -> None:
     command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
-        source = ROOT / name
-        if source.is_file():  # not: deleted, but still in git's index
-            target = to / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
+        if (ROOT / name).is_file():  # not: deleted, but still in git's index
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
     (to / "site").mkdir()
     (to / "site" / "vllm_nwor").symlink_to(to / "vllm" / "v1" / "nwor")
 
 
+def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
+    """Exit status and output of this Python in `tree`; 124: it took too long."""
+    command, env = [sys.executable, *arguments], {**os.environ, **env}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=env, timeout=TIMEOUT_SECONDS, **output
+        )
+    except subprocess.TimeoutExpired:
+        return 124, f"more than {TIMEOUT_SECONDS} s"
+    return done.returncode, done.stdout
+
+
 def build_and_test(tree: Path) -> TestRun:
     """Builds the native library in `tree` and runs its TESTS."""
-    built = subprocess.run(
-        [sys.executable, "tools/native.py"],
-        cwd=tree,
-        env={**os.environ, "NWOR_CUDA": "OFF"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if built.returncode != 0:
-        said = (built.stdout + built.stderr)[-600:]
-        return TestRun(error=f"it does not compile: {said}")
+    status, said = run_python(tree, "tools/native.py", NWOR_CUDA="OFF")
+    if status:
+        return TestRun(error=f"it does not compile: {said[-600:]}")
     return run_pytest(tree, TESTS)
 
 
 def run_pytest(tree: Path, tests: Sequence[str]) -> TestRun:
     """Runs pytest in `tree` until TESTS_SHOWN tests have failed. Tests that could not
     even start (a fixture that broke, say) are no catch."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *tests, "-rf"]
-    command += [f"--maxfail={TESTS_SHOWN}", "-p", "no:cacheprovider"]
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(tree / "site"), str(tree)])
-    try:
-        done = subprocess.run(
-            [*command, "-m", "not nightly"],
-            cwd=tree,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return TestRun(error=f"the tests ran for more than {TIMEOUT_SECONDS} s")
-    failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    if done.returncode == 0:
-        return TestRun()
-    if done.returncode == 1 and failed:
+    options = ("-m", "pytest", "-q", "--tb=no", "-rf", f"--maxfail={TESTS_SHOWN}")
+    options += ("-p", "no:cacheprovider", "-m", "not nightly")
+    env = {"PYTHONPATH": f"{tree / 'site'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    status, said = run_python(tree, *options, *tests, **env)
+    failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", said, re.MULTILINE)
+    if status == 0 or (status == 1 and failed):
         return TestRun(tuple(failed))
-    tail = (done.stdout + done.stderr)[-600:]
-    return TestRun(error=f"pytest ended with status {done.returncode}: {tail}")
+    return TestRun(error=f"pytest ended with status {status}: {said[-600:]}")
 
 
 def main() -> int:

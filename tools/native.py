@@ -70,7 +70,7 @@ def find_tool(name: str) -> str:
     return found
 
 
-def build(output_dir: Path, build_root: Path = ROOT / "build") -> bool:
+def build(output_dir: Path) -> bool:
     """Builds the library and puts it into output_dir.
 
     Returns whether the file there changed. Raises NativeBuildError when something
@@ -79,7 +79,7 @@ def build(output_dir: Path, build_root: Path = ROOT / "build") -> bool:
     cuda = cuda_choice()
     archs = os.environ.get("NWOR_CUDA_ARCHS", "") if cuda == "ON" else ""
     name = "-".join(["native", cuda.lower(), *re.findall(r"\w+", archs)])
-    build_dir = build_root / name
+    build_dir = ROOT / "build" / name
     staged = build_dir / "out"
     options = {
         "TORCH_DIR": str(torch_dir()),
@@ -161,7 +161,6 @@ def main() -> int:
     package = ROOT / "vllm" / "v1" / "nwor"
     text = "where the library goes (default: beside the Python files)"
     parser.add_argument("--output-dir", type=Path, default=package, help=text)
-    parser.add_argument("--build-root", type=Path, default=ROOT / "build")
     parser.add_argument("--cuda", type=str.upper, choices=CUDA_CHOICES)
     text = 'compute capabilities, "90" or "80;90" (default: CMakeLists.txt\'s)'
     parser.add_argument("--archs", type=arch_list, help=text)
@@ -172,7 +171,7 @@ def main() -> int:
         if value is not None:
             os.environ[name] = value
     try:
-        build(args.output_dir.resolve(), args.build_root.resolve())
+        build(args.output_dir.resolve())
     except NativeBuildError as error:
         print(f"native build: {error}", file=sys.stderr)
         return 1

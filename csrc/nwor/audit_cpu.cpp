@@ -338,6 +338,9 @@ void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
     }
     const std::vector<int32_t> sums = checksums_of(bytes, slots);
     for (int64_t o = 0; o < group.block_size; ++o) {
+      if (is_written(group.records[first + o])) {
+        continue;
+      }
       std::copy_n(
           sums.data() + o * num_layers, num_layers,
           bytes.contents + (first + o) * bytes.num_columns + bytes.first_column);

@@ -436,6 +436,11 @@ NWOR_HOST_DEVICE inline void judge_suspect(const AuditRecordArgs& args, int64_t 
   }
 }
 
+// Whether a step has written the slot, or was to.
+NWOR_HOST_DEVICE inline bool is_written(const SlotRecord& record) {
+  return record.step != 0;
+}
+
 // Whether a slot is one whose bytes scan looks at.
 NWOR_HOST_DEVICE inline bool has_bytes(const SlotRecord& record) {
   return record.state == kSlotCommitted || record.state == kSlotUnknown;

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantee 6, point by point: every call of every op, every kind of error, a client
-that goes away in every phase of its request, memory that cannot be had, a worker that
-dies between log and commit.
+"""Guarantees 6 and 8, point by point: every call of every op, every kind of error, a
+client that goes away in every phase of its request, memory that cannot be had, a worker
+that dies between log and commit, a vLLM that has changed; and exactly what NWOR says.
 
-test_faults.py has what NWOR says then, and what STRICT does. The engines of this file
-are shared by its tests. Not covered: CUDA; sleep and weight reload (tests/gpu).
+No failure of NWOR's own may lose or change a token; each is counted, logged once and
+visible in metrics; VLLM_NWOR_STRICT raises instead. The engines of this file are shared
+by its tests. Not covered: faults inside a kernel (they kill the engine, as vLLM's own
+do); CUDA; sleep and weight reload (tests/gpu).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 import types
@@ -27,22 +30,25 @@ import torch
 
 from tests.helpers import worker_faults
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import Engine, Request, Result
-from tests.helpers.environment import REPO
+from tests.helpers.engine import Engine, Request, Result, prompt
+from tests.helpers.environment import (
+    REPO,
+    model_path,
+    nwor_settings,
+    result_of,
+    subprocess_env,
+)
 from tests.helpers.faults import failing, replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
+from vllm_nwor import plugin
 from vllm_nwor.config import Strict
 from vllm_nwor.draft_manager import NworError, State
 from vllm_nwor.hooks import discovery
 from vllm_nwor.ops import COUNTER_COLUMNS
 
 pytestmark = pytest.mark.e2e
-
-
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    return tuple((seed * 7919 + i * i * 31) % 30000 + 100 for i in range(length))
 
 
 # Two KV-cache groups: an op can fail for one of them. Two requests run at a time, so
@@ -89,15 +95,49 @@ def cow(off: Baseline) -> Engine:
     return engine
 
 
+def forget_fallbacks(engine: Engine) -> None:
+    """They are counted, logged and reported as from the start."""
+    engine.manager.fallbacks.clear()
+    engine.runner.nwor_state.report._told_fallbacks = {}
+
+
 @pytest.fixture(autouse=True)
 def all_is_back_to_normal(request: pytest.FixtureRequest) -> Any:
     """After each test of the shared engine nothing is left of its faults."""
     yield
     if "cow" in request.fixturenames:
         engine = request.getfixturevalue("cow")
-        engine.manager.fallbacks.clear()
+        forget_fallbacks(engine)
         assert engine.manager.state is State.IDLE
         assert not engine.llm.has_unfinished_requests()
+
+
+@pytest.fixture
+def strict(cow: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine as under VLLM_NWOR_STRICT=always. Afterwards a run is as ever."""
+    config = replace(cow.manager.config, strictness=Strict.ALWAYS)
+    with monkeypatch.context() as patched:
+        patched.setattr(cow.manager, "config", config)
+        yield
+    cow.llm.abort_request([*(request.name for request in ALL), "next"])
+    cow.run([LATE])
+
+
+def counters(engine: Engine) -> dict[str, int]:
+    """Of the newest engine, by name; fallbacks as "nwor_fallbacks/reason"."""
+    found = {}
+    for metric in engine.llm.get_metrics():
+        is_ours = metric.name.startswith(("vllm:nwor_", "vllm:spec_decode_num"))
+        if is_ours and hasattr(metric, "value"):
+            reason = metric.labels.get("reason")
+            name = metric.name.removeprefix("vllm:")
+            found[name if reason is None else f"{name}/{reason}"] = metric.value
+    return found
+
+
+def risen(engine: Engine, before: dict[str, int]) -> dict[str, int]:
+    after = counters(engine)
+    return {name: num - before.get(name, 0) for name, num in after.items()}
 
 
 def assert_same(found: Result, wanted: Result) -> None:
@@ -114,26 +154,41 @@ REASONS = {
 }
 
 
+VANILLA = (
+    "; the step ran as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
+)
+At = Callable[[int], bool] | int
+
+
 def run_with_fault(
-    engine: Engine, op: str, call: int, late: bool, error: Exception, wanted: Result
-) -> None:
-    """One run with one failing call: nothing is lost, and it is counted once."""
-    engine.manager.fallbacks.clear()
+    engine: Engine, op: str, at: At, late: bool, error: Exception, wanted: Result
+) -> SnapshotOracle:
+    """One run in which calls fail: nothing is lost, and each is counted once. The
+    cache: rejected slots hold old or new bytes, all else is as vanilla."""
+    forget_fallbacks(engine)
     inner = getattr(engine.manager.launches.ops, op)
-    broken = failing(inner, call, late, error)
-    oracle = SnapshotOracle(engine.probe)
+    broken = failing(inner, at, late, error)
+    oracle, before = SnapshotOracle(engine.probe), counters(engine)
     with replaced_ops(engine, **{op: broken}):
         found = engine.run(ALL, [oracle])
     assert_same(found, wanted)
-    assert engine.manager.fallbacks == {REASONS[op]: 1}
+    assert set(engine.manager.fallbacks) == {REASONS[op]}
+    num_failed = engine.manager.fallbacks[REASONS[op]]
     assert {violation.kind for violation in oracle.violations} <= {"not restored"}
-    assert len({violation.step for violation in oracle.violations}) <= 1
-    if op == "restore_rejected_drafts":
-        # One group's restore failed; the other group's was done all the same.
-        failed = engine.manager.groups[call % NUM_GROUPS]
-        layers = {layer.name for layer in failed.layers}
-        assert {violation.layer for violation in oracle.violations} <= layers
-    assert engine.manager.state is State.IDLE
+    assert len({violation.step for violation in oracle.violations}) <= num_failed
+    # They are in the metrics, and no breach of the counters' identities.
+    rise = risen(engine, before)
+    assert rise[f"nwor_fallbacks/{REASONS[op]}"] == num_failed
+    assert rise["nwor_breaches"] == 0
+    if isinstance(at, int):
+        assert num_failed == 1
+        assert engine.manager.state is State.IDLE
+        if op == "restore_rejected_drafts":
+            # One group's restore failed; the other group's was done all the same.
+            failed = engine.manager.groups[at % NUM_GROUPS]
+            layers = {layer.name for layer in failed.layers}
+            assert {violation.layer for violation in oracle.violations} <= layers
+    return oracle
 
 
 @pytest.mark.parametrize(
@@ -152,8 +207,105 @@ def test_whatever_an_op_raises_loses_nothing(
 ) -> None:
     with nwor_log() as lines:
         run_with_fault(cow, op, 4, False, error, off.result)
-    (line,) = lines
-    assert line.startswith(f"WARNING NWOR {REASONS[op]}: {op}: injected: ")
+    assert lines == [f"WARNING NWOR {REASONS[op]}: {op}: {error}{VANILLA}"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("always", [False, True], ids=["every_third", "always"])
+@pytest.mark.parametrize("op", REASONS)
+def test_an_op_may_fail_again_and_again(
+    op: str, always: bool, late: bool, off: Baseline, cow: Engine
+) -> None:
+    def fails(call: int) -> bool:
+        return always or call % 3 == 2
+
+    num_windows = sum(1 for step in off.result.steps if step.drafted)
+    error = RuntimeError("injected")
+    oracle = run_with_fault(cow, op, fails, late, error, off.result)
+    num_failed = cow.manager.fallbacks[REASONS[op]]
+    assert num_failed == num_windows if always else 1 < num_failed <= num_windows
+    if always and not late:
+        assert oracle.violations != []
+    cow.run([LATE])
+
+
+@pytest.mark.parametrize("op", REASONS)
+def test_strict_raises_where_an_op_fails(op: str, cow: Engine, strict: None) -> None:
+    broken = failing(getattr(cow.manager.launches.ops, op), lambda call: True)
+    expected = f"NWOR {REASONS[op]}: {op}: injected"
+    with (
+        replaced_ops(cow, **{op: broken}),
+        pytest.raises(NworError, match=f"^{re.escape(expected)}$"),
+    ):
+        cow.run(ALL)
+    after = {"begin_failed": State.VANILLA, "commit_failed": State.FAILED}
+    assert cow.manager.state is after[REASONS[op]]
+
+
+def test_a_copy_of_the_counters_that_fails(
+    off: Baseline, cow: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit fails late, and its counters cannot be copied out either: one fallback
+    like any other. That step is missing from the totals, and no other: the ring that
+    they are written to has been used once over by then."""
+    manager, name, before = cow.manager, "restore_rejected_drafts", counters(cow)
+    copy = failing(manager._copy_counters, 0)
+    monkeypatch.setattr(manager, "_copy_counters", copy)
+    restore = failing(getattr(manager.launches.ops, name), 9, True)
+    with replaced_ops(cow, **{name: restore}):
+        found = cow.run(ALL)
+    sizes = [sum(step.drafted.values()) for step in found.steps if step.drafted]
+    assert_same(found, off.result)
+    assert manager.fallbacks == {"commit_failed": 1}
+    rise = risen(cow, before)
+    assert rise["nwor_fallbacks/commit_failed"] == 1
+    assert rise["nwor_breaches"] == 0
+    lost = sizes[9 // NUM_GROUPS]
+    assert rise["nwor_tokens_staged"] == found.num_drafted - lost
+
+
+def vllm_fails(engine: Engine, where: str, state: State) -> Any:
+    """vLLM raises there from now on, in that state. Returns what to remove."""
+
+    def fail(*args: Any) -> None:
+        if engine.manager.state is state:
+            raise RuntimeError("injected into vLLM")
+
+    runner = engine.runner
+    module = runner.get_model() if where == "forward" else runner.rejection_sampler
+    return module.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("where", ["forward", "sampler"])
+def test_vllm_fails_between_begin_and_commit(where: str, cow: Engine) -> None:
+    """The next step finds a log that nobody committed, drops it (it never reaches the
+    cache) and counts it."""
+    manager = cow.manager
+    handle = vllm_fails(cow, where, State.LOGGED)
+    with pytest.raises(RuntimeError, match=r"^injected into vLLM$"):
+        cow.run(ALL)
+    handle.remove()
+    assert manager.state is State.LOGGED
+    logged = manager._num_drafts
+    cow.llm.abort_request([request.name for request in ALL])
+    oracle = SnapshotOracle(cow.probe)
+    with nwor_log() as lines:
+        cow.run([Request("next", prompt(9, 20), 12)], [oracle])
+    assert manager.fallbacks == {"stale_log": 1}
+    assert lines == [
+        f"WARNING NWOR stale_log: windows with {logged} drafts were dropped{VANILLA}"
+    ]
+    assert oracle.violations == []
+
+
+def test_a_stale_log_raises_under_strict(cow: Engine, strict: None) -> None:
+    handle = vllm_fails(cow, "forward", State.LOGGED)
+    with pytest.raises(RuntimeError, match=r"^injected into vLLM$"):
+        cow.run(ALL)
+    handle.remove()
+    cow.llm.abort_request([request.name for request in ALL])
+    with pytest.raises(NworError, match=r"^NWOR stale_log: windows with"):
+        cow.run([Request("next", prompt(9, 20), 12)])
 
 
 @pytest.mark.nightly
@@ -203,35 +355,26 @@ def test_a_missed_begin_is_counted_and_a_breach(
     assert_same(found, off.result)
     sizes = [sum(step.drafted.values()) for step in found.steps if step.drafted]
     assert cow.manager.fallbacks == {"begin_missed": len(sizes)}
-    rise = {name: n - before.get(name, 0) for name, n in counters(cow).items()}
+    rise = risen(cow, before)
     assert rise["nwor_breaches"] == len(sizes)
-    told = {
-        metric.labels["reason"]: metric.value
-        for metric in cow.llm.get_metrics()
-        if metric.name == "vllm:nwor_fallbacks"
-    }
-    assert told["begin_missed"] == len(sizes)
+    assert rise["nwor_fallbacks/begin_missed"] == len(sizes)
     assert rise["nwor_tokens_staged"] == 0
     assert lines[0] == (
         f"WARNING NWOR begin_missed: {sizes[0]} drafts were sampled that begin never "
-        "saw; the step ran as vanilla vLLM (further ones are counted in "
-        "vllm:nwor_fallbacks)"
+        f"saw{VANILLA}"
     )
     assert len([line for line in lines if "begin_missed" in line]) == 1
-    cow.manager.fallbacks.clear()
+    forget_fallbacks(cow)
     without_begin.undo()
     assert_same(cow.run(ALL), off.result)
     assert cow.manager.fallbacks == {}
 
 
 def test_a_missed_begin_raises_under_strict(
-    cow: Engine, without_begin: pytest.MonkeyPatch
+    cow: Engine, strict: None, without_begin: pytest.MonkeyPatch
 ) -> None:
-    strict = replace(cow.manager.config, strictness=Strict.ALWAYS)
-    without_begin.setattr(cow.manager, "config", strict)
     with pytest.raises(NworError, match=r"^NWOR begin_missed: \d+ drafts were sampled"):
         cow.run(ALL)
-    cow.llm.abort_request([request.name for request in ALL])
     assert cow.manager.fallbacks == {"begin_missed": 1}
 
 
@@ -260,15 +403,6 @@ def point(phase: str, result: Result) -> dict[str, int]:
     assert steps[0] > VICTIM.at + 1, "the victim does not wait"
     assert steps[1] < drafting[0], "the prefill is not in chunks"
     return PHASES[phase](steps, drafting)
-
-
-def counters(engine: Engine) -> dict[str, int]:
-    return {
-        metric.name.removeprefix("vllm:"): metric.value
-        for metric in engine.llm.get_metrics()
-        if metric.name.startswith(("vllm:nwor_", "vllm:spec_decode_num"))
-        and hasattr(metric, "value")
-    }
 
 
 def num_free_blocks(engine: Engine) -> int:
@@ -300,12 +434,46 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     # Guarantee 7, also for the window that nobody counted.
     in_flight = "abort_during" in abort
     dropped = ran[-1].drafted.get("victim", 0) if in_flight and ran else 0
-    rise = {name: n - before.get(name, 0) for name, n in counters(cow).items()}
+    rise = risen(cow, before)
     assert rise["nwor_dropped_drafts"] == dropped
     assert (dropped > 0) == (phase in ("with drafts in flight", "in its last step"))
     assert rise["nwor_tokens_staged"] == found.num_drafted
     assert found.num_drafted == rise["spec_decode_num_draft_tokens"] + dropped
     assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
+    assert rise["nwor_breaches"] == 0
+
+
+# --- engines of their own: the metrics are the newest one's from here on ------------
+
+
+@pytest.mark.parametrize("strict_", [False, True], ids=["", "strict"])
+def test_windows_beyond_the_log_are_vanilla(strict_: bool, off: Baseline) -> None:
+    """Beyond VLLM_NWOR_MAX_LOG_ROWS, and counted; those that fit are protected."""
+    settings = {"MAX_LOG_ROWS": "4", "STRICT": "always" if strict_ else "1"}
+    engine = Engine("cow", settings, **ARGUMENTS)
+    ScriptedDrafter(off.truth, mixture).attach(engine.runner)
+    if strict_:
+        with pytest.raises(NworError, match=r"^NWOR over_capacity: \d+ drafts"):
+            engine.run(ALL)
+        return
+    oracle, before = SnapshotOracle(engine.probe), counters(engine)
+    with nwor_log() as lines:
+        found = engine.run(ALL, [oracle])
+    assert_same(found, off.result)
+    sizes = [sum(step.drafted.values()) for step in found.steps]
+    too_big = [number for number, size in enumerate(sizes) if size > 4]
+    assert engine.manager.fallbacks == {"over_capacity": len(too_big)}
+    assert lines == [
+        f"WARNING NWOR over_capacity: {sizes[too_big[0]]} drafts do not fit the undo "
+        f"log of 4 rows{VANILLA}"
+    ]
+    assert len(too_big) < sum(1 for size in sizes if size), "no window fitted"
+    assert {violation.step for violation in oracle.violations} <= set(too_big)
+    assert oracle.violations != []
+    rise = risen(engine, before)
+    assert rise["nwor_tokens_staged"] == sum(size for size in sizes if size <= 4)
+    assert rise["nwor_fallbacks/over_capacity"] == len(too_big)
+    assert 0 < rise["nwor_committed_tokens"] < rise["spec_decode_num_accepted_tokens"]
     assert rise["nwor_breaches"] == 0
 
 
@@ -361,7 +529,7 @@ def staged_ops(
         patched.setattr(shadow, "ops", ops)
         yield ops
     staged.llm.abort_request([request.name for request in ALL])
-    staged.manager.fallbacks.clear()
+    forget_fallbacks(staged)
     assert_same(staged.run(ALL), off.result)
     assert num_shadow_entries(staged) == 0
     assert staged.manager.fallbacks == {}
@@ -414,24 +582,11 @@ def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
     assert staged.manager.state is State.FAILED
 
 
-def raise_in(where: str, engine: Engine) -> Any:
-    """vLLM raises there once drafts are staged. Returns what to remove."""
-
-    def fail(*args: Any) -> None:
-        if engine.manager.state is State.STAGED:
-            assert num_shadow_entries(engine) > 0
-            raise RuntimeError("injected into vLLM")
-
-    runner = engine.runner
-    module = runner.get_model() if where == "forward" else runner.rejection_sampler
-    return module.register_forward_pre_hook(fail)
-
-
 @pytest.mark.parametrize("where", ["forward", "sampler"])
 def test_tables_are_put_back_as_soon_as_vllm_fails(
     where: str, staged: Engine, staged_ops: types.SimpleNamespace
 ) -> None:
-    handle = raise_in(where, staged)
+    handle = vllm_fails(staged, where, State.STAGED)
     with (
         nwor_log() as lines,
         pytest.raises(RuntimeError, match=r"^injected into vLLM$"),
@@ -451,7 +606,7 @@ def test_a_table_that_cannot_be_put_back_does_not_hide_vllms_failure(
     """One group's; the other's is put back all the same."""
     error = RuntimeError("injected")
     staged_ops.unstage = failing(staged_ops.unstage, 0, False, error)
-    handle = raise_in("forward", staged)
+    handle = vllm_fails(staged, "forward", State.STAGED)
     with pytest.raises(RuntimeError, match=r"^injected into vLLM$"):
         staged.run(ALL)
     handle.remove()
@@ -543,6 +698,124 @@ def test_no_memory_for_the_undo_log(
     assert engine.manager is None
     (line,) = lines
     assert "no memory for the log" in line
+
+
+# --- a vLLM that is not as expected ---------------------------------------------------
+
+
+def test_register_twice() -> None:
+    """Nothing is wrapped twice, whatever calls register() again."""
+    first = Engine("cow")
+    runner_class = type(first.runner)
+    wrapped = runner_class._sample
+    with nwor_settings({"MODE": "cow"}):
+        plugin.register()
+        plugin._registered = False  # as in a process that lost the module
+        plugin.register()
+    assert runner_class._sample.__wrapped__ is wrapped.__wrapped__
+    assert not hasattr(runner_class._sample.__wrapped__, "__wrapped__")
+
+
+def test_bad_mode_starts_nothing() -> None:
+    """vLLM's own server ends with the sentence before it loads anything."""
+    sentence = "VLLM_NWOR_MODE='bogus' is not allowed; allowed values: off, stage, cow"
+    command = "vllm.entrypoints.openai.api_server"
+    done = subprocess.run(
+        [sys.executable, "-m", command, "--model", model_path("tiny-llama")],
+        env=subprocess_env(VLLM_NWOR_MODE="bogus"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.rstrip().endswith(f"NworConfigError: {sentence}")
+    assert "Starting to load model" not in done.stdout + done.stderr
+
+
+RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
+
+
+MISMATCH = (
+    f"{RUNNER_MODULE}.GPUModelRunner._sample has parameters (self, hidden, "
+    "spec_decode_metadata); expected it to begin with (self, logits, "
+    "spec_decode_metadata)"
+)
+
+
+CHANGED_VLLM = """
+import json
+from tests.helpers import environment
+environment.prepare()
+from vllm.v1.worker import gpu_model_runner
+original = gpu_model_runner.GPUModelRunner._sample
+def _sample(self, hidden, spec_decode_metadata):
+    return original(self, hidden, spec_decode_metadata)
+gpu_model_runner.GPUModelRunner._sample = _sample
+from tests.helpers.engine import Engine, Request
+from tests.helpers.logs import nwor_log
+with nwor_log() as lines:
+    engine = Engine("cow", disable_log_stats=False)
+result = engine.run([Request("one", tuple(range(10, 40)) * 2, 20)])
+print("RESULT " + json.dumps({
+    "tokens": result.tokens["one"],
+    "drafted": result.num_drafted,
+    "state": repr(engine.runner.__dict__.get("nwor_state")),
+    "log": lines,
+    "info": [
+        metric.labels
+        for metric in engine.llm.get_metrics()
+        if metric.name == "vllm:nwor_info"
+    ],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def changed_vllm() -> dict[str, Any]:
+    """An engine in mode cow, in a process whose vLLM renamed a parameter."""
+    return result_of(CHANGED_VLLM)
+
+
+def test_engine_on_a_changed_vllm_runs_as_vanilla(changed_vllm: dict[str, Any]) -> None:
+    """The tokens are vanilla's, nothing of the runner is hooked, one line says why."""
+    requests = [Request("one", tuple(range(10, 40)) * 2, 20)]
+    vanilla = Engine("off").run(requests)
+    assert changed_vllm["tokens"] == vanilla.tokens["one"]
+    assert changed_vllm["drafted"] == vanilla.num_drafted > 0
+    assert changed_vllm["state"] == "None"
+    assert changed_vllm["log"] == [f"ERROR NWOR is off for {RUNNER_MODULE}: {MISMATCH}"]
+
+
+def test_changed_vllm_is_in_the_metrics(changed_vllm: dict[str, Any]) -> None:
+    """vllm:nwor_info is there also when NWOR was asked for and refused."""
+    (info,) = changed_vllm["info"]
+    assert info["requested"] == "cow"
+    assert info["resolved"] == "off"
+    assert MISMATCH in info["reason"]
+
+
+def test_engine_without_speculation_is_refused_by_name() -> None:
+    """A configuration that NWOR does not protect: one line, a row of the gauge, and
+    vanilla outputs; an error under STRICT."""
+    reason = "no speculative decoding is configured"
+    requests = [Request("one", prompt(1, 30), 10)]
+    vanilla = Engine("off", speculative_config=None).run(requests)
+    with nwor_log() as lines:
+        engine = Engine("cow", speculative_config=None, disable_log_stats=False)
+        found = engine.run(requests)
+    assert found.tokens == vanilla.tokens
+    assert found.logprobs == vanilla.logprobs
+    assert engine.manager is None
+    assert lines == [f"WARNING NWOR cow requested; group 0: off ({reason})"]
+    (info,) = [m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info"]
+    assert info.value == 1
+    assert info.labels["requested"] == "cow"
+    assert info.labels["resolved"] == "off"
+    assert info.labels["reason"] == reason
+    expected = f"NWOR cow requested, refused: group 0: off ({reason})"
+    with pytest.raises(NworError, match=f"^{re.escape(expected)}$"):
+        Engine("cow", {"STRICT": "1"}, speculative_config=None)
 
 
 # --- processes ------------------------------------------------------------------------

@@ -38,7 +38,8 @@ RUNNERS = {"ngram": "v1", "draft_model": "v1", "eagle": "v2", "mtp": "v2"}
 class EngineSpec:
     """One engine.
 
-    drafter: a key of RUNNERS; it settles the model runner. backend: attention backend.
+    drafter: a key of RUNNERS; it settles the model runner, unless `on` does.
+    backend: attention backend.
     graphs: vLLM's cudagraph_mode, or EAGER. kv_cache: vLLM's kv_cache_dtype, "auto" for
     bf16. num_blocks: KV blocks, few on purpose. kv_layout: NHD or HND by
     VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector keeps blocks on the host.
@@ -56,10 +57,11 @@ class EngineSpec:
     kv_layout: str | None = None
     tensor_parallel: int = 1
     offloads: bool = False
+    on: str = ""
 
     @property
     def runner(self) -> str:
-        return RUNNERS[self.drafter]
+        return self.on or RUNNERS[self.drafter]
 
     @property
     def is_mla(self) -> bool:
@@ -285,14 +287,36 @@ SLEEP = (
     _spec("sleep-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
 )
 
+# Drafters that vLLM 0.33 brought to the V2 runner.
+NEWER = (
+    _spec(
+        "ngram-flash-v2-async",
+        *("ngram", "FLASH_ATTN", "FULL_AND_PIECEWISE", "auto", True),
+        on="v2",
+    ),
+    _spec(
+        "draft-flash-v2-async",
+        *("draft_model", "FLASH_ATTN", "FULL", "fp8", True),
+        on="v2",
+    ),
+)
+
 # Its drafter reads a copy of the block table that was made while shadow pages were in
 # it: staged all the same, it would read a cache that nobody has written.
 COPYING = _spec("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto", False)
 # Engines whose OffloadingConnector stores what was never written (vLLM 0.26.0); the
 # first one's drafter is left out.
 CORRUPTING = (
-    _spec("corrupting-v2", "eagle", "FLASH_ATTN", "EAGER", "auto", False),
-    _spec("corrupting-v1-ngram", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
+    _spec(
+        "corrupting-v2",
+        *("eagle", "FLASH_ATTN", "EAGER", "auto", False),
+        offloads=True,
+    ),
+    _spec(
+        "corrupting-v1-ngram",
+        *("ngram", "FLASH_ATTN", "EAGER", "auto", False),
+        offloads=True,
+    ),
 )
 # Beside the OffloadingConnector, so few blocks that prompts come back from the host.
 OFFLOADING = (
@@ -310,7 +334,10 @@ OFFLOADING = (
     ),
 )
 
-_ALL = (*MATRIX, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING, COPYING)
+_ALL = (
+    *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
+    COPYING,
+)
 BY_NAME = {spec.name: spec for spec in _ALL}
 
 FACTORS = (

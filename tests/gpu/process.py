@@ -112,7 +112,9 @@ def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = start(spec, models, report)
     engine.prepare()
     (row,) = (row for row in rows(spec) if row.name == "batch 8")
+    before = engine.counters()
     found = run_row(engine, row, watched=False)
+    report.save(counters=rise(before, engine.counters()))
     groups = engine.rpc("nwor_report")[0]["groups"]
     report.save(tokens=found["tokens"], groups=groups)
 
@@ -194,16 +196,6 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(flipped=flipped, found=engine.rpc("test_audit"))
 
 
-CONNECTOR = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": 1 << 28,
-        "offload_prompt_only": False,
-    },
-}
-
-
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     """Texts of whole blocks are stored when their requests end, then loaded by requests
     that go on from there; those are asked again with a salt, so that nothing is found
@@ -211,9 +203,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     from tests.helpers.offloading_fault import final_slots
 
     are_stored = os.environ["NWOR_TEST_FAULT"] == "1"
-    more: dict[str, Any] = {"kv_transfer_config": CONNECTOR}
-    if spec.runner == "v2":
-        more["speculative_config"] = None
+    more = {"speculative_config": None} if spec.runner == "v2" else {}
     with final_slots(are_stored) as is_faulty:
         engine = start(spec, models, report, **more)
         engine.rpc("test_randomize", 20)
@@ -235,7 +225,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             )
             for n, request in enumerate(first)
         )
-        loaded = engine.play(Row("later", (later, filler)))
+        loaded = engine.run(Row("later", (later, filler)))  # all from the host
         fresh = tuple(
             replace(
                 request,

@@ -29,8 +29,9 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not entries:
         return
-    path = Path(folder) / name
     where = environment.describe("cuda", REPO)
+    name = environment.of_release(name.removesuffix(".json"), where) + ".json"
+    path = Path(folder) / name
     with locked(path.parent):
         known: dict[str, Any] = {}
         for source in (REPO / "results" / name, path):

@@ -119,10 +119,15 @@ def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
     size = BY_NAME[engine].block_size
     found = findings(run.report["audit"])
     stored = [finding for finding in found if finding["kind"] == "handed_on"]
-    assert stored
-    assert {finding["slot"] % size for finding in stored} == {size - 1}
-    assert {finding["position"] for finding in stored} == {4 * size - 1}
-    assert all(finding["owner"].startswith("first/") for finding in stored)
+    # The last token of a text of 64, and of 32.
+    places = {
+        (f["owner"].split("/")[0], f["position"], f["slot"] % size) for f in stored
+    }
+    assert ("first", 4 * size - 1, size - 1) in places
+    assert places <= {
+        ("first", 4 * size - 1, size - 1),
+        ("filler", 2 * size - 1, size - 1),
+    }
     if BY_NAME[engine].runner == "v1":  # some hold the request's own rejected draft
         assert any(f["writer"]["request"] == f["owner"] for f in stored)
     # It is what the loaded text's logprobs show, against the mended engine's noise.

@@ -12,13 +12,15 @@ machines lack.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.version import parse
 
 from tests.gpu import results
 from tests.gpu.compare import CHECKS, OFF, ON, judge
-from tests.gpu.engines import BY_NAME, COPYING, MATRIX, PARALLEL, EngineSpec
+from tests.gpu.engines import BY_NAME, COPYING, MATRIX, NEWER, PARALLEL, EngineSpec
 from tests.gpu.pool import Finished, Pool
 
 Verdict = dict[str, Any]
@@ -61,6 +63,13 @@ def verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
 
 
 @pytest.fixture(scope="session")
+def newer_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
+    if parse(version("vllm")) < parse("0.33"):
+        pytest.skip("this vLLM has these drafters on V1 only")
+    return judge_all(pool, selected(request, "newer_verdicts"))
+
+
+@pytest.fixture(scope="session")
 def parallel_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
     pool.jobs = 1
     return judge_all(pool, selected(request, "parallel_verdicts"))
@@ -85,6 +94,14 @@ def test_matrix(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("engine", [spec.name for spec in NEWER])
+def test_matrix_of_newer_vllm(
+    newer_verdicts: dict[str, Verdict], engine: str, check: str
+) -> None:
+    assert_check(newer_verdicts[engine], check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("engine", [spec.name for spec in PARALLEL])
 def test_two_ranks(
     parallel_verdicts: dict[str, Verdict], engine: str, check: str
@@ -104,8 +121,19 @@ def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:
         "outputs", COPYING, "stage", NWOR_TEST_VIEWS=COPYING.backend, **lenient
     )
 
-    for run in (off, refused, forced):
+    runs = {"off": off, "refused": refused, "forced": forced}
+    for run in runs.values():
         assert run.is_complete, run.trouble()
+    entries = {
+        f"{COPYING.name}-{name}": {
+            "groups": run.report["groups"],
+            "counters": run.report["counters"],
+            "is_vanillas": run.report["tokens"] == off.report["tokens"],
+            "facts": results.facts(run.report),
+        }
+        for name, run in runs.items()
+    }
+    results.save("gpu_copied_table.json", "gpu_copied_table", "make gpu-test", entries)
     resolved = [run.report["groups"][0]["resolved"] for run in (refused, forced)]
     assert resolved == ["cow", "stage"]
     assert "may copy the block table" in refused.report["groups"][0]["reason"]

@@ -129,10 +129,14 @@ class ScriptedDrafter:
         return tokens
 
 
-def truth_of(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+def truth_of(
+    engine: Engine, requests: Sequence[Request], without_drafts: bool = True
+) -> dict[str, list[int]]:
     """What the target writes for each request: prompt, then NUM_DRAFTS tokens more
-    than it was asked for. Runs them without drafts; removes arrivals and aborts."""
-    ScriptedDrafter({}, no_drafts).attach(engine.runner)
+    than it was asked for. Runs them without drafts, or with those of the engine's
+    drafter; removes arrivals and aborts."""
+    if without_drafts:
+        ScriptedDrafter({}, no_drafts).attach(engine.runner)
     plain = [
         Request(r.name, r.prompt, r.max_tokens + NUM_DRAFTS, params=r.params)
         for r in requests

@@ -13,8 +13,11 @@ worker_probe.py does there what the probe does here.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -169,7 +172,20 @@ def one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-_all_engines: list[Engine] = []  # kept: an LLMEngine that dies takes caches with it
+_engines: list[Engine] = []
+_shared: dict[str, Engine] = {}
+MOST_SHARED = 6
+
+
+def forget_engines() -> None:
+    """Frees the memory of engines that nobody uses: but for the process's first one,
+    whose end would be that of vLLM's process groups."""
+    _shared.clear()
+    if len(_engines) > 1:
+        del _engines[1:]
+        gc.unfreeze()  # vLLM freezes what is there when an engine has started
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Engine:
@@ -208,11 +224,11 @@ class Engine:
                 unwrap_instance(self.core.scheduler)
             self.probe = RunnerProbe(self.runner)
             finalizer = getattr(self.llm.engine_core, "_finalizer", None)
-            if _all_engines and finalizer is not None:  # 0.29 has none
+            if _engines and finalizer is not None:  # 0.29 has none
                 # At exit vLLM would collect garbage twice an engine, 0.8 s each; for
                 # the first one it may: without any, triton complains of leaks.
                 finalizer.detach()
-        _all_engines.append(self)
+        _engines.append(self)
 
     @property
     def audit(self) -> Any:
@@ -283,6 +299,42 @@ class Engine:
             grammar = added.structured_output_request
             while grammar is not None and not grammar.is_grammar_ready:
                 time.sleep(0.005)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(100, 40000) for _ in range(length))
+
+
+def like_off(
+    mode: str,
+    settings: dict[str, str] | None = None,
+    *,
+    num_groups: int = 1,
+    can_stage: bool = True,
+    **arguments: Any,
+) -> Engine:
+    """An engine whose scheduler has as many blocks as an off engine's: in mode stage
+    there are shadow blocks beside them, two for each of DEFAULTS' sequences in each of
+    `num_groups` KV-cache groups. can_stage: False where NWOR then reserves none."""
+    settings = dict(settings or {})
+    if mode == "stage":
+        num_shadow = 2 * DEFAULTS["max_num_seqs"] * num_groups
+        settings["SHADOW_BLOCKS"] = str(num_shadow)
+        if can_stage:
+            name = "num_gpu_blocks_override"
+            arguments = arguments | {name: (DEFAULTS | arguments)[name] + num_shadow}
+    return Engine(mode, settings, **arguments)
+
+
+def shared(mode: str, **arguments: Any) -> Engine:
+    """`like_off`, or the engine that it gave before; so many are kept, in a file."""
+    key = repr((mode, sorted(arguments.items())))
+    if key not in _shared:
+        if len(_shared) == MOST_SHARED:
+            forget_engines()
+        _shared[key] = like_off(mode, **arguments)
+    return _shared[key]
 
 
 class _InFlightAborts(Observer):

@@ -32,33 +32,27 @@ VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "NUMBA_NUM_THREADS": "1",  # it sets the number for all of OpenMP otherwise
 }
-SETTINGS = (
-    "VLLM_NWOR_MODE",
-    "VLLM_NWOR_EMIT_METRICS",
-    "VLLM_NWOR_STRICT",
-    "VLLM_NWOR_DEBUG_SYNC",
-    "VLLM_NWOR_MAX_LOG_ROWS",
-    "VLLM_NWOR_SHADOW_BLOCKS",
-    "VLLM_NWOR_AUDIT",
-    "VLLM_NWOR_AUDIT_MIB",
-    "VLLM_NWOR_ON_REJECT",
-    "VLLM_NWOR_AUDIT_FILE",
-)
+PREFIX = "VLLM_NWOR_"
 
 
 def prepare() -> None:
     """Sets VARIABLES in this process and clears NWOR's own; called by conftest."""
     os.environ.update(VARIABLES)
-    for name in SETTINGS:
-        os.environ.pop(name, None)
+    _take_settings()
+
+
+def _take_settings() -> dict[str, str]:
+    """NWOR's variables, which this process has no longer."""
+    names = [name for name in os.environ if name.startswith(PREFIX)]
+    return {name: os.environ.pop(name) for name in names}
 
 
 def subprocess_env(**changes: str | None) -> dict[str, str]:
     """This process's environment without NWOR's variables, then `changes` (None
     removes a variable)."""
-    # The last one vLLM sets itself, for the workers of engines in this process.
-    left_out = (*SETTINGS, "VLLM_DIST_IDENT")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    # The second one vLLM sets itself, for the workers of engines in this process.
+    left_out = (PREFIX, "VLLM_DIST_IDENT")
+    env = {k: value for k, value in os.environ.items() if not k.startswith(left_out)}
     for name, value in changes.items():
         if value is None:
             env.pop(name, None)
@@ -71,15 +65,13 @@ def subprocess_env(**changes: str | None) -> dict[str, str]:
 def nwor_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """NWOR's variables are exactly `settings` (MODE="cow" sets VLLM_NWOR_MODE) while
     the block runs; afterwards what they were."""
-    before = {name: os.environ.pop(name, None) for name in SETTINGS}
-    os.environ.update({f"VLLM_NWOR_{name}": value for name, value in settings.items()})
+    before = _take_settings()
+    os.environ.update({PREFIX + name: value for name, value in settings.items()})
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _take_settings()
+        os.environ.update(before)
 
 
 def model_path(name: str) -> str:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def nwor_log() -> Iterator[list[str]]:
-    """The list that gets "LEVEL message" for each line NWOR logs in the block."""
+    """The list that gets "LEVEL message" for each line, from INFO on, that NWOR logs in
+    the block."""
     lines: list[str] = []
 
     class Handler(logging.Handler):
@@ -18,9 +19,11 @@ def nwor_log() -> Iterator[list[str]]:
             lines.append(f"{record.levelname} {record.getMessage()}")
 
     logger = logging.getLogger("vllm.v1.nwor")
-    handler = Handler()
+    handler, level = Handler(), logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield lines
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)

@@ -186,7 +186,7 @@ hosts()
 import vllm_nwor.plugin
 vllm_nwor.plugin.register = lambda: None
 import pytest
-chosen = "bf16 and (restored or vanilla or committed or staged)"
+chosen = "bf16 and (vanilla or exact)"
 tests = ["tests/integration/test_byte_oracle.py", "-k", chosen]
 status = pytest.main([*tests, "-q", "-p", "no:cacheprovider"])
 assert vllm_nwor.plugin.register() is None
@@ -203,4 +203,4 @@ def test_the_byte_oracle_passes_without_the_plugin(patched: Path) -> None:
     code = f"TREE = {str(patched)!r}\nos.chdir({str(REPO)!r})\n{ORACLE}"
     done = run(patched, code, VLLM_NWOR_MODE="stage")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert " 5 passed" in f" {done.stdout.splitlines()[-1]}"
+    assert " 3 passed" in f" {done.stdout.splitlines()[-1]}"

@@ -31,9 +31,8 @@ from tests.helpers.runner_probe import Observer, Step, request_name
 from tests.integration.test_byte_oracle import (
     CACHES,
     FEW_BLOCKS,
-    HAS_AVX512,
-    NUM_SHADOW_BLOCKS,
     REQUESTS,
+    case_of,
     prompt,
 )
 from vllm_nwor.audit.findings import AuditError, Finding
@@ -62,14 +61,7 @@ CLEAN = [
 
 @pytest.mark.parametrize(("mode", "cache"), CLEAN)
 def test_a_clean_run_has_no_finding(mode: str, cache: str) -> None:
-    if cache == "fp8" and not HAS_AVX512:
-        pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
-    arguments, settings = dict(CACHES[cache]), dict(EVERYTHING)
-    if mode == "stage":  # as many blocks for requests as in the other modes
-        num_shadow = NUM_SHADOW_BLOCKS.get(cache, 16)
-        settings["SHADOW_BLOCKS"] = str(num_shadow)
-        arguments["num_gpu_blocks_override"] += num_shadow
-    engine = Engine(mode, settings, **arguments)
+    engine = case_of(cache).engine(mode, EVERYTHING)
     truth = truth_of(engine, REQUESTS)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     engine.poison_caches()

@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarantees 1 to 3, byte by byte, on real engines (CPU_ATTN, bf16 and fp8 caches).
 
-Where a slot's bytes lie, and which drafts were rejected, is worked out here from vLLM
-alone (tests/helpers). Each oracle is shown to report vanilla vLLM and several ways to
-restore wrongly. Not covered: block copies (vLLM 0.32 makes them for mamba models only),
-attention on AMX and ARM (it needs such a machine), CUDA.
+A case is three engines, off, cow and stage, with the same history, that play the same
+requests under the oracles. Where a slot's bytes lie, and which drafts were rejected, is
+worked out from vLLM alone (tests/helpers). Each oracle is shown to report vanilla vLLM
+and several ways to restore wrongly. test_reach.py has more methods and models. Not
+covered: block copies (vLLM 0.32 makes them for mamba models only), attention on AMX and
+ARM (it needs such a machine), CUDA.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.byte_map import owners, probed_owners
-from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result
+from tests.helpers.drafters import (
+    Plan,
+    ScriptedDrafter,
+    all_wrong,
+    mixture,
+    truth_of,
+)
+from tests.helpers.engine import (
+    BLOCK_SIZE,
+    Engine,
+    Request,
+    Result,
+    check_counts,
+    counts,
+    like_off,
+    prompt,
+    shared,
+)
 from tests.helpers.faults import replaced_ops
 from tests.helpers.oracle import (
     HashRecorder,
@@ -41,7 +58,7 @@ FEW_BLOCKS: dict[str, Any] = {
     "max_model_len": 416,
     "enable_prefix_caching": True,
 }
-CACHES = {
+CACHES: dict[str, dict[str, Any]] = {
     "bf16": FEW_BLOCKS,
     "fp8": FEW_BLOCKS | {"kv_cache_dtype": "fp8"},
     # Heads of 48 make CPU_ATTN take its other packing, "vec16".
@@ -50,13 +67,6 @@ CACHES = {
     "sliding_window": FEW_BLOCKS
     | {"model": "tiny-gemma3", "num_gpu_blocks_override": 26},
 }
-
-
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return tuple(draw.randrange(100, 40000) for _ in range(length))
-
-
 SHARED = prompt(0, 70)
 REQUESTS = (
     Request("long", SHARED + prompt(1, 230), 40),  # more than a step's tokens
@@ -72,103 +82,163 @@ REQUESTS = (
 FEW_REQUESTS = REQUESTS[1:3]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What engines are made of, under scripted drafts.
+
+    keeps_drafter: the method's own drafter runs below the script. groups: KV-cache
+    groups that are protected; num_native: those that vLLM makes transactional itself.
+    num_drafter_layers: cached layers that are the drafter's. stage: what a group
+    becomes in mode stage.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    keeps_drafter: bool = False
+    plan: Plan = mixture
+    num_groups: int = 1
+    num_native: int = 0
+    num_drafter_layers: int = 0
+    stage: str = "stage"
+
+    def engine(self, mode: str, settings: dict[str, str] | None = None) -> Engine:
+        return like_off(
+            mode,
+            settings,
+            num_groups=self.num_groups,
+            can_stage=self.stage == "stage",
+            **self.arguments,
+        )
+
+
+def case_of(cache: str) -> Case:
+    if cache == "fp8" and not HAS_AVX512:
+        pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
+    return Case(CACHES[cache], num_groups=1 + (cache == "sliding_window"))
+
+
 @dataclass
 class Run:
-    """One engine's run of REQUESTS under both oracles."""
+    """One engine's run under the oracles. own: what its drafter proposed itself."""
 
     engine: Engine
     truth: dict[str, list[int]]
-    oracle: SnapshotOracle
+    oracle: SnapshotOracle | ShadowOracle
     hashes: HashRecorder
     result: Result
+    own: list[Any]
 
 
 def watch(
     engine: Engine,
-    requests: Sequence[Request],
+    requests: Sequence[Request] = REQUESTS,
     truth: dict[str, list[int]] | None = None,
+    case: Case | None = None,
     num_threads: int = 1,
+    is_counted: bool = True,
 ) -> Run:
-    """Runs `requests`, some drafts right and some wrong, under both oracles."""
-    own_truth = truth_of(engine, requests)
+    """Plays `requests` twice: to learn what the target says, unless `truth` tells, and
+    under the oracles, some drafts right and some wrong. is_counted: NWOR's counters are
+    checked, too."""
+
+    case = case or Case()
+
+    def script(texts: dict[str, list[int]], plan: Plan) -> ScriptedDrafter:
+        drafter = ScriptedDrafter(texts, plan)
+        attach = drafter.attach_over if case.keeps_drafter else drafter.attach
+        attach(engine.runner)
+        return drafter
+
+    script({}, all_wrong)
+    own_truth = truth_of(engine, requests, without_drafts=False)
     truth = truth or own_truth
-    ScriptedDrafter(truth, mixture).attach(engine.runner)
+    drafter = script(truth, case.plan)
     engine.poison_caches()
-    oracle, hashes = SnapshotOracle(engine.probe), HashRecorder(engine.probe)
+    oracle: SnapshotOracle | ShadowOracle = SnapshotOracle(engine.probe)
+    if engine.manager is not None and engine.manager.shadow is not None:
+        num_real = engine.core.scheduler.kv_cache_config.num_blocks
+        oracle = ShadowOracle(engine.runner, engine.probe, num_real)
+    hashes = HashRecorder(engine.probe)
+    before = counts(engine)
     result = engine.run(requests, [oracle, hashes], num_threads)
-    assert result.num_accepted > 0
-    assert oracle.num_dirty > 100
-    return Run(engine, truth, oracle, hashes, result)
+    if engine.manager is not None and is_counted:
+        check_counts(engine, before, result)
+    assert 0 < result.num_accepted < result.num_drafted
+    return Run(engine, truth, oracle, hashes, result, drafter.own)
+
+
+def check_off(off: Run, case: Case) -> None:
+    """The case is what it says. Required of the oracle: without NWOR it reports every
+    slot that a rejected draft changed, in every layer, and nothing else."""
+    assert off.engine.manager is None
+    assert {violation.kind for violation in off.oracle.violations} == {"not restored"}
+    targets = set(off.engine.probe.target_layers())
+    assert {violation.layer for violation in off.oracle.violations} == targets
+    num_slots = sum(len(violation.slots) for violation in off.oracle.violations)
+    assert num_slots == off.oracle.num_dirty
+    assert len(off.engine.probe.drafter_layers()) == case.num_drafter_layers
+    assert any(map(any, off.own)) == case.keeps_drafter
+
+
+def check_on(off: Run, on: Run, case: Case) -> None:
+    """Nothing rejected is left, in mode stage no draft has touched a block of a
+    request, the drafter saw what it sees without NWOR, and every output is the same.
+    The cache is a function of the committed tokens: it equals off's at every slot of
+    the scheduler's blocks after every step, and where off's last write was a rejected
+    draft it equals what off held before; no slot is excepted."""
+    expected = case.stage if on.engine.mode == "stage" else on.engine.mode
+    resolved = [info.resolved for info in on.engine.runner.nwor_state.infos]
+    assert sorted(resolved) == sorted(
+        [expected] * case.num_groups + ["native"] * case.num_native
+    )
+    assert on.oracle.violations == []
+    if isinstance(on.oracle, ShadowOracle):
+        assert on.oracle.num_staged > 50
+    else:
+        assert on.oracle.num_dirty > 50
+    assert on.own == off.own
+    for part in ("tokens", "logprobs", "text", "finish", "cached"):
+        assert getattr(on.result, part) == getattr(off.result, part), part
+    assert on.result.schedule() == off.result.schedule()
+    committed, num_dirty = committed_hashes(off.hashes, off.result.steps)
+    assert num_dirty > 50, "it cannot tell vanilla"
+    num_blocks = off.engine.runner.kv_cache_config.num_blocks
+    assert on.engine.core.scheduler.kv_cache_config.num_blocks == num_blocks
+    found = [
+        {name: hashes[:num_blocks] for name, hashes in step.items()}
+        for step in (on.hashes.start, *on.hashes.steps)
+    ]
+    assert differences([off.hashes.start, *committed], found) == []
 
 
 @pytest.fixture(scope="module", params=CACHES)
-def cache(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def runs(cache: str) -> tuple[Run, Run]:
-    """An off and a cow engine with the same history, after the same arrivals."""
-    if cache == "fp8" and not HAS_AVX512:
-        pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
-    off = watch(Engine("off", **CACHES[cache]), REQUESTS)
-    cow = watch(Engine("cow", **CACHES[cache]), REQUESTS, off.truth)
-    return off, cow
-
-
-@dataclass
-class StagedRun:
-    """One engine's run of REQUESTS in mode stage. num_real: blocks that its scheduler
-    has, as many as the off engine's."""
-
-    engine: Engine
-    oracle: ShadowOracle
-    hashes: HashRecorder
-    result: Result
-
-    def real_hashes(self) -> list[dict[str, torch.Tensor]]:
-        """Of the start and of each step, without the shadow blocks."""
-        return [
-            {name: hashes[: self.oracle.num_real] for name, hashes in step.items()}
-            for step in (self.hashes.start, *self.hashes.steps)
-        ]
-
-
-def watch_staged(engine: Engine, truth: dict[str, list[int]]) -> StagedRun:
-    truth_of(engine, REQUESTS)  # as `watch` does: blocks are free in the same order
-    ScriptedDrafter(truth, mixture).attach(engine.runner)
-    engine.poison_caches()
-    num_real = engine.core.scheduler.kv_cache_config.num_blocks
-    oracle = ShadowOracle(engine.runner, engine.probe, num_real)
-    hashes = HashRecorder(engine.probe)
-    result = engine.run(REQUESTS, [oracle, hashes])
-    return StagedRun(engine, oracle, hashes, result)
-
-
-# Shadow blocks for all of DEFAULTS' 8 sequences, in up to two groups.
-NUM_SHADOW_BLOCKS = {"sliding_window": 32}
-
-
-@pytest.fixture(scope="module")
-def staged(cache: str, runs: tuple[Run, Run]) -> tuple[Run, StagedRun]:
-    """The off engine's run, and that of a stage engine whose scheduler has as many
-    blocks."""
-    num_shadow = NUM_SHADOW_BLOCKS.get(cache, 16)
-    arguments = dict(CACHES[cache])
-    arguments["num_gpu_blocks_override"] += num_shadow
-    engine = Engine("stage", {"SHADOW_BLOCKS": str(num_shadow)}, **arguments)
-    return runs[0], watch_staged(engine, runs[0].truth)
+def off(request: pytest.FixtureRequest) -> tuple[Run, Case]:
+    """vLLM's own run of a case."""
+    case = case_of(request.param)
+    return watch(case.engine("off"), case=case), case
 
 
 @pytest.fixture(scope="module")
 def cow() -> Engine:
-    return Engine("cow", **FEW_BLOCKS)
+    return shared("cow", **FEW_BLOCKS)
 
 
-def test_byte_map_is_what_vllms_writer_does(runs: tuple[Run, Run]) -> None:
+def test_byte_map_is_what_vllms_writer_does(off: tuple[Run, Case]) -> None:
     """The formulas that the oracles rest on, against vLLM's own writer."""
-    for layer in runs[0].engine.probe.layers().values():
+    for layer in off[0].engine.probe.layers().values():
         assert torch.equal(owners(layer), probed_owners(layer))
+
+
+def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
+    run, case = off
+    check_off(run, case)
+    assert run.result.num_preemptions > 0
+    assert max(run.result.cached.values()) >= BLOCK_SIZE
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_bytes_and_outputs_are_exact(mode: str, off: tuple[Run, Case]) -> None:
+    run, case = off
+    check_on(run, watch(case.engine(mode), REQUESTS, run.truth, case), case)
 
 
 @pytest.mark.parametrize(
@@ -214,71 +284,10 @@ def test_hash_sees_every_byte() -> None:
     assert torch.equal(hash_rows(rows.clone()), plain)
 
 
-def test_rejected_slots_are_restored_and_nothing_else_changes(
-    runs: tuple[Run, Run],
-) -> None:
-    """Guarantee 1 and the first half of 2: snapshots at each step of one engine."""
-    cow = runs[1]
-    assert cow.oracle.violations == []
-    assert not cow.engine.manager.fallbacks
-
-
-def test_oracle_fails_on_vanilla(runs: tuple[Run, Run]) -> None:
-    """Required of the oracle: without NWOR it reports every slot that a rejected
-    draft changed, in every layer, and nothing else."""
-    off = runs[0]
-    assert off.engine.manager is None
-    assert {violation.kind for violation in off.oracle.violations} == {"not restored"}
-    layers = {violation.layer for violation in off.oracle.violations}
-    assert layers == set(off.engine.probe.target_layers())
-    num_slots = sum(len(violation.slots) for violation in off.oracle.violations)
-    assert num_slots == off.oracle.num_dirty
-
-
-def test_cache_is_a_function_of_committed_tokens(runs: tuple[Run, Run]) -> None:
-    """The second half of guarantee 2, and more: cow's cache equals off's at every
-    slot, and where off's last write was a rejected draft it equals what off held
-    before; no slot is excepted."""
-    off, cow = runs
-    assert off.result.schedule() == cow.result.schedule()
-    assert off.result.num_preemptions > 0
-    assert max(off.result.cached.values()) >= BLOCK_SIZE
-    expected, num_dirty = committed_hashes(off.hashes, off.result.steps)
-    assert num_dirty > 100
-    assert differences([off.hashes.start], [cow.hashes.start]) == []
-    assert differences(expected, cow.hashes.steps) == []
-    assert differences(expected, off.hashes.steps) != [], "it cannot tell vanilla"
-
-
-def test_staged_drafts_touch_no_block_of_a_request(
-    staged: tuple[Run, StagedRun],
-) -> None:
-    """Guarantee 3's second half, and where shadow blocks may be seen."""
-    off, stage = staged
-    infos = stage.engine.runner.nwor_state.infos
-    assert {info.resolved for info in infos} == {"stage"}
-    assert not stage.engine.manager.fallbacks
-    assert stage.oracle.num_real == off.engine.runner.kv_cache_config.num_blocks
-    assert stage.oracle.violations == []
-    assert stage.oracle.num_staged > 100
-
-
-def test_staged_outputs_and_cache_are_those_of_off(
-    staged: tuple[Run, StagedRun],
-) -> None:
-    """Tokens, logprobs, acceptance, and every byte of every real block after every
-    step: guarantees 1 to 3."""
-    off, stage = staged
-    assert stage.result.tokens == off.result.tokens
-    assert stage.result.logprobs == off.result.logprobs
-    assert stage.result.schedule() == off.result.schedule()
-    expected, _ = committed_hashes(off.hashes, off.result.steps)
-    assert differences([off.hashes.start, *expected], stage.real_hashes()) == []
-
-
 def test_two_threads(cow: Engine) -> None:
     """NWOR's loops share the work between threads; the runs above use one."""
-    assert watch(cow, FEW_REQUESTS, num_threads=2).oracle.violations == []
+    short = [replace(request, max_tokens=20) for request in FEW_REQUESTS]
+    assert watch(cow, short, num_threads=2).oracle.violations == []
 
 
 SABOTAGE = {
@@ -317,7 +326,7 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
         ops.log_cache_slots(table, runs, slot_mapping, logits, cu, scratch, *rest)
 
     with replaced_ops(cow, restore_rejected_drafts=restore, log_cache_slots=log):
-        sick = watch(cow, FEW_REQUESTS)
+        sick = watch(cow, FEW_REQUESTS, is_counted=False)
     assert SABOTAGE[fault] in {violation.kind for violation in sick.oracle.violations}
     healthy = watch(cow, FEW_REQUESTS, sick.truth)
     assert healthy.oracle.violations == []

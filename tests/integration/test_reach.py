@@ -2,10 +2,10 @@
 """Guarantees 1 to 3 and 7 on every speculative method, and every kind of cache, that
 vLLM runs on a CPU; what came of it goes to the table in docs/reach.md.
 
-A case is three engines, off, cow and stage, that play the same requests under both byte
-oracles. The method's own drafter runs in each step and writes its own caches; then its
-drafts are replaced by some that are right and some that are wrong, since a tiny random
-drafter is never right. What it proposed itself must be the same with NWOR and without.
+A case is one of test_byte_oracle.py, with all of its checks. The method's own drafter
+runs in each step and writes its own caches; then its drafts are replaced by some that
+are right and some that are wrong, since a tiny random drafter is never right. What it
+proposed itself must be the same with NWOR and without.
 
 Not covered, because vLLM does not run them on a CPU: ngram_gpu (it pins memory, which
 takes a GPU), dspark and adaptive verification (the V2 runner's), the rejection methods
@@ -15,9 +15,6 @@ block and fly (the V1 runner's sampler has neither).
 from __future__ import annotations
 
 import importlib.util
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,53 +24,10 @@ from safetensors import safe_open
 from vllm.distributed.parallel_state import destroy_model_parallel
 
 from tests.helpers import reach
-from tests.helpers.drafters import (
-    Plan,
-    ScriptedDrafter,
-    all_wrong,
-    mixture,
-    mixture_of_four,
-)
-from tests.helpers.engine import (
-    DEFAULTS,
-    NUM_DRAFTS,
-    Engine,
-    Request,
-    Result,
-    check_counts,
-    counts,
-    end_connector,
-)
+from tests.helpers.drafters import mixture_of_four
+from tests.helpers.engine import NUM_DRAFTS, Engine, Request, end_connector, prompt
 from tests.helpers.environment import model_path
-from tests.helpers.oracle import (
-    HashRecorder,
-    ShadowOracle,
-    SnapshotOracle,
-    committed_hashes,
-    differences,
-)
-
-# Of each group: those of two blocks for each of DEFAULTS' sequences.
-NUM_SHADOW_BLOCKS = 2 * DEFAULTS["max_num_seqs"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A method, or a model under scripted drafts.
-
-    keeps_drafter: the method's own drafter runs below the script. groups: KV-cache
-    groups that are protected; num_native: those that vLLM makes transactional itself.
-    num_drafter_layers: cached layers that are the drafter's. stage: what a group
-    becomes in mode stage.
-    """
-
-    arguments: dict[str, Any] = field(default_factory=dict)
-    keeps_drafter: bool = False
-    plan: Plan = mixture
-    num_groups: int = 1
-    num_native: int = 0
-    num_drafter_layers: int = 0
-    stage: str = "stage"
+from tests.integration.test_byte_oracle import Case, Run, check_off, check_on, watch
 
 
 def method(name: str, model: str | None = None, num_layers: int = 0, **more: Any):
@@ -139,11 +93,6 @@ MODELS = {
 EVERY_CHANGE = ("eagle",)
 
 
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return tuple(draw.randrange(100, 40000) for _ in range(length))
-
-
 REQUESTS = (
     Request("long", prompt(1, 300), 24),  # in two chunks
     Request("short", prompt(2, 3), 40),
@@ -151,111 +100,6 @@ REQUESTS = (
     Request("aborted", prompt(4, 33), 60, at=3, abort_at=10),
     Request("late", prompt(6, 64), 24, at=12),
 )
-
-
-@dataclass
-class Run:
-    """One engine's run of REQUESTS. own: what its drafter proposed itself."""
-
-    engine: Engine
-    truth: dict[str, list[int]]
-    oracle: SnapshotOracle | ShadowOracle
-    hashes: HashRecorder
-    result: Result
-    own: list[Any]
-
-    def hashes_of(self, num_blocks: int) -> list[dict[str, torch.Tensor]]:
-        """Of the start and of each step, of the first blocks."""
-        return [
-            {name: hashes[:num_blocks] for name, hashes in step.items()}
-            for step in (self.hashes.start, *self.hashes.steps)
-        ]
-
-
-def watch(engine: Engine, case: Case, truth: dict[str, list[int]] | None = None) -> Run:
-    """Plays REQUESTS twice: to learn what the target says, unless `truth` tells, and
-    under the oracles."""
-
-    def script(texts: dict[str, list[int]], plan: Plan) -> ScriptedDrafter:
-        drafter = ScriptedDrafter(texts, plan)
-        if case.keeps_drafter:
-            drafter.attach_over(engine.runner)
-        else:
-            drafter.attach(engine.runner)
-        return drafter
-
-    script({}, all_wrong)
-    plain = engine.run(
-        [Request(r.name, r.prompt, r.max_tokens + NUM_DRAFTS) for r in REQUESTS]
-    )
-    truth = truth or {r.name: [*r.prompt, *plain.tokens[r.name]] for r in REQUESTS}
-    drafter = script(truth, case.plan)
-    engine.poison_caches()
-    oracle: SnapshotOracle | ShadowOracle
-    if engine.manager is not None and engine.manager.shadow is not None:
-        num_real = engine.core.scheduler.kv_cache_config.num_blocks
-        oracle = ShadowOracle(engine.runner, engine.probe, num_real)
-    else:
-        oracle = SnapshotOracle(engine.probe)
-    hashes = HashRecorder(engine.probe)
-    before = counts(engine)
-    result = engine.run(REQUESTS, [oracle, hashes])
-    if engine.manager is not None:
-        check_counts(engine, before, result)
-    return Run(engine, truth, oracle, hashes, result, drafter.own)
-
-
-def check_off(off: Run, case: Case) -> None:
-    """The row is what it says, and the oracle sees what vanilla vLLM does."""
-    assert 0 < off.result.num_accepted < off.result.num_drafted
-    assert off.engine.manager is None
-    assert {violation.kind for violation in off.oracle.violations} == {"not restored"}
-    targets = set(off.engine.probe.target_layers())
-    assert {violation.layer for violation in off.oracle.violations} == targets
-    assert len(off.engine.probe.drafter_layers()) == case.num_drafter_layers
-    assert any(map(any, off.own)) == case.keeps_drafter
-
-
-def check_on(off: Run, on: Run, case: Case) -> None:
-    """Nothing rejected is left, the drafter saw what it sees without NWOR, and every
-    output is the same."""
-    expected = case.stage if on.engine.mode == "stage" else on.engine.mode
-    infos = on.engine.runner.nwor_state.infos
-    resolved = [info.resolved for info in infos]
-    assert sorted(resolved) == sorted(
-        [expected] * case.num_groups + ["native"] * case.num_native
-    )
-    assert on.oracle.violations == []
-    if isinstance(on.oracle, ShadowOracle):
-        assert on.oracle.num_staged > 50
-    else:
-        assert on.oracle.num_dirty > 50
-    assert on.own == off.own
-    for part in ("tokens", "logprobs", "text", "finish"):
-        assert getattr(on.result, part) == getattr(off.result, part), part
-    assert on.result.schedule() == off.result.schedule()
-    committed, num_dirty = committed_hashes(off.hashes, off.result.steps)
-    assert num_dirty > 50
-    num_blocks = off.engine.runner.kv_cache_config.num_blocks
-    found = on.hashes_of(num_blocks)
-    assert differences([off.hashes.start, *committed], found) == []
-
-
-def engines(case: Case, modes: Sequence[str]) -> list[Engine]:
-    """One of each mode, whose schedulers have as many blocks. Groups of processes that
-    only mixtures of experts have are made anew with the first engine of the case."""
-    destroy_model_parallel()
-    made = []
-    for mode in modes:
-        num_shadow = 0
-        if mode == "stage":
-            num_shadow = NUM_SHADOW_BLOCKS * case.num_groups
-        blocks = DEFAULTS["num_gpu_blocks_override"]
-        if case.stage == "stage":
-            blocks += num_shadow
-        arguments = case.arguments | {"num_gpu_blocks_override": blocks}
-        made.append(Engine(mode, {"SHADOW_BLOCKS": str(num_shadow)}, **arguments))
-    return made
 
 
 def cases(table: dict[str, Any]) -> list[Any]:
@@ -268,13 +112,15 @@ def cases(table: dict[str, Any]) -> list[Any]:
 
 
 def run_case(kind: str, name: str, case: Case) -> tuple[Run, Run, Run]:
-    off, cow, stage = engines(case, ("off", "cow", "stage"))
-    off_run = watch(off, case)
+    # Groups of processes that only mixtures of experts have are made anew.
+    destroy_model_parallel()
+    off, cow, stage = (case.engine(mode) for mode in ("off", "cow", "stage"))
+    off_run = watch(off, REQUESTS, case=case)
     check_off(off_run, case)
     runs = [off_run]
     for engine in (cow, stage):
         with reach.recorded(engine, kind, name) as entry:
-            run = watch(engine, case, off_run.truth)
+            run = watch(engine, REQUESTS, off_run.truth, case)
             check_on(off_run, run, case)
             entry |= {
                 "drafts": run.result.num_drafted,

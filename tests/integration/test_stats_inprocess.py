@@ -122,25 +122,20 @@ def test_counters_are_vllms_own_and_what_the_windows_did(engine):
     assert rise["nwor_dropped_drafts"] == 0
 
 
-def test_windows_of_requests_aborted_in_flight_are_dropped(engine):
-    aborts = AbortInFlight(engine, at={"one": 4, "three": 2})
+@pytest.mark.parametrize(
+    ("requests", "at"), [(REQUESTS, {"one": 4, "three": 2}), (REQUESTS[:1], {"one": 3})]
+)
+def test_windows_of_requests_aborted_in_flight_are_dropped(engine, requests, at):
+    """Also where no other is left: the last step still counts."""
+    aborts = AbortInFlight(engine, at)
 
-    result, rise = counted(engine, REQUESTS, [aborts])
+    result, rise = counted(engine, requests, [aborts])
 
-    assert len(aborts.dropped) == 2
+    assert aborts.dropped.keys() == at.keys()
     assert sum(accepted for _, accepted in aborts.dropped.values()) > 0
     assert_true_to(engine, result, rise)
-    assert rise["nwor_dropped_drafts"] == sum(n for n, _ in aborts.dropped.values())
-
-
-def test_when_all_are_aborted_in_flight_the_last_step_still_counts(engine):
-    aborts = AbortInFlight(engine, at={"one": 3})
-
-    result, rise = counted(engine, REQUESTS[:1], [aborts])
-
-    assert list(aborts.dropped) == ["one"]
-    assert_true_to(engine, result, rise)
-    assert rise["nwor_dropped_drafts"] == aborts.dropped["one"][0] > 0
+    num_dropped = sum(num for num, _ in aborts.dropped.values())
+    assert rise["nwor_dropped_drafts"] == num_dropped > 0
 
 
 def test_a_stop_inside_a_window_leaves_the_accepted_drafts_counted(engine):
@@ -208,21 +203,6 @@ def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine, caplog):
     assert counted(engine, REQUESTS[:1])[1]["nwor_breaches"] == 0
 
 
-def test_windows_beyond_the_log_are_vanilla_and_counted_by_reason():
-    engine = Engine("cow", {"MAX_LOG_ROWS": "5"}, disable_log_stats=False)
-    ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine.runner)
-
-    result, rise = counted(engine, REQUESTS)
-
-    drafted = [sum(step.drafted.values()) for step in result.steps]
-    fitting = [num for num in drafted if num <= 5]
-    assert 0 < len(fitting) < len(drafted)
-    assert rise["nwor_tokens_staged"] == sum(fitting)
-    assert rise["nwor_fallbacks/over_capacity"] == len(drafted) - len(fitting)
-    assert 0 < rise["nwor_committed_tokens"] < rise["spec_decode_num_accepted_tokens"]
-    assert rise["nwor_breaches"] == 0
-
-
 def test_a_new_engine_in_the_same_process_starts_at_zero():
     engine = Engine("cow", disable_log_stats=False)
     before = counters(engine)
@@ -235,16 +215,17 @@ def test_a_new_engine_in_the_same_process_starts_at_zero():
     assert_true_to(engine, result, rise)
 
 
-def test_after_the_mode_is_off_again_no_idle_series_remain():
+def test_without_the_mode_or_the_metrics_there_are_no_series():
+    """Nor do any remain of an engine that was there before."""
     found = []
-    for mode in ("cow", "off"):
-        engine = Engine(mode, disable_log_stats=False)
+    for mode, emits in (("cow", "1"), ("off", "1"), ("cow", "0")):
+        engine = Engine(mode, {"EMIT_METRICS": emits}, disable_log_stats=False)
         engine.run(REQUESTS[:1])
         found.append({metric.name for metric in engine.llm.get_metrics()})
 
-    with_it, after = found
+    with_it, after, unwanted = found
     assert {f"vllm:nwor_{name}" for name in COUNTERS} < with_it
-    assert {name for name in with_it if "nwor" not in name} == after
+    assert {name for name in with_it if "nwor" not in name} == after == unwanted
 
 
 class OurFrames:
@@ -329,74 +310,9 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         assert not any(num for name, num in rise.items() if "fallbacks" in name)
 
 
+# The plugin is loaded once a process: a front end that is late found the mode off.
 SCRIPT = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    llm = LLM(
-        sys.argv[1], enforce_eager=True, max_model_len=256, disable_log_stats=False,
-        num_gpu_blocks_override=32, max_num_seqs=4, dtype="bfloat16",
-        speculative_config={
-            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-    )
-    prompts = [{"prompt_token_ids": [7, 8, 9] * 8}, {"prompt_token_ids": [5, 6] * 9}]
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    print("FOUND", json.dumps({k: v for k, v in found.items() if "nwor" in k
-                               or "spec_decode" in k}))
-"""
-
-
-def metrics_of_an_llm(**env: str | None) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, model_path("tiny-llama")],
-        env=subprocess_env(**env),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
-    return found
-
-
-@pytest.mark.slow
-def test_llm_get_metrics_shows_them_across_processes():
-    # The engine core, scheduler and worker are in another process: reports are packed.
-    found = metrics_of_an_llm(VLLM_NWOR_MODE="cow", VLLM_ENABLE_V1_MULTIPROCESSING="1")
-
-    assert found["vllm:nwor_tokens_staged"] > 0
-    assert (
-        found["vllm:nwor_committed_tokens"]
-        == found["vllm:spec_decode_num_accepted_tokens"]
-    )
-    assert found["vllm:nwor_tokens_staged"] == (
-        found["vllm:spec_decode_num_draft_tokens"] + found["vllm:nwor_dropped_drafts"]
-    )
-    assert found["vllm:nwor_breaches"] == 0
-    assert found["vllm:nwor_info"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "env",
-    [{"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_EMIT_METRICS": "0"}, {}],
-    ids=["metrics off", "mode off"],
-)
-def test_nothing_is_created_when_it_is_not_wanted(env):
-    found = metrics_of_an_llm(**env)
-
-    assert found["vllm:spec_decode_num_draft_tokens"] > 0
-    assert not [name for name in found if "nwor" in name]
-
-
-# The plugin is loaded once a process: the front end's found the mode off.
-SWITCHED_ON_LATE = """
-import asyncio, os, sys
+import asyncio, json, os, sys
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
@@ -404,7 +320,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
 ARGUMENTS = dict(
-    model=sys.argv[2], enforce_eager=True, max_model_len=256, disable_log_stats=False,
+    model=sys.argv[3], enforce_eager=True, max_model_len=256, disable_log_stats=False,
     num_gpu_blocks_override=32, max_num_seqs=4, dtype="bfloat16",
     speculative_config={
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
@@ -430,32 +346,73 @@ async def serve_async():
     return outputs
 
 if __name__ == "__main__":
-    load_general_plugins()
+    _, front_end, is_late, _ = sys.argv
+    if is_late == "True":
+        load_general_plugins()
     os.environ["VLLM_NWOR_MODE"] = "cow"
-    is_async = sys.argv[1] == "AsyncLLM"
-    for output in asyncio.run(serve_async()) if is_async else serve_llm():
+    outputs = asyncio.run(serve_async()) if front_end == "AsyncLLM" else serve_llm()
+    for output in outputs:
         print("TOKENS", len(output.outputs[0].token_ids))
-    print("NAMES", [metric.name for metric in get_metrics_snapshot()])
+    values = {m.name: getattr(m, "value", None) for m in get_metrics_snapshot()}
+    print("FOUND", json.dumps({k: v for k, v in values.items() if "nwor" in k
+                               or "spec_decode" in k}))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("front_end", ["LLM", "AsyncLLM"])
-def test_an_engine_whose_front_end_does_not_take_reports_serves_on(front_end):
+def serve(front_end: str, is_late: bool) -> tuple[dict[str, Any], str]:
+    """An engine core in a process of its own answers twice; the metrics of its front
+    end, and all that was printed."""
     done = subprocess.run(
-        [sys.executable, "-c", SWITCHED_ON_LATE, front_end, model_path("tiny-llama")],
+        [
+            sys.executable,
+            "-c",
+            SCRIPT,
+            front_end,
+            f"{is_late}",
+            model_path("tiny-llama"),
+        ],
         env=subprocess_env(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-6000:]
     assert printed.count("TOKENS 24") == 2
-    assert "vllm:spec_decode_num_drafts" in printed
-    assert "vllm:nwor" not in printed
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND ")), printed
+
+
+@pytest.mark.nightly
+def test_llm_get_metrics_shows_them_across_processes():
+    """As a server does in tests/e2e/test_serve.py, by vLLM's other front end."""
+    found, _ = serve("LLM", is_late=False)
+
+    assert found["vllm:nwor_tokens_staged"] > 0
+    assert (
+        found["vllm:nwor_committed_tokens"]
+        == found["vllm:spec_decode_num_accepted_tokens"]
+    )
+    assert found["vllm:nwor_tokens_staged"] == (
+        found["vllm:spec_decode_num_draft_tokens"] + found["vllm:nwor_dropped_drafts"]
+    )
+    assert found["vllm:nwor_breaches"] == 0
+    assert found["vllm:nwor_info"] == 1
+
+
+@pytest.mark.parametrize(
+    "front_end",
+    [
+        pytest.param("LLM", marks=pytest.mark.nightly),
+        pytest.param("AsyncLLM", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_whose_front_end_does_not_take_reports_serves_on(front_end):
+    found, printed = serve(front_end, is_late=True)
+
+    assert "vllm:spec_decode_num_drafts" in found
+    assert not [name for name in found if "nwor" in name]
     # The engine ran with NWOR, and said once that nobody hears of it.
     assert "NWOR cow requested" in printed
     assert printed.count("NWOR metrics are off: the front end") == 1

@@ -280,13 +280,13 @@ def expected_log(
     memory, slots, windows = log.snapshot()
     row_start = log.undo_log.storage_offset()
     row_stride = log.undo_log.stride(0)
-    for draft, slot in enumerate(batch.flat_slots):
-        if slot == PAD:
-            continue
-        for layer, offset in zip(tables.layers, tables.log_offsets, strict=True):
-            at = row_start + draft * row_stride + offset
-            saved = layer.memory.cpu()[layer.index([slot])[0]]
-            memory[at : at + saved.numel()] = saved
+    for layer, offset in zip(tables.layers, tables.log_offsets, strict=True):
+        cache = layer.memory.cpu()
+        for draft, slot in enumerate(batch.flat_slots):
+            if slot != PAD:
+                saved = cache[layer.index([slot])[0]]
+                at = row_start + draft * row_stride + offset
+                memory[at : at + saved.numel()] = saved
     true_drafts = len(batch.flat_slots)
     slots[:true_drafts] = torch.tensor(batch.flat_slots, dtype=torch.int64)
     windows[:true_drafts] = torch.tensor(batch.windows, dtype=torch.int32).view(-1, 3)

@@ -175,7 +175,15 @@ class World:
     ) -> list[Finding]:
         """One step; returns what was found in it. slots, table: spoil the slot mapping
         or the block table. skip: writes that are left out, by layer and slot."""
-        self.audit.begin_step(Scheduled(self.finished, self.news, [], local=self.local))
+        self.audit.begin_step(
+            Scheduled(
+                self.finished,
+                self.news,
+                [],
+                local=self.local,
+                has_drafts=any(work.drafts for work in works.values()),
+            )
+        )
         self.finished, self.news = [], []
         tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
         blocks = torch.zeros((len(works), 8), dtype=torch.int32)
@@ -357,6 +365,16 @@ def test_a_slot_whose_rejected_draft_was_undone_may_keep_its_bytes():
     world.requests["c"].text = [*TEXT[:5]]
     assert world.step({"c": Work(4, (91,), 0)}) == []
     assert world.step({"c": Work(1)}) == []
+
+
+def test_a_layer_may_fill_its_cache_when_it_first_runs():
+    """As TRITON_ATTN does with scales per token and head, and the drafter after its
+    target: a rejected draft's slot is other than at start-up, and was not touched."""
+    world = prefilled(is_undone=True)
+    for cache in world.caches:
+        cache[7:] = 1
+    world.requests["a"].text.append(7)
+    assert world.step({"a": Work(1, (31, 32), 1)}) == []
 
 
 def test_a_hit_in_the_step_that_writes_it_is_no_finding():

@@ -16,7 +16,6 @@ SMALL = ["--max-size", "8K", "--samples", "3"]
 @pytest.fixture
 def small_cache(monkeypatch):
     monkeypatch.setattr(bench_kernels, "CPU_CACHE_BYTES", 1 << 14)
-    monkeypatch.setattr(bench_kernels, "HOST_CALLS", 3)
 
 
 @pytest.mark.parametrize(

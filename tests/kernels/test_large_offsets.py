@@ -7,11 +7,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.transaction import NUM_COUNTERS
 from vllm_nwor import ops
 
 RUN_BYTES = 48
-BLOCK_SIZE = 4
+BLOCK_SIZE = 8
+NUM_HEADS = 2
 GIB = 1 << 30
+STRIDES = {"block_stride": 4096, "slot_stride": 64, "head_stride": 1024}
 
 
 def sparse(num_bytes, device):
@@ -21,8 +24,49 @@ def sparse(num_bytes, device):
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def run_step(device, cache, undo_log, table, slots):
-    """Logs and restores `slots`, all rejected; returns nothing, checks the log."""
+class Cache:
+    """Three blocks, of which `slots` are used; the stride `far` is past 2^31."""
+
+    def __init__(self, device, far, slots):
+        strides = STRIDES | {far: 2 * GIB + 4096}
+        self.runs = {
+            slot: [
+                slot // BLOCK_SIZE * strides["block_stride"]
+                + slot % BLOCK_SIZE * strides["slot_stride"]
+                + head * strides["head_stride"]
+                for head in range(NUM_HEADS)
+            ]
+            for slot in slots
+        }
+        used = {offset for runs in self.runs.values() for offset in runs}
+        self.memory = sparse(max(used) + RUN_BYTES, device)
+        # Where a 32-bit offset would land.
+        self.wrapped = {offset % (1 << 32) for offset in used} - used
+        for offset in self.wrapped:
+            self._run(offset).fill_(200)
+        sizes = [NUM_HEADS, RUN_BYTES, BLOCK_SIZE, 3, 0]
+        row = [self.memory.data_ptr(), *strides.values(), *sizes]
+        self.table = torch.tensor([row], device=device)
+
+    def _run(self, offset):
+        return self.memory[offset : offset + RUN_BYTES]
+
+    def fill(self, slots, first):
+        """Each slot and head with a value of its own."""
+        for number, slot in enumerate(slots):
+            for head, offset in enumerate(self.runs[slot]):
+                self._run(offset).fill_(first + NUM_HEADS * number + head)
+
+    def check(self, slots, first):
+        for number, slot in enumerate(slots):
+            for head, offset in enumerate(self.runs[slot]):
+                value = first + NUM_HEADS * number + head
+                assert (self._run(offset) == value).all(), (slot, head)
+        assert all((self._run(offset) == 200).all() for offset in self.wrapped)
+
+
+def run_step(device, undo_log, table, slots):
+    """Logs `slots`, then restores them, all rejected."""
     num_drafts = len(slots)
     mapping = torch.tensor([-1, *slots], device=device)
     cumulative = torch.tensor([num_drafts + 1], dtype=torch.int32, device=device)
@@ -34,7 +78,7 @@ def run_step(device, cache, undo_log, table, slots):
     assert log_slots[:num_drafts].tolist() == slots
     yield
     rejected = torch.tensor([num_drafts], dtype=torch.int32, device=device)
-    counters = torch.zeros(len(ops.COUNTER_COLUMNS), dtype=torch.int64, device=device)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     ops.restore_rejected_drafts(
         table, None, *log, None, 0, rejected, counters, num_drafts
     )
@@ -42,42 +86,20 @@ def run_step(device, cache, undo_log, table, slots):
     yield
 
 
-@pytest.mark.parametrize("far", ["block_stride", "head_stride", "slot_stride"])
+@pytest.mark.parametrize("far", STRIDES)
 def test_cache_offsets(device, far):
-    strides = {"block_stride": 1024, "head_stride": 256, "slot_stride": 64}
-    strides[far] = 2 * GIB + 4096
-    num_heads = 2
-    # Block 2, slot 2, head 1 is the farthest that is used: past 2^32.
-    at = {
-        (slot, head): slot // BLOCK_SIZE * strides["block_stride"]
-        + slot % BLOCK_SIZE * strides["slot_stride"]
-        + head * strides["head_stride"]
-        for slot in (1, 10)
-        for head in range(num_heads)
-    }
-    cache = sparse(max(at.values()) + RUN_BYTES, device)
-    # Where a 32-bit offset would land.
-    wrapped = {offset % (1 << 32) for offset in at.values()} - set(at.values())
-    for number, offset in enumerate([*at.values(), *wrapped]):
-        cache[offset : offset + RUN_BYTES] = number + 1
-    row = [
-        cache.data_ptr(),
-        *(strides["block_stride"], strides["slot_stride"], strides["head_stride"]),
-        *(num_heads, RUN_BYTES, BLOCK_SIZE, 3, 0),
-    ]
-    table = torch.tensor([row], device=device)
-    undo_log = torch.zeros(2, num_heads * RUN_BYTES, dtype=torch.uint8, device=device)
-    step = run_step(device, cache, undo_log, table, [1, 10])
+    slots = [1, 2 * BLOCK_SIZE + 2]
+    cache = Cache(device, far, slots)
+    cache.fill(slots, 1)
+    size = NUM_HEADS * RUN_BYTES
+    undo_log = torch.zeros(2, size, dtype=torch.uint8, device=device)
+    step = run_step(device, undo_log, cache.table, slots)
     next(step)
     wanted = torch.arange(1, 5, dtype=torch.uint8).repeat_interleave(RUN_BYTES)
     assert torch.equal(undo_log.cpu().flatten(), wanted)
-    for offset in [*at.values(), *wrapped]:
-        cache[offset : offset + RUN_BYTES] = 200
+    cache.fill(slots, 100)
     next(step)
-    for number, offset in enumerate(at.values()):
-        assert (cache[offset : offset + RUN_BYTES] == number + 1).all()
-    for offset in wrapped:
-        assert (cache[offset : offset + RUN_BYTES] == 200).all()
+    cache.check(slots, 1)
 
 
 def test_log_offsets(device):
@@ -89,17 +111,17 @@ def test_log_offsets(device):
     row = [cache.data_ptr(), BLOCK_SIZE * RUN_BYTES, RUN_BYTES, 0, 1, RUN_BYTES]
     table = torch.tensor([[*row, BLOCK_SIZE, 4, 0]], device=device)
     before = cache.clone()
-    step = run_step(device, cache, undo_log, table, [2, 7, 11, 15])
+    slots = [2, 7, 19, 31]
+    step = run_step(device, undo_log, table, slots)
     next(step)
-    for draft, slot in enumerate([2, 7, 11, 15]):
+    for draft, slot in enumerate(slots):
         assert (undo_log[draft] == slot).all()
-    for slot in (2, 7, 11, 15):
         cache[slot * RUN_BYTES : (slot + 1) * RUN_BYTES] = 99
     next(step)
     assert torch.equal(cache, before)
 
 
-def stage_and_commit(device, table, entries, pages, positions, forward):
+def stage_and_commit(device, table, entry, pages, forward):
     """One request of two committed rows of its entry, a target and two drafts, both
     accepted, in its only entry; `forward` runs in between."""
     entry_tokens, first_entry = pages
@@ -107,91 +129,46 @@ def stage_and_commit(device, table, entries, pages, positions, forward):
     def int32(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    block_table = int32([entries])
-    (entry,) = entries
-    slots = [entry * entry_tokens + position for position in positions]
-    slot_mapping = torch.tensor(slots, device=device)
-    columns = ops.SAVED_COLUMNS + 2
-    saved = torch.zeros(1, columns, dtype=torch.int32, device=device)
+    def slots_in(entry):
+        return [entry * entry_tokens + position for position in (2, 3, 4)]
+
+    block_table = int32([[entry]])
+    slot_mapping = torch.tensor(slots_in(entry), device=device)
+    saved = int32([[0] * (ops.SAVED_COLUMNS + 2)])
     ops.stage(
         *(table, None, block_table, slot_mapping),
-        *(int32([0, 3]), int32([positions[-1] + 1]), int32([3]), None, saved),
+        *(int32([0, 3]), int32([5]), int32([3]), None, saved),
         *(first_entry, first_entry, 1, entry_tokens, 1, True),
     )
-    shadow = [first_entry * entry_tokens + position for position in positions]
-    assert slot_mapping.tolist() == shadow
+    assert slot_mapping.tolist() == slots_in(first_entry)
     forward()
-    counters = torch.zeros(len(ops.COUNTER_COLUMNS), dtype=torch.int64, device=device)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     ops.commit_draft_layer(
         *(table, None, block_table, slot_mapping, None, saved),
         *(None, 0, int32([0]), counters, 1, entry_tokens, True),
     )
-    assert slot_mapping.tolist() == slots
-    assert block_table.tolist() == [entries]
+    assert slot_mapping.tolist() == slots_in(entry)
+    assert block_table.tolist() == [[entry]]
     assert counters.tolist()[:4] == [1, 2, 2, 0]
 
 
-@pytest.mark.parametrize("far", ["block_stride", "head_stride", "slot_stride"])
+@pytest.mark.parametrize("far", STRIDES)
 def test_offsets_of_shadow_pages(device, far):
-    strides = {"block_stride": 4096, "head_stride": 1024, "slot_stride": 64}
-    strides[far] = 2 * GIB + 4096
-    num_heads, num_rows = 2, 5
-    block_size = 8
-
-    def offsets(block):
-        """[row][head], of the rows that are used."""
-        return [
-            [
-                block * strides["block_stride"]
-                + row * strides["slot_stride"]
-                + head * strides["head_stride"]
-                for head in range(num_heads)
-            ]
-            for row in range(num_rows)
-        ]
-
-    real, shadow = offsets(1), offsets(2)
-    used = [offset for block in (real, shadow) for row in block for offset in row]
-    cache = sparse(max(used) + RUN_BYTES, device)
-    # Where a 32-bit offset would land.
-    wrapped = {offset % (1 << 32) for offset in used} - set(used)
-
-    def fill(rows, first):
-        for number, row in enumerate(rows):
-            for head, offset in enumerate(row):
-                cache[offset : offset + RUN_BYTES] = first + 2 * number + head
-
-    def holds(rows, first):
-        return all(
-            bool(
-                (cache[offset : offset + RUN_BYTES] == first + 2 * number + head).all()
-            )
-            for number, row in enumerate(rows)
-            for head, offset in enumerate(row)
-        )
-
-    for offset in wrapped:
-        cache[offset : offset + RUN_BYTES] = 200
-    fill(real, 1)
-    fill(shadow, 101)
-    row = [
-        cache.data_ptr(),
-        *(strides["block_stride"], strides["slot_stride"], strides["head_stride"]),
-        *(num_heads, RUN_BYTES, block_size, 3, 0),
-    ]
-    table = torch.tensor([row], device=device)
+    real = range(BLOCK_SIZE, BLOCK_SIZE + 5)
+    shadow = range(2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 5)
+    cache = Cache(device, far, [*real, *shadow])
+    cache.fill(real, 1)
+    cache.fill(shadow, 101)
 
     def forward():
-        assert holds(real, 1)
-        assert holds(shadow[:2], 1)
-        assert holds(shadow[2:], 105)
-        fill(shadow[2:], 51)
+        cache.check(real, 1)
+        cache.check(shadow[:2], 1)
+        cache.check(shadow[2:], 105)
+        cache.fill(shadow[2:], 51)
 
-    stage_and_commit(device, table, [1], (block_size, 2), [2, 3, 4], forward)
-    assert holds(real[:2], 1)
-    assert holds(real[2:], 51)
-    for offset in wrapped:
-        assert (cache[offset : offset + RUN_BYTES] == 200).all()
+    stage_and_commit(device, cache.table, 1, (BLOCK_SIZE, 2), forward)
+    cache.check(real[:2], 1)
+    cache.check(real[2:], 51)
 
 
 def test_slots_of_shadow_pages(device):
@@ -212,8 +189,6 @@ def test_slots_of_shadow_pages(device):
         assert cache[shadow][:4].tolist() == [0, 1, 101, 101]
         cache[shadow] = 51
 
-    stage_and_commit(
-        device, table, [3], (entry_tokens, first_entry), [2, 3, 4], forward
-    )
+    stage_and_commit(device, table, 3, (entry_tokens, first_entry), forward)
     assert cache[real][:6].tolist() == [0, 1, 51, 51, 51, 5]
     assert (cache[wrapped] == 200).all()

@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +38,7 @@ from vllm_nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 ANY_EXAMPLE = settings(
-    max_examples=80,
+    max_examples=150,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
         HealthCheck.too_slow,
@@ -181,10 +185,7 @@ def test_the_request_of_a_draft_is_found_in_large_batches(device, num_requests):
         tuple(range(16 * request, 16 * request + k)) for request, k in enumerate(drafts)
     )
     batch = Batch(slots, tuple(k // 2 for k in drafts))
-    layers = [Layer(layout, device, 7)]
-    tables = make_table(layers, device)
-    undo = Log.poisoned(sum(drafts), row_bytes_of(tables), device)
-    check_transaction(tables, undo, batch)
+    one_step(device, [layout], batch)
 
 
 def test_many_columns_of_sampled_tokens(device):
@@ -223,6 +224,83 @@ def test_two_tables_share_a_log(device):
         wanted[index] = old[index]
         assert torch.equal(layer.memory, wanted)
     assert counters.tolist() == [[2, 3, 0, 3, 512, 0, 0, 0]] * 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a real model's cache and a step on it."""
+
+    element_bytes: int = 2
+    block_size: int = 16
+    head_size: int = 128
+    num_heads: int = 8
+    num_layers: int = 4
+    num_drafts: int = 24
+    accepted: str = "mixed"
+
+    @property
+    def run_bytes(self) -> int:
+        return self.head_size * self.element_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-max(self.num_drafts, 1) * 5 // 4 // self.block_size) + 1
+
+    @property
+    def cache_bytes(self) -> int:
+        num_slots = self.num_blocks * self.block_size
+        return self.num_layers * num_slots * self.num_heads * self.run_bytes
+
+    def batch(self) -> Batch:
+        """Windows of 0 to 5 drafts, in slots drawn without repetition."""
+        draw = random.Random(self.num_drafts)
+        slots = draw.sample(range(self.num_blocks * self.block_size), self.num_drafts)
+        windows: list[tuple[int, ...]] = []
+        while slots or len(windows) < 2:
+            size = min(draw.randrange(6), len(slots))
+            windows.append(tuple(slots.pop() for _ in range(size)))
+        shares = {"none": 0, "all": 1}
+        share = [shares.get(self.accepted, draw.random()) for _ in windows]
+        accepted = [round(s * len(w)) for s, w in zip(share, windows, strict=True)]
+        return Batch(tuple(windows), tuple(accepted))
+
+    def __str__(self) -> str:
+        return "-".join(map(str, vars(self).values()))
+
+
+AXES = {
+    "element_bytes": [1, 2, 4],
+    "block_size": [16, 32, 64, 128],
+    "head_size": [64, 80, 96, 128, 192, 256, 512, 576],
+    "num_heads": [1, 2, 3, 4, 8, 16, 32],
+    "num_layers": [1, 2, 31, 32, 61, 80],
+    "num_drafts": [0, 1, 4, 31, 129, 256, 1024, 4096],
+    "accepted": ["none", "all", "mixed"],
+}
+# Along one axis at a time, and some corners.
+SHAPES = [
+    *(replace(Shape(), **{axis: value}) for axis in AXES for value in AXES[axis]),
+    # MLA with many layers; small heads and fp8; 8B at batch 64 with k = 4.
+    Shape(head_size=576, num_heads=1, num_layers=61, num_drafts=256),
+    Shape(1, 128, 64, 1, 80, 33, "none"),
+    Shape(num_layers=32, num_drafts=256),
+    Shape(4, 16, 576, 32, 2, 64, "none"),
+    *(
+        Shape(size, block, 64, 2, 3, drafts)
+        for size, block, drafts in itertools.product([1, 2, 4], [16, 128], [7, 500])
+    ),
+]
+
+
+@pytest.mark.parametrize("shape", dict.fromkeys(SHAPES), ids=str)
+@pytest.mark.parametrize("layout", [nhd, hnd])
+def test_shapes_of_real_models(device, shape, layout):
+    """Whole on a GPU; on the CPU the smaller ones."""
+    if device.type == "cpu" and shape.cache_bytes >= 2 << 20:
+        shape = replace(shape, num_layers=1, num_heads=1)
+    sizes = (shape.num_blocks, shape.block_size, shape.num_heads, shape.run_bytes)
+    layouts = [layout(*sizes)] * shape.num_layers
+    one_step(device, layouts, shape.batch(), extra_drafts=2)
 
 
 @ANY_EXAMPLE

@@ -79,7 +79,7 @@ def files_of_vllm(version: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def sources(request: pytest.FixtureRequest) -> dict[str, str]:
+def sources(request):
     return files_of_vllm(getattr(request, "param", "installed"))
 
 
@@ -91,13 +91,13 @@ of_each_release = pytest.mark.parametrize("sources", RELEASES, indirect=True)
 
 
 @pytest.fixture
-def site(sources: dict[str, str], tmp_path: Path) -> Path:
+def site(sources, tmp_path):
     """As site-packages lie."""
     return laid_out(tmp_path / "site", sources)
 
 
 @pytest.fixture
-def checkout(sources: dict[str, str], tmp_path: Path) -> Path:
+def checkout(sources, tmp_path):
     return laid_out(tmp_path / "checkout", sources | STUB)
 
 
@@ -116,18 +116,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def patched_once(
-    sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def patched_once(sources, tmp_path_factory):
     folder = laid_out(tmp_path_factory.mktemp("patched"), sources)
     tool.Graft(folder).apply()
     return folder
 
 
 @pytest.fixture
-def patched(
-    patched_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def patched(patched_once, tmp_path, monkeypatch):
     """A patched tree; facts are not compared again, for they take seconds."""
     plain = tool.Graft
     monkeypatch.setattr(tool, "Graft", lambda root, facts=(): plain(root, ()))
@@ -138,7 +134,7 @@ Run = Callable[..., tuple[int, list[str]]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(monkeypatch, capsys):
     def run_tool(tree: Path, *options: Any) -> tuple[int, list[str]]:
         arguments = ["apply_to_vllm.py", str(tree), *map(str, options)]
         monkeypatch.setattr(sys, "argv", arguments)
@@ -160,7 +156,7 @@ def git(folder: Path, *arguments: Any) -> str:
 
 
 @of_each_release
-def test_site_packages_get_it_once_and_are_restored(site: Path, run: Run) -> None:
+def test_site_packages_get_it_once_and_are_restored(site, run):
     before = digests(site)
     status, (said,) = run(site, "--check")
     assert (status, said) == (1, "there is nothing of NWOR")
@@ -191,7 +187,7 @@ def test_site_packages_get_it_once_and_are_restored(site: Path, run: Run) -> Non
 
 
 @of_each_release
-def test_a_decorator_for_each_row_over_all_others(patched: Path) -> None:
+def test_a_decorator_for_each_row_over_all_others(patched):
     text = "".join(
         (patched / path).read_text() for path in {place.path for place in tool.places()}
     )
@@ -206,9 +202,7 @@ def test_a_decorator_for_each_row_over_all_others(patched: Path) -> None:
 
 
 @of_each_release
-def test_the_series_makes_the_same_tree(
-    checkout: Path, tmp_path: Path, run: Run
-) -> None:
+def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
     git(checkout, "init", "-q")
     git(checkout, "add", "-A")
     git(checkout, "commit", "-q", "-m", "theirs")
@@ -229,115 +223,90 @@ def test_the_series_makes_the_same_tree(
     assert digests(clone) == digests(checkout)
     assert run(clone, "--check") == (0, ["has all of it"])
 
-    bodies = git(clone, "log", "--format=%s%n%b%x00", f"-{len(patches)}").split("\0")
-    told = {body.strip().splitlines()[0]: body for body in bodies if body.strip()}
+    log = git(clone, "log", "--format=%H%n%s%n%b%x00", f"-{len(patches)}").split("\0")
+    told = {}
+    for text in filter(None, map(str.strip, log)):
+        commit, subject, body = text.split("\n", 2)
+        told[subject] = (commit, body)
     assert len(told) == len(patches)
-    for body in told.values():
-        assert re.search(
-            r"^Upstream: https://github.com/vllm-project/vllm/", body, re.M
-        )
-        assert "Why: " in body
+    upstream = re.compile("^Upstream: https://github.com/vllm-project/vllm/", re.M)
+    assert all(upstream.search(body) and "Why: " in body for _, body in told.values())
     for place, rows in tool.places().items():
-        for row in rows:
-            assert f"Drop-when: {row.delete_when}" in told[place.subject]
+        commit, body = told[place.subject]
+        assert all(f"Drop-when: {row.delete_when}" in body for row in rows)
         # One function's line, and nothing else, is what can be dropped.
-        (commit,) = git(
-            clone,
-            "log",
-            "--format=%H",
-            f"--grep={place.name} of",
-            "-F",
-            f"--grep={place.subject}",
-            "--all-match",
-        ).split()
-        assert git(clone, "show", "--numstat", "--format=", commit).split() == [
-            "1", "0", place.path,
-        ]  # fmt: skip
+        changed = git(clone, "show", "--numstat", "--format=", commit).split()
+        assert changed == ["1", "0", place.path]
 
 
 # --- what is not as it should be ---
 
 
-def lost(text: str) -> str:
-    return text.replace('    @nwor_hook("GPUModelRunner._sample")  # nwor\n', "")
-
-
+LOST = r' *@nwor_hook\("GPUModelRunner\._sample"\)  # nwor\n'
+OURS = "vllm/v1/nwor"
+# What is changed in a file (nothing: a line is added), and what is said of it.
 DRIFT = {
     "a decorator is lost": (
-        RUNNER,
-        lost,
+        *(RUNNER, LOST, ""),
         r'lacks, below line \d+: @nwor_hook\("GPUModelRunner\._sample"\)',
     ),
     "it is not the outermost": (
         RUNNER,
-        lambda text: re.sub(
-            r'(    @nwor_hook\("GPUModelRunner\.execute_model"\)  # nwor\n)(    @.*\n)',
-            r"\2\1",
-            text,
-        ),
+        r'(    @nwor_hook\("GPUModelRunner\.execute_model"\)  # nwor\n)(    @.*\n)',
+        r"\2\1",
         r'has, below line \d+: @nwor_hook\("GPUModelRunner\.execute_model"\)',
     ),
     "it names another function": (
-        RUNNER,
-        lambda text: text.replace('hook("GPUModelRunner._sample")', 'hook("_sample")'),
+        *(RUNNER, r'hook\("GPUModelRunner._sample"\)', 'hook("_sample")'),
         r'has, below line \d+: @nwor_hook\("_sample"\)',
     ),
     "it is there twice": (
-        ENGINES,
-        lambda text: re.sub(r"(@nwor_hook\(.*\n)", r"\1\1", text, count=1),
+        *(ENGINES, r"(@nwor_hook\(.*\n)", r"\1\1"),
         r"has, below line \d+: @nwor_hook",
     ),
-    "a file of ours was edited": (
-        "vllm/v1/nwor/window.py",
-        lambda text: f"{text}\n",
-        r"is not this version's",
-    ),
-    "a file of ours is of another version": (
-        "vllm/v1/nwor/older.py",
-        lambda text: "",
-        r"is not this version's",
-    ),
+    "a file was edited": (f"{OURS}/window.py", r"\Z", "\n", "is not this version's"),
+    "a file is another's": (f"{OURS}/older.py", r"\Z", "\n", "is not this version's"),
     "a variable is unknown": (
-        "vllm/envs.py",
-        lambda text: re.sub(r'.*"VLLM_NWOR_MODE".*\n', "", text),
+        *("vllm/envs.py", r'.*"VLLM_NWOR_MODE".*\n', ""),
         r'lacks, below line \d+: environment_variables\["VLLM_NWOR_MODE"\]',
     ),
 }
 
 
+def drifted(tree: Path, drift: str) -> str:
+    """Makes that change; a pattern of what is said of it."""
+    path, old, new, said = DRIFT[drift]
+    file = tree / path
+    text = file.read_text() if file.exists() else ""
+    file.write_text(re.sub(old, new, text, count=1))
+    return f"^{re.escape(path)} {said}"
+
+
 @of_each_release
-def test_a_lost_decorator_is_named_in_each(patched: Path, run: Run) -> None:
-    path, change, named = DRIFT["a decorator is lost"]
-    (patched / path).write_text(change((patched / path).read_text()))
-    status, told = run(patched, "--check")
+def test_a_lost_decorator_is_named_in_each(patched, run):
+    said = drifted(patched, "a decorator is lost")
+    status, (told,) = run(patched, "--check")
     assert status == 1
-    assert len(told) == 1
-    assert re.search(f"^{re.escape(path)} {named}", told[0])
+    assert re.search(said, told)
 
 
 @pytest.mark.parametrize("drift", DRIFT)
-def test_drift_is_named_and_not_painted_over(
-    drift: str, patched: Path, run: Run
-) -> None:
-    path, change, named = DRIFT[drift]
-    file = patched / path
-    file.write_text(change(file.read_text() if file.exists() else ""))
+def test_drift_is_named_and_not_painted_over(drift, patched, run):
+    said = drifted(patched, drift)
     before = digests(patched)
     for options in (("--check",), ()):
         status, told = run(patched, *options)
         assert status == 1
-        assert any(re.search(f"^{re.escape(path)} {named}", line) for line in told), (
-            told
-        )
+        assert any(re.search(said, line) for line in told), told
     assert digests(patched) == before
 
 
-def test_a_missing_file_is_named(patched: Path, run: Run) -> None:
+def test_a_missing_file_is_named(patched, run):
     (patched / tool.LIBRARY).unlink()
     assert run(patched, "--check") == (1, [f"{tool.LIBRARY} is missing"])
 
 
-def test_revert_leaves_what_is_not_ours(patched: Path, run: Run) -> None:
+def test_revert_leaves_what_is_not_ours(patched, run):
     (patched / "vllm/v1/nwor/theirs.py").write_text("")
     before = digests(patched)
     status, told = run(patched, "--revert")
@@ -345,7 +314,9 @@ def test_revert_leaves_what_is_not_ours(patched: Path, run: Run) -> None:
     assert told[0] == "vllm/v1/nwor/theirs.py is not this version's"
     assert digests(patched) == before
     (patched / "vllm/v1/nwor/theirs.py").unlink()
-    (patched / RUNNER).write_text(lost((patched / RUNNER).read_text()) + "# theirs\n")
+    drifted(patched, "a decorator is lost")
+    with (patched / RUNNER).open("a") as file:
+        file.write("# theirs\n")
     assert run(patched, "--revert")[0] == 0
     assert (patched / RUNNER).read_text().endswith("# theirs\n")
     assert "nwor" not in (patched / RUNNER).read_text()
@@ -401,12 +372,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_vllm_that_moved_on_is_refused_by_name(
-    name: str,
-    checkout: Path,
-    tmp_path: Path,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, checkout, tmp_path, run, monkeypatch
+):
     path, (old, new), told = REFUSED[name]
     if name != "a fact":
         plain = tool.Graft
@@ -423,9 +390,7 @@ def test_a_vllm_that_moved_on_is_refused_by_name(
     assert not (tmp_path / "patches").exists()
 
 
-def test_what_is_written_is_read_again(
-    site: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_is_read_again(site, run, monkeypatch):
     """A disk that keeps an old file: the fact is named."""
     write = tool.write
 
@@ -440,7 +405,7 @@ def test_what_is_written_is_read_again(
     assert any("does not have nwor_hook(" in line for line in told)
 
 
-def test_a_folder_without_vllm_is_refused(tmp_path: Path, run: Run) -> None:
+def test_a_folder_without_vllm_is_refused(tmp_path, run):
     monkey = f"there is no {tmp_path}/vllm/__init__.py"
     assert run(tmp_path) == (1, [monkey])
 
@@ -449,7 +414,7 @@ def test_a_folder_without_vllm_is_refused(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     names = ["__init__.py", "envs.py", "v1/core/kv_cache_utils.py"]
     names = [f"vllm/{name}" for name in names]
@@ -462,9 +427,7 @@ def one_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_library_is_built_with_the_checkouts_own(
-    one_checkout: Path, tmp_path: Path
-) -> None:
+def test_the_library_is_built_with_the_checkouts_own(one_checkout, tmp_path):
     """By the target and component that its setup.py makes of the extension's name."""
 
     def run(*command: Any) -> str:

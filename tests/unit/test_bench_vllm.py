@@ -12,8 +12,6 @@ import itertools
 import json
 import os
 import random
-import re
-import shlex
 import time
 import types
 from collections.abc import Callable
@@ -27,11 +25,9 @@ from benchmarks import (
     device,
     environment,
     files,
-    intervals,
     models,
     prompts,
     report,
-    settings,
     summary,
     worker_extension,
 )
@@ -42,7 +38,6 @@ from benchmarks.runs import NworDone, Run
 import bench_kernels
 import bench_vllm
 from tools.results import render
-from vllm_nwor.draft_manager import State
 from vllm_nwor.hooks import _wrap
 from vllm_nwor.metrics import GroupInfo
 
@@ -83,7 +78,6 @@ class FakeEngine:
     def report(self):
         return {
             "kv_blocks": 64,
-            "kv_block_tokens": [16],
             "groups": [
                 {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
             ],
@@ -114,75 +108,35 @@ def fake_engine(monkeypatch, tmp_path):
 # --- arguments
 
 
-# Arguments, and behind them what is said of them.
-BAD_ARGUMENTS = r"""
---mode fast
-    --mode: invalid choice: 'fast' (choose from 'off', 'nwor', 'stage', 'cow',
-    'compare')
---batch-size 0
-    --batch-size: '0' is not allowed; allowed values: whole numbers from 1 up
---repeats 6
-    --repeats: '6' is not allowed with --mode compare; allowed values: whole
-    numbers from 7 up
---acceptance 0.5,0.6
-    --acceptance: '0.5,0.6' is not allowed; allowed values: one number from 0 to
-    1 for each draft position, separated by commas, none above the one before it
---acceptance 0.8,0.6
-    --acceptance: '0.8,0.6' has 2 rates; allowed values: 4 rates, one for each
-    of --num-speculative-tokens 4
---acceptance 0.8,0.6,0.4,0.2
-    --acceptance: '0.8,0.6,0.4,0.2' asks for synthetic rejection sampling, which
-    vLLM's CPU kernels refuse; allowed on the device cuda only
---temperature 0.8
-    --temperature: '0.8' is not allowed on the device cpu, where vLLM reads
-    uninitialised memory when it samples with speculation; allowed values: 0
---device cuda
-    --device: 'cuda' cannot be had, the installed vLLM is built for cpu; allowed
-    values: auto, cpu
---method eagle
-    --draft-model: none was given for --method eagle; allowed values: a
-    directory, a Hugging Face name, or shape:NAME
---draft-model x/y
-    --draft-model: 'x/y' is not allowed with --method ngram; allowed with:
-    --method draft_model, eagle, eagle3, medusa, mlp_speculator
---prompts none.json
-    --prompts: 'none.json' is not allowed; allowed values: an existing file whose
-    name ends in .json
---json out.txt
-    --json: 'out.txt' is not allowed; allowed values: a file name that ends in
-    .json
---mode off --plot a.png
-    --plot: 'a.png' is not allowed with --mode off; allowed with: --mode compare
---engine-args '[1]'
-    --engine-args: '[1]' is not allowed; allowed values: a JSON object such as
-    '{"block_size": 32}'
---pairs-until-ci 1.5
-    --pairs-until-ci: '1.5' is not allowed; allowed values: numbers above 0 up
-    to 1
-"""
+BAD_ARGUMENTS = {
+    "--mode fast": "--mode: invalid choice: 'fast'",
+    "--batch-size 0": "--batch-size: '0' is not allowed; allowed values: whole numbers",
+    "--repeats 6": "--repeats: '6' cannot be used; allowed: from 7 up",
+    "--repeats 61": "--max-pairs: '60' cannot be used; allowed: from --repeats 61 up",
+    "--acceptance 0.5,0.6": "--acceptance: '0.5,0.6' is not allowed; allowed values:",
+    "--acceptance 0.8,0.6": "--acceptance: '0.8,0.6' cannot be used; allowed: one rate",
+    "--acceptance 0.8,0.6,0.4,0.2": "--acceptance: '0.8,0.6,0.4,0.2' cannot be used; "
+    "vLLM's CPU kernels refuse synthetic rejection sampling",
+    "--device cuda": "--device: 'cuda' cannot be used; allowed: auto, cpu:",
+    "--runner v2": "--runner: 'v2' cannot be used; allowed on the device cpu",
+    "--method eagle": "--draft-model: 'None' cannot be used; needed for --method eagle",
+    "--draft-model x/y": "--draft-model: 'x/y' cannot be used; goes with --method dra",
+    "--prompts none.json": "--prompts: 'none.json' is not allowed; allowed values: an",
+    "--json out.txt": "--json: 'out.txt' is not allowed; allowed values: a file name",
+    "--mode off --plot a.png": "--plot: 'a.png' cannot be used; goes with --mode compa",
+    "--pairs-until-ci 1.5": "--pairs-until-ci: '1.5' is not allowed; allowed values: n",
+}
 
 
-def bad_arguments() -> list[tuple[list[str], str]]:
-    parts = re.findall(r"^(\S.*)\n((?: .*\n)+)", BAD_ARGUMENTS, re.MULTILINE)
-    return [(shlex.split(argv), " ".join(said.split())) for argv, said in parts]
-
-
-@pytest.mark.parametrize(("argv", "sentence"), bad_arguments())
-def test_bad_argument_is_one_sentence_and_status_2(
-    argv, sentence, fake_engine, capsys, tmp_path
-):
+@pytest.mark.parametrize("argv", BAD_ARGUMENTS)
+def test_bad_argument_is_one_sentence_and_status_2(argv, fake_engine, capsys, tmp_path):
     output = [] if "--json" in argv else ["--json", "out.json"]
-    assert bench_vllm.main([*argv, *output]) == 2
+    assert bench_vllm.main([*argv.split(), *output]) == 2
     printed = capsys.readouterr()
-    # Pythons differ in the quotes around argparse's own choices.
-    expected = f"bench_vllm.py: argument {sentence}\n"
-    assert printed.err.replace("'", "") == expected.replace("'", "")
+    assert printed.err.startswith(f"bench_vllm.py: argument {BAD_ARGUMENTS[argv]}")
+    assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
-
-
-def test_every_bad_argument_is_read() -> None:
-    assert len(bad_arguments()) == 15
 
 
 def test_models_that_are_not_there_are_named(tmp_path, monkeypatch):
@@ -217,23 +171,14 @@ def test_prompt_files(tmp_path):
     path.write_text('["one", "two\\nlines"]')
     assert prompts.read(path) == ["one", "two\nlines"]
     for content, why in (
-        ('["one", 2]', "prompt 2 of .* is 2"),
-        ('["one",', "cannot be read"),
-        ("[]", "holds no prompts"),
+        ('["one", 2]', r"holds \['one', 2\]; allowed"),
+        ('["one",', "JSONDecodeError"),
+        ("[]", r"holds \[\]"),
     ):
         path.write_text(content)
         with pytest.raises(BadArgument, match=why):
             prompts.read(path)
     assert len(prompts.read(None)) == 8
-
-
-def test_what_vllm_is_given_ends_with_what_was_asked(monkeypatch, tmp_path):
-    monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
-    more = '{"block_size": 32, "max_model_len": 999}'
-    options = parse(["--model", "shape:tiny", "--engine-args", more])
-    found = settings.engine_arguments(options, "cpu", *settings.find_models(options))
-    assert (found["block_size"], found["max_model_len"]) == (32, 999)
-    assert (found["load_format"], found["enforce_eager"]) == ("dummy", True)
 
 
 def test_requests_fill_whole_batches():
@@ -253,10 +198,10 @@ def test_interval_of_thirteen_values_is_the_known_one():
     P(Binomial(13, j / 13) >= 7): 0.016 for j = 3 and 0.071 for j = 4, so that the 5th
     percentile is the fourth value (the 10th is not) and, by symmetry, the 95th the
     tenth."""
-    found = intervals.median_interval([13, 7, 3, 1, 5, 2, 6, 4, 12, 8, 11, 9, 10])
+    found = ab.median_interval([13, 7, 3, 1, 5, 2, 6, 4, 12, 8, 11, 9, 10])
     assert (found.low, found.median, found.high) == (4, 7, 10)
     assert found.reach == 3
-    constant = intervals.median_interval([2.5] * 7)
+    constant = ab.median_interval([2.5] * 7)
     assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
 
 
@@ -276,21 +221,6 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
         files.write_whole(path, interrupted)
     assert path.read_bytes() == old
     assert os.listdir(path.parent) == ["out.json"]
-
-
-def test_json_text_has_a_line_for_each_row_of_values():
-    content = {
-        "a": {"x": [1, 2.5, None], "y": {}},
-        "b": [["x [1,\n 2]"], [{"ä": 1}, 2]],
-        "c": {"d": {"e": {"f": 1}}, "g": 2},
-    }
-    text = files.json_text(content)
-    assert json.loads(text) == content
-    assert text.splitlines()[1:3] == [
-        ' "a": {"x": [1, 2.5, null], "y": {}},',
-        ' "b": [',
-    ]
-    assert len(text.splitlines()) == 11
 
 
 def test_recorded_floats_are_rounded_and_stay_so():
@@ -345,23 +275,6 @@ def test_what_others_use_of_the_processors_is_told(monkeypatch):
 
 
 # --- pairs
-
-
-def test_order_is_abba_with_controls_between():
-    arms = []
-
-    def run(arm: ab.Arm) -> Run:
-        arms.append(arm)
-        return make_run(arm.hooked)
-
-    pairs = ab.compare(run, ARMS, 3, None, 60, lambda what: None)
-    warm_up, counted = arms[:2], arms[2:]
-    assert warm_up == ARMS
-    off, on = ARMS
-    assert counted == [off, on, off, off, on, off, off, off, off, on, off, off]
-    assert [pair.name for pair in pairs] == ["nwor", "control"] * 3
-    first = [pair.test_first for pair in pairs]
-    assert first == [False, False, True, True, False, False]
 
 
 def test_each_tested_arm_has_pairs_with_the_baseline():
@@ -430,6 +343,7 @@ def test_first_difference_is_named():
     with pytest.raises(ab.OutputsDiffer) as error:
         ab.check_outputs(expected, [[1, 2, 3], [4, 6]], "off", "nwor")
     assert str(error.value) == (
+        "no speed is printed, outputs differ: "
         "request 1 differs at output token 1: off gave token 5, nwor gave token 6"
     )
     with pytest.raises(ab.OutputsDiffer, match="nwor gave its end after 2 tokens"):
@@ -623,31 +537,14 @@ def test_unusable_block_is_named(block, why, capsys, tmp_path):
     assert readme.read_text() == block + "\n"
 
 
-def test_histogram_joins_equal_neighbours():
-    found = {
-        "windows": 4,
-        "drafted": 16,
-        "accepted": 6,
-        "accepted_per_position": [2, 2, 1, 1],
-        "per_position": [0.5, 0.5, 0.25, 0.25],
-    }
-    rows = report.acceptance_table({"summary": {"acceptance": found}}).rows
-    assert [row[:3] for row in rows] == [
-        ("1 to 2", "2", "50.0 %"),
-        ("3 to 4", "1", "25.0 %"),
-    ]
-
-
 # --- the worker extension, beside what tests/integration/test_stats_inprocess.py shows
 
 
 def worker_of(manager, infos=()) -> worker_extension.NworWorkerExtension:
     """The extension on a runner of plain objects."""
     worker = worker_extension.NworWorkerExtension()
-    spec = types.SimpleNamespace(block_size=16)
-    group = types.SimpleNamespace(kv_cache_spec=spec)
     worker.model_runner = types.SimpleNamespace(
-        kv_cache_config=types.SimpleNamespace(num_blocks=64, kv_cache_groups=[group]),
+        kv_cache_config=types.SimpleNamespace(num_blocks=64),
         nwor_state=types.SimpleNamespace(manager=manager, infos=infos),
     )
     return worker
@@ -657,8 +554,7 @@ def test_extension_where_nwor_was_refused():
     worker = worker_of(None, [GroupInfo(0, "cow", "off", "unknown layout")])
     assert worker.nwor_set_hooked(True) is False
     found = worker.nwor_report()
-    assert (found["kv_blocks"], found["kv_block_tokens"]) == (64, [16])
-    assert (found["present"], found["state"]) == (False, "")
+    assert (found["kv_blocks"], found["counters"]) == (64, {})
     assert found["groups"][0]["reason"] == "unknown layout"
 
 
@@ -678,7 +574,6 @@ def worker(monkeypatch):
         log_bytes_per_draft=75,
         log_bytes=750,
         fallbacks={"stale_log": 1},
-        state=State.FAILED,
     )
     for name in ("unhook", "rehook"):
         noted = functools.partial(calls.append, name)
@@ -712,7 +607,7 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
         **{"restored_bytes": 150, "invalid_slots": 1},
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
-    assert (found["fallbacks"], found["state"]) == ({"stale_log": 1}, "failed")
+    assert found["fallbacks"] == {"stale_log": 1}
 
 
 def test_host_times_of_a_step_that_is_all_staged(worker, monkeypatch):

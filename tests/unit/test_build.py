@@ -107,7 +107,7 @@ def check(library: Path) -> None:
     assert loads(library)
 
 
-def test_cpu_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cpu_library(monkeypatch, tmp_path):
     monkeypatch.setenv("NWOR_CUDA", "OFF")
     assert native.build(tmp_path)
     check(tmp_path / native.LIBRARY)
@@ -117,7 +117,7 @@ def test_cpu_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-def test_cuda_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cuda_library(monkeypatch, tmp_path):
     monkeypatch.setenv("NWOR_CUDA", "ON")
     monkeypatch.setenv("NWOR_CUDA_ARCHS", "90")
     monkeypatch.setenv("MAX_JOBS", "2")
@@ -131,15 +131,13 @@ def test_cuda_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found.stdout.splitlines() == REFUSED
 
 
-def test_unknown_cuda_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_cuda_choice_is_refused(monkeypatch):
     monkeypatch.setenv("NWOR_CUDA", "maybe")
     with pytest.raises(native.NativeBuildError, match=r"'MAYBE'.* AUTO, ON, OFF"):
         native.cuda_choice()
 
 
-def test_cuda_choice_follows_nvcc(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cuda_choice_follows_nvcc(monkeypatch, tmp_path):
     monkeypatch.delenv("NWOR_CUDA", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert native.cuda_choice() == "OFF"
@@ -147,13 +145,13 @@ def test_cuda_choice_follows_nvcc(
     assert native.cuda_choice() == "ON"
 
 
-def test_missing_torch_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_said_in_words(monkeypatch):
     monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(native.NativeBuildError, match="--no-build-isolation"):
         native.torch_dir()
 
 
-def test_library_is_replaced_whole(tmp_path: Path) -> None:
+def test_library_is_replaced_whole(tmp_path):
     new, place = tmp_path / "new.so", tmp_path / "place"
     new.write_bytes(b"new")
     place.mkdir()

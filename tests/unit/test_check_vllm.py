@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,11 @@ def renaming(names: Iterable[str]) -> Tree:
 
 
 @pytest.mark.parametrize("module", FACTS)
-def test_all_holds_in_the_installed_vllm(module: str) -> None:
+def test_all_holds_in_the_installed_vllm(module):
     assert mismatches(module, WHOLE) == []
 
 
-def test_each_word_of_the_facts_is_read() -> None:
+def test_each_word_of_the_facts_is_read():
     for module, text in FACTS.items():
         rows = facts(module)
         assert {kind for _, kind, _ in rows} <= set(KINDS)
@@ -103,7 +103,7 @@ def test_each_word_of_the_facts_is_read() -> None:
 
 
 @pytest.mark.parametrize("fact", ALL, ids=str)
-def test_each_thing_is_named_where_it_has_another_name(fact: Fact) -> None:
+def test_each_thing_is_named_where_it_has_another_name(fact):
     place, kind, what = fact
     words = {}
     for word in what:
@@ -130,7 +130,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("fact", TYPED)
-def test_another_type_is_named(fact: Fact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_type_is_named(fact, monkeypatch):
     place, _, (word,) = fact
     name, _, declared = word.partition(":")
     for node in ast.walk(nodes_of(place)[1]):
@@ -148,9 +148,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("fact", PAIRS)
-def test_two_calls_swapped_are_named(
-    fact: Fact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_calls_swapped_are_named(fact, monkeypatch):
     place, _, (one, other) = fact
     swapped = {one: other, other: one}
     for call in ast.walk(nodes_of(place)[0]):
@@ -164,9 +162,7 @@ def test_two_calls_swapped_are_named(
 
 
 @pytest.mark.parametrize("fact", [f for f in ALL if f[1] == "only"], ids=str)
-def test_a_call_from_elsewhere_is_named(
-    fact: Fact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_from_elsewhere_is_named(fact, monkeypatch):
     place, _, (call,) = fact
     module = nodes_of(place)[1]
     more = ast.parse(f"def _dummy_run(self):\n    {call}").body
@@ -179,9 +175,7 @@ TUPLES = [fact for fact in ALL if fact[1] == "returns" and len(fact[2]) > 1]
 
 @pytest.mark.parametrize("fact", TUPLES, ids=str)
 @pytest.mark.parametrize("change", ["longer", "shorter", "reordered", "declared"])
-def test_a_tuple_of_another_shape_is_named(
-    change: str, fact: Fact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tuple_of_another_shape_is_named(change, fact, monkeypatch):
     place, _, what = fact
     node = nodes_of(place)[0]
     if change == "declared":
@@ -202,9 +196,7 @@ def test_a_tuple_of_another_shape_is_named(
 
 
 @pytest.mark.parametrize("fact", [f for f in ALL if f[1] == "takes"], ids=str)
-def test_a_further_parameter_is_named_unless_it_may_be_left_out(
-    fact: Fact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_further_parameter_is_named_unless_it_may_be_left_out(fact, monkeypatch):
     arguments = nodes_of(fact[0])[0].args
     monkeypatch.setattr(arguments, "args", [*arguments.args, ast.arg("more")])
     if fact[2][-1] == "...":
@@ -227,9 +219,7 @@ def test_a_further_parameter_is_named_unless_it_may_be_left_out(
         if (name, row.qualname) != ("self", "EngineHandshakeMetadata.__init__")
     ],
 )
-def test_a_removed_argument_is_named(
-    row: HookTarget, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_argument_is_named(row, name, monkeypatch):
     source = WHOLE.module(row.module)
     try:
         arguments = source.find(row.qualname)[1].args  # type: ignore[attr-defined]
@@ -245,13 +235,13 @@ def test_a_removed_argument_is_named(
 
 
 @pytest.mark.parametrize("row", TARGETS, ids=lambda row: row.name)
-def test_a_vanished_function_is_named(row: HookTarget) -> None:
+def test_a_vanished_function_is_named(row):
     owner, _, name = row.qualname.rpartition(".")
     gone = owner if name == "__init__" else name
     assert gone in broken(row, renaming([gone]))
 
 
-def test_a_vanished_module_is_named_once() -> None:
+def test_a_vanished_module_is_named_once():
     path = "vllm/v1/worker/gpu/model_runner.py"
     tree = Tree(lambda name: None if name == path else read(name))
     assert mismatches("runner_v2", tree) == [
@@ -263,7 +253,7 @@ def test_a_vanished_module_is_named_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def needed() -> dict[str, str]:
+def needed():
     """The files of vLLM that the check reads."""
     files: dict[str, str] = {}
 
@@ -305,9 +295,7 @@ SAID = [
 
 
 @pytest.fixture
-def pip_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str | Path], None]:
+def pip_finds(tmp_path, monkeypatch):
     """Has pip find wheels in one place only; the cache is empty."""
     monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -350,7 +338,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def served(tmp_path, monkeypatch):
     """A server's address for the folder `wheels`."""
     (tmp_path / "wheels").mkdir()
     handler = functools.partial(Server, directory=str(tmp_path / "wheels"))
@@ -368,14 +356,8 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_wheel_is_read_from_a_server_and_kept(
-    ranges: bool,
-    needed: dict[str, str],
-    pip_finds: Callable[[str | Path], None],
-    served: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    ranges, needed, pip_finds, served, tmp_path, monkeypatch, capsys
+):
     """By ranges, where there are any, and then without the file that fills it."""
     noise = random.Random(0).randbytes(1 << 20).hex()
     path = wheel(tmp_path / "wheels", {"vllm/other.py": noise} | needed)
@@ -393,12 +375,8 @@ def test_a_wheel_is_read_from_a_server_and_kept(
 
 
 def test_a_release_that_has_moved_on_fails_by_name(
-    needed: dict[str, str],
-    pip_finds: Callable[[str | Path], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    needed, pip_finds, tmp_path, monkeypatch, capsys
+):
     wheel(tmp_path / "wheels", needed, "9.9.8")
     wheel(tmp_path / "wheels", doctored(needed))
     pip_finds(tmp_path / "wheels")
@@ -410,19 +388,14 @@ def test_a_release_that_has_moved_on_fails_by_name(
 
 
 def test_a_release_that_is_not_to_be_had_is_no_success(
-    pip_finds: Callable[[str | Path], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    pip_finds, tmp_path, monkeypatch, capsys
+):
     pip_finds(tmp_path)
     assert main(monkeypatch, "9.9.9") == 3
     assert "no source of vllm 9.9.9: ERROR" in capsys.readouterr().err
 
 
-def test_a_tree_is_checked_as_it_lies_there(
-    needed: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_tree_is_checked_as_it_lies_there(needed, tmp_path):
     for name, text in doctored(needed).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

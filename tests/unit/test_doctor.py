@@ -4,8 +4,6 @@
 An environment without vLLM, or with a broken one, is in test_packaging.py.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -26,7 +24,7 @@ assert spec.origin is not None
 VLLM = Path(spec.origin).parent
 
 
-def run(**env: str | None) -> tuple[int, list[str]]:
+def run(**env):
     done = subprocess.run(
         [sys.executable, "-m", "vllm_nwor.doctor"],
         env=subprocess_env(VLLM_PLUGINS=None, **env),
@@ -38,7 +36,7 @@ def run(**env: str | None) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
-def test_where_all_is_in_order() -> None:
+def test_where_all_is_in_order():
     status, lines = run(VLLM_NWOR_MODE="stage", VLLM_NWOR_STRICT="1")
     assert [line for line in lines if line.startswith("!")] == []
     assert status == 0
@@ -59,7 +57,7 @@ def test_where_all_is_in_order() -> None:
     assert lines[-1] == "problems: 0"
 
 
-def test_what_would_not_work_is_marked_and_changes_the_status() -> None:
+def test_what_would_not_work_is_marked_and_changes_the_status():
     """vLLM's processes do not start with a bad value, and the doctor does."""
     status, lines = run(VLLM_NWOR_MODE="on", VLLM_NWOR_STRIKT="1")
     said = "VLLM_NWOR_MODE='on' is not allowed; allowed values: off, stage, cow"
@@ -73,9 +71,7 @@ def test_what_would_not_work_is_marked_and_changes_the_status() -> None:
 
 
 @pytest.mark.parametrize("mode", ["cow", "off"])
-def test_a_plugin_that_vllm_leaves_out(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_that_vllm_leaves_out(mode, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     monkeypatch.setenv("VLLM_NWOR_MODE", mode)
     is_fine = mode == "off"
@@ -94,41 +90,35 @@ def test_a_plugin_that_vllm_leaves_out(
         ("VLLM_NWOR_", ""),
     ],
 )
-def test_misspelt_variables(
-    name: str, hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misspelt_variables(name, hint, monkeypatch):
     monkeypatch.setenv(name, "stage")
     problems = [text for is_fine, _, text in doctor.variables() if not is_fine]
     assert problems == [f"{name} is none of NWOR's{hint}"]
 
 
-def test_variables_of_others_are_nobodys_business(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_of_others_are_nobodys_business(monkeypatch):
     for name in ("NWOR_CACHE", "NWOR_CUDA", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "x")
     assert list(doctor.variables()) == []
 
 
-def test_versions_of_a_vllm_nobody_tried(tmp_path: Path) -> None:
+def test_versions_of_a_vllm_nobody_tried(tmp_path):
+    def said_of_vllm():
+        return [found for found in doctor.versions(tmp_path) if found[1] == "vllm"]
+
     (tmp_path / "_version.py").write_text("__version__ = version = '9.9.9+cu130'\n")
-    found = {
-        topic: (is_fine, text) for is_fine, topic, text in doctor.versions(tmp_path)
-    }
-    is_fine, text = found["vllm"]
+    ((is_fine, _, text),) = said_of_vllm()
     assert is_fine
     assert text.startswith("9.9.9+cu130 (tried: 0.26.0, ")
     (tmp_path / "_version.py").unlink()
-    found = {
-        topic: (is_fine, text) for is_fine, topic, text in doctor.versions(tmp_path)
-    }
-    assert found["vllm"][1].startswith("unknown ")
+    ((_, _, text),) = said_of_vllm()
+    assert text.startswith("unknown ")
 
 
 # --- library ---
 
 
-def test_library_without_code_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_without_code_for_the_device(monkeypatch):
     if not ops.has_cuda():
         ((is_fine, _, text),) = doctor.library("cuda")
         assert not is_fine
@@ -140,9 +130,7 @@ def test_library_without_code_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
     assert text.startswith("no cpu code for stage, unstage; ")
 
 
-def test_library_tells_the_cuda_it_was_built_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_tells_the_cuda_it_was_built_with(tmp_path, monkeypatch):
     """As csrc/nwor/cow_cuda.cu does; without that, it is of another version."""
     library = tmp_path / "other.so"
     source = 'extern "C" const char* nwor_cuda_build() { return "12090 800,900"; }'
@@ -159,8 +147,8 @@ def test_library_tells_the_cuda_it_was_built_with(
     assert "nwor_cuda_build" in text
 
 
-def test_cuda_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: object) -> None:
+def test_cuda_is_not_started(monkeypatch):
+    def start(*_):
         raise AssertionError("CUDA was started")
 
     for name in ("_lazy_init", "is_available", "device_count", "current_device"):
@@ -173,11 +161,11 @@ def test_cuda_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def other_vllm(tmp_path: Path) -> Path:
+def other_vllm(tmp_path):
     """A folder with the files of vLLM that are read."""
     installed = files_of(VLLM.parent)
 
-    def copied(path: str) -> str | None:
+    def copied(path):
         text = installed(path)
         if text is not None:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +177,7 @@ def other_vllm(tmp_path: Path) -> Path:
     return tmp_path / "vllm"
 
 
-def test_hooks_that_do_not_match_are_named(other_vllm: Path) -> None:
+def test_hooks_that_do_not_match_are_named(other_vllm):
     path = other_vllm / "v1" / "worker" / "gpu" / "model_runner.py"
     text = path.read_text()
     path.write_text(text.replace("def prepare_attn(", "def prepare_attention("))
@@ -202,7 +190,7 @@ def test_hooks_that_do_not_match_are_named(other_vllm: Path) -> None:
     assert told.startswith("vLLM's source cannot be compared: ")
 
 
-def test_one_runner_is_enough_and_none_is_not(other_vllm: Path) -> None:
+def test_one_runner_is_enough_and_none_is_not(other_vllm):
     """A vLLM may drop its V1 runner."""
     os.remove(other_vllm.parent / doctor.RUNNERS["runner_v1"])
     lines = list(doctor.hooks(other_vllm))

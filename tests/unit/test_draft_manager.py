@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """DraftCommitManager on small caches with the real CPU ops: the transaction, its
-states, and what becomes of a window when an op fails (guarantees 1, 2, 6 and 9)."""
+states, and what becomes of a window when an op fails (guarantees 1, 2, 6 and 9).
 
+tests/simulation does the same with drawn windows, layouts and faults.
+"""
+
+import itertools
 import logging
-import pickle
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,17 +24,27 @@ from vllm_nwor.draft_manager import (
 )
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
-from vllm_nwor.metrics import GroupInfo
-from vllm_nwor.report import Report
 from vllm_nwor.shadow_pages import ShadowRegion
 from vllm_nwor.window import NumRejected, SampledIds, VerificationWindows
 
-BLOCKS, HEADS, SLOTS, DIM = 6, 2, 4, 8
-VOCAB = 100
-# Two requests: 2 drafts in slots 5 and 6, one draft in slot 17; slots 4 and 16 hold
-# the tokens that are always kept.
-SLOT_MAPPING = torch.tensor([4, 5, 6, 16, 17])
-DRAFT_SLOTS = [5, 6, 17]
+# Blocks of requests and, behind them, shadow blocks: two for each of two seats.
+BLOCKS, SHADOW_BLOCKS, HEADS, SLOTS, DIM = 6, 4, 2, 4, 8
+ROW_BYTES = 2 * HEADS * DIM  # of a token, in the two layers of a group
+REGION = ShadowRegion(BLOCKS, 2, 2, BLOCKS, SLOTS)
+
+# A step of two requests, by its rows: 0 and 3 are the targets, which are always kept;
+# 1 and 2 are the first request's drafts, 4 is the second's. Slots 4 and 16 hold
+# committed rows of the same blocks, which attention reads in shadow blocks, too.
+SLOT_MAPPING = [5, 6, 7, 17, 18]
+TABLE = [[2, 1, 0], [4, 0, 0]]
+SHADOW_SLOT_MAPPING = [29, 30, 31, 33, 34]
+SHADOW_TABLE = [[2, 7, 0], [8, 0, 0]]
+NUM_DRAFTS, TARGETS = 3, {0, 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    ops.load()
 
 
 class FailingOps:
@@ -45,7 +59,7 @@ class FailingOps:
     }
 
     def __init__(self, **fails):
-        """fails: log_call, restore_call and so on: the call to raise, from 1."""
+        """fails: log, restore and so on: the call to raise, from 1."""
         self.calls = Counter()
         self.fails = fails
 
@@ -54,59 +68,125 @@ class FailingOps:
 
         def run(*args):
             self.calls[kind] += 1
-            if self.calls[kind] == self.fails.get(f"{kind}_call"):
+            if self.calls[kind] == self.fails.get(kind):
                 raise RuntimeError(f"planted failure in {kind} call {self.calls[kind]}")
             op(*args)
 
         return run
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library():
-    ops.load()
+class World:
+    """A manager of groups with two layers each, heads outside slots and inside, and
+    the step above."""
+
+    def __init__(
+        self,
+        *is_staged,
+        num_seats=2,
+        strict=Strict.STARTUP,
+        capacity=16,
+        storage=None,
+        **fails,
+    ):
+        """is_staged: of each KV-cache group, whether it has shadow pages."""
+        torch.manual_seed(0)
+        self.groups = [self._layers() for _ in is_staged]
+        region = replace(REGION, num_seats=num_seats)
+        self.ops = FailingOps(**fails)
+        self.manager = DraftCommitManager(
+            NworConfig(mode=Mode.COW, strictness=strict),
+            list(enumerate(self.groups)),
+            capacity,
+            storage,
+            self.ops,
+            {gid: StagedGroup(region, SLOTS) for gid, it in enumerate(is_staged) if it},
+        )
+        self.is_staged = is_staged
+        self.step = VerificationWindows(
+            num_drafts=NUM_DRAFTS,
+            logits_indices=torch.arange(5, dtype=torch.int32),
+            cu_num_logits=torch.tensor([3, 5], dtype=torch.int32),
+            slot_mappings=[torch.tensor(SLOT_MAPPING) for _ in is_staged],
+            block_tables=[torch.tensor(TABLE, dtype=torch.int32) for _ in is_staged],
+            query_start_loc=torch.tensor([0, 3, 5], dtype=torch.int32),
+            seq_lens=torch.tensor([8, 3], dtype=torch.int32),
+        )
+        self.before = self.snapshot()
+
+    def _layers(self):
+        shape = (BLOCKS + SHADOW_BLOCKS, HEADS, SLOTS, DIM)
+        caches = [torch.randint(0, 256, shape, dtype=torch.uint8) for _ in range(2)]
+        caches[1] = caches[1].transpose(1, 2).contiguous().transpose(1, 2)
+        return [LayerCache(str(i), c, row_layout(c)) for i, c in enumerate(caches)]
+
+    def snapshot(self):
+        """[layers, blocks, heads, slots, dim] of each group."""
+        return [torch.stack([layer.kv_cache for layer in g]) for g in self.groups]
+
+    def open(self):
+        """Before the forward. Returns whether all is staged."""
+        is_done = any(self.is_staged) and self.manager.stage(self.step)
+        self.manager.begin(self.step)
+        return is_done
+
+    def forward(self):
+        """Writes row i of the step where the slot mapping says."""
+        for layers, slots in zip(self.groups, self.step.slot_mappings, strict=True):
+            for row, slot in enumerate(slots.tolist()):
+                for layer in layers:
+                    layer.kv_cache[slot // SLOTS, :, slot % SLOTS] = 100 + row
+
+    def change_all(self):
+        """Other requests write every byte; the next step finds that."""
+        for layer in itertools.chain(*self.groups):
+            layer.kv_cache.add_(1)
+        self.before = self.snapshot()
+
+    def run(self, acceptance):
+        self.open()
+        self.forward()
+        self.manager.commit(acceptance)
+
+    def holds(self, *kept_of_groups):
+        """Whether the caches of each group are as before, but for those rows of the
+        step. Shadow blocks of staged groups may hold anything."""
+        if len(kept_of_groups) == 1:
+            kept_of_groups *= len(self.groups)
+        for before, now, kept, is_staged in zip(
+            self.before, self.snapshot(), kept_of_groups, self.is_staged, strict=True
+        ):
+            expected = before.clone()
+            for row in kept:
+                block, offset = divmod(SLOT_MAPPING[row], SLOTS)
+                expected[:, block, :, offset] = 100 + row
+            end = BLOCKS if is_staged else None
+            if not torch.equal(now[:, :end], expected[:, :end]):
+                return False
+        return True
+
+    def is_patched(self):
+        """Of each group, whether shadow blocks are in its table, or None if it is
+        neither that nor vLLM's own."""
+        known = {
+            str((TABLE, SLOT_MAPPING)): False,
+            str((SHADOW_TABLE, SHADOW_SLOT_MAPPING)): True,
+        }
+        tables = zip(self.step.block_tables, self.step.slot_mappings, strict=True)
+        return tuple(known.get(str((t.tolist(), s.tolist()))) for t, s in tables)
 
 
-def layers(num_layers=3, num_blocks=BLOCKS):
-    torch.manual_seed(0)
-    caches = [
-        torch.randint(0, 256, (num_blocks, HEADS, SLOTS, DIM), dtype=torch.uint8)
-        for _ in range(num_layers)
-    ]
-    return [
-        LayerCache(f"layer.{i}", cache, row_layout(cache))
-        for i, cache in enumerate(caches)
-    ]
-
-
-@pytest.fixture(autouse=True)
-def managers(monkeypatch):
-    """Those that a test made; they end it with every invariant as it should be."""
+@pytest.fixture
+def make():
+    """Makes a World; at the end of the test every invariant of it holds."""
     made = []
-    init = DraftCommitManager.__init__
 
-    def keep(manager, *args, **kwargs):
-        init(manager, *args, **kwargs)
-        made.append(manager)
+    def make(*is_staged, **arguments):
+        made.append(World(*is_staged, **arguments))
+        return made[-1]
 
-    monkeypatch.setattr(DraftCommitManager, "__init__", keep)
-    yield made
-    for manager in made:
-        manager.check_state()
-
-
-def manager_of(groups, capacity=16, strict=Strict.STARTUP, **kwargs):
-    return DraftCommitManager(
-        NworConfig(mode=Mode.COW, strictness=strict), groups, capacity, **kwargs
-    )
-
-
-def windows(num_groups=1):
-    return VerificationWindows(
-        num_drafts=3,
-        logits_indices=torch.arange(5, dtype=torch.int32),
-        cu_num_logits=torch.tensor([3, 5], dtype=torch.int32),
-        slot_mappings=[SLOT_MAPPING] * num_groups,
-    )
+    yield make
+    for world in made:
+        world.manager.check_state()
 
 
 def accepted(first, second):
@@ -114,120 +194,329 @@ def accepted(first, second):
     ids = torch.full((2, 3), -1, dtype=torch.int32)
     ids[0, : first + 1] = 7
     ids[1, : second + 1] = 7
-    return SampledIds(ids, VOCAB)
+    return SampledIds(ids, 100)
 
 
-def forward(cache_layers):
-    """What vLLM's forward does to the cache: every slot of the step is written."""
-    for layer in cache_layers:
-        for slot in SLOT_MAPPING.tolist():
-            cell = layer.kv_cache[slot // SLOTS, :, slot % SLOTS]
-            cell.copy_(255 - cell)
+def rejected(first, second):
+    return NumRejected(torch.tensor([first, second], dtype=torch.int32))
 
 
-def snapshot(cache_layers):
-    return torch.stack([layer.kv_cache.clone() for layer in cache_layers])
+ALL_ROWS = {0, 1, 2, 3, 4}
+LOGGED, TWO_LOGGED, STAGED, MIXED = (False,), (False, False), (True,), (False, True)
+KINDS = pytest.mark.parametrize("kind", [LOGGED, TWO_LOGGED, STAGED, MIXED], ids=str)
 
 
-def expected(before, after, rejected_slots):
-    result = after.clone()
-    for slot in rejected_slots:
-        block, offset = divmod(slot, SLOTS)
-        result[:, block, :, offset] = before[:, block, :, offset]
-    return result
+# --- steps that go well ---------------------------------------------------------------
 
 
+@KINDS
 @pytest.mark.parametrize(
-    ("acceptance", "rejected"),
+    ("acceptance", "kept"),
     [
-        (accepted(2, 1), []),
-        (accepted(0, 0), [5, 6, 17]),
-        (accepted(1, 0), [6, 17]),
-        (NumRejected(torch.tensor([1, 0], dtype=torch.int32)), [6]),
-        (NumRejected(torch.tensor([2, 1], dtype=torch.int32)), [5, 6, 17]),
+        (accepted(2, 1), ALL_ROWS),
+        (accepted(0, 0), TARGETS),
+        (accepted(1, 0), TARGETS | {1}),
+        (accepted(0, 1), TARGETS | {4}),
+        (rejected(1, 0), TARGETS | {1, 4}),
+        (rejected(2, 1), TARGETS),
     ],
 )
-def test_guarantee_1_and_2_rejected_slots_are_restored_and_nothing_else(
-    acceptance, rejected
+@pytest.mark.parametrize("publishes", [True, False])
+def test_guarantee_1_and_2_only_kept_rows_reach_a_requests_blocks(
+    make, kind, acceptance, kept, publishes
 ):
-    cache_layers = layers()
-    manager = manager_of([(0, cache_layers)])
-    before = snapshot(cache_layers)
+    world = make(*kind)
+    manager = world.manager
+    assert manager.state is State.IDLE
+    to = torch.full_like(manager.counters, -1) if publishes else None
 
-    manager.begin(windows())
-    forward(cache_layers)
-    after = snapshot(cache_layers)
-    manager.commit(acceptance)
+    assert world.open() is (kind == STAGED)
+    assert manager.state is (State.STAGED if any(kind) else State.LOGGED)
+    assert manager.is_open
+    assert world.is_patched() == kind
+    manager.check_state()
+    world.forward()
+    assert manager.commit(acceptance, to) is publishes
 
-    assert torch.equal(snapshot(cache_layers), expected(before, after, rejected))
-    slot_bytes = 3 * HEADS * DIM
+    assert manager.state is State.IDLE
+    assert world.is_patched() == (False,) * len(kind)
+    assert world.holds(kept)
+    num_accepted, num_rejected = len(kept) - 2, 5 - len(kept)
+    windows = [2, 3, num_accepted, num_rejected]
+    # Staged groups come first. A committed row before each target is copied to be read.
     assert manager.counters.tolist() == [
-        [2, 3, 3 - len(rejected), len(rejected), len(rejected) * slot_bytes, 0, 0, 0]
+        [*windows, 0, 0, 2 * ROW_BYTES, len(kept) * ROW_BYTES]
+        if is_staged
+        else [*windows, num_rejected * ROW_BYTES, 0, 0, 0]
+        for is_staged in sorted(kind, reverse=True)
+    ]
+    assert to is None or torch.equal(to, manager.counters)
+    # One launch a group and op, whatever the number of layers.
+    logged, staged = kind.count(False), kind.count(True)
+    expected = {"log": logged, "restore": logged, "stage": staged, "commit": staged}
+    assert world.ops.calls == Counter(expected)
+    assert not manager.fallbacks
+
+
+def test_drafts_are_verified_in_shadow_blocks_beside_the_rows_before_them(make):
+    world = make(True)
+
+    world.open()
+    world.forward()
+
+    assert world.holds([])
+    (verified,), (before,) = world.snapshot(), world.before
+    assert torch.equal(verified[:, 7, :, 0], before[:, 1, :, 0])
+    assert torch.equal(verified[:, 8, :, 0], before[:, 4, :, 0])
+
+
+@KINDS
+def test_a_step_without_drafts_does_nothing(make, kind):
+    world = make(*kind)
+    world.step = world.step._replace(num_drafts=0)
+
+    world.run(accepted(0, 0))
+    world.manager.end_unlogged(0)
+
+    assert world.manager.state is State.IDLE
+    assert not world.ops.calls
+    assert not world.manager.fallbacks
+
+
+# --- windows that are never committed -------------------------------------------------
+
+
+@KINDS
+def test_aborted_windows_leave_the_cache_as_vllm_left_it(make, kind, caplog):
+    """The blocks of staged groups were not written to."""
+    world = make(*kind)
+    world.open()
+    world.forward()
+
+    with caplog.at_level(logging.WARNING):
+        world.manager.abort("step_failed")
+
+    assert world.manager.state is State.IDLE
+    assert world.is_patched() == (False,) * len(kind)
+    assert world.holds(*([] if is_staged else ALL_ROWS for is_staged in kind))
+    assert world.manager.fallbacks == {"step_failed": 1}
+    assert not world.manager.counters.any()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "NWOR step_failed: windows with 3 drafts were dropped; the step ran as vanilla "
+        "vLLM (further ones are counted in vllm:nwor_fallbacks)"
+    )
+
+
+@KINDS
+def test_a_step_that_finds_windows_drops_and_counts_them(make, kind):
+    world = make(*kind)
+    world.open()
+    world.forward()
+    world.change_all()
+
+    world.run(accepted(0, 0))
+
+    assert world.is_patched() == (False,) * len(kind)
+    assert world.holds(TARGETS)
+    assert world.manager.fallbacks == {"stale_log": 1}
+
+
+def test_a_log_of_an_aborted_step_is_never_restored(make):
+    """Nor by a step whose begin was missed."""
+    world = make(*MIXED)
+    world.open()
+    world.manager.abort("step_failed")
+    world.forward()
+    written, _ = world.snapshot()
+
+    world.manager.stage(world.step)
+    world.manager.commit(accepted(0, 0))
+
+    assert torch.equal(world.snapshot()[0], written)
+
+
+# --- failures -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_guarantee_6_a_failing_begin_turns_the_window_into_vanilla(make, call, caplog):
+    world = make(*TWO_LOGGED, log=call)
+
+    with caplog.at_level(logging.WARNING):
+        world.run(accepted(0, 0))
+
+    assert world.holds(ALL_ROWS)
+    assert world.manager.state is State.VANILLA
+    assert world.manager.fallbacks == {"begin_failed": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"NWOR begin_failed: log_cache_slots: planted failure in log call {call}; the "
+        "step ran as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
     ]
 
 
-def test_every_group_and_every_layout_of_a_group_is_restored():
-    plain = layers(2)
-    whole = torch.randint(0, 256, (BLOCKS, SLOTS, HEADS, DIM), dtype=torch.uint8)
-    nhd = whole.transpose(1, 2)
-    mixed = [plain[0], LayerCache("nhd", nhd, row_layout(nhd))]
-    cache_layers = [*mixed, plain[1]]
-    manager = manager_of([(0, mixed), (1, [plain[1]])])
-    before = snapshot(cache_layers)
+@pytest.mark.parametrize("call", [1, 2])
+def test_guarantee_6_a_failing_commit_leaves_old_or_new_bytes(make, call):
+    world = make(*TWO_LOGGED, restore=call)
 
-    manager.begin(windows(num_groups=2))
-    forward(cache_layers)
-    after = snapshot(cache_layers)
-    manager.commit(accepted(0, 1))
+    world.run(accepted(0, 0))
 
-    assert torch.equal(snapshot(cache_layers), expected(before, after, [5, 6]))
-    assert manager.counters[:, :4].tolist() == [[2, 3, 1, 2], [2, 3, 1, 2]]
+    kept = [TARGETS, TARGETS]
+    kept[call - 1] = ALL_ROWS
+    assert world.holds(*kept)
+    assert world.manager.fallbacks == {"commit_failed": 1}
+    assert world.manager.state is State.FAILED
 
 
-def test_one_launch_each_for_begin_and_commit_whatever_the_number_of_layers():
-    counting = FailingOps()
-    manager = manager_of([(0, layers(40))], ops=counting)
+@pytest.mark.parametrize("op", ["log", "restore"])
+def test_an_undo_log_that_fails_beside_staged_groups_is_of_its_own_groups_only(
+    make, op
+):
+    world = make(*MIXED, **{op: 1})
+    to = torch.zeros_like(world.manager.counters)
 
-    manager.begin(windows())
-    manager.commit(accepted(0, 0))
+    world.open()
+    assert world.manager.state is State.STAGED
+    world.forward()
+    assert world.manager.commit(accepted(1, 0), to)
 
-    assert counting.calls == {"log": 1, "restore": 1}
+    assert world.holds(ALL_ROWS, TARGETS | {1})
+    name = {"log": "begin_failed", "restore": "commit_failed"}[op]
+    assert world.manager.fallbacks == {name: 1}
+    assert world.manager.counters[:, 1].tolist() == [3, 0]
+    assert torch.equal(to, world.manager.counters)
+    assert world.manager.state is (State.IDLE if op == "log" else State.FAILED)
 
 
-def test_states_follow_the_table():
-    manager = manager_of([(0, layers())])
+def test_counters_that_cannot_be_published_are_not_said_to_be(make):
+    world = make(*MIXED, restore=1)
+    world.manager._copy_counters = lambda *_: 1 // 0
+    world.open()
+
+    to = torch.zeros_like(world.manager.counters)
+    assert not world.manager.commit(accepted(1, 0), to)
+
+
+def test_a_stage_that_fails_leaves_the_step_to_the_log(make, caplog):
+    world = make(True, stage=1)
+
+    with caplog.at_level(logging.WARNING):
+        assert world.open() is False
+    assert world.manager.state is State.LOGGED
+    assert world.is_patched() == (False,)
+    world.forward()
+    world.manager.commit(accepted(0, 0))
+
+    assert world.holds(TARGETS)
+    assert world.manager.fallbacks == {"stage_failed": 1}
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "NWOR stage_failed: stage: planted failure in stage call 1; the step uses the "
+        "undo log"
+    )
+
+
+@pytest.mark.parametrize("strict", list(Strict))
+def test_a_commit_from_shadow_pages_that_fails_raises_always(make, strict):
+    """Accepted tokens would not be in the cache: no step may go on from there."""
+    world = make(True, strict=strict, commit=1)
+
+    with pytest.raises(
+        NworError,
+        match=r"^NWOR commit_failed: commit_draft_layer: planted failure in commit "
+        r"call 1; accepted tokens of this step are not in the KV cache$",
+    ):
+        world.run(accepted(2, 1))
+
+    assert world.is_patched() == (False,)
+    assert world.holds([])
+    assert world.manager.state is State.FAILED
+    assert world.manager.fallbacks == {"commit_failed": 1}
+    # The next step is staged again.
+    world.run(accepted(2, 1))
+    assert world.manager.state is State.IDLE
+    assert world.holds(ALL_ROWS)
+
+
+@pytest.mark.parametrize("strict", list(Strict))
+def test_a_table_that_cannot_be_put_back_raises_always(make, strict):
+    world = make(True, strict=strict, unstage=1)
+    world.open()
+
+    with pytest.raises(
+        NworError,
+        match=r"^NWOR stale_log: a block table cannot be put back: planted failure",
+    ):
+        world.manager.abort("stale_log")
+
+    assert world.manager.fallbacks == {"stale_log": 1}
+    assert world.manager.state is State.IDLE
+
+
+def test_after_a_failed_restore_the_next_begin_starts_anew(make):
+    world = make(False, restore=1)
+    manager = world.manager
+    world.run(accepted(0, 0))
+
+    manager.abort("test")  # the next step is entered; it has no drafts
+    manager.end_unlogged(0)
+    assert manager.state is State.FAILED
+    manager.end_unlogged(3)  # one that begin never saw
+    assert manager.state is State.FAILED
+    world.change_all()
+    world.run(accepted(0, 0))
+
+    assert world.holds(TARGETS)
     assert manager.state is State.IDLE
-
-    assert not manager.commit(accepted(0, 0))
-    manager.begin(windows())
-    assert manager.state is State.LOGGED
-    manager.commit(accepted(0, 0))
-    assert manager.state is State.IDLE
-    manager.begin(windows())
-    manager.abort("test")
-
-    assert manager.state is State.IDLE
-    assert manager.fallbacks == {"test": 1}
+    assert manager.fallbacks == {"commit_failed": 1, "begin_missed": 1}
 
 
-@pytest.mark.parametrize("end", ["end_unlogged", "abort"])
-def test_a_step_left_to_vanilla_is_a_state_until_it_ends(end):
-    manager = manager_of([(0, layers())], capacity=2)
+def test_after_a_failed_restore_strict_steps_go_no_further(make):
+    world = make(False, strict=Strict.ALWAYS, restore=1)
+    with pytest.raises(
+        NworError, match=r"^NWOR commit_failed: restore_rejected_drafts"
+    ):
+        world.run(accepted(0, 0))
 
-    manager.begin(windows())
-    assert manager.state is State.VANILLA
-    assert not manager.commit(accepted(0, 0))
-    assert manager.state is State.VANILLA
-    getattr(manager, end)({"end_unlogged": 3, "abort": "test"}[end])
+    for _ in range(2):
+        with pytest.raises(NworError, match="the restore before this step failed"):
+            world.open()
 
-    assert manager.state is State.IDLE
-    assert manager.fallbacks == {"over_capacity": 1}
+    assert world.manager.state is State.FAILED
+    assert world.ops.calls == {"log": 1, "restore": 1}
+    assert world.manager.fallbacks == {"commit_failed": 1}
 
 
-def test_guarantee_9_drafts_that_begin_never_saw_are_counted(caplog):
-    manager = manager_of([(0, layers())])
-    report = Report([], manager)
-    report.take_payload()
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 2}, "over_capacity: 3 drafts do not fit the undo log of 2 rows"),
+        ({"log": 1}, "begin_failed: log_cache_slots: planted failure in log"),
+        ({"stage": 1}, "stage_failed: stage: planted failure in stage"),
+    ],
+)
+def test_strict_raises_where_the_default_falls_back(make, arguments, message):
+    world = make("stage" in arguments, strict=Strict.ALWAYS, **arguments)
+
+    with pytest.raises(NworError, match=f"^NWOR {message}"):
+        world.open()
+
+    assert world.is_patched() == (False,)
+    assert not world.manager.is_open
+
+
+def test_strict_raises_on_windows_that_were_left_and_on_missed_ones(make):
+    world = make(False, strict=Strict.ALWAYS)
+    world.open()
+
+    with pytest.raises(NworError, match=r"^NWOR stale_log: windows with 3 drafts were"):
+        world.open()
+    with pytest.raises(NworError, match=r"^NWOR begin_missed: 3 drafts were sampled"):
+        world.manager.end_unlogged(3)
+
+
+def test_guarantee_9_drafts_that_begin_never_saw_are_counted(make, caplog):
+    manager = make(False).manager
 
     with caplog.at_level(logging.WARNING):
         manager.end_unlogged(3)
@@ -240,754 +529,143 @@ def test_guarantee_9_drafts_that_begin_never_saw_are_counted(caplog):
         "NWOR begin_missed: 3 drafts were sampled that begin never saw; the step ran "
         "as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
     ]
-    payload = report.take_payload().read()
-    assert payload == ((0, 0, 0, 0, 0, 2, 0, 0), {"begin_missed": 2}, [])
-    assert report.take_payload() is None
 
 
-def test_a_missed_begin_raises_where_steps_are_strict():
-    manager = manager_of([(0, layers())], strict=Strict.ALWAYS)
-
-    with pytest.raises(NworError, match=r"^NWOR begin_missed: 3 drafts were sampled"):
-        manager.end_unlogged(3)
+# --- steps that are too large ---------------------------------------------------------
 
 
-def test_a_begin_after_a_failed_commit_starts_anew():
-    cache_layers = layers()
-    manager = manager_of([(0, cache_layers)], ops=FailingOps(restore_call=1))
-    manager.begin(windows())
-    forward(cache_layers)
-    manager.commit(accepted(0, 0))
-    assert manager.state is State.FAILED
-    left_behind = snapshot(cache_layers)
-
-    manager.abort("test")  # the next step is entered; it has no drafts
-    manager.end_unlogged(0)
-    assert manager.state is State.FAILED
-    manager.begin(windows())
-    forward(cache_layers)
-    after = snapshot(cache_layers)
-    manager.commit(accepted(0, 0))
-
-    assert torch.equal(
-        snapshot(cache_layers), expected(left_behind, after, DRAFT_SLOTS)
-    )
-    assert manager.state is State.IDLE
-    assert manager.fallbacks == {"commit_failed": 1}
-
-
-def test_a_begin_that_is_missed_after_a_failed_commit_is_counted():
-    manager = manager_of([(0, layers())], ops=FailingOps(restore_call=1))
-    manager.begin(windows())
-    manager.commit(accepted(0, 0))
-
-    manager.end_unlogged(3)
-
-    assert manager.state is State.FAILED
-    assert manager.fallbacks == {"commit_failed": 1, "begin_missed": 1}
-
-
-def test_after_a_failed_commit_strict_steps_go_no_further():
-    ops_ = FailingOps(restore_call=1)
-    manager = manager_of([(0, layers())], strict=Strict.ALWAYS, ops=ops_)
-    manager.begin(windows())
-    with pytest.raises(NworError, match=r"^NWOR commit_failed: restore_rej"):
-        manager.commit(accepted(0, 0))
-
-    for _ in range(2):
-        with pytest.raises(NworError, match="the restore before this step failed"):
-            manager.begin(windows())
-
-    assert manager.state is State.FAILED
-    assert ops_.calls == {"log": 1, "restore": 1}
-    assert manager.fallbacks == {"commit_failed": 1}
-
-
-def lost_drafts(manager):
-    manager._num_drafts = 0
-
-
-def failed_without_a_failure(manager):
-    manager.state, manager._num_drafts = State.FAILED, 0
-
-
-def vanilla_without_a_failure(manager):
-    manager.state, manager._num_drafts = State.VANILLA, 0
-
-
-def entry_behind_its_window(manager):
-    manager.groups[0].log_windows[2, 1] = 1
-
-
-def table_of_another_address(manager):
-    manager.groups[0].tables[0].table[1, 0] += 1
-
-
-def table_with_places_exchanged(manager):
-    table = manager.groups[0].tables[0].table
-    table[:2, -1] = table[:2, -1].flip(0)
-
-
-def log_in_a_cache(manager):
-    cache = manager.groups[0].layers[0].kv_cache
-    manager.groups[0].log_slots = cache.view(-1)[:128].view(torch.int64)
-
-
-def log_in_the_counters(manager):
-    manager.groups[0].log_slots = manager.counters.view(-1)[-1:]
-
-
-def a_draft_too_many(manager):
-    manager.counters[0, 1] += 1
-
-
-@pytest.mark.parametrize(
-    ("number", "broken"),
-    [
-        (1, lost_drafts),
-        (2, failed_without_a_failure),
-        (2, vanilla_without_a_failure),
-        (3, entry_behind_its_window),
-        (4, table_of_another_address),
-        (4, table_with_places_exchanged),
-        (5, log_in_a_cache),
-        (5, log_in_the_counters),
-        (6, a_draft_too_many),
-    ],
-)
-def test_check_state_names_the_invariant_that_does_not_hold(number, broken, managers):
-    manager = manager_of([(0, layers())])
-    manager.begin(windows())
-    manager.check_state()
-    managers.clear()
-
-    broken(manager)
-
-    with pytest.raises(AssertionError, match=f"^NWOR invariant {number} does not hold"):
-        manager.check_state()
-
-
-def test_debug_sync_checks_the_invariants_after_each_op(managers):
-    manager = manager_of([(0, layers())])
-    manager.config = NworConfig(mode=Mode.COW, debug_sync=True)
-    managers.clear()
-    a_draft_too_many(manager)
-
-    for op, argument in ((manager.begin, windows()), (manager.commit, accepted(0, 0))):
-        with pytest.raises(AssertionError, match=r"^NWOR invariant 6"):
-            op(argument)
-
-
-def test_a_begin_that_finds_a_log_drops_and_counts_it():
-    cache_layers = layers()
-    manager = manager_of([(0, cache_layers)])
-    manager.begin(windows())
-    forward(cache_layers)
-    before = snapshot(cache_layers)
-
-    manager.begin(windows())
-    forward(cache_layers)
-    manager.commit(accepted(0, 0))
-
-    assert manager.fallbacks == {"stale_log": 1}
-    assert torch.equal(
-        snapshot(cache_layers),
-        expected(before, snapshot(cache_layers), DRAFT_SLOTS),
-    )
-
-
-def test_a_step_without_drafts_leaves_no_log():
-    counting = FailingOps()
-    manager = manager_of([(0, layers())], ops=counting)
-    none = windows()
-
-    manager.begin(
-        VerificationWindows(0, none.logits_indices, none.cu_num_logits, [SLOT_MAPPING])
-    )
-
-    assert manager.state is State.IDLE
-    assert counting.calls["log"] == 0
-
-
-@pytest.mark.parametrize("call", [1, 2])
-def test_guarantee_6_a_failing_begin_turns_the_window_into_vanilla(call, caplog):
-    cache_layers = layers(2)
-    groups = [(0, cache_layers[:1]), (1, cache_layers[1:])]
-    manager = manager_of(groups, ops=FailingOps(log_call=call))
+@pytest.mark.parametrize("kind", [LOGGED, MIXED], ids=str)
+def test_more_drafts_than_the_log_holds_run_as_vanilla(make, kind, caplog):
+    """A step is protected whole or not at all. It is logged once and counted always."""
+    world = make(*kind, capacity=2)
+    ends = [lambda: world.manager.end_unlogged(3), lambda: world.manager.abort("test")]
 
     with caplog.at_level(logging.WARNING):
-        manager.begin(windows(num_groups=2))
-    forward(cache_layers)
-    after = snapshot(cache_layers)
-    manager.commit(accepted(0, 0))
+        for end in ends:
+            world.run(accepted(0, 0))
+            assert world.manager.state is State.VANILLA
+            assert world.is_patched() == (False,) * len(kind)
+            end()
+            assert world.manager.state is State.IDLE
 
-    assert torch.equal(snapshot(cache_layers), after)
-    assert manager.fallbacks == {"begin_failed": 1}
-    assert [record.getMessage() for record in caplog.records] == [
-        f"NWOR begin_failed: log_cache_slots: planted failure in log call {call}; the "
-        "step ran as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
-    ]
-
-
-@pytest.mark.parametrize("call", [1, 2])
-def test_guarantee_6_a_failing_commit_leaves_old_or_new_bytes(call):
-    cache_layers = layers(2)
-    groups = [(0, cache_layers[:1]), (1, cache_layers[1:])]
-    manager = manager_of(groups, ops=FailingOps(restore_call=call))
-    before = snapshot(cache_layers)
-    manager.begin(windows(num_groups=2))
-    forward(cache_layers)
-    after = snapshot(cache_layers)
-
-    manager.commit(accepted(0, 0))
-
-    restored = expected(before, after, DRAFT_SLOTS)
-    wanted = [restored[0], restored[1]]
-    wanted[call - 1] = after[call - 1]
-    assert torch.equal(snapshot(cache_layers), torch.stack(wanted))
-    assert manager.fallbacks == {"commit_failed": 1}
-    assert manager.state is State.FAILED
-
-
-def test_more_drafts_than_the_log_holds_run_as_vanilla():
-    manager = manager_of([(0, layers())], capacity=2)
-
-    manager.begin(windows())
-
-    assert manager.state is State.VANILLA
-    assert manager.fallbacks == {"over_capacity": 1}
-
-
-def test_a_failure_is_logged_once_and_counted_always(caplog):
-    manager = manager_of([(0, layers())], capacity=2)
-
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            manager.begin(windows())
-
-    assert manager.fallbacks == {"over_capacity": 3}
+    assert world.holds(ALL_ROWS)
+    assert not world.ops.calls
+    assert world.manager.fallbacks == {"over_capacity": 2}
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("capacity", "faults", "message"),
-    [
-        (2, {}, "NWOR over_capacity: 3 drafts do not fit the undo log of 2 rows"),
-        (16, {"log_call": 1}, "NWOR begin_failed: log_cache_slots: planted failure"),
-        (16, {"restore_call": 1}, "NWOR commit_failed: restore_rejected_drafts: plant"),
-    ],
-)
-def test_strict_raises_where_the_default_falls_back(capacity, faults, message):
-    manager = manager_of(
-        [(0, layers())],
-        capacity=capacity,
-        strict=Strict.ALWAYS,
-        ops=FailingOps(**faults),
+def test_a_log_too_small_is_no_limit_where_all_is_staged(make):
+    world = make(True, capacity=2)
+
+    world.open()
+
+    assert world.manager.state is State.STAGED
+
+
+@pytest.mark.parametrize("strict", [Strict.STARTUP, Strict.ALWAYS])
+def test_a_step_with_more_requests_than_seats_is_logged_whole(make, strict):
+    """Not a failure: strict steps go on."""
+    world = make(True, True, strict=strict, num_seats=1)
+
+    assert world.open() is False
+    assert world.manager.state is State.LOGGED
+    world.forward()
+    world.manager.commit(accepted(1, 0))
+
+    assert world.is_patched() == (False, False)
+    assert world.holds(TARGETS | {1})
+    assert world.manager.fallbacks == {"no_seat": 1}
+    assert world.ops.calls == {"log": 2, "restore": 2}
+
+
+def test_zeros_in_front_of_the_cumulative_numbers_need_no_seat(make):
+    world = make(True, num_seats=2)
+    zeros = torch.tensor([0, 3, 5], dtype=torch.int32)
+
+    assert world.manager.stage(
+        world.step._replace(cu_num_logits=zeros, num_leading_zeros=1)
     )
 
-    with pytest.raises(NworError, match=message):
-        manager.begin(windows())
-        manager.commit(accepted(0, 0))
 
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_given_storage_bounds_the_capacity(make, is_staged):
+    """Shadow pages keep their own things in it, too."""
+    needed = num_bytes(5, ROW_BYTES, num_groups=1, num_layers=2)
+    if is_staged:
+        needed += StagedGroup(REGION, SLOTS).num_bytes
+    storage = torch.zeros(needed + ROW_BYTES, dtype=torch.uint8)
 
-def test_strict_raises_on_a_stale_log():
-    manager = manager_of([(0, layers())], strict=Strict.ALWAYS)
-    manager.begin(windows())
-
-    with pytest.raises(
-        NworError, match="NWOR stale_log: windows with 3 drafts were dropped"
-    ):
-        manager.begin(windows())
-
-
-def test_given_storage_bounds_the_capacity():
-    cache_layers = layers()
-    slot_bytes = 3 * HEADS * DIM
-    needed = num_bytes(5, slot_bytes, num_groups=1, num_layers=3)
-    storage = torch.zeros(needed + slot_bytes, dtype=torch.uint8)
-
-    manager = manager_of([(0, cache_layers)], capacity=16, storage=storage)
+    manager = make(is_staged, storage=storage).manager
 
     assert manager.capacity == 5
-    assert manager.log_bytes == 5 * slot_bytes
-    assert manager.groups[0].undo_log.data_ptr() == storage.data_ptr()
+    assert manager.log_bytes == 5 * ROW_BYTES
+    ours = [manager.groups[0].undo_log]
+    if is_staged:
+        ours.append(manager.shadow.groups[0].saved)
+    for tensor in ours:
+        assert 0 <= tensor.data_ptr() - storage.data_ptr() < storage.numel()
 
 
 @pytest.mark.parametrize("groups", [[], [(0, [])]])
 def test_nothing_to_protect_is_an_error(groups):
     with pytest.raises(ValueError, match="groups is empty or has one without layers"):
-        manager_of(groups)
+        DraftCommitManager(NworConfig(mode=Mode.COW), groups, 16)
 
 
 def test_no_room_for_one_draft_is_an_error():
-    with pytest.raises(ValueError, match="capacity is 0 drafts of 48 bytes"):
-        manager_of([(0, layers())], storage=torch.zeros(8, dtype=torch.uint8))
-
-
-# A step of shadow pages: two requests, one with 2 drafts in slots 6 and 7, one with a
-# draft in slot 18. Slots 5 and 17 are their targets; 4 and 16 hold committed rows of
-# the same blocks, that attention reads in the shadow blocks, too.
-STAGED_SLOTS = [5, 6, 7, 17, 18]
-REAL_TABLE = [[2, 1, 0], [4, 0, 0]]
-NUM_SHADOW_BLOCKS = 4
-SHADOW_TABLE = [[2, 7, 0], [8, 0, 0]]
-SHADOW_SLOTS = [29, 30, 31, 33, 34]
-LAYER_BYTES = HEADS * DIM
-
-
-def staged_group(first_block=BLOCKS, num_seats=2):
-    region = ShadowRegion(first_block, num_seats, 2, BLOCKS, SLOTS)
-    return StagedGroup(region, SLOTS)
-
-
-def staged_windows(num_groups=1):
-    """With tables and slot mappings of their own for each group."""
-    return VerificationWindows(
-        num_drafts=3,
-        logits_indices=torch.arange(5, dtype=torch.int32),
-        cu_num_logits=torch.tensor([3, 5], dtype=torch.int32),
-        slot_mappings=[torch.tensor(STAGED_SLOTS) for _ in range(num_groups)],
-        block_tables=[
-            torch.tensor(REAL_TABLE, dtype=torch.int32) for _ in range(num_groups)
-        ],
-        query_start_loc=torch.tensor([0, 3, 5], dtype=torch.int32),
-        seq_lens=torch.tensor([8, 3], dtype=torch.int32),
-    )
-
-
-def tables_of(step):
-    return [
-        (table.tolist(), slots.tolist())
-        for table, slots in zip(step.block_tables, step.slot_mappings, strict=True)
-    ]
-
-
-VANILLA_TABLES = (REAL_TABLE, STAGED_SLOTS)
-SHADOW_TABLES = (SHADOW_TABLE, SHADOW_SLOTS)
-
-
-def write_rows(cache_layers, slots):
-    """What vLLM's forward does: row i of the step is written to slots[i]."""
-    for layer in cache_layers:
-        for row, slot in enumerate(slots):
-            layer.kv_cache[slot // SLOTS, :, slot % SLOTS] = 100 + row
-
-
-def with_rows(before, rows):
-    """[layers, blocks...] of real blocks, with those rows of the step written."""
-    result = before[:, :BLOCKS].clone()
-    for row in rows:
-        block, offset = divmod(STAGED_SLOTS[row], SLOTS)
-        result[:, block, :, offset] = 100 + row
-    return result
-
-
-def real_blocks(cache_layers):
-    return snapshot(cache_layers)[:, :BLOCKS]
-
-
-class TestShadowPages:
-    def manager(self, num_layers=3, strict=Strict.STARTUP, **fails):
-        """One staged group; `layers` are on the manager."""
-        cache_layers = layers(num_layers, BLOCKS + NUM_SHADOW_BLOCKS)
-        manager = manager_of(
-            [(0, cache_layers)],
-            strict=strict,
-            ops=FailingOps(**fails),
-            staged={0: staged_group()},
-        )
-        manager.layers = cache_layers
-        return manager
-
-    def mixed(self, strict=Strict.STARTUP, **fails):
-        """Group 0 is logged, group 1 is staged: its rows of the counters come first."""
-        logged, staged = layers(1), layers(2, BLOCKS + NUM_SHADOW_BLOCKS)
-        manager = manager_of(
-            [(0, logged), (1, staged)],
-            strict=strict,
-            ops=FailingOps(**fails),
-            staged={1: staged_group()},
-        )
-        manager.logged_layers, manager.layers = logged, staged
-        return manager
-
-    @pytest.mark.parametrize(
-        ("acceptance", "kept"),
-        [
-            (accepted(2, 1), [0, 1, 2, 3, 4]),
-            (accepted(1, 0), [0, 1, 3]),
-            (accepted(0, 1), [0, 3, 4]),
-            (NumRejected(torch.tensor([2, 1], dtype=torch.int32)), [0, 3]),
-        ],
-    )
-    def test_only_kept_rows_reach_a_requests_blocks(self, acceptance, kept):
-        manager, step = self.manager(), staged_windows()
-        before = snapshot(manager.layers)
-
-        manager.stage(step)
-        assert manager.state is State.STAGED
-        assert manager.is_open
-        assert tables_of(step) == [SHADOW_TABLES]
-        manager.begin(step)
-        manager.check_state()
-        write_rows(manager.layers, step.slot_mappings[0].tolist())
-        assert torch.equal(real_blocks(manager.layers), before[:, :BLOCKS])
-        # The committed rows of those blocks can be read there.
-        verified = snapshot(manager.layers)
-        assert torch.equal(verified[:, 7, :, 0], before[:, 1, :, 0])
-        assert torch.equal(verified[:, 8, :, 0], before[:, 4, :, 0])
-        assert not manager.commit(acceptance)
-
-        assert manager.state is State.IDLE
-        assert tables_of(step) == [VANILLA_TABLES]
-        assert torch.equal(real_blocks(manager.layers), with_rows(before, kept))
-        num_accepted, row_bytes = len(kept) - 2, 3 * LAYER_BYTES
-        assert manager.counters.tolist() == [
-            [
-                *(2, 3, num_accepted, 3 - num_accepted, 0, 0),
-                *(2 * row_bytes, len(kept) * row_bytes),
-            ]
-        ]
-        assert manager.launches.ops.calls == {"stage": 1, "commit": 1}
-        assert not manager.fallbacks
-
-    def test_aborted_windows_leave_tables_and_real_blocks_as_they_were(self, caplog):
-        manager, step = self.manager(), staged_windows()
-        before = snapshot(manager.layers)
-        manager.stage(step)
-        manager.begin(step)
-        write_rows(manager.layers, step.slot_mappings[0].tolist())
-
-        with caplog.at_level(logging.WARNING):
-            manager.abort("step_failed")
-
-        assert manager.state is State.IDLE
-        assert tables_of(step) == [VANILLA_TABLES]
-        assert torch.equal(real_blocks(manager.layers), before[:, :BLOCKS])
-        assert manager.fallbacks == {"step_failed": 1}
-        (record,) = caplog.records
-        assert record.getMessage().startswith(
-            "NWOR step_failed: windows with 3 drafts were dropped; the step ran as"
-        )
-        assert not manager.counters.any()
-
-    def test_a_stage_that_finds_windows_drops_them_first(self):
-        manager, left, step = self.manager(), staged_windows(), staged_windows()
-        manager.stage(left)
-
-        manager.stage(step)
-
-        assert tables_of(left) == [VANILLA_TABLES]
-        assert tables_of(step) == [SHADOW_TABLES]
-        assert manager.fallbacks == {"stale_log": 1}
-
-    @pytest.mark.parametrize("strict", [Strict.STARTUP, Strict.ALWAYS])
-    def test_a_step_with_more_requests_than_seats_is_logged_whole(self, strict):
-        """Not a failure: strict steps go on."""
-        manager = manager_of(
-            [(0, layers(1, BLOCKS + 2)), (1, layers(1, BLOCKS + 2))],
-            strict=strict,
-            ops=FailingOps(),
-            staged={0: staged_group(num_seats=1), 1: staged_group(num_seats=1)},
-        )
-        step = staged_windows(num_groups=2)
-        caches = [layer for group in manager.groups for layer in group.layers]
-        before = snapshot(caches)
-
-        manager.stage(step)
-        assert manager.state is State.IDLE
-        manager.begin(step)
-        assert manager.state is State.LOGGED
-        write_rows(caches, STAGED_SLOTS)
-        manager.commit(accepted(1, 0))
-
-        assert tables_of(step) == [VANILLA_TABLES] * 2
-        assert torch.equal(real_blocks(caches), with_rows(before, [0, 1, 3]))
-        assert manager.fallbacks == {"no_seat": 1}
-        assert manager.launches.ops.calls == {"log": 2, "restore": 2}
-        assert manager.counters[:, :4].tolist() == [[2, 3, 1, 2]] * 2
-
-    def test_as_many_requests_as_seats_are_staged(self):
-        manager, step = self.manager(), staged_windows()
-        assert manager.shadow.num_seats == step.cu_num_logits.numel()
-
-        zeros = torch.tensor([0, 3, 5], dtype=torch.int32)
-        assert manager.stage(step._replace(cu_num_logits=zeros, num_leading_zeros=1))
-
-        assert manager.state is State.STAGED
-
-    def test_a_stage_that_fails_leaves_the_step_to_the_log(self, caplog):
-        manager, step = self.manager(stage_call=1), staged_windows()
-        before = snapshot(manager.layers)
-
-        with caplog.at_level(logging.WARNING):
-            assert manager.stage(step) is False
-        assert manager.state is State.IDLE
-        assert tables_of(step) == [VANILLA_TABLES]
-        manager.begin(step)
-        write_rows(manager.layers, STAGED_SLOTS)
-        manager.commit(accepted(0, 0))
-
-        assert torch.equal(real_blocks(manager.layers), with_rows(before, [0, 3]))
-        assert manager.fallbacks == {"stage_failed": 1}
-        (record,) = caplog.records
-        assert record.getMessage().startswith(
-            "NWOR stage_failed: stage: planted failure in stage call 1; the step uses"
-            " the undo log"
-        )
-
-    def test_strict_steps_raise_where_a_stage_fails(self):
-        manager, step = (
-            self.manager(strict=Strict.ALWAYS, stage_call=1),
-            staged_windows(),
-        )
-
-        with pytest.raises(NworError, match=r"^NWOR stage_failed: stage: planted fail"):
-            manager.stage(step)
-
-        assert tables_of(step) == [VANILLA_TABLES]
-        assert manager.state is State.IDLE
-
-    @pytest.mark.parametrize("strict", list(Strict))
-    def test_a_commit_that_fails_raises_always_with_the_tables_put_back(self, strict):
-        """Accepted tokens would not be in the cache: no step may go on from there."""
-        manager, step = self.manager(strict=strict, commit_call=1), staged_windows()
-        before = snapshot(manager.layers)
-        manager.stage(step)
-        manager.begin(step)
-        write_rows(manager.layers, step.slot_mappings[0].tolist())
-
-        with pytest.raises(
-            NworError,
-            match=r"^NWOR commit_failed: commit_draft_layer: planted failure in commit "
-            r"call 1; accepted tokens of this step are not in the KV cache$",
-        ):
-            manager.commit(accepted(2, 1))
-
-        assert tables_of(step) == [VANILLA_TABLES]
-        assert torch.equal(real_blocks(manager.layers), before[:, :BLOCKS])
-        assert manager.state is State.FAILED
-        assert manager.fallbacks == {"commit_failed": 1}
-
-    def test_after_a_failed_commit_the_next_step_is_staged_again(self):
-        manager, step = self.manager(commit_call=1), staged_windows()
-        manager.stage(step)
-        with pytest.raises(NworError):
-            manager.commit(accepted(0, 0))
-
-        manager.stage(step)
-        manager.begin(step)
-        manager.commit(accepted(2, 1))
-
-        assert manager.state is State.IDLE
-        assert manager.counters[0, :4].tolist() == [2, 3, 3, 0]
-
-    @pytest.mark.parametrize("strict", list(Strict))
-    def test_a_table_that_cannot_be_put_back_raises_always(self, strict, managers):
-        manager, step = self.manager(strict=strict, unstage_call=1), staged_windows()
-        manager.stage(step)
-
-        with pytest.raises(
-            NworError,
-            match=r"^NWOR stale_log: a block table cannot be put back: planted failure",
-        ):
-            manager.abort("stale_log")
-
-        assert manager.fallbacks == {"stale_log": 1}
-        assert manager.state is State.IDLE
-
-    def test_nothing_is_staged_without_drafts(self):
-        manager, step = self.manager(), staged_windows()
-        manager.stage(step._replace(num_drafts=0))
-
-        assert manager.state is State.IDLE
-        assert tables_of(step) == [VANILLA_TABLES]
-        assert not manager.launches.ops.calls
-        assert not manager.fallbacks
-
-    @pytest.mark.parametrize("publishes", [True, False])
-    def test_staged_and_logged_groups_of_one_step(self, publishes):
-        manager, step = self.mixed(), staged_windows(num_groups=2)
-        assert [group.group_id for group in manager.groups] == [1, 0]
-        before, logged_before = map(snapshot, (manager.layers, manager.logged_layers))
-        to = torch.zeros_like(manager.counters) if publishes else None
-
-        assert manager.stage(step) is False  # begin has to log the other group
-        manager.begin(step)
-        assert tables_of(step) == [VANILLA_TABLES, SHADOW_TABLES]
-        write_rows(manager.layers, step.slot_mappings[1].tolist())
-        write_rows(manager.logged_layers, step.slot_mappings[0].tolist())
-        assert manager.commit(accepted(1, 0), to) is publishes
-
-        assert tables_of(step) == [VANILLA_TABLES] * 2
-        for cache_layers, old in (
-            (manager.layers, before),
-            (manager.logged_layers, logged_before),
-        ):
-            assert torch.equal(real_blocks(cache_layers), with_rows(old, [0, 1, 3]))
-        row = LAYER_BYTES
-        assert manager.counters.tolist() == [
-            [2, 3, 1, 2, 0, 0, 2 * 2 * row, 3 * 2 * row],
-            [2, 3, 1, 2, 2 * row, 0, 0, 0],
-        ]
-        assert to is None or torch.equal(to, manager.counters)
-        calls = {"stage": 1, "log": 1, "commit": 1, "restore": 1}
-        assert manager.launches.ops.calls == calls
-
-    def test_a_log_that_fails_beside_staged_groups_is_of_its_own_groups_only(self):
-        manager, step = self.mixed(log_call=1), staged_windows(num_groups=2)
-        before, to = snapshot(manager.layers), torch.zeros_like(manager.counters)
-        manager.stage(step)
-        manager.begin(step)
-        assert manager.state is State.STAGED
-        write_rows(manager.layers, step.slot_mappings[1].tolist())
-
-        assert manager.commit(accepted(1, 0), to)
-
-        assert torch.equal(real_blocks(manager.layers), with_rows(before, [0, 1, 3]))
-        assert manager.fallbacks == {"begin_failed": 1}
-        assert manager.counters[:, 1].tolist() == [3, 0]
-        assert torch.equal(to, manager.counters)
-
-    def test_a_log_of_an_aborted_step_is_never_restored(self):
-        """Nor by a step whose begin was missed."""
-        manager, step = self.mixed(), staged_windows(num_groups=2)
-        manager.stage(step)
-        manager.begin(step)
-        manager.abort("step_failed")
-        write_rows(manager.logged_layers, STAGED_SLOTS)
-        written = snapshot(manager.logged_layers)
-
-        manager.stage(step)
-        manager.commit(accepted(0, 0))
-
-        assert torch.equal(snapshot(manager.logged_layers), written)
-
-    def test_a_restore_that_fails_beside_staged_groups_loses_no_token(self):
-        manager, step = self.mixed(restore_call=1), staged_windows(num_groups=2)
-        before, to = snapshot(manager.layers), torch.zeros_like(manager.counters)
-        manager.stage(step)
-        manager.begin(step)
-        write_rows(manager.layers, step.slot_mappings[1].tolist())
-
-        assert manager.commit(accepted(1, 0), to)
-
-        assert torch.equal(real_blocks(manager.layers), with_rows(before, [0, 1, 3]))
-        assert manager.fallbacks == {"commit_failed": 1}
-        assert torch.equal(to, manager.counters)
-        assert manager.state is State.FAILED
-
-    def test_counters_that_cannot_be_published_are_not_said_to_be(self):
-        manager, step = self.mixed(restore_call=1), staged_windows(num_groups=2)
-
-        def fail(*_):
-            raise RuntimeError("planted")
-
-        manager._copy_counters = fail
-        manager.stage(step)
-        manager.begin(step)
-
-        assert not manager.commit(accepted(1, 0), torch.zeros_like(manager.counters))
-
-    def test_more_drafts_than_the_log_beside_holds_are_not_staged(self):
-        """A step is protected whole or not at all."""
-        manager, step = self.mixed(), staged_windows(num_groups=2)
-        manager.capacity = 2
-
-        manager.stage(step)
-        manager.begin(step)
-
-        assert manager.state is State.VANILLA
-        assert tables_of(step) == [VANILLA_TABLES] * 2
-        assert manager.fallbacks == {"over_capacity": 1}
-
-    def test_a_log_too_small_is_no_limit_where_all_is_staged(self):
-        manager, step = self.manager(), staged_windows()
-        manager.capacity = 2
-
-        manager.stage(step)
-
-        assert manager.state is State.STAGED
-
-    @pytest.mark.parametrize(
-        "broken",
-        [
-            lambda manager: setattr(manager, "state", State.LOGGED),
-            lambda manager: setattr(manager, "_num_drafts", 0),
-            lambda manager: manager.shadow.abort(),
-        ],
-    )
-    def test_check_state_knows_when_pages_are_in_tables(self, broken, managers):
-        manager = self.manager()
-        manager.stage(staged_windows())
-        manager.check_state()
-        managers.clear()
-
-        broken(manager)
-
-        with pytest.raises(AssertionError, match=r"^NWOR invariant 1 does not hold"):
-            manager.check_state()
-
-    def test_storage_holds_what_shadow_pages_keep(self):
-        slot_bytes, saved_bytes = 3 * LAYER_BYTES, staged_group().num_bytes
-        needed = num_bytes(5, slot_bytes, num_groups=1, num_layers=3)
-        storage = torch.zeros(needed + saved_bytes + slot_bytes, dtype=torch.uint8)
-        manager = manager_of(
-            [(0, layers(3, BLOCKS + NUM_SHADOW_BLOCKS))],
-            storage=storage,
-            staged={0: staged_group()},
-        )
-
-        assert manager.capacity == 5
-        first = manager.shadow.groups[0].saved.data_ptr()
-        assert storage.data_ptr() < first < storage.data_ptr() + storage.numel()
-
-
-class TestReport:
-    infos = [GroupInfo(0, "stage", "cow", "because")]
-
-    def step(self, manager, report, first, second):
-        manager.begin(windows())
-        report.commit(accepted(first, second))
-        return report.take_payload()
-
-    def test_a_step_reports_its_own_counts_and_the_groups_once(self):
-        manager = manager_of([(0, layers())])
-        report = Report(self.infos, manager)
-
-        first, second = (
-            self.step(manager, report, accepted, 0).read() for accepted in (2, 0)
-        )
-
-        slot_bytes = 3 * HEADS * DIM
-        assert first == ((2, 3, 2, 1, slot_bytes, 0, 0, 0), {}, self.infos)
-        assert second == ((2, 3, 0, 3, 3 * slot_bytes, 0, 0, 0),)
-
-    def test_a_step_without_windows_says_nothing(self):
-        report = Report(self.infos, manager_of([(0, layers())]))
-        report.take_payload().read()
-
-        assert report.take_payload() is None
-
-    @pytest.mark.parametrize("travels", [False, True])
-    def test_the_groups_are_told_again_until_somebody_reads_them(self, travels):
-        """vLLM throws its warm-up's outputs away. A refused engine has no manager."""
-        report = Report(self.infos, None)
-        for _ in range(3):
-            payload = report.take_payload()
-
-        told = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
-
-        assert told == ((0,) * 8, {}, self.infos)
-        assert {type(told), *map(type, told[2])} == {tuple}  # of no module of ours
-        assert report.take_payload() is None
-
-    def test_a_fallback_is_told_with_the_next_output(self):
-        manager = manager_of([(0, layers())], capacity=2)
-        report = Report([], manager)
-        report.take_payload()
-
-        for _ in range(2):
-            payload = self.step(manager, report, 0, 0)
-            assert payload.read() == ((0,) * 8, {"over_capacity": 1}, [])
-        assert report.take_payload() is None
+    with pytest.raises(ValueError, match="capacity is 0 drafts of 32 bytes"):
+        World(False, storage=torch.zeros(8, dtype=torch.uint8))
+
+
+# --- invariants -----------------------------------------------------------------------
+
+
+def log_slots_in(tensor):
+    """Breaks a manager so that its log's slots lie in `tensor(manager)`."""
+    return lambda m: setattr(m.groups[0], "log_slots", tensor(m).view(torch.int64))
+
+
+def exchange_places(manager):
+    table = manager.groups[0].tables[0].table
+    table[:2, -1] = table[:2, -1].flip(0)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_staged", "break_it"),
+    [
+        (1, False, lambda m: setattr(m, "_num_drafts", 0)),
+        (1, True, lambda m: setattr(m, "_num_drafts", 0)),
+        (1, True, lambda m: setattr(m, "state", State.LOGGED)),
+        (1, True, lambda m: m.shadow.abort()),
+        (2, False, lambda m: vars(m).update(state=State.FAILED, _num_drafts=0)),
+        (2, False, lambda m: vars(m).update(state=State.VANILLA, _num_drafts=0)),
+        (3, False, lambda m: m.groups[0].log_windows[2, 1].fill_(1)),
+        (4, False, lambda m: m.groups[0].tables[0].table[1, 0].add_(1)),
+        (4, False, exchange_places),
+        (5, False, log_slots_in(lambda m: m.groups[0].layers[0].kv_cache.view(-1))),
+        (5, False, log_slots_in(lambda m: m.counters.view(-1)[-1:])),
+        (6, False, lambda m: m.counters[0, 1].add_(1)),
+    ],
+)
+def test_check_state_names_the_invariant_that_does_not_hold(
+    number, is_staged, break_it
+):
+    world = World(is_staged)
+    world.open()
+    world.manager.check_state()
+
+    break_it(world.manager)
+
+    with pytest.raises(AssertionError, match=f"^NWOR invariant {number} does not hold"):
+        world.manager.check_state()
+
+
+def test_debug_sync_checks_the_invariants_after_each_op():
+    world = World(False)
+    world.manager.config = NworConfig(mode=Mode.COW, debug_sync=True)
+    world.manager.counters[0, 1] += 1
+
+    with pytest.raises(AssertionError, match=r"^NWOR invariant 6"):
+        world.open()
+    with pytest.raises(AssertionError, match=r"^NWOR invariant 6"):
+        world.manager.commit(accepted(0, 0))

@@ -97,8 +97,14 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("how", ["limit", "signal"])
 def test_when_stopped_nothing_runs_on(how, lanes, tmp_path):
     pids = tmp_path / "pids"
+
+    def stop():
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     if how == "signal":
-        threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Thread(target=stop, daemon=True).start()
 
     status = lanes(f"1: hang {pids}", seconds=60 if how == "signal" else 3)
 

@@ -32,12 +32,8 @@ ROWS = [*OURS, *OF_THE_AUDIT]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_wrapped_function_is_there_with_the_parameters_relied_on(row):
+def test_a_wrapped_function_is_there_with_the_parameters_relied_on_and_says_why(row):
     check(row, import_module(row.module))
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_says_why_and_until_when(row):
     assert row.why
     assert row.delete_when
 

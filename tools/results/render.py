@@ -32,23 +32,32 @@ from benchmarks import reach, summary, views  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.views import BadBlock, Result  # noqa: E402
 
-# Name -> kinds of its files, whether it takes several, and what makes its Markdown.
-VIEWS: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
-    "all": ("bench_vllm", False, views.everything),
-    "short": ("bench_vllm", False, views.short),
-    "cells": ("bench_vllm", True, views.cells),
-    "extremes": ("bench_vllm", True, views.extremes),
-    "blocks": ("bench_vllm", True, views.blocks),
-    "bytes": ("bench_vllm", True, views.moved_bytes),
-    "kernels": ("bench_kernels", False, views.kernels),
-    "host": ("host_profile", True, views.host),
-    "traffic": ("gpu_traffic", False, views.traffic),
-    "engines": ("gpu_engines", False, views.engines),
-    "sleep": ("gpu_sleep", False, views.sleep),
-    "soak": ("soak", False, views.soak),
-    "methods": ("cpu_engines gpu_engines", True, reach.methods),
-    "models": ("cpu_engines gpu_engines", True, reach.models),
-    "parallelism": ("cpu_engines gpu_engines", True, reach.parallelism),
+# Name -> kinds of its files, and whether it takes several. Those that are not in MAKERS
+# are templates (benchmarks/templates).
+VIEWS = {
+    "all": ("bench_vllm", False),
+    "short": ("bench_vllm", False),
+    "cells": ("bench_vllm", True),
+    "audit": ("bench_vllm", True),
+    "extremes": ("bench_vllm", True),
+    "blocks": ("bench_vllm", True),
+    "bytes": ("bench_vllm", True),
+    "kernels": ("bench_kernels", False),
+    "host": ("host_profile", True),
+    "traffic": ("gpu_traffic", False),
+    "engines": ("gpu_engines", False),
+    "sleep": ("gpu_sleep", False),
+    "soak": ("soak", False),
+    "methods": ("cpu_engines gpu_engines", True),
+    "models": ("cpu_engines gpu_engines", True),
+    "parallelism": ("cpu_engines gpu_engines", True),
+}
+MAKERS: dict[str, Callable[[Any], str]] = {
+    "all": views.everything,
+    "short": views.short,
+    "methods": reach.methods,
+    "models": reach.models,
+    "parallelism": reach.parallelism,
 }
 READMES = (
     ROOT / "README.md",
@@ -80,13 +89,14 @@ def block(what: str, results: Path) -> str:
     file, _, view = what.partition(" ")
     if view not in VIEWS:
         raise BadBlock(f"expected FILE and a view; views: {', '.join(VIEWS)}")
-    kind, of_several, render = VIEWS[view]
-    if not of_several:
-        return render(load(results / file, kind))
-    paths = sorted(results.glob(file))
+    kind, of_several = VIEWS[view]
+    paths = sorted(results.glob(file)) if of_several else [results / file]
     if not paths:
         raise BadBlock(f"no file in results/ matches {file}")
-    return render([load(path, kind) for path in paths])
+    found = [load(path, kind) for path in paths]
+    if view in MAKERS:
+        return MAKERS[view](found if of_several else found[0])
+    return views.rendered(view, results=found, result=found[0])
 
 
 def run(readme: Path, results: Path, check: bool) -> int:

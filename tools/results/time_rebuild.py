@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times tools/rebuild_nwor_extension.sh after a change of each kernel.
 
-    python tools/results/time_rebuild.py [--json FILE]
+    python tools/results/time_rebuild.py --json FILE
 
 In a copy of the checked-out commit, so that this checkout's library stays. Without CUDA
 code and, if nvcc is on PATH, with code for ARCHS: a build from nothing, one with
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,51 +49,47 @@ def kernels(folder: Path, cuda: str) -> list[Path]:
     return sorted((folder / "csrc" / "nwor").glob(pattern))
 
 
-def measure(folder: Path, cuda: str) -> list[dict[str, Any]]:
+def output(*command: str | Path) -> bytes:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+
+
+def measure(folder: Path, cuda: str) -> Iterator[dict[str, Any]]:
     """One configuration, in a copy of the commit: an entry for each build, in order."""
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", "HEAD"], check=True, capture_output=True
-    )
-    unpack = ["tar", "-x", "-C", str(folder)]
-    subprocess.run(unpack, check=True, input=archive.stdout)
+    archive = output("git", "-C", ROOT, "archive", "HEAD")
+    subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive)
     command = [folder / "tools/rebuild_nwor_extension.sh", "--cuda", cuda]
     command += ["--archs", ARCHS] if cuda == "on" else []
-
-    def entry(what: str) -> dict[str, Any]:
+    library, before = folder / "vllm/v1/nwor/_nwor_C.so", b""
+    steps = [NOTHING, "nothing changed", *kernels(folder, cuda)]
+    for number, what in enumerate(steps):
+        if isinstance(what, Path):
+            before = library.read_bytes()
+            with what.open("a") as file:
+                file.write(CHANGE.format(n=number))
+            what = str(what.relative_to(folder))
         started = time.perf_counter()
         subprocess.run(command, check=True, env=os.environ | {"PYTHON": sys.executable})
         seconds = round(time.perf_counter() - started, 2)
-        print(f"CUDA {cuda}: {what}: {seconds:.1f} s", flush=True)
-        return {"cuda": cuda, "what": what, "seconds": seconds}
-
-    found = [entry(NOTHING), entry("nothing changed")]
-    library = folder / "vllm/v1/nwor/_nwor_C.so"
-    for number, source in enumerate(kernels(folder, cuda), start=1):
-        before = library.read_bytes()
-        with source.open("a") as file:
-            file.write(CHANGE.format(n=number))
-        found.append(entry(str(source.relative_to(folder))))
         if library.read_bytes() == before:
-            raise RuntimeError(f"{source.name} changed, and the library did not")
-    return found
+            raise RuntimeError(f"{what} changed, and the library did not")
+        print(f"CUDA {cuda}: {what}: {seconds:.1f} s", flush=True)
+        yield {"cuda": cuda, "what": what, "seconds": seconds}
 
 
-def version(*command: str) -> str:
-    """The line of a compiler's --version that has a version in it."""
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    lines = [line for line in text.splitlines() if any(map(str.isdigit, line))]
-    return next((line for line in lines if "release" in line), lines[0]).strip()
+def version(compiler: str) -> str:
+    """The line of --version that has a version in it."""
+    lines = output(compiler, "--version").decode().splitlines()
+    found = [line for line in lines if re.search(r"\d", line)]
+    return next((line for line in found if "release" in line), found[0]).strip()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write it there")
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True)
     args = parser.parse_args()
-    choices = ("off", "on") if shutil.which("nvcc") else ("off",)
+    choices = {"off": "c++"} | ({"on": "nvcc"} if shutil.which("nvcc") else {})
     neighbours, warnings = environment.Neighbours(), environment.warnings("cuda")
-    compilers = {"c++": version("c++", "--version")}
-    if "on" in choices:
-        compilers["nvcc"] = version("nvcc", "--version")
+    compilers = {name: version(name) for name in choices.values()}
     builds = []
     for cuda in choices:
         with tempfile.TemporaryDirectory(prefix="nwor-rebuild-") as folder:
@@ -99,15 +97,14 @@ def main() -> int:
     result = {
         "kind": "rebuild",
         "schema": 1,
-        "command": " ".join(["python", "tools/results/time_rebuild.py", *sys.argv[1:]]),
+        "command": f"python tools/results/time_rebuild.py --json {args.json}",
         "environment": environment.describe("cpu", ROOT) | {"compilers": compilers},
         "archs": ARCHS if "on" in choices else None,
         "limit_s": LIMIT_S,
         "builds": builds,
         "warnings": warnings + neighbours.warnings(),
     }
-    if args.json:
-        write_json(args.json, result)
+    write_json(args.json, result)
     slow = [b for b in builds if b["what"] != NOTHING and b["seconds"] > LIMIT_S]
     for build in slow:
         print(f"too slow: {build}", file=sys.stderr)

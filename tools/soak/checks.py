@@ -26,6 +26,7 @@ MIN_PROBES = 3
 MIN_AUDITED_STEPS, AUDITED_SECONDS = 10_000, 600.0
 # What each mode copies to a request's own blocks.
 BYTES_OF = {"cow": "restored_bytes", "stage": "committed_bytes"}
+NO_PROCESSES = "the server's processes were not given"
 
 Record = Mapping[str, Any]
 
@@ -45,56 +46,47 @@ def judge(record: Record) -> list[dict[str, str]]:
     verdict, found, wanted. With mode off, the control, those of NWOR are not judged."""
     of_nwor = list(_of_nwor(record))
     if record["arguments"]["mode"] == "off":
-        of_nwor = [Check(c.name, None, "NWOR was off", c.wanted) for c in of_nwor]
-    checks = [
-        *(_load(record), _alive(record), _probe(record), *of_nwor, _audit(record)),
-        *(_idle(record), _memory(record), _log(record), _api_servers(record)),
-    ]
+        of_nwor = [c._replace(good=None, found="NWOR was off") for c in of_nwor]
+    before, after = list(_of_the_load(record)), list(_of_the_server(record))
+    of_nwor.append(_audit(record))
     verdicts = {True: PASS, False: FAIL, None: NOT_JUDGED}
     return [
         {"name": name, "verdict": verdicts[good], "found": found, "wanted": wanted}
-        for name, good, found, wanted in checks
+        for name, good, found, wanted in (*before, *of_nwor, *after)
     ]
 
 
-def _load(record: Record) -> Check:
-    """Each kind of request was made, and none failed."""
+def _of_the_load(record: Record) -> Iterator[Check]:
+    """Each kind of request was made, and none failed; the server's processes are those
+    of the start; one text for each kind of probe, from start to end."""
     load = record["load"]
     missing = {kind for kind in KINDS if not load["kinds"].get(kind)}
     if record["arguments"]["vocab_size"] is not None:
         missing -= {"stop"}  # a server without a tokenizer knows no stop strings
     found = ", ".join(f"{n} {kind}" for kind, n in load["kinds"].items())
     found += f"; {load['num_failed']} failed"
-    if missing:
-        found += f"; none of {', '.join(sorted(missing))}"
-    if load["failures"]:
-        found += f": {load['failures'][0]}"
+    found += f"; none of {', '.join(sorted(missing))}" if missing else ""
+    found += f": {load['failures'][0]}" if load["failures"] else ""
     good = not missing and not load["num_failed"]
-    return Check("load", good, found, "every kind of request, none failed")
+    yield Check("load", good, found, "every kind of request, none failed")
 
-
-def _alive(record: Record) -> Check:
-    """The server's processes at the end are those of the start."""
     answers, ended = record["alive"]["answers"], record["alive"]["ended"]
     found = "answers" if answers else "does not answer"
     found += f"; ended: {', '.join(ended)}" if ended else ""
     wanted = "answers, and no process of it ended"
-    return Check("server alive", bool(answers) and not ended, found, wanted)
+    yield Check("server alive", bool(answers) and not ended, found, wanted)
 
-
-def _probe(record: Record) -> Check:
-    """One text for each kind of probe, from start to end."""
-    wanted = f"one output of each kind, from {MIN_PROBES} runs or more"
-    probe = record["probe"]
-    if probe["policy"] == "off":
-        return Check("probe", None, "--probe off", wanted)
-    parts, good = [], bool(probe["kinds"])
-    for kind, one in probe["kinds"].items():
+    probes, parts = record["probe"]["kinds"], []
+    is_off = record["probe"]["policy"] == "off"
+    good = bool(probes)
+    for kind, one in probes.items():
         num_outputs, num_tokens = len(one["outputs"]), min(one["num_tokens"])
         good &= num_outputs == 1 and one["runs"] >= MIN_PROBES and num_tokens > 0
         runs = f"{kind}: {one['runs']} runs of {num_tokens} tokens"
         parts.append(f"{runs}, distinct outputs: {num_outputs}")
-    return Check("probe", good, "; ".join(parts) or "no probe ran", wanted)
+    found = "--probe off" if is_off else "; ".join(parts) or "no probe ran"
+    wanted = f"one output of each kind, from {MIN_PROBES} runs or more"
+    yield Check("probe", None if is_off else good, found, wanted)
 
 
 def _of_nwor(record: Record) -> Iterator[Check]:
@@ -164,65 +156,50 @@ def _audit(record: Record) -> Check:
     return Check("KV audit", good, found, wanted)
 
 
-def _idle(record: Record) -> Check:
-    """Nothing runs or waits, and no KV block is held."""
+def _of_the_server(record: Record) -> Iterator[Check]:
+    """Nothing runs or waits, and no KV block is held; memory does not grow; no line of
+    the log is an error, up to its shutdown; every API server had clients: connections
+    are shared out among them."""
     idle = record["idle"]
-    return Check(
-        "KV blocks free",
-        not any(idle.values()),
-        f"{idle['running']:g} running, {idle['waiting']:g} waiting, "
-        f"KV cache usage {idle['kv_cache_usage']:g}",
-        "0 running, 0 waiting, KV cache usage 0 after the load",
-    )
+    found = f"{idle['running']:g} running, {idle['waiting']:g} waiting, "
+    found += f"KV cache usage {idle['kv_cache_usage']:g}"
+    wanted = "0 running, 0 waiting, KV cache usage 0 after the load"
+    yield Check("KV blocks free", not any(idle.values()), found, wanted)
 
-
-def warm_up_seconds(duration: float) -> float:
-    """How much of a run of `duration` seconds is warm-up."""
-    return max(MIN_WARM_UP_SECONDS, duration * WARM_UP_SHARE)
-
-
-NO_PROCESSES = "the server's processes were not given"
-
-
-def _memory(record: Record) -> Check:
-    """The sum over all server processes does not grow after the warm-up: its slope, by
-    least squares."""
-    name = "memory flat"
     wanted = f"at most {MAX_GROWTH_MIB_PER_MINUTE:g} MiB a minute after the warm-up"
+    yield Check("memory flat", *_growth(record), wanted)
+
+    errors = record["log"] and record["log"]["errors"]
+    found = "the log was not given"
+    if errors is not None:
+        found = f"{len(errors)} error lines" + (f": {errors[0]}" if errors else "")
+    yield Check("log", None if errors is None else not errors, found, "no error line")
+
+    expected, clients = record["arguments"]["api_server_count"], record["clients"]
+    if expected == 1 or record["memory"] is None:
+        found = "one only" if expected == 1 else NO_PROCESSES
+        yield Check("API servers", None, found, "each had clients")
+    else:
+        good = len(clients) >= expected and all(clients.values())
+        found = ", ".join(f"{name}: {n} seen" for name, n in sorted(clients.items()))
+        wanted = f"{expected} processes that had clients"
+        yield Check("API servers", good, found or "no client was seen", wanted)
+
+
+def _growth(record: Record) -> tuple[bool | None, str]:
+    """The slope of the sum over all server processes, by least squares."""
     if (memory := record["memory"]) is None:
-        return Check(name, None, NO_PROCESSES, wanted)
-    start = warm_up_seconds(record["load"]["seconds"])
+        return None, NO_PROCESSES
+    start = max(MIN_WARM_UP_SECONDS, record["load"]["seconds"] * WARM_UP_SHARE)
     total = map(sum, zip(*memory["rss_mib"].values(), strict=True))
     samples = zip(memory["seconds"], total, strict=True)
     kept = [(second, mib) for second, mib in samples if second >= start]
     seconds = kept[-1][0] - kept[0][0] if len(kept) > 2 else 0
     if seconds < MIN_JUDGED_SECONDS:
-        found = f"fewer than {MIN_JUDGED_SECONDS:g} s after a warm-up of {start:g} s"
-        return Check(name, None, found, wanted)
+        return (
+            None,
+            f"fewer than {MIN_JUDGED_SECONDS:g} s after a warm-up of {start:g} s",
+        )
     slope = statistics.linear_regression(*zip(*kept, strict=True)).slope * 60
     found = f"{slope:+.2f} MiB a minute from {kept[0][1]:.0f} MiB over {seconds:.0f} s"
-    return Check(name, slope <= MAX_GROWTH_MIB_PER_MINUTE, found, wanted)
-
-
-def _log(record: Record) -> Check:
-    """No line of the server's log is an error, up to its shutdown."""
-    if record["log"] is None:
-        return Check("log", None, "the log was not given", "no error line")
-    errors = record["log"]["errors"]
-    found = f"{len(errors)} error lines" + (f": {errors[0]}" if errors else "")
-    return Check("log", not errors, found, "no error line")
-
-
-def _api_servers(record: Record) -> Check:
-    """Every API server had clients: connections are shared out among them."""
-    expected, clients = record["arguments"]["api_server_count"], record["clients"]
-    good, wanted = None, "each had clients"
-    if expected == 1:
-        found = "one only"
-    elif record["memory"] is None:
-        found = NO_PROCESSES
-    else:
-        wanted = f"{expected} processes that had clients"
-        good = len(clients) >= expected and all(clients.values())
-        found = ", ".join(f"{name}: {n} seen" for name, n in sorted(clients.items()))
-    return Check("API servers", good, found or "no client was seen", wanted)
+    return slope <= MAX_GROWTH_MIB_PER_MINUTE, found

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 from benchmarks import environment  # noqa: E402
-from benchmarks.arguments import number, whole  # noqa: E402
+from benchmarks.arguments import positive, whole  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.tables import Table  # noqa: E402
 
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text!r}; must be NAME=VALUE")
         return text
 
-    count, positive = whole(1), number(0, 1e6, low_allowed=False)
+    count, above_0 = whole(1), positive(1e6)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="folder of the model to serve")
     where.add_argument("--url", help="of a server that runs, http://HOST:PORT")
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--env", type=setting, action="append", default=[], help=text)
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=count, default=2, help="API servers")
-    add("--minutes", type=positive, default=10, help="length of the load")
+    add("--minutes", type=above_0, default=10, help="length of the load")
     add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
     text = "send token ids below it, for a server without a tokenizer"
@@ -84,8 +84,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     text = "the fixed request: beside the load, in pauses of it, or none"
     policies = ("loaded", "quiet", "off")
     add("--probe", choices=policies, default="loaded", help=text)
-    add("--probe-seconds", type=positive, default=5, help="between two probes")
-    add("--sample-seconds", type=positive, default=5, help="between memory samples")
+    add("--probe-seconds", type=above_0, default=5, help="between two probes")
+    add("--sample-seconds", type=above_0, default=5, help="between memory samples")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
     add("--json", type=Path, help="where to write what was found")
     args = parser.parse_args(argv)
@@ -147,13 +147,11 @@ async def drive(
             processes.sample()
             await asyncio.sleep(sample_seconds)
 
-    watching = asyncio.create_task(watch())
-    try:
-        return await load.run(seconds)
-    finally:
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        outcome = await load.run(seconds)
         watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+    return outcome
 
 
 def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
@@ -162,9 +160,9 @@ def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
     names = ("concurrency", "seed", "vocab_size", "probe", "probe_seconds")
     asked = {name: getattr(args, name) for name in names}
     settings = soak_load.Settings(model, max_model_len, **asked)
-    port = urllib.parse.urlsplit(server.url).port or 80
     processes = None
     if server.root is not None:
+        port = urllib.parse.urlsplit(server.url).port or 80
         processes = soak_server.Processes(server.root, port)
     started = time.monotonic()
     load = soak_load.Load(f"{server.url}/v1", settings)
@@ -172,14 +170,16 @@ def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
         drive(load, args.minutes * 60, processes, args.sample_seconds)
     )
     seconds = time.monotonic() - started
+    found: dict[str, Any] = {"ended": [], "clients": {}, "memory": None}
     if processes is not None:
         processes.sample()
-    answering = soak_server.answers(server.url)
+        memory = {"seconds": processes.seconds, "rss_mib": processes.rss_mib}
+        found = {"ended": processes.ended, "clients": processes.clients}
+        found["memory"] = memory
+    answers = soak_server.answers(server.url)
     prompt = "one two" if args.vocab_size is None else [1, 1]
     final = soak_server.settle(server.url, model, prompt, SETTLE_SECONDS)
-    log = None
-    if server.log is not None:
-        log = soak_server.read_log(server.log.read_text(errors="replace"))
+    log = server.log and soak_server.read_log(server.log.read_text(errors="replace"))
     return {
         "model": Path(model).name,
         "load": {
@@ -189,11 +189,8 @@ def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
             "failures": outcome.failures,
         },
         "probe": {"policy": args.probe, "kinds": outcome.probes},
-        "alive": {"answers": answering, "ended": processes.ended if processes else []},
-        "clients": processes.clients if processes else {},
-        "memory": None
-        if processes is None
-        else {"seconds": processes.seconds, "rss_mib": processes.rss_mib},
+        "alive": {"answers": answers, "ended": found.pop("ended")},
+        **found,
         "log": log,
         **final,
     }
@@ -211,14 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except soak_server.ServerError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
-    arguments = {k: v for k, v in vars(args).items() if k not in NOT_RECORDED}
     record: dict[str, Any] = {
         "kind": "soak",
         "schema": SCHEMA,
         "command": shlex.join(["python", PROGRAM, *argv]),
         "environment": environment.describe(args.device, ROOT),
         "warnings": warnings,
-        "arguments": arguments,
+        "arguments": {k: v for k, v in vars(args).items() if k not in NOT_RECORDED},
         **found,
     }
     record["environment"]["variables"]["VLLM_NWOR_MODE"] = args.mode

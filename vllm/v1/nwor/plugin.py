@@ -41,7 +41,7 @@ AUDIT_HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".audit.runner_v1:install",
     "vllm.v1.worker.gpu.model_runner": ".audit.runner_v2:install",
     "vllm.v1.worker.gpu_worker": ".audit.runner:install",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker": (
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
         ".audit.offloading:install"
     ),
     "vllm.v1.core.sched.scheduler": ".audit.stats:install_scheduler",

@@ -18,25 +18,25 @@ from typing import Any
 
 from ..hooks._wrap import HookTarget, argument, install_all, is_installed
 
-MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker"
+MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
 PREEMPTIONS = HookTarget(
     MODULE,
-    "OffloadingConnectorWorker.handle_preemptions",
+    "OffloadingConnector.handle_preemptions",
     ("self", "kv_connector_metadata"),
     why="audit: stores decided in the last step are submitted here, or below",
     delete_when="KV connectors tell which blocks they are about to read",
     layer=1,
 )
-TRANSFERS = HookTarget(
+LOADS = HookTarget(
     MODULE,
-    "OffloadingConnectorWorker.start_kv_transfers",
-    ("self", "metadata"),
+    "OffloadingConnector.start_load_kv",
+    ("self", "forward_context"),
     why="audit: stores decided in the last step are submitted here",
     delete_when="KV connectors tell which blocks they are about to read",
     layer=1,
 )
-LEDGER = (PREEMPTIONS, TRANSFERS)
+LEDGER = (PREEMPTIONS, LOADS)
 
 NAME = "OffloadingConnector"
 
@@ -47,13 +47,13 @@ _audited: list[tuple[weakref.ref[Any], Watcher]] = []
 
 
 def install(module: ModuleType) -> None:
-    """Wraps the connector's worker in `module`. Raises HostMismatch."""
-    install_all(module, {PREEMPTIONS: _stores, TRANSFERS: _stores_and_loads})
+    """Wraps the connector in `module`. Raises HostMismatch."""
+    install_all(module, {PREEMPTIONS: _stores, LOADS: _stores_and_loads})
 
 
 def tells() -> bool:
     """Whether `watch` will be told in this process."""
-    return is_installed(TRANSFERS)
+    return is_installed(LOADS)
 
 
 def watch(runner: Any, watcher: Watcher) -> None:
@@ -62,10 +62,11 @@ def watch(runner: Any, watcher: Watcher) -> None:
     _audited.append((weakref.ref(runner), watcher))
 
 
-def _tell(worker: Any, specs: list[Any], fills: bool) -> None:
+def _tell(connector: Any, specs: list[Any], fills: bool) -> None:
     for reference, watcher in _audited:
         runner = reference()
-        if runner is None or runner.vllm_config is not worker.vllm_config:
+        # A process may have several engines, each with its own configuration.
+        if runner is None or runner.vllm_config is not connector._vllm_config:
             continue
         for spec in specs:
             ends = [0, *accumulate(spec.group_sizes)]
@@ -73,25 +74,26 @@ def _tell(worker: Any, specs: list[Any], fills: bool) -> None:
             watcher(runner, [ids[a:b] for a, b in pairwise(ends)], fills)
 
 
-def _waiting(worker: Any) -> list[Any]:
+def _waiting(connector: Any) -> list[Any]:
+    worker = connector.connector_worker
     return [source for _, source, _ in worker._unsubmitted_store_jobs]
 
 
-def _stores(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+def _stores(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> Any:
     metadata = argument(PREEMPTIONS, "kv_connector_metadata", args, kwargs)
     flushed = [
         metadata.store_jobs[job].src_spec
         for job in metadata.jobs_to_flush or ()
         if job in metadata.store_jobs
     ]
-    _tell(worker, _waiting(worker) + flushed, fills=False)
+    _tell(connector, _waiting(connector) + flushed, fills=False)
     return wrapped(*args, **kwargs)
 
 
 def _stores_and_loads(
-    wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any
+    wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any
 ) -> Any:
-    _tell(worker, _waiting(worker), fills=False)
-    metadata = argument(TRANSFERS, "metadata", args, kwargs)
-    _tell(worker, [job.dst_spec for job in metadata.load_jobs.values()], fills=True)
+    _tell(connector, _waiting(connector), fills=False)
+    loads = connector._connector_metadata.load_jobs
+    _tell(connector, [job.dst_spec for job in loads.values()], fills=True)
     return wrapped(*args, **kwargs)

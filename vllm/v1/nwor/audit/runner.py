@@ -380,7 +380,15 @@ def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
     copied = getattr(scheduled, "kv_cache_block_copies", None) or ()
     zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
     state.audit.begin_step(
-        Scheduled(scheduled.finished_req_ids, new, grown, copied, zeroed, local)
+        Scheduled(
+            scheduled.finished_req_ids,
+            new,
+            grown,
+            copied,
+            zeroed,
+            local,
+            bool(scheduled.scheduled_spec_decode_tokens),
+        )
     )
 
 

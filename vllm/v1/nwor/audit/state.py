@@ -62,7 +62,7 @@ class Scheduled(NamedTuple):
     one that is resumed. grown: (request, new blocks by group). copied: (block, to
     block). zeroed: blocks that vLLM fills with zeros. local: of the tokens computed of
     new requests, those found in the cache, where that is known: a KV connector has
-    brought the others.
+    brought the others. has_drafts: whether a request has draft tokens in this step.
     """
 
     finished: Collection[str]
@@ -71,6 +71,7 @@ class Scheduled(NamedTuple):
     copied: Sequence[tuple[int, int]] = ()
     zeroed: Sequence[int] = ()
     local: Mapping[str, int] = MappingProxyType({})
+    has_drafts: bool = False
 
 
 class Batch(NamedTuple):
@@ -170,6 +171,7 @@ class Audit:
         self._open: _Step | None = None
         self._news: Scheduled | None = None
         self.outbox = Outbox(self.groups, self._names.get)
+        self._had_drafts = self._has_drafts = False
         self.snapshot()
 
     @property
@@ -207,7 +209,7 @@ class Audit:
         news, self._news = self._news, None
         if news is None:
             return
-        finished, new, grown, copied, zeroed, local = news
+        finished, new, grown, copied, zeroed, local, self._has_drafts = news
         for name in finished:
             self._forget(name)
         for group in self.groups:
@@ -287,8 +289,9 @@ class Audit:
             )
 
     def snapshot(self) -> None:
-        """Takes the checksums of all slots as they are, so that a first write that
-        does not happen is noticed, too. Reads the whole cache."""
+        """Takes the checksums of all slots that no step has written, so that a first
+        write that does not happen, or a first draft that is not undone, is noticed,
+        too. Reads the whole cache."""
         for group in self.groups:
             for part in group.bytes:
                 audit_op("snapshot")(*group.state, *part)
@@ -312,6 +315,11 @@ class Audit:
             request was not in the last batch.
         """
         self._take_in()
+        if self._has_drafts and not self._had_drafts:
+            # Target and drafter ran by now. A layer may fill its cache when it first
+            # runs (TRITON_ATTN, scales per token and head).
+            self._had_drafts = True
+            self.snapshot()
         step = _Step(batch)
         if batch.row_seats is not None:
             # Requests change their rows, and keep the runner's numbers.
@@ -385,7 +393,7 @@ class Audit:
     ) -> None:
         tokens = text.tokens
         length = len(tokens)
-        if tokens.device != self.device:
+        if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
         is_opaque = text.is_opaque or (request.was_seated and self._is_async)

@@ -212,6 +212,11 @@ v1.metrics.loggers:PrometheusStatLogger has _counter_cls per_engine_labelvalues
 v1.metrics.loggers:StatLoggerManager has stat_loggers
 """,
     "audit.offloading": """
+distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1
+    has _vllm_config _connector_metadata
+distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector
+    has connector_worker
+.start_load_kv does self._connector_metadata
 distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker
     has _unsubmitted_store_jobs
 .handle_preemptions does kv_connector_metadata.jobs_to_flush
