@@ -78,10 +78,8 @@ def test_a_short_soak_finds_nothing_wrong(watched: Watched) -> None:
     assert watched.status == 0, watched.output
     verdicts = {row["name"]: row["verdict"] for row in watched.soak["checks"]}
     not_passed = {name: v for name, v in verdicts.items() if v != "pass"}
-    # Too short for two of them, and there is one server only.
-    left_out = ("KV audit", "memory flat", "API servers")
-    assert not_passed == dict.fromkeys(left_out, "not judged")
-    assert watched.soak["metrics"]["vllm:nwor_audit_findings"] == 0
+    # Too short for the one, and there is one server only.
+    assert not_passed == {"memory flat": "not judged", "API servers": "not judged"}
     assert watched.soak["metrics"]["vllm:nwor_audit_steps"] > 50
     assert len(watched.soak["memory"]["rss_mib"]) >= 3, "main, engine core, worker"
 

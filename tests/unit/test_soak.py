@@ -12,6 +12,8 @@ import random
 import socket
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -34,7 +36,7 @@ def good_record():
             "mode": "stage",
             "vocab_size": None,
             "api_server_count": 2,
-            "env": ["VLLM_NWOR_AUDIT=log"],
+            "audited_steps": 10_000,
         },
         "load": {
             "seconds": 600.0,
@@ -173,7 +175,7 @@ def test_what_cannot_be_judged_never_passes(path, name):
 
 def test_a_control_without_nwor_is_judged_by_the_rest():
     record = good_record()
-    record["arguments"] |= {"mode": "off", "env": []}
+    record["arguments"] |= {"mode": "off", "audited_steps": 0}
     record["metrics"], record["info"] = {}, []
     found = verdicts(record)
     left_out = {name for name, verdict in found.items() if verdict != "pass"}
@@ -284,6 +286,31 @@ def run_load(broken="", seconds=1.5, **changes):
             await runner.cleanup()
 
     return asyncio.run(run())
+
+
+def test_the_load_goes_on_until_the_audit_has_looked_at_enough(monkeypatch):
+    audited = iter([0, 99, 100])
+    monkeypatch.setattr(
+        server,
+        "read_metrics",
+        lambda url: {"metrics": {soak.AUDITED_STEPS: next(audited)}},
+    )
+    monkeypatch.setattr(soak, "EXTENSION_SECONDS", 0.05)
+
+    class Idle:
+        async def run(self, seconds):
+            self.deadline = time.monotonic() + seconds
+            while time.monotonic() < self.deadline:
+                await asyncio.sleep(0.001)
+
+    for least, seconds in ((0, 0.1), (100, 0.2)):
+        args = SimpleNamespace(
+            minutes=0.1 / 60, sample_seconds=0.02, audited_steps=least
+        )
+        started = time.monotonic()
+        asyncio.run(soak.drive(Idle(), args, "", None))
+        assert time.monotonic() - started >= seconds
+    assert list(audited) == []
 
 
 def test_a_sound_server_gets_every_kind_and_fails_none():

@@ -154,6 +154,7 @@ class Load:
 
         self.settings = settings
         self.outcome = Outcome()
+        self.deadline = 0.0  # of time.monotonic(); while it runs it may be moved
         self._gate = Gate(settings.concurrency)
         # Connections are not kept, so that each request may meet another API server.
         self._client = AsyncOpenAI(
@@ -166,18 +167,18 @@ class Load:
 
     async def run(self, seconds: float) -> Outcome:
         """Runs the load so long, lets what is under way finish, probes once more."""
-        deadline = time.monotonic() + seconds
+        self.deadline = time.monotonic() + seconds
         workers = [
-            self._work(random.Random(f"{self.settings.seed}/{number}"), deadline)
+            self._work(random.Random(f"{self.settings.seed}/{number}"))
             for number in range(self.settings.concurrency)
         ]
         async with self._client:
-            await asyncio.gather(*workers, self._probe_until(deadline))
+            await asyncio.gather(*workers, self._probe_until_deadline())
             await self.probe_once()
         return self.outcome
 
-    async def _work(self, rng: random.Random, deadline: float) -> None:
-        while time.monotonic() < deadline:
+    async def _work(self, rng: random.Random) -> None:
+        while time.monotonic() < self.deadline:
             plan = draw(rng, self.settings)
             async with self._gate.shared:
                 try:
@@ -224,8 +225,8 @@ class Load:
             await stream.close()
         raise RuntimeError(f"the stream ended after {read} chunks without a reason")
 
-    async def _probe_until(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
+    async def _probe_until_deadline(self) -> None:
+        while time.monotonic() < self.deadline:
             await self.probe_once()
             await asyncio.sleep(self.settings.probe_seconds)
 

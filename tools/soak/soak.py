@@ -47,6 +47,9 @@ from tools.soak import server as soak_server  # noqa: E402
 
 PROGRAM = "tools/soak/soak.py"
 START_SECONDS, SETTLE_SECONDS = 600.0, 60.0
+# How long the load goes on for the audit's sake: at a time, and at most.
+EXTENSION_SECONDS, MOST_LENGTHS = 30.0, 4
+AUDITED_STEPS = "vllm:nwor_audit_steps"
 SCHEMA = 1
 
 
@@ -77,6 +80,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=count, default=2, help="API servers")
     add("--minutes", type=above_0, default=10, help="length of the load")
+    text = "go on until the KV audit has looked at so many, up to 4 times as long"
+    add("--audited-steps", type=whole(0), default=0, help=text)
     add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
     text = "send token ids below it, for a server without a tokenizer"
@@ -136,16 +141,26 @@ def serve_arguments(args: argparse.Namespace) -> list[str]:
 
 async def drive(
     load: soak_load.Load,
-    seconds: float,
+    args: argparse.Namespace,
+    url: str,
     processes: soak_server.Processes | None,
-    sample_seconds: float,
 ) -> soak_load.Outcome:
-    """Runs the load, and samples the server's processes meanwhile."""
+    """Runs the load, and samples the server's processes meanwhile. It goes on while the
+    audit has looked at fewer steps than asked for."""
+    seconds, pause = args.minutes * 60, args.sample_seconds
+    latest = time.monotonic() + MOST_LENGTHS * seconds
 
     async def watch() -> None:
-        while processes is not None:
-            processes.sample()
-            await asyncio.sleep(sample_seconds)
+        while True:
+            if processes is not None:
+                processes.sample()
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            if not args.audited_steps or not load.deadline - 2 * pause < now < latest:
+                continue
+            found = await asyncio.to_thread(soak_server.read_metrics, url)
+            if found["metrics"].get(AUDITED_STEPS, 0) < args.audited_steps:
+                load.deadline = now + 2 * pause + EXTENSION_SECONDS
 
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(watch())
@@ -166,9 +181,7 @@ def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
         processes = soak_server.Processes(server.root, port)
     started = time.monotonic()
     load = soak_load.Load(f"{server.url}/v1", settings)
-    outcome = asyncio.run(
-        drive(load, args.minutes * 60, processes, args.sample_seconds)
-    )
+    outcome = asyncio.run(drive(load, args, server.url, processes))
     seconds = time.monotonic() - started
     found: dict[str, Any] = {"ended": [], "clients": {}, "memory": None}
     if processes is not None:
