@@ -271,13 +271,15 @@ class RunnerV1:
 
     def prepare(self):
         if self.metadata:
-            runner_v1._calc_spec_decode_metadata(lambda: self.metadata, self, (), {})
-        runner_v1._model_forward(lambda: None, self, (), {})
+            hook = runner_v1._calc_spec_decode_metadata
+            assert hook(lambda: self.metadata, self, (), {}) is self.metadata
+        assert runner_v1._model_forward(lambda: 7, self, (), {}) == 7
 
     def sample(self):
         ids = torch.tensor([[1, 2, -1, -1]], dtype=torch.int32)
         output = SimpleNamespace(sampled_token_ids=ids)
-        runner_v1._sample(lambda *_: output, self, (None, self.metadata), {})
+        arguments = None, self.metadata
+        assert runner_v1._sample(lambda *_: output, self, arguments, {}) is output
 
 
 class RunnerV2(RunnerV1):
@@ -295,11 +297,13 @@ class RunnerV2(RunnerV1):
 
     def prepare(self):
         prepared = [self.table], [self.slots]
-        runner_v2._prepare_attn(lambda _: prepared, self, (self.batch,), {})
+        hook = runner_v2._prepare_attn
+        assert hook(lambda _: prepared, self, (self.batch,), {}) is prepared
 
     def sample(self):
         found = None, None, torch.tensor([2], dtype=torch.int32)
-        runner_v2._sample(lambda *_: found, self, (None, self.batch, None), {})
+        arguments = None, self.batch, None
+        assert runner_v2._sample(lambda *_: found, self, arguments, {}) is found
 
 
 BOTH = pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
