@@ -320,6 +320,10 @@ class Audit:
             # runs (TRITON_ATTN, scales per token and head).
             self._had_drafts = True
             self.snapshot()
+            for group in self.groups:
+                for other in self.groups:
+                    if other is not group:
+                        group.forget_bytes(other.owners)
         step = _Step(batch)
         if batch.row_seats is not None:
             # Requests change their rows, and keep the runner's numbers.

@@ -131,6 +131,13 @@ class AuditedGroup:
         tensors = (*self.state[:-1], self.contents)
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    def forget_bytes(self, owners: torch.Tensor) -> None:
+        """Groups overlay each other's bytes: those of a block that has an owner in
+        another group are that one's. owners: [num_blocks] int32, of the other."""
+        records = self.records.view(torch.int32).unflatten(0, (len(owners), -1))
+        # The last of a SlotRecord: what is known of its bytes.
+        records[..., -1].masked_fill_((owners != 0)[:, None], 0)
+
     def copy_block(self, source: int, to: int) -> None:
         """vLLM copies a block, so its slots hold what the other's did."""
         size = self.shape.block_size
