@@ -29,6 +29,7 @@ from ..hooks._wrap import HookTarget, argument, install_all
 from ..hooks.discovery import sleeps, target_layers
 from ..hooks.engine_core import parallel_refusal
 from ..launches import LayerCache
+from ..window import Acceptance
 from . import offloading
 from .findings import AuditError, Findings
 from .state import Audit, Loads, Scheduled
@@ -400,19 +401,31 @@ def _about(request: Any, salt: str | None) -> tuple[int, bool]:
     )
 
 
-def is_protected(runner: Any) -> bool:
-    """Whether NWOR has this step's drafts in its hands: before its commit."""
-    manager = getattr(runner.__dict__.get("nwor_state"), "manager", None)
-    return manager is not None and manager.is_open
+# What a runner's sampler was given and returned -> cu_num_logits and acceptance.
+Kept = Callable[[Any, Any, Any, Any], tuple[torch.Tensor | None, Acceptance | None]]
 
 
-def is_undone(runner: Any, was_protected: bool) -> bool:
-    """Whether what was rejected in a step is undone: behind NWOR's commit."""
-    if not was_protected:
-        return False
-    manager = runner.nwor_state.manager
-    restores = manager.config.on_reject is OnReject.RESTORE
-    return restores and bool(manager.state is State.IDLE)
+def sample(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any, kept: Kept
+) -> Any:
+    """Wrapper: the end of a step, behind NWOR's commit."""
+    manager: Any = getattr(runner.__dict__.get("nwor_state"), "manager", None)
+    was_open = manager is not None and manager.is_open
+    result = wrapped(*args, **kwargs)
+
+    def resolve(state: RunnerAudit) -> None:
+        if not state.audit.is_open:
+            return
+        is_undone = (
+            was_open
+            and manager.state is State.IDLE
+            and manager.config.on_reject is OnReject.RESTORE
+        )
+        state.audit.resolve(*kept(runner, result, args, kwargs), is_undone)
+        state.audit.outbox.publish()
+
+    guarded(runner, resolve)
+    return result
 
 
 def sample_tokens(

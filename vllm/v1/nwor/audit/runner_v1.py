@@ -131,22 +131,13 @@ def _model_forward(
     return wrapped(*args, **kwargs)
 
 
-def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
-    was_protected = shared.is_protected(runner)
-    output = wrapped(*args, **kwargs)
+def _kept(runner: Any, output: Any, args: Any, kwargs: Any) -> Any:
+    metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
+    if metadata is None:
+        return None, None
+    vocab_size = runner.input_batch.vocab_size
+    acceptance = SampledIds(output.sampled_token_ids, vocab_size)
+    return metadata.cu_num_sampled_tokens, acceptance
 
-    def resolve(state: shared.RunnerAudit) -> None:
-        if not state.audit.is_open:
-            return
-        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
-        cu_num_logits = acceptance = None
-        if metadata is not None:
-            cu_num_logits = metadata.cu_num_sampled_tokens
-            vocab_size = runner.input_batch.vocab_size
-            acceptance = SampledIds(output.sampled_token_ids, vocab_size)
-        is_undone = shared.is_undone(runner, was_protected)
-        state.audit.resolve(cu_num_logits, acceptance, is_undone)
-        state.audit.outbox.publish()
 
-    shared.guarded(runner, resolve)
-    return output
+_sample = partial(shared.sample, kept=_kept)

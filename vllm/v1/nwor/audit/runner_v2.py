@@ -117,21 +117,11 @@ def _text_of(runner: Any, state: shared.RunnerAudit, name: str) -> Text:
     return Text(tokens, *state.about[name], seat)
 
 
-def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
-    was_protected = shared.is_protected(runner)
-    result = wrapped(*args, **kwargs)
+def _kept(runner: Any, result: Any, args: Any, kwargs: Any) -> Any:
+    batch = argument(SAMPLE, "input_batch", args, kwargs)
+    if batch.num_draft_tokens == 0:
+        return None, None
+    return batch.cu_num_logits[1:], NumRejected(result[2])
 
-    def resolve(state: shared.RunnerAudit) -> None:
-        if not state.audit.is_open:
-            return
-        batch = argument(SAMPLE, "input_batch", args, kwargs)
-        cu_num_logits = acceptance = None
-        if batch.num_draft_tokens > 0:
-            cu_num_logits = batch.cu_num_logits[1:]
-            acceptance = NumRejected(result[2])
-        is_undone = shared.is_undone(runner, was_protected)
-        state.audit.resolve(cu_num_logits, acceptance, is_undone)
-        state.audit.outbox.publish()
 
-    shared.guarded(runner, resolve)
-    return result
+_sample = partial(shared.sample, kept=_kept)
