@@ -36,8 +36,7 @@ from benchmarks import ab, device, environment, plot, prompts, report, summary
 from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.files import recorded, write_json, write_whole
-from benchmarks.process import leave
-from benchmarks.settings import find_models, prepare_process
+from benchmarks.settings import find_models, leave, prepare_process
 
 ROOT = Path(__file__).resolve().parent
 TRUE_OFF_RUNS = 7

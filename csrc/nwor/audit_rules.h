@@ -436,9 +436,11 @@ NWOR_HOST_DEVICE inline void judge_suspect(const AuditRecordArgs& args, int64_t 
   }
 }
 
-// Whether a step has written the slot, or was to.
-NWOR_HOST_DEVICE inline bool is_written(const SlotRecord& record) {
-  return record.step != 0;
+// Whether a snapshot takes the slot's checksums: of one that no step has written, or
+// was to. again: and that has those of the snapshot before, because its block has not
+// been another group's meanwhile.
+NWOR_HOST_DEVICE inline bool is_taken(const SlotRecord& record, bool again) {
+  return record.step == 0 && (!again || record.content != kContentNone);
 }
 
 // Whether a slot is one whose bytes scan looks at.

@@ -29,48 +29,31 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
 void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
              Tensor saved, int64_t num_reqs, int64_t entry_tokens);
 
-// The audit: audit_bindings.cpp says what the arguments are.
-void audit_seat(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                Tensor plan, Tensor findings, int64_t block_size, Tensor tokens,
-                int64_t length, int64_t seat, int64_t generation, int64_t seed,
-                bool opaque, int64_t loads, int64_t hit_length);
-void audit_plan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                int64_t entry_tokens, Tensor tokens, Tensor positions,
+// The audit: audit_bindings.cpp says what `tables` is.
+void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
+                    Tensor owners, Tensor plan, Tensor findings, int64_t block_size,
+                    int64_t entry_tokens, int64_t window);
+void audit_describe_layers(Tensor tables, int64_t index, Tensor table,
+                           OptionalTensor runs, Tensor contents, int64_t first_column);
+void audit_seat(Tensor tables, Tensor tokens, int64_t length, int64_t seat,
+                int64_t generation, int64_t seed, bool opaque, int64_t loads,
+                int64_t hit_length);
+void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                Tensor block_table, int64_t num_reqs, Tensor tokens, Tensor positions,
                 Tensor slot_mapping, int64_t num_tokens, int64_t step);
-void audit_resolve(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                   Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                   Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                   int64_t entry_tokens, OptionalTensor cu_num_logits,
+void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                   Tensor block_table, int64_t num_reqs, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, int64_t window, int64_t step,
-                   bool is_undone);
-void audit_adopt(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                 Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                 Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                 int64_t entry_tokens, Tensor tokens, int64_t length, int64_t row,
-                 int64_t window, int64_t step);
-void audit_record(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                  Tensor plan, Tensor findings, int64_t block_size, Tensor table,
-                  OptionalTensor runs, Tensor contents, int64_t first_column,
-                  int64_t table_index, int64_t num_tokens, int64_t step, bool is_undone,
-                  bool is_last);
-void audit_scan(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                Tensor plan, Tensor findings, int64_t block_size, Tensor row_seats,
-                Tensor query_start_loc, Tensor block_table, int64_t num_reqs,
-                int64_t entry_tokens, Tensor table, OptionalTensor runs,
-                Tensor contents, int64_t first_column, int64_t table_index, int64_t row,
-                int64_t num_blocks, int64_t window, int64_t step, bool is_last);
-void audit_hand_on(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                   Tensor plan, Tensor findings, int64_t block_size, Tensor blocks,
-                   int64_t step, bool fills);
-void audit_snapshot(Tensor records, Tensor seats, Tensor expected, Tensor owners,
-                    Tensor plan, Tensor findings, int64_t block_size, Tensor table,
-                    OptionalTensor runs, Tensor contents, int64_t first_column,
-                    int64_t table_index);
-void audit_hand_out(Tensor records, Tensor owners, Tensor blocks, Tensor generations,
-                    int64_t block_size);
-void audit_publish(Tensor findings, Tensor findings_to);
+                   OptionalTensor num_rejected, int64_t num_tokens, int64_t step,
+                   bool is_undone, int64_t num_blocks);
+void audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                 Tensor block_table, int64_t num_reqs, Tensor tokens, int64_t length,
+                 int64_t row, int64_t step, int64_t num_blocks);
+void audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                Tensor block_table, int64_t num_reqs, int64_t num_blocks, int64_t step);
+void audit_hand_on(Tensor tables, Tensor blocks, int64_t step, bool fills);
+void audit_snapshot(Tensor tables, bool again);
+void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations);
+void audit_publish(Tensor tables, Tensor findings_to);
 
 }  // namespace nwor

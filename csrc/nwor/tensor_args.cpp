@@ -47,10 +47,14 @@ uint8_t* bytes_of(const Tensor& tensor) {
 }  // namespace
 
 TensorArgs::TensorArgs(const char* op, const char* name, const Tensor& reference)
+    : TensorArgs(op, name, device_type_of(reference), reference.get_device_index()) {}
+
+TensorArgs::TensorArgs(const char* op, const char* name, int32_t device_type,
+                       int32_t device_index)
     : op_(op),
       reference_name_(name),
-      device_type_(device_type_of(reference)),
-      device_index_(reference.get_device_index()),
+      device_type_(device_type),
+      device_index_(device_index),
       cpu_type_(aoti_torch_device_type_cpu()) {}
 
 void TensorArgs::same_device(const char* name, const Tensor& tensor) const {

@@ -22,9 +22,12 @@ class TensorArgs {
  public:
   // `reference` is the tensor whose device the others must share.
   TensorArgs(const char* op, const char* name, const Tensor& reference);
+  TensorArgs(const char* op, const char* name, int32_t device_type,
+             int32_t device_index);
 
   const char* op() const { return op_; }
   bool on_cuda() const { return device_type_ != cpu_type_; }
+  int32_t device_type() const { return device_type_; }
   int device_index() const { return device_index_; }
 
   void same_device(const char* name, const Tensor& tensor) const;

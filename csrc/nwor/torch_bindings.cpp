@@ -9,17 +9,11 @@
 
 #include "bindings.h"
 
-// How the audit's ops take a group, a batch, and a table of layers. None copies or
-// writes a cache.
-#define NWOR_AUDIT_GROUP                                                           \
-  "Tensor(a!) records, Tensor(b!) seats, Tensor(c!) expected, Tensor(d!) owners, " \
-  "Tensor(e!) plan, Tensor(f!) findings, int block_size"
-#define NWOR_AUDIT_BATCH                                                           \
-  ", Tensor row_seats, Tensor query_start_loc, Tensor block_table, int num_reqs, " \
-  "int entry_tokens"
-#define NWOR_AUDIT_BYTES                                                  \
-  ", Tensor table, Tensor? runs, Tensor(g!) contents, int first_column, " \
-  "int table_index"
+// How the audit's ops take a batch. The tables that they write are described in
+// `tables`; none writes a cache.
+#define NWOR_AUDIT_BATCH                                                          \
+  "Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor block_table, " \
+  "int num_reqs, "
 
 STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
@@ -46,29 +40,30 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
       "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? seats, "
       "Tensor saved, int num_reqs, int entry_tokens) -> ()");
-  ops.def("audit_seat(" NWOR_AUDIT_GROUP
-          ", Tensor tokens, int length, int seat, int generation, int seed, "
-          "bool opaque, int loads, int hit_length) -> ()");
-  ops.def("audit_plan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
-          ", Tensor tokens, Tensor positions, Tensor slot_mapping, int num_tokens, "
-          "int step) -> ()");
-  ops.def("audit_resolve(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
-          ", Tensor? cu_num_logits, Tensor? sampled_token_ids, int vocab_size, "
-          "Tensor? num_rejected, int window, int step, bool is_undone) -> ()");
-  ops.def("audit_adopt(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH
-          ", Tensor tokens, int length, int row, int window, int step) -> ()");
-  ops.def("audit_record(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES
-          ", int num_tokens, int step, bool is_undone, bool is_last) -> ()");
-  ops.def("audit_scan(" NWOR_AUDIT_GROUP NWOR_AUDIT_BATCH NWOR_AUDIT_BYTES
-          ", int row, int num_blocks, int window, int step, "
-          "bool is_last) -> ()");
-  ops.def("audit_hand_on(" NWOR_AUDIT_GROUP
-          ", Tensor blocks, int step, bool fills) -> ()");
-  ops.def("audit_snapshot(" NWOR_AUDIT_GROUP NWOR_AUDIT_BYTES ") -> ()");
   ops.def(
-      "audit_hand_out(Tensor(a!) records, Tensor(b!) owners, Tensor blocks, "
-      "Tensor generations, int block_size) -> ()");
-  ops.def("audit_publish(Tensor(a!) findings, Tensor(b!) findings_to) -> ()");
+      "audit_describe(Tensor(a!) tables, Tensor records, Tensor seats, "
+      "Tensor expected, Tensor owners, Tensor plan, Tensor findings, int block_size, "
+      "int entry_tokens, int window) -> ()");
+  ops.def(
+      "audit_describe_layers(Tensor(a!) tables, int index, Tensor table, "
+      "Tensor? runs, Tensor contents, int first_column) -> ()");
+  ops.def(
+      "audit_seat(Tensor tables, Tensor tokens, int length, int seat, "
+      "int generation, int seed, bool opaque, int loads, int hit_length) -> ()");
+  ops.def("audit_plan(" NWOR_AUDIT_BATCH
+          "Tensor tokens, Tensor positions, Tensor slot_mapping, int num_tokens, "
+          "int step) -> ()");
+  ops.def("audit_resolve(" NWOR_AUDIT_BATCH
+          "Tensor? cu_num_logits, Tensor? sampled_token_ids, int vocab_size, "
+          "Tensor? num_rejected, int num_tokens, int step, bool is_undone, "
+          "int num_blocks) -> ()");
+  ops.def("audit_adopt(" NWOR_AUDIT_BATCH
+          "Tensor tokens, int length, int row, int step, int num_blocks) -> ()");
+  ops.def("audit_scan(" NWOR_AUDIT_BATCH "int num_blocks, int step) -> ()");
+  ops.def("audit_hand_on(Tensor tables, Tensor blocks, int step, bool fills) -> ()");
+  ops.def("audit_snapshot(Tensor tables, bool again) -> ()");
+  ops.def("audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) -> ()");
+  ops.def("audit_publish(Tensor tables, Tensor(a!) findings_to) -> ()");
 }
 
 #define NWOR_REGISTER_ALL(ops)                                                    \
@@ -77,11 +72,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.impl("stage", TORCH_BOX(&nwor::stage));                                     \
   ops.impl("commit_draft_layer", TORCH_BOX(&nwor::commit_draft_layer));           \
   ops.impl("unstage", TORCH_BOX(&nwor::unstage));                                 \
+  ops.impl("audit_describe", TORCH_BOX(&nwor::audit_describe));                   \
+  ops.impl("audit_describe_layers", TORCH_BOX(&nwor::audit_describe_layers));     \
   ops.impl("audit_seat", TORCH_BOX(&nwor::audit_seat));                           \
   ops.impl("audit_plan", TORCH_BOX(&nwor::audit_plan));                           \
   ops.impl("audit_resolve", TORCH_BOX(&nwor::audit_resolve));                     \
   ops.impl("audit_adopt", TORCH_BOX(&nwor::audit_adopt));                         \
-  ops.impl("audit_record", TORCH_BOX(&nwor::audit_record));                       \
   ops.impl("audit_scan", TORCH_BOX(&nwor::audit_scan));                           \
   ops.impl("audit_hand_on", TORCH_BOX(&nwor::audit_hand_on));                     \
   ops.impl("audit_snapshot", TORCH_BOX(&nwor::audit_snapshot));                   \

@@ -190,6 +190,9 @@ def _judge_whole(
             problems["rows"].append(
                 f"{mode}: async_scheduling is {facts['async_scheduling']}"
             )
+    for report, wanted in ((off, set()), (on, {ON})):
+        if (info := set(report.get("info", wanted))) != wanted:
+            problems["counters"].append(f"nwor_info has {info}; expected {wanted}")
     resolved = set((on.get("facts") or {}).get("resolved") or (ON,))
     if resolved != {ON}:
         problems["bytes"].append(f"groups resolve to {sorted(resolved)}")

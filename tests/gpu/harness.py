@@ -180,6 +180,14 @@ class Engine:
             if metric.name == "vllm:kv_offload_total_bytes"
         }
 
+    def info(self) -> list[str]:
+        """The modes that vllm:nwor_info says groups run in."""
+        return [
+            metric.labels["resolved"]
+            for metric in self.llm.get_metrics()
+            if metric.name == "vllm:nwor_info" and getattr(metric, "value", 0) == 1
+        ]
+
     def device_counters(self) -> dict[str, int]:
         """NWOR's counters on the first worker's device; empty if it is off."""
         counters: dict[str, int] = self.rpc("nwor_report")[0]["counters"]

@@ -77,6 +77,7 @@ def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
             seconds = results[row.name]["seconds"]
             print(f"{spec.name}: {name}, {row.name}: {seconds:.1f} s", flush=True)
             report.save()
+    report.save(info=engine.info())
     if spec.tensor_parallel > 1:  # workers in processes of their own
         engine.llm.engine_core.shutdown()
 

@@ -172,20 +172,27 @@ def one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-_engines: list[Engine] = []
+# The process's first engine: its end would be that of vLLM's process groups.
+_kept: list[Engine] = []
 _shared: dict[str, Engine] = {}
-MOST_SHARED = 6
+_num_new = 0
+MOST_SHARED = MOST_NEW = 6
+
+
+def free_memory() -> None:
+    """That of engines which nobody uses any more: they die of this only."""
+    global _num_new
+    _num_new = 0
+    gc.unfreeze()  # vLLM freezes what is there when an engine has started
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_engines() -> None:
-    """Frees the memory of engines that nobody uses: but for the process's first one,
-    whose end would be that of vLLM's process groups."""
+    """Those that are shared end, too."""
     _shared.clear()
-    if len(_engines) > 1:
-        del _engines[1:]
-        gc.unfreeze()  # vLLM freezes what is there when an engine has started
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+    if _num_new:
+        free_memory()
 
 
 class Engine:
@@ -202,6 +209,10 @@ class Engine:
         model: str = "tiny-llama",
         **arguments: Any,
     ) -> None:
+        global _num_new
+        if _num_new == MOST_NEW:
+            free_memory()
+        _num_new += 1
         self.mode = mode
         options = DEFAULTS | {"model": model_path(model)} | arguments
         is_audited = (settings or {}).get("AUDIT", "off") != "off"
@@ -224,11 +235,11 @@ class Engine:
                 unwrap_instance(self.core.scheduler)
             self.probe = RunnerProbe(self.runner)
             finalizer = getattr(self.llm.engine_core, "_finalizer", None)
-            if _engines and finalizer is not None:  # 0.29 has none
+            if _kept and finalizer is not None:  # 0.29 has none
                 # At exit vLLM would collect garbage twice an engine, 0.8 s each; for
                 # the first one it may: without any, triton complains of leaks.
                 finalizer.detach()
-        _engines.append(self)
+        _kept[:] = _kept or [self]
 
     @property
     def audit(self) -> Any:

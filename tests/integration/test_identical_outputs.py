@@ -61,18 +61,27 @@ PROSE = (
 )
 
 MODES = ("off", "cow", "stage")
+# Where engines take long to start.
+EITHER_MODE = pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("stage", marks=pytest.mark.slow),
+        pytest.param("cow", marks=pytest.mark.nightly),
+    ],
+)
 
 
 def compare(
     requests: Sequence[Request],
     plan: Plan | None = mixture,
     counted: bool = True,
+    modes: Sequence[str] = MODES,
     **arguments: Any,
 ) -> Result:
     """Runs `requests` off and in both modes, drafts by `plan` (None: the engine's own
     drafter), asserts that nothing differs, and returns off's result. counted: NWOR's
     counters are checked too. The engines are shared by the tests here."""
-    engines = [shared(mode, **arguments) for mode in MODES]
+    engines = [shared(mode, **arguments) for mode in modes]
     truth = truth_of(engines[0], requests) if plan else {}
     results = []
     for engine in engines:
@@ -410,13 +419,7 @@ def spy_on_validation(manager: Any) -> list[int]:
     return refused
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("stage", marks=pytest.mark.slow),
-        pytest.param("cow", marks=pytest.mark.nightly),
-    ],
-)
+@EITHER_MODE
 def test_tensor_parallel_2(mode: str) -> None:
     """Two CPU workers, real processes: the outputs are off's, and on each rank, whose
     cache holds its own share of the heads, the byte oracle finds nothing."""
@@ -456,12 +459,12 @@ def test_tensor_parallel_2(mode: str) -> None:
         assert reports[1][0]["counters"] == reports[1][1]["counters"]
 
 
-@pytest.mark.slow
-def test_compiled() -> None:
+@EITHER_MODE
+def test_compiled(mode: str) -> None:
     """With torch.compile on (enforce_eager=False): the hooks are outside the compiled
     region, and the warm-up and profiling runs pass them."""
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(3)]
-    compare(requests, mixture, enforce_eager=False)
-    runner = shared("cow", enforce_eager=False).runner
+    compare(requests, modes=("off", mode), enforce_eager=False)
+    runner = shared(mode, enforce_eager=False).runner
     config = runner.vllm_config.compilation_config
     assert config.mode != CompilationMode.NONE

@@ -180,7 +180,9 @@ class Repeats:
         return [row[-1:] * self.num_drafts for row in sampled]
 
 
-@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("cow", marks=pytest.mark.nightly), "stage"]
+)
 @pytest.mark.parametrize("name", ["custom_class", "extract_hidden_states"])
 def test_refused_methods(
     name: str, mode: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -83,19 +83,22 @@ def row_layout(
     return Layout(start[:, None] + within.flatten(), columns)
 
 
-def packed_layout(num_blocks: int, owner: Tensor) -> Layout:
+def packed_layout(
+    num_blocks: int, owner: Tensor, block_stride: int | None = None
+) -> Layout:
     """A packing given by owner, [block_bytes] int64, cpu: the slot (offset in the
-    block) that owns each byte. Every slot owns as many bytes."""
-    block_bytes = owner.numel()
+    block) that owns each byte. Every slot owns as many bytes. Without block_stride
+    there is nothing between blocks."""
+    block_stride = block_stride or owner.numel()
     block_size = int(owner.max()) + 1
     in_block = [torch.nonzero(owner == slot).flatten() for slot in range(block_size)]
     run_lists = [runs_of(offsets.tolist()) for offsets in in_block]
     num_runs = max(map(len, run_lists))
     padded = [runs + [(0, 0)] * (num_runs - len(runs)) for runs in run_lists]
-    starts = torch.arange(num_blocks)[:, None, None] * block_bytes
+    starts = torch.arange(num_blocks)[:, None, None] * block_stride
     index = (starts + torch.stack(in_block)).flatten(0, 1)
     # The columns that packed layouts do not use hold nonsense.
-    columns = (block_bytes, -7, -7, -7, -7, block_size, num_blocks)
+    columns = (block_stride, -7, -7, -7, -7, block_size, num_blocks)
     return Layout(index, columns, torch.tensor(padded, dtype=torch.int32))
 
 

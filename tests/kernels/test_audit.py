@@ -876,11 +876,11 @@ def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
     ("spoil", "message"),
     [
         (
-            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[0].fill_(4),
+            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[1].fill_(4),
             "row_seats[0] is 4; must be between",
         ),
         (
-            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[1].fill_(9),
+            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[2].fill_(9),
             "query_start_loc[0] is 9; must be 0",
         ),
     ],
@@ -900,6 +900,17 @@ def test_a_batch_that_makes_no_sense_is_refused(device, spoil, message):
         return
     with pytest.raises(RuntimeError, match=re.escape(message)):
         world.step({"a": Work(1), "b": Work(0)})
+
+
+def test_what_is_no_description_of_tables_is_refused(device):
+    tables = World().audit.groups[0].tables
+    for wrong, message in (
+        (torch.zeros_like(tables), "was not written by audit_describe"),
+        (tables[:-1].clone(), "for each table of layers"),
+        (tables.int(), "tables has dtype Int; must be Long"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.audit_op("snapshot")(wrong, False)
 
 
 @pytest.mark.parametrize("budget", [0, EVERYTHING])

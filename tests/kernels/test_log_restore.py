@@ -143,7 +143,9 @@ def test_packed_slots_get_their_bytes_back(layout):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(
-    "layouts", [[nhd, hnd], [mla] * 2, [column_major, nhd, interleaved]], ids=repr
+    "layouts",
+    [[nhd, hnd], [mla] * 2, [column_major, nhd, interleaved]],
+    ids=["rows", "mla", "packed"],
 )
 def test_rejected_slots_are_poisoned(device, layouts):
     """What the manager launches under VLLM_NWOR_ON_REJECT=poison, each layer with a

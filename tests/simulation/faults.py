@@ -7,10 +7,19 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from vllm_nwor import ops
 
+KINDS = {
+    "log_cache_slots": "log",
+    "restore_rejected_drafts": "restore",
+    "stage": "stage",
+    "commit_draft_layer": "commit",
+}
 # A layer as a launch knows it: the address of its table, and its row in there.
 TableRow = tuple[int, int]
 
@@ -59,41 +68,25 @@ class FaultyOps:
         self.done: defaultdict[str, list[list[TableRow]]] = defaultdict(list)
         self.planted = planted
 
-    def log_cache_slots(self, *args: Any, **kwargs: Any) -> None:
-        self._run("log", ops.log_cache_slots, args, kwargs)
-
-    def restore_rejected_drafts(self, *args: Any, **kwargs: Any) -> None:
-        self._run("restore", ops.restore_rejected_drafts, args, kwargs)
-
-    def stage(self, *args: Any, **kwargs: Any) -> None:
-        self._run("stage", ops.stage, args, kwargs)
-
-    def commit_draft_layer(self, *args: Any, **kwargs: Any) -> None:
-        self._run("commit", ops.commit_draft_layer, args, kwargs)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(ops, name)
+        op = getattr(ops, name)
+        return partial(self._run, KINDS[name], op) if name in KINDS else op
 
     def _run(
-        self,
-        kind: str,
-        op: Callable[..., None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, kind: str, op: Callable[..., None], table: torch.Tensor, *args: Any
     ) -> None:
-        table = args[0]
         layers = [(table.data_ptr(), row) for row in range(table.shape[0])]
         call = len(self.calls[kind])
         self.calls[kind].append(layers)
         planted = self.planted
         if planted is None or (planted.op, planted.call) != (kind, call):
-            op(*args, **kwargs)
+            op(table, *args)
             self.done[kind].append(layers)
             return
         done = {Moment.BEFORE: 0, Moment.HALF: len(layers) // 2}.get(
             planted.moment, len(layers)
         )
         if done:
-            op(table[:done], *args[1:], **kwargs)
+            op(table[:done], *args)
         self.done[kind].append(layers[:done])
         raise ERRORS[planted.moment](f"planted in {kind} call {call}")

@@ -2,9 +2,7 @@
 """One allocation that holds the caches of all layers, and the plain models of it.
 
 The models are copies of the whole allocation, guard bytes included. Which bytes belong
-to a slot is an index tensor made from the layout's definition: for rows by viewing the
-offsets 0, 1, 2... with the cache's strides, for packed caches from the slot that owns
-each byte. It does not come from the package under test.
+to a slot says the reference of the kernel tests, not the package under test.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.kernels import reference
 from tests.simulation.operations import MAX_DRAFTS, MAX_REQUESTS
 from vllm_nwor.draft_manager import LayerCache
 from vllm_nwor.kv_layout import packed_layout, row_layout, runs_of
@@ -235,43 +234,32 @@ class _Plan:
 def _make_layer(
     plan: _Plan, kind: str, raw: torch.Tensor, draw: random.Random, protected: bool
 ) -> Layer:
-    num_blocks = plan.num_blocks
-    slot_bytes = plan.page_bytes // plan.block_size
+    num_blocks, block_size = plan.num_blocks, plan.block_size
+    slot_bytes = plan.page_bytes // block_size
     dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
+    shape: tuple[int, ...] = (num_blocks, block_size, slot_bytes)
+    strides: tuple[int, ...] = (plan.block_stride, slot_bytes, 1)
     if kind in PACKED_KINDS:
-        owner = _owner(kind, plan.block_size, slot_bytes)
-        shape: tuple[int, ...] = (num_blocks, plan.block_size, slot_bytes)
-        strides: tuple[int, ...] = (plan.block_stride, slot_bytes, 1)
-        tensor = _view(raw, plan.start, shape, strides, dtype)
-        slots = [np.flatnonzero(owner == slot) for slot in range(plan.block_size)]
-        layout = packed_layout([runs_of(torch.from_numpy(s)) for s in slots], tensor)
-        in_block = np.argsort(owner, kind="stable").reshape(plan.block_size, -1)
-        blocks = plan.start + plan.block_stride * np.arange(num_blocks)
-        index = (blocks[:, None, None] + in_block).reshape(-1, slot_bytes)
+        owner = _owner(kind, block_size, slot_bytes)
+        plain = reference.packed_layout(num_blocks, owner, plan.block_stride)
     else:
-        shape, strides = _row_shape(kind, plan, draw)
-        tensor = _view(raw, plan.start, shape, strides, dtype)
+        heads = 1 if kind == "mla" else draw.choice((1, 2))
+        size = slot_bytes // heads
+        by_slot = slot_bytes if kind == "nhd" else size
+        by_head = size if kind == "nhd" else block_size * size
+        sizes = (num_blocks, block_size, heads, size)
+        plain = reference.row_layout(*sizes, plan.block_stride, by_head, by_slot)
+        if kind != "mla":
+            shape = (num_blocks, heads, block_size, size)
+            strides = (plan.block_stride, by_head, by_slot, 1)
+    tensor = _view(raw, plan.start, shape, strides, dtype)
+    if kind in PACKED_KINDS:
+        layout = packed_layout([runs_of(s) for s in plain.index[:block_size]], tensor)
+    else:
         layout = row_layout(tensor)
-        index = _row_index(raw.numel(), plan.start, shape, strides)
     name = f"group {plan.group} layer {plan.layer} ({kind})"
+    index = plan.start + plain.index.numpy()
     return Layer(name, kind, index, LayerCache(name, tensor, layout), protected)
-
-
-def _row_shape(
-    kind: str, plan: _Plan, draw: random.Random
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape [B, H, N, bytes] or [B, N, bytes] of a row cache, and its byte strides."""
-    num_blocks = plan.num_blocks
-    slots, slot_bytes = plan.block_size, plan.page_bytes // plan.block_size
-    if kind == "mla":
-        return (num_blocks, slots, slot_bytes), (plan.block_stride, slot_bytes, 1)
-    heads = draw.choice((1, 2))
-    size = slot_bytes // heads
-    if kind == "nhd":
-        strides = (plan.block_stride, size, heads * size, 1)
-    else:
-        strides = (plan.block_stride, slots * size, size, 1)
-    return (num_blocks, heads, slots, size), strides
 
 
 def _view(
@@ -291,24 +279,12 @@ def _view(
     )
 
 
-def _row_index(
-    num_bytes: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Index:
-    """[num_slots, slot_bytes]: byte offsets, viewed as the cache is."""
-    offsets = np.arange(num_bytes)
-    viewed = np.lib.stride_tricks.as_strided(
-        offsets[start:], shape, [8 * stride for stride in strides], writeable=False
-    )
-    by_slot = np.moveaxis(viewed, -2, 1)  # [B, N, H, bytes] or [B, N, bytes]
-    return by_slot.reshape(shape[0] * shape[-2], -1).copy()
-
-
-def _owner(kind: str, block_size: int, slot_bytes: int) -> Index:
+def _owner(kind: str, block_size: int, slot_bytes: int) -> torch.Tensor:
     """[block bytes]: the slot that owns each byte. `columns`: half of a slot's bytes in
     columns of two-byte elements, then rows (CPU_ATTN's vec); `pairs`: pairs of
     two-byte elements of all slots in turn (its amx, in small)."""
-    slots = np.arange(block_size)
+    slots = torch.arange(block_size)
     if kind == "columns":
-        keys = np.tile(slots.repeat(2), slot_bytes // 4)
-        return np.concatenate([keys, slots.repeat(slot_bytes // 2)])
-    return np.tile(slots.repeat(4), slot_bytes // 4)
+        keys = slots.repeat_interleave(2).repeat(slot_bytes // 4)
+        return torch.cat([keys, slots.repeat_interleave(slot_bytes // 2)])
+    return slots.repeat_interleave(4).repeat(slot_bytes // 4)

@@ -128,20 +128,17 @@ def test_what_vllm_will_ignore_is_not_told(hooked, changes):
     assert len(told) == 1
 
 
-def test_a_row_that_vllm_cleared_is_not_told(hooked):
-    told = []
-    vllm_nwor.on_commit(told.append)
-
-    step(hooked(request()), ids=())
-
-    assert told == []
-
-
-def test_rows_whose_load_failed_are_not_told(hooked):
+@pytest.mark.parametrize(("ids", "num_computed"), [((), 37), ((5, 5, 9), 16)])
+def test_cleared_rows_and_those_whose_load_failed_are_not_told(
+    hooked, ids, num_computed
+):
     found, told = request(), []
     vllm_nwor.on_commit(told.append)
 
-    step(hooked(found, after=lambda: vars(found).update(num_computed_tokens=16)))
+    def take_in():
+        found.num_computed_tokens = num_computed
+
+    step(hooked(found, after=take_in), ids)
 
     assert told == []
 

@@ -24,22 +24,19 @@ assert spec.origin is not None
 VLLM = Path(spec.origin).parent
 
 
-def run(**env):
+def test_where_all_is_in_order():
     done = subprocess.run(
         [sys.executable, "-m", "vllm_nwor.doctor"],
-        env=subprocess_env(VLLM_PLUGINS=None, **env),
+        env=subprocess_env(
+            VLLM_PLUGINS=None, VLLM_NWOR_MODE="stage", VLLM_NWOR_STRICT="1"
+        ),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stderr == ""
-    return done.returncode, done.stdout.splitlines()
-
-
-def test_where_all_is_in_order():
-    status, lines = run(VLLM_NWOR_MODE="stage", VLLM_NWOR_STRICT="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("!")] == []
-    assert status == 0
     topics = [line[2:].split()[0] for line in lines[:-1]]
     assert topics == [
         *("vllm-nwor", "vllm", "torch", "wrapt", "python", "library"),
@@ -57,9 +54,14 @@ def test_where_all_is_in_order():
     assert lines[-1] == "problems: 0"
 
 
-def test_what_would_not_work_is_marked_and_changes_the_status():
+def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch, capsys):
     """vLLM's processes do not start with a bad value, and the doctor does."""
-    status, lines = run(VLLM_NWOR_MODE="on", VLLM_NWOR_STRIKT="1")
+    monkeypatch.setattr(sys, "argv", ["doctor"])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv("VLLM_NWOR_MODE", "on")
+    monkeypatch.setenv("VLLM_NWOR_STRIKT", "1")
+    status = doctor.main()
+    lines = capsys.readouterr().out.splitlines()
     said = "VLLM_NWOR_MODE='on' is not allowed; allowed values: off, stage, cow"
     assert [line for line in lines if line.startswith("!")] == [
         f"! variable   {said}",

@@ -84,7 +84,7 @@ class World:
         *is_staged,
         num_seats=2,
         strict=Strict.STARTUP,
-        capacity=16,
+        capacity=NUM_DRAFTS,
         storage=None,
         **fails,
     ):
@@ -595,7 +595,7 @@ def test_given_storage_bounds_the_capacity(make, is_staged):
         needed += StagedGroup(REGION, SLOTS).num_bytes
     storage = torch.zeros(needed + ROW_BYTES, dtype=torch.uint8)
 
-    manager = make(is_staged, storage=storage).manager
+    manager = make(is_staged, capacity=16, storage=storage).manager
 
     assert manager.capacity == 5
     assert manager.log_bytes == 5 * ROW_BYTES

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks import environment
 from benchmarks.arguments import parse
-from benchmarks.runs import NworDone, Run
 
 from tests.gpu import (
     compare,
@@ -31,6 +31,7 @@ from tests.gpu import (
     watch,
 )
 from tests.gpu.pool import Finished
+from tests.unit import test_bench_vllm
 from tools.gpu import bench, cells
 
 # -- tables ----------------------------------------------------------------------------
@@ -91,35 +92,26 @@ def bench_cell(monkeypatch, tmp_path):
     the results, by batch size, and the engines."""
     started, off = [], []
 
-    class FakeEngine:
-        start_s, drafter = 1.0, None
-        target = SimpleNamespace(label="shape:llama-8b")
-
+    class Engine(test_bench_vllm.FakeEngine):
         def __init__(self, options, on):
             started.append((options.batch_size, options.max_num_seqs, on))
-            self.options, self.waves = options, []
+            super().__init__(options, on)
 
         def _encode(self, texts):
-            return [[[1, 2, 3]] * self.options.batch_size]
-
-        def report(self):
-            return dict.fromkeys(bench.bench_vllm.ENGINE, 1)
-
-        def run(self, arm):
-            drafts = {"windows": 1, "drafted": 4, "accepted": 2}
-            drafts["accepted_per_position"] = [1, 1, 0, 0]
-            done = NworDone({"staged": 4}, [5.0], [4.0]) if arm.hooked else None
-            outputs = [[1, 2]] * self.options.batch_size
-            times = [0.01] * self.options.batch_size
-            return Run(outputs, 0.01, times, [0.01], drafts, done)
+            return self.waves
 
     def run_true_off(argv):
-        tokens = [[1, 2]] * parse(argv).batch_size
-        found = {"outputs": {"tokens": tokens}, "summary": {"speed": {"off": "speed"}}}
-        off.append(found | {"engine": {"kv_blocks": 100 + len(off)}, "samples": []})
+        off.append(
+            {
+                "outputs": {"tokens": test_bench_vllm.TOKENS},
+                "summary": {"speed": {"off": "speed"}},
+                "engine": {"kv_blocks": 100 + len(off)},
+                "samples": [],
+            }
+        )
         return off[-1]
 
-    monkeypatch.setattr(bench, "Engine", FakeEngine)
+    monkeypatch.setattr(bench, "Engine", Engine)
     monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)
     monkeypatch.setattr(bench.device, "resolve", lambda options: "cuda")
     monkeypatch.setattr(bench.environment, "packages", dict)
@@ -136,6 +128,15 @@ def bench_cell(monkeypatch, tmp_path):
         return {batch: json.loads(path.read_text()) for batch, path in found.items()}
 
     return SimpleNamespace(run=run, started=started, off=off)
+
+
+def test_results_of_another_vllm_have_it_in_their_names():
+    for version, name in (
+        ("0.26.0", "a"),
+        ("0.33.0", "a_v0.33"),
+        ("0.33.1", "a_v0.33"),
+    ):
+        assert environment.of_release("a", {"packages": {"vllm": version}}) == name
 
 
 def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell):
@@ -473,7 +474,8 @@ def report(mode: str) -> dict[str, Any]:
         name: {row.name: outcome(row, mode, name) for row in rows.rows(SPEC)}
         for name in compare.PASSES
     }
-    return {"finished": True, "facts": facts, **passes}
+    info = [mode] if mode == compare.ON else []
+    return {"finished": True, "facts": facts, "info": info, **passes}
 
 
 @pytest.fixture
@@ -550,6 +552,12 @@ def test_verdict_names_the_trouble(reports, trouble):
     path, check = TROUBLE[trouble]
     change(reports, *path)
     assert check in failed(reports)
+
+
+@pytest.mark.parametrize("mode", [compare.OFF, compare.ON])
+def test_verdict_on_what_the_gauge_says(reports, mode):
+    reports[mode]["info"] = ["native"]
+    assert failed(reports) == {"counters"}
 
 
 def test_verdict_without_one_row(reports):

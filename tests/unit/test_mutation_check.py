@@ -57,9 +57,11 @@ def test_the_tests_have_to_pass_without_mutations(tree):
 
 
 def test_caught_survived_and_error_with_real_tests(tree):
-    """A mutation that breaks the collection of the tests is not a catch."""
-    changed = {"survived": "2 * x", "error": "x +"}
-    others = [Mutation(name, *SQUARE[1:3], new) for name, new in changed.items()]
+    """A mutation that breaks the collection of the tests is not a catch; one that a
+    test finds is, whatever it does to the tests behind that."""
+    crash = "(5 if x == 2 else __import__('os').abort())"
+    changed = ("2 * x", "x +", crash)
+    others = [Mutation(new, *SQUARE[1:3], new) for new in changed]
     found = list(
         try_all(
             [SQUARE, *others],
@@ -67,8 +69,14 @@ def test_caught_survived_and_error_with_real_tests(tree):
             lambda tree: mutation_check.run_pytest(tree, ["test_double.py"]),
         )
     )
-    assert [one["outcome"] for one in found] == ["caught", "survived", "error"]
+    assert [one["outcome"] for one in found] == [
+        "caught",
+        "survived",
+        "error",
+        "caught",
+    ]
     assert found[0]["tests"] == ["test_double.py::test_of_three"]
+    assert found[3]["tests"] == ["test_double.py::test_of_two"]
     assert "pytest ended with status" in found[2]["error"]
     assert (tree / "double.py").read_text() == SOURCE
 

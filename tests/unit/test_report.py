@@ -271,13 +271,15 @@ class RunnerV1:
 
     def prepare(self):
         if self.metadata:
-            runner_v1._calc_spec_decode_metadata(lambda: self.metadata, self, (), {})
-        runner_v1._model_forward(lambda: None, self, (), {})
+            hook = runner_v1._calc_spec_decode_metadata
+            assert hook(lambda: self.metadata, self, (), {}) is self.metadata
+        assert runner_v1._model_forward(lambda: 7, self, (), {}) == 7
 
     def sample(self):
         ids = torch.tensor([[1, 2, -1, -1]], dtype=torch.int32)
         output = SimpleNamespace(sampled_token_ids=ids)
-        runner_v1._sample(lambda *_: output, self, (None, self.metadata), {})
+        arguments = None, self.metadata
+        assert runner_v1._sample(lambda *_: output, self, arguments, {}) is output
 
 
 class RunnerV2(RunnerV1):
@@ -295,11 +297,13 @@ class RunnerV2(RunnerV1):
 
     def prepare(self):
         prepared = [self.table], [self.slots]
-        runner_v2._prepare_attn(lambda _: prepared, self, (self.batch,), {})
+        hook = runner_v2._prepare_attn
+        assert hook(lambda _: prepared, self, (self.batch,), {}) is prepared
 
     def sample(self):
         found = None, None, torch.tensor([2], dtype=torch.int32)
-        runner_v2._sample(lambda *_: found, self, (None, self.batch, None), {})
+        arguments = None, self.batch, None
+        assert runner_v2._sample(lambda *_: found, self, arguments, {}) is found
 
 
 BOTH = pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
@@ -382,15 +386,6 @@ def test_an_output_carries_counts_unless_nobody_wants_them(emits):
         assert counts(output.nwor_stats) == (3, 2)
 
 
-def test_a_step_that_failed_behind_its_commit_is_dropped_by_the_next():
-    runner = RunnerV1()
-    runner.step()  # the drafter raised: nobody took its counts
-
-    runner.execute(lambda: None)
-
-    assert runner.nwor_state.report.take_payload() is None
-
-
 class Stopped(BaseException):
     """As KeyboardInterrupt: no Exception."""
 
@@ -434,7 +429,7 @@ def test_a_table_that_cannot_be_put_back_does_not_hide_the_steps_own_error():
     assert runner.manager.fallbacks == {"step_failed": 1}
 
 
-def test_behind_commit_there_is_nothing_to_put_back():
+def test_a_step_that_fails_behind_its_commit_has_only_counts_to_drop():
     runner = RunnerV1(Mode.STAGE)
     runner.execute(runner.prepare)
 
@@ -444,8 +439,10 @@ def test_behind_commit_there_is_nothing_to_put_back():
 
     with pytest.raises(RuntimeError, match=r"^the drafter's$"):
         hooks.sample_tokens(sample_tokens, runner, (), {})
-
     assert runner.tables() == REAL
+
+    runner.execute(lambda: None)
+    assert runner.nwor_state.report.take_payload() is None
     assert not runner.manager.fallbacks
 
 

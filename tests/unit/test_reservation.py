@@ -188,17 +188,13 @@ REFUSED = [
         "the speculative method is custom_class, which may have cached layers of its "
         "own and cannot say which",
     ),
-    (
-        {"parallel_config__pipeline_parallel_size": 2},
-        "pipeline_parallel_size is 2; only 1 is supported",
-    ),
-    (
-        {"parallel_config__decode_context_parallel_size": 4},
-        "decode_context_parallel_size is 4; only 1 is supported",
-    ),
-    (
-        {"parallel_config__prefill_context_parallel_size": 2},
-        "prefill_context_parallel_size is 2; only 1 is supported",
+    *(
+        ({f"parallel_config__{name}": 2}, f"{name} is 2; only 1 is supported")
+        for name in (
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        )
     ),
     (
         {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},

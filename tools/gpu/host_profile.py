@@ -4,7 +4,7 @@
 
     python tools/gpu/host_profile.py CELL --json results/host_profile_CELL.json
 
-Starts the engine of a cell of cells.py and serves the same requests again and
+Starts the engine of a cell of cells.yml and serves the same requests again and
 again, each time with other launches in the manager:
 
     stage      what NWOR does in mode stage: one C call each for stage and commit
@@ -38,6 +38,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +48,7 @@ from benchmarks import ab, device, environment  # noqa: E402
 from benchmarks.arguments import BadArgument, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
-from benchmarks.process import leave  # noqa: E402
-from benchmarks.settings import prepare_process  # noqa: E402
+from benchmarks.settings import leave, prepare_process  # noqa: E402
 
 from tools.gpu import cells  # noqa: E402
 
@@ -108,7 +108,7 @@ class HookTimes:
 
     def result(self, num_steps: int) -> dict[str, Any]:
         """Microseconds of each hook: median of its calls, and sum over a step."""
-        found = {
+        return {
             name: {
                 "median_us": round(statistics.median(ns) / 1e3, 2),
                 "calls": len(ns),
@@ -116,20 +116,15 @@ class HookTimes:
             }
             for name, ns in self.ns.items()
         }
-        return found
 
 
-class _Reference:
+def _reference(call: Callable[[], Any]) -> Any:
     """Launches that do something else: `call`, once for log and once for restore."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+    def launch(*_: Any) -> None:
+        call()
 
-    def log(self, *_: Any) -> None:
-        self._call()
-
-    def restore(self, *_: Any) -> None:
-        self._call()
+    return SimpleNamespace(log=launch, restore=launch)
 
 
 def kinds_of_launches(manager: Any) -> dict[str, Any]:
@@ -156,9 +151,9 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
         "prepared": prepared,
         "ops": OpLaunches(launches),
         "unlaunched": unlaunched,
-        "add": _Reference(lambda: number.add_(1)),
-        "call": _Reference(lambda: library.nwor_prepared_version(found)),
-        "nothing": _Reference(lambda: None),
+        "add": _reference(lambda: number.add_(1)),
+        "call": _reference(lambda: library.nwor_prepared_version(found)),
+        "nothing": _reference(lambda: None),
     }
 
 
@@ -239,12 +234,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cell = cells.BY_NAME[arguments.cell]
     try:
         result = profile(cell, arguments.rounds)
-    except BadArgument as error:
-        print(f"host_profile.py: {error}", file=sys.stderr)
-        return 2
-    except EngineFailed as error:
+    except (BadArgument, EngineFailed) as error:
         print(f"host_profile.py: {cell.name}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, BadArgument) else 1
     write_json(arguments.json, result)
     for kind, found in result["host"].items():
         print(

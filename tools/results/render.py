@@ -39,6 +39,7 @@ VIEWS = {
     "short": ("bench_vllm", False),
     "cells": ("bench_vllm", True),
     "audit": ("bench_vllm", True),
+    "audited": ("gpu_audit", False),
     "extremes": ("bench_vllm", True),
     "blocks": ("bench_vllm", True),
     "bytes": ("bench_vllm", True),
@@ -63,6 +64,7 @@ READMES = (
     ROOT / "README.md",
     ROOT / "results" / "README.md",
     ROOT / "docs" / "reach.md",
+    ROOT / "docs" / "audit.md",
 )
 END = "<!-- /results -->"
 BLOCK = re.compile(

@@ -70,7 +70,6 @@ class Plan:
     kind: str
     prompt: Prompt
     max_tokens: int
-    seed: int
     abort_after: int | None
     patience_seconds: float
 
@@ -99,7 +98,6 @@ def draw(rng: random.Random, settings: Settings) -> Plan:
         kind=kind,
         prompt=prompt,
         max_tokens=min(int(rng.lognormvariate(3.2, 0.9)) + 2, most_tokens),
-        seed=rng.randrange(2**31),
         abort_after=rng.randint(1, 6) if kind == "abort_mid_stream" else None,
         patience_seconds=rng.uniform(0.0, 0.3),
     )
@@ -197,7 +195,6 @@ class Load:
             "prompt": plan.prompt,
             "max_tokens": plan.max_tokens,
             "temperature": 0.0,
-            "seed": plan.seed,
         }
         if plan.kind in ("whole", "stop"):
             stop = [" the", "\n\n", "."] if plan.kind == "stop" else None
@@ -260,7 +257,6 @@ class Load:
                 prompt=prompt,
                 max_tokens=PROBE_TOKENS,
                 temperature=0.0,
-                seed=0,
                 extra_body=body,
             )
         except Exception as error:

@@ -187,7 +187,7 @@ class Outbox:
             slot = self._next_slot
             self._next_slot = (slot + 1) % len(self._slots)
             for group, to in zip(self._groups, self._slots[slot], strict=True):
-                audit_op("publish")(group.findings, to)
+                audit_op("publish")(group.tables, to)
             if self._arrivals:
                 self._arrivals[slot].record()
             self._on_their_way.append(slot)

@@ -243,8 +243,6 @@ def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:
         audit = _audit_of(runner, config, audited, None)
     on_cpu = runner.device.type == "cpu"
     is_late = storage is None and not on_cpu
-    if not on_cpu:
-        logger.warning("NWOR audit: not proved on %s yet", runner.device.type)
     logger.info(
         "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
         config.audit.value,

@@ -281,20 +281,18 @@ class Audit:
     def _hand_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
         if owners:
             audit_op("hand_out")(
-                group.records,
-                group.owners,
+                group.tables,
                 torch.tensor(list(owners), dtype=torch.int32),
                 torch.tensor(list(owners.values()), dtype=torch.int32),
-                group.shape.block_size,
             )
 
-    def snapshot(self) -> None:
+    def snapshot(self, again: bool = False) -> None:
         """Takes the checksums of all slots that no step has written, so that a first
         write that does not happen, or a first draft that is not undone, is noticed,
-        too. Reads the whole cache."""
+        too. again: only of those that have the checksums of the snapshot before. Reads
+        the whole cache."""
         for group in self.groups:
-            for part in group.bytes:
-                audit_op("snapshot")(*group.state, *part)
+            audit_op("snapshot")(group.tables, again)
 
     def forget_cache(self) -> None:
         """The cache's content is gone, as after a wake-up: what its slots hold now is
@@ -319,11 +317,7 @@ class Audit:
             # Target and drafter ran by now. A layer may fill its cache when it first
             # runs (TRITON_ATTN, scales per token and head).
             self._had_drafts = True
-            self.snapshot()
-            for group in self.groups:
-                for other in self.groups:
-                    if other is not group:
-                        group.forget_bytes(other.owners)
+            self.snapshot(again=True)
         step = _Step(batch)
         if batch.row_seats is not None:
             # Requests change their rows, and keep the runner's numbers.
@@ -333,7 +327,6 @@ class Audit:
             self._seat_rows(step, row_ids, text_of)
         for group in self.groups:
             audit_op("plan")(
-                *group.state,
                 *self._rows(group, batch),
                 batch.tokens,
                 batch.positions,
@@ -345,11 +338,11 @@ class Audit:
 
     def _rows(self, group: AuditedGroup, batch: Batch) -> tuple[Any, ...]:
         return (
+            group.tables,
             self._row_seats if batch.row_seats is None else batch.row_seats,
             batch.query_start_loc,
             batch.block_tables[group.shape.group_id],
             batch.num_reqs,
-            group.shape.entry_tokens,
         )
 
     def _seat_rows(
@@ -404,7 +397,7 @@ class Audit:
         request.was_seated = True
         for group in self.groups:
             audit_op("seat")(
-                *group.state,
+                group.tables,
                 tokens,
                 length,
                 seat,
@@ -439,45 +432,30 @@ class Audit:
         assert step is not None
         kept = (None, 0, None) if acceptance is None else accepted(acceptance)
         num_blocks = self._num_scanned
-        scans = [(row, HIT_BUDGETS * num_blocks) for row, _, _ in step.fresh]
         for group in self.groups:
             rows = self._rows(group, step.batch)
-            window = group.shape.window
+            # One call, unless requests came with something in the cache.
             audit_op("resolve")(
-                *group.state, *rows, cu_num_logits, *kept, window, self.step, is_undone
+                *rows,
+                cu_num_logits,
+                *kept,
+                step.batch.num_tokens,
+                self.step,
+                is_undone,
+                0 if step.fresh else num_blocks,
             )
             for row, length, tokens in step.fresh:
-                audit_op("adopt")(
-                    *group.state, *rows, tokens, length, row, window, self.step
-                )
-            for part in group.bytes:
-                audit_op("record")(
-                    *group.state,
-                    *part,
-                    step.batch.num_tokens,
-                    self.step,
-                    is_undone,
-                    part is group.bytes[-1],
-                )
-            for row, count in [*scans, (-1, num_blocks)]:
-                for part in group.bytes:
-                    audit_op("scan")(
-                        *group.state,
-                        *rows,
-                        *part,
-                        row,
-                        count,
-                        window,
-                        self.step,
-                        part is group.bytes[-1],
-                    )
+                hit_blocks = HIT_BUDGETS * num_blocks
+                audit_op("adopt")(*rows, tokens, length, row, self.step, hit_blocks)
+            if step.fresh:
+                audit_op("scan")(*rows, num_blocks, self.step)
 
     def hand_on(self, blocks: Sequence[Sequence[int]], fills: bool = False) -> None:
         """A KV connector is about to read these blocks, by KV-cache group: handed_on.
         fills: or to fill them; what they held is kept, to see that it changes."""
         for group in self.groups:
             ids = torch.tensor(blocks[group.shape.group_id], dtype=torch.int32)
-            audit_op("hand_on")(*group.state, ids, self.step, fills)
+            audit_op("hand_on")(group.tables, ids, self.step, fills)
 
     def totals(self) -> Mapping[str, int]:
         """How much was compared so far: identities, and slots' bytes."""

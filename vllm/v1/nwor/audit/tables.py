@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..device_memory import ALIGNMENT, DeviceMemory
 from ..launches import LayerCache, copy_tables
-from ..ops import TABLE_COLUMNS
+from ..ops import TABLE_COLUMNS, audit_op
 from .findings import COLUMNS, MAX_KEPT
 
 # Columns of int64 tables.
 RECORD_COLUMNS = 4
 SEAT_COLUMNS = 8
 PLAN_COLUMNS = 10
+# Entries of `tables`, and more for each part.
+TABLES_COLUMNS, PART_COLUMNS = 19, 9
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def num_bytes(
 class AuditedGroup:
     """One KV-cache group's tables. Memory: 32 bytes a slot, and 4 a slot and layer.
 
-    state: what all ops take. parts: the layers by their packing, none if bytes are not
-    compared.
+    tables: what all ops take: the addresses of the others, on the host. parts: the
+    layers by their packing, none if bytes are not compared.
     """
 
     records: torch.Tensor
@@ -106,21 +107,21 @@ class AuditedGroup:
             shape, num_columns, num_seats, max_tokens
         ).items():
             setattr(self, name, memory.take(sizes, dtype).zero_())
-        self.state = (
-            self.records,
-            self.seats,
-            self.expected,
-            self.owners,
-            self.plan,
-            self.findings,
-            shape.block_size,
+        self.tables = torch.zeros(
+            TABLES_COLUMNS + len(self.parts) * PART_COLUMNS, dtype=torch.int64
         )
-        # Each part as the ops take it: its layers' checksums follow the others'.
-        self.bytes: list[tuple[Any, ...]] = []
-        column = 0
+        self._own = (
+            *(self.records, self.seats, self.expected),
+            *(self.owners, self.plan, self.findings),
+        )
+        audit_op("describe")(
+            self.tables, *self._own, shape.block_size, shape.entry_tokens, shape.window
+        )
+        column = 0  # each part's checksums follow the others'
         for index, part in enumerate(self.parts):
-            columns = (self.contents, column, index)
-            self.bytes.append((part.table, part.runs, *columns))
+            audit_op("describe_layers")(
+                self.tables, index, part.table, part.runs, self.contents, column
+            )
             column += len(part.names)
         self.block_bytes = shape.block_size * sum(
             layer.layout.slot_bytes for layer in layers
@@ -128,15 +129,8 @@ class AuditedGroup:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (*self.state[:-1], self.contents)
+        tensors = (*self._own, self.contents)
         return sum(t.numel() * t.element_size() for t in tensors)
-
-    def forget_bytes(self, owners: torch.Tensor) -> None:
-        """Groups overlay each other's bytes: those of a block that has an owner in
-        another group are that one's. owners: [num_blocks] int32, of the other."""
-        records = self.records.view(torch.int32).unflatten(0, (len(owners), -1))
-        # The last of a SlotRecord: what is known of its bytes.
-        records[..., -1].masked_fill_((owners != 0)[:, None], 0)
 
     def copy_block(self, source: int, to: int) -> None:
         """vLLM copies a block, so its slots hold what the other's did."""
