@@ -8,6 +8,7 @@ Starts the engine of a cell of cells.yml and serves the same requests again and
 again, each time with other launches in the manager:
 
     stage      what NWOR does in mode stage: one C call each for stage and commit
+    unstaged   the same without the launches themselves: what Python takes
     prepared   what it does in mode cow: one C call each for log and restore
     ops        log and restore through PyTorch's dispatcher, as `vllm_nwor.ops`
     unlaunched prepared, without the launches themselves: what Python takes
@@ -22,7 +23,8 @@ parts of such hooks. A hook's time has the timing of what it wraps in it.
 
 The order turns from round to round. In a tight loop each of these is several times
 faster: what a step runs is no longer in the processor's cache when its turn comes.
-The last four kinds restore nothing, so that the counters of this process mean nothing.
+Unstaged and the last four kinds copy nothing, so that the counters of this process say
+nothing.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -54,6 +56,7 @@ from tools.gpu import cells  # noqa: E402
 
 KIND = "host_profile"
 STAGE = "stage"
+UNSTAGED = "unstaged"
 BATCH = 16
 
 
@@ -148,6 +151,7 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
     found = (ctypes.c_int64 * 64)()
     return {
         STAGE: prepared,
+        UNSTAGED: prepared,
         "prepared": prepared,
         "ops": OpLaunches(launches),
         "unlaunched": unlaunched,
@@ -189,13 +193,16 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
     staged = ab.Arm(STAGE, hooked=True)
     logged = ab.Arm("cow", hooked=True, stages=False)
     engine.run(staged)
+    enqueue = manager.shadow._enqueue
     num_steps = 0
     for number in range(rounds):
         order = list(launches) if number % 2 == 0 else list(reversed(launches))
         for kind in order:
             manager.launches = launches[kind]
+            # A builtin that takes as many numbers, and does nothing.
+            manager.shadow._enqueue = (max, max) if kind == UNSTAGED else enqueue
             hooks.on = kind == STAGE
-            run = engine.run(staged if kind == STAGE else logged)
+            run = engine.run(staged if kind in (STAGE, UNSTAGED) else logged)
             hooks.on = False
             num_steps += len(run.step_s) if kind == STAGE else 0
             assert run.nwor is not None
