@@ -469,7 +469,8 @@ def test_readme_is_rendered_and_checked(fake_engine, capsys, tmp_path):
 def test_every_committed_file_of_the_bench_can_be_read():
     for path in sorted((ROOT / "results").glob("bench_[cg]*.json")):
         result = json.loads(path.read_text())
-        assert set(result["summary"]["nwor"]) == set(summary.tested(result)), path
+        modes = set(summary.tested(result)) - {"audit", "audit-100"}  # mode off
+        assert set(result["summary"]["nwor"]) == modes, path
         assert report.text(result)
 
 

@@ -120,7 +120,7 @@ def test_when_stopped_nothing_runs_on(how, lanes, tmp_path):
 
 def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
     monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(results.environment, "describe", lambda *_: {"date": "d"})
+    monkeypatch.setattr(results.environment, "describe", lambda *_: {"packages": {}})
 
     def save(number: int) -> None:
         results.save("a.json", "k", "c", {f"engine {number}": {"n": number}})
