@@ -561,6 +561,19 @@ def test_a_hit_on_what_another_group_was_given():
     assert ("wrong_prefix", 0, 1 * N) in [(f.kind, f.group, f.slot) for f in found]
 
 
+def test_a_second_snapshot_leaves_out_what_became_another_groups():
+    """Groups overlay each other's bytes. Of a SlotRecord the last number says whether
+    the slot's bytes are known."""
+    world = World(num_groups=2)
+    world.add("a", TEXT[:2], [1])
+    world.news[-1] = ("a", 0, [[], [1]])
+    world.step({"a": Work(2)})
+    world.audit.snapshot(again=True)
+    slots = world.audit.groups[0].records.view(torch.int32)[:, -1].cpu()
+    assert slots[N + 2 : 2 * N].tolist() == [0, 0]  # its own, and not written yet
+    assert all(slots[2 * N : 3 * N].tolist())
+
+
 # --- changed --------------------------------------------------------------------------
 
 
