@@ -28,8 +28,8 @@ struct Tables {
   int64_t window;
   int64_t num_parts;
 
-  const AuditBytes& part(int64_t index) const {
-    return reinterpret_cast<const AuditBytes*>(this + 1)[index];
+  AuditBytes& part(int64_t index) {
+    return reinterpret_cast<AuditBytes*>(this + 1)[index];
   }
 };
 constexpr int64_t kMark = 0x6E776F7241756431;
@@ -51,12 +51,12 @@ Tables& room_in(const char* op, const Tensor& tables) {
 
 // One call's arguments: those that were described, and those that come with it.
 struct Call {
-  const Tables& tables;
+  Tables& tables;
   const AuditGroup& group;
   TensorArgs tensors;
 };
 Call call_of(const char* op, const Tensor& tables) {
-  const Tables& found = room_in(op, tables);
+  Tables& found = room_in(op, tables);
   NWOR_CHECK(found.mark == kMark, op, "tables was not written by audit_describe");
   return {found, found.group,
           TensorArgs(op, "records", static_cast<int32_t>(found.device_type),
@@ -164,14 +164,22 @@ const int32_t* block_ids(const Call& call, const Tensor& blocks) {
   return ids;
 }
 
+const AuditBytes& layers_of(const Call& call, int64_t index) {
+  const AuditBytes& part = call.tables.part(index);
+  NWOR_CHECK(part.table.rows != nullptr, call.tensors.op(), "tables lacks its layers ",
+             index, "; audit_describe_layers must have written them");
+  return part;
+}
+
 // Of one row's hit; or with row -1 of all rows, from the cursor on.
 void scan(const Call& call, const AuditBatch& batch, int64_t row, int64_t num_blocks,
           int64_t step) {
   const Tables& tables = call.tables;
   for (int64_t i = 0; i < tables.num_parts; ++i) {
     const bool is_last = i + 1 == tables.num_parts;
-    const AuditScanArgs args{call.group, batch,         tables.part(i), row,
-                             num_blocks, tables.window, step,           is_last};
+    const AuditScanArgs args{call.group, batch,      layers_of(call, i),
+                             row,        num_blocks, tables.window,
+                             step,       is_last};
     NWOR_DISPATCH(call.tensors, args, audit_scan);
   }
 }
@@ -200,7 +208,7 @@ void audit_describe_layers(Tensor tables, int64_t index, Tensor table,
   const Call call = call_of("audit_describe_layers", tables);
   NWOR_CHECK(index >= 0 && index < call.tables.num_parts, call.tensors.op(),
              "index is ", index, "; must be between 0 and ", call.tables.num_parts - 1);
-  const_cast<AuditBytes&>(call.tables.part(index)) =
+  call.tables.part(index) =
       bytes_of(call.tensors, call.group, table, runs, contents, first_column, index);
 }
 
@@ -275,8 +283,8 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   NWOR_DISPATCH(tensors, args, audit_resolve);
   const int64_t num_parts = call.tables.num_parts;
   for (int64_t i = 0; i < num_parts; ++i) {
-    const AuditRecordArgs of_part{call.group, call.tables.part(i), num_tokens,
-                                  step,       is_undone,           i + 1 == num_parts};
+    const AuditRecordArgs of_part{call.group, layers_of(call, i), num_tokens,
+                                  step,       is_undone,          i + 1 == num_parts};
     NWOR_DISPATCH(tensors, of_part, audit_record);
   }
   if (num_blocks > 0) {
@@ -321,7 +329,7 @@ void audit_hand_on(Tensor tables, Tensor blocks, int64_t step, bool fills) {
 void audit_snapshot(Tensor tables, bool again) {
   const Call call = call_of("audit_snapshot", tables);
   for (int64_t i = 0; i < call.tables.num_parts; ++i) {
-    const AuditSnapshotArgs args{call.group, call.tables.part(i), again};
+    const AuditSnapshotArgs args{call.group, layers_of(call, i), again};
     NWOR_DISPATCH(call.tensors, args, audit_snapshot);
   }
 }

@@ -31,6 +31,7 @@ from vllm_nwor.audit.tables import (
     PLAN_COLUMNS,
     RECORD_COLUMNS,
     SEAT_COLUMNS,
+    TABLES_COLUMNS,
     AuditedGroup,
     GroupShape,
     num_bytes,
@@ -921,6 +922,10 @@ def test_what_is_no_description_of_tables_is_refused(device):
         (torch.zeros_like(tables), "was not written by audit_describe"),
         (tables[:-1].clone(), "for each table of layers"),
         (tables.int(), "tables has dtype Int; must be Long"),
+        (
+            tables.clone().index_fill_(0, torch.arange(TABLES_COLUMNS, len(tables)), 0),
+            "lacks its layers 0",
+        ),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.audit_op("snapshot")(wrong, False)
