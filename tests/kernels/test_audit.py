@@ -602,6 +602,15 @@ def test_bytes_that_changed_places():
     assert kinds(decode(world)) == ["changed"]
 
 
+def test_a_step_with_a_hit_compares_the_other_requests_too():
+    world = prefilled()
+    world.slot(0, 2 * N)[0, 0] ^= 1
+    world.requests["a"].text.append(7)
+    world.add("c", TEXT[:5], [1, 11], hit=4)
+    found = world.step({"a": Work(1), "c": Work(1)})
+    assert [(f.kind, f.slot, f.owner) for f in found] == [("changed", 2 * N, "a")]
+
+
 def test_a_slot_that_is_not_committed_may_change():
     world = prefilled()
     world.slot(0, 3 * N + 3)[0, 0] ^= 1
