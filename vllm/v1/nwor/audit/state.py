@@ -6,10 +6,11 @@ A step, in this order; each line is one op for each KV-cache group:
     begin_step    blocks are handed out to requests, finished ones are forgotten
     plan          who is about to write what where, of all requests; foreign_write
     (vLLM's forward, rejection sampling, NWOR's commit)
-    resolve       what is kept; wrong_prefix at each row and at the end of each block
+    resolve       what is kept; wrong_prefix at each row and at the end of each block;
+                  checksums of what was written: missing_write, changed (rejected);
+                  then of older blocks, within the budget: changed
       adopt       requests that are new in the batch: each slot that they found
-      record      checksums of what was written; missing_write, changed (rejected)
-      scan        checksums of older blocks, within the budget; changed
+      scan        the older blocks, behind adopt: where there are such requests
       publish     what was found goes to the host, which does not wait for it
 
 Identities are recorded for all rows before anything is compared: a request may find in
