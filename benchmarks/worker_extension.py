@@ -51,8 +51,8 @@ class HostTimes:
                 self.begin_ns.append(elapsed)
 
         def timed_commit(*arguments: Any) -> bool:
-            started = clock()
             was_open = manager.is_open
+            started = clock()
             is_told = commit(*arguments)
             if was_open:
                 self.commit_ns.append(clock() - started)

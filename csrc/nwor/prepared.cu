@@ -24,6 +24,9 @@ struct Prepared {
   std::vector<RestoreArgs> restores;
   std::vector<ShadowStageArgs> stages;
   std::vector<ShadowCommitArgs> commits;
+  // Of each stage.
+  std::vector<StageStepLaunch> places;
+  int64_t most_reqs = 0;
 };
 
 template <typename T>
@@ -41,8 +44,8 @@ int64_t num_restore_columns(int64_t) {
   return sizeof(RestoreStep) / kColumn;
 }
 
-int64_t num_stage_columns(int64_t) {
-  return sizeof(StageStep) / kColumn;
+int64_t num_stage_columns(int64_t num_launches) {
+  return (sizeof(StageStep) + num_launches * sizeof(StageStepLaunch)) / kColumn;
 }
 
 NworInterpreter python;
@@ -60,11 +63,14 @@ void* refuse_number(const char* op, int64_t num_arguments,
   return nullptr;
 }
 
+// What an enqueue returns for a step that is not what was prepared.
+constexpr char kOther[] = "";
+
 // Reads as many columns as num_columns(number of launches) says, calls
-// enqueue(prepared, columns), which returns nullptr or a text, and answers the
-// interpreter. Its lock is kept: a launch enqueues, or where the queue is full waits
-// for the device, which in vLLM waits for no thread of Python. To give the lock up is
-// to wait for it where another thread takes it in between.
+// enqueue(prepared, columns), which returns nullptr, kOther or the text of a failure,
+// and answers the interpreter. Its lock is kept: a launch enqueues, or where the queue
+// is full waits for the device, which in vLLM waits for no thread of Python. To give
+// the lock up is to wait for it where another thread takes it in between.
 template <typename NumColumns, typename Enqueue>
 void* call(const char* op, void* const* arguments, int64_t num_arguments,
            const NumColumns& num_columns, const Enqueue& enqueue) {
@@ -88,12 +94,13 @@ void* call(const char* op, void* const* arguments, int64_t num_arguments,
     all.columns[i - 1] = value;
   }
   const char* failure = enqueue(all, all.columns.data());
-  if (failure != nullptr) {
+  if (failure != nullptr && failure != kOther) {
     python.set_error(python.runtime_error, failure);
     return nullptr;
   }
-  python.add_reference(python.none);
-  return python.none;
+  void* const is_prepared = failure == nullptr ? python.yes : python.no;
+  python.add_reference(is_prepared);
+  return is_prepared;
 }
 
 const char* keep(const std::exception& error) {
@@ -135,8 +142,25 @@ Acceptance acceptance_of(const RestoreStep& step) {
           step.num_reqs};
 }
 
+bool is_prepared(const Prepared& all, const StageStep& step) {
+  const auto* launches = reinterpret_cast<const StageStepLaunch*>(&step + 1);
+  bool is_same = step.num_reqs <= all.most_reqs;
+  for (size_t i = 0; i < all.stages.size(); ++i) {
+    const ShadowStageArgs& args = all.stages[i];
+    is_same = is_same &&
+              at<const int32_t>(step.query_start_loc) == args.query_start_loc &&
+              at<const int32_t>(step.seq_lens) == args.seq_lens &&
+              launches[i].slot_mappings == all.places[i].slot_mappings &&
+              launches[i].block_table == all.places[i].block_table;
+  }
+  return is_same;
+}
+
 const char* enqueue_stage(Prepared& all, const int64_t* columns) {
   const auto* step = reinterpret_cast<const StageStep*>(columns);
+  if (!is_prepared(all, *step)) {
+    return kOther;
+  }
   try {
     void* const stream = current_cuda_stream(kStage, all.device);
     for (size_t i = 0; i < all.stages.size(); ++i) {
@@ -199,7 +223,7 @@ const char* enqueue_restore(Prepared& all, const int64_t* columns) {
 }  // namespace nwor
 
 void nwor_prepared_version(int64_t* found) {
-  constexpr int64_t kVersion = 5;
+  constexpr int64_t kVersion = 6;
   found[0] = kVersion;
   found[1] = sizeof(nwor::PreparedLaunch) / nwor::kColumn;
   found[2] = sizeof(nwor::LogStep) / nwor::kColumn;
@@ -207,6 +231,7 @@ void nwor_prepared_version(int64_t* found) {
   found[4] = sizeof(nwor::RestoreStep) / nwor::kColumn;
   found[5] = sizeof(nwor::PreparedPages) / nwor::kColumn;
   found[6] = sizeof(nwor::StageStep) / nwor::kColumn;
+  found[7] = sizeof(nwor::StageStepLaunch) / nwor::kColumn;
 }
 
 const char* nwor_prepared_load(int64_t device) {
@@ -270,6 +295,9 @@ void* nwor_prepared_pages_new(const nwor::PreparedPages* launches, int64_t num_l
     commit.undoes = true;
     prepared->stages.push_back(stage);
     prepared->commits.push_back(commit);
+    prepared->places.push_back({launch.slot_mappings, launch.block_table});
+    prepared->most_reqs =
+        i == 0 ? launch.most_reqs : std::min(prepared->most_reqs, launch.most_reqs);
   }
   prepared->columns.resize(std::max(nwor::num_stage_columns(num_launches),
                                     nwor::num_restore_columns(num_launches)));

@@ -73,8 +73,10 @@ struct PreparedPages {
   int64_t width;
   int64_t slot_mapping;
   int64_t num_slots_mapped;
+  int64_t slot_mappings;  // the tensor that slot_mapping is a row of, or itself
   int64_t query_start_loc;
   int64_t seq_lens;
+  int64_t most_reqs;  // that these have room for
   int64_t saved;
   int64_t num_seats;
   int64_t span;
@@ -84,19 +86,26 @@ struct PreparedPages {
   int64_t counters;
 };
 
-// A step of stage.
+// A step of stage, followed by a StageStepLaunch for each launch. What these say again
+// of PreparedPages is compared: a step in which it differs is not made.
 struct StageStep {
   int64_t cu_num_logits;
   int64_t seats;  // or 0; the commit of the step has the same
   int64_t seats_are_int64;
   int64_t num_reqs;
   int64_t step;
+  int64_t query_start_loc;
+  int64_t seq_lens;
+};
+struct StageStepLaunch {
+  int64_t slot_mappings;
+  int64_t block_table;
 };
 
 }  // namespace nwor
 
 // found: room for 64. found[0]: raised with every change of what this file exports.
-// found[1..6]: int64 values in each of the structs above, in their order.
+// found[1..7]: int64 values in each of the structs above, in their order.
 NWOR_EXPORT void nwor_prepared_version(int64_t* found);
 
 // Finds the driver's launch function and loads the kernels, which a step should not
@@ -118,13 +127,15 @@ struct NworInterpreter {
   void* (*error_occurred)();                        // PyErr_Occurred
   void (*set_error)(void* type, const char* text);  // PyErr_SetString
   void* runtime_error;                              // PyExc_RuntimeError
-  void* none;                                       // Py_None
+  void* yes;                                        // Py_True
+  void* no;                                         // Py_False
   void (*add_reference)(void* object);              // Py_IncRef
 };
 NWOR_EXPORT void nwor_prepared_interpreter(const NworInterpreter* interpreter);
 
 // Builtins: (address of the result of nwor_prepared_new, for the last two of
-// nwor_prepared_pages_new, a column of the step's struct after another) -> None. Each
+// nwor_prepared_pages_new, a column of the step's struct after another) -> whether the
+// step is what was prepared; stage answers no, and does nothing, if it is not. Each
 // enqueues every launch on PyTorch's current stream of the device, which must be the
 // current device. Raises RuntimeError: for another number of arguments before anything
 // is launched, else log, stage and commit at the first failure, restore after it has

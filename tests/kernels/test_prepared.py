@@ -3,6 +3,7 @@
 bytes, log and counters, step after step with the same object, and a refusal of what a
 step can get wrong."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -283,7 +284,7 @@ def test_an_acceptance_of_another_kind_is_refused(acceptance, message, at_first)
 def test_a_bad_table_is_refused_by_the_op_at_the_first_step():
     world = World(prepared.PreparedLaunches)
     broken = world.groups[1].tables[0].table[:, :8].contiguous()
-    part = type(world.groups[1].tables[0])(broken, None)
+    part = dataclasses.replace(world.groups[1].tables[0], table=broken)
     launches = prepared.PreparedLaunches(
         DEVICE, [Launch(world.groups[1], part, world.counters[1])]
     )
@@ -405,3 +406,29 @@ def test_prepared_pages_do_what_the_ops_do():
     )
     assert counters["windows"] == 16
     assert counters["invalid_slots"] == 0
+
+
+@pytest.mark.parametrize("column", range(3, 9))
+def test_a_step_of_stage_with_other_buffers_is_not_made(column):
+    """num_reqs, query_start_loc, seq_lens, slot_mappings and block_table are compared
+    with what was prepared; the runner's step is not."""
+    ops.load("cuda")
+    world = PagesWorld(prepared.PreparedPages)
+    world.step([FIRST, OTHER], [0, 2], 0)
+    stage, commit = world.pages._enqueue
+    columns = []
+
+    def recorded(*arguments):
+        columns[:] = arguments
+        return stage(*arguments)
+
+    world.pages._enqueue = recorded, commit
+    world.step([FIRST, OTHER], [0, 2], 1, fails=True)
+    before = world.state()
+    columns[1 + column] += 4 if column > 4 else 60 * (column == 3)
+
+    assert stage(*columns) is (column == 4)
+
+    if column != 4:
+        for old, new in zip(before, world.state(), strict=True):
+            assert torch.equal(old, new)

@@ -19,12 +19,18 @@ from vllm_nwor.window import NumRejected, SampledIds, VerificationWindows
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The builtins that were called, with their arguments behind the handle."""
+    """The builtins that made launches, with their arguments behind the handle."""
     calls = []
+    constants = []
+
+    def pages_new(columns, num_launches, device):
+        constants[:] = columns
+        return 1
+
     library = SimpleNamespace(
         nwor_prepared_load=lambda device: None,
         nwor_prepared_new=lambda *arguments: 1,
-        nwor_prepared_pages_new=lambda *arguments: 1,
+        nwor_prepared_pages_new=pages_new,
         nwor_prepared_free=lambda handle: None,
     )
     ops.load("cpu")
@@ -32,7 +38,18 @@ def calls(monkeypatch):
     monkeypatch.setattr(prepared, "_loaded_library", lambda: library)
 
     def builtin(_, name):
-        return lambda handle, *arguments: calls.append((name, *arguments))
+        def call(handle, *arguments):
+            if name == "nwor_prepared_stage":
+                # prepared.h has the order of both.
+                num_reqs, _, *places = arguments[3:]
+                if num_reqs > constants[11] or places != [
+                    constants[column] for column in (9, 10, 8, 2)
+                ]:
+                    return False
+            calls.append((name, *arguments))
+            return True
+
+        return call
 
     monkeypatch.setattr(prepared, "_builtin", builtin)
     return calls
@@ -166,7 +183,7 @@ def test_a_staged_step_as_expected_goes_past_the_ops(calls, changes):
     assert pages.num_ops == 2
     stage, commit = calls
     assert stage[0] == "nwor_prepared_stage"
-    assert stage[-2:] == (changes.get("num_reqs", 2), pages.pages.step)
+    assert stage[4:6] == (changes.get("num_reqs", 2), pages.pages.step)
     assert stage[3] is ("seats" in changes and changes["seats"] is not None)
     assert commit[0] == "nwor_prepared_commit"
     assert not pages.pages.is_open

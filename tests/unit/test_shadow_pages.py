@@ -109,9 +109,9 @@ class World:
 
     def __init__(self, **faults):
         self.groups = [
-            group(2, num_tables=1, first=40, num_seats=4),
-            group(0, num_tables=3, first=50, num_seats=3),
-            group(5, num_tables=2, first=60, num_seats=2),
+            group(2, num_tables=1, first=40, num_seats=5),
+            group(0, num_tables=3, first=50, num_seats=4),
+            group(5, num_tables=2, first=60, num_seats=3),
         ]
         self.windows = VerificationWindows(
             num_drafts=5,
@@ -153,11 +153,21 @@ class World:
             assert call.entry_tokens == made.entry_tokens
 
 
+def test_a_step_with_more_requests_than_seats_is_left_alone():
+    world = World()
+    four = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+
+    assert not world.pages.stage(world.windows._replace(cu_num_logits=four))
+
+    assert not world.pages.is_open
+    assert world.take_calls() == []
+
+
 def test_stage_calls_once_a_table_and_the_first_of_a_group_patches():
     world = World()
-    assert world.pages.num_seats == 2  # those of the group with the fewest
+    assert world.pages.num_seats == 3  # those of the group with the fewest
 
-    world.pages.stage(world.windows)
+    assert world.pages.stage(world.windows)
 
     assert world.pages.is_open
     assert world.is_patched() == [True] * 3

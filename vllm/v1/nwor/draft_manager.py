@@ -101,6 +101,10 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
+# For stage and commit: a name of the module is one look-up less.
+_IDLE, _STAGED = State.IDLE, State.STAGED
+
+
 @dataclass(frozen=True)
 class StagedGroup:
     """What makes a KV-cache group a staged one.
@@ -215,6 +219,9 @@ class DraftCommitManager:
         self.fallbacks: Counter[str] = Counter()
         self._copy_counters = native_ops.publish
         self._num_drafts = 0
+        self._debug_sync = config.debug_sync
+        # A step that stage takes needs neither begin nor the log's part of commit.
+        self._stages_all = self._beside is None and not config.debug_sync
 
     @property
     def log_bytes_per_draft(self) -> int:
@@ -254,29 +261,17 @@ class DraftCommitManager:
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if it fails.
         """
-        if self.state is not State.IDLE and self.is_open:
+        if self.state is not _IDLE and self.is_open:
             self.abort(STALE_LOG)
-        num_drafts = windows.num_drafts
         shadow = self.shadow
+        num_drafts = windows.num_drafts
         if shadow is None or num_drafts == 0:
-            return False
-        num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
-        if num_reqs > shadow.num_seats:
-            self.fallbacks[NO_SEAT] += 1
-            if self.fallbacks[NO_SEAT] == 1:
-                logger.warning(
-                    "NWOR %s: a step of %d requests, shadow blocks for %d; it uses the "
-                    "undo log (further ones are counted in vllm:nwor_fallbacks)",
-                    NO_SEAT,
-                    num_reqs,
-                    shadow.num_seats,
-                )
             return False
         if self._beside is not None and num_drafts > self.capacity:
             return False
         try:
-            shadow.stage(windows)
-            if self.config.debug_sync:
+            has_seats = shadow.stage(windows)
+            if self._debug_sync:
                 self._wait()
         except Exception as error:
             with contextlib.suppress(Exception):
@@ -285,10 +280,24 @@ class DraftCommitManager:
                 STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
             )
             return False
+        if not has_seats:
+            self._count_no_seat(windows, shadow.num_seats)
+            return False
         self._num_drafts = num_drafts
         self._is_logged_beside = False
-        self.state = State.STAGED
-        return self._beside is None and not self.config.debug_sync
+        self.state = _STAGED
+        return self._stages_all
+
+    def _count_no_seat(self, windows: VerificationWindows, num_seats: int) -> None:
+        self.fallbacks[NO_SEAT] += 1
+        if self.fallbacks[NO_SEAT] == 1:
+            logger.warning(
+                "NWOR %s: a step of %d requests, shadow blocks for %d; it uses the "
+                "undo log (further ones are counted in vllm:nwor_fallbacks)",
+                NO_SEAT,
+                windows.cu_num_logits.numel() - windows.num_leading_zeros,
+                num_seats,
+            )
 
     def begin(self, windows: VerificationWindows) -> None:
         """Logs the old bytes at every draft slot, of the groups that are not staged in
@@ -361,8 +370,24 @@ class DraftCommitManager:
             NworError: if copying from shadow pages fails; under
                 VLLM_NWOR_STRICT=always, if restoring fails.
         """
-        if self.state is State.STAGED:
-            return self._commit_staged(acceptance, counters_to)
+        if self.state is _STAGED:
+            self.state = State.FAILED
+            num_drafts, self._num_drafts = self._num_drafts, 0
+            assert self.shadow is not None
+            try:
+                self.shadow.commit(acceptance, counters_to)
+                if self._debug_sync:
+                    self._wait()
+            except Exception as error:
+                self.fallbacks[COMMIT_FAILED] += 1
+                raise NworError(
+                    f"NWOR {COMMIT_FAILED}: commit_draft_layer: {error}; accepted "
+                    "tokens of this step are not in the KV cache"
+                ) from error
+            self.state = _IDLE
+            if self._stages_all:
+                return counters_to is not None
+            return self._commit_beside(num_drafts, acceptance, counters_to)
         if self.state is not State.LOGGED:
             return False
         self.state = State.FAILED
@@ -385,53 +410,31 @@ class DraftCommitManager:
             self.check_state()
         return counters_to is not None
 
-    def _commit_staged(
-        self, acceptance: Acceptance, counters_to: torch.Tensor | None
-    ) -> bool:
-        """commit, in a step with staged groups."""
-        assert self.shadow is not None
-        self.state = State.FAILED
-        num_drafts, self._num_drafts = self._num_drafts, 0
-        try:
-            self.shadow.commit(acceptance, counters_to)
-            if self.config.debug_sync:
-                self._wait()
-        except Exception as error:
-            self.fallbacks[COMMIT_FAILED] += 1
-            raise NworError(
-                f"NWOR {COMMIT_FAILED}: commit_draft_layer: {error}; accepted tokens "
-                "of this step are not in the KV cache"
-            ) from error
-        is_told = counters_to is not None
-        self.state = State.IDLE
-        if self._beside is not None:
-            is_told = self._commit_beside(
-                self._beside, num_drafts, acceptance, counters_to
-            )
-        if self.config.debug_sync:
-            self.check_state()
-        return is_told
-
     def _commit_beside(
         self,
-        beside: Launches,
         num_drafts: int,
         acceptance: Acceptance,
         counters_to: torch.Tensor | None,
     ) -> bool:
         """commit, for groups that were logged in a step in which others are staged."""
-        is_logged, self._is_logged_beside = self._is_logged_beside, False
-        to = None if counters_to is None else counters_to[self._num_staged_rows :]
-        try:
-            if is_logged:
-                beside.restore(acceptance, num_drafts, to)
-        except Exception as error:
-            self.state = State.FAILED
-            self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
-            is_logged = False
-        if counters_to is None:
-            return False
-        return is_logged or self.publish(counters_to)
+        is_told = counters_to is not None
+        if self._beside is not None:
+            is_logged, self._is_logged_beside = self._is_logged_beside, False
+            to = None if counters_to is None else counters_to[self._num_staged_rows :]
+            try:
+                if is_logged:
+                    self._beside.restore(acceptance, num_drafts, to)
+            except Exception as error:
+                self.state = State.FAILED
+                self._fall_back(
+                    COMMIT_FAILED, f"restore_rejected_drafts: {error}", error
+                )
+                is_logged = False
+            if counters_to is not None and not is_logged:
+                is_told = self.publish(counters_to)
+        if self._debug_sync:
+            self.check_state()
+        return is_told
 
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where there is no log: a step that was left to vanilla

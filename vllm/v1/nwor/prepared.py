@@ -31,10 +31,10 @@ from .shadow_pages import ShadowGroup, ShadowPages
 from .window import Acceptance, SampledIds, VerificationWindows
 
 # Raised with every change of what prepared.h exports.
-VERSION = 5
-# int64 values in PreparedLaunch, LogStep, LogStepLaunch, RestoreStep, PreparedPages and
-# StageStep.
-COLUMNS = (8, 6, 2, 9, 17, 5)
+VERSION = 6
+# int64 values in PreparedLaunch, LogStep, LogStepLaunch, RestoreStep, PreparedPages,
+# StageStep and StageStepLaunch.
+COLUMNS = (8, 6, 2, 9, 19, 7, 2)
 _INT32, _INT64 = torch.int32, torch.int64
 _INT32_BYTES = _INT32.itemsize
 
@@ -153,80 +153,83 @@ class PreparedPages(ShadowPages):
             _builtin(self._library, "nwor_prepared_stage"),
             _builtin(self._library, "nwor_prepared_commit"),
         )
-        # Addresses of the buffers that the ops have accepted, the requests that they
-        # have room for, and what was prepared for them.
-        self._known: list[int] = []
         self._group_ids = tuple(group.group_id for group in groups)
-        self._most_reqs = 0
+        # What was prepared, for the buffers that the ops accepted last; 0 for nothing.
         self._handle = 0
         self._free: weakref.finalize[..., PreparedPages] | None = None
         self._knows_commit = False
 
-    def stage(self, windows: VerificationWindows) -> None:
-        cu_num_logits, slot_mappings, skipped = windows[2:5]
-        tables, starts, lens, seats = windows[5:]
+    def stage(self, windows: VerificationWindows) -> bool:
+        cu_num_logits, slot_mappings, skipped, tables, starts, lens, seats = windows[2:]
         assert tables is not None
         assert starts is not None
         assert lens is not None
-        if isinstance(slot_mappings, Tensor):
-            places = [starts.data_ptr(), lens.data_ptr(), slot_mappings.data_ptr()]
-        else:
-            places = [starts.data_ptr(), lens.data_ptr()]
-            for tensor in slot_mappings:
-                places.append(tensor.data_ptr())
-        for group_id in self._group_ids:
-            places.append(tables[group_id].data_ptr())
         num_reqs = cu_num_logits.numel() - skipped
-        is_known = (
-            places == self._known
-            and num_reqs <= self._most_reqs
-            and cu_num_logits.dtype is _INT32
-            and cu_num_logits.is_contiguous()
-        )
+        is_plain = cu_num_logits.dtype is _INT32 and cu_num_logits.is_contiguous()
         seats_at = 0
         seats_are_int64 = False
         if seats is not None:
             seats_at = seats.data_ptr()
-            seats_are_int64 = seats.dtype is _INT64
-            is_known = (
-                is_known
-                and (seats_are_int64 or seats.dtype is _INT32)
+            dtype = seats.dtype
+            seats_are_int64 = dtype is _INT64
+            is_plain = (
+                is_plain
+                and (dtype is _INT32 or seats_are_int64)
                 and seats.numel() == num_reqs
                 and seats.is_contiguous()
             )
-        if not is_known:
-            super().stage(windows)
-            self._prepare(windows, places)
-            return
-        self._windows = windows
-        self._num_reqs = num_reqs
-        # What fails may have patched any of them; what is not patched stays as it is.
-        self._num_patched = len(self.groups)
-        try:
-            self._enqueue[0](
-                self._handle,
-                cu_num_logits.data_ptr() + _INT32_BYTES * skipped,
-                seats_at,
-                seats_are_int64,
-                num_reqs,
-                self.step,
-            )
-        except Exception:
-            self.abort()
-            raise
+        if is_plain and self._handle:
+            places: list[int] = []
+            whole = slot_mappings if isinstance(slot_mappings, Tensor) else None
+            for group_id in self._group_ids:
+                mapping = slot_mappings[group_id] if whole is None else whole
+                places += (mapping.data_ptr(), tables[group_id].data_ptr())
+            self._windows = windows
+            self._num_reqs = num_reqs
+            # What fails may have patched any; what is not patched stays as it is.
+            self._num_patched = len(self.groups)
+            try:
+                if self._enqueue[0](
+                    self._handle,
+                    cu_num_logits.data_ptr() + _INT32_BYTES * skipped,
+                    seats_at,
+                    seats_are_int64,
+                    num_reqs,
+                    self.step,
+                    starts.data_ptr(),
+                    lens.data_ptr(),
+                    *places,
+                ):
+                    return True
+            except Exception:
+                self.abort()
+                raise
+        if not super().stage(windows):
+            return False
+        self._prepare(windows)
+        return True
 
-    def _prepare(self, windows: VerificationWindows, places: list[int]) -> None:
+    def _prepare(self, windows: VerificationWindows) -> None:
         """Remembers buffers that the ops took, in their whole size: a step sees the
         left part of each."""
         starts, lens = windows.query_start_loc, windows.seq_lens
+        slot_mappings = windows.slot_mappings
         assert windows.block_tables is not None
         assert starts is not None
         assert lens is not None
+        most_reqs = min(
+            self.num_seats,
+            _bytes_behind(starts) // _INT32_BYTES - 1,
+            _bytes_behind(lens) // _INT32_BYTES,
+        )
         constants: list[int] = []
         for group, counters in zip(self.groups, self._counters, strict=True):
             (part,) = group.tables
             table = windows.block_tables[group.group_id]
             row_bytes = table.stride(0) * _INT32_BYTES
+            mapping = slot_mappings
+            if not isinstance(mapping, Tensor):
+                mapping = mapping[group.group_id]
             constants += (
                 part.table.data_ptr(),
                 part.table.shape[0],
@@ -234,9 +237,11 @@ class PreparedPages(ShadowPages):
                 _bytes_behind(table) // row_bytes,
                 table.stride(0),
                 table.shape[1],
-                *_whole_mapping(windows.slot_mappings, group.group_id),
+                *_whole_mapping(slot_mappings, group.group_id),
+                mapping.data_ptr(),
                 starts.data_ptr(),
                 lens.data_ptr(),
+                most_reqs,
                 group.saved.data_ptr(),
                 group.num_seats,
                 group.span,
@@ -255,11 +260,6 @@ class PreparedPages(ShadowPages):
         self._free = weakref.finalize(self, self._library.nwor_prepared_free, handle)
         self._free.atexit = False
         self._handle = handle
-        self._known = places
-        self._most_reqs = min(
-            _bytes_behind(starts) // _INT32_BYTES - 1,
-            _bytes_behind(lens) // _INT32_BYTES,
-        )
         self._knows_commit = False
 
     def commit(self, acceptance: Acceptance, counters_to: Tensor | None = None) -> None:
@@ -385,7 +385,8 @@ class _Interpreter(Structure):
             "error_occurred",
             "set_error",
             "runtime_error",
-            "none",
+            "yes",
+            "no",
             "add_reference",
         )
     ]
@@ -416,17 +417,18 @@ def _interpreter() -> _Interpreter:
         address("PyErr_Occurred"),
         address("PyErr_SetString"),
         id(RuntimeError),
-        id(None),
+        id(True),
+        id(False),
         address("Py_IncRef"),
     )
 
 
 # By address. They live as long as the process: the garbage collector may clear what a
 # builtin points to, its definition, before the builtin, and then reads freed memory.
-_builtins: dict[int, tuple[Callable[..., None], _MethodDef]] = {}
+_builtins: dict[int, tuple[Callable[..., bool], _MethodDef]] = {}
 
 
-def _builtin(library: ctypes.CDLL, name: str) -> Callable[..., None]:
+def _builtin(library: ctypes.CDLL, name: str) -> Callable[..., bool]:
     """The function `name` of the library as a builtin of this interpreter."""
     address = ctypes.cast(getattr(library, name), c_void_p).value
     assert address is not None

@@ -104,12 +104,10 @@ class Report:
         self._slot_is_current = True
 
     def commit(self, acceptance: Acceptance) -> None:
-        """Commits the manager's windows, if there are any, and notes where this step's
-        counts will be. When they could not be copied the step goes without, and the
-        next one first fetches what to compare with."""
+        """Commits the manager's windows, and notes where this step's counts will be.
+        When they could not be copied the step goes without, and the next one first
+        fetches what to compare with. Requires that the manager is open."""
         manager = self._manager
-        if not manager.is_open:
-            return
         if not self._slot_is_current:
             # Not to the slot of the last counts, which may not have been read.
             self._slot = (self._slot + 1) % len(self._ring)

@@ -157,21 +157,27 @@ class ShadowPages:
         if self.step > _MAX_STEP:
             self.step = 1
 
-    def stage(self, windows: VerificationWindows) -> None:
+    def stage(self, windows: VerificationWindows) -> bool:
         """Enqueues the copies and puts the shadow blocks in place. Call when block
         tables and slot mappings are final, before attention metadata is built.
+
+        Returns whether each request has a seat; if not, nothing was done.
 
         Raises:
             Exception: table, slots and cache are as they were.
         """
-        self._windows = windows
+        self._windows = None
         self._num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
         self._num_patched = 0
+        if self._num_reqs > self.num_seats:
+            return False
+        self._windows = windows
         try:
             self._enqueue_stage(windows)
         except Exception:
             self.abort()
             raise
+        return True
 
     def _enqueue_stage(self, windows: VerificationWindows) -> None:
         """The launches of stage. Raises with `_num_patched` saying which were made."""

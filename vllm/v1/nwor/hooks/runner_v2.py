@@ -98,7 +98,7 @@ def _prepare_attn(
     result = wrapped(*args, **kwargs)
     state = shared.state_of(runner)
     if state is not None and state.manager is not None:
-        batch = argument(PREPARE, "input_batch", args, kwargs)
+        batch = args[0] if args else kwargs["input_batch"]
         if batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
             shadow = state.manager.shadow
