@@ -16,12 +16,14 @@ namespace {
 
 constexpr int kAuditThreads = 512;
 constexpr int kAuditWarps = kAuditThreads / kWarpThreads;
+// A step has few rows: what counts is how long one takes.
+constexpr int kRecordThreads = 1024;
 constexpr int kMaxLayers = 512;
 constexpr int kMaxRows = 4096;  // requests in a batch
 constexpr int kIdsPerLaunch = 256;
 // Thread blocks of a launch that walks slots, for each multiprocessor.
 constexpr int kBlocksForSlots = 8;
-constexpr uint32_t kSumUnroll = 4;
+constexpr uint32_t kSumUnroll = 8;
 
 __device__ int lane_id() {
   return threadIdx.x % kWarpThreads;
@@ -303,7 +305,8 @@ __device__ int32_t layer_checksum(const LayerRow& layer, int64_t slot) {
 
 // All warps of the block: a slot's checksums in all layers, to shared memory.
 __device__ void slot_checksums(const AuditBytes& bytes, int64_t slot, int32_t* sums) {
-  for (int64_t i = warp_id(); i < bytes.table.num_layers; i += kAuditWarps) {
+  const int num_warps = static_cast<int>(blockDim.x) / kWarpThreads;
+  for (int64_t i = warp_id(); i < bytes.table.num_layers; i += num_warps) {
     const int32_t sum = layer_checksum(bytes.table.rows[i], slot);
     if (lane_id() == 0) {
       sums[i] = sum;
@@ -339,7 +342,7 @@ __device__ int32_t* known_of(const AuditBytes& bytes, int64_t slot) {
 
 __device__ void keep_checksums(const AuditBytes& bytes, int32_t* known,
                                const int32_t* found) {
-  for (int64_t i = threadIdx.x; i < bytes.table.num_layers; i += kAuditThreads) {
+  for (int64_t i = threadIdx.x; i < bytes.table.num_layers; i += blockDim.x) {
     known[i] = found[i];
   }
 }
@@ -357,7 +360,7 @@ __device__ bool is_last_block(FindingsHeader* header) {
   return is_last;
 }
 
-__global__ void __launch_bounds__(kAuditThreads)
+__global__ void __launch_bounds__(kRecordThreads)
     audit_record_kernel(const __grid_constant__ AuditRecordArgs args) {
   __shared__ int32_t sums[kMaxLayers];
   const AuditGroup& group = args.group;
@@ -401,11 +404,11 @@ __global__ void __launch_bounds__(kAuditThreads)
   if (num_suspects == 0) {
     return;
   }
-  for (int64_t i = threadIdx.x; i < args.num_tokens; i += kAuditThreads) {
+  for (int64_t i = threadIdx.x; i < args.num_tokens; i += kRecordThreads) {
     judge_suspect(args, i);
   }
   __syncthreads();
-  for (int64_t i = threadIdx.x; i < args.num_tokens; i += kAuditThreads) {
+  for (int64_t i = threadIdx.x; i < args.num_tokens; i += kRecordThreads) {
     group.plan[i].suspect = least(group.plan[i].suspect, 0);
   }
 }
@@ -465,7 +468,8 @@ __device__ RowBlocks blocks_of(const AuditScanArgs& args, int64_t r) {
   return {first, most(0, last_block(args.group, length) - first)};
 }
 
-__global__ void __launch_bounds__(kAuditThreads)
+// Two blocks of threads on a multiprocessor: the registers of one would not let them.
+__global__ void __launch_bounds__(kAuditThreads, 2)
     audit_scan_kernel(const __grid_constant__ AuditScanArgs args) {
   __shared__ int32_t sums[kMaxLayers];
   // Blocks of the rows up to each, this one included.
@@ -679,7 +683,8 @@ void audit_adopt_cuda(const AuditAdoptArgs& args, int device, void* stream) {
 
 void audit_record_cuda(const AuditRecordArgs& args, int device, void* stream) {
   check_bytes("audit_record", args.bytes);
-  launch(record_launcher, "audit_record", args, args.num_tokens, device, stream);
+  launch(record_launcher, "audit_record", args, args.num_tokens, device, stream,
+         kRecordThreads);
 }
 
 void audit_scan_cuda(const AuditScanArgs& args, int device, void* stream) {
