@@ -28,6 +28,7 @@ POISON_SEED = 3
 PROFILED_ROW = "batch 8"
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 FLIP_BEFORE_STEP = 8
+NAP_BEFORE_STEP = 12
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
@@ -134,20 +135,46 @@ def offload(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
-    """The same rows awake, after a sleep of level 1 (weights kept on the host), and
-    after one of level 2 (nothing kept, so that the weights are loaded anew)."""
+    """The same rows awake, after a sleep of level 1 (weights kept on the host), after
+    one in the middle of a row, and after one of level 2 (nothing kept, so that the
+    weights are loaded anew)."""
     engine = start(spec, models, report, enable_sleep_mode=True)
     engine.prepare()
     by_name = {row.name: row for row in rows(spec)}
-    for phase, level in (("awake", 0), ("level 1", 1), ("level 2", 2)):
-        if level:
-            nap(engine, level)
-        results: dict[str, Any] = {"memory": engine.rpc("test_memory")[0]}
+    for phase in ("awake", "level 1", "live", "level 2"):
+        results: dict[str, Any] = {}
         report.found[phase] = results
+        if phase == "live":
+            results["interrupted"] = interrupted(engine, by_name["batch 8"])
+        elif phase != "awake":
+            nap(engine, int(phase[-1]))
+        results["memory"] = engine.rpc("test_memory")[0]
         report.save()  # a step on memory that is gone ends the process
         for name in SLEEP_ROWS:
             results[name] = run_row(engine, by_name[name], watched=True)
             report.save()
+
+
+def interrupted(engine: Engine, row: Row) -> dict[str, Any]:
+    """A row in whose middle the engine sleeps and wakes up: vLLM preempts what runs,
+    and computes it again."""
+    step = engine.llm.step
+    num_steps = num_live = 0
+
+    def step_or_sleep() -> Any:
+        nonlocal num_steps, num_live
+        num_steps += 1
+        if num_steps == NAP_BEFORE_STEP:
+            num_live = engine.llm.get_num_unfinished_requests()
+            engine.llm.sleep(level=1, mode="keep")
+            engine.llm.wake_up()
+        return step()
+
+    engine.llm.step = step_or_sleep  # type: ignore[method-assign]
+    try:
+        return run_row(engine, row, watched=False) | {"num_live": num_live}
+    finally:
+        engine.llm.step = step  # type: ignore[method-assign]
 
 
 def nap(engine: Engine, level: int) -> None:

@@ -24,7 +24,7 @@ from tests.gpu.process import SLEEP_ROWS
 from tests.gpu.test_engine_matrix import selected
 
 FILE = "gpu_sleep.json"
-PHASES = ("awake", "level 1", "level 2")
+PHASES = ("awake", "level 1", "live", "level 2")
 ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in SLEEP])
 Runs = dict[str, dict[str, Finished]]
 
@@ -136,6 +136,19 @@ def test_outputs_are_vanillas(runs: Runs, engine: str, phase: str) -> None:
         if off["tokens"] != awake["tokens"]:
             pytest.skip(f"{phase}, {row}: vanilla answers otherwise after this sleep")
         assert differing(off, on) == [], row
+
+
+@ENGINES
+def test_requests_that_run_while_it_sleeps(runs: Runs, engine: str) -> None:
+    """Nothing is lost: the same tokens as vanilla, and all of them counted."""
+    off, on = (row_of(runs[engine][mode], "live", "interrupted") for mode in (OFF, ON))
+    assert off["num_live"] == on["num_live"] > 0
+    assert differing(off, on) == []
+    device, told = on["device_counters"], on["counters"]
+    assert device["staged"] == device["committed"] + device["rejected"] > 0
+    assert device["invalid_slots"] == 0
+    assert told.get("nwor_breaches", 0) == 0
+    assert not any(n for name, n in told.items() if "nwor_fallbacks" in name)
 
 
 @pytest.mark.parametrize("phase", PHASES)
