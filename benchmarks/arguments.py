@@ -148,6 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("max-pairs", "see above (60)", whole(MIN_PAIRS), 60)
     add("context", "make every prompt this many tokens long", whole(1))
     add("max-num-seqs", "vLLM's; sizes the log (batch size)", whole(1))
+    add("block-size", "tokens a KV block (vLLM's choice)", whole(1))
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
     text = "always make --max-tokens tokens"
     parser.add_argument("--ignore-eos", action="store_true", help=text)

@@ -90,6 +90,8 @@ def engine_arguments(
         "max_num_seqs": options.max_num_seqs or options.batch_size,
         "use_tqdm_on_load": False,
     }
+    if options.block_size:
+        arguments["block_size"] = options.block_size
     if target.random_weights:
         prompt = options.context or prompts.RANDOM_PROMPT_TOKENS
         needed = prompt + options.max_tokens + options.num_speculative_tokens

@@ -113,6 +113,8 @@ def runner(result: Result) -> str:
     release = result["environment"]["packages"].get("vllm", environment.GPU_RELEASE)
     if not release.startswith(environment.GPU_RELEASE):
         name += f", vLLM {release}"
+    if block_size := result["arguments"].get("block_size"):
+        name += f", blocks of {block_size}"
     return name if has_metrics else f"{name}, no metrics"
 
 

@@ -20,6 +20,8 @@ import pytest
 import torch
 from benchmarks import environment
 from benchmarks.arguments import parse
+from benchmarks.models import Model
+from benchmarks.settings import engine_arguments
 
 from tests.gpu import (
     compare,
@@ -70,6 +72,9 @@ def test_rows_fit_their_engine(spec, tmp_path):
             assert common >= 3 * spec.block_size
 
 
+LLAMA = Model("somewhere", "shape:llama-8b", True)
+
+
 def test_cells_are_commands_that_bench_vllm_takes():
     budgeted = set()
     for cell in cells.CELLS:
@@ -78,6 +83,8 @@ def test_cells_are_commands_that_bench_vllm_takes():
             assert options.nwor_mode == ("off" if options.audits else "stage")
             assert options.audits == ("audit" in cell.name)
             assert options.acceptance is not None
+            engine = engine_arguments(options, "cuda", LLAMA, LLAMA)
+            assert engine.get("block_size", 0) == cell.block_size
             mean = sum(options.acceptance) / len(options.acceptance)
             assert mean == pytest.approx(cell.acceptance / 100)
             if cell.name in cells.BUDGETED:

@@ -38,8 +38,9 @@ class Cell:
     true_off: how often an engine that never loaded NWOR is started before it, at its
     first batch size; the last is compared. Whoever compiles first gets fewer KV blocks:
     only after a second start is their number compared too.
-    metrics: whether NWOR counts for Prometheus (VLLM_NWOR_EMIT_METRICS). against: what
-    is compared with an unhooked engine."""
+    metrics: whether NWOR counts for Prometheus (VLLM_NWOR_EMIT_METRICS). block_size:
+    tokens a KV block; 0 for vLLM's choice. against: what is compared with an unhooked
+    engine."""
 
     name: str
     runner: str
@@ -52,6 +53,7 @@ class Cell:
     max_num_seqs: int = 64
     true_off: int = 0
     metrics: bool = True
+    block_size: int = 0
     against: str = "stage"
 
     def variables(self) -> dict[str, str]:
@@ -71,6 +73,7 @@ class Cell:
             *("--max-num-seqs", str(self.max_num_seqs)),
             *("--context", str(self.context)),
             *("--max-tokens", str(self.max_tokens)),
+            *(("--block-size", str(self.block_size)) if self.block_size else ()),
             "--true-off" if self.true_off else "--no-true-off",
         ]
 
