@@ -25,6 +25,7 @@ NAMES = {
         "draft_model, parallel drafting",
         "eagle",
         "eagle, dynamic k",
+        "eagle, adaptive verification",
         "eagle3",
         "mtp",
         "dflash",
@@ -70,13 +71,24 @@ def entries(result: dict[str, Any]) -> Iterator[Entry]:
         bad = {check for check, problems in entry["problems"].items() if problems}
         yield {
             "kind": "parallelism" if ranks > 1 else "method",
-            "name": f"tensor parallel {ranks}" if ranks > 1 else spec["drafter"],
+            "name": f"tensor parallel {ranks}" if ranks > 1 else _method(spec),
             "vllm": entry["environment"]["packages"]["vllm"],
             "runner": spec["runner"].upper(),
             "backend": spec["backend"],
             "mode": mode,
             "verdict": _verdict(bad),
         }
+
+
+def _method(spec: dict[str, Any]) -> str:
+    """spec: fields of an EngineSpec (tests/gpu/engines.py); old results have fewer."""
+    rejection = spec.get("rejection", "synthetic")
+    if rejection != "synthetic":
+        return f"{rejection} rejection"
+    name = str(spec["drafter"])
+    if spec.get("adaptive"):
+        name += ", adaptive verification"
+    return f"{name}, dynamic k" if spec.get("dynamic") else name
 
 
 def _verdict(bad: set[str]) -> str:

@@ -31,7 +31,16 @@ GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 EXTENSION = "tests.gpu.worker.GpuTestExtension"
 
 MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
-RUNNERS = {"ngram": "v1", "draft_model": "v1", "eagle": "v2", "mtp": "v2"}
+RUNNERS = {
+    "ngram": "v1",
+    "ngram_gpu": "v1",
+    "draft_model": "v1",
+    "eagle": "v2",
+    "mtp": "v2",
+    "dspark": "v2",
+}
+# Requests in a step, from and to, and how many drafts each has then.
+DYNAMIC = [[1, 4, 4], [5, 16, 2], [17, MAX_NUM_SEQS, 1]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,9 @@ class EngineSpec:
     graphs: vLLM's cudagraph_mode, or EAGER. kv_cache: vLLM's kv_cache_dtype, "auto" for
     bf16. num_blocks: KV blocks, few on purpose. kv_layout: NHD or HND by
     VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector keeps blocks on the host.
+    rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
+    get the target's weights, so that some of their drafts are right. adaptive: vLLM
+    decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
     """
 
     name: str
@@ -57,6 +69,9 @@ class EngineSpec:
     kv_layout: str | None = None
     tensor_parallel: int = 1
     offloads: bool = False
+    rejection: str = "synthetic"
+    adaptive: bool = False
+    dynamic: bool = False
     on: str = ""
 
     @property
@@ -66,6 +81,11 @@ class EngineSpec:
     @property
     def is_mla(self) -> bool:
         return self.backend in MLA_BACKENDS
+
+    @property
+    def trims_drafts(self) -> bool:
+        """Whether the worker may run fewer drafts than vLLM counts."""
+        return self.adaptive or (self.drafter == "ngram_gpu" and self.runner == "v1")
 
     @property
     def num_slots(self) -> int:
@@ -146,18 +166,27 @@ class EngineSpec:
         return arguments | {"compilation_config": compilation}
 
     def _speculation(self, models: Path) -> dict[str, Any]:
-        rates = [RATES[min(i, len(RATES) - 1)] for i in range(self.num_drafts)]
         config: dict[str, Any] = {
             "method": self.drafter,
             "num_speculative_tokens": self.num_drafts,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": rates,
+            "rejection_sample_method": self.rejection,
         }
-        if self.drafter == "ngram":
+        if self.rejection == "synthetic":
+            rates = [RATES[min(i, len(RATES) - 1)] for i in range(self.num_drafts)]
+            config["synthetic_acceptance_rates"] = rates
+        elif self.rejection == "fly":
+            # One draft that is right excuses the wrong one before it, always.
+            config |= {"fly_window_size": 1, "fly_entropy_threshold": 0.0}
+        if self.adaptive:
+            config["enable_adaptive_verification"] = True
+        if self.dynamic:
+            config["num_speculative_tokens_per_batch_size"] = DYNAMIC
+        if self.drafter in ("ngram", "ngram_gpu"):
             config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-        elif self.drafter == "draft_model":
+        elif self.drafter in ("draft_model", "dspark"):
+            name = "draft" if self.drafter == "draft_model" else "dspark"
             config |= {
-                "model": str(models / "draft"),
+                "model": str(models / name),
                 "attention_backend": self.backend,
             }
         elif self.drafter == "eagle":
@@ -301,6 +330,53 @@ NEWER = (
     ),
 )
 
+# Drafters and rejection rules that no CPU can run.
+METHODS = (
+    _spec(
+        "ngram-gpu-flash-async",
+        *("ngram_gpu", "FLASH_ATTN", "FULL", "auto", True),
+    ),
+    _spec("dspark-flash-async", "dspark", "FLASH_ATTN", "FULL", "auto", True),
+    _spec(
+        "block-eagle-flash",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", False),
+        rejection="block",
+    ),
+)
+NEWER_METHODS = (
+    _spec(
+        "ngram-gpu-flash-v2-async",
+        *("ngram_gpu", "FLASH_ATTN", "FULL", "auto", True),
+        on="v2",
+    ),
+    _spec(
+        "dspark-flash-adaptive-async",
+        *("dspark", "FLASH_ATTN", "FULL", "auto", True),
+        adaptive=True,
+    ),
+    _spec(
+        "eagle-flash-adaptive",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", False),
+        adaptive=True,
+    ),
+    _spec(
+        "fly-draft-flash-v2-async",
+        *("draft_model", "FLASH_ATTN", "FULL", "auto", True),
+        rejection="fly",
+        on="v2",
+    ),
+    _spec(
+        "fly-draft-flash",
+        *("draft_model", "FLASH_ATTN", "FULL", "auto", False),
+        rejection="fly",
+    ),
+    _spec(
+        "eagle-flash-dynamic-async",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
+        dynamic=True,
+    ),
+)
+
 # Its drafter reads a copy of the block table that was made while shadow pages were in
 # it: staged all the same, it would read a cache that nobody has written.
 COPYING = _spec("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto", False)
@@ -336,7 +412,7 @@ OFFLOADING = (
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    COPYING,
+    *(*METHODS, *NEWER_METHODS, COPYING),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

@@ -80,7 +80,8 @@ class Engine:
         """Random weights, and everything used once. Call before any row."""
         from tests.gpu.rows import warm_up
 
-        self.rpc("test_randomize", SEED)
+        self.rpc("test_randomize", SEED, self.spec.rejection != "synthetic")
+        self.rpc("test_fix_costs")
         self.run(warm_up())
 
     def run(self, row: Row) -> Outcome:

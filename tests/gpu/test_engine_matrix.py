@@ -20,7 +20,16 @@ from packaging.version import parse
 
 from tests.gpu import results
 from tests.gpu.compare import CHECKS, OFF, ON, judge
-from tests.gpu.engines import BY_NAME, COPYING, MATRIX, NEWER, PARALLEL, EngineSpec
+from tests.gpu.engines import (
+    BY_NAME,
+    COPYING,
+    MATRIX,
+    METHODS,
+    NEWER,
+    NEWER_METHODS,
+    PARALLEL,
+    EngineSpec,
+)
 from tests.gpu.pool import Finished, Pool
 
 Verdict = dict[str, Any]
@@ -65,7 +74,7 @@ def verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
 @pytest.fixture(scope="session")
 def newer_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
     if parse(version("vllm")) < parse("0.33"):
-        pytest.skip("this vLLM has these drafters on V1 only")
+        pytest.skip("this vLLM has no such method, or on V1 only")
     return judge_all(pool, selected(request, "newer_verdicts"))
 
 
@@ -88,13 +97,13 @@ def assert_check(verdict: Verdict, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in MATRIX])
+@pytest.mark.parametrize("engine", [spec.name for spec in (*MATRIX, *METHODS)])
 def test_matrix(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
     assert_check(verdicts[engine], check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in NEWER])
+@pytest.mark.parametrize("engine", [spec.name for spec in (*NEWER, *NEWER_METHODS)])
 def test_matrix_of_newer_vllm(
     newer_verdicts: dict[str, Verdict], engine: str, check: str
 ) -> None:
