@@ -55,6 +55,7 @@ class EngineSpec:
     rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
     get the target's weights, so that some of their drafts are right. adaptive: vLLM
     decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
+    executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
     """
 
     name: str
@@ -72,6 +73,7 @@ class EngineSpec:
     rejection: str = "synthetic"
     adaptive: bool = False
     dynamic: bool = False
+    executor: str = ""
     on: str = ""
 
     @property
@@ -119,6 +121,9 @@ class EngineSpec:
         found = {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0"}
         if self.kv_layout is not None:
             found["VLLM_KV_CACHE_LAYOUT"] = self.kv_layout
+        if self.executor:
+            is_new = self.executor == "ray"
+            found["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1" if is_new else "0"
         return found
 
     def arguments(self, models: Path) -> dict[str, Any]:
@@ -145,6 +150,8 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
+        if self.executor:
+            arguments["distributed_executor_backend"] = "ray"
         if self.offloads:
             arguments["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
@@ -310,6 +317,20 @@ PARALLEL = (
     ),
 )
 
+# Their worker is a Ray actor.
+RAY = (
+    _spec(
+        "ray-v2-eagle-async",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
+        executor="ray",
+    ),
+    _spec(
+        "ray-compiled-v1-ngram",
+        *("ngram", "FLASH_ATTN", "FULL", "auto", False),
+        executor="ray-compiled",
+    ),
+)
+
 # Engines that are put to sleep: one of each runner.
 SLEEP = (
     _spec("sleep-v1-ngram", "ngram", "FLASH_ATTN", "FULL", "auto", False),
@@ -412,7 +433,7 @@ OFFLOADING = (
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, COPYING),
+    *(*METHODS, *NEWER_METHODS, *RAY, COPYING),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

@@ -28,12 +28,17 @@ from tests.gpu.engines import (
     NEWER,
     NEWER_METHODS,
     PARALLEL,
+    RAY,
     EngineSpec,
 )
 from tests.gpu.pool import Finished, Pool
 
 Verdict = dict[str, Any]
 FILE = "gpu_engines.json" if ON == "cow" else f"gpu_engines_{ON}.json"
+
+
+def is_newer() -> bool:
+    return parse(version("vllm")) >= parse("0.33")
 
 
 def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
@@ -73,7 +78,7 @@ def verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
 
 @pytest.fixture(scope="session")
 def newer_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
-    if parse(version("vllm")) < parse("0.33"):
+    if not is_newer():
         pytest.skip("this vLLM has no such method, or on V1 only")
     return judge_all(pool, selected(request, "newer_verdicts"))
 
@@ -82,6 +87,16 @@ def newer_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verd
 def parallel_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
     pool.jobs = 1
     return judge_all(pool, selected(request, "parallel_verdicts"))
+
+
+@pytest.fixture(scope="session")
+def ray_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
+    pytest.importorskip("ray")
+    pool.jobs = 1
+    names = selected(request, "ray_verdicts")
+    if is_newer():
+        names = [name for name in names if BY_NAME[name].executor == "ray"]
+    return judge_all(pool, names)
 
 
 def assert_check(verdict: Verdict, check: str) -> None:
@@ -118,6 +133,15 @@ def test_two_ranks(
     """Each rank of a tensor parallel engine restores its own cache, without a word to
     the others."""
     assert_check(parallel_verdicts[engine], check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("engine", [spec.name for spec in RAY])
+def test_ray(ray_verdicts: dict[str, Verdict], engine: str, check: str) -> None:
+    """NWOR is at work in a Ray actor, to which vLLM brings its variables."""
+    if engine not in ray_verdicts:
+        pytest.skip("this vLLM has no such executor")
+    assert_check(ray_verdicts[engine], check)
 
 
 def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:

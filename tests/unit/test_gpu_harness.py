@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import sys
 from concurrent.futures import Future
 from dataclasses import replace
@@ -393,6 +394,26 @@ def test_hash_sees_every_byte_of_a_slot():
         storage[byte] ^= 1 << (byte % 8)
         assert (watch.hash_slots(storage, layer) != plain).sum() == 1
         storage[byte] ^= 1 << (byte % 8)
+
+
+def test_rays_workers_inherit_the_environment_but_for_nwor(monkeypatch):
+    seen: dict[str, Any] = {}
+    ray = ModuleType("ray")
+    ray.init = lambda **more: seen.update(os.environ)  # type: ignore[attr-defined]
+    ray.util = SimpleNamespace(  # type: ignore[attr-defined]
+        get_node_ip_address=lambda: "192.0.2.7"
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    ours = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_SHADOW_BLOCKS": "64"}
+    for name, value in (ours | {"VLLM_HOST_IP": "192.0.2.1"}).items():
+        monkeypatch.setenv(name, value)
+    harness.start_ray()
+    assert seen["VLLM_HOST_IP"] == "192.0.2.7"
+    assert not seen.keys() & ours.keys()
+    assert ours.items() <= os.environ.items()
+    for spec in engines.RAY:
+        is_new = spec.environment()["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] == "1"
+        assert is_new == (spec.executor == "ray")
 
 
 # -- the drafter's weights -------------------------------------------------------------
