@@ -15,6 +15,8 @@ from benchmarks.tables import Table
 
 VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
 MODES = ("cow", "stage")
+# vLLM's executors with Ray, as the GPU tests call them.
+RAY = {"ray": "Ray", "ray-compiled": "Ray, compiled graph"}
 # What people ask for, tested or not; other names in results come after these.
 NAMES = {
     "method": (
@@ -25,6 +27,7 @@ NAMES = {
         "draft_model, parallel drafting",
         "eagle",
         "eagle, dynamic k",
+        "eagle, adaptive verification",
         "eagle3",
         "mtp",
         "dflash",
@@ -37,7 +40,7 @@ NAMES = {
         "custom_class",
     ),
     "model": (),
-    "parallelism": ("tensor parallel 2", "data parallel 2"),
+    "parallelism": ("tensor parallel 2", "data parallel 2", *RAY.values()),
 }
 UNTESTED = "untested"
 
@@ -65,18 +68,32 @@ def entries(result: dict[str, Any]) -> Iterator[Entry]:
             yield entry
             continue
         spec = entry["engine"]
-        ranks = spec["tensor_parallel"]
+        ranks, executor = spec["tensor_parallel"], spec.get("executor")
+        workers = RAY[executor] if executor else ""
+        if ranks > 1:
+            workers = f"tensor parallel {ranks}"
         (mode,) = set(entry["seconds"]) - {"off"}
         bad = {check for check, problems in entry["problems"].items() if problems}
         yield {
-            "kind": "parallelism" if ranks > 1 else "method",
-            "name": f"tensor parallel {ranks}" if ranks > 1 else spec["drafter"],
+            "kind": "parallelism" if workers else "method",
+            "name": workers or _method(spec),
             "vllm": entry["environment"]["packages"]["vllm"],
             "runner": spec["runner"].upper(),
             "backend": spec["backend"],
             "mode": mode,
             "verdict": _verdict(bad),
         }
+
+
+def _method(spec: dict[str, Any]) -> str:
+    """spec: fields of an EngineSpec (tests/gpu/engines.py); old results have fewer."""
+    rejection = spec.get("rejection", "synthetic")
+    if rejection != "synthetic":
+        return f"{rejection} rejection"
+    name = str(spec["drafter"])
+    if spec.get("adaptive"):
+        name += ", adaptive verification"
+    return f"{name}, dynamic k" if spec.get("dynamic") else name
 
 
 def _verdict(bad: set[str]) -> str:

@@ -11,7 +11,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines sync layouts sleep audit offload parallel sanitizer"
+STEPS=" build kernels engines sync layouts sleep audit offload parallel ray sanitizer"
 STEPS="$STEPS bench-kernels traffic host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 if [ -n "${NWOR_RESULTS:-}" ]; then
@@ -168,6 +168,10 @@ print(models.find("--model", "shape:llama-8b", models.TARGET).location)') || ret
 
 step_parallel() {
     run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks
+}
+
+step_ray() {
+    run_tests -s tests/gpu/test_engine_matrix.py -k test_ray
 }
 
 step_sanitizer() {

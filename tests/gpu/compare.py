@@ -113,7 +113,8 @@ def _judge_row(
         result = found(on, name)
         if result:
             problems["counters"] += [
-                f"{row.name}, {name}: {t}" for t in _counter_problems(on, row, result)
+                f"{row.name}, {name}: {t}"
+                for t in _counter_problems(spec, on, row, result)
             ]
 
 
@@ -246,7 +247,7 @@ def _digest_problem(one: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 
 def _counter_problems(
-    on: dict[str, Any], row: Row, result: dict[str, Any]
+    spec: EngineSpec, on: dict[str, Any], row: Row, result: dict[str, Any]
 ) -> list[str]:
     """The identities of guarantee 7 that do not hold in this row."""
     found = {f"device_{k}": v for k, v in result["device_counters"].items()}
@@ -270,6 +271,12 @@ def _counter_problems(
             is_structured
             and v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
             > v["spec_decode_num_draft_tokens"]
+        )
+        # Nor does the worker run all that vLLM counts.
+        or (
+            spec.trims_drafts
+            and v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
+            < v["spec_decode_num_draft_tokens"]
         ),
         "something was staged": v["nwor_tokens_staged"] > 0,
         "no breach": v["nwor_breaches"] == 0,

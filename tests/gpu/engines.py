@@ -31,7 +31,16 @@ GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 EXTENSION = "tests.gpu.worker.GpuTestExtension"
 
 MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
-RUNNERS = {"ngram": "v1", "draft_model": "v1", "eagle": "v2", "mtp": "v2"}
+RUNNERS = {
+    "ngram": "v1",
+    "ngram_gpu": "v1",
+    "draft_model": "v1",
+    "eagle": "v2",
+    "mtp": "v2",
+    "dspark": "v2",
+}
+# Requests in a step, from and to, and how many drafts each has then.
+DYNAMIC = [[1, 4, 4], [5, 16, 2], [17, MAX_NUM_SEQS, 1]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,10 @@ class EngineSpec:
     graphs: vLLM's cudagraph_mode, or EAGER. kv_cache: vLLM's kv_cache_dtype, "auto" for
     bf16. num_blocks: KV blocks, few on purpose. kv_layout: NHD or HND by
     VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector keeps blocks on the host.
+    rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
+    get the target's weights, so that some of their drafts are right. adaptive: vLLM
+    decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
+    executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
     """
 
     name: str
@@ -57,6 +70,10 @@ class EngineSpec:
     kv_layout: str | None = None
     tensor_parallel: int = 1
     offloads: bool = False
+    rejection: str = "synthetic"
+    adaptive: bool = False
+    dynamic: bool = False
+    executor: str = ""
     on: str = ""
 
     @property
@@ -66,6 +83,11 @@ class EngineSpec:
     @property
     def is_mla(self) -> bool:
         return self.backend in MLA_BACKENDS
+
+    @property
+    def trims_drafts(self) -> bool:
+        """Whether the worker may run fewer drafts than vLLM counts."""
+        return self.adaptive or (self.drafter == "ngram_gpu" and self.runner == "v1")
 
     @property
     def num_slots(self) -> int:
@@ -99,6 +121,9 @@ class EngineSpec:
         found = {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0"}
         if self.kv_layout is not None:
             found["VLLM_KV_CACHE_LAYOUT"] = self.kv_layout
+        if self.executor:
+            is_new = self.executor == "ray"
+            found["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1" if is_new else "0"
         return found
 
     def arguments(self, models: Path) -> dict[str, Any]:
@@ -125,6 +150,8 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
+        if self.executor:
+            arguments["distributed_executor_backend"] = "ray"
         if self.offloads:
             arguments["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
@@ -146,18 +173,27 @@ class EngineSpec:
         return arguments | {"compilation_config": compilation}
 
     def _speculation(self, models: Path) -> dict[str, Any]:
-        rates = [RATES[min(i, len(RATES) - 1)] for i in range(self.num_drafts)]
         config: dict[str, Any] = {
             "method": self.drafter,
             "num_speculative_tokens": self.num_drafts,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": rates,
+            "rejection_sample_method": self.rejection,
         }
-        if self.drafter == "ngram":
+        if self.rejection == "synthetic":
+            rates = [RATES[min(i, len(RATES) - 1)] for i in range(self.num_drafts)]
+            config["synthetic_acceptance_rates"] = rates
+        elif self.rejection == "fly":
+            # One draft that is right excuses the wrong one before it, always.
+            config |= {"fly_window_size": 1, "fly_entropy_threshold": 0.0}
+        if self.adaptive:
+            config["enable_adaptive_verification"] = True
+        if self.dynamic:
+            config["num_speculative_tokens_per_batch_size"] = DYNAMIC
+        if self.drafter in ("ngram", "ngram_gpu"):
             config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-        elif self.drafter == "draft_model":
+        elif self.drafter in ("draft_model", "dspark"):
+            name = "draft" if self.drafter == "draft_model" else "dspark"
             config |= {
-                "model": str(models / "draft"),
+                "model": str(models / name),
                 "attention_backend": self.backend,
             }
         elif self.drafter == "eagle":
@@ -281,6 +317,20 @@ PARALLEL = (
     ),
 )
 
+# Their worker is a Ray actor.
+RAY = (
+    _spec(
+        "ray-v2-eagle-async",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
+        executor="ray",
+    ),
+    _spec(
+        "ray-compiled-v1-ngram",
+        *("ngram", "FLASH_ATTN", "FULL", "auto", False),
+        executor="ray-compiled",
+    ),
+)
+
 # Engines that are put to sleep: one of each runner.
 SLEEP = (
     _spec("sleep-v1-ngram", "ngram", "FLASH_ATTN", "FULL", "auto", False),
@@ -298,6 +348,53 @@ NEWER = (
         "draft-flash-v2-async",
         *("draft_model", "FLASH_ATTN", "FULL", "fp8", True),
         on="v2",
+    ),
+)
+
+# Drafters and rejection rules that no CPU can run.
+METHODS = (
+    _spec(
+        "ngram-gpu-flash-async",
+        *("ngram_gpu", "FLASH_ATTN", "FULL", "auto", True),
+    ),
+    _spec("dspark-flash-async", "dspark", "FLASH_ATTN", "FULL", "auto", True),
+    _spec(
+        "block-eagle-flash",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", False),
+        rejection="block",
+    ),
+)
+NEWER_METHODS = (
+    _spec(
+        "ngram-gpu-flash-v2-async",
+        *("ngram_gpu", "FLASH_ATTN", "FULL", "auto", True),
+        on="v2",
+    ),
+    _spec(
+        "dspark-flash-adaptive-async",
+        *("dspark", "FLASH_ATTN", "FULL", "auto", True),
+        adaptive=True,
+    ),
+    _spec(
+        "eagle-flash-adaptive",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", False),
+        adaptive=True,
+    ),
+    _spec(
+        "fly-draft-flash-v2-async",
+        *("draft_model", "FLASH_ATTN", "FULL", "auto", True),
+        rejection="fly",
+        on="v2",
+    ),
+    _spec(
+        "fly-draft-flash",
+        *("draft_model", "FLASH_ATTN", "FULL", "auto", False),
+        rejection="fly",
+    ),
+    _spec(
+        "eagle-flash-dynamic-async",
+        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
+        dynamic=True,
     ),
 )
 
@@ -336,7 +433,7 @@ OFFLOADING = (
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    COPYING,
+    *(*METHODS, *NEWER_METHODS, *RAY, COPYING),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

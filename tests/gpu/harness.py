@@ -10,6 +10,7 @@ collective_rpc only, so that tensor parallel engines run the same way.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ MAX_STEPS = 3000
 GRAMMAR_LIMIT_S = 60.0
 STORE_LIMIT_S = 30.0
 POLL_S = 0.001
+RAY_BYTES = 1 << 28
 SEED = 20
 
 
@@ -58,6 +60,8 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.spec = spec
+        if spec.executor:
+            start_ray()
         started = time.perf_counter()
         arguments = spec.arguments(models) | more
         if spec.offloads:
@@ -80,8 +84,17 @@ class Engine:
         """Random weights, and everything used once. Call before any row."""
         from tests.gpu.rows import warm_up
 
-        self.rpc("test_randomize", SEED)
+        self.rpc("test_randomize", SEED, self.spec.rejection != "synthetic")
+        self.rpc("test_fix_costs")
         self.run(warm_up())
+
+    def stop(self) -> None:
+        """Ends workers that are in processes of their own."""
+        self.llm.engine_core.shutdown()
+        if self.spec.executor:
+            import ray
+
+            ray.shutdown()
 
     def run(self, row: Row) -> Outcome:
         """Plays a row on an empty prefix cache; generators start from the same seed
@@ -192,6 +205,20 @@ class Engine:
         """NWOR's counters on the first worker's device; empty if it is off."""
         counters: dict[str, int] = self.rpc("nwor_report")[0]["counters"]
         return counters
+
+
+def start_ray() -> None:
+    """A Ray of this process alone. Its workers inherit what is in the environment, but
+    nothing of NWOR's: that is for vLLM to bring."""
+    import ray
+
+    # vLLM asks for the node by the address it finds, which need not be Ray's.
+    os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
+    ours = {name: os.environ[name] for name in os.environ if "NWOR" in name}
+    for name in ours:
+        del os.environ[name]
+    ray.init(include_dashboard=False, object_store_memory=RAY_BYTES)
+    os.environ.update(ours)
 
 
 def note_batches(scheduler: Any, batches: list[list[tuple[str, int]]]) -> None:

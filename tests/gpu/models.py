@@ -63,11 +63,25 @@ _MLA = _SHARED | {
     "topk_group": 1,
     "num_nextn_predict_layers": 1,
 }
+# In one pass, all drafts of a request; a low-rank head then lets each know the one
+# before it, and another says how likely each is to be accepted.
+_DSPARK = _SHARED | {
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "markov_rank": 32,
+    "enable_confidence_head": True,
+    "dflash_config": {"mask_token_id": PAD, "target_layer_ids": [0, 1]},
+}
 CONFIGS = {
     "llama": _LLAMA,
     "draft": _LLAMA | {"num_hidden_layers": 1},
     "eagle": _LLAMA | {"num_hidden_layers": 1},
     "mla": _MLA,
+    "dspark": _DSPARK,
 }
 
 

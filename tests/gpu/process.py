@@ -79,8 +79,8 @@ def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
             print(f"{spec.name}: {name}, {row.name}: {seconds:.1f} s", flush=True)
             report.save()
     report.save(info=engine.info())
-    if spec.tensor_parallel > 1:  # workers in processes of their own
-        engine.llm.engine_core.shutdown()
+    if spec.tensor_parallel > 1 or spec.executor:
+        engine.stop()
 
 
 def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:

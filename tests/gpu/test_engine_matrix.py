@@ -20,11 +20,25 @@ from packaging.version import parse
 
 from tests.gpu import results
 from tests.gpu.compare import CHECKS, OFF, ON, judge
-from tests.gpu.engines import BY_NAME, COPYING, MATRIX, NEWER, PARALLEL, EngineSpec
+from tests.gpu.engines import (
+    BY_NAME,
+    COPYING,
+    MATRIX,
+    METHODS,
+    NEWER,
+    NEWER_METHODS,
+    PARALLEL,
+    RAY,
+    EngineSpec,
+)
 from tests.gpu.pool import Finished, Pool
 
 Verdict = dict[str, Any]
 FILE = "gpu_engines.json" if ON == "cow" else f"gpu_engines_{ON}.json"
+
+
+def is_newer() -> bool:
+    return parse(version("vllm")) >= parse("0.33")
 
 
 def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
@@ -64,8 +78,8 @@ def verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
 
 @pytest.fixture(scope="session")
 def newer_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
-    if parse(version("vllm")) < parse("0.33"):
-        pytest.skip("this vLLM has these drafters on V1 only")
+    if not is_newer():
+        pytest.skip("this vLLM has no such method, or on V1 only")
     return judge_all(pool, selected(request, "newer_verdicts"))
 
 
@@ -73,6 +87,16 @@ def newer_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verd
 def parallel_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
     pool.jobs = 1
     return judge_all(pool, selected(request, "parallel_verdicts"))
+
+
+@pytest.fixture(scope="session")
+def ray_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
+    pytest.importorskip("ray")
+    pool.jobs = 1
+    names = selected(request, "ray_verdicts")
+    if is_newer():
+        names = [name for name in names if BY_NAME[name].executor == "ray"]
+    return judge_all(pool, names)
 
 
 def assert_check(verdict: Verdict, check: str) -> None:
@@ -88,13 +112,13 @@ def assert_check(verdict: Verdict, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in MATRIX])
+@pytest.mark.parametrize("engine", [spec.name for spec in (*MATRIX, *METHODS)])
 def test_matrix(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
     assert_check(verdicts[engine], check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in NEWER])
+@pytest.mark.parametrize("engine", [spec.name for spec in (*NEWER, *NEWER_METHODS)])
 def test_matrix_of_newer_vllm(
     newer_verdicts: dict[str, Verdict], engine: str, check: str
 ) -> None:
@@ -109,6 +133,15 @@ def test_two_ranks(
     """Each rank of a tensor parallel engine restores its own cache, without a word to
     the others."""
     assert_check(parallel_verdicts[engine], check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("engine", [spec.name for spec in RAY])
+def test_ray(ray_verdicts: dict[str, Verdict], engine: str, check: str) -> None:
+    """NWOR is at work in a Ray actor, to which vLLM brings its variables."""
+    if engine not in ray_verdicts:
+        pytest.skip("this vLLM has no such executor")
+    assert_check(ray_verdicts[engine], check)
 
 
 def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:

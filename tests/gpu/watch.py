@@ -449,7 +449,7 @@ def record_v2(
     if batch.num_draft_tokens == 0:
         return
     rows = batch.logits_indices.tolist()
-    bounds = batch.cu_num_logits_np.tolist()
+    bounds = batch.cu_num_logits.tolist()  # the host's may be upper bounds
     sampled, fallen = num_sampled.tolist(), num_rejected.tolist()
     rejected: list[int] = []
     for index, name in enumerate(batch.req_ids):

@@ -17,15 +17,20 @@ import torch
 from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.gpu import watch as watching
+from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 
 class GpuTestExtension(NworWorkerExtension):
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
-    def test_randomize(self, seed: int) -> int:
+    def test_randomize(self, seed: int, are_alike: bool = False) -> int:
         """Gives target and drafter random weights in place, the same in every process;
         returns how many parameters. vLLM's dummy ones are alike in all layers and so
-        small that an fp8 cache would hold only zeros."""
+        small that an fp8 cache would hold only zeros.
+
+        are_alike: the drafter gets the weights that the target has under the same name,
+        and an EAGLE head goes on from the token alone: about one in five of its greedy
+        drafts is the target's own."""
         runner = self.model_runner
         models = [runner.get_model(), draft_model(runner)]
         seen: set[int] = set()
@@ -37,8 +42,26 @@ class GpuTestExtension(NworWorkerExtension):
                     if parameter.data_ptr() in seen:
                         continue
                     seen.add(parameter.data_ptr())
-                    fill(f"{seed} {number} {name}", parameter)
+                    fill(f"{seed} {0 if are_alike else number} {name}", parameter)
+                    if are_alike and name.endswith("fc.weight"):
+                        torch.nn.init.eye_(parameter)
+                renew_copies(model)
         return len(seen)
+
+    def test_fix_costs(self) -> None:
+        """Adaptive verification weighs times that it measured, and an estimate that it
+        renews as it goes: makes both the same in every process."""
+        runner = self.model_runner
+        manager = getattr(runner, "adaptive_verification", None)
+        if manager is None:
+            return
+        numbers = range(1, MAX_NUM_BATCHED_TOKENS + 1)
+        manager.set_cost_curves(
+            [(1, 1.0), (MAX_NUM_SEQS, 1.0)], [(n, 1 + 0.1 * n) for n in numbers]
+        )
+        estimator = runner.speculator.acceptance_estimator
+        if estimator is not None:
+            estimator.REFIT_INTERVAL = 1 << 60
 
     def test_watch(self, seed: int) -> None:
         """Poisons the caches and begins to watch every step."""
@@ -150,6 +173,20 @@ def draft_model(runner: Any) -> Any:
     if model is not None and hasattr(model, "unwrap"):
         model = model.unwrap()
     return model if isinstance(model, torch.nn.Module) else None
+
+
+def renew_copies(model: torch.nn.Module) -> None:
+    """DFlash's and DSpark's drafters keep copies of some weights, for which graphs were
+    captured: writes the weights into them again."""
+    inner = getattr(model, "model", None)
+    names = ("_fused_kv_weight", "_k_norm_weights")
+    kept = {name: getattr(inner, name, None) for name in names}
+    if any(copied is None for copied in kept.values()):
+        return
+    inner._build_fused_kv_buffers()  # type: ignore[union-attr]
+    for name, copied in kept.items():
+        copied.copy_(getattr(inner, name))
+        setattr(inner, name, copied)
 
 
 def fill(name: str, parameter: torch.Tensor) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from benchmarks import environment
@@ -31,6 +32,7 @@ from tests.gpu import (
     test_no_sync,
     test_offloading,
     watch,
+    worker,
 )
 from tests.gpu.pool import Finished
 from tests.unit import test_bench_vllm
@@ -50,12 +52,15 @@ def test_matrix_covers_every_pair_with_at_most_twelve_engines():
     )
 
 
-@pytest.mark.parametrize("spec", engines.MATRIX, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec",
+    [*engines.MATRIX, *engines.METHODS, *engines.NEWER_METHODS],
+    ids=lambda spec: spec.name,
+)
 def test_rows_fit_their_engine(spec, tmp_path):
-    arguments = spec.arguments(tmp_path)
-    assert len(arguments["speculative_config"]["synthetic_acceptance_rates"]) == (
-        spec.num_drafts
-    )
+    speculative = spec.arguments(tmp_path)["speculative_config"]
+    rates = speculative.get("synthetic_acceptance_rates")
+    assert len(rates or ()) == (spec.num_drafts if spec.rejection == "synthetic" else 0)
     for row in rows.rows(spec):
         requests = [request for phase in row.phases for request in phase]
         assert len({request.name for request in requests}) == len(requests)
@@ -250,7 +255,8 @@ class RunnerV2(Runner):
             num_draft_tokens=3,
             req_ids=["one"],
             logits_indices=torch.tensor([0, 1, 2, 3]),
-            cu_num_logits_np=np.array([0, 4]),
+            cu_num_logits=torch.tensor([0, 4]),
+            cu_num_logits_np=torch.tensor([0, 3]),  # vLLM's guess
         )
 
     def execute_model(self, scheduler_output: Any) -> None:
@@ -397,6 +403,82 @@ def test_hash_sees_every_byte_of_a_slot():
         storage[byte] ^= 1 << (byte % 8)
 
 
+def test_rays_workers_inherit_the_environment_but_for_nwor(monkeypatch):
+    seen: dict[str, Any] = {}
+    ray = ModuleType("ray")
+    ray.init = lambda **more: seen.update(os.environ)  # type: ignore[attr-defined]
+    ray.util = SimpleNamespace(  # type: ignore[attr-defined]
+        get_node_ip_address=lambda: "192.0.2.7"
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    ours = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_SHADOW_BLOCKS": "64"}
+    for name, value in (ours | {"VLLM_HOST_IP": "192.0.2.1"}).items():
+        monkeypatch.setenv(name, value)
+    harness.start_ray()
+    assert seen["VLLM_HOST_IP"] == "192.0.2.7"
+    assert not seen.keys() & ours.keys()
+    assert ours.items() <= os.environ.items()
+    for spec in engines.RAY:
+        is_new = spec.environment()["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] == "1"
+        assert is_new == (spec.executor == "ray")
+
+
+# -- the drafter's weights -------------------------------------------------------------
+
+
+class DraftModel(torch.nn.Module):
+    """A drafter that keeps a copy of a weight, as DFlash's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 4, bias=False)
+        self.model = torch.nn.Linear(4, 4, bias=False)
+        self.model._build_fused_kv_buffers = self.build
+        self.build()
+        self.first = self.model._fused_kv_weight
+
+    def build(self) -> None:
+        self.model._fused_kv_weight = self.model.weight.detach().clone()
+        self.model._k_norm_weights = torch.ones(1)
+
+
+@pytest.mark.parametrize("are_alike", [False, True])
+def test_weights_are_random_and_the_drafters_alike_where_they_have_to_be(are_alike):
+    target = torch.nn.Module()
+    target.model = torch.nn.Linear(4, 4, bias=False)
+    drafter = DraftModel()
+    extension = worker.GpuTestExtension()
+    extension.model_runner = SimpleNamespace(
+        get_model=lambda: target, drafter=SimpleNamespace(model=drafter)
+    )
+    assert extension.test_randomize(20, are_alike) == 3
+    same = torch.equal(target.model.weight, drafter.model.weight)
+    assert same == are_alike
+    assert torch.equal(drafter.fc.weight, torch.eye(4, 8)) == are_alike
+    # What graphs were captured for is what has the new weights.
+    assert drafter.model._fused_kv_weight is drafter.first
+    assert torch.equal(drafter.first, drafter.model.weight)
+
+
+def test_costs_of_adaptive_verification_are_the_same_in_every_process():
+    curves: list[Any] = []
+    estimator = SimpleNamespace(REFIT_INTERVAL=100)
+    manager = SimpleNamespace(set_cost_curves=lambda *both: curves.extend(both))
+    extension = worker.GpuTestExtension()
+    extension.model_runner = SimpleNamespace(
+        adaptive_verification=manager,
+        speculator=SimpleNamespace(acceptance_estimator=estimator),
+    )
+    extension.test_fix_costs()
+    draft, verify = curves
+    assert len(verify) == engines.MAX_NUM_BATCHED_TOKENS
+    assert verify[-1][1] > verify[0][1] > 0
+    assert draft[0][0] == 1
+    assert estimator.REFIT_INTERVAL > 10**9
+    extension.model_runner = SimpleNamespace()  # nothing adapts here
+    extension.test_fix_costs()
+
+
 SPEC = engines.BY_NAME["eagle-flash-default-async"]
 
 # -- requests and the clock ------------------------------------------------------------
@@ -490,13 +572,18 @@ def reports():
     return {mode: report(mode) for mode in (compare.OFF, compare.ON)}
 
 
-def verdict(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def verdict(
+    reports: dict[str, dict[str, Any]], spec: engines.EngineSpec = SPEC
+) -> dict[str, Any]:
     runs = {mode: Finished(found, 0, 1.0, "") for mode, found in reports.items()}
-    return compare.judge(SPEC, runs)
+    return compare.judge(spec, runs)
 
 
-def failed(reports: dict[str, dict[str, Any]]) -> set[str]:
-    return {check for check, found in verdict(reports)["problems"].items() if found}
+def failed(
+    reports: dict[str, dict[str, Any]], spec: engines.EngineSpec = SPEC
+) -> set[str]:
+    found = verdict(reports, spec)["problems"]
+    return {check for check, problems in found.items() if problems}
 
 
 def test_verdict_of_a_healthy_engine(reports):
@@ -565,6 +652,16 @@ def test_verdict_names_the_trouble(reports, trouble):
 def test_verdict_on_what_the_gauge_says(reports, mode):
     reports[mode]["info"] = ["native"]
     assert failed(reports) == {"counters"}
+
+
+def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(reports):
+    trimming = replace(SPEC, adaptive=True)
+    for num_drafts, wrong in ((9, set()), (8, set()), (7, {"counters"})):
+        for mode in reports:
+            path = ("counters", "spec_decode_num_draft_tokens", num_drafts)
+            change(reports, mode, "plain", "batch 8", *path)
+        assert failed(reports, trimming) == wrong
+        assert failed(reports) == ({"counters"} if num_drafts != 8 else set())
 
 
 def test_verdict_without_one_row(reports):

@@ -177,6 +177,30 @@ def test_a_refusal_is_told_with_its_sentence_and_a_failure_as_such():
     assert (row[2:], notes) == (["untested", "refused (1): CPU_ATTN"], "1. zeroes")
 
 
+def test_what_an_engine_of_a_gpu_is_about_has_a_line_of_its_own():
+    result = gpu_result(
+        "cow",
+        ("one", "v2", "dspark", "FLASH_ATTN", 1, []),
+        ("two", "v2", "dspark", "FLASH_ATTN", 1, []),
+        ("three", "v1", "draft_model", "FLASH_ATTN", 1, []),
+        ("four", "v2", "eagle", "FLASH_ATTN", 1, ["a slot"]),
+        ("five", "v2", "eagle", "FLASH_ATTN", 1, []),
+    )
+    engines = {name: entry["engine"] for name, entry in result["entries"].items()}
+    engines["two"]["adaptive"] = engines["four"]["dynamic"] = True
+    engines["three"]["rejection"] = "fly"
+    engines["five"]["executor"] = "ray"
+    found = {one["name"]: one["verdict"] for one in reach.entries(result)}
+    assert found == {
+        "dspark": "exact",
+        "dspark, adaptive verification": "exact",
+        "fly rejection": "exact",
+        "eagle, dynamic k": "failed",
+        "Ray": "exact",
+    }
+    assert found.keys() <= {name for names in reach.NAMES.values() for name in names}
+
+
 def test_one_engine_of_several_that_fails_takes_its_backend_along():
     """One that was stopped proves nothing of its backend."""
     result = gpu_result(
