@@ -4,9 +4,11 @@
 Runners here are stand-ins with real KV-cache specs; tests/integration has real ones.
 """
 
+import copy
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -429,6 +431,41 @@ def test_a_v2_drafter_may_not_read_a_copy_of_the_patched_table(
             f"no shadow pages: the drafter has layers in this group, and {copying}"
         )
         assert "may copy the block table into its metadata; 1 layers" in info.reason
+
+
+def backend_of(name):
+    return lambda: SimpleNamespace(get_name=lambda: name)
+
+
+@pytest.mark.parametrize("reuses_metadata", [False, True])
+def test_layers_that_will_be_refused_are_marked_before_the_cache_is_sized(
+    reuses_metadata,
+):
+    layers = {"good": layer(), "bad": of_dtype("nvfp4"), "draft": layer()}
+    for name, found in layers.items():
+        found.get_attn_backend = backend_of("FLEX" if name == "bad" else "FLASH_ATTN")
+    found = runner([(SPEC, layers)])
+    found.drafter = SimpleNamespace(_draft_attn_layer_names={"draft"})
+    specs = {name: copy.copy(SPEC) for name in layers}
+
+    discovery.mark_layers(found, specs, reuses_metadata)
+
+    assert {name: spec.nwor_verdict for name, spec in specs.items()} == {
+        "good": (False, "", ""),
+        "bad": (False, ANY, "FLEX" if reuses_metadata else ""),
+        "draft": (True, "", ""),
+    }
+    assert specs["bad"].nwor_verdict.refusal.startswith("layer bad has a KV cache of")
+    assert specs["good"] == SPEC
+
+
+def test_layers_that_cannot_be_looked_at_are_not_marked():
+    found = runner([(SPEC, {"strange": object()})])
+    specs = {"strange": copy.copy(SPEC)}
+
+    discovery.mark_layers(found, specs, True)
+
+    assert not hasattr(specs["strange"], "nwor_verdict")
 
 
 def test_a_v2_drafter_may_not_read_a_table_mapped_to_kernel_blocks():

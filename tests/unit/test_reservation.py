@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.helpers.logs import nwor_log
 from vllm_nwor.config import Mode, NworConfig
 from vllm_nwor.hooks import engine_core
-from vllm_nwor.hooks.engine_core import plan
+from vllm_nwor.hooks.engine_core import VERDICT, LayerVerdict
 from vllm_nwor.shadow_pages import ShadowRegion
 
 NUM_DRAFTS, NUM_SEQS, MAX_MODEL_LEN = 4, 8, 256
@@ -64,6 +64,10 @@ def vllm_config(**changes):
         part, _, field = name.partition("__")
         setattr(getattr(found, part) if field else found, field or part, value)
     return found
+
+
+def plan(config, kv_cache_config, nwor, verdicts=()):
+    return engine_core.plan(config, kv_cache_config, nwor, dict(verdicts))
 
 
 def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
@@ -223,7 +227,59 @@ def test_what_cannot_have_shadow_pages_is_refused_with_a_sentence(changes, sente
     assert plan(vllm_config(**changes), kv_cache_config(), STAGE) == sentence
 
 
-def start(workers, found_config=None, calls=None):
+DRAFTERS = LayerVerdict(True)
+COPIES = "the drafter has layers in this group, and FLEX may copy the block table"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "staged", "sentence"),
+    [
+        (LayerVerdict(False), LayerVerdict(False), [0, 1], None),
+        (LayerVerdict(False, "packed"), LayerVerdict(False), [1], None),
+        (LayerVerdict(False, "packed"), LayerVerdict(False, "odd"), [], "packed; odd"),
+        (LayerVerdict(False, "odd"), LayerVerdict(False, "odd"), [], "odd"),
+        # Nobody protects a drafter's own layers.
+        (LayerVerdict(True, "packed"), LayerVerdict(False), [0, 1], None),
+        # A copy hurts a drafter in the same group only.
+        (LayerVerdict(False, copies="FLEX"), DRAFTERS, [0, 1], None),
+        (LayerVerdict(True, copies="FLEX"), LayerVerdict(False), [1], None),
+    ],
+)
+def test_groups_that_a_worker_will_refuse_get_no_blocks(
+    first, second, staged, sentence
+):
+    verdicts = {"layer 0": first, "layer 1": second}
+    config = kv_cache_config(FULL, SLIDING)
+
+    found = plan(vllm_config(), config, budget(100), verdicts)
+
+    assert found == sentence if sentence else list(found) == staged
+    if len(staged) == 1:
+        assert found[staged[0]].num_real_blocks == NUM_BLOCKS - 2 * NUM_SEQS
+
+
+def test_a_copying_backend_and_a_drafter_in_one_group():
+    config = kv_cache_config(FULL)
+    config.kv_cache_groups[0].layer_names.append("draft")
+    verdicts = {"layer 0": LayerVerdict(False, copies="FLEX"), "draft": DRAFTERS}
+
+    assert plan(vllm_config(), config, STAGE, verdicts).startswith(COPIES)
+
+
+def test_the_workers_verdicts_come_with_their_specs(mode):
+    mode("stage")
+    specs = {name: copy.copy(FULL) for name in ("layer 0", "layer 1")}
+    for spec in specs.values():
+        object.__setattr__(spec, VERDICT, LayerVerdict(False, "packed"))
+    workers = workers_of()
+
+    scheduler = start(workers, specs=[{}, pickle.loads(pickle.dumps(specs))])
+
+    assert scheduler.num_blocks == NUM_BLOCKS
+    assert workers[0].nwor_shadow == "packed"
+
+
+def start(workers, found_config=None, calls=None, specs=()):
     """What vLLM's engine core calls, through our wrappers; the scheduler's config."""
 
     def get_kv_cache_configs(*arguments):
@@ -234,7 +290,7 @@ def start(workers, found_config=None, calls=None):
             calls.append(configs)
         return generate_scheduler_kv_cache_config(configs)
 
-    arguments = (found_config or vllm_config(), [], [])
+    arguments = (found_config or vllm_config(), specs, [])
     got = engine_core._get_kv_cache_configs(get_kv_cache_configs, None, arguments, {})
     assert got is workers
     return engine_core._scheduler_config(generate, None, (workers,), {})

@@ -10,6 +10,7 @@ share another layer's cache are covered by it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +33,14 @@ from ..metrics import GroupInfo
 from ..report import MAX_IN_FLIGHT, Report
 from ..shadow_pages import blocks_per_seat
 from ..shadow_pages import num_bytes as num_shadow_bytes
-from .engine_core import config_refusal, connectors_in_forward, stage_refusal
+from .engine_core import (
+    VERDICT,
+    LayerVerdict,
+    config_refusal,
+    connectors_in_forward,
+    group_refusal,
+    stage_refusal,
+)
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -403,6 +411,47 @@ VIEWING_BACKENDS = (
 )
 
 
+def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) -> None:
+    """Leaves on each layer's spec what is known of it before the KV cache is sized: the
+    engine core reserves no shadow blocks for a group that will be refused. What fails
+    leaves no mark: blocks are lost then, no more.
+
+    reuses_metadata: whether drafters of this runner read the target's metadata again.
+    """
+    try:
+        draft_names = _draft_layer_names(runner)
+        modules = runner.compilation_config.static_forward_context
+        for name, spec in specs.items():
+            verdict = LayerVerdict(name in draft_names)
+            try:
+                _check_spec(name, spec)
+                _check_layer(name, modules[name])
+            except GroupRefused as refused:
+                verdict = verdict._replace(refusal=str(refused))
+            backend = modules[name].get_attn_backend().get_name()
+            if reuses_metadata and backend not in VIEWING_BACKENDS:
+                verdict = verdict._replace(copies=backend)
+            object.__setattr__(spec, VERDICT, verdict)  # specs are frozen
+    except Exception as error:
+        logger.debug("NWOR: layers are not marked: %s", _told(error))
+
+
+def _verdicts_of_bound(runner: Any, gid: int, group: Any) -> list[LayerVerdict]:
+    """Of a group of the V2 runner whose caches are bound: who copies its block table,
+    and whether the drafter has layers in it."""
+    has_drafter = not _draft_layer_names(runner).isdisjoint(group.layer_names)
+    found = [LayerVerdict(has_drafter)]
+    for attention in runner.attn_groups[gid]:
+        backend = attention.backend.get_name()
+        if backend not in VIEWING_BACKENDS:
+            found.append(LayerVerdict(False, copies=backend))
+        kernel_block_size = getattr(attention, "kernel_block_size", None)
+        if kernel_block_size is not None:
+            copies = f"a kernel block size of {kernel_block_size}"
+            found.append(LayerVerdict(False, copies=copies))
+    return found
+
+
 def _staged_group(
     runner: Any, gid: int, group: Any, layers: list[LayerCache]
 ) -> StagedGroup:
@@ -410,6 +459,15 @@ def _staged_group(
     refusal = stage_refusal(runner.vllm_config)
     if refusal is not None:
         raise GroupRefused(f"no shadow pages: {refusal}")
+    if hasattr(runner, "block_tables"):  # V2
+        tables = runner.block_tables
+        sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
+        entry_tokens = sizes[gid]
+        refusal = group_refusal(_verdicts_of_bound(runner, gid, group))
+        if refusal is not None:
+            raise GroupRefused(f"no shadow pages: {refusal}")
+    else:
+        entry_tokens = runner.input_batch.block_table[gid].block_size
     reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
     if reserved is None:
         raise GroupRefused(
@@ -419,28 +477,6 @@ def _staged_group(
         raise GroupRefused(f"no shadow pages: {reserved}")
     if gid not in reserved:
         raise GroupRefused("no shadow pages: no blocks are reserved for this group")
-    is_v2 = hasattr(runner, "block_tables")
-    if is_v2:
-        tables = runner.block_tables
-        sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
-        entry_tokens = sizes[gid]
-        drafters = _draft_layer_names(runner).intersection(group.layer_names)
-        backends = {
-            attention.backend.get_name() for attention in runner.attn_groups[gid]
-        }
-        copying = sorted(backends - set(VIEWING_BACKENDS))
-        copying += (
-            f"a kernel block size of {attention.kernel_block_size}"
-            for attention in runner.attn_groups[gid]
-            if getattr(attention, "kernel_block_size", None) is not None
-        )
-        if drafters and copying:
-            raise GroupRefused(
-                f"no shadow pages: the drafter has layers in this group, and "
-                f"{', '.join(copying)} may copy the block table into its metadata"
-            )
-    else:
-        entry_tokens = runner.input_batch.block_table[gid].block_size
     region = reserved[gid]
     for layer in layers:
         block_size, num_blocks = layer.layout.block_size, layer.layout.num_blocks

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import Mode, NworConfig
 from ..shadow_pages import ShadowRegion, blocks_per_seat
@@ -29,7 +29,8 @@ CONFIGS = HookTarget(
     MODULE,
     "get_kv_cache_configs",
     ("vllm_config", "kv_cache_specs", "available_memory"),
-    why="its vllm_config is remembered for the call that follows",
+    why="its vllm_config and the workers' layers are remembered for the call that "
+    "follows",
     delete_when="vLLM lets plugins reserve KV blocks",
 )
 SCHEDULER_CONFIG = HookTarget(
@@ -67,6 +68,36 @@ ALLOWED_CONNECTORS = frozenset(
 
 # Group id -> its shadow blocks, or why there are none.
 Reservation = dict[int, ShadowRegion] | str
+
+# Attribute of a layer's KV-cache spec.
+VERDICT = "nwor_verdict"
+
+
+class LayerVerdict(NamedTuple):
+    """What a worker knows of a layer before the KV cache is sized.
+
+    is_drafters: whether it is the drafter's. refusal: what will refuse the group that a
+    target's layer is in; empty if nothing is known. copies: the backend, if a drafter
+    in its group would read a copy of the block table; empty if not.
+    """
+
+    is_drafters: bool
+    refusal: str = ""
+    copies: str = ""
+
+
+def group_refusal(verdicts: Sequence[LayerVerdict]) -> str | None:
+    """Why a KV-cache group of these layers will have no shadow pages, or None."""
+    for verdict in verdicts:
+        if verdict.refusal and not verdict.is_drafters:
+            return verdict.refusal
+    copying = sorted({verdict.copies for verdict in verdicts} - {""})
+    if copying and any(verdict.is_drafters for verdict in verdicts):
+        return (
+            f"the drafter has layers in this group, and {', '.join(copying)} may copy "
+            "the block table into its metadata"
+        )
+    return None
 
 
 def install(module: ModuleType) -> None:
@@ -152,14 +183,17 @@ def stage_refusal(vllm_config: Any) -> str | None:
     return None
 
 
-# The vllm_config of the engine that is being started in this process.
-_starting: list[Any] = []
+# Of the engine that is being started in this process: its vllm_config, and of each
+# worker its layers' specs by name.
+_starting: list[tuple[Any, Sequence[Mapping[str, Any]]]] = []
 
 
 def _get_kv_cache_configs(
     wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any
 ) -> Any:
-    _starting[:] = [argument(CONFIGS, "vllm_config", args, kwargs)]
+    names = ("vllm_config", "kv_cache_specs")
+    vllm_config, specs = (argument(CONFIGS, name, args, kwargs) for name in names)
+    _starting[:] = [(vllm_config, specs)]
     return wrapped(*args, **kwargs)
 
 
@@ -168,13 +202,19 @@ def _scheduler_config(
 ) -> Any:
     scheduler_config = wrapped(*args, **kwargs)
     workers = argument(SCHEDULER_CONFIG, "kv_cache_configs", args, kwargs)
-    vllm_config = _starting.pop() if _starting else None
+    vllm_config, specs = _starting.pop() if _starting else (None, ())
     config = NworConfig.from_env()
     if config.mode is not Mode.STAGE or vllm_config is None:
         return scheduler_config
     num_blocks = scheduler_config.num_blocks
     try:
-        found = plan(vllm_config, workers[0], config)
+        verdicts = {
+            name: verdict
+            for of_worker in specs
+            for name, spec in of_worker.items()
+            if (verdict := getattr(spec, VERDICT, None)) is not None
+        }
+        found = plan(vllm_config, workers[0], config, verdicts)
         if not isinstance(found, str):
             _lower(
                 scheduler_config, sum(region.num_blocks for region in found.values())
@@ -196,9 +236,14 @@ def _scheduler_config(
     return scheduler_config
 
 
-def plan(vllm_config: Any, kv_cache_config: Any, config: NworConfig) -> Reservation:
+def plan(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    config: NworConfig,
+    verdicts: Mapping[str, LayerVerdict],
+) -> Reservation:
     """The shadow blocks of each KV-cache group that can have some, or why there are
-    none. Changes nothing.
+    none. Changes nothing. verdicts: of layers, by name, as far as a worker gave any.
 
     A seat for each sequence that a step can hold, if all fit in the budget; otherwise
     as many as fit. What is left must hold one request of max_model_len.
@@ -214,6 +259,15 @@ def plan(vllm_config: Any, kv_cache_config: Any, config: NworConfig) -> Reservat
     sizes = block_sizes(kv_cache_config.kv_cache_groups)
     if not sizes:
         return "no KV-cache group is slot based"
+    refusals = []
+    for gid in list(sizes):
+        names = kv_cache_config.kv_cache_groups[gid].layer_names
+        why = group_refusal([verdicts[name] for name in names if name in verdicts])
+        if why is not None:
+            refusals.append(why)
+            del sizes[gid]
+    if not sizes:
+        return "; ".join(dict.fromkeys(refusals))
     num_blocks = kv_cache_config.num_blocks
     budget = config.max_shadow_blocks
     if budget is None:

@@ -24,6 +24,7 @@ plugins has load_general_plugins
     "runner": """
 v1.worker.gpu_worker:Worker
 .determine_available_memory does self.model_runner.profile_run()
+.get_kv_cache_spec does self.model_runner.get_kv_cache_spec()
 v1.core.sched.output:SchedulerOutput
     has scheduled_new_reqs:list scheduled_cached_reqs:CachedRequestData
 v1.core.sched.output:CachedRequestData has resumed_req_ids:set
@@ -114,6 +115,7 @@ model_executor.layers.attention.attention:Attention
 model_executor.layers.attention.mla_attention:MLAAttention
     has kv_cache impl kv_lora_rank qk_rope_head_dim does self._k_scale
 v1.attention.backend:AttentionBackend has get_name
+model_executor.layers.attention_layer_base:AttentionLayerBase has get_attn_backend
 v1.attention.backend:MLAAttentionImpl
 .do_kv_cache_update
     takes self kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale ...
@@ -128,7 +130,8 @@ v1.attention.backends.triton_attn:TritonAttentionImpl
     "engine_core": """
 v1.engine.core:EngineCore
 ._initialize_kv_caches
-    does self.model_executor.determine_available_memory() get_kv_cache_configs()
+    does self.model_executor.get_kv_cache_specs()
+        self.model_executor.determine_available_memory() get_kv_cache_configs()
         generate_scheduler_kv_cache_config()
         self.model_executor.initialize_from_config()
 v1.kv_cache_interface:KVCacheConfig

@@ -121,6 +121,23 @@ def initialize_kv_cache(
     return result
 
 
+def get_kv_cache_spec(
+    wrapped: Callable[..., Any],
+    runner: Any,
+    args: Any,
+    kwargs: Any,
+    reuses_metadata: bool,
+) -> Any:
+    """Wrapper: layers that cannot be staged are told to the engine core, on their
+    specs. reuses_metadata: as discovery.mark_layers."""
+    specs = wrapped(*args, **kwargs)
+    if NworConfig.from_env().mode is Mode.STAGE:
+        from .discovery import mark_layers
+
+        mark_layers(runner, specs, reuses_metadata)
+    return specs
+
+
 def profile_run(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:

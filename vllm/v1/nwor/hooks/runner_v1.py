@@ -20,6 +20,7 @@ begin/commit pair.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,13 @@ INITIALIZE = HookTarget(
     ("self", "kv_cache_config", "is_profiling"),
     why="the caches are bound here: probe them, fill the tables",
     delete_when="vLLM offers a callback once KV caches are bound",
+)
+SPEC = HookTarget(
+    MODULE,
+    "GPUModelRunner.get_kv_cache_spec",
+    ("self",),
+    why="no shadow blocks are reserved for layers that are known to be refused",
+    delete_when="vLLM lets plugins reserve KV blocks",
 )
 PROFILE = HookTarget(
     MODULE,
@@ -79,7 +87,7 @@ OUTPUT = HookTarget(
     why="the step's output carries the counts to the scheduler",
     delete_when="ModelRunnerOutput has a field for extensions",
 )
-LEDGER = (INITIALIZE, PROFILE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
+LEDGER = (SPEC, INITIALIZE, PROFILE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
 
 
 def install(module: ModuleType) -> None:
@@ -87,6 +95,7 @@ def install(module: ModuleType) -> None:
     shared.install(
         module,
         {
+            SPEC: partial(shared.get_kv_cache_spec, reuses_metadata=False),
             INITIALIZE: shared.initialize_kv_cache,
             PROFILE: shared.profile_run,
             EXECUTE: shared.execute_model,
