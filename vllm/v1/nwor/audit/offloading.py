@@ -69,8 +69,8 @@ def watch(runner: Any, watcher: Watcher) -> None:
 
 
 def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
-    """Where a transfer finds or puts each of its blocks, by KV-cache group. None if that
-    place may be filled from elsewhere: another tier of storage, another rank.
+    """Where a transfer finds or puts each of its blocks, by KV-cache group. None if
+    such a place may be filled from elsewhere: another tier of storage, another rank.
 
     Four blocks a chunk, blocks 3 to 5 of a text in chunks 7 and 2: places 31, 8 and 9.
     """

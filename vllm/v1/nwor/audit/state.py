@@ -459,8 +459,8 @@ class Audit:
     ) -> None:
         """A KV connector is about to read these blocks, by KV-cache group: handed_on.
         fills: or to fill them; what they held is kept, to see that it changes. places:
-        where it holds each, if only what is stored gets there: what a load brings from a
-        place is compared with what was stored last to it."""
+        where it holds each, if only what is stored gets there: what a load brings from
+        a place is compared with what was stored last to it."""
         for group in self.groups:
             group_id = group.shape.group_id
             numbers = [0] * len(blocks[group_id])
