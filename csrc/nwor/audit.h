@@ -30,13 +30,15 @@ enum SlotState : int32_t {
   kSlotLoaded,  // a KV connector was told to fill it
 };
 
-// What is known of a slot's bytes. Replaced: the checksums are of another text, which
-// a load should have replaced. Claimed: a thread block of scan has it in its hands.
+// What is known of a slot's bytes. Replaced: the checksums are of what a load should
+// have replaced. Claimed: a thread block of scan has it in its hands. Loaded: there are
+// none here, but those of what the load should have brought (`stores`).
 enum SlotContent : int32_t {
   kContentClaimed = -2,
   kContentReplaced,
   kContentNone,
   kContentKnown,
+  kContentLoaded,
 };
 
 // A row of `records`, int64 [num_slots, 4]: the last write to a slot.
@@ -122,12 +124,17 @@ struct FindingsHeader {
   int64_t num_published;    // findings up to the last audit_publish
   int64_t num_suspects;     // rows of plan that are suspects
   int64_t num_blocks_done;  // thread blocks of a launch that are through
-  int64_t unused[3];
+  int64_t num_returned;     // slots compared with what was stored when a load came
+  int64_t unused[2];
 };
 static_assert(sizeof(FindingsHeader) == 96, "the header is a row of findings");
 
 // One group's state, and this step's batch. Positions below `window` from a
 // request's end may be gone (0: none are); block 0 is the scheduler's null block.
+//
+// Behind the cache's slots, `records` and `contents` have those of num_stored blocks
+// more, the kept ones: what was known of the blocks that a KV connector stored last.
+// Stores have numbers, from 1; number n is kept in block num_blocks() + n % num_stored.
 struct AuditGroup {
   SlotRecord* records;
   int64_t num_slots;
@@ -142,6 +149,10 @@ struct AuditGroup {
   Finding* findings;  // behind the header
   int64_t capacity;
   FindingsHeader* header;
+  // [num_blocks + num_stored]: which store a load brought to the block; of a kept
+  // block, which it is. 0: none.
+  int64_t* stores;
+  int64_t num_stored;
 
   NWOR_HOST_DEVICE int64_t num_blocks() const { return num_slots / block_size; }
   NWOR_HOST_DEVICE bool is_block_end(int64_t position) const {
@@ -195,7 +206,7 @@ struct AuditResolveArgs {
 struct AuditBytes {
   LayerTable table;
   RunList runs;
-  int32_t* contents;  // [num_slots, num_columns]
+  int32_t* contents;  // [rows of records, num_columns]
   int64_t num_columns;
   int64_t first_column;
   int64_t table_index;
@@ -242,10 +253,13 @@ struct AuditAdoptArgs {
 // Blocks of the group that a KV connector is about to read, or to fill.
 struct AuditHandOnArgs {
   AuditGroup group;
-  const int32_t* blocks;  // [count], on the host
+  const int32_t* blocks;   // [count], on the host
+  const int64_t* numbers;  // the same: of the stores that they are, or come from
   int64_t count;
   int64_t step;
   bool fills;
+  int32_t* contents;  // as in AuditBytes; nullptr: bytes are not compared
+  int64_t num_columns;
 };
 
 struct AuditSnapshotArgs {

@@ -73,19 +73,23 @@ Row* rows_of(const TensorArgs& tensors, const char* name, const Tensor& tensor,
 
 AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
                     const Tensor& seats, const Tensor& expected, const Tensor& owners,
-                    const Tensor& plan, const Tensor& findings, int64_t block_size) {
+                    const Tensor& plan, const Tensor& findings, const Tensor& stores,
+                    int64_t block_size) {
   tensors.array("expected", expected, ScalarType::Long, 2);
   tensors.array("owners", owners, ScalarType::Int, 1);
   Finding* rows = rows_of<Finding>(tensors, "findings", findings, kFindingColumns);
   NWOR_CHECK(findings.size(0) > 1, tensors.op(), "findings has ", findings.size(0),
              " rows; must have room for one behind the header");
-  NWOR_CHECK(block_size > 0 && records.size(0) == owners.size(0) * block_size,
-             tensors.op(), "block_size is ", block_size, "; ", owners.size(0),
-             " blocks of it must be the ", records.size(0), " rows of records");
+  tensors.array("stores", stores, ScalarType::Long, 1);
+  NWOR_CHECK(block_size > 0 && stores.size(0) >= owners.size(0) &&
+                 records.size(0) == stores.size(0) * block_size,
+             tensors.op(), "block_size is ", block_size, "; ", stores.size(0),
+             " blocks of it must be the ", records.size(0),
+             " rows of records, and at least those of owners, ", owners.size(0));
   NWOR_CHECK(expected.size(0) == seats.size(0), tensors.op(), "expected has ",
              expected.size(0), " rows; must have ", seats.size(0), ", as seats");
   return {rows_of<SlotRecord>(tensors, "records", records, kRecordColumns),
-          records.size(0),
+          owners.size(0) * block_size,
           rows_of<Seat>(tensors, "seats", seats, kSeatColumns),
           seats.size(0),
           static_cast<int64_t*>(expected.data_ptr()),
@@ -96,7 +100,9 @@ AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
           plan.size(0),
           rows + 1,
           findings.size(0) - 1,
-          reinterpret_cast<FindingsHeader*>(rows)};
+          reinterpret_cast<FindingsHeader*>(rows),
+          static_cast<int64_t*>(stores.data_ptr()),
+          stores.size(0) - owners.size(0)};
 }
 
 AuditBatch batch_of(const Call& call, const Tensor& row_seats,
@@ -130,10 +136,11 @@ AuditBytes bytes_of(const TensorArgs& tensors, const AuditGroup& group,
                "table has layers of ", layers.rows[0].num_slots(), " slots; must have ",
                group.num_slots, ", as records");
   }
-  NWOR_CHECK(contents.size(0) == group.num_slots && first_column >= 0 &&
+  const int64_t num_rows = group.num_slots + group.num_stored * group.block_size;
+  NWOR_CHECK(contents.size(0) == num_rows && first_column >= 0 &&
                  first_column + layers.num_layers <= contents.size(1),
              tensors.op(), "contents has shape [", contents.size(0), ", ",
-             contents.size(1), "]; must have ", group.num_slots, " rows, and ",
+             contents.size(1), "]; must have ", num_rows, " rows, and ",
              layers.num_layers, " columns from ", first_column);
   return {
       layers,           tensors.runs(runs), static_cast<int32_t*>(contents.data_ptr()),
@@ -187,8 +194,8 @@ void scan(const Call& call, const AuditBatch& batch, int64_t row, int64_t num_bl
 }  // namespace
 
 void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
-                    Tensor owners, Tensor plan, Tensor findings, int64_t block_size,
-                    int64_t entry_tokens, int64_t window) {
+                    Tensor owners, Tensor plan, Tensor findings, Tensor stores,
+                    int64_t block_size, int64_t entry_tokens, int64_t window) {
   const TensorArgs tensors("audit_describe", "records", records);
   Tables& to = room_in(tensors.op(), tables);
   NWOR_CHECK(entry_tokens > 0, tensors.op(), "entry_tokens is ", entry_tokens,
@@ -196,7 +203,8 @@ void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected
   to = {0,
         tensors.device_type(),
         tensors.device_index(),
-        group_of(tensors, records, seats, expected, owners, plan, findings, block_size),
+        group_of(tensors, records, seats, expected, owners, plan, findings, stores,
+                 block_size),
         entry_tokens,
         window,
         (tables.size(0) - kTablesColumns) / kPartColumns};
@@ -319,10 +327,29 @@ void audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
        num_blocks, step);
 }
 
-void audit_hand_on(Tensor tables, Tensor blocks, int64_t step, bool fills) {
+void audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int64_t step,
+                   bool fills) {
   const Call call = call_of("audit_hand_on", tables);
-  const AuditHandOnArgs args{call.group, block_ids(call, blocks), blocks.size(0), step,
-                             fills};
+  const char* const op = call.tensors.op();
+  const TensorArgs host(op, "numbers", numbers);
+  NWOR_CHECK(!host.on_cuda(), op, "numbers is on CUDA; must be on cpu");
+  host.array("numbers", numbers, ScalarType::Long, 1);
+  host.size_is("numbers", numbers, 0, blocks.size(0), "as blocks");
+  const auto* of_blocks = static_cast<const int64_t*>(numbers.data_ptr());
+  const bool keeps = call.group.num_stored > 0 && call.tables.num_parts > 0;
+  for (int64_t i = 0; i < numbers.size(0); ++i) {
+    NWOR_CHECK(of_blocks[i] >= 0 && (keeps || of_blocks[i] == 0), op, "numbers[", i,
+               "] is ", of_blocks[i], "; must be at least 0",
+               keeps ? "" : ", and 0 where stores has no room");
+  }
+  AuditHandOnArgs args{call.group, block_ids(call, blocks),
+                       of_blocks,  blocks.size(0),
+                       step,       fills,
+                       nullptr,    0};
+  if (keeps) {
+    args.contents = layers_of(call, 0).contents;
+    args.num_columns = layers_of(call, 0).num_columns;
+  }
   NWOR_DISPATCH(call.tensors, args, audit_hand_on);
 }
 

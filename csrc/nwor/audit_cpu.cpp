@@ -310,8 +310,17 @@ void audit_scan_cpu(const AuditScanArgs& args) {
     SlotRecord& record = group.records[slots[i]];
     const int32_t* found = sums.data() + i * num_layers;
     int32_t* known = bytes.contents + slots[i] * bytes.num_columns + bytes.first_column;
+    Stored stored{kNotStored, nullptr, {}};
+    if (is_fresh(record.content)) {
+      stored.slot = stored_slot(group, slots[i]);
+    }
+    if (stored.slot >= 0) {
+      stored.known =
+          bytes.contents + stored.slot * bytes.num_columns + bytes.first_column;
+      stored.compared = compare(stored.known, found, num_layers);
+    }
     judge_slot(args, batch.row_seats.at(rows[i]), slots[i], positions[i],
-               record.content, compare(known, found, num_layers), known, found);
+               record.content, compare(known, found, num_layers), known, found, stored);
     group.header->num_contents += args.is_last && record.content == kContentKnown;
     std::copy_n(found, num_layers, known);
     if (args.is_last) {
@@ -321,8 +330,21 @@ void audit_scan_cpu(const AuditScanArgs& args) {
 }
 
 void audit_hand_on_cpu(const AuditHandOnArgs& args) {
+  const AuditGroup& group = args.group;
   for (int64_t i = 0; i < args.count; ++i) {
-    hand_on_block(args.group, args.blocks[i], args.step, args.fills);
+    const int64_t number = args.numbers[i];
+    hand_on_block(group, args.blocks[i], number, args.step, args.fills);
+    if (args.fills || number == 0) {
+      continue;
+    }
+    const int64_t kept = group.num_blocks() + number % group.num_stored;
+    const int64_t from = args.blocks[i] * group.block_size;
+    const int64_t to = kept * group.block_size;
+    group.stores[kept] = number;
+    std::copy_n(group.records + from, group.block_size, group.records + to);
+    std::copy_n(args.contents + from * args.num_columns,
+                group.block_size * args.num_columns,
+                args.contents + to * args.num_columns);
   }
 }
 

@@ -533,10 +533,17 @@ __global__ void __launch_bounds__(kAuditThreads, 2)
       int32_t* const known = known_of(args.bytes, slot);
       slot_checksums(args.bytes, slot, sums);
       if (threadIdx.x < kWarpThreads) {
-        const Compared compared =
-            compare_by_warp(known, sums, args.bytes.table.num_layers);
+        const int64_t num_layers = args.bytes.table.num_layers;
+        const Compared compared = compare_by_warp(known, sums, num_layers);
+        Stored stored{
+            is_fresh(content) ? stored_slot(group, slot) : kNotStored, nullptr, {}};
+        if (stored.slot >= 0) {
+          stored.known = known_of(args.bytes, stored.slot);
+          stored.compared = compare_by_warp(stored.known, sums, num_layers);
+        }
         if (threadIdx.x == 0) {
-          judge_slot(args, seat_index, slot, position, content, compared, known, sums);
+          judge_slot(args, seat_index, slot, position, content, compared, known, sums,
+                     stored);
           if (args.is_last && content == kContentKnown) {
             count(group.header->num_contents);
           }
@@ -576,14 +583,34 @@ __global__ void __launch_bounds__(kAuditThreads)
 struct Ids {
   int32_t count;
   int32_t blocks[kIdsPerLaunch];
-  int32_t generations[kIdsPerLaunch];
+  int64_t values[kIdsPerLaunch];
 };
 
+// A thread block for each: of a block that is stored, it keeps what is known.
 __global__ void __launch_bounds__(kIdsPerLaunch)
     audit_hand_on_kernel(const __grid_constant__ AuditHandOnArgs args,
                          const __grid_constant__ Ids ids) {
-  if (static_cast<int32_t>(threadIdx.x) < ids.count) {
-    hand_on_block(args.group, ids.blocks[threadIdx.x], args.step, args.fills);
+  const AuditGroup& group = args.group;
+  const int64_t block = ids.blocks[blockIdx.x];
+  const int64_t number = ids.values[blockIdx.x];
+  if (threadIdx.x == 0) {
+    hand_on_block(group, block, number, args.step, args.fills);
+  }
+  if (args.fills || number == 0) {
+    return;
+  }
+  const int64_t kept = group.num_blocks() + number % group.num_stored;
+  if (threadIdx.x == 0) {
+    group.stores[kept] = number;
+  }
+  const int64_t from = block * group.block_size;
+  const int64_t to = kept * group.block_size;
+  for (int64_t o = threadIdx.x; o < group.block_size; o += kIdsPerLaunch) {
+    group.records[to + o] = group.records[from + o];
+  }
+  const int64_t columns = args.num_columns;
+  for (int64_t i = threadIdx.x; i < group.block_size * columns; i += kIdsPerLaunch) {
+    args.contents[to * columns + i] = args.contents[from * columns + i];
   }
 }
 
@@ -592,7 +619,7 @@ __global__ void __launch_bounds__(kIdsPerLaunch)
                           const __grid_constant__ Ids ids) {
   if (static_cast<int32_t>(threadIdx.x) < ids.count) {
     hand_out_block(args.records, args.owners, args.block_size, ids.blocks[threadIdx.x],
-                   ids.generations[threadIdx.x]);
+                   static_cast<int32_t>(ids.values[threadIdx.x]));
   }
 }
 
@@ -647,18 +674,20 @@ void check_bytes(const char* op, const AuditBytes& bytes) {
              " on CUDA");
 }
 
-template <typename Args>
+// values: of the blocks. is_wide: each block has a thread block of its own.
+template <typename Args, typename Value>
 void launch_ids(DriverKernel& kernel, const char* op, const Args& args,
-                const int32_t* generations, int device, void* stream) {
+                const Value* values, bool is_wide, int device, void* stream) {
   for (int64_t first = 0; first < args.count; first += kIdsPerLaunch) {
     Ids ids{};
     ids.count = static_cast<int32_t>(least(args.count - first, kIdsPerLaunch));
     for (int32_t i = 0; i < ids.count; ++i) {
       ids.blocks[i] = args.blocks[first + i];
-      ids.generations[i] = generations == nullptr ? 0 : generations[first + i];
+      ids.values[i] = values[first + i];
     }
     void* arguments[] = {const_cast<Args*>(&args), &ids};
-    kernel.launch(op, device, 1, kIdsPerLaunch, stream, arguments);
+    kernel.launch(op, device, grid_size(op, is_wide ? ids.count : 1), kIdsPerLaunch,
+                  stream, arguments);
   }
 }
 
@@ -704,7 +733,8 @@ void audit_scan_cuda(const AuditScanArgs& args, int device, void* stream) {
 }
 
 void audit_hand_on_cuda(const AuditHandOnArgs& args, int device, void* stream) {
-  launch_ids(hand_on_launcher, "audit_hand_on", args, nullptr, device, stream);
+  launch_ids(hand_on_launcher, "audit_hand_on", args, args.numbers, true, device,
+             stream);
 }
 
 void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream) {
@@ -722,7 +752,7 @@ void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream
 }
 
 void audit_hand_out_cuda(const AuditHandOutArgs& args, int device, void* stream) {
-  launch_ids(hand_out_launcher, "audit_hand_out", args, args.generations, device,
+  launch_ids(hand_out_launcher, "audit_hand_out", args, args.generations, false, device,
              stream);
 }
 

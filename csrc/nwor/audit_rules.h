@@ -213,6 +213,8 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
     row.suspect = -1;
   } else if (row.old.state == kSlotLoaded) {
     row.old.content = kContentNone;  // a load fills whole blocks
+  } else if (row.old.content == kContentLoaded) {
+    row.old.content = kContentNone;
   }
   record = {hash,
             args.tokens[i],
@@ -301,6 +303,28 @@ NWOR_HOST_DEVICE inline int64_t check_end(const AuditResolveArgs& args, int64_t 
   return 1;
 }
 
+// --- loads -----------------------------------------------------------------------
+
+constexpr int64_t kNotStored = -1;
+constexpr int64_t kStoreForgotten = -2;
+
+// The kept slot that says what a load should have brought to `slot`; kNotStored: that
+// is not known; kStoreForgotten: later stores took its place.
+NWOR_HOST_DEVICE inline int64_t stored_slot(const AuditGroup& group, int64_t slot) {
+  const int64_t number = group.stores[slot / group.block_size];
+  if (number == 0) {
+    return kNotStored;
+  }
+  const int64_t kept = group.num_blocks() + number % group.num_stored;
+  if (group.stores[kept] != number) {
+    return kStoreForgotten;
+  }
+  const int64_t found = kept * group.block_size + slot % group.block_size;
+  const SlotRecord& record = group.records[found];
+  return record.state == kSlotCommitted && record.content == kContentKnown ? found
+                                                                           : kNotStored;
+}
+
 // --- adopt -----------------------------------------------------------------------
 
 // H in front of block b, of a seat that was just taken.
@@ -327,6 +351,15 @@ NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
     }
     ++num_identities;
     SlotRecord& record = group.records[slot];
+    const int64_t stored =
+        record.state == kSlotLoaded ? stored_slot(group, slot) : kNotStored;
+    if (stored >= 0) {
+      const bool has_old = record.content != kContentNone;
+      record = group.records[stored];
+      record.content = has_old ? kContentReplaced : kContentLoaded;
+    } else if (stored == kStoreForgotten) {
+      group.stores[slot / group.block_size] = 0;  // what follows is counted here
+    }
     if (record.state == kSlotUnknown || record.state == kSlotLoaded ||
         seat.loads == kUntoldLoads) {
       ++num_unverified;
@@ -448,37 +481,69 @@ NWOR_HOST_DEVICE inline bool has_bytes(const SlotRecord& record) {
   return record.state == kSlotCommitted || record.state == kSlotUnknown;
 }
 
-// What a slot's checksums say of it. content: of its record.
+// Whether a load brought what a slot holds, and nobody looked at it yet.
+NWOR_HOST_DEVICE inline bool is_fresh(int32_t content) {
+  return content == kContentReplaced || content == kContentLoaded;
+}
+
+// What a slot's checksums say of it. content: of its record. stored: what is_fresh was
+// compared with, or why it was not (stored_slot).
+struct Stored {
+  int64_t slot;
+  const int32_t* known;
+  Compared compared;
+};
 NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_index,
                                         int64_t slot, int64_t position, int32_t content,
                                         const Compared& compared, const int32_t* known,
-                                        const int32_t* found) {
+                                        const int32_t* found, const Stored& stored) {
   const AuditGroup& group = args.group;
-  Finding finding =
-      other_bytes(group, args.bytes, slot, position, group.seats[seat_index], args.step,
-                  compared, known, found);
+  const Seat& seat = group.seats[seat_index];
   const bool is_same = compared.num_same == compared.num_layers;
-  // What has no checksums yet was taken over: it gets some.
-  if (content == kContentReplaced) {
-    // A single layer's checksum may agree by chance.
-    if (is_same && compared.num_layers > 1) {
-      finding.kind = kNeverLoaded;
-      finding.layer = 0;
-      finding.num_layers = compared.num_layers;
-      finding.expected = group.records[slot].hash;
-      report(group, finding);
+  if (!is_fresh(content)) {
+    // What has no checksums yet was taken over: it gets some.
+    if (content != kContentNone && !is_same) {
+      report(group, other_bytes(group, args.bytes, slot, position, seat, args.step,
+                                compared, known, found));
     }
-  } else if (content != kContentNone && !is_same) {
+    return;
+  }
+  if (stored.slot == kStoreForgotten) {
+    count(group.header->num_unverified, args.is_last);
+    return;
+  }
+  if (stored.slot >= 0) {
+    count(group.header->num_returned, args.is_last);
+    if (stored.compared.num_same == stored.compared.num_layers) {
+      return;
+    }
+  }
+  // A single layer's checksum may agree by chance.
+  const bool is_sure = compared.num_layers > 1 || stored.slot >= 0;
+  if (content == kContentReplaced && is_same && is_sure) {
+    Finding finding = other_bytes(group, args.bytes, slot, position, seat, args.step,
+                                  compared, known, found);
+    finding.kind = kNeverLoaded;
+    finding.layer = 0;
+    finding.num_layers = compared.num_layers;
+    finding.expected = group.records[slot].hash;
+    report(group, finding);
+  } else if (stored.slot >= 0) {
+    Finding finding = other_bytes(group, args.bytes, slot, position, seat, args.step,
+                                  stored.compared, stored.known, found);
+    finding.kind = kHandedOn;
     report(group, finding);
   }
 }
 
 // --- blocks ----------------------------------------------------------------------
 
+// number: of the store that a load brings, if `fills`.
 NWOR_HOST_DEVICE inline void hand_on_block(const AuditGroup& group, int64_t block,
-                                           int64_t step, bool fills) {
+                                           int64_t number, int64_t step, bool fills) {
   SlotRecord* records = group.records + block * group.block_size;
   if (fills) {
+    group.stores[block] = number;
     for (int64_t o = 0; o < group.block_size; ++o) {
       records[o].state = kSlotLoaded;
     }

@@ -31,8 +31,8 @@ void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
 
 // The audit: audit_bindings.cpp says what `tables` is.
 void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
-                    Tensor owners, Tensor plan, Tensor findings, int64_t block_size,
-                    int64_t entry_tokens, int64_t window);
+                    Tensor owners, Tensor plan, Tensor findings, Tensor stores,
+                    int64_t block_size, int64_t entry_tokens, int64_t window);
 void audit_describe_layers(Tensor tables, int64_t index, Tensor table,
                            OptionalTensor runs, Tensor contents, int64_t first_column);
 void audit_seat(Tensor tables, Tensor tokens, int64_t length, int64_t seat,
@@ -51,7 +51,8 @@ void audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                  int64_t row, int64_t step, int64_t num_blocks);
 void audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                 Tensor block_table, int64_t num_reqs, int64_t num_blocks, int64_t step);
-void audit_hand_on(Tensor tables, Tensor blocks, int64_t step, bool fills);
+void audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int64_t step,
+                   bool fills);
 void audit_snapshot(Tensor tables, bool again);
 void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations);
 void audit_publish(Tensor tables, Tensor findings_to);

@@ -42,8 +42,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "Tensor saved, int num_reqs, int entry_tokens) -> ()");
   ops.def(
       "audit_describe(Tensor(a!) tables, Tensor records, Tensor seats, "
-      "Tensor expected, Tensor owners, Tensor plan, Tensor findings, int block_size, "
-      "int entry_tokens, int window) -> ()");
+      "Tensor expected, Tensor owners, Tensor plan, Tensor findings, Tensor stores, "
+      "int block_size, int entry_tokens, int window) -> ()");
   ops.def(
       "audit_describe_layers(Tensor(a!) tables, int index, Tensor table, "
       "Tensor? runs, Tensor contents, int first_column) -> ()");
@@ -60,7 +60,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def("audit_adopt(" NWOR_AUDIT_BATCH
           "Tensor tokens, int length, int row, int step, int num_blocks) -> ()");
   ops.def("audit_scan(" NWOR_AUDIT_BATCH "int num_blocks, int step) -> ()");
-  ops.def("audit_hand_on(Tensor tables, Tensor blocks, int step, bool fills) -> ()");
+  ops.def(
+      "audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int step, "
+      "bool fills) -> ()");
   ops.def("audit_snapshot(Tensor tables, bool again) -> ()");
   ops.def("audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) -> ()");
   ops.def("audit_publish(Tensor tables, Tensor(a!) findings_to) -> ()");

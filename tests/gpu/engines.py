@@ -415,6 +415,17 @@ CORRUPTING = (
         offloads=True,
     ),
 )
+# Loads of the OffloadingConnector while a step runs; their drafters are left out.
+RACING = tuple(
+    _spec(
+        f"racing-{on}-async",
+        *("eagle", "FLASH_ATTN", "EAGER", "auto", True),
+        num_blocks=48,
+        offloads=True,
+        on=on,
+    )
+    for on in ("v1", "v2")
+)
 # Beside the OffloadingConnector, so few blocks that prompts come back from the host.
 OFFLOADING = (
     _spec(
@@ -433,7 +444,7 @@ OFFLOADING = (
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, *RAY, COPYING),
+    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

@@ -29,6 +29,8 @@ PROFILED_ROW = "batch 8"
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
+# Of a device's clock, 0.2 s or more: a load is through by then.
+DELAY_CYCLES = 400_000_000
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
@@ -277,6 +279,56 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     )
 
 
+def racing(spec: EngineSpec, models: Path, report: Report) -> None:
+    """A request is aborted while its prompt is being computed, and its blocks go to one
+    whose text a load brings. NWOR_TEST_RACE: "stock": as vLLM is; "late": its scheduler
+    frees blocks that the step in flight writes; "waiting": the same, and loads wait for
+    the compute stream."""
+    from tests.helpers.offloading_fault import final_slots, loads_wait
+
+    race = os.environ["NWOR_TEST_RACE"]
+    with final_slots(are_stored=False), loads_wait(race == "waiting") as has_waited:
+        engine = start(spec, models, report, speculative_config=None)
+        engine.rpc("test_randomize", 20)
+        assert engine.scheduler.defer_block_free
+        engine.scheduler.defer_block_free = race == "stock"
+        # Whole blocks are loaded; no text here ends with one.
+        text = prompt("racing", 30 * spec.block_size)
+        filler = (Request("filler/0", prompt("filler", 20), 7),)
+        engine.run(Row("stored", ((Request("first/0", text, 4),), filler)))
+        engine.rpc("test_delay_second_layer", DELAY_CYCLES, 300)
+        engine.forget()
+        nothing = {"kv_transfer_params": {"max_offload_tokens": 0}}
+        params = {"logprobs": 5}
+        later = Request("later/0", (*text, 11, 12), 4, at=1, params=params)
+        # Nothing of it is stored: vLLM waits for stores before it fills their blocks.
+        cut = Request(
+            "cut/0",
+            prompt("cut", 500),
+            4,
+            abort_at=1,
+            params={"extra_args": nothing},
+        )
+        loaded = engine.run(Row("racing", ((cut, later), filler)))
+        salted = {**params, "cache_salt": "fresh"}
+        fresh = replace(later, name="fresh/0", at=0, params=salted)
+        computed = engine.play(Row("fresh", ((fresh,),)))
+    report.save(
+        has_waited=has_waited,
+        planted=""
+        if race == "stock"
+        else "blocks freed while a step writes them"
+        + (", loads that wait" if race == "waiting" else ""),
+        cached=[loaded.cached["later/0"]],
+        differences=[
+            largest_difference(
+                loaded.logprobs["later/0"][0], computed.logprobs["fresh/0"][0]
+            )
+        ],
+        audit=engine.rpc("test_audit"),
+    )
+
+
 def largest_difference(
     one: list[tuple[int, float]], other: list[tuple[int, float]]
 ) -> float:
@@ -399,6 +451,7 @@ JOBS = {
     "outputs": outputs,
     "audit": audit,
     "corrupting": corrupting,
+    "racing": racing,
     "offload": offload,
 }
 

@@ -20,13 +20,11 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostWorker(OffloadingWorker):
-    """loads_write: whether loads do what they say; tests switch it off."""
-
-    loads_write = True
+    """Tests replace `bring`, which is what a load does for a block."""
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
-        self._tensors = [entry.tensor for entry in caches.tensors]
-        self._chunks: dict[int, list[torch.Tensor]] = {}
+        self.tensors = [entry.tensor for entry in caches.tensors]
+        self.chunks: dict[int, list[torch.Tensor]] = {}
         self._done: list[TransferResult] = []
         self.num_loaded = 0
 
@@ -34,7 +32,7 @@ class HostWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         for block, chunk in self._pairs(src_spec, dst_spec):
-            self._chunks[chunk] = [tensor[block].clone() for tensor in self._tensors]
+            self.chunks[chunk] = [tensor[block].clone() for tensor in self.tensors]
         return self._finish(job_id, len(src_spec.block_ids))
 
     def submit_load(
@@ -42,12 +40,12 @@ class HostWorker(OffloadingWorker):
     ) -> bool:
         for block, chunk in self._pairs(dst_spec, src_spec):
             self.num_loaded += 1
-            if HostWorker.loads_write:
-                for tensor, saved in zip(
-                    self._tensors, self._chunks[chunk], strict=True
-                ):
-                    tensor[block] = saved
+            self.bring(block, chunk)
         return self._finish(job_id, len(dst_spec.block_ids))
+
+    def bring(self, block: int, chunk: int) -> None:
+        for tensor, saved in zip(self.tensors, self.chunks[chunk], strict=True):
+            tensor[block] = saved
 
     @staticmethod
     def _pairs(blocks: Any, chunks: Any) -> list[tuple[int, int]]:
@@ -56,7 +54,7 @@ class HostWorker(OffloadingWorker):
         )
 
     def _finish(self, job_id: int, num_blocks: int) -> bool:
-        size = num_blocks * sum(tensor[0].nbytes for tensor in self._tensors)
+        size = num_blocks * sum(tensor[0].nbytes for tensor in self.tensors)
         self._done.append(TransferResult(job_id, True, size, 0.001))
         return True
 

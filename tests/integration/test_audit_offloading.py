@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.byte_map import owners
 from tests.helpers.drafters import ScriptedDrafter, all_wrong
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request, end_connector
 from tests.helpers.host_offloading import HostSpec, HostWorker
@@ -48,6 +49,20 @@ def no_connector_stays() -> Iterator[None]:
 
 def stored_and_loaded(mode: str = "off", **arguments: Any) -> Engine:
     """Stores the texts of FIRST, then runs requests that load them."""
+    engine, later = stored(mode, **arguments)
+    load(engine, later)
+    return engine
+
+
+def load(engine: Engine, later: list[Request]) -> None:
+    before = HostSpec.last.num_loaded
+    engine.llm.reset_prefix_cache()
+    engine.run(later)
+    assert HostSpec.last.num_loaded > before
+
+
+def stored(mode: str = "off", **arguments: Any) -> tuple[Engine, list[Request]]:
+    """An engine whose host has the texts of FIRST, and requests that load them."""
     end_connector()
     settings = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
     engine = Engine(
@@ -61,14 +76,10 @@ def stored_and_loaded(mode: str = "off", **arguments: Any) -> Engine:
         ScriptedDrafter({}, all_wrong).attach(engine.runner)
     result = engine.run(FIRST)
     engine.run(FILLER)
-    engine.llm.reset_prefix_cache()
-    later = [
+    return engine, [
         Request(f"later{n}", (*r.prompt, *result.tokens[r.name], 7, 8), 8)
         for n, r in enumerate(FIRST)
     ]
-    engine.run(later)
-    assert HostSpec.last.num_loaded > 0
-    return engine
 
 
 @pytest.fixture(params=["adapter", "none"])
@@ -88,9 +99,11 @@ def test_stores_and_loads_of_a_mended_vllm_are_no_findings(
     engine = stored_and_loaded(**({} if speculates else {"speculative_config": None}))
     assert engine.audit.audit.loads.name == {"adapter": "TOLD"}.get(adapter, "UNTOLD")
     assert find(engine) == []
-    # What was loaded is not vouched for, and counted.
-    unverified = engine.audit.audit.totals()["unverified"]
-    assert unverified == HostSpec.last.num_loaded * BLOCK_SIZE > 0
+    # What came back is what was stored; where that is not known, it is counted.
+    totals = engine.audit.audit.totals()
+    num_loaded = HostSpec.last.num_loaded * BLOCK_SIZE
+    known = (totals["returned"], totals["unverified"])
+    assert known == ((num_loaded, 0) if adapter == "adapter" else (0, num_loaded))
 
 
 def test_a_chunk_with_a_rejected_draft_is_named_when_it_is_stored() -> None:
@@ -118,8 +131,84 @@ def test_without_speculation_it_was_never_written() -> None:
 def test_a_load_that_writes_nothing_is_named(
     adapter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostWorker, "loads_write", False)
+    monkeypatch.setattr(HostWorker, "bring", lambda worker, block, chunk: None)
     engine = stored_and_loaded(num_gpu_blocks_override=20)
 
     kinds = {finding.kind for finding in find(engine)}
     assert kinds == {"never_loaded"}
+
+
+def flipped_byte(worker: HostWorker, block: int, chunk: int) -> None:
+    """On the host, since it was stored."""
+    saved = worker.chunks[chunk]
+    whole = saved[1].clone()
+    saved[1].view(-1)[100] ^= 1
+    bring(worker, block, chunk)
+    saved[1].copy_(whole)
+
+
+def another_chunk(worker: HostWorker, block: int, chunk: int) -> None:
+    bring(worker, block, next(other for other in worker.chunks if other != chunk))
+
+
+def late_write(worker: HostWorker, block: int, chunk: int) -> None:
+    """The step before has written to one layer of the block when the load was through,
+    as where a load does not wait for it."""
+    stale = worker.tensors[2][block].clone()
+    bring(worker, block, chunk)
+    worker.tensors[2][block] = stale
+
+
+bring = HostWorker.bring
+FAULTS = {flipped_byte: (1, 1), another_chunk: (4, BLOCK_SIZE), late_write: (1, 32)}
+
+
+def test_a_load_that_brings_other_bytes_than_were_stored_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, later = stored()
+    layers = engine.runner.nwor_audit.audit.groups[0].layers
+    for fault, (num_layers, num_slots) in FAULTS.items():
+        bent: list[int] = []
+
+        def once(worker: HostWorker, block: int, chunk: int, fault=fault, bent=bent):
+            (bring if bent else fault)(worker, block, chunk)
+            bent.append(block)
+
+        monkeypatch.setattr(HostWorker, "bring", once)
+        load(engine, later)
+
+        found = find(engine)
+        assert [f.kind for f in found] == ["handed_on"] * num_slots, fault
+        assert {f.block for f in found} == {bent[0]}
+        assert {f.num_layers for f in found} == {num_layers}
+        assert {f.slot for f in found} <= set(slots_of(bent[0]))
+        assert len({f.slot for f in found}) == num_slots
+        owner, writer = found[0].owner or "", found[0].writer.request or ""
+        assert (owner[:5], writer[:5], writer[5:6]) == ("later", "first", owner[5:6])
+        (layer,) = {f.layer for f in found}
+        assert layer == layers[{1: 1, 4: 0}[num_layers] + (fault is late_write)].name
+        if fault is flipped_byte:
+            of_layer = engine.probe.target_layers()[layer]
+            assert found[0].slot % BLOCK_SIZE == owners(of_layer).flatten()[100]
+        engine.audit.findings.last.clear()
+
+    monkeypatch.setattr(HostWorker, "bring", bring)
+    load(engine, later)
+    assert find(engine) == []
+    assert engine.audit.audit.totals()["unverified"] == 0
+
+
+def slots_of(block: int) -> range:
+    return range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+
+
+def test_of_many_stored_blocks_the_last_are_known() -> None:
+    """Of 20 blocks of a cache, three of those that were stored."""
+    engine = stored_and_loaded(num_gpu_blocks_override=20)
+    assert find(engine) == []
+    assert engine.audit.audit.groups[0].shape.num_stored == 3
+    totals = engine.audit.audit.totals()
+    num_loaded = HostSpec.last.num_loaded * BLOCK_SIZE
+    assert totals["returned"] + totals["unverified"] == num_loaded
+    assert 0 < totals["returned"] <= 3 * BLOCK_SIZE

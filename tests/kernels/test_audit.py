@@ -96,6 +96,7 @@ class World:
     window: int = 0
     loads: Loads = Loads.NONE
     num_groups: int = 1
+    num_stored: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class World:
         memory = DeviceMemory(self.device, None)
         groups = [
             AuditedGroup(
-                GroupShape(gid, N, N, NUM_BLOCKS, 8, self.window),
+                GroupShape(gid, N, N, NUM_BLOCKS, 8, self.window, self.num_stored),
                 layers,
                 4,
                 64,
@@ -781,6 +782,198 @@ def test_what_the_scheduler_found_in_the_cache_is_verified_beside_any_connector(
     assert world.audit.totals()["unverified"] == (4 if is_told else 8)
 
 
+def stored(**settings: Any) -> World:
+    """The first two blocks of a text were stored to places 6 and 7, and another request
+    has taken the blocks."""
+    world = World(loads=Loads.TOLD, **{"num_stored": 4} | settings)
+    world.add("a", TEXT[:8], [1, 2])
+    assert world.step({"a": Work(8)}) == []
+    world.audit.hand_on([[1, 2]], places=[[6, 7]])
+    world.finish("a")
+    world.add("b", OTHER[:8], [1, 2])
+    assert world.step({"b": Work(8)}) == []
+    world.finish("b")
+    return world
+
+
+def loaded(
+    world: World, text: Sequence[int], places: list[int], brings: Sequence[int] = TEXT
+) -> list[Finding]:
+    """A request of `text`, whose first two blocks a load fills from two places."""
+    world.audit.hand_on([[1, 2]], fills=True, places=[places])
+    for position, token in enumerate(brings[:8]):
+        for layer in range(NUM_LAYERS):
+            world.write(layer, 1 * N + position, token, position)
+    world.add("c", [*text[:8], 7], [1, 2, 3], hit=8)
+    return world.step({"c": Work(1)})
+
+
+def test_a_load_that_brings_what_was_stored_is_verified():
+    world = stored()
+    assert loaded(world, TEXT, [6, 7]) == []
+    totals = world.audit.totals()
+    assert (totals["unverified"], totals["returned"]) == (0, 8)
+    assert world.step({"c": Work(0)}) == []
+    world.slot(1, 2 * N)[0, 0] ^= 1  # it is watched from there on
+    assert kinds(world.step({"c": Work(0)})) == ["changed"]
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_load_that_brings_other_bytes(layer, is_known):
+    """One bit of one layer, wherever what was in the block before is known."""
+    world = stored()
+    if not is_known:
+        world.audit.forget_cache()
+    write = world.write
+
+    def write_other(at: int, slot: int, token: int, position: int) -> None:
+        write(at, slot, token, position)
+        if (at, position) == (layer, 5):
+            world.slot(at, slot)[1, 3] ^= 16
+
+    world.write = write_other
+    (finding,) = loaded(world, TEXT, [6, 7])
+    assert (finding.kind, finding.layer) == ("handed_on", f"layer{layer}")
+    assert (finding.slot, finding.position, finding.num_layers) == (2 * N + 1, 5, 1)
+    assert (finding.owner, finding.writer.request, finding.writer.step) == ("c", "a", 1)
+    assert finding.expected != finding.found
+    world.write = write
+    assert world.step({"c": Work(0)}) == []
+    totals = world.audit.totals()
+    assert (totals["unverified"], totals["returned"]) == (0, 8)
+
+
+def test_a_load_of_another_place_is_another_text():
+    """Nothing is wrong with the bytes: they are those that were stored there."""
+    world = stored()
+    found = loaded(world, OTHER, [6, 7])
+    assert [(f.kind, f.position, f.owner, f.writer.request) for f in found] == [
+        ("wrong_prefix", position, "c", "a") for position in (0, N)
+    ]
+
+
+def test_a_load_that_copies_another_place_than_it_says():
+    world = stored()
+    found = loaded(world, TEXT, [6, 7], brings=[*TEXT[:4], *TEXT[:4]])
+    assert [(f.kind, f.slot, f.num_layers) for f in found] == [
+        ("handed_on", 2 * N + offset, count)
+        for count in ([NUM_LAYERS - 1, 1] if world.has_packed else [NUM_LAYERS])
+        for offset in range(N)
+    ]
+
+
+def test_a_load_of_what_was_stored_that_wrote_nothing():
+    world = stored()
+    found = loaded(world, TEXT, [6, 7], brings=OTHER)
+    assert {f.kind for f in found} == {"never_loaded"}
+    assert {f.slot for f in found} == set(range(N, 3 * N))
+
+
+def test_a_place_holds_what_was_stored_last():
+    world = stored()
+    world.add("d", OTHER[:4], [4])
+    assert world.step({"d": Work(4)}) == []
+    world.audit.hand_on([[4]], places=[[6]])
+    found = loaded(world, [*OTHER[:4], *TEXT[4:8]], [6, 7], [*OTHER[:4], *TEXT[4:8]])
+    assert kinds(found) == ["wrong_prefix"]  # its second block follows another first
+    assert found[0].position == 4
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_what_there_is_no_room_for_is_unverified(room):
+    """The blocks that were stored last are kept."""
+    world = stored(num_stored=room)
+    (group,) = world.audit.groups
+    assert len(group.numbers) == room
+    assert loaded(world, TEXT, [6, 7]) == []
+    totals = world.audit.totals()
+    assert (totals["unverified"], totals["returned"]) == (8 - room * N, room * N)
+
+
+def test_what_later_stores_took_the_room_of_is_unverified():
+    """Between a load and the look at what it brought."""
+    world = stored(num_stored=2)
+    hand_on = world.audit.hand_on
+
+    def load_then_store(*args: Any, **kwargs: Any) -> None:
+        hand_on(*args, **kwargs)
+        world.add("d", OTHER[:4], [4])
+        assert world.step({"d": Work(4)}) == []
+        hand_on([[4]], places=[[8]])
+
+    world.audit.hand_on = load_then_store
+    assert loaded(world, TEXT, [6, 7]) == []
+    totals = world.audit.totals()
+    assert (totals["unverified"], totals["returned"]) == (N, N)
+
+
+def test_what_later_stores_took_the_room_of_is_unverified_beyond_the_budget():
+    """The block is looked at when others have been stored: no finding, whatever is in
+    it. Four blocks are looked at when a request comes, and one in each step."""
+    world = World(loads=Loads.TOLD, num_stored=6, budget=1)
+    world.add("a", TEXT[:24], [1, 2, 3, 4, 5, 6])
+    assert world.step({"a": Work(24)}) == []
+    world.audit.hand_on([[1, 2, 3, 4, 5, 6]], places=[[1, 2, 3, 4, 5, 6]])
+    world.finish("a")
+    world.audit.hand_on([[1, 2, 3, 4, 5, 6]], fills=True, places=[[1, 2, 3, 4, 5, 6]])
+    world.add("c", TEXT[:25], [1, 2, 3, 4, 5, 6, 7], hit=24)
+    assert world.step({"c": Work(1)}) == []
+    before = world.audit.totals()
+    assert (before["unverified"], before["returned"]) == (0, 4 * N)
+    world.audit.hand_on([[1, 2, 3, 4, 5, 6]], places=[[7, 8, 9, 10, 11, 12]])
+    for layer in range(NUM_LAYERS):
+        world.slot(layer, 6 * N)[:] ^= 1
+    for _ in range(8):
+        assert world.step({"c": Work(0)}) == []
+    totals = world.audit.totals()
+    assert (totals["unverified"], totals["returned"]) == (2 * N, 4 * N)
+
+
+def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back():
+    world = World(loads=Loads.TOLD, num_stored=4)
+    world.add("a", TEXT[:7], [1, 2])
+    assert world.step({"a": Work(7, (77,), 0)}) == []
+    world.audit.hand_on([[1, 2]], places=[[6, 7]])
+    assert kinds(world.found()) == ["handed_on"]
+    world.finish("a")
+    world.add("b", OTHER[:8], [1, 2])
+    assert world.step({"b": Work(8)}) == []
+    world.finish("b")
+    assert loaded(world, TEXT, [6, 7], brings=[*TEXT[:7], 77]) == []
+    totals = world.audit.totals()
+    assert (totals["unverified"], totals["returned"]) == (1, 7)
+
+
+def test_a_copied_block_comes_from_the_same_store():
+    """A block is copied before anybody looked at what a load brought."""
+    world = stored()
+    world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
+    world.audit.begin_step(Scheduled([], [], [], [(2, 11)]))
+    for position, token in enumerate(TEXT[:8]):
+        for layer in range(NUM_LAYERS):
+            world.write(layer, 1 * N + position, token, position)
+            world.write(
+                layer, (1 if position < 4 else 10) * N + position, token, position
+            )
+    world.add("c", [*TEXT[:8], 7], [1, 11, 3], hit=8)
+    world.slot(0, 11 * N)[0, 0] ^= 1
+    (finding,) = world.step({"c": Work(1)})
+    assert (finding.kind, finding.slot) == ("handed_on", 11 * N)
+
+
+def test_numbers_of_stores_that_make_no_sense_are_refused():
+    for world, numbers, message in (
+        (World(), [1], "numbers[0] is 1; must be at least 0, and 0 where"),
+        (World(num_stored=2), [-1], "numbers[0] is -1; must be at least 0"),
+        (World(num_stored=2), [1, 2], "numbers"),
+    ):
+        tables = world.audit.groups[0].tables
+        blocks = torch.tensor([1], dtype=torch.int32)
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            ops.audit_op("hand_on")(tables, blocks, torch.tensor(numbers), 1, False)
+
+
 @pytest.mark.parametrize("is_undone", [False, True])
 def test_a_block_with_a_rejected_draft_is_handed_on(is_undone):
     world = World(is_undone=is_undone)
@@ -942,7 +1135,7 @@ def test_what_is_no_description_of_tables_is_refused(device):
 
 @pytest.mark.parametrize("budget", [0, EVERYTHING])
 def test_what_is_reserved_is_enough(device, budget):
-    shape = GroupShape(0, N, N, NUM_BLOCKS, 8)
+    shape = GroupShape(0, N, N, NUM_BLOCKS, 8, num_stored=5)
     size = num_bytes(shape, NUM_LAYERS, 4, 64, budget > 0)
     memory = DeviceMemory(device, torch.empty(size, dtype=torch.uint8, device=device))
     layers = World(budget=budget).audit.groups[0].layers

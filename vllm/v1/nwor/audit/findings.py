@@ -42,7 +42,8 @@ MEANING = {
     "wrong_prefix": "a block in a request's table does not hold the request's text",
     "changed": "bytes are no longer those that were committed",
     "missing_write": "a slot counts as committed, and was not written",
-    "handed_on": "a block with a slot that was not committed went to a KV connector",
+    "handed_on": "a slot that was not committed went to a KV connector, or what came "
+    "back is not what was stored",
     "never_loaded": "a load was reported done and changed nothing",
 }
 # Columns of a row of `findings` (Finding of csrc/nwor/audit.h), int64 [.., 12].

@@ -4,8 +4,12 @@
 A store is submitted one step after it was decided, when that step has been resolved: so
 every slot of its blocks must be committed by then. A block that is not is stored as it
 is, and loaded into another request later. The blocks that a load fills are told apart
-from those that were found in the cache; that they change is seen when a request takes
-them over.
+from those that were found in the cache; that they change, and to what was stored, is
+seen when a request takes them over.
+
+Where the connector holds a block is known by the numbers that its transfers give: of
+chunks of blocks, on the host. What was stored last to a place is what a load must bring
+from there, unless others fill it, too: then nothing is known (`_places`).
 """
 
 from __future__ import annotations
@@ -40,8 +44,10 @@ LEDGER = (PREEMPTIONS, LOADS)
 
 NAME = "OffloadingConnector"
 
-# Called with a runner, blocks by KV-cache group, and whether they are filled.
-Watcher = Callable[[Any, list[list[int]], bool], None]
+# Called with a runner, blocks by KV-cache group, whether they are filled, and where the
+# connector holds them, if that says what they must hold.
+Blocks = list[list[int]]
+Watcher = Callable[[Any, Blocks, bool, Blocks | None], None]
 # Model runners of this process that are audited.
 _audited: list[tuple[weakref.ref[Any], Watcher]] = []
 
@@ -62,30 +68,58 @@ def watch(runner: Any, watcher: Watcher) -> None:
     _audited.append((weakref.ref(runner), watcher))
 
 
-def _tell(connector: Any, specs: list[Any], fills: bool) -> None:
+def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
+    """Where a transfer finds or puts each of its blocks, by KV-cache group. None if
+    such a place may be filled from elsewhere: another tier of storage, another rank.
+
+    Four blocks a chunk, blocks 3 to 5 of a text in chunks 7 and 2: places 31, 8 and 9.
+    """
+    spec = connector.connector_worker.spec
+    kinds = {kind.__name__ for kind in type(spec).__mro__}
+    is_shared = getattr(spec, "replicated_layout", False) or getattr(
+        getattr(spec, "config", None), "canonical_layout", False
+    )
+    is_own = "CPUOffloadingSpec" in kinds and "TieringOffloadingSpec" not in kinds
+    if is_shared or not is_own:
+        return None
+    size = spec.blocks_per_chunk
+    ids = list(map(int, chunks.block_ids))
+    found, begin = [], 0
+    for count, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
+        skipped = first % size if count else 0
+        found.append(
+            [
+                ids[begin + n // size] * size + n % size
+                for n in range(skipped, skipped + count)
+            ]
+        )
+        begin += -(-(skipped + count) // size)
+    return found
+
+
+def _tell(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None:
+    """transfers: the blocks of each, and the connector's chunks."""
     for reference, watcher in _audited:
         runner = reference()
         # A process may have several engines, each with its own configuration.
         if runner is None or runner.vllm_config is not connector._vllm_config:
             continue
-        for spec in specs:
-            ends = [0, *accumulate(spec.group_sizes)]
-            ids = list(map(int, spec.block_ids))
-            watcher(runner, [ids[a:b] for a, b in pairwise(ends)], fills)
+        for blocks, chunks in transfers:
+            ends = [0, *accumulate(blocks.group_sizes)]
+            ids = list(map(int, blocks.block_ids))
+            places = _places(connector, blocks, chunks)
+            watcher(runner, [ids[a:b] for a, b in pairwise(ends)], fills, places)
 
 
-def _waiting(connector: Any) -> list[Any]:
+def _waiting(connector: Any) -> list[tuple[Any, Any]]:
     worker = connector.connector_worker
-    return [source for _, source, _ in worker._unsubmitted_store_jobs]
+    return [(source, to) for _, source, to in worker._unsubmitted_store_jobs]
 
 
 def _stores(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> Any:
     metadata = argument(PREEMPTIONS, "kv_connector_metadata", args, kwargs)
-    flushed = [
-        metadata.store_jobs[job].src_spec
-        for job in metadata.jobs_to_flush or ()
-        if job in metadata.store_jobs
-    ]
+    jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
+    flushed = [(job.src_spec, job.dst_spec) for job in jobs if job is not None]
     _tell(connector, _waiting(connector) + flushed, fills=False)
     return wrapped(*args, **kwargs)
 
@@ -95,5 +129,6 @@ def _stores_and_loads(
 ) -> Any:
     _tell(connector, _waiting(connector), fills=False)
     loads = connector._connector_metadata.load_jobs
-    _tell(connector, [job.dst_spec for job in loads.values()], fills=True)
+    filled = [(job.dst_spec, job.src_spec) for job in loads.values()]
+    _tell(connector, filled, fills=True)
     return wrapped(*args, **kwargs)

@@ -53,6 +53,9 @@ LEDGER = (WAKE_UP,)
 TELLING_SECONDS = 1.0
 # Requests in a batch: kMaxRows of audit_cuda.cu.
 MAX_ROWS = 4096
+# Of the blocks of a cache, those that a KV connector stored last and that are compared
+# when they come back: one in so many.
+STORED_SHARE = 6
 
 
 class RunnerAudit:
@@ -169,7 +172,10 @@ def _reserved_bytes(runner: Any, config: NworConfig) -> int:
     # With room for what a table has beyond the longest text.
     max_blocks = -(-vllm_config.model_config.max_model_len // block_size) + 64
     return num_bytes(
-        GroupShape(0, block_size, block_size, num_blocks, max_blocks),
+        GroupShape(
+            *(0, block_size, block_size, num_blocks, max_blocks),
+            num_stored=_num_stored(runner, config, num_blocks),
+        ),
         len(specs),
         _num_seats(runner),
         vllm_config.scheduler_config.max_num_batched_tokens,
@@ -182,8 +188,13 @@ def _num_seats(runner: Any) -> int:
     return int(getattr(runner, "max_num_reqs", None) or seats)
 
 
-def _hand_on(runner: Any, blocks: Any, fills: bool) -> None:
-    guarded(runner, lambda state: state.audit.hand_on(blocks, fills))
+def _num_stored(runner: Any, config: NworConfig, num_blocks: int) -> int:
+    is_told = _loads_of(runner.vllm_config) is Loads.TOLD
+    return num_blocks // STORED_SHARE if is_told and config.audit_mib else 0
+
+
+def _hand_on(runner: Any, blocks: Any, fills: bool, places: Any) -> None:
+    guarded(runner, lambda state: state.audit.hand_on(blocks, fills, places))
 
 
 def _loads_of(vllm_config: Any) -> Loads:
@@ -222,7 +233,7 @@ def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:
         if isinstance(layers, str) or not layers:
             told.append(f"group {gid}: off ({layers or 'it has no target layers'})")
             continue
-        shape = _shape_of(runner, gid)
+        shape = _shape_of(runner, config, gid)
         num_slots = shape.num_blocks * shape.block_size
         if any(
             layer.layout.num_blocks * layer.layout.block_size != num_slots
@@ -298,7 +309,7 @@ def _path_of(runner: Any, config: NworConfig) -> str:
     return config.audit_file
 
 
-def _shape_of(runner: Any, gid: int) -> GroupShape:
+def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
     spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
     tables = getattr(runner, "block_tables", None)
     if tables is None:  # V1
@@ -318,6 +329,7 @@ def _shape_of(runner: Any, gid: int) -> GroupShape:
         runner.kv_cache_config.num_blocks,
         -(-width * entry_tokens // spec.block_size),
         window,
+        _num_stored(runner, config, runner.kv_cache_config.num_blocks),
     )
 
 

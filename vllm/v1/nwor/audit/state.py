@@ -194,6 +194,8 @@ class Audit:
         for name in list(self._requests):
             self._forget(name)
         self.forget_cache()
+        for group in self.groups:
+            group.numbers.clear()
         self._num_scanned = self._blocks_of(budget_bytes)
 
     # -- requests ------------------------------------------------------------------
@@ -299,9 +301,7 @@ class Audit:
         """The cache's content is gone, as after a wake-up: what its slots hold now is
         not known, and may even be what they held."""
         for group in self.groups:
-            group.records.zero_()
-            group.owners.zero_()
-            group.expected.zero_()
+            group.forget_cache()
 
     # -- a step --------------------------------------------------------------------
 
@@ -451,18 +451,38 @@ class Audit:
             if step.fresh:
                 audit_op("scan")(*rows, num_blocks, self.step)
 
-    def hand_on(self, blocks: Sequence[Sequence[int]], fills: bool = False) -> None:
+    def hand_on(
+        self,
+        blocks: Sequence[Sequence[int]],
+        fills: bool = False,
+        places: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """A KV connector is about to read these blocks, by KV-cache group: handed_on.
-        fills: or to fill them; what they held is kept, to see that it changes."""
+        fills: or to fill them; what they held is kept, to see that it changes. places:
+        where it holds each, if only what is stored gets there: what a load brings from
+        a place is compared with what was stored last to it."""
         for group in self.groups:
-            ids = torch.tensor(blocks[group.shape.group_id], dtype=torch.int32)
-            audit_op("hand_on")(group.tables, ids, self.step, fills)
+            group_id = group.shape.group_id
+            numbers = [0] * len(blocks[group_id])
+            if places is not None and fills:
+                numbers = [group.numbers.get(place, 0) for place in places[group_id]]
+            elif places is not None:
+                numbers = group.store(places[group_id])
+            audit_op("hand_on")(
+                group.tables,
+                torch.tensor(blocks[group_id], dtype=torch.int32),
+                torch.tensor(numbers, dtype=torch.int64),
+                self.step,
+                fills,
+            )
 
     def totals(self) -> Mapping[str, int]:
-        """How much was compared so far: identities, and slots' bytes."""
-        names = ("findings", "unverified", "identities", "contents")
-        sums = [0] * len(names)
-        for group in self.groups:
-            for index, value in enumerate(group.findings[0, : len(names)].tolist()):
-                sums[index] += value
-        return dict(zip(names, sums, strict=True))
+        """How much was compared so far: identities, and slots' bytes; returned: slots
+        that came back from a KV connector, with what was stored."""
+        columns = {"findings": 0, "unverified": 1, "identities": 2, "contents": 3}
+        columns["returned"] = 9
+        headers = [group.findings[0].tolist() for group in self.groups]
+        return {
+            name: sum(header[column] for header in headers)
+            for name, column in columns.items()
+        }

@@ -22,7 +22,7 @@ RECORD_COLUMNS = 4
 SEAT_COLUMNS = 8
 PLAN_COLUMNS = 10
 # Entries of `tables`, and more for each part.
-TABLES_COLUMNS, PART_COLUMNS = 19, 9
+TABLES_COLUMNS, PART_COLUMNS = 21, 9
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class GroupShape:
 
     block_size: tokens a block, as the scheduler counts; entry_tokens: those that an
     entry of the worker's block table stands for. window: positions behind a request's
-    end that are still its own; 0 for all. max_blocks: of a request.
+    end that are still its own; 0 for all. max_blocks: of a request. num_stored: blocks
+    that a KV connector stored of which is kept what was known then.
     """
 
     group_id: int
@@ -40,21 +41,24 @@ class GroupShape:
     num_blocks: int
     max_blocks: int
     window: int = 0
+    num_stored: int = 0
 
 
 def _shapes(
     shape: GroupShape, num_layers: int, num_seats: int, max_tokens: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Of a group's tables, by their names in AuditedGroup."""
-    num_slots = shape.num_blocks * shape.block_size
+    num_blocks = shape.num_blocks + shape.num_stored
+    num_rows = num_blocks * shape.block_size
     return {
-        "records": ((num_slots, RECORD_COLUMNS), torch.int64),
+        "records": ((num_rows, RECORD_COLUMNS), torch.int64),
         "seats": ((num_seats, SEAT_COLUMNS), torch.int64),
         "expected": ((num_seats, shape.max_blocks), torch.int64),
         "owners": ((shape.num_blocks,), torch.int32),
         "plan": ((max_tokens, PLAN_COLUMNS), torch.int64),
         "findings": ((1 + MAX_KEPT, len(COLUMNS)), torch.int64),
-        "contents": ((num_slots, num_layers), torch.int32),
+        "stores": ((num_blocks,), torch.int64),
+        "contents": ((num_rows, num_layers), torch.int32),
     }
 
 
@@ -79,7 +83,8 @@ class AuditedGroup:
     """One KV-cache group's tables. Memory: 32 bytes a slot, and 4 a slot and layer.
 
     tables: what all ops take: the addresses of the others, on the host. parts: the
-    layers by their packing, none if bytes are not compared.
+    layers by their packing, none if bytes are not compared. numbers: of the stores, by
+    the place of a KV connector that holds them.
     """
 
     records: torch.Tensor
@@ -88,6 +93,7 @@ class AuditedGroup:
     owners: torch.Tensor
     plan: torch.Tensor
     findings: torch.Tensor
+    stores: torch.Tensor
     contents: torch.Tensor
 
     def __init__(
@@ -100,6 +106,8 @@ class AuditedGroup:
         memory: DeviceMemory,
     ) -> None:
         self.shape = shape
+        self.numbers: dict[int, int] = {}
+        self._num_stores = 0
         self.layers = tuple(layers)
         self.parts = copy_tables(layers, memory) if compares_bytes else ()
         num_columns = len(layers) if compares_bytes else 0
@@ -112,7 +120,7 @@ class AuditedGroup:
         )
         self._own = (
             *(self.records, self.seats, self.expected),
-            *(self.owners, self.plan, self.findings),
+            *(self.owners, self.plan, self.findings, self.stores),
         )
         audit_op("describe")(
             self.tables, *self._own, shape.block_size, shape.entry_tokens, shape.window
@@ -138,3 +146,26 @@ class AuditedGroup:
         for table in (self.records, self.contents):
             rows = table[source * size : (source + 1) * size]
             table[to * size : (to + 1) * size] = rows
+        self.stores[to] = self.stores[source]
+
+    def store(self, places: Sequence[int]) -> list[int]:
+        """The numbers of stores to `places`; 0 for those of which nothing is kept,
+        because there is no room, or the others take it."""
+        room = self.shape.num_stored
+        numbers = []
+        for left, place in zip(range(len(places), 0, -1), places, strict=True):
+            self.numbers.pop(place, None)
+            number = 0
+            if left <= room:
+                self._num_stores += 1
+                number = self.numbers[place] = self._num_stores
+            numbers.append(number)
+        return numbers
+
+    def forget_cache(self) -> None:
+        """What is known of the cache's blocks, not of those that were stored."""
+        num_blocks = self.shape.num_blocks
+        self.records[: num_blocks * self.shape.block_size].zero_()
+        self.stores[:num_blocks].zero_()
+        self.owners.zero_()
+        self.expected.zero_()

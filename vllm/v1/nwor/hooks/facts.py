@@ -221,8 +221,13 @@ distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector
     has connector_worker
 .start_load_kv does self._connector_metadata
 distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker
-    has _unsubmitted_store_jobs
+    has _unsubmitted_store_jobs spec
 .handle_preemptions does kv_connector_metadata.jobs_to_flush
 .start_kv_transfers does metadata.load_jobs
+v1.kv_offload.base:OffloadingSpec has blocks_per_chunk
+v1.kv_offload.base:BlockIDsLoadStoreSpec has block_ids
+v1.kv_offload.base:GPULoadStoreSpec has group_sizes block_indices
+v1.kv_offload.cpu.spec:CPUOffloadingSpec
+v1.kv_offload.tiering.spec:TieringOffloadingSpec
 """,
 }
