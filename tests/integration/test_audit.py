@@ -300,7 +300,8 @@ def test_a_failure_of_the_audit_ends_the_audit_and_no_request(
 
 
 def test_the_tables_are_as_large_as_start_up_says(audited: Engine) -> None:
-    """32 bytes a slot and 4 a slot and layer, and nothing else that grows with it."""
+    """32 bytes a slot and 4 a slot and layer; and of a block its owner (4) and the
+    store that it came from (8)."""
     audit = audited.audit.audit
     (group,) = audit.groups
     num_slots = group.shape.num_blocks * group.shape.block_size
@@ -308,7 +309,8 @@ def test_the_tables_are_as_large_as_start_up_says(audited: Engine) -> None:
     assert group.contents.dtype is torch.int32
     assert audit.num_bytes >= per_slot * num_slots
     batch = (256 + 1) * 96 + 256 * 80 + 8 * (64 + 8 * group.shape.max_blocks)
-    assert audit.num_bytes <= per_slot * num_slots + batch + 4 * group.shape.num_blocks
+    per_block = (4 + 8) * group.shape.num_blocks
+    assert audit.num_bytes <= per_slot * num_slots + batch + per_block
 
 
 @pytest.mark.parametrize("mode", ["off", "cow"])

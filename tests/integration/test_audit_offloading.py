@@ -7,6 +7,7 @@ The mend of vLLM issue 54193 (tests/helpers/offloading_fault.py) is taken out ag
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,50 @@ def test_a_load_that_brings_other_bytes_than_were_stored_is_named(
 
 def slots_of(block: int) -> range:
     return range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+
+
+def test_preempted_requests_come_back_as_they_were_stored() -> None:
+    """Their blocks went to others meanwhile, again and again."""
+    engine, _ = stored(num_gpu_blocks_override=18, speculative_config=None)
+    before = HostSpec.last.num_loaded
+    many = [Request(f"many{n}", prompt(60 + n, 50), 90) for n in range(8)]
+    engine.run(many)
+    assert HostSpec.last.num_loaded > before
+    assert find(engine) == []
+    assert engine.audit.audit.totals()["returned"] > 0
+
+
+class CPUOffloadingSpec(SimpleNamespace):
+    """As vLLM's, by its name."""
+
+
+class TieringOffloadingSpec(CPUOffloadingSpec):
+    pass
+
+
+def test_blocks_have_places_in_chunks() -> None:
+    """Of three groups; the second has nothing in this transfer."""
+    spec: Any = CPUOffloadingSpec(blocks_per_chunk=4)
+    connector = SimpleNamespace(connector_worker=SimpleNamespace(spec=spec))
+    blocks = SimpleNamespace(
+        block_ids=[11, 12, 13, 14], group_sizes=(3, 0, 1), block_indices=(3, 0, 4)
+    )
+    chunks = SimpleNamespace(block_ids=[7, 2, 9])
+    read = offloading._read
+    assert read(connector, blocks, chunks) == (
+        [[11, 12, 13], [], [14]],
+        [[31, 8, 9], [], [36]],
+    )
+    for other in (
+        TieringOffloadingSpec(blocks_per_chunk=4),
+        SimpleNamespace(blocks_per_chunk=4),
+        CPUOffloadingSpec(blocks_per_chunk=4, replicated_layout=True),
+        CPUOffloadingSpec(
+            blocks_per_chunk=4, config=SimpleNamespace(canonical_layout=True)
+        ),
+    ):
+        connector.connector_worker.spec = other
+        assert read(connector, blocks, chunks)[1] is None
 
 
 def test_of_many_stored_blocks_the_last_are_known() -> None:

@@ -95,7 +95,7 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
             assert risen["tokens_staged"] == sum(run.num_drafted for run in runs)
             assert risen["committed_tokens"] == sum(run.num_accepted for run in runs)
         assert runs[0].num_accepted > 0 < runs[0].num_drafted - runs[0].num_accepted
-        chunks = HostSpec.last._chunks
+        chunks = HostSpec.last.chunks
         found.append((mode, [outputs(run) for run in runs] + [moved], chunks))
     _, vanilla, expected = found[0]
     for mode, runs, chunks in found[1:]:

@@ -1167,10 +1167,18 @@ def eight_b(num_layers=32, **cache):
     )
 
 
-def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache():
+def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     config = SimpleNamespace(audit_mib=32)
     size = audit_runner._reserved_bytes(eight_b(), config)
     assert 0.0012 * (100 << 30) < size <= 0.0015 * (100 << 30)
+    offloads = eight_b()
+    offloads.vllm_config.kv_transfer_config = SimpleNamespace(
+        kv_connector="OffloadingConnector"
+    )
+    assert audit_runner._reserved_bytes(offloads, config) == size
+    monkeypatch.setattr(audit_runner.offloading, "tells", lambda: True)
+    more = audit_runner._reserved_bytes(offloads, config)
+    assert 1.1 * size < more <= 0.0015 * (100 << 30)
     fewer = eight_b(num_gpu_blocks_override=1000)
     assert audit_runner._reserved_bytes(fewer, config) < size / 10
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
@@ -44,10 +45,11 @@ LEDGER = (PREEMPTIONS, LOADS)
 
 NAME = "OffloadingConnector"
 
-# Called with a runner, blocks by KV-cache group, whether they are filled, and where the
-# connector holds them, if that says what they must hold.
+# Called with a runner, what tells a transfer's blocks by KV-cache group and where the
+# connector holds them (None: that does not say what they must hold), and whether they
+# are filled.
 Blocks = list[list[int]]
-Watcher = Callable[[Any, Blocks, bool, Blocks | None], None]
+Watcher = Callable[[Any, Callable[[], tuple[Blocks, Blocks | None]], bool], None]
 # Model runners of this process that are audited.
 _audited: list[tuple[weakref.ref[Any], Watcher]] = []
 
@@ -105,10 +107,14 @@ def _tell(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None
         if runner is None or runner.vllm_config is not connector._vllm_config:
             continue
         for blocks, chunks in transfers:
-            ends = [0, *accumulate(blocks.group_sizes)]
-            ids = list(map(int, blocks.block_ids))
-            places = _places(connector, blocks, chunks)
-            watcher(runner, [ids[a:b] for a, b in pairwise(ends)], fills, places)
+            watcher(runner, partial(_read, connector, blocks, chunks), fills)
+
+
+def _read(connector: Any, blocks: Any, chunks: Any) -> tuple[Blocks, Blocks | None]:
+    ends = [0, *accumulate(blocks.group_sizes)]
+    ids = list(map(int, blocks.block_ids))
+    found = [ids[a:b] for a, b in pairwise(ends)]
+    return found, _places(connector, blocks, chunks)
 
 
 def _waiting(connector: Any) -> list[tuple[Any, Any]]:

@@ -193,8 +193,12 @@ def _num_stored(runner: Any, config: NworConfig, num_blocks: int) -> int:
     return num_blocks // STORED_SHARE if is_told and config.audit_mib else 0
 
 
-def _hand_on(runner: Any, blocks: Any, fills: bool, places: Any) -> None:
-    guarded(runner, lambda state: state.audit.hand_on(blocks, fills, places))
+def _hand_on(runner: Any, read: Callable[[], Any], fills: bool) -> None:
+    def hand_on(state: RunnerAudit) -> None:
+        blocks, places = read()
+        state.audit.hand_on(blocks, fills, places)
+
+    guarded(runner, hand_on)
 
 
 def _loads_of(vllm_config: Any) -> Loads:
