@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from pathlib import Path
 import pytest
 
 from tools import native
-from tools.results import time_rebuild
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"
@@ -225,9 +225,13 @@ def test_rebuild_compiles_only_what_changed(built, edit):
     library = built / "vllm" / "v1" / "nwor" / native.LIBRARY
     before = library.read_bytes()
     objects = {path: path.stat().st_mtime_ns for path in built.rglob("*.o")}
-    edit("cow_cpu.cpp", lambda text: text + time_rebuild.CHANGE.format(n=7))
+    # An exported symbol: what is linked is another library.
+    change = 'extern "C" __attribute__((visibility("default"))) int nwor_changed = 7;'
+    edit("cow_cpu.cpp", lambda text: f"{text}\n{change}\n")
+    started = time.monotonic()
     result = rebuild(built, "--cuda", "off")
     assert result.returncode == 0, result.stderr
+    assert time.monotonic() - started < 30
     assert library.read_bytes() != before
     changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
     assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
@@ -260,21 +264,6 @@ def test_bad_arguments_of_the_rebuild():
     result = run(REBUILD, PATH=os.environ["PATH"], PYTHON="python9")
     assert result.returncode == 1
     assert "PYTHON is 'python9', which is not there" in result.stderr
-
-
-# --- time_rebuild.py ---
-
-
-def test_recorded_rebuilds_are_of_kernels_and_within_the_limit():
-    found = json.loads((ROOT / "results" / "rebuild.json").read_text())
-    assert found["limit_s"] == time_rebuild.LIMIT_S == 30
-    seconds = {(one["cuda"], one["what"]): one["seconds"] for one in found["builds"]}
-    for cuda, source in (("on", "cow_cuda.cu"), ("off", "cow_cpu.cpp")):
-        kernels = [path.name for path in time_rebuild.kernels(ROOT, cuda)]
-        assert source in kernels
-        assert (cuda, f"csrc/nwor/{source}") in seconds
-        del seconds[cuda, time_rebuild.NOTHING]
-    assert max(seconds.values()) < found["limit_s"]
 
 
 # --- gpu_run.sh -----------------------------------------------------------------------

@@ -83,7 +83,7 @@ def make(*arguments: str) -> str:
 
 
 def test_only_make_deps_changes_the_system():
-    changes = ("--install", "prometheus.py")
+    changes = ("--install", "fetch_prometheus.sh")
     assert [word for word in changes if word in make("deps")] == list(changes)
     for target in ("test", "bench", "lint", "serve", "nightly", "soak", "reach"):
         commands = make(target)
