@@ -175,14 +175,14 @@ KEPT = re.compile(
 )
 
 
-def read_log(text: str) -> dict[str, Any]:
-    """What a soak wants to know of a server's log: the first lines that are errors."""
-    errors = [line for line in text.splitlines() if ERROR_LINE.search(line)]
-    return {"errors": [line[:ERROR_WIDTH] for line in errors[:ERRORS_KEPT]]}
+def errors_in(log: str) -> list[str]:
+    """The first lines of a server's log that are errors."""
+    errors = [line for line in log.splitlines() if ERROR_LINE.search(line)]
+    return [line[:ERROR_WIDTH] for line in errors[:ERRORS_KEPT]]
 
 
 class Processes:
-    """Resident memory of a server's processes over time, by what they are called.
+    """Resident memory of a server's processes over time, by their number and title.
 
     seconds: times of the samples since the making of this object. rss_mib: name ->
     MiB at each. ended: names of processes that were there at first and no longer are.
@@ -192,20 +192,12 @@ class Processes:
     def __init__(self, root: psutil.Process, port: int) -> None:
         self._port = port
         self._started = time.monotonic()
-        self._processes = self._named([root, *root.children(recursive=True)])
+        family = enumerate([root, *root.children(recursive=True)])
+        self._processes = {f"{n} {_title(one)}": one for n, one in family}
         self.seconds: list[float] = []
         self.rss_mib: dict[str, list[float]] = {name: [] for name in self._processes}
         self.ended: list[str] = []
         self.clients: dict[str, int] = {}
-
-    @staticmethod
-    def _named(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
-        named: dict[str, psutil.Process] = {}
-        for number, process in enumerate(processes):
-            name = "main" if number == 0 else _role(process)
-            same = sum(other.split("#")[0] == name for other in named)
-            named[f"{name}#{same + 1}" if same else name] = process
-        return named
 
     def sample(self) -> None:
         """Takes one sample; an ended process counts as 0 MiB from then on."""
@@ -230,10 +222,7 @@ class Processes:
         )
 
 
-def _role(process: psutil.Process) -> str:
-    """The title that vLLM gives its processes, or what a helper process runs."""
-    line = " ".join(process.cmdline())
-    if "resource_tracker" in line:
-        return "resource tracker"
-    title = re.match(r"VLLM::\w+", line)
+def _title(process: psutil.Process) -> str:
+    """The title that vLLM gives its processes, or the program's name."""
+    title = re.match(r"VLLM::\w+", " ".join(process.cmdline()))
     return title[0] if title else process.name()
