@@ -83,7 +83,7 @@ def make(*arguments: str) -> str:
 
 
 def test_only_make_deps_changes_the_system():
-    changes = ("--install", "fetch_prometheus.sh")
+    changes = ("--install\n", "\ntools/monitoring/fetch_prometheus.sh\n")
     assert [word for word in changes if word in make("deps")] == list(changes)
     for target in ("test", "bench", "lint", "serve", "nightly", "soak", "reach"):
         commands = make(target)

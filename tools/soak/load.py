@@ -74,9 +74,7 @@ def draw(rng: random.Random, max_model_len: int, vocab_size: int | None) -> Plan
         prompt=" ".join(words[number % len(words)] for number in numbers)
         if vocab_size is None
         else [number % vocab_size for number in numbers],
-        max_tokens=min(
-            int(rng.lognormvariate(3.2, 0.9)) + 2, max(max_model_len // 4, 2)
-        ),
+        max_tokens=min(int(rng.lognormvariate(3.2, 0.9)) + 2, most_tokens),
         abort_after=rng.randint(1, 6) if kind == "abort_mid_stream" else None,
         patience_seconds=rng.uniform(0.0, 0.3),
     )
