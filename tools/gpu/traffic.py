@@ -82,7 +82,7 @@ def run_cases() -> list[dict[str, Any]]:
     cases = []
     for layout in LAYOUTS:
         for size in SIZES:
-            made = kernel_cases.LAYOUTS[layout]()
+            made = kernel_cases.layout(layout)
             case = kernel_cases.Case(made, size, device, cache_bytes=0, seed=0)
             case.check()
             torch.cuda.synchronize()

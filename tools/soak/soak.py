@@ -37,7 +37,7 @@ import psutil  # noqa: E402
 from benchmarks import environment  # noqa: E402
 from benchmarks.arguments import positive, whole  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
-from benchmarks.tables import Table  # noqa: E402
+from benchmarks.tables import table  # noqa: E402
 
 from tools.soak import checks  # noqa: E402
 from tools.soak import server as soak_server  # noqa: E402
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ("verdict", "name", "found", "wanted")
     rows = [tuple(row[name] for name in columns) for row in record["checks"]]
     title = f"soak of {record['load']['seconds']:.0f} s"
-    print(Table(title, ("", "check", "found", "wanted"), rows, left=True).text())
+    print(table(title, ("", "check", "found", "wanted"), rows, left=True))
     if args.json is not None:
         write_json(args.json, record)
     return 0 if record["passed"] else 1
