@@ -32,9 +32,9 @@ from benchmarks import (
     summary,
     worker_extension,
 )
+from benchmarks.ab import NworDone, Run
 from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import EngineFailed
-from benchmarks.runs import NworDone, Run
 
 import bench_kernels
 import bench_vllm

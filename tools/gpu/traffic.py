@@ -143,9 +143,7 @@ def combine(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--json", type=Path, default="gpu_traffic.json", help="to write"
-    )
+    parser.add_argument("--json", type=Path, default=Path("gpu_traffic.json"))
     parser.add_argument("--ncu", default=shutil.which("ncu") or NCU)
     parser.add_argument("--cases", action="store_true", help="without ncu and results")
     arguments = parser.parse_args(argv)
@@ -153,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_cases()
         return 0
     try:
-        rows = combine(run_cases(), measure(arguments.ncu))
+        kernels = measure(arguments.ncu)
+        rows = combine(run_cases(), kernels)
     except (CountersUnavailable, OSError) as error:
         print(f"traffic.py: {error}", file=sys.stderr)
         return 1

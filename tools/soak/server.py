@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import re
@@ -86,18 +87,13 @@ def running(
             process.wait()
 
 
-@contextlib.contextmanager
 def serving(
     command: Sequence[str], port: int, env: Mapping[str, str], log: Path, seconds: float
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     """vLLM's server by `command` on a port of loopback, as `running`."""
-    where = ("--host", "127.0.0.1", "--port", str(port))
-
-    def is_up() -> bool:
-        return answers(f"http://127.0.0.1:{port}")
-
-    with running([*command, *where], is_up, log, seconds, env) as process:
-        yield process
+    command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+    is_up = functools.partial(answers, f"http://127.0.0.1:{port}")
+    return running(command, is_up, log, seconds, env)
 
 
 def answers(url: str) -> bool:
