@@ -115,13 +115,14 @@ def run(readme: Path, results: Path, check: bool) -> int:
         return f"{match['open']}{body}{END}"
 
     new = BLOCK.sub(rendered, old)
+    shown = readme.relative_to(ROOT) if readme.is_relative_to(ROOT) else readme.name
     if stale and check:
-        said = f"{readme.name} is not what results/ says: {', '.join(stale)}; run: "
+        said = f"{shown} is not what results/ says: {', '.join(stale)}; run: "
         print(f"{said}python tools/results/render.py", file=sys.stderr)
         return 1
     if stale:
         write_whole(readme, lambda path: path.write_text(new, encoding="utf-8"))
-    print(f"{readme.name}: {len(stale)} blocks rendered anew")
+    print(f"{shown} is up to date with results/; blocks rendered anew: {len(stale)}")
     return 0
 
 
