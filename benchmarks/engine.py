@@ -211,7 +211,7 @@ class Engine:
         """vLLM's metrics by name: a number, or a list of numbers."""
         metrics = self._engine.get_metrics()
         return {
-            one.name: getattr(one, "values", None) or getattr(one, "value", 0)
+            one.name: one.values if hasattr(one, "values") else getattr(one, "value", 0)
             for one in metrics
         }
 
@@ -229,10 +229,8 @@ def _done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
     # A step is staged as a whole or logged as a whole in the engines of benches.
     per_draft = 0 if counts["committed_bytes"] else int(after["log_bytes_per_draft"])
     counts["logged_bytes"] = counts["staged"] * per_draft
-    begin, commit = (
-        [ns / 1000 for ns in after[name]] for name in ("begin_ns", "commit_ns")
-    )
-    return NworDone(counts, begin, commit)
+    begin, commit = after["begin_ns"], after["commit_ns"]
+    return NworDone(counts, [ns / 1e3 for ns in begin], [ns / 1e3 for ns in commit])
 
 
 def _sentence(error: BaseException) -> str:
