@@ -171,10 +171,8 @@ def line(result: dict[str, Any]) -> str:
         f"copy {rates['copy']:6.1f} GB/s"
     )
     for name in OURS:
-        median, low, high = result[f"{name}_of_copy"]
-        text += (
-            f"; {name} {rates[name]:6.1f} GB/s, {median:.2f} [{low:.2f}, {high:.2f}]"
-        )
+        of_copy = "{:.2f} [{:.2f}, {:.2f}]".format(*result[f"{name}_of_copy"])
+        text += f"; {name} {rates[name]:6.1f} GB/s, {of_copy}"
     return f"{text} of copy"
 
 
