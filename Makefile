@@ -179,7 +179,7 @@ lock: setup ## resolve requirements/cpu.txt anew
 
 deps: ## install what the system lacks, and fetch Prometheus for the tests (apt-get)
 	@tools/setup/check_system.sh --install
-	@$(PYTHON) tools/monitoring/prometheus.py
+	@tools/monitoring/fetch_prometheus.sh
 
 clean: ## remove what builds left, but not .venv, the models, nor what was measured
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \

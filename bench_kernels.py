@@ -36,7 +36,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MIN_SIZE, SIZE_STEP = 4 << 10, 4
 DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
 DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
-LAYOUTS = {"cpu": ("nhd", "hnd", "packed"), "cuda": ("nhd", "hnd")}
+LAYOUTS = ("nhd", "hnd")
 OURS = ("log", "restore")
 WARM_UP_SAMPLES = 3
 # What stands for the last cache where the system does not say: larger than most.
@@ -104,17 +104,17 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
     # Twice the cache; read, so that no write-back is left to the next sample.
     flush = torch.ones(cache_bytes // 2, dtype=torch.int32, device=device)
 
-    def make(layout: str, num_bytes: int) -> kernel_cases.Case:
-        made = kernel_cases.LAYOUTS[layout]()
-        case = kernel_cases.Case(made, num_bytes, device, cache_bytes, seed=0)
+    def make(name: str, num_bytes: int) -> kernel_cases.Case:
+        layout = kernel_cases.layout(name)
+        case = kernel_cases.Case(layout, num_bytes, device, cache_bytes, seed=0)
         case.check()
         return case
 
-    for layout in LAYOUTS[options.device]:
+    for layout in LAYOUTS:
         make(layout, 1 << 20)
     print("check: every byte of a log and a restore is right, in each layout")
     found: dict[str, Any] = {"check": "passed", "results": []}
-    for layout in LAYOUTS[options.device]:
+    for layout in LAYOUTS:
         for num_bytes in sizes(options.max_size):
             case = make(layout, num_bytes)
             timers = {name: case.timer(name, flush) for name in kernel_cases.OPERATIONS}
@@ -171,10 +171,8 @@ def line(result: dict[str, Any]) -> str:
         f"copy {rates['copy']:6.1f} GB/s"
     )
     for name in OURS:
-        median, low, high = result[f"{name}_of_copy"]
-        text += (
-            f"; {name} {rates[name]:6.1f} GB/s, {median:.2f} [{low:.2f}, {high:.2f}]"
-        )
+        of_copy = "{:.2f} [{:.2f}, {:.2f}]".format(*result[f"{name}_of_copy"])
+        text += f"; {name} {rates[name]:6.1f} GB/s, {of_copy}"
     return f"{text} of copy"
 
 

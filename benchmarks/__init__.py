@@ -3,9 +3,10 @@
 
     arguments, device           what was asked, and whether it can be done here
     prompts, models, settings   what vLLM is given
-    engine, runs                an engine, and what one run on it gives
+    engine                      runs of the same requests on one engine
     worker_extension            what the benches do inside vLLM's worker
-    ab                          arms in pairs with a baseline, and how sure a median is
+    ab                          what a run gives; arms in pairs with a baseline, and how
+                                sure a median is
     environment, summary        what goes to the JSON file
     report, tables, plot        what is made from the JSON file
     views, templates, reach     Markdown of this and other results

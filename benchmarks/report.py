@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bench_vllm.py prints: from the result (the content of its JSON file) to tables.
 
-The same tables, as Markdown, are what tools/results/render.py puts into the README.
+The same text is what tools/results/render.py puts into results/README.md.
 Order: environment, warnings, whether outputs were equal, then numbers.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import summary
 from benchmarks.ab import CONTROL
 from benchmarks.summary import CPU_SHARE_BUDGET, host_budget_us
-from benchmarks.tables import Table, number, percent, size, spread
+from benchmarks.tables import number, percent, size, spread, table
 
 Result = dict[str, Any]
 OWN_PROCESS = "off (own process)"
@@ -70,7 +71,7 @@ def outputs_line(result: Result) -> str:
     return line
 
 
-def speed_table(result: Result) -> Table:
+def speed_table(result: Result) -> str:
     """Tokens a second and latency, of each side."""
     blocks = result["engine"]["kv_blocks"]
     sides = [(name, one, blocks) for name, one in result["summary"]["speed"].items()]
@@ -88,7 +89,7 @@ def speed_table(result: Result) -> Table:
         for name, side, blocks in sides
     ]
     head = ("", "tokens/s", "latency median", "latency p95", "runs", "KV blocks")
-    return Table("speed", head, rows)
+    return table("speed", head, rows)
 
 
 def pair_of(result: Result, name: str) -> str:
@@ -97,7 +98,7 @@ def pair_of(result: Result, name: str) -> str:
     return f"{baseline if name == CONTROL else name} / {baseline}"
 
 
-def ratio_table(result: Result) -> Table:
+def ratio_table(result: Result) -> str:
     """The median ratio of the pairs, the control's too (compare only); and, not from
     pairs, that to the engine that never loaded NWOR."""
     found = result["summary"]
@@ -111,10 +112,10 @@ def ratio_table(result: Result) -> Table:
         name, runs = f"{result['baseline']} / {OWN_PROCESS}", number(own["num_runs"])
         interval += " (its fastest, slowest run)"
         rows.append((name, median, interval, f"none; {runs} runs"))
-    return Table("tokens/s, ratio", ("", "median", "90 % interval", "pairs"), rows)
+    return table("tokens/s, ratio", ("", "median", "90 % interval", "pairs"), rows)
 
 
-def acceptance_table(result: Result) -> Table:
+def acceptance_table(result: Result) -> str:
     """How often the draft at each position was accepted, as a histogram; neighbours
     with the same count share a line."""
     found = result["summary"]["acceptance"]
@@ -130,16 +131,12 @@ def acceptance_table(result: Result) -> Table:
         f"acceptance by position in the window ({number(found['windows'])} windows, "
         f"{number(found['drafted'])} drafts, {number(found['accepted'])} accepted)"
     )
-    return Table(title, ("position", "accepted", "of windows", ""), rows, left=True)
+    return table(title, ("position", "accepted", "of windows", ""), rows, left=True)
 
 
-def nwor_tables(result: Result) -> list[Table]:
-    """Windows, drafts, bytes and host time, a table for each arm with NWOR."""
-    arms = result["summary"]["nwor"].items()
-    return [_nwor_table(result["engine"], name, done) for name, done in arms]
+def nwor_table(engine: dict[str, Any], name: str, done: dict[str, Any]) -> str:
+    """Windows, drafts, bytes and host time of the arm `name`."""
 
-
-def _nwor_table(engine: dict[str, Any], name: str, done: dict[str, Any]) -> Table:
     def median(part: str) -> str:
         return f"{host[f'{part}_us_median']:.1f} us ({host[f'{part}_us_p95']:.1f})"
 
@@ -167,7 +164,7 @@ def _nwor_table(engine: dict[str, Any], name: str, done: dict[str, Any]) -> Tabl
     for reason, count in (engine["fallbacks"] or {"none": 0}).items():
         rows.append(("fallbacks: " + reason, number(count)))
     title = f"what {name} did in {number(done['num_runs'])} counted runs"
-    return Table(title, ("", ""), rows)
+    return table(title, ("", ""), rows)
 
 
 def verdict_lines(result: Result) -> list[str]:
@@ -201,37 +198,38 @@ def verdict_lines(result: Result) -> list[str]:
 
 def _host_line(name: str, host: dict[str, float], on_cpu: bool) -> str:
     """begin and commit against their budget."""
-    spent = host["begin_us_median"] + host["commit_us_median"]
-    is_within = spent <= host_budget_us(name)
     if on_cpu:
-        is_within = host["share_of_step"] <= CPU_SHARE_BUDGET
-    word = "within" if is_within else "MISSES"
-    if on_cpu:
-        share, budget = percent(host["share_of_step"], 2), percent(CPU_SHARE_BUDGET)
-        return (
-            f"(begin + commit) / step of {name}: {share} {word} the budget of {budget}"
-        )
-    return (
-        f"begin + commit of {name}: {spent:.1f} us of host time {word} the budget of "
-        f"{host_budget_us(name):.0f} us"
-    )
+        spent, budget = host["share_of_step"], CPU_SHARE_BUDGET
+        shown = f"(begin + commit) / step of {name}: {percent(spent, 2)}"
+        limit = percent(budget)
+    else:
+        spent = host["begin_us_median"] + host["commit_us_median"]
+        budget = host_budget_us(name)
+        shown = f"begin + commit of {name}: {spent:.1f} us of host time"
+        limit = f"{budget:.0f} us"
+    word = "within" if spent <= budget else "MISSES"
+    return f"{shown} {word} the budget of {limit}"
 
 
 def text(result: Result) -> str:
-    """The whole report for a terminal."""
-    parts = ["environment\n" + _indented(environment_lines(result))]
-    if result["warnings"]:
-        parts.append("warnings\n" + _indented(result["warnings"]))
-    parts.append("check\n" + _indented([outputs_line(result)]))
+    """The whole report."""
+    parts = {
+        "environment": environment_lines(result),
+        "warnings": result["warnings"],
+        "check": [outputs_line(result)],
+    }
     tables = [acceptance_table(result), speed_table(result)]
     if result["mode"] == "compare":
         tables.append(ratio_table(result))
-    parts += [table.text() for table in [*tables, *nwor_tables(result)]]
-    verdicts = verdict_lines(result)
-    if verdicts:
-        parts.append("in words\n" + _indented(verdicts))
-    return "\n\n".join(parts)
+    for name, done in result["summary"]["nwor"].items():
+        tables.append(nwor_table(result["engine"], name, done))
+    return "\n\n".join(
+        [*_lists(parts), *tables, *_lists({"in words": verdict_lines(result)})]
+    )
 
 
-def _indented(lines: list[str]) -> str:
-    return "\n".join("  " + line for line in lines)
+def _lists(parts: dict[str, list[str]]) -> Iterator[str]:
+    """Each head with its lines below; none without lines."""
+    for head, lines in parts.items():
+        if lines:
+            yield "\n  ".join([head, *lines])

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy
 
-from benchmarks.ab import CONTROL, Pair, intervals
-from benchmarks.runs import Run
+from benchmarks.ab import CONTROL, Pair, Run, intervals
 
 # What a file of bench_vllm.py is made of.
 SCHEMA = 3

@@ -29,26 +29,14 @@ class BadBlock(Exception):
 
 
 def everything(result: Result) -> str:
-    """Where, when and with what command it was measured; every table of the report;
-    the check of the outputs and the comparison in words."""
-    found = dict(line.split(None, 1) for line in report.environment_lines(result))
-    about = (
-        f"{found['date']}: {found['run']}. {found['machine']}; {found['versions']}; "
-        f"commit {found['commit']}.\n\n```\n{found['command']}\n```"
-    )
-    tables = [report.speed_table(result)]
-    if result["mode"] == "compare":
-        tables.append(report.ratio_table(result))
-    tables += [*report.nwor_tables(result), report.acceptance_table(result)]
-    lines = [report.outputs_line(result), *report.verdict_lines(result)]
-    words = "\n".join(f"- {line}" for line in lines)
-    return "\n\n".join([about, *(table.markdown() for table in tables), words])
+    """What bench_vllm.py printed."""
+    return f"```\n{report.text(result)}\n```"
 
 
 def short(result: Result) -> str:
     """Four of the lines that bench_vllm.py printed: of the check of the outputs, both
     ratios of a comparison, and its last one, of host time."""
-    _, _, *ratios = report.ratio_table(result).text().splitlines()
+    _, _, *ratios = report.ratio_table(result).splitlines()
     checks = [report.outputs_line(result), report.verdict_lines(result)[-1]]
     return "\n".join(["```", checks[0], *ratios[:2], checks[1], "```"])
 

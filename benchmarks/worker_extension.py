@@ -178,9 +178,7 @@ def _counters(manager: DraftCommitManager) -> dict[str, int]:
     """The manager's [num_tables, 8] counters by column name."""
     from vllm_nwor.ops import COUNTER_COLUMNS
 
-    rows = manager.counters.tolist()
-    counters = dict(zip(COUNTER_COLUMNS, rows[0], strict=True))
-    for name in COUNTER_COLUMNS[COUNTER_COLUMNS.index("restored_bytes") :]:
-        column = COUNTER_COLUMNS.index(name)
-        counters[name] = sum(row[column] for row in rows)
-    return counters
+    first, totals = manager.counters[0].tolist(), manager.counters.sum(0).tolist()
+    summed = COUNTER_COLUMNS.index("restored_bytes")
+    values = first[:summed] + totals[summed:]
+    return dict(zip(COUNTER_COLUMNS, values, strict=True))

@@ -412,8 +412,7 @@ def run(graft: Graft, args: argparse.Namespace) -> str:
         return "has nothing of it"
     if args.series:
         return f"needs the {graft.series(args.series)} patches in {args.series}"
-    told = graft.drift()
-    if not told:
+    if not (told := graft.drift()):
         return "has all of it"
     folders = [graft.root / folder for folder in FOLDERS]
     if any(graft.marked.values()) or any(folder.exists() for folder in folders):

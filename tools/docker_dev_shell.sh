@@ -11,13 +11,13 @@
 # first if it is not up to date. You are yourself in there: what you write in the
 # checkout is yours. Caches, the container's .venv and its build folder are in named
 # volumes (vllm-nwor-*), apart from the host's. Without COMMAND it is bash. Exit status:
-# the command's; 2 for a bad argument; 1 without Docker.
+# the command's, or docker's; 2 for a bad argument.
 set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 
-fail() { # STATUS WORD...
-    echo "docker_dev_shell: ${*:2}" >&2
-    exit "$1"
+refuse() { # WORD...
+    echo "docker_dev_shell: $*" >&2
+    exit 2
 }
 
 device=auto
@@ -25,13 +25,13 @@ do=() # what runs a command
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
     --device)
-        [ $# -gt 1 ] || fail 2 "--device needs a value"
+        [ $# -gt 1 ] || refuse "--device needs a value"
         device=$2
         shift
         ;;
     --dry-run) do=(show) ;;
     -h | --help) sed -n '3,14s/^# \{0,1\}//p' "$0" && exit ;;
-    *) fail 2 "unknown argument '$1'; allowed are --device, --dry-run, --help," \
+    *) refuse "unknown argument '$1'; allowed are --device, --dry-run, --help," \
         "and a command after --" ;;
     esac
     shift
@@ -48,7 +48,7 @@ run=(docker run --rm --interactive --init --user "$(id -u):$(id -g)")
 case $device in
 gpu) dockerfile=docker/Dockerfile && run+=(--gpus all) ;;
 cpu) dockerfile=docker/Dockerfile.cpu ;;
-*) fail 2 "--device is '$device'; allowed are auto, gpu and cpu" ;;
+*) refuse "--device is '$device'; allowed are auto, gpu and cpu" ;;
 esac
 [ ! -t 0 ] || run+=(--tty)
 # --ipc: vLLM's processes share memory, more than a container's default of 64 MB.
@@ -66,11 +66,5 @@ else
     run+=(--entrypoint bash "$image")
 fi
 
-if [ ${#do[@]} = 0 ]; then
-    command -v docker >/dev/null ||
-        fail 1 "docker is not installed, or not on PATH; --dry-run shows what would run"
-    docker version >/dev/null 2>&1 || fail 1 "docker is here, but its daemon does not" \
-        "answer: is it running, may you use it?"
-fi
 "${do[@]}" docker build --target build -f "$ROOT/$dockerfile" -t "$image" "$ROOT"
 "${do[@]}" "${run[@]}"

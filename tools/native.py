@@ -81,16 +81,11 @@ def build(output_dir: Path) -> bool:
     name = "-".join(["native", cuda.lower(), *re.findall(r"\w+", archs)])
     build_dir = ROOT / "build" / name
     staged = build_dir / "out"
-    options = {
-        "TORCH_DIR": str(torch_dir()),
-        "NWOR_OUTPUT_DIR": str(staged),
-        "NWOR_CUDA": cuda,
-    }
-    if archs:
-        options["NWOR_CUDA_ARCHS"] = archs
     command = [find_tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
     command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
-    command += [f"-D{key}={value}" for key, value in options.items()]
+    command += [f"-DTORCH_DIR={torch_dir()}", f"-DNWOR_OUTPUT_DIR={staged}"]
+    command += [f"-DNWOR_CUDA={cuda}"]
+    command += [f"-DNWOR_CUDA_ARCHS={archs}"] if archs else []
     build_dir.mkdir(parents=True, exist_ok=True)
     with open(build_dir / "lock", "w") as lock:
         # Ninja does not expect another one in its directory.

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers import monitoring
 from tests.helpers.environment import REPO
 from tests.helpers.server import Server
-from tools.monitoring import panels, prometheus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ ALERTS = [
 SOAK_MINUTES = 0.4
 SCRAPE_SECONDS = 1
 # Covers the whole load, so that every rate has something in it.
-QUERIES = panels.queries(panels.read(), "60s")
+QUERIES = monitoring.queries(monitoring.dashboard(), "60s")
 
 
 class Watched(NamedTuple):
@@ -42,7 +42,7 @@ class Watched(NamedTuple):
     """
 
     server: Server
-    prometheus: prometheus.Prometheus
+    prometheus: monitoring.Prometheus
     soak: dict[str, Any]
     status: int
     output: str
@@ -54,7 +54,7 @@ def watched(
 ) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("monitoring")
     target = f"127.0.0.1:{server.port}"
-    with prometheus.scraping(target, folder, SCRAPE_SECONDS, ALERTS) as watching:
+    with monitoring.scraping(target, folder, SCRAPE_SECONDS, ALERTS) as watching:
         time.sleep(2 * SCRAPE_SECONDS)  # a rate starts from a sample before the load
         status, output = _soak(server, folder / "soak.json")
         time.sleep(3 * SCRAPE_SECONDS)
@@ -89,7 +89,7 @@ def test_every_metric_named_exists(watched: Watched) -> None:
     with urllib.request.urlopen(url, timeout=30) as answer:
         exposed = set(re.findall(r"^# TYPE (\S+) ", answer.read().decode(), re.M))
     named = set()
-    for path in (panels.DASHBOARD, *ALERTS):
+    for path in (monitoring.DASHBOARD, *ALERTS):
         named |= set(re.findall(r"vllm:\w+", path.read_text()))
     assert len(named) > 15
     assert named - exposed == set()
@@ -98,7 +98,7 @@ def test_every_metric_named_exists(watched: Watched) -> None:
 @pytest.mark.parametrize(
     "query", QUERIES, ids=[f"{query.panel}: {query.legend}" for query in QUERIES]
 )
-def test_every_panel_shows_something(watched: Watched, query: panels.Query) -> None:
+def test_every_panel_shows_something(watched: Watched, query: monitoring.Query) -> None:
     """Also the panel of fallbacks, of which there are none: it shows 0."""
     found = watched.prometheus.query(query.expression)
     assert found, query.expression
@@ -106,7 +106,7 @@ def test_every_panel_shows_something(watched: Watched, query: panels.Query) -> N
     assert all(math.isfinite(value) and value >= 0 for value in values), values
     if query.panel.startswith(("Fallbacks", "Findings", "Unverified")):
         assert set(values) == {0}
-    for label in panels.LEGEND_LABEL.findall(query.legend):
+    for label in monitoring.LEGEND_LABEL.findall(query.legend):
         assert all(one["metric"].get(label) for one in found), found
 
 

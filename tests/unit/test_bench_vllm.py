@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import re
 import time
 import types
 from collections.abc import Callable
@@ -31,9 +32,9 @@ from benchmarks import (
     summary,
     worker_extension,
 )
+from benchmarks.ab import NworDone, Run
 from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import EngineFailed
-from benchmarks.runs import NworDone, Run
 
 import bench_kernels
 import bench_vllm
@@ -455,9 +456,10 @@ def test_readme_is_rendered_and_checked(fake_engine, capsys, tmp_path):
     assert render.main(arguments) == 0
     assert render.main([*arguments, "--check"]) == 0
     rendered = readme.read_text()
-    assert "| nwor / unhooked | 1.0000 |" in rendered
+    changed, number = re.subn("(drafts logged  +)140", r"\g<1>141", rendered)
+    assert number == 1
 
-    readme.write_text(rendered.replace("| windows | 35 |", "| windows | 36 |"))
+    readme.write_text(changed)
     capsys.readouterr()
     assert render.main([*arguments, "--check"]) == 1
     assert capsys.readouterr().err == (
@@ -494,8 +496,9 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
         "high": 1.4,
         "num_runs": 3,
     }
-    line = "| unhooked / off (own process) | 1.0000 | 0.7000 to 1.4000 (its fastest, "
-    assert line in report.ratio_table(result).markdown()
+    assert "unhooked / off (own process)  1.0000  0.7000 to 1.4000 (its fastest, " in (
+        report.ratio_table(result)
+    )
     assert "KV blocks that NWOR costs: 6" in capsys.readouterr().out
     result["true_off"]["kv_blocks"] = None
     assert "KV blocks that NWOR costs" not in report.text(result)

@@ -126,7 +126,7 @@ def bench_cell(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "Engine", Engine)
     monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)
     monkeypatch.setattr(bench.device, "resolve", lambda options: "cuda")
-    monkeypatch.setattr(bench.environment, "packages", dict)
+    monkeypatch.setattr(bench.environment, "PACKAGES", ())
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(bench.report, "text", lambda result: "")
     monkeypatch.setattr(bench.bench_vllm, "run_true_off", run_true_off)

@@ -96,4 +96,4 @@ def test_without_ncu_it_says_so(tmp_path, capsys):
     arguments = ["--ncu", missing, "--json", str(tmp_path / "a.json")]
 
     assert traffic.main(arguments) == 1
-    assert f"{missing} is not there" in capsys.readouterr().err
+    assert f"No such file or directory: '{missing}'" in capsys.readouterr().err

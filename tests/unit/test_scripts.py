@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from pathlib import Path
 import pytest
 
 from tools import native
-from tools.results import time_rebuild
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"
@@ -110,8 +110,7 @@ def values(command: Sequence[str], option: str) -> list[str]:
 def test_shell_is_of_the_image_for_this_machine(host, device):
     result = host.shell(gpu=device == "gpu")
     assert result.returncode == 0, result.stderr
-    version, build, command = host.asked()
-    assert version == ["version"]
+    build, command = host.asked()
     dockerfile = ROOT / "docker" / f"Dockerfile{'.cpu' if device == 'cpu' else ''}"
     assert build == [
         *("build", "--target", "build", "-f", str(dockerfile)),
@@ -142,37 +141,29 @@ def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(host):
     assert result.returncode == 0
     printed = [shlex.split(line)[1:] for line in result.stdout.splitlines()]
     assert host.shell("--", *words, gpu=True).returncode == 0
-    _, build, command = host.asked()
+    build, command = host.asked()
     assert printed == [build, command]
     assert command[command.index("vllm-nwor:dev-gpu") + 1 :] == words
     assert values(command, "--entrypoint") == ["env"]
 
 
-@pytest.mark.parametrize(
-    ("fail", "said"),
-    [("version", "daemon does not answer"), ("build", ""), ("run", "")],
-)
-def test_what_docker_refuses_is_the_end(host, fail, said):
-    """Without its daemon, where the build fails, where the command does."""
-    result = host.shell("--", "false", fail=fail)
-    assert result.returncode == 1
-    assert said in result.stderr
-    asked = ["version", "build", "run"]
-    assert [one for one, *_ in host.asked()] == asked[: asked.index(fail) + 1]
+@pytest.mark.parametrize("fail", ["build", "run"])
+def test_what_docker_refuses_is_the_end(host, fail):
+    assert host.shell("--", "false", fail=fail).returncode == 1
+    assert [one for one, *_ in host.asked()] == ["build", "run"][: 1 + (fail == "run")]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "said"),
     [
-        (["--device", "tpu"], 2, "'tpu'; allowed are auto, gpu and cpu"),
-        (["--device"], 2, "--device needs a value"),
-        (["make"], 2, "'make'; allowed are --device, --dry-run"),
-        ([], 1, "docker is not installed"),
+        (["--device", "tpu"], "'tpu'; allowed are auto, gpu and cpu"),
+        (["--device"], "--device needs a value"),
+        (["make"], "'make'; allowed are --device, --dry-run"),
     ],
 )
-def test_bad_arguments_of_the_shell(host, arguments, status, said):
-    result = host.shell(*arguments, docker=False)
-    assert (result.returncode, result.stdout) == (status, "")
+def test_bad_arguments_of_the_shell(host, arguments, said):
+    result = host.shell(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
     assert host.asked() == []
 
@@ -225,9 +216,13 @@ def test_rebuild_compiles_only_what_changed(built, edit):
     library = built / "vllm" / "v1" / "nwor" / native.LIBRARY
     before = library.read_bytes()
     objects = {path: path.stat().st_mtime_ns for path in built.rglob("*.o")}
-    edit("cow_cpu.cpp", lambda text: text + time_rebuild.CHANGE.format(n=7))
+    # An exported symbol: what is linked is another library.
+    change = 'extern "C" __attribute__((visibility("default"))) int nwor_changed = 7;'
+    edit("cow_cpu.cpp", lambda text: f"{text}\n{change}\n")
+    started = time.monotonic()
     result = rebuild(built, "--cuda", "off")
     assert result.returncode == 0, result.stderr
+    assert time.monotonic() - started < 30
     assert library.read_bytes() != before
     changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
     assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
@@ -260,21 +255,6 @@ def test_bad_arguments_of_the_rebuild():
     result = run(REBUILD, PATH=os.environ["PATH"], PYTHON="python9")
     assert result.returncode == 1
     assert "PYTHON is 'python9', which is not there" in result.stderr
-
-
-# --- time_rebuild.py ---
-
-
-def test_recorded_rebuilds_are_of_kernels_and_within_the_limit():
-    found = json.loads((ROOT / "results" / "rebuild.json").read_text())
-    assert found["limit_s"] == time_rebuild.LIMIT_S == 30
-    seconds = {(one["cuda"], one["what"]): one["seconds"] for one in found["builds"]}
-    for cuda, source in (("on", "cow_cuda.cu"), ("off", "cow_cpu.cpp")):
-        kernels = [path.name for path in time_rebuild.kernels(ROOT, cuda)]
-        assert source in kernels
-        assert (cuda, f"csrc/nwor/{source}") in seconds
-        del seconds[cuda, time_rebuild.NOTHING]
-    assert max(seconds.values()) < found["limit_s"]
 
 
 # --- gpu_run.sh -----------------------------------------------------------------------

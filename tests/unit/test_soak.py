@@ -8,6 +8,7 @@ The load runs against a small server that answers as vLLM does and can misbehave
 import asyncio
 import copy
 import json
+import os
 import random
 import socket
 import subprocess
@@ -40,7 +41,7 @@ def good_record():
         },
         "load": {
             "seconds": 600.0,
-            "kinds": dict.fromkeys(checks.KINDS, 10),
+            "kinds": dict.fromkeys(load.WEIGHTS, 10),
             "num_failed": 0,
             "failures": [],
         },
@@ -160,10 +161,7 @@ def test_counters_that_are_not_there_do_not_pass():
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        (("memory", None), "memory flat"),
         (("memory", "seconds", [i / 2 for i in range(121)]), "memory flat"),
-        (("probe", "policy", "off"), "probe"),
-        (("log", None), "log"),
         (("arguments", "api_server_count", 1), "API servers"),
     ],
 )
@@ -187,65 +185,31 @@ def test_a_control_without_nwor_is_judged_by_the_rest():
 
 # --- the load ---
 
-SETTINGS = load.Settings(
-    model="m",
-    max_model_len=512,
-    concurrency=4,
-    seed=0,
-    vocab_size=None,
-    probe="loaded",
-    probe_seconds=0.1,
-)
+ARGS = {"concurrency": 4, "seed": 0, "vocab_size": None, "probe_seconds": 0.1}
 
 
 def test_the_load_is_mixed_reproducible_and_fits_the_model():
-    plans = [load.draw(random.Random(i), SETTINGS) for i in range(2000)]
-    assert plans == [load.draw(random.Random(i), SETTINGS) for i in range(2000)]
-    assert {plan.kind for plan in plans} == set(checks.KINDS)
+    plans = [load.draw(random.Random(i), 512, None) for i in range(2000)]
+    assert plans == [load.draw(random.Random(i), 512, None) for i in range(2000)]
+    assert {plan.kind for plan in plans} == set(load.WEIGHTS)
     words = [len(plan.prompt.split()) for plan in plans]
     most = max(p.max_tokens + 3 * n for p, n in zip(plans, words, strict=True))
-    assert most <= SETTINGS.max_model_len
+    assert most <= 512
     assert min(words) < 5 < 60 < max(words)
     # Token ids replace text for a server without a tokenizer.
-    settings = load.Settings(**(vars(SETTINGS) | {"vocab_size": 7}))
-    plans = [load.draw(random.Random(i), settings) for i in range(200)]
-    assert {plan.kind for plan in plans} == set(checks.KINDS) - {"stop"}
+    plans = [load.draw(random.Random(i), 512, 7) for i in range(200)]
+    assert {plan.kind for plan in plans} == set(load.WEIGHTS) - {"stop"}
     assert set().union(*(plan.prompt for plan in plans)) == set(range(7))
 
 
-def test_one_alone_waits_for_the_others_and_keeps_them_out():
-    inside = []
-
-    async def work(gate):
-        for _ in range(20):
-            async with gate.shared:
-                assert "alone" not in inside
-                inside.append("shared")
-                await asyncio.sleep(0)
-                inside.remove("shared")
-
-    async def probe(gate):
-        for _ in range(5):
-            async with gate.alone():
-                assert inside == []
-                inside.append("alone")
-                await asyncio.sleep(0.001)
-                inside.remove("alone")
-
-    async def both():
-        gate = load.Gate(3)
-        await asyncio.gather(*(work(gate) for _ in range(3)), probe(gate), probe(gate))
-
-    asyncio.run(asyncio.wait_for(both(), 10))
-
-
-def run_load(broken="", seconds=1.5, **changes):
-    """The outcome of a load on a server that answers completions as vLLM does.
+def run_load(broken="", seconds=1.5, probe="loaded"):
+    """A load after its run on a server that answers completions as vLLM does; and, for
+    each probe, how many other requests the server had meanwhile.
 
     broken: "status" (every fifth request is a 500), "probe" (the answer changes),
     "stream" (streams end without a reason), or "".
     """
-    requests, probes = [], []
+    requests, probes, beside, running = [], [], [], 0
 
     def answer(text="a", reason="length", **more):
         choice = {"index": 0, "text": text, "finish_reason": reason} | more
@@ -253,11 +217,21 @@ def run_load(broken="", seconds=1.5, **changes):
         return about | {"choices": [choice]}
 
     async def complete(request):
+        nonlocal running
+        running += 1
+        try:
+            return await respond(request)
+        finally:
+            running -= 1
+
+    async def respond(request):
         requests.append(body := await request.json())
         if broken == "status" and len(requests) % 5 == 0:
             return web.json_response({"error": "broken"}, status=500)
         if not body.get("stream"):
-            probes.extend([body] * ("return_token_ids" in body))
+            if "return_token_ids" in body:
+                probes.append(body)
+                beside.append(running - 1)
             changed = broken == "probe" and len(probes) > 2
             text, number = ("b", 2) if changed else ("a", 1)
             return web.json_response(answer(text, token_ids=[number]))
@@ -278,10 +252,12 @@ def run_load(broken="", seconds=1.5, **changes):
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
-            settings = load.Settings(**(vars(SETTINGS) | changes))
-            return await load.Load(url, settings).run(seconds)
+            args = SimpleNamespace(**ARGS, probe=probe)
+            done = load.Load(url, "m", 512, args)
+            await done.run(seconds)
+            return done, beside
         finally:
             await runner.cleanup()
 
@@ -308,34 +284,37 @@ def test_the_load_goes_on_until_the_audit_has_looked_at_enough(monkeypatch):
             minutes=0.1 / 60, sample_seconds=0.02, audited_steps=least
         )
         started = time.monotonic()
-        asyncio.run(soak.drive(Idle(), args, "", None))
+        asyncio.run(soak.drive(Idle(), args, "", SimpleNamespace(sample=int)))
         assert time.monotonic() - started >= seconds
     assert list(audited) == []
 
 
 def test_a_sound_server_gets_every_kind_and_fails_none():
-    outcome = run_load(seconds=5)
+    outcome, _ = run_load(seconds=5)
     assert (outcome.num_failed, outcome.failures) == (0, [])
-    assert set(outcome.kinds) == set(checks.KINDS)
+    assert set(outcome.kinds) == set(load.WEIGHTS)
     assert set(outcome.probes) == {"cached", "fresh"}
     for probe in outcome.probes.values():
         assert probe["runs"] >= checks.MIN_PROBES
         assert (len(probe["outputs"]), probe["num_tokens"]) == (1, [1])
 
 
-def test_quiet_probes_are_computed_from_nothing():
-    assert set(run_load(probe="quiet").probes) == {"fresh"}
-    assert run_load(probe="off", seconds=0.1).probes == {}
+def test_quiet_probes_are_computed_from_nothing_and_alone():
+    quiet, beside = run_load(probe="quiet")
+    assert set(quiet.probes) == {"fresh"}
+    # A request that its client has left may still be on its way out.
+    assert quiet.num_failed == 0
+    assert max(run_load()[1]) > 1 >= max(beside)
 
 
 def test_a_probe_that_changes_is_seen():
-    probes = run_load("probe").probes
+    probes = run_load("probe")[0].probes
     assert [len(probe["outputs"]) for probe in probes.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("broken", ["status", "stream"])
 def test_failed_requests_are_counted(broken):
-    outcome = run_load(broken)
+    outcome, _ = run_load(broken)
     assert outcome.num_failed > 0
     assert 0 < len(outcome.failures) <= load.FAILURES_KEPT
 
@@ -347,7 +326,7 @@ def test_errors_in_the_log_are_found_and_nothing_else():
     bad = ["(EngineCore pid=1) ERROR 11-21 boom", "Traceback (most recent call last):"]
     fine = ["INFO started, no ERRORS so far", "WARNING: OSError is possible"]
     log = "\n".join([fine[0], bad[0], fine[1], bad[1]])
-    assert server.read_log(log)["errors"] == bad
+    assert server.errors_in(log) == bad
 
 
 def test_memory_of_a_process_that_ended_is_missed():
@@ -375,7 +354,7 @@ def test_a_process_with_a_client_is_known():
             accepted, _ = listening.accept()
             processes.sample()
             accepted.close()
-    assert processes.clients == {"main": 1}
+    assert processes.clients == {f"0 {psutil.Process().name()}": 1}
 
 
 METRICS = """\
@@ -417,20 +396,21 @@ def test_exit_status_and_file_say_what_was_found(tmp_path, monkeypatch, num_fail
     del record["arguments"]
     monkeypatch.setattr(soak, "soak", lambda *_: record)
     path = tmp_path / "out.json"
-    argv = ["--url", "http://127.0.0.1:1", "--json", str(path)]
+    running = ["--pid", str(os.getpid()), "--log", "a.log"]
+    argv = ["--url", "http://127.0.0.1:1", *running, "--json", str(path)]
     assert soak.main(argv) == num_failed
     written = json.loads(path.read_text())
     assert written["passed"] is (num_failed == 0)
     assert len(written["checks"]) == len(verdicts(good_record()))
-    assert written["command"] == (
-        "python tools/soak/soak.py --url http://127.0.0.1:1 --json out.json"
-    )
+    command = f"python tools/soak/soak.py {' '.join(argv[:-1])} out.json"
+    assert written["command"] == command
 
 
 def test_no_server_is_an_error_and_no_result(tmp_path, capsys):
     path = tmp_path / "out.json"
     url = f"http://127.0.0.1:{server.free_port()}"
-    assert soak.main(["--url", url, "--json", str(path)]) == 1
+    argv = ["--url", url, "--pid", str(os.getpid()), "--log", str(path)]
+    assert soak.main([*argv, "--json", str(path)]) == 1
     assert "no OpenAI-compatible server" in capsys.readouterr().err
     assert not path.exists()
 
@@ -440,8 +420,8 @@ def test_no_server_is_an_error_and_no_result(tmp_path, capsys):
     [
         "",
         "--url u",
-        "--minutes 0",
         "--pid 1",
+        "--minutes 0",
         "--vocab-size 1",
         "--mode on",
         "--env =1",

@@ -83,7 +83,7 @@ def make(*arguments: str) -> str:
 
 
 def test_only_make_deps_changes_the_system():
-    changes = ("--install", "prometheus.py")
+    changes = ("--install\n", "\ntools/monitoring/fetch_prometheus.sh\n")
     assert [word for word in changes if word in make("deps")] == list(changes)
     for target in ("test", "bench", "lint", "serve", "nightly", "soak", "reach"):
         commands = make(target)
@@ -112,6 +112,8 @@ def checkout(monkeypatch, tmp_path):
         if isinstance(value, Path):
             moved = tmp_path / value.relative_to(ROOT)
             monkeypatch.setattr(setup_env, name, moved)
+    metadata = (tmp_path / "pyproject.toml", tmp_path / "setup.py")
+    monkeypatch.setattr(setup_env, "METADATA", metadata)
     return tmp_path
 
 
@@ -165,10 +167,9 @@ def test_setup_runs_once(record):
 
 def test_setup_follows_its_files(record, checkout):
     record("")
-    (checkout / "setup.py").write_text("changed")
-    assert record("") == ["editable"]
-    (checkout / "requirements" / "cpu.txt").write_text("changed")
-    assert record("") == ["uv", "packages", "editable"]
+    for name in ("setup.py", "requirements/cpu.txt"):
+        (checkout / name).write_text("changed")
+        assert record("") == ["uv", "packages", "editable"]
     (dist_info,) = checkout.glob(".venv/lib/*/site-packages/*.dist-info")
     dist_info.rmdir()
     assert "editable" in record("")
@@ -177,7 +178,7 @@ def test_setup_follows_its_files(record, checkout):
 @pytest.mark.parametrize("step", ["venv", "uv", "packages", "editable"])
 def test_interrupted_setup_starts_over(record, step):
     assert record(step)[-1] == "interrupted"
-    assert setup_env.found_stamp() == {}
+    assert setup_env.found_stamp() == ""
     (setup_env.VENV / "half-written").touch()
     assert record("") == ["venv", "uv", "packages", "editable"]
     assert not (setup_env.VENV / "half-written").exists()

@@ -31,29 +31,21 @@ RUN = ROOT / "tools" / "gpu_run.sh"
 LANE = re.compile(r"(?P<gpus>\d+(,\d+)*): *(?P<steps>\S.*)")
 
 
-def start(
-    lane: re.Match[str], cores: Sequence[int], results: Path, log: Path
-) -> subprocess.Popen[bytes]:
-    """Starts a lane on these processors."""
+def start(lane: re.Match[str], cores: str, results: Path, log: Path) -> psutil.Popen:
+    """Starts a lane on these processors, "0,2"."""
     env = {k: v for k, v in os.environ.items() if k != "OUT"}
     env |= {"CUDA_VISIBLE_DEVICES": lane["gpus"], "NWOR_RESULTS": str(results)}
+    command = ["taskset", "-c", cores, RUN, *lane["steps"].split()]
+    null, both = subprocess.DEVNULL, subprocess.STDOUT
     with log.open("wb") as sink:
-        return subprocess.Popen(
-            ["taskset", "-c", ",".join(map(str, cores)), RUN, *lane["steps"].split()],
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-        )
+        options = {"cwd": ROOT, "env": env, "stdin": null, "stderr": both}
+        return psutil.Popen(command, stdout=sink, **options)
 
 
-def kill_family(process: subprocess.Popen[bytes]) -> None:
+def kill_family(process: psutil.Popen) -> None:
     """Ends a process with all that it started, sessions of their own too. Each is
     halted before its children are looked for: what is halted starts nothing."""
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family.append(psutil.Process(process.pid))
+    family: list[psutil.Process] = [process]
     for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.suspend()
@@ -81,19 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"GPUs {gpus}; expected each in one lane")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(lanes):
-        parser.error(
-            f"{len(lanes)} lanes; expected at most {len(cores)}, a processor each"
-        )
+        most = f"expected at most {len(cores)}, a processor each"
+        parser.error(f"{len(lanes)} lanes; {most}")
     for folder in (arguments.results, arguments.logs):
         folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     limit = time.monotonic() + (arguments.seconds or float("inf"))
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[psutil.Popen] = []
     stopped = ""
     try:
         for number, lane in enumerate(lanes):
             log = arguments.logs / f"lane{number + 1}.log"
-            own = cores[number :: len(lanes)]
+            own = ",".join(map(str, cores[number :: len(lanes)]))
             running.append(start(lane, own, arguments.results.resolve(), log))
         while any(process.poll() is None for process in running):
             if time.monotonic() > limit:

@@ -31,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 
-KIND = "gpu_traffic"
 NCU = "/usr/local/cuda/bin/ncu"
 # Our name of a count -> the metric of ncu, all in bytes.
 METRICS = {
@@ -82,7 +81,7 @@ def run_cases() -> list[dict[str, Any]]:
     cases = []
     for layout in LAYOUTS:
         for size in SIZES:
-            made = kernel_cases.LAYOUTS[layout]()
+            made = kernel_cases.layout(layout)
             case = kernel_cases.Case(made, size, device, cache_bytes=0, seed=0)
             case.check()
             torch.cuda.synchronize()
@@ -144,25 +143,21 @@ def combine(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write")
+    parser.add_argument("--json", type=Path, default=Path("gpu_traffic.json"))
     parser.add_argument("--ncu", default=shutil.which("ncu") or NCU)
     parser.add_argument("--cases", action="store_true", help="without ncu and results")
     arguments = parser.parse_args(argv)
     if arguments.cases:
         run_cases()
         return 0
-    if arguments.json is None:
-        parser.error("--json FILE is missing")
-    if shutil.which(arguments.ncu) is None:
-        print(f"traffic.py: {arguments.ncu} is not there", file=sys.stderr)
-        return 1
     try:
-        rows = combine(run_cases(), measure(arguments.ncu))
-    except CountersUnavailable as error:
+        kernels = measure(arguments.ncu)
+        rows = combine(run_cases(), kernels)
+    except (CountersUnavailable, OSError) as error:
         print(f"traffic.py: {error}", file=sys.stderr)
         return 1
     result = {
-        "kind": KIND,
+        "kind": "gpu_traffic",
         "command": f"python tools/gpu/traffic.py --json {arguments.json.name}",
         "environment": environment.describe("cuda", ROOT),
         "rows": rows,

@@ -60,12 +60,8 @@ MAKERS: dict[str, Callable[[Any], str]] = {
     "models": reach.models,
     "parallelism": reach.parallelism,
 }
-READMES = (
-    ROOT / "README.md",
-    ROOT / "results" / "README.md",
-    ROOT / "docs" / "reach.md",
-    ROOT / "docs" / "audit.md",
-)
+SHOWN = ("README.md", "results/README.md", "docs/reach.md", "docs/audit.md")
+READMES = tuple(ROOT / name for name in SHOWN)
 END = "<!-- /results -->"
 BLOCK = re.compile(
     rf"(?P<open><!-- results: (?P<what>[^\n]*?) -->\n)(?P<body>.*?){END}", re.DOTALL
@@ -105,10 +101,8 @@ def run(readme: Path, results: Path, check: bool) -> int:
     """Renders or checks; returns the exit status. Raises BadBlock."""
     old = readme.read_text(encoding="utf-8")
     if not old.count("<!-- results: ") == old.count(END) == len(BLOCK.findall(old)):
-        raise BadBlock(
-            f"a '<!-- results: FILE VIEW -->' has no '{END}' after it, or the other "
-            "way round"
-        )
+        why = f"has no '{END}' after it, or the other way round"
+        raise BadBlock(f"a '<!-- results: FILE VIEW -->' {why}")
     stale = []
 
     def rendered(match: re.Match[str]) -> str:
@@ -122,29 +116,23 @@ def run(readme: Path, results: Path, check: bool) -> int:
 
     new = BLOCK.sub(rendered, old)
     shown = readme.relative_to(ROOT) if readme.is_relative_to(ROOT) else readme.name
-    if not stale:
-        print(f"{shown} is up to date with results/")
-    elif check:
-        print(
-            f"{shown} is not what results/ says: {', '.join(stale)}; run: "
-            "python tools/results/render.py",
-            file=sys.stderr,
-        )
+    if stale and check:
+        said = f"{shown} is not what results/ says: {', '.join(stale)}; run: "
+        print(f"{said}python tools/results/render.py", file=sys.stderr)
         return 1
-    else:
+    if stale:
         write_whole(readme, lambda path: path.write_text(new, encoding="utf-8"))
-        print(f"{shown}: {len(stale)} blocks rendered")
+    print(f"{shown} is up to date with results/; blocks rendered anew: {len(stale)}")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    parser.add_argument(
-        "--readme", type=Path, nargs="+", default=READMES, help="files to render"
-    )
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    add = parser.add_argument
+    add("--check", action="store_true", help="write nothing, compare")
+    add("--readme", type=Path, nargs="+", default=READMES, help="files to render")
+    add("--results", type=Path, default=ROOT / "results")
     args = parser.parse_args(argv)
     try:
         return max(run(one, args.results, args.check) for one in args.readme)

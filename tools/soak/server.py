@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import re
@@ -86,18 +87,13 @@ def running(
             process.wait()
 
 
-@contextlib.contextmanager
 def serving(
     command: Sequence[str], port: int, env: Mapping[str, str], log: Path, seconds: float
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     """vLLM's server by `command` on a port of loopback, as `running`."""
-    where = ("--host", "127.0.0.1", "--port", str(port))
-
-    def is_up() -> bool:
-        return answers(f"http://127.0.0.1:{port}")
-
-    with running([*command, *where], is_up, log, seconds, env) as process:
-        yield process
+    command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+    is_up = functools.partial(answers, f"http://127.0.0.1:{port}")
+    return running(command, is_up, log, seconds, env)
 
 
 def answers(url: str) -> bool:
@@ -175,14 +171,14 @@ KEPT = re.compile(
 )
 
 
-def read_log(text: str) -> dict[str, Any]:
-    """What a soak wants to know of a server's log: the first lines that are errors."""
-    errors = [line for line in text.splitlines() if ERROR_LINE.search(line)]
-    return {"errors": [line[:ERROR_WIDTH] for line in errors[:ERRORS_KEPT]]}
+def errors_in(log: str) -> list[str]:
+    """The first lines of a server's log that are errors."""
+    errors = [line for line in log.splitlines() if ERROR_LINE.search(line)]
+    return [line[:ERROR_WIDTH] for line in errors[:ERRORS_KEPT]]
 
 
 class Processes:
-    """Resident memory of a server's processes over time, by what they are called.
+    """Resident memory of a server's processes over time, by their number and title.
 
     seconds: times of the samples since the making of this object. rss_mib: name ->
     MiB at each. ended: names of processes that were there at first and no longer are.
@@ -192,20 +188,12 @@ class Processes:
     def __init__(self, root: psutil.Process, port: int) -> None:
         self._port = port
         self._started = time.monotonic()
-        self._processes = self._named([root, *root.children(recursive=True)])
+        family = enumerate([root, *root.children(recursive=True)])
+        self._processes = {f"{n} {_title(one)}": one for n, one in family}
         self.seconds: list[float] = []
         self.rss_mib: dict[str, list[float]] = {name: [] for name in self._processes}
         self.ended: list[str] = []
         self.clients: dict[str, int] = {}
-
-    @staticmethod
-    def _named(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
-        named: dict[str, psutil.Process] = {}
-        for number, process in enumerate(processes):
-            name = "main" if number == 0 else _role(process)
-            same = sum(other.split("#")[0] == name for other in named)
-            named[f"{name}#{same + 1}" if same else name] = process
-        return named
 
     def sample(self) -> None:
         """Takes one sample; an ended process counts as 0 MiB from then on."""
@@ -230,10 +218,7 @@ class Processes:
         )
 
 
-def _role(process: psutil.Process) -> str:
-    """The title that vLLM gives its processes, or what a helper process runs."""
-    line = " ".join(process.cmdline())
-    if "resource_tracker" in line:
-        return "resource tracker"
-    title = re.match(r"VLLM::\w+", line)
+def _title(process: psutil.Process) -> str:
+    """The title that vLLM gives its processes, or the program's name."""
+    title = re.match(r"VLLM::\w+", " ".join(process.cmdline()))
     return title[0] if title else process.name()

@@ -5,11 +5,11 @@
     python tools/soak/soak.py --model PATH --minutes 10 --json results/soak_cpu.json \\
         --speculative-config '{...}' --serve-args '--enforce-eager'
 
-starts `vllm serve` with several API servers; `--url` uses a server that runs already.
-The load is described in load.py, the checks in checks.py: outputs of a probe
-identical from start to end, the identities of the counters, KV blocks free, memory
-flat, no fallback, no breach, no error in the log. All that was found goes to the JSON
-file, with the verdicts.
+starts `vllm serve` with several API servers; `--url`, `--pid` and `--log` name one that
+runs on this machine. The load is described in load.py, the checks in checks.py: outputs
+of a probe identical from start to end, the identities of the counters, KV blocks free,
+memory flat, no fallback, no breach, no error in the log. All that was found goes to the
+JSON file, with the verdicts.
 
 Needs only packages that come with vLLM. Exit status: 0 no check failed; 1 one did, or
 the server does not start; 2 a bad argument.
@@ -26,9 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.parse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +37,19 @@ import psutil  # noqa: E402
 from benchmarks import environment  # noqa: E402
 from benchmarks.arguments import positive, whole  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
-from benchmarks.tables import Table  # noqa: E402
+from benchmarks.tables import table  # noqa: E402
 
 from tools.soak import checks  # noqa: E402
-from tools.soak import load as soak_load  # noqa: E402
 from tools.soak import server as soak_server  # noqa: E402
+from tools.soak.load import Load  # noqa: E402
 
 PROGRAM = "tools/soak/soak.py"
 START_SECONDS, SETTLE_SECONDS = 600.0, 60.0
 # How long the load goes on for the audit's sake: at a time, and at most.
 EXTENSION_SECONDS, MOST_LENGTHS = 30.0, 4
 AUDITED_STEPS = "vllm:nwor_audit_steps"
-SCHEMA = 1
+# Paths and addresses of the machine.
+NOT_RECORDED = ("model", "url", "pid", "log", "json")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -59,24 +58,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-
-    def setting(text: str) -> str:
-        if "=" not in text[1:]:
-            raise argparse.ArgumentTypeError(f"{text!r}; must be NAME=VALUE")
-        return text
-
     count, above_0 = whole(1), positive(1e6)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="folder of the model to serve")
-    where.add_argument("--url", help="of a server that runs, http://HOST:PORT")
+    where.add_argument("--url", help="of a server that runs, http://127.0.0.1:PORT")
     add = parser.add_argument
-    add("--pid", type=int, help="its main process, to see its memory (with --url)")
+    add("--pid", type=int, help="its main process (with --url)")
     add("--log", type=Path, help="the server's output: read (with --url) or written")
     modes = ("stage", "cow", "off")
     add("--mode", choices=modes, default="stage", help="VLLM_NWOR_MODE; off: control")
     add("--serve-args", default="", help="more arguments for vllm serve, in one word")
-    text = "a variable for the server started here; may be given several times"
-    add("--env", type=setting, action="append", default=[], help=text)
+    text = "NAME=VALUE for the server started here; may be given several times"
+    add("--env", action="append", default=[], help=text)
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=count, default=2, help="API servers")
     add("--minutes", type=above_0, default=10, help="length of the load")
@@ -86,40 +79,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the load")
     text = "send token ids below it, for a server without a tokenizer"
     add("--vocab-size", type=whole(2), help=text)
-    text = "the fixed request: beside the load, in pauses of it, or none"
-    policies = ("loaded", "quiet", "off")
-    add("--probe", choices=policies, default="loaded", help=text)
+    text = "the fixed request: beside the load, or in pauses of it"
+    add("--probe", choices=("loaded", "quiet"), default="loaded", help=text)
     add("--probe-seconds", type=above_0, default=5, help="between two probes")
     add("--sample-seconds", type=above_0, default=5, help="between memory samples")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
     add("--json", type=Path, help="where to write what was found")
     args = parser.parse_args(argv)
-    if args.pid is not None and args.url is None:
-        parser.error("--pid goes with --url")
+    known = [one is not None for one in (args.url, args.pid, args.log)]
+    if any(known[:2]) and not all(known):
+        parser.error("--url, --pid and --log go together")
+    if bad := [setting for setting in args.env if "=" not in setting[1:]]:
+        parser.error(f"--env {bad[0]!r}; must be NAME=VALUE")
     return args
 
 
-@dataclass(frozen=True)
-class Target:
-    """A server to load. root: its main process; log: its output; None: not known."""
-
-    url: str
-    root: psutil.Process | None
-    log: Path | None
-
-
 @contextlib.contextmanager
-def target(args: argparse.Namespace) -> Iterator[Target]:
-    """The server of the command line: the one that runs, or one started here.
-
-    Raises soak_server.ServerError if there is none.
-    """
+def target(args: argparse.Namespace) -> Iterator[tuple[str, psutil.Process, Path]]:
+    """Address, main process and log of the server of the command line: the one that
+    runs, or one started here. Raises soak_server.ServerError if there is none."""
     if args.url is not None:
         try:
-            root = psutil.Process(args.pid) if args.pid is not None else None
+            yield args.url.rstrip("/"), psutil.Process(args.pid), args.log
         except psutil.NoSuchProcess as error:
             raise soak_server.ServerError(f"--pid: {error}") from error
-        yield Target(args.url.rstrip("/"), root, args.log)
         return
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "server.log"
@@ -128,7 +111,7 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         env = os.environ | changes | {"VLLM_NWOR_MODE": args.mode}
         command = [*soak_server.serve_command(), *serve_arguments(args)]
         with soak_server.serving(command, port, env, log, START_SECONDS) as root:
-            yield Target(f"http://127.0.0.1:{port}", psutil.Process(root.pid), log)
+            yield f"http://127.0.0.1:{port}", psutil.Process(root.pid), log
 
 
 def serve_arguments(args: argparse.Namespace) -> list[str]:
@@ -140,11 +123,8 @@ def serve_arguments(args: argparse.Namespace) -> list[str]:
 
 
 async def drive(
-    load: soak_load.Load,
-    args: argparse.Namespace,
-    url: str,
-    processes: soak_server.Processes | None,
-) -> soak_load.Outcome:
+    load: Load, args: argparse.Namespace, url: str, processes: soak_server.Processes
+) -> None:
     """Runs the load, and samples the server's processes meanwhile. It goes on while the
     audit has looked at fewer steps than asked for."""
     seconds, pause = args.minutes * 60, args.sample_seconds
@@ -152,8 +132,7 @@ async def drive(
 
     async def watch() -> None:
         while True:
-            if processes is not None:
-                processes.sample()
+            processes.sample()
             await asyncio.sleep(pause)
             now = time.monotonic()
             if not args.audited_steps or not load.deadline - 2 * pause < now < latest:
@@ -164,47 +143,37 @@ async def drive(
 
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(watch())
-        outcome = await load.run(seconds)
+        await load.run(seconds)
         watching.cancel()
-    return outcome
+    processes.sample()
 
 
-def soak(args: argparse.Namespace, server: Target) -> dict[str, Any]:
+def soak(
+    args: argparse.Namespace, url: str, root: psutil.Process, log: Path
+) -> dict[str, Any]:
     """Loads the server and returns what was found, without verdicts."""
-    model, max_model_len = soak_server.model_of(server.url)
-    names = ("concurrency", "seed", "vocab_size", "probe", "probe_seconds")
-    asked = {name: getattr(args, name) for name in names}
-    settings = soak_load.Settings(model, max_model_len, **asked)
-    processes = None
-    if server.root is not None:
-        port = urllib.parse.urlsplit(server.url).port or 80
-        processes = soak_server.Processes(server.root, port)
+    model, max_model_len = soak_server.model_of(url)
+    processes = soak_server.Processes(root, int(url.rpartition(":")[2]))
+    load = Load(url, model, max_model_len, args)
     started = time.monotonic()
-    load = soak_load.Load(f"{server.url}/v1", settings)
-    outcome = asyncio.run(drive(load, args, server.url, processes))
+    asyncio.run(drive(load, args, url, processes))
     seconds = time.monotonic() - started
-    found: dict[str, Any] = {"ended": [], "clients": {}, "memory": None}
-    if processes is not None:
-        processes.sample()
-        memory = {"seconds": processes.seconds, "rss_mib": processes.rss_mib}
-        found = {"ended": processes.ended, "clients": processes.clients}
-        found["memory"] = memory
-    answers = soak_server.answers(server.url)
+    answers = soak_server.answers(url)
     prompt = "one two" if args.vocab_size is None else [1, 1]
-    final = soak_server.settle(server.url, model, prompt, SETTLE_SECONDS)
-    log = server.log and soak_server.read_log(server.log.read_text(errors="replace"))
+    final = soak_server.settle(url, model, prompt, SETTLE_SECONDS)
     return {
         "model": Path(model).name,
         "load": {
             "seconds": round(seconds, 1),
-            "kinds": dict(sorted(outcome.kinds.items())),
-            "num_failed": outcome.num_failed,
-            "failures": outcome.failures,
+            "kinds": dict(sorted(load.kinds.items())),
+            "num_failed": load.num_failed,
+            "failures": load.failures,
         },
-        "probe": {"policy": args.probe, "kinds": outcome.probes},
-        "alive": {"answers": answers, "ended": found.pop("ended")},
-        **found,
-        "log": log,
+        "probe": {"policy": args.probe, "kinds": load.probes},
+        "alive": {"answers": answers, "ended": processes.ended},
+        "clients": processes.clients,
+        "memory": {"seconds": processes.seconds, "rss_mib": processes.rss_mib},
+        "log": {"errors": soak_server.errors_in(log.read_text(errors="replace"))},
         **final,
     }
 
@@ -217,13 +186,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with target(args) as server:
             print(f"{PROGRAM}: {args.minutes:g} minutes of load", file=sys.stderr)
-            found = soak(args, server)
+            found = soak(args, *server)
     except soak_server.ServerError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     record: dict[str, Any] = {
         "kind": "soak",
-        "schema": SCHEMA,
+        "schema": 1,
         "command": shlex.join(["python", PROGRAM, *argv]),
         "environment": environment.describe(args.device, ROOT),
         "warnings": warnings,
@@ -236,14 +205,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ("verdict", "name", "found", "wanted")
     rows = [tuple(row[name] for name in columns) for row in record["checks"]]
     title = f"soak of {record['load']['seconds']:.0f} s"
-    print(Table(title, ("", "check", "found", "wanted"), rows, left=True).text())
+    print(table(title, ("", "check", "found", "wanted"), rows, left=True))
     if args.json is not None:
         write_json(args.json, record)
     return 0 if record["passed"] else 1
 
-
-# Paths and addresses of the machine.
-NOT_RECORDED = ("model", "url", "pid", "log", "json")
 
 if __name__ == "__main__":
     # A plain kill must not leave the server behind.
