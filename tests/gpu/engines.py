@@ -354,8 +354,9 @@ NEWER = (
 # Drafters and rejection rules that no CPU can run.
 METHODS = (
     _spec(
+        # The V1 drafter is compiled, which FULL alone turns off.
         "ngram-gpu-flash-async",
-        *("ngram_gpu", "FLASH_ATTN", "FULL", "auto", True),
+        *("ngram_gpu", "FLASH_ATTN", "PIECEWISE", "auto", True),
     ),
     _spec("dspark-flash-async", "dspark", "FLASH_ATTN", "FULL", "auto", True),
     _spec(
