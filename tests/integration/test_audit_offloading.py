@@ -7,6 +7,7 @@ The mend of vLLM issue 54193 (tests/helpers/offloading_fault.py) is taken out ag
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,7 +232,8 @@ def test_blocks_have_places_in_chunks() -> None:
         block_ids=[11, 12, 13, 14], group_sizes=(3, 0, 1), block_indices=(3, 0, 4)
     )
     chunks = SimpleNamespace(block_ids=[7, 2, 9])
-    read = offloading._read
+    config = SimpleNamespace(kv_cache_groups=[None] * 3)
+    read = partial(offloading._read, config)
     assert read(connector, blocks, chunks) == (
         [[11, 12, 13], [], [14]],
         [[31, 8, 9], [], [36]],
@@ -246,6 +248,26 @@ def test_blocks_have_places_in_chunks() -> None:
     ):
         connector.connector_worker.spec = other
         assert read(connector, blocks, chunks)[1] is None
+
+
+def test_groups_that_vllm_does_not_offload_are_left_out() -> None:
+    """vLLM 0.32 and later; before, a transfer is of all groups."""
+    spec = SimpleNamespace(blocks_per_chunk=1)
+    connector = SimpleNamespace(connector_worker=SimpleNamespace(spec=spec))
+    blocks = SimpleNamespace(
+        block_ids=[5, 6, 7], group_sizes=[1, 2], block_indices=[0, 0]
+    )
+    chunks = SimpleNamespace(block_ids=[0, 1, 2])
+    config = SimpleNamespace(kv_cache_groups=[None] * 3)
+
+    with pytest.raises(ValueError, match="of 2 KV-cache groups; expected 3"):
+        offloading._read(config, connector, blocks, chunks)
+    config.prefix_cacheable_group_ids = (0, 2)
+
+    assert offloading._read(config, connector, blocks, chunks) == (
+        [[5], [], [6, 7]],
+        None,
+    )
 
 
 def test_of_many_stored_blocks_the_last_are_known() -> None:

@@ -107,14 +107,34 @@ def _tell(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None
         if runner is None or runner.vllm_config is not connector._vllm_config:
             continue
         for blocks, chunks in transfers:
-            watcher(runner, partial(_read, connector, blocks, chunks), fills)
+            config = runner.kv_cache_config
+            watcher(runner, partial(_read, config, connector, blocks, chunks), fills)
 
 
-def _read(connector: Any, blocks: Any, chunks: Any) -> tuple[Blocks, Blocks | None]:
+def _read(
+    kv_cache_config: Any, connector: Any, blocks: Any, chunks: Any
+) -> tuple[Blocks, Blocks | None]:
+    """Raises ValueError: a transfer is not of the groups that vLLM offloads."""
     ends = [0, *accumulate(blocks.group_sizes)]
     ids = list(map(int, blocks.block_ids))
     found = [ids[a:b] for a, b in pairwise(ends)]
-    return found, _places(connector, blocks, chunks)
+    places = _places(connector, blocks, chunks)
+    # Since vLLM 0.32 only some groups are offloaded.
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    offloaded = getattr(
+        kv_cache_config, "prefix_cacheable_group_ids", range(num_groups)
+    )
+    if len(found) != len(offloaded):
+        raise ValueError(
+            f"a transfer of the {NAME} is of {len(found)} KV-cache groups; expected "
+            f"{len(offloaded)}: {list(offloaded)}"
+        )
+
+    def of_all(of_offloaded: Blocks) -> Blocks:
+        known = dict(zip(offloaded, of_offloaded, strict=True))
+        return [known.get(group_id, []) for group_id in range(num_groups)]
+
+    return of_all(found), None if places is None else of_all(places)
 
 
 def _waiting(connector: Any) -> list[tuple[Any, Any]]:
