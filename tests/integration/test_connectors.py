@@ -24,7 +24,6 @@ from tests.helpers.tail_connector import Tail, TailConnector
 from tests.integration.test_audit import TAILS
 from tests.integration.test_audit_offloading import CONNECTOR
 from tests.integration.test_byte_oracle import prompt
-from tests.integration.test_identical_outputs import PROSE
 from vllm_nwor import commits
 
 
@@ -118,17 +117,20 @@ class Published:
     num_kept: int
 
 
-def published_by(mode: str) -> list[Published]:
-    """SmolLM2 with real drafts; each request alone, on caches without any history."""
+def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
+    """Each request alone, on caches without any history. truth: filled if empty."""
     end_connector()
-    engine = Engine(mode, model="smollm2-135m", kv_transfer_config=TAILS)
-    tokenizer = engine.llm.get_tokenizer()
+    engine = Engine(mode, kv_transfer_config=TAILS)
     requests = [
-        Request(f"{i}, {length}", tuple(tokenizer.encode(text)), length)
-        for i, text in enumerate(PROSE)
-        for length in (4, 9)
+        Request(f"{length}, {end}", prompt(length, length), end)
+        for length in (13, 16, 27)
+        for end in (4, 9)
     ]
     requests.append(replace(requests[0], name="aborted", max_tokens=99, abort_at=9))
+    truth |= truth or truth_of(engine, requests)
+    while 0 < len(TailConnector.published) < len(requests):
+        engine.llm.step()
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
     layers = engine.probe.target_layers()
     found = []
     for request in requests:
@@ -171,7 +173,8 @@ def as_bytes(block: torch.Tensor) -> torch.Tensor:
 
 def test_a_published_tail_holds_no_rejected_draft_and_vanillas_does() -> None:
     """In mode stage, which is cow beside a connector like this one."""
-    vanilla, ours = published_by("off"), published_by("stage")
+    truth: dict[str, list[int]] = {}
+    vanilla, ours = published_by("off", truth), published_by("stage", truth)
     for off, on in zip(vanilla, ours, strict=True):
         assert (on.outputs, on.tail) == (off.outputs, off.tail)
         assert on.num_kept == off.num_kept

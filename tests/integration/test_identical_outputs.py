@@ -510,7 +510,8 @@ def test_compiled(mode: str) -> None:
     """With torch.compile on (enforce_eager=False): the hooks are outside the compiled
     region, and the warm-up and profiling runs pass them."""
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(3)]
-    compare(requests, modes=("off", mode), enforce_eager=False)
-    runner = shared(mode, enforce_eager=False).runner
-    config = runner.vllm_config.compilation_config
+    one_layer = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 1}}
+    arguments = one_layer | {"enforce_eager": False}
+    compare(requests, modes=("off", mode), **arguments)
+    config = shared(mode, **arguments).runner.vllm_config.compilation_config
     assert config.mode != CompilationMode.NONE
