@@ -314,7 +314,7 @@ class Engine:
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
     draw = random.Random(seed)
-    return tuple(draw.randrange(100, 40000) for _ in range(length))
+    return tuple(draw.randrange(100, 2000) for _ in range(length))
 
 
 def like_off(

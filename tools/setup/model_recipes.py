@@ -242,7 +242,8 @@ MAKERS = {
 
 def read(path: Path) -> dict[str, Recipe]:
     """The recipes of a file like recipes.json: a model's "config" comes on top of its
-    "base"; each but SOURCE needs SOURCE."""
+    "base"; each but SOURCE needs SOURCE. A vocabulary of its own is in its folder's
+    name."""
     content = json.loads(path.read_text(encoding="utf-8"))
     found = {}
     for name, one in content["models"].items():
@@ -250,7 +251,9 @@ def read(path: Path) -> dict[str, Recipe]:
         if "base" in one:
             spec["config"] = content["bases"][one["base"]] | spec["config"]
         make = MAKERS[one["make"]]
-        found[name] = Recipe(name, one["summary"], make, needs, spec)
+        size = spec.get("config", {}).get("vocab_size")
+        folder = name if size is None else f"{name}-{size}"
+        found[name] = Recipe(folder, one["summary"], make, needs, spec)
     return found
 
 
