@@ -93,12 +93,20 @@ def finish(out: Path, models: Path, weights: Any, config: dict[str, Any]) -> Non
 
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     write_json(out / "config.json", config)
-    copy_tokenizer(out, models)
+    copy_tokenizer(out, models, config["vocab_size"])
 
 
-def copy_tokenizer(out: Path, models: Path) -> None:
+def copy_tokenizer(out: Path, models: Path, vocab_size: int) -> None:
+    """SOURCE's, of which a smaller model has the first tokens."""
     for name in TOKENIZER_FILES:
         shutil.copyfile(models / SOURCE / name, out / name)
+    content = json.loads((out / TOKENIZER_FILES[0]).read_text())
+    model = content["model"]
+    vocab = {word: i for word, i in model["vocab"].items() if i < vocab_size}
+    if len(vocab) < len(model["vocab"]):
+        merges = [pair for pair in model["merges"] if "".join(pair) in vocab]
+        model |= {"vocab": vocab, "merges": merges}
+        write_json(out / TOKENIZER_FILES[0], content)
 
 
 def make_draft(recipe: Recipe, out: Path, models: Path) -> None:
@@ -229,7 +237,7 @@ def make_seeded(recipe: Recipe, out: Path, models: Path) -> None:
             noise = torch.randn(weight.shape) / math.sqrt(weight.shape[-1])
             weight.copy_(noise.to(torch.bfloat16))
     model.save_pretrained(out)
-    copy_tokenizer(out, models)
+    copy_tokenizer(out, models, config.vocab_size)
 
 
 MAKERS = {
