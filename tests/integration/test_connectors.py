@@ -117,23 +117,22 @@ class Published:
     num_kept: int
 
 
+ENDED = [
+    Request(f"{length}, {end}", prompt(length, length), end)
+    for length in (13, 16, 27)
+    for end in (4, 9)
+]
+ENDED.append(replace(ENDED[0], name="aborted", max_tokens=99, abort_at=9))
+
+
 def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
-    """Each request alone, on caches without any history. truth: filled if empty."""
+    """Each of ENDED alone, on caches without any history."""
     end_connector()
     engine = Engine(mode, kv_transfer_config=TAILS)
-    requests = [
-        Request(f"{length}, {end}", prompt(length, length), end)
-        for length in (13, 16, 27)
-        for end in (4, 9)
-    ]
-    requests.append(replace(requests[0], name="aborted", max_tokens=99, abort_at=9))
-    truth |= truth or truth_of(engine, requests)
-    while 0 < len(TailConnector.published) < len(requests):
-        engine.llm.step()
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     layers = engine.probe.target_layers()
     found = []
-    for request in requests:
+    for request in ENDED:
         TailConnector.published.clear()
         engine.poison_caches()
         before = {name: layer.kv_cache.clone() for name, layer in layers.items()}
@@ -173,7 +172,7 @@ def as_bytes(block: torch.Tensor) -> torch.Tensor:
 
 def test_a_published_tail_holds_no_rejected_draft_and_vanillas_does() -> None:
     """In mode stage, which is cow beside a connector like this one."""
-    truth: dict[str, list[int]] = {}
+    truth = truth_of(Engine("off"), ENDED)
     vanilla, ours = published_by("off", truth), published_by("stage", truth)
     for off, on in zip(vanilla, ours, strict=True):
         assert (on.outputs, on.tail) == (off.outputs, off.tail)

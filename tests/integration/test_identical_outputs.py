@@ -48,7 +48,6 @@ from tests.helpers.engine import (
     shared,
 )
 from tests.helpers.faults import replaced_ops
-from tests.helpers.logs import nwor_log
 from tests.integration.test_audit import EVERYTHING, alike, keys_of_texts_alone
 
 SMOLLM2: dict[str, Any] = {
@@ -309,21 +308,9 @@ def test_finish_and_abort() -> None:
 
 
 def test_settings_that_change_nothing() -> None:
-    """Every check, no metrics; and what start-up says of shadow pages."""
+    """Every check, no metrics."""
     settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "always"}
-    with nwor_log() as lines:
-        stage = Engine(
-            "stage", settings | {"SHADOW_BLOCKS": "16"}, num_gpu_blocks_override=80
-        )
-    assert lines[0] == (
-        "INFO NWOR: 16 of 80 KV blocks reserved as shadow blocks, for 8 requests"
-    )
-    assert len(lines) == 2
-    assert lines[1].startswith(
-        "INFO NWOR stage requested; group 0: stage (4 layers, packed slots); undo log: "
-        "32 drafts, "
-    )
-    assert lines[1].endswith("; shadow pages: 8 seats")
+    stage = like_off("stage", settings)
     requests = [Request(f"r{i}", prompt(i, 30), 40) for i in range(2)]
     off = shared("off")
     truth = truth_of(off, requests)

@@ -27,11 +27,19 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
+from vllm.v1.metrics.reader import get_metrics_snapshot
 
 import vllm_nwor
 from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
-from tests.helpers.engine import DEFAULTS, Engine, Request, Result, one_thread
+from tests.helpers.engine import (
+    DEFAULTS,
+    Engine,
+    Request,
+    Result,
+    counters,
+    one_thread,
+    risen,
+)
 from tests.helpers.environment import model_path, nwor_settings
 from tests.helpers.runner_probe import Observer, Step
 from vllm_nwor.hooks import _wrap, runner_v1, stats
@@ -47,26 +55,13 @@ REQUESTS = [
 ]
 
 
-def counters(engine: Engine) -> dict[str, int]:
-    """Every counter of speculative decoding and of NWOR; fallbacks as "name/reason"."""
-    found = {}
-    for metric in engine.llm.get_metrics():
-        if isinstance(metric, Counter) and metric.labels.get("engine") == "0":
-            reason = metric.labels.get("reason")
-            name = metric.name if reason is None else f"{metric.name}/{reason}"
-            if name.startswith(("vllm:nwor_", "vllm:spec_decode_")):
-                found[name.removeprefix("vllm:")] = metric.value
-    return found
-
-
 def counted(
     engine: Engine, requests: Sequence[Request], observers: Sequence[Observer] = ()
 ) -> tuple[Result, dict[str, int]]:
     """Runs the requests; returns what happened and by how much each counter rose."""
     before = counters(engine)
     result = engine.run(requests, observers)
-    after = counters(engine)
-    return result, {name: num - before.get(name, 0) for name, num in after.items()}
+    return result, risen(engine, before)
 
 
 @pytest.fixture(scope="module")
@@ -171,22 +166,6 @@ def test_counts_wait_while_statistics_are_off(engine):
     assert rise["nwor_breaches"] == 0
 
 
-def test_info_names_each_groups_mode(engine):
-    rows = [
-        metric.labels
-        for metric in engine.llm.get_metrics()
-        if isinstance(metric, Gauge)
-        and metric.name == "vllm:nwor_info"
-        and metric.value == 1
-    ]
-
-    assert [(row["group"], row["requested"], row["resolved"]) for row in rows] == [
-        ("0", "cow", "cow")
-    ]
-    assert rows[0]["engine"] == "0"
-    assert rows[0]["model_name"] == engine.runner.model_config.served_model_name
-
-
 def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine, caplog):
     class Corrupt(Observer):
         def forward_starts(self, step: Step) -> None:
@@ -279,8 +258,7 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
             run = bench.run(arm)
             outputs.append(run.outputs)
             done.append(run.nwor)
-            after = counters(shown)
-            rises.append({name: num - before[name] for name, num in after.items()})
+            rises.append(risen(shown, before))
             ours.append(frames.names)
             installed.append([getattr_static(h.owner, h.name) for h in hooks])
         gc.unfreeze()
