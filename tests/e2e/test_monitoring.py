@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ALERTS = [
     REPO / "tools" / "monitoring" / name for name in ("alerts.yml", "audit_alerts.yml")
 ]
-SOAK_MINUTES = 0.25
+SOAK_MINUTES = 0.4
 SCRAPE_SECONDS = 1
 # Covers the whole load, so that every rate has something in it.
 QUERIES = panels.queries(panels.read(), "60s")

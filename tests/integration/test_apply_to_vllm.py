@@ -146,7 +146,7 @@ del os.environ["VLLM_PLUGINS"]
 vllm_nwor.plugin.register = register
 plugins.plugins_loaded = False  # by the engines, and none was allowed
 plugins.load_general_plugins()
-assert vllm_nwor.plugin._registered
+assert plugin._registered
 assert layers() == found
 assert not [name for name in sys.modules if name.startswith("vllm_nwor.hooks")]
 assert import_module("vllm.v1.nwor.hooks._wrap") is _wrap
