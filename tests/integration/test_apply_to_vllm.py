@@ -142,10 +142,7 @@ from vllm.v1.nwor import ops
 assert ops.LIBRARY.is_relative_to({str(patched)!r}), ops.LIBRARY
 
 os.environ.update(before)
-del os.environ["VLLM_PLUGINS"]
-vllm_nwor.plugin.register = register
-plugins.plugins_loaded = False  # by the engines, and none was allowed
-plugins.load_general_plugins()
+register()
 assert plugin._registered
 assert layers() == found
 assert not [name for name in sys.modules if name.startswith("vllm_nwor.hooks")]
