@@ -4,8 +4,11 @@ of a file end with it."""
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,3 +38,14 @@ def engines_end() -> Iterator[None]:
     yield
     if engine := sys.modules.get("tests.helpers.engine"):
         engine.forget_engines()
+
+
+@pytest.fixture(scope="module")
+def parsed_once() -> Iterator[None]:
+    """A file of vLLM that is compared again, with the same text, is parsed once."""
+    from vllm_nwor.hooks import source
+
+    with pytest.MonkeyPatch.context() as patch:
+        faster = vars(ast) | {"parse": cache(ast.parse)}
+        patch.setattr(source, "ast", SimpleNamespace(**faster))
+        yield

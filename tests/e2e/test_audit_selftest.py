@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.helpers.environment import subprocess_env
 from vllm_nwor.audit import selftest
-from vllm_nwor.audit.findings import CLASSES
+from vllm_nwor.audit.findings import CLASSES, Finding, Writer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -41,20 +43,14 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
 def test_a_selftest_without_a_fault_fails() -> None:
     """The verdict is of what was found, not of what was planted."""
     expected = selftest.Expected("changed", (5,), "layer", "one")
-    finding = _finding("changed", 5, "layer", "one-1")
+    writer = Writer("one-1", 1, 1)
+    finding = Finding("changed", 0, "layer", 1, 0, 5, 0, None, writer, 2, "0x0", "0x1")
     assert selftest.matches(expected, finding)
-    for other in (
-        _finding("missing_write", 5, "layer", "one-1"),
-        _finding("changed", 6, "layer", "one-1"),
-        _finding("changed", 5, "other", "one-1"),
-        _finding("changed", 5, "layer", "two-1"),
-    ):
-        assert not selftest.matches(expected, other)
-
-
-def _finding(kind: str, slot: int, layer: str, writer: str) -> selftest.Finding:
-    from vllm_nwor.audit.findings import Finding, Writer
-
-    return Finding(
-        kind, 0, layer, 1, 0, slot, 0, None, Writer(writer, 1, 1), 2, "0x0", "0x1"
+    others: tuple[dict[str, Any], ...] = (
+        {"kind": "missing_write"},
+        {"slot": 6},
+        {"layer": "other"},
+        {"writer": replace(writer, request="two-1")},
     )
+    for other in others:
+        assert not selftest.matches(expected, replace(finding, **other))

@@ -30,11 +30,10 @@ import torch
 
 from tests.helpers import worker_faults
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import Engine, Request, Result, prompt
+from tests.helpers.engine import Engine, Request, Result, counters, prompt, risen
 from tests.helpers.environment import (
     REPO,
     model_path,
-    nwor_settings,
     result_of,
     subprocess_env,
 )
@@ -42,7 +41,6 @@ from tests.helpers.faults import failing, replaced_ops
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
-from vllm_nwor import plugin
 from vllm_nwor.config import Strict
 from vllm_nwor.draft_manager import NworError, State
 from vllm_nwor.hooks import discovery
@@ -121,23 +119,6 @@ def strict(cow: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     cow.llm.abort_request([*(request.name for request in ALL), "next"])
     cow.run([LATE])
-
-
-def counters(engine: Engine) -> dict[str, int]:
-    """Of the newest engine, by name; fallbacks as "nwor_fallbacks/reason"."""
-    found = {}
-    for metric in engine.llm.get_metrics():
-        is_ours = metric.name.startswith(("vllm:nwor_", "vllm:spec_decode_num"))
-        if is_ours and hasattr(metric, "value"):
-            reason = metric.labels.get("reason")
-            name = metric.name.removeprefix("vllm:")
-            found[name if reason is None else f"{name}/{reason}"] = metric.value
-    return found
-
-
-def risen(engine: Engine, before: dict[str, int]) -> dict[str, int]:
-    after = counters(engine)
-    return {name: num - before.get(name, 0) for name, num in after.items()}
 
 
 def assert_same(found: Result, wanted: Result) -> None:
@@ -240,6 +221,14 @@ def test_strict_raises_where_an_op_fails(op: str, cow: Engine, strict: None) -> 
         cow.run(ALL)
     after = {"begin_failed": State.VANILLA, "commit_failed": State.FAILED}
     assert cow.manager.state is after[REASONS[op]]
+
+
+def test_strict_raises_beyond_the_log(
+    cow: Engine, strict: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cow.manager, "capacity", 4)
+    with pytest.raises(NworError, match=r"^NWOR over_capacity: \d+ drafts"):
+        cow.run(ALL)
 
 
 def test_a_copy_of_the_counters_that_fails(
@@ -446,16 +435,10 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
 # --- engines of their own: the metrics are the newest one's from here on ------------
 
 
-@pytest.mark.parametrize("strict_", [False, True], ids=["", "strict"])
-def test_windows_beyond_the_log_are_vanilla(strict_: bool, off: Baseline) -> None:
+def test_windows_beyond_the_log_are_vanilla(off: Baseline) -> None:
     """Beyond VLLM_NWOR_MAX_LOG_ROWS, and counted; those that fit are protected."""
-    settings = {"MAX_LOG_ROWS": "4", "STRICT": "always" if strict_ else "1"}
-    engine = Engine("cow", settings, **ARGUMENTS)
+    engine = Engine("cow", {"MAX_LOG_ROWS": "4"}, **ARGUMENTS)
     ScriptedDrafter(off.truth, mixture).attach(engine.runner)
-    if strict_:
-        with pytest.raises(NworError, match=r"^NWOR over_capacity: \d+ drafts"):
-            engine.run(ALL)
-        return
     oracle, before = SnapshotOracle(engine.probe), counters(engine)
     with nwor_log() as lines:
         found = engine.run(ALL, [oracle])
@@ -703,19 +686,6 @@ def test_no_memory_for_the_undo_log(
 # --- a vLLM that is not as expected ---------------------------------------------------
 
 
-def test_register_twice() -> None:
-    """Nothing is wrapped twice, whatever calls register() again."""
-    first = Engine("cow")
-    runner_class = type(first.runner)
-    wrapped = runner_class._sample
-    with nwor_settings({"MODE": "cow"}):
-        plugin.register()
-        plugin._registered = False  # as in a process that lost the module
-        plugin.register()
-    assert runner_class._sample.__wrapped__ is wrapped.__wrapped__
-    assert not hasattr(runner_class._sample.__wrapped__, "__wrapped__")
-
-
 def test_bad_mode_starts_nothing() -> None:
     """vLLM's own server ends with the sentence before it loads anything."""
     sentence = "VLLM_NWOR_MODE='bogus' is not allowed; allowed values: off, stage, cow"
@@ -837,10 +807,10 @@ def served(server: Server) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def call_workers(server: Server, method: str) -> None:
+def plant_in_workers(server: Server, where: str) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/collective_rpc",
-        json.dumps({"method": method}).encode(),
+        json.dumps({"method": "plant", "args": [where]}).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60):
@@ -877,7 +847,7 @@ def test_a_worker_dies_between_log_and_commit(
     with serve(first, "cow", SERVED_MODEL, *extended) as server:
         assert served(server) == vanilla_text
         assert server.metrics()["vllm:nwor_windows"] > 0
-        call_workers(server, where)
+        plant_in_workers(server, where)
         with pytest.raises((urllib.error.HTTPError, urllib.error.URLError, OSError)):
             served(server)
         deadline = time.monotonic() + 120

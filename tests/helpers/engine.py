@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.reader import Counter
 
 from tests.helpers.byte_map import cache_of
 from tests.helpers.environment import model_path, nwor_settings
@@ -314,7 +315,7 @@ class Engine:
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
     draw = random.Random(seed)
-    return tuple(draw.randrange(100, 40000) for _ in range(length))
+    return tuple(draw.randrange(100, 2000) for _ in range(length))
 
 
 def like_off(
@@ -362,6 +363,24 @@ class _InFlightAborts(Observer):
         ]
         if aborted:
             self.engine.core.aborts_queue.put(aborted)
+
+
+def counters(engine: Engine) -> dict[str, int]:
+    """Every counter of speculative decoding and of NWOR that get_metrics() shows of the
+    newest engine; fallbacks as "name/reason"."""
+    found = {}
+    for metric in engine.llm.get_metrics():
+        if isinstance(metric, Counter) and metric.labels.get("engine") == "0":
+            reason = metric.labels.get("reason")
+            name = metric.name if reason is None else f"{metric.name}/{reason}"
+            if name.startswith(("vllm:nwor_", "vllm:spec_decode_")):
+                found[name.removeprefix("vllm:")] = metric.value
+    return found
+
+
+def risen(engine: Engine, before: dict[str, int]) -> dict[str, int]:
+    """By how much each counter rose since."""
+    return {name: n - before.get(name, 0) for name, n in counters(engine).items()}
 
 
 def counts(engine: Engine) -> dict[str, int]:

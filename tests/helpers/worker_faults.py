@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults inside vLLM's worker processes, between log and commit.
 
-A server started with `--worker-extension-cls NAME` has these methods on each worker;
-its development endpoint /collective_rpc calls them.
+A server started with `--worker-extension-cls NAME` has `plant` on each worker; its
+development endpoint /collective_rpc calls it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 NAME = "tests.helpers.worker_faults.WorkerFaults"
 MARK = "injected between log and commit"
-# Names of methods below: where the next verification step ends.
+# Where the next verification step ends, and how.
 POINTS = ("kill_in_forward", "kill_in_sampler", "raise_in_forward", "raise_in_sampler")
 
 
@@ -23,33 +23,16 @@ class WorkerFaults:
 
     model_runner: Any
 
-    def kill_in_forward(self) -> None:
-        self._once_logged(self.model_runner.get_model(), _kill)
-
-    def kill_in_sampler(self) -> None:
-        self._once_logged(self.model_runner.rejection_sampler, _kill)
-
-    def raise_in_forward(self) -> None:
-        self._once_logged(self.model_runner.get_model(), _raise)
-
-    def raise_in_sampler(self) -> None:
-        self._once_logged(self.model_runner.rejection_sampler, _raise)
-
-    def _once_logged(self, module: Any, fault: Any) -> None:
-        """`module`, called while a log is there, ends in `fault`."""
-        manager = self.model_runner.nwor_state.manager
+    def plant(self, where: str) -> None:
+        runner = self.model_runner
+        is_forward = where.endswith("forward")
+        module = runner.get_model() if is_forward else runner.rejection_sampler
 
         def hook(*args: Any) -> None:
-            if manager.state.value == "logged":
+            if runner.nwor_state.manager.state.value == "logged":
                 print(MARK, file=sys.stderr, flush=True)
-                fault()
+                if where.startswith("kill"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError(MARK)
 
         module.register_forward_pre_hook(hook)
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _raise() -> None:
-    raise RuntimeError(MARK)

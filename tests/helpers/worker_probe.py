@@ -33,6 +33,8 @@ class WorkerProbe:
         """Poisons this rank's caches and starts the oracle."""
         probe = RunnerProbe(self.model_runner)
         probe.poison()
+        if (audit := self.model_runner.__dict__.get("nwor_audit")) is not None:
+            audit.audit.forget_cache()
         self.nwor_probe = probe
         shadow = None
         if (state := self.model_runner.__dict__.get("nwor_state")) is not None:

@@ -24,7 +24,6 @@ from tests.helpers.tail_connector import Tail, TailConnector
 from tests.integration.test_audit import TAILS
 from tests.integration.test_audit_offloading import CONNECTOR
 from tests.integration.test_byte_oracle import prompt
-from tests.integration.test_identical_outputs import PROSE
 from vllm_nwor import commits
 
 
@@ -118,20 +117,22 @@ class Published:
     num_kept: int
 
 
-def published_by(mode: str) -> list[Published]:
-    """SmolLM2 with real drafts; each request alone, on caches without any history."""
+ENDED = [
+    Request(f"{length}, {end}", prompt(length, length), end)
+    for length in (13, 16, 27)
+    for end in (4, 9)
+]
+ENDED.append(replace(ENDED[0], name="aborted", max_tokens=99, abort_at=9))
+
+
+def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
+    """Each of ENDED alone, on caches without any history."""
     end_connector()
-    engine = Engine(mode, model="smollm2-135m", kv_transfer_config=TAILS)
-    tokenizer = engine.llm.get_tokenizer()
-    requests = [
-        Request(f"{i}, {length}", tuple(tokenizer.encode(text)), length)
-        for i, text in enumerate(PROSE)
-        for length in (4, 9)
-    ]
-    requests.append(replace(requests[0], name="aborted", max_tokens=99, abort_at=9))
+    engine = Engine(mode, kv_transfer_config=TAILS)
+    ScriptedDrafter(truth, mixture).attach(engine.runner)
     layers = engine.probe.target_layers()
     found = []
-    for request in requests:
+    for request in ENDED:
         TailConnector.published.clear()
         engine.poison_caches()
         before = {name: layer.kv_cache.clone() for name, layer in layers.items()}
@@ -171,7 +172,8 @@ def as_bytes(block: torch.Tensor) -> torch.Tensor:
 
 def test_a_published_tail_holds_no_rejected_draft_and_vanillas_does() -> None:
     """In mode stage, which is cow beside a connector like this one."""
-    vanilla, ours = published_by("off"), published_by("stage")
+    truth = truth_of(Engine("off"), ENDED)
+    vanilla, ours = published_by("off", truth), published_by("stage", truth)
     for off, on in zip(vanilla, ours, strict=True):
         assert (on.outputs, on.tail) == (off.outputs, off.tail)
         assert on.num_kept == off.num_kept

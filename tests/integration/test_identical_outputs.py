@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ from tests.helpers.engine import (
     shared,
 )
 from tests.helpers.faults import replaced_ops
-from tests.helpers.logs import nwor_log
+from tests.integration.test_audit import EVERYTHING, alike, keys_of_texts_alone
 
 SMOLLM2: dict[str, Any] = {
     "model": "smollm2-135m",
@@ -307,21 +308,9 @@ def test_finish_and_abort() -> None:
 
 
 def test_settings_that_change_nothing() -> None:
-    """Every check, no metrics; and what start-up says of shadow pages."""
+    """Every check, no metrics."""
     settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "always"}
-    with nwor_log() as lines:
-        stage = Engine(
-            "stage", settings | {"SHADOW_BLOCKS": "16"}, num_gpu_blocks_override=80
-        )
-    assert lines[0] == (
-        "INFO NWOR: 16 of 80 KV blocks reserved as shadow blocks, for 8 requests"
-    )
-    assert len(lines) == 2
-    assert lines[1].startswith(
-        "INFO NWOR stage requested; group 0: stage (4 layers, packed slots); undo log: "
-        "32 drafts, "
-    )
-    assert lines[1].endswith("; shadow pages: 8 seats")
+    stage = like_off("stage", settings)
     requests = [Request(f"r{i}", prompt(i, 30), 40) for i in range(2)]
     off = shared("off")
     truth = truth_of(off, requests)
@@ -419,20 +408,38 @@ def spy_on_validation(manager: Any) -> list[int]:
     return refused
 
 
+def two_ranks(mode: str, settings: dict[str, str] | None = None) -> Engine:
+    """Two CPU workers, real processes."""
+    return like_off(
+        mode,
+        settings,
+        enable_prefix_caching=True,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        worker_extension_cls=worker_probe.NAME,
+    )
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
+    """In mode stage, and the folder of what the audit finds."""
+    folder = tmp_path_factory.mktemp("findings")
+    file = {"AUDIT_FILE": str(folder / "findings.json")}
+    engine = two_ranks("stage", EVERYTHING | file)
+    yield engine, folder
+    engine.core.shutdown()
+
+
 @EITHER_MODE
-def test_tensor_parallel_2(mode: str) -> None:
-    """Two CPU workers, real processes: the outputs are off's, and on each rank, whose
-    cache holds its own share of the heads, the byte oracle finds nothing."""
+def test_tensor_parallel_2(mode: str, request: pytest.FixtureRequest) -> None:
+    """The outputs are off's, and on each rank, whose cache holds its own share of the
+    heads, the byte oracle finds nothing, and nor does the audit."""
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(4)]
     truth: dict[str, list[int]] = {}
     results, reports = [], []
     for one in ("off", mode):
-        engine = like_off(
-            one,
-            tensor_parallel_size=2,
-            distributed_executor_backend="mp",
-            worker_extension_cls=worker_probe.NAME,
-        )
+        is_audited = one == "stage"
+        engine = request.getfixturevalue("audited")[0] if is_audited else two_ranks(one)
         rpc = engine.llm.collective_rpc
         try:
             rpc("script", args=({}, "no_drafts"))
@@ -440,12 +447,14 @@ def test_tensor_parallel_2(mode: str) -> None:
             truth = truth or {
                 r.name: [*r.prompt, *plain.tokens[r.name]] for r in requests
             }
+            engine.llm.reset_prefix_cache()
             rpc("watch")
             rpc("script", args=(truth, "mixture"))
             results.append(engine.run(requests))
             reports.append(rpc("report"))
         finally:
-            engine.core.shutdown()
+            if not is_audited:
+                engine.core.shutdown()
     with reach.noted(mode, "parallelism", "tensor parallel 2"):
         assert results[0].tokens == results[1].tokens
         assert results[0].logprobs == results[1].logprobs
@@ -459,12 +468,37 @@ def test_tensor_parallel_2(mode: str) -> None:
         assert reports[1][0]["counters"] == reports[1][1]["counters"]
 
 
+@pytest.mark.slow
+def test_each_rank_audits_its_own_share(audited: tuple[Engine, Path]) -> None:
+    """And logs for itself."""
+    engine, folder = audited
+    engine.run([Request(f"r{i}", prompt(i, 60), 40, at=i) for i in range(4)])
+    assert list(folder.iterdir()) == []
+    totals = engine.llm.collective_rpc("audit_totals")
+    assert len(totals) == 2
+    for rank in totals:
+        assert rank["findings"] == 0
+        assert rank["contents"] > 10_000
+    engine.llm.collective_rpc("scribble", args=(1, 5))
+    engine.run([Request("next", prompt(9, 60), 30)])
+    assert [path.name for path in folder.iterdir()] == ["findings.json.1"]
+    # What the scheduler alone knows has come to both.
+    with keys_of_texts_alone():
+        engine.run(alike({"salt": "a"}, {"salt": "b"}))
+    counts = {p.name: json.loads(p.read_text())["counts"] for p in folder.iterdir()}
+    assert counts == {
+        "findings.json.0": {"wrong_prefix": 2},
+        "findings.json.1": {"changed": 1, "wrong_prefix": 2},
+    }
+
+
 @EITHER_MODE
 def test_compiled(mode: str) -> None:
     """With torch.compile on (enforce_eager=False): the hooks are outside the compiled
     region, and the warm-up and profiling runs pass them."""
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(3)]
-    compare(requests, modes=("off", mode), enforce_eager=False)
-    runner = shared(mode, enforce_eager=False).runner
-    config = runner.vllm_config.compilation_config
+    one_layer = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 1}}
+    arguments = one_layer | {"enforce_eager": False}
+    compare(requests, modes=("off", mode), **arguments)
+    config = shared(mode, **arguments).runner.vllm_config.compilation_config
     assert config.mode != CompilationMode.NONE

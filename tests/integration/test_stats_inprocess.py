@@ -9,12 +9,11 @@ its step: asynchronous outputs are covered by tests/unit/test_metrics.py.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
-import json
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import getattr_static
 from pathlib import Path
 from types import FrameType, FunctionType, SimpleNamespace
@@ -24,12 +23,24 @@ import pytest
 from benchmarks.ab import UNHOOKED, Arm
 from benchmarks.arguments import parse
 from benchmarks.engine import Engine as BenchEngine
-from vllm.v1.metrics.reader import Counter, Gauge
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.reader import get_metrics_snapshot
 
 import vllm_nwor
 from tests.helpers.drafters import ScriptedDrafter, all_wrong, mixture, truth_of
-from tests.helpers.engine import Engine, Request, Result, one_thread
-from tests.helpers.environment import model_path, nwor_settings, subprocess_env
+from tests.helpers.engine import (
+    DEFAULTS,
+    Engine,
+    Request,
+    Result,
+    counters,
+    one_thread,
+    risen,
+)
+from tests.helpers.environment import model_path, nwor_settings
 from tests.helpers.runner_probe import Observer, Step
 from vllm_nwor.hooks import _wrap, runner_v1, stats
 from vllm_nwor.metrics import COUNTERS
@@ -44,26 +55,13 @@ REQUESTS = [
 ]
 
 
-def counters(engine: Engine) -> dict[str, int]:
-    """Every counter of speculative decoding and of NWOR; fallbacks as "name/reason"."""
-    found = {}
-    for metric in engine.llm.get_metrics():
-        if isinstance(metric, Counter) and metric.labels.get("engine") == "0":
-            reason = metric.labels.get("reason")
-            name = metric.name if reason is None else f"{metric.name}/{reason}"
-            if name.startswith(("vllm:nwor_", "vllm:spec_decode_")):
-                found[name.removeprefix("vllm:")] = metric.value
-    return found
-
-
 def counted(
     engine: Engine, requests: Sequence[Request], observers: Sequence[Observer] = ()
 ) -> tuple[Result, dict[str, int]]:
     """Runs the requests; returns what happened and by how much each counter rose."""
     before = counters(engine)
     result = engine.run(requests, observers)
-    after = counters(engine)
-    return result, {name: num - before.get(name, 0) for name, num in after.items()}
+    return result, risen(engine, before)
 
 
 @pytest.fixture(scope="module")
@@ -168,22 +166,6 @@ def test_counts_wait_while_statistics_are_off(engine):
     assert rise["nwor_breaches"] == 0
 
 
-def test_info_names_each_groups_mode(engine):
-    rows = [
-        metric.labels
-        for metric in engine.llm.get_metrics()
-        if isinstance(metric, Gauge)
-        and metric.name == "vllm:nwor_info"
-        and metric.value == 1
-    ]
-
-    assert [(row["group"], row["requested"], row["resolved"]) for row in rows] == [
-        ("0", "cow", "cow")
-    ]
-    assert rows[0]["engine"] == "0"
-    assert rows[0]["model_name"] == engine.runner.model_config.served_model_name
-
-
 def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine, caplog):
     class Corrupt(Observer):
         def forward_starts(self, step: Step) -> None:
@@ -276,8 +258,7 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
             run = bench.run(arm)
             outputs.append(run.outputs)
             done.append(run.nwor)
-            after = counters(shown)
-            rises.append({name: num - before[name] for name, num in after.items()})
+            rises.append(risen(shown, before))
             ours.append(frames.names)
             installed.append([getattr_static(h.owner, h.name) for h in hooks])
         gc.unfreeze()
@@ -310,84 +291,61 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         assert not any(num for name, num in rise.items() if "fallbacks" in name)
 
 
-# The plugin is loaded once a process: a front end that is late found the mode off.
-SCRIPT = """
-import asyncio, json, os, sys
-from vllm import LLM, SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.plugins import load_general_plugins
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.reader import get_metrics_snapshot
-
-ARGUMENTS = dict(
-    model=sys.argv[3], enforce_eager=True, max_model_len=256, disable_log_stats=False,
-    num_gpu_blocks_override=32, max_num_seqs=4, dtype="bfloat16",
-    speculative_config={
-        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    },
-)
-PROMPT = {"prompt_token_ids": [7, 8, 9] * 8}
+PROMPT = TokensPrompt(prompt_token_ids=[7, 8, 9] * 8)
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
-def serve_llm():
-    llm = LLM(**ARGUMENTS)
-    for _ in range(2):
-        yield llm.generate([PROMPT], PARAMS)[0]
 
-async def serve_async():
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**ARGUMENTS))
-    outputs = []
-    for number in range(2):
-        async for output in llm.generate(PROMPT, PARAMS, str(number)):
-            pass
-        outputs.append(output)
+def by_llm(arguments: dict[str, Any]) -> list[RequestOutput]:
+    llm = LLM(**arguments)
+    return [llm.generate([PROMPT], PARAMS)[0] for _ in range(2)]
+
+
+async def by_async_llm(arguments: dict[str, Any]) -> list[RequestOutput]:
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    outputs = [
+        [output async for output in llm.generate(PROMPT, PARAMS, str(number))][-1]
+        for number in range(2)
+    ]
     llm.shutdown()
     return outputs
 
-if __name__ == "__main__":
-    _, front_end, is_late, _ = sys.argv
-    if is_late == "True":
-        load_general_plugins()
-    os.environ["VLLM_NWOR_MODE"] = "cow"
-    outputs = asyncio.run(serve_async()) if front_end == "AsyncLLM" else serve_llm()
-    for output in outputs:
-        print("TOKENS", len(output.outputs[0].token_ids))
-    values = {m.name: getattr(m, "value", None) for m in get_metrics_snapshot()}
-    print("FOUND", json.dumps({k: v for k, v in values.items() if "nwor" in k
-                               or "spec_decode" in k}))
-"""
+
+Serve = Callable[[str, bool], dict[str, Any]]
 
 
-def serve(front_end: str, is_late: bool) -> tuple[dict[str, Any], str]:
-    """An engine core in a process of its own answers twice; the metrics of its front
-    end, and all that was printed."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SCRIPT,
-            front_end,
-            f"{is_late}",
-            model_path("tiny-llama"),
-        ],
-        env=subprocess_env(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed[-6000:]
-    assert printed.count("TOKENS 24") == 2
-    (line,) = [x for x in done.stdout.splitlines() if x.startswith("FOUND ")]
-    return json.loads(line.removeprefix("FOUND ")), printed
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """An engine core in a process of its own, mode cow, answers twice; the metrics of
+    its front end here, which has NWOR's hooks, or (is_late) none: its plugin was loaded
+    while the mode was off."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)  # of engines here
+
+    def run(front_end: str, is_late: bool) -> dict[str, Any]:
+        arguments = DEFAULTS | {"model": model_path("tiny-llama")}
+        arguments["disable_log_stats"] = False
+        with nwor_settings({"MODE": "cow"}), one_thread():
+            register()
+            if is_late:
+                _wrap.unhook()
+            try:
+                outputs = (
+                    asyncio.run(by_async_llm(arguments))
+                    if front_end == "AsyncLLM"
+                    else by_llm(arguments)
+                )
+            finally:
+                _wrap.rehook()
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 24]
+        return {m.name: getattr(m, "value", None) for m in get_metrics_snapshot()}
+
+    return run
 
 
 @pytest.mark.nightly
-def test_llm_get_metrics_shows_them_across_processes():
+def test_llm_get_metrics_shows_them_across_processes(serve):
     """As a server does in tests/e2e/test_serve.py, by vLLM's other front end."""
-    found, _ = serve("LLM", is_late=False)
+    found = serve("LLM", is_late=False)
 
     assert found["vllm:nwor_tokens_staged"] > 0
     assert (
@@ -408,8 +366,11 @@ def test_llm_get_metrics_shows_them_across_processes():
         pytest.param("AsyncLLM", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_whose_front_end_does_not_take_reports_serves_on(front_end):
-    found, printed = serve(front_end, is_late=True)
+def test_an_engine_whose_front_end_does_not_take_reports_serves_on(
+    front_end, serve, capfd
+):
+    found = serve(front_end, is_late=True)
+    printed = "".join(capfd.readouterr())
 
     assert "vllm:spec_decode_num_drafts" in found
     assert not [name for name in found if "nwor" in name]

@@ -25,6 +25,7 @@ from tools import apply_to_vllm as tool
 from tools import check_vllm, native
 from vllm_nwor.hooks.source import files_of
 
+pytestmark = pytest.mark.usefixtures("parsed_once")
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(pytest.__file__).parents[1]
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"

@@ -18,6 +18,7 @@ from tests.helpers.environment import subprocess_env
 from vllm_nwor import doctor, ops
 from vllm_nwor.hooks.source import FACTS, Tree, files_of, mismatches
 
+pytestmark = pytest.mark.usefixtures("parsed_once")
 spec = importlib.util.find_spec("vllm")
 assert spec is not None
 assert spec.origin is not None

@@ -93,12 +93,20 @@ def finish(out: Path, models: Path, weights: Any, config: dict[str, Any]) -> Non
 
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     write_json(out / "config.json", config)
-    copy_tokenizer(out, models)
+    copy_tokenizer(out, models, config["vocab_size"])
 
 
-def copy_tokenizer(out: Path, models: Path) -> None:
+def copy_tokenizer(out: Path, models: Path, vocab_size: int) -> None:
+    """SOURCE's, of which a smaller model has the first tokens."""
     for name in TOKENIZER_FILES:
         shutil.copyfile(models / SOURCE / name, out / name)
+    content = json.loads((out / TOKENIZER_FILES[0]).read_text())
+    model = content["model"]
+    vocab = {word: i for word, i in model["vocab"].items() if i < vocab_size}
+    if len(vocab) < len(model["vocab"]):
+        merges = [pair for pair in model["merges"] if "".join(pair) in vocab]
+        model |= {"vocab": vocab, "merges": merges}
+        write_json(out / TOKENIZER_FILES[0], content)
 
 
 def make_draft(recipe: Recipe, out: Path, models: Path) -> None:
@@ -229,7 +237,7 @@ def make_seeded(recipe: Recipe, out: Path, models: Path) -> None:
             noise = torch.randn(weight.shape) / math.sqrt(weight.shape[-1])
             weight.copy_(noise.to(torch.bfloat16))
     model.save_pretrained(out)
-    copy_tokenizer(out, models)
+    copy_tokenizer(out, models, config.vocab_size)
 
 
 MAKERS = {
@@ -242,7 +250,8 @@ MAKERS = {
 
 def read(path: Path) -> dict[str, Recipe]:
     """The recipes of a file like recipes.json: a model's "config" comes on top of its
-    "base"; each but SOURCE needs SOURCE."""
+    "base"; each but SOURCE needs SOURCE. A vocabulary of its own is in its folder's
+    name."""
     content = json.loads(path.read_text(encoding="utf-8"))
     found = {}
     for name, one in content["models"].items():
@@ -250,7 +259,9 @@ def read(path: Path) -> dict[str, Recipe]:
         if "base" in one:
             spec["config"] = content["bases"][one["base"]] | spec["config"]
         make = MAKERS[one["make"]]
-        found[name] = Recipe(name, one["summary"], make, needs, spec)
+        size = spec.get("config", {}).get("vocab_size")
+        folder = name if size is None else f"{name}-{size}"
+        found[name] = Recipe(folder, one["summary"], make, needs, spec)
     return found
 
 

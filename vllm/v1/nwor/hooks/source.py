@@ -62,6 +62,13 @@ class Source:
             raise Mismatch(f"{name} does not exist")
         self.name, self.tree = name, tree
         self.code = ast.parse(text)
+        self._walked: dict[ast.AST, list[ast.AST]] = {}
+
+    def walk(self, node: ast.AST) -> list[ast.AST]:
+        """What ast.walk gives, gone through once for each node."""
+        if node not in self._walked:
+            self._walked[node] = list(ast.walk(node))
+        return self._walked[node]
 
     def find(self, qualname: str) -> Found:
         """The class or function of that name, "": the module. Imports and base classes
@@ -122,9 +129,9 @@ def dotted(node: ast.AST | None) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, str]]:
-    """Each (target, value, declared type) of the assignments in a class or module."""
-    for statement in ast.walk(node):
+def _assigned(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr | None, str]]:
+    """Each (target, value, declared type) of the assignments among the nodes."""
+    for statement in nodes:
         if isinstance(statement, ast.AnnAssign):
             declared = ast.unparse(statement.annotation).replace(" ", "").strip("'\"")
             yield dotted(statement.target), statement.value, declared
@@ -137,15 +144,15 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, str]]:
 def _attributes(found: Found) -> dict[str, str]:
     """Attributes of a module or class -> their declared types, "" without one."""
     attributes: dict[str, str] = {}
-    for _, node in _with_bases(found):
+    for source, node in _with_bases(found):
         for statement in _flat(node.body):
             for named in getattr(statement, "names", [statement]):  # those of an import
                 name = getattr(named, "asname", None) or getattr(named, "name", "")
                 attributes.setdefault(str(name), "")
             if isinstance(statement, ast.Assign | ast.AnnAssign):
-                for name, _, declared in _assigned(statement):
+                for name, _, declared in _assigned([statement]):
                     attributes.setdefault(name, declared)
-        for target, _, declared in _assigned(node):
+        for target, _, declared in _assigned(source.walk(node)):
             if target.startswith("self."):
                 attributes.setdefault(target.removeprefix("self."), declared)
     return attributes
@@ -238,7 +245,8 @@ def check_fact(fact: Fact, tree: Tree) -> None:
             _check_attribute(name, word, attributes)
     elif kind == "made":
         for attribute, _, call in (word.partition("=") for word in what):
-            values = [v for t, v, _ in _assigned(found[1]) if t == f"self.{attribute}"]
+            assigned = _assigned(found[0].walk(found[1]))
+            values = [v for t, v, _ in assigned if t == f"self.{attribute}"]
             calls = {dotted(v.func) for v in values if isinstance(v, ast.Call)}
             if calls != {call}:
                 told = ", ".join(sorted(calls)) or "no call"
@@ -300,11 +308,11 @@ def _check_returns(name: str, what: list[str], function: ast.AST) -> None:
         )
 
 
-def _places(text: str, node: ast.AST) -> list[tuple[int, int]]:
+def _places(text: str, source: Source, node: ast.AST) -> list[tuple[int, int]]:
     """(line, column) of each occurrence of an expression; with () behind it: of its
     calls. In order."""
     expression, is_call, _ = text.partition("()")
-    nodes: Iterator[ast.AST] = ast.walk(node)
+    nodes: Iterator[ast.AST] = iter(source.walk(node))
     if is_call:
         nodes = (call.func for call in nodes if isinstance(call, ast.Call))
     found = (n for n in nodes if isinstance(n, ast.expr) and dotted(n) == expression)
@@ -315,10 +323,10 @@ def _check_code(name: str, kind: str, what: list[str], found: Found) -> None:
     source, node = found
     above, line = "", (0, 0)
     for text in what:
-        places = _places(text, node)
+        places = _places(text, source, node)
         if not places:
             raise Mismatch(f"{name} does not have {text}")
-        if kind == "only" and places != _places(text, source.code):
+        if kind == "only" and places != _places(text, source, source.code):
             raise Mismatch(f"{source.name} has {text} outside {name}, too")
         if kind == "does" and places[0] < line:
             raise Mismatch(f"{name} has {text} before {above}; expected it behind")
