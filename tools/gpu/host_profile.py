@@ -16,6 +16,9 @@ again, each time with other launches in the manager:
     call       a ctypes call of a function that does nothing, at the same two places
     nothing    what is left without all that: the manager, and reading the clock
 
+What the device takes for our kernels is told for `stage` and `prepared`, from one run
+each under torch's profiler: all of it is in a step's way.
+
 It also times every hook of ours, without what vLLM does inside of it, with `stage`.
 In this process they are all in a step's way, statistics included, while a server has
 the last of them (StatLoggerManager.record) in another process. Begin and commit are
@@ -35,6 +38,7 @@ import argparse
 import ctypes
 import importlib
 import os
+import re
 import statistics
 import sys
 import time
@@ -58,6 +62,8 @@ KIND = "host_profile"
 STAGE = "stage"
 UNSTAGED = "unstaged"
 BATCH = 16
+# As the profiler names them, with their signature.
+OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
 
 
 class HookTimes:
@@ -161,6 +167,24 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
     }
 
 
+def kernel_times(engine: Engine, arm: ab.Arm) -> dict[str, dict[str, float]]:
+    """Of each kernel of this library that a run launches: median microseconds on the
+    device, and launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        engine.run(arm)
+    found: dict[str, list[float]] = {}
+    for event in profiled.events():
+        name = OUR_KERNEL.search(event.name)
+        if name is not None:
+            found.setdefault(name[1], []).append(event.device_time)
+    return {
+        name: {"median_us": round(statistics.median(times), 2), "launches": len(times)}
+        for name, times in found.items()
+    }
+
+
 def spread(microseconds: Sequence[float]) -> dict[str, float]:
     """Median and 95th percentile, in microseconds, of one number a step."""
     ordered = sorted(microseconds)
@@ -187,6 +211,7 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
     )
     manager = managers[0]
     launches = kinds_of_launches(manager)
+    prepared = launches["prepared"]
     times: dict[str, dict[str, list[float]]] = {
         kind: {"begin": [], "commit": []} for kind in launches
     }
@@ -209,6 +234,9 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
             times[kind]["begin"] += run.nwor.begin_us
             times[kind]["commit"] += run.nwor.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
+    manager.launches, manager.shadow._enqueue = prepared, enqueue
+    kernels = {"stage": kernel_times(engine, staged)}
+    kernels["prepared"] = kernel_times(engine, logged)
     return {
         "kind": KIND,
         "cell": cell.name,
@@ -217,6 +245,7 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
         "command": f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}",
         "environment": environment.describe(on, ROOT),
         "hooks": hooks.result(num_steps),
+        "kernels": kernels,
         "host": {
             kind: {
                 "begin": spread(found["begin"]),
