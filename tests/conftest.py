@@ -5,6 +5,7 @@ of a file end with it."""
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -38,6 +39,8 @@ def engines_end() -> Iterator[None]:
     yield
     if engine := sys.modules.get("tests.helpers.engine"):
         engine.forget_engines()
+    for process in multiprocessing.active_children():
+        process.join(10)  # or it stays in the process table
 
 
 @pytest.fixture(scope="module")
