@@ -191,6 +191,26 @@ void scan(const Call& call, const AuditBatch& batch, int64_t row, int64_t num_bl
   }
 }
 
+// What was found since the last time, to memory that the host reads.
+void publish(const Call& call, const Tensor& findings_to) {
+  const AuditGroup& group = call.group;
+  const char* const op = call.tensors.op();
+  const TensorArgs host(op, "findings_to", findings_to);
+  NWOR_CHECK(!host.on_cuda(), op, "findings_to is on CUDA; must be on cpu");
+  Finding* to = rows_of<Finding>(host, "findings_to", findings_to, kFindingColumns);
+  NWOR_CHECK(findings_to.size(0) == group.capacity + 1, op, "findings_to has ",
+             findings_to.size(0), " rows; must have ", group.capacity + 1,
+             ", as findings");
+  const AuditPublishArgs args{group.header, group.findings, group.capacity,
+                              reinterpret_cast<FindingsHeader*>(to), to + 1};
+#ifdef NWOR_CUDA
+  if (call.tensors.on_cuda()) {
+    check_device_sees(op, static_cast<const int64_t*>(findings_to.data_ptr()));
+  }
+#endif
+  NWOR_DISPATCH(call.tensors, args, audit_publish);
+}
+
 }  // namespace
 
 void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
@@ -264,7 +284,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    Tensor block_table, int64_t num_reqs, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
                    OptionalTensor num_rejected, int64_t num_tokens, int64_t step,
-                   bool is_undone, int64_t num_blocks) {
+                   bool is_undone, int64_t num_blocks, OptionalTensor findings_to) {
   const Call call = call_of("audit_resolve", tables);
   const TensorArgs& tensors = call.tensors;
   AuditResolveArgs args{
@@ -297,6 +317,9 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   }
   if (num_blocks > 0) {
     scan(call, args.batch, -1, num_blocks, step);
+  }
+  if (findings_to.has_value()) {
+    publish(call, *findings_to);
   }
 }
 
@@ -375,23 +398,7 @@ void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) {
 }
 
 void audit_publish(Tensor tables, Tensor findings_to) {
-  const Call call = call_of("audit_publish", tables);
-  const AuditGroup& group = call.group;
-  const char* const op = call.tensors.op();
-  const TensorArgs host(op, "findings_to", findings_to);
-  NWOR_CHECK(!host.on_cuda(), op, "findings_to is on CUDA; must be on cpu");
-  Finding* to = rows_of<Finding>(host, "findings_to", findings_to, kFindingColumns);
-  NWOR_CHECK(findings_to.size(0) == group.capacity + 1, op, "findings_to has ",
-             findings_to.size(0), " rows; must have ", group.capacity + 1,
-             ", as findings");
-  const AuditPublishArgs args{group.header, group.findings, group.capacity,
-                              reinterpret_cast<FindingsHeader*>(to), to + 1};
-#ifdef NWOR_CUDA
-  if (call.tensors.on_cuda()) {
-    check_device_sees(op, static_cast<const int64_t*>(findings_to.data_ptr()));
-  }
-#endif
-  NWOR_DISPATCH(call.tensors, args, audit_publish);
+  publish(call_of("audit_publish", tables), findings_to);
 }
 
 }  // namespace nwor

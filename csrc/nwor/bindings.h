@@ -45,7 +45,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    Tensor block_table, int64_t num_reqs, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
                    OptionalTensor num_rejected, int64_t num_tokens, int64_t step,
-                   bool is_undone, int64_t num_blocks);
+                   bool is_undone, int64_t num_blocks, OptionalTensor findings_to);
 void audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                  Tensor block_table, int64_t num_reqs, Tensor tokens, int64_t length,
                  int64_t row, int64_t step, int64_t num_blocks);

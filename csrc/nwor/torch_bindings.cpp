@@ -56,7 +56,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def("audit_resolve(" NWOR_AUDIT_BATCH
           "Tensor? cu_num_logits, Tensor? sampled_token_ids, int vocab_size, "
           "Tensor? num_rejected, int num_tokens, int step, bool is_undone, "
-          "int num_blocks) -> ()");
+          "int num_blocks, Tensor(a!)? findings_to=None) -> ()");
   ops.def("audit_adopt(" NWOR_AUDIT_BATCH
           "Tensor tokens, int length, int row, int step, int num_blocks) -> ()");
   ops.def("audit_scan(" NWOR_AUDIT_BATCH "int num_blocks, int step) -> ()");

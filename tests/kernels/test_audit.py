@@ -267,7 +267,9 @@ class World:
     ) -> None:
         if not self.is_v2:
             acceptance = SampledIds(sampled, 100)
-            self.audit.resolve(cu_num_logits[1:], acceptance, self.is_undone)
+            self.audit.resolve(
+                cu_num_logits[1:], acceptance, self.is_undone, publishes=True
+            )
             return
         rejected = [len(work.drafts) - work.accepted for work in works.values()]
         num_rejected = torch.tensor(rejected, dtype=torch.int32, device=self.device)
@@ -285,8 +287,11 @@ class World:
         tokens = torch.tensor(request.text[: request.computed], dtype=torch.int32)
         return Text(tokens, 0, request.is_opaque)
 
-    def found(self) -> list[Finding]:
+    def found_between_steps(self) -> list[Finding]:
         self.audit.outbox.publish()
+        return self.found()
+
+    def found(self) -> list[Finding]:
         return self.audit.outbox.take(waits=True).findings
 
     # -- the cache -----------------------------------------------------------------
@@ -696,7 +701,7 @@ def test_what_a_failed_step_left_behind_is_not_believed():
     world.finish("a")
     world.add("c", [*TEXT[:4], 91], [1, 2, 3])
     assert world.step({"c": Work(4)}) == []
-    resolve, world.audit.resolve = world.audit.resolve, lambda *args: None
+    resolve, world.audit.resolve = world.audit.resolve, lambda *_, **__: None
     world.step({"c": Work(1)})
     world.audit.resolve = resolve
     # Another token after all, which is the one that was there before.
@@ -935,7 +940,7 @@ def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back():
     world.add("a", TEXT[:7], [1, 2])
     assert world.step({"a": Work(7, (77,), 0)}) == []
     world.audit.hand_on([[1, 2]], places=[[6, 7]])
-    assert kinds(world.found()) == ["handed_on"]
+    assert kinds(world.found_between_steps()) == ["handed_on"]
     world.finish("a")
     world.add("b", OTHER[:8], [1, 2])
     assert world.step({"b": Work(8)}) == []
@@ -980,16 +985,16 @@ def test_a_block_with_a_rejected_draft_is_handed_on(is_undone):
     world.add("a", TEXT[:7], [1, 2])
     assert world.step({"a": Work(7, (77,), 0)}) == []
     world.audit.hand_on([[1]])
-    assert world.found() == []
+    assert world.found_between_steps() == []
     world.audit.hand_on([[1, 2]])
-    (finding,) = world.found()
+    (finding,) = world.found_between_steps()
     assert (finding.kind, finding.slot, finding.position) == ("handed_on", 2 * N + 3, 7)
     assert finding.owner == "a"
     assert finding.writer.step == (0 if is_undone else 1)
     world.requests["a"].text.append(7)
     assert world.step({"a": Work(1)}) == []
     world.audit.hand_on([[1, 2]])
-    assert world.found() == []
+    assert world.found_between_steps() == []
 
 
 def test_a_block_whose_last_slot_was_never_written_is_handed_on():
@@ -999,7 +1004,7 @@ def test_a_block_whose_last_slot_was_never_written_is_handed_on():
     world.add("c", OTHER[:7], [11, 2])
     assert world.step({"c": Work(7)}) == []
     world.audit.hand_on([[11, 2]])
-    (finding,) = world.found()
+    (finding,) = world.found_between_steps()
     assert (finding.kind, finding.slot) == ("handed_on", 2 * N + 3)
     assert (finding.owner, finding.writer.request) == ("c", "a")
 
@@ -1033,7 +1038,10 @@ def test_after_the_cache_is_gone_nothing_of_it_is_believed():
 def test_more_findings_than_the_table_holds_are_counted():
     world = prefilled()
     found, world.found = world.found, lambda: []
-    publish, world.audit.outbox.publish = world.audit.outbox.publish, lambda: None
+    outbox = world.audit.outbox
+    publish, outbox.publish = outbox.publish, lambda: None
+    claim, outbox.claim = outbox.claim, lambda: [None] * len(world.audit.groups)
+    sent, outbox.sent = outbox.sent, lambda: None
     # 8 slots in each table, 320 in all.
     for _ in range(20 if world.has_packed else 40):
         for cache in world.caches:
@@ -1041,7 +1049,7 @@ def test_more_findings_than_the_table_holds_are_counted():
             cache[4] += 1
         world.step({"a": Work(0), "b": Work(0)})
     assert world.audit.totals()["findings"] == 320
-    world.audit.outbox.publish = publish
+    outbox.claim, outbox.sent = claim, sent
     publish()
     kept = world.audit.outbox.take(waits=True)
     assert (len(kept.findings), kept.num_lost) == (256, 64)
@@ -1059,11 +1067,9 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
         world.found, found = lambda: [], world.found
         world.step({"a": Work(0), "b": Work(0)})
         world.found = found
-        world.audit.outbox.publish()
     kept = world.audit.outbox.take(waits=True)
     assert kept.num_lost == 0
-    # The V2 runner's hook publishes, and the test once more.
-    assert kept.num_steps == (12 if world.is_v2 else 6)
+    assert kept.num_steps == 6
     assert [f.step for f in kept.findings] == [
         step for step in range(2, 8) for _ in range(N * (1 + world.has_packed))
     ]
@@ -1206,7 +1212,6 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     found, world.found = world.found, lambda: []
     decode(world)
     world.found = found
-    world.audit.outbox.publish()
     output = SimpleNamespace(req_ids=["a"])
     step = SimpleNamespace(get_output=lambda: output) if is_async else output
 
@@ -1290,8 +1295,7 @@ def test_texts_longer_than_a_thread_block(device):
         found = torch.tensor(text[:hit], dtype=torch.int32)
         audit.begin_step(Scheduled([], [(name, hit, [blocks])], []))
         audit.plan(batch, [name], lambda row: Text(found, 0, False))
-        audit.resolve(None, None, False)
-        audit.outbox.publish()
+        audit.resolve(None, None, False, publishes=True)
         return audit.outbox.take(waits=True).findings
 
     text = [(7 * i) % 120 for i in range(length)]

@@ -172,7 +172,8 @@ class Outbox:
             for _ in range(NUM_SLOTS)
         ]
         self._arrivals = [torch.cuda.Event() for _ in self._slots] if is_cuda else []
-        self._next_slot = 0
+        self._places = [slot.unbind() for slot in self._slots]
+        self._next_slot = self._claimed = 0
         self._on_their_way: deque[int] = deque()
         # Of each group findings and unverified slots, as last read: they only rise.
         self._totals = [[0, 0] for _ in groups]
@@ -180,18 +181,29 @@ class Outbox:
         # An asynchronous output is read by a thread of its own.
         self._lock = threading.Lock()
 
-    def publish(self) -> None:
-        """Sends what was found to the host. Call at the end of a step."""
+    def claim(self) -> Sequence[torch.Tensor]:
+        """Where an op of this step shall write each group's findings: [1 + MAX_KEPT,
+        columns of a finding] int64, cpu, pinned on CUDA. Then `sent`."""
         with self._lock:
             if len(self._on_their_way) == len(self._slots):
                 self._arrive(waits=True)
-            slot = self._next_slot
-            self._next_slot = (slot + 1) % len(self._slots)
-            for group, to in zip(self._groups, self._slots[slot], strict=True):
-                audit_op("publish")(group.tables, to)
+            self._claimed = self._next_slot
+            self._next_slot = (self._claimed + 1) % len(self._slots)
+        return self._places[self._claimed]
+
+    def sent(self) -> None:
+        """What writes to the place that was claimed last has been enqueued."""
+        with self._lock:
             if self._arrivals:
-                self._arrivals[slot].record()
-            self._on_their_way.append(slot)
+                self._arrivals[self._claimed].record()
+            self._on_their_way.append(self._claimed)
+
+    def publish(self) -> None:
+        """Sends what was found to the host. Call at the end of a step, if `resolve` did
+        not."""
+        for group, to in zip(self._groups, self.claim(), strict=True):
+            audit_op("publish")(group.tables, to)
+        self.sent()
 
     def _arrive(self, waits: bool) -> bool:
         """Reads the oldest slot that is on its way; whether it could."""

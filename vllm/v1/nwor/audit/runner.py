@@ -437,8 +437,9 @@ def sample(
             and manager.state is State.IDLE
             and manager.config.on_reject is OnReject.RESTORE
         )
-        state.audit.resolve(*kept(runner, result, args, kwargs), is_undone)
-        state.audit.outbox.publish()
+        state.audit.resolve(
+            *kept(runner, result, args, kwargs), is_undone, publishes=True
+        )
 
     guarded(runner, resolve)
     return result

@@ -421,21 +421,25 @@ class Audit:
         cu_num_logits: torch.Tensor | None,
         acceptance: Acceptance | None,
         is_undone: bool,
+        publishes: bool = False,
     ) -> None:
-        """Call after sampling and commit, before anything else writes to the caches;
-        then outbox.publish.
+        """Call after sampling and commit, before anything else writes to the caches.
 
         cu_num_logits: [num_reqs] int32, as in VerificationWindows; None without drafts,
         as acceptance. is_undone: whether rejected slots hold what they held before the
-        step.
+        step. publishes: outbox.publish, too, at the end.
         """
         step, self._open = self._open, None
         assert step is not None
         kept = (None, 0, None) if acceptance is None else accepted(acceptance)
         num_blocks = self._num_scanned
-        for group in self.groups:
+        # One call, unless requests came with something in the cache.
+        is_one_call = not step.fresh
+        places: Sequence[torch.Tensor | None] = [None] * len(self.groups)
+        if publishes and is_one_call:
+            places = self.outbox.claim()
+        for group, findings_to in zip(self.groups, places, strict=True):
             rows = self._rows(group, step.batch)
-            # One call, unless requests came with something in the cache.
             audit_op("resolve")(
                 *rows,
                 cu_num_logits,
@@ -443,13 +447,18 @@ class Audit:
                 step.batch.num_tokens,
                 self.step,
                 is_undone,
-                0 if step.fresh else num_blocks,
+                num_blocks if is_one_call else 0,
+                findings_to,
             )
             for row, length, tokens in step.fresh:
                 hit_blocks = HIT_BUDGETS * num_blocks
                 audit_op("adopt")(*rows, tokens, length, row, self.step, hit_blocks)
             if step.fresh:
                 audit_op("scan")(*rows, num_blocks, self.step)
+        if publishes and is_one_call:
+            self.outbox.sent()
+        elif publishes:
+            self.outbox.publish()
 
     def hand_on(
         self,
