@@ -47,10 +47,10 @@ restore = prepared._builtin(library, "nwor_prepared_restore")
 handle, three = prepare(0), prepare(3)
 columns = [0] * restore_step
 
-references = sys.getrefcount(None)
+references = sys.getrefcount(True)
 for _ in range(1000):
-    assert restore(handle, *columns) is None
-assert abs(sys.getrefcount(None) - references) < 100
+    assert restore(handle, *columns) is True
+assert abs(sys.getrefcount(True) - references) < 100
 
 def refused(call, *arguments):
     try:
@@ -66,6 +66,36 @@ for call, number in ((log, right), (restore, restore_step)):
     refused(call)
     for wrong in (0, number - 1, number + 1, 300):
         refused(call, three, *[0] * wrong)
+
+# Two groups; slot_mappings, block_table, query_start_loc, seq_lens, most_reqs of each.
+pages = [[0] * prepared.COLUMNS[4] for _ in range(2)]
+for group in (0, 1):
+    for column, value in ((8, 10), (2, 20), (9, 30), (10, 40)):
+        pages[group][column] = value if column > 8 else value + group
+    pages[group][11] = 5 - group
+values = [value for group in pages for value in group]
+library.nwor_prepared_pages_new.restype = ctypes.c_void_p
+staged = library.nwor_prepared_pages_new(
+    (ctypes.c_int64 * len(values))(*values), ctypes.c_int64(2), ctypes.c_int64(0)
+)
+stage = prepared._builtin(library, "nwor_prepared_stage")
+step = [0, 0, 0, 4, 1, 30, 40, 10, 20, 11, 21]
+assert len(step) == prepared.COLUMNS[5] + 2 * prepared.COLUMNS[6]
+for changed in (3, *range(5, len(step))):
+    other = [*step]
+    other[changed] += 1
+    references = sys.getrefcount(False)
+    for _ in range(1000):
+        assert stage(staged, *other) is False, changed
+    assert abs(sys.getrefcount(False) - references) < 100
+if not __import__("torch").cuda.is_available():
+    # As prepared: made, as far as that goes without a device.
+    try:
+        stage(staged, *step)
+    except RuntimeError as error:
+        assert str(error).startswith("stage: "), error
+    else:
+        raise AssertionError("not made")
 """
 REFUSED = [
     "TypeError 'str' object cannot be interpreted as an integer",
