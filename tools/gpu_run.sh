@@ -144,12 +144,34 @@ step_sleep() { # parameters end with the engine's name, or go on with the phase'
 }
 
 step_soak() {
-    local model
-    model=$("$PYTHON" -c '
+    local model head
+    { read -r model && read -r head; } < <("$PYTHON" -c '
 from benchmarks import models
-print(models.find("--model", "shape:llama-8b", models.TARGET).location)') || return
+for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
+    print(models.find("--model", name, models.TARGET).location)') || return
     local mode=${2:-stage} json=soak_gpu.json
-    [ "$mode" = stage ] || json=soak_gpu_$mode.json
+    local args="--load-format dummy --skip-tokenizer-init --served-model-name llama-8b"
+    args="$args --max-model-len 2048 --max-num-seqs 64"
+    local drafts='{"method": "ngram", "num_speculative_tokens": 4,
+        "prompt_lookup_min": 1, "prompt_lookup_max": 4}'
+    local more=()
+    if [ "$mode" = audited ]; then
+        # Few blocks, so that requests are preempted, and a KV connector; two of four
+        # drafts are accepted in each window, so that answers can be compared.
+        mode=stage json=soak_gpu_audit.json
+        local connector='"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 4294967296,
+                "offload_prompt_only": false}'
+        args="$args --num-gpu-blocks-override 640 --kv-transfer-config '{$connector}'"
+        drafts='"method": "eagle", "num_speculative_tokens": 4,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [1, 1, 0, 0]'
+        drafts="{$drafts, \"model\": \"$head\"}"
+        more=(--env VLLM_NWOR_AUDIT=log --env VLLM_NWOR_AUDIT_MIB=65536)
+        more+=(--env VLLM_USE_V2_MODEL_RUNNER=1 --env VLLM_NWOR_SHADOW_BLOCKS=128)
+    elif [ "$mode" != stage ]; then
+        json=soak_gpu_$mode.json
+    fi
     # Random weights: token ids instead of text. Greedy answers depend on who shares
     # the batch, so the probe is alone. The C library gives freed memory back at once,
     # as in `make soak`, so that what is kept can be told from what lies about.
@@ -157,10 +179,7 @@ print(models.find("--model", "shape:llama-8b", models.TARGET).location)') || ret
         --mode "$mode" --json "$RESULTS/$json" --log "$WORK/soak.log" \
         --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \
         --vocab-size 120000 --probe quiet --probe-seconds 20 --concurrency 32 \
-        --speculative-config '{"method": "ngram", "num_speculative_tokens": 4,
-            "prompt_lookup_min": 1, "prompt_lookup_max": 4}' \
-        --serve-args "--load-format dummy --skip-tokenizer-init \
-            --served-model-name llama-8b --max-model-len 2048 --max-num-seqs 64"
+        --speculative-config "$drafts" --serve-args "$args" "${more[@]}"
     local status=$?
     [ $status = 0 ] || tail -30 "$WORK/soak.log"
     return $status
