@@ -110,9 +110,9 @@ def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
     """One row's tokens. NWOR_TEST_VIEWS: a backend that NWOR shall take for one that
     does not copy the block table."""
     if backend := os.environ.get("NWOR_TEST_VIEWS"):
-        from vllm_nwor.hooks import discovery
+        from vllm_nwor.hooks import staging
 
-        discovery.VIEWING_BACKENDS = (*discovery.VIEWING_BACKENDS, backend)
+        staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
     engine = start(spec, models, report)
     engine.prepare()
     (row,) = (row for row in rows(spec) if row.name == "batch 8")

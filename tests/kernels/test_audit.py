@@ -23,7 +23,7 @@ from tests.helpers.environment import REPO
 from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
-from vllm_nwor.audit import runner_v2
+from vllm_nwor.audit import runner_v2, startup
 from vllm_nwor.audit.findings import CLASSES, COLUMNS, AuditError, Finding, Found
 from vllm_nwor.audit.runner import RunnerAudit
 from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
@@ -1175,18 +1175,18 @@ def eight_b(num_layers=32, **cache):
 
 def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     config = SimpleNamespace(audit_mib=32)
-    size = audit_runner._reserved_bytes(eight_b(), config)
+    size = startup._reserved_bytes(eight_b(), config)
     assert 0.0012 * (100 << 30) < size <= 0.0015 * (100 << 30)
     offloads = eight_b()
     offloads.vllm_config.kv_transfer_config = SimpleNamespace(
         kv_connector="OffloadingConnector"
     )
-    assert audit_runner._reserved_bytes(offloads, config) == size
-    monkeypatch.setattr(audit_runner.offloading, "tells", lambda: True)
-    more = audit_runner._reserved_bytes(offloads, config)
+    assert startup._reserved_bytes(offloads, config) == size
+    monkeypatch.setattr(startup.offloading, "tells", lambda: True)
+    more = startup._reserved_bytes(offloads, config)
     assert 1.1 * size < more <= 0.0015 * (100 << 30)
     fewer = eight_b(num_gpu_blocks_override=1000)
-    assert audit_runner._reserved_bytes(fewer, config) < size / 10
+    assert startup._reserved_bytes(fewer, config) < size / 10
 
 
 def test_memory_is_not_reserved_for_layers_of_several_kinds():
@@ -1200,7 +1200,7 @@ def test_memory_is_not_reserved_for_layers_of_several_kinds():
         sliding_window=64,
     )
     with pytest.raises(ValueError, match="2 kinds of layers"):
-        audit_runner._reserved_bytes(runner, SimpleNamespace(audit_mib=32))
+        startup._reserved_bytes(runner, SimpleNamespace(audit_mib=32))
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -24,7 +24,9 @@ from vllm_nwor.draft_manager import (
     NworError,
     StagedGroup,
 )
-from vllm_nwor.hooks import discovery, engine_core
+from vllm_nwor.hooks import discovery, engine_core, staging
+from vllm_nwor.hooks import layers as protected_layers
+from vllm_nwor.hooks.layers import GroupRefused
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.report import Report
@@ -229,7 +231,9 @@ def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
 )
 def test_poison_is_large_and_finite_as_what_a_cache_holds(name, dtype, poison, value):
     cache = torch.empty(0, dtype=dtype if name == "auto" else torch.uint8)
-    assert discovery._poison(SimpleNamespace(kv_cache_dtype=name), cache) == poison
+    assert (
+        protected_layers._poison(SimpleNamespace(kv_cache_dtype=name), cache) == poison
+    )
     numbers = torch.full((8,), poison, dtype=torch.uint8).view(dtype)
     assert torch.allclose(numbers.double(), torch.tensor(value).double(), rtol=1e-6)
 
@@ -265,7 +269,7 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
     ("place", "text"),
     [
         ("probe_layout", "layer a: RowImpl cannot be probed: "),
-        ("_target_layers", "its layers could not be examined: "),
+        ("target_layers_of", "its layers could not be examined: "),
         ("DraftCommitManager", "the undo log cannot be set up: "),
         ("Report", "the undo log cannot be set up: "),
         ("config_refusal", "vLLM is not as expected: "),
@@ -279,7 +283,8 @@ def test_what_nobody_expected_is_a_refusal(place, text, monkeypatch):
             return Report(*arguments)
         raise OSError("x")
 
-    monkeypatch.setattr(discovery, place, fail)
+    where = protected_layers if place == "probe_layout" else discovery
+    monkeypatch.setattr(where, place, fail)
 
     manager, (info,), report = build(found)
 
@@ -448,7 +453,7 @@ def test_layers_that_will_be_refused_are_marked_before_the_cache_is_sized(
     found.drafter = SimpleNamespace(_draft_attn_layer_names={"draft"})
     specs = {name: copy.copy(SPEC) for name in layers}
 
-    discovery.mark_layers(found, specs, reuses_metadata)
+    staging.mark_layers(found, specs, reuses_metadata)
 
     assert {name: spec.nwor_verdict for name, spec in specs.items()} == {
         "good": (False, "", ""),
@@ -463,7 +468,7 @@ def test_layers_that_cannot_be_looked_at_are_not_marked():
     found = runner([(SPEC, {"strange": object()})])
     specs = {"strange": copy.copy(SPEC)}
 
-    discovery.mark_layers(found, specs, True)
+    staging.mark_layers(found, specs, True)
 
     assert not hasattr(specs["strange"], "nwor_verdict")
 
@@ -479,15 +484,15 @@ def test_a_v2_drafter_may_not_read_a_table_mapped_to_kernel_blocks():
 
 
 def test_more_entries_than_a_kernel_holds_are_refused_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(discovery, "MAX_SPAN", 1)
+    monkeypatch.setattr(staging, "MAX_SPAN", 1)
     found = staged_runner()
     manager, info = stage(found)
     assert (manager.shadow is not None, info.resolved) == (True, "stage")
 
     group = found.kv_cache_config.kv_cache_groups[0]
     found.device = torch.device("cuda")
-    with pytest.raises(discovery.GroupRefused, match="needs 2 entries of its block"):
-        discovery._staged_group(found, 0, group, manager.groups[0].layers)
+    with pytest.raises(GroupRefused, match="needs 2 entries of its block"):
+        staging.staged_group(found, 0, group, manager.groups[0].layers)
 
 
 def test_one_group_is_staged_and_another_logged():

@@ -26,6 +26,7 @@ from ..hooks import runner_v2 as rows
 from ..hooks._wrap import argument, install_all
 from ..window import NumRejected
 from . import runner as shared
+from . import startup
 from .state import Batch, Text
 
 # What NWOR's own hooks wrap, over or below them.
@@ -68,8 +69,8 @@ def install(module: ModuleType) -> None:
     install_all(
         module,
         {
-            INITIALIZE: shared.initialize_kv_cache,
-            PROFILE: shared.profile_run,
+            INITIALIZE: startup.initialize_kv_cache,
+            PROFILE: startup.profile_run,
             EXECUTE: partial(shared.execute_model, target=EXECUTE),
             PREPARE: _prepare_attn,
             SAMPLE: _sample,

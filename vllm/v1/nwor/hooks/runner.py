@@ -129,10 +129,10 @@ def get_kv_cache_spec(
     reuses_metadata: bool,
 ) -> Any:
     """Wrapper: layers that cannot be staged are told to the engine core, on their
-    specs. reuses_metadata: as discovery.mark_layers."""
+    specs. reuses_metadata: as staging.mark_layers."""
     specs = wrapped(*args, **kwargs)
     if NworConfig.from_env().mode is Mode.STAGE:
-        from .discovery import mark_layers
+        from .staging import mark_layers
 
         mark_layers(runner, specs, reuses_metadata)
     return specs

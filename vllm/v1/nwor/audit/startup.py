@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of a model runner, and its memory: what its hooks do when an engine starts.
+
+Memory is taken where vLLM's accounting sees it: on CUDA in front of `profile_run`, for
+as many blocks as there can be, before the KV cache is sized; on the CPU, where an eager
+engine never profiles, when the caches are bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..config import AuditMode, NworConfig
+from ..device_memory import DeviceMemory
+from ..draft_manager import NworError
+from ..hooks.engine_core import parallel_refusal
+from ..hooks.layers import sleeps, target_layers
+from ..launches import LayerCache
+from . import offloading
+from .runner import RunnerAudit, hand_on
+from .state import Audit, Loads
+from .tables import AuditedGroup, GroupShape, num_bytes
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+# Requests in a batch: kMaxRows of audit_cuda.cu.
+MAX_ROWS = 4096
+# Of the blocks of a cache, those that a KV connector stored last and that are compared
+# when they come back: one in so many.
+STORED_SHARE = 6
+
+
+def initialize_kv_cache(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    """Wrapper: builds the audit once the real caches are bound. vLLM also calls this
+    with a throw-away cache while profiling."""
+    runner.nwor_audit = None
+    result = wrapped(*args, **kwargs)
+    config = NworConfig.from_env()
+    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+    if config.audit is AuditMode.OFF or is_profiling:
+        return result
+    try:
+        found = _build(runner, config)
+    except Exception as error:
+        logger.debug("NWOR audit: at start-up", exc_info=True)
+        found = f"vLLM is not as expected: {type(error).__name__}: {error}"
+    if isinstance(found, str):
+        runner.nwor_audit_storage = None
+        _refuse(found, config)
+    else:
+        runner.nwor_audit = found
+        offloading.watch(runner, hand_on)
+    return result
+
+
+def profile_run(
+    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+) -> Any:
+    """Wrapper: takes the audit's memory while vLLM measures what is left."""
+    config = NworConfig.from_env()
+    if config.audit is not AuditMode.OFF and runner.device.type != "cpu":
+        runner.nwor_audit_storage = None  # that of an earlier run goes first
+        runner.nwor_audit_storage = _reserve(runner, config)
+    return wrapped(*args, **kwargs)
+
+
+def _reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
+    """[num_bytes] uint8, on the runner's device: for the cache that there would be if
+    all that is free now went to it. None if nothing is audited, or vLLM cannot be asked
+    (`_build` allocates then). Raises nothing."""
+    try:
+        if _refusal(runner) is not None:
+            return None
+        size = _reserved_bytes(runner, config)
+        return torch.empty(size, dtype=torch.uint8, device=runner.device)
+    except Exception as error:
+        logger.debug("NWOR audit: no memory reserved: %s", error, exc_info=True)
+        return None
+
+
+def _reserved_bytes(runner: Any, config: NworConfig) -> int:
+    """Raises ValueError where layers differ in more than their size: what blocks there
+    will be then is vLLM's to say."""
+    vllm_config = runner.vllm_config
+    cache = vllm_config.cache_config
+    specs = list(runner.get_kv_cache_spec().values())
+    kinds = {
+        (type(spec), spec.block_size, getattr(spec, "sliding_window", None))
+        for spec in specs
+    }
+    if len(kinds) != 1:
+        raise ValueError(f"{len(kinds)} kinds of layers")
+    ((_, block_size, _),) = kinds
+    num_blocks = cache.num_gpu_blocks_override
+    if num_blocks is None:
+        left = cache.kv_cache_memory_bytes
+        if not left:
+            _, total = torch.cuda.mem_get_info(runner.device)
+            taken = torch.cuda.memory_allocated(runner.device)
+            left = int(total * cache.gpu_memory_utilization) - taken
+        num_blocks = left // sum(spec.page_size_bytes for spec in specs)
+    # With room for what a table has beyond the longest text.
+    max_blocks = -(-vllm_config.model_config.max_model_len // block_size) + 64
+    return num_bytes(
+        GroupShape(
+            *(0, block_size, block_size, num_blocks, max_blocks),
+            num_stored=_num_stored(runner, config, num_blocks),
+        ),
+        len(specs),
+        _num_seats(runner),
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        config.audit_mib > 0,
+    )
+
+
+def _num_seats(runner: Any) -> int:
+    seats = runner.vllm_config.scheduler_config.max_num_seqs
+    return int(getattr(runner, "max_num_reqs", None) or seats)
+
+
+def _num_stored(runner: Any, config: NworConfig, num_blocks: int) -> int:
+    is_told = _loads_of(runner.vllm_config) is Loads.TOLD
+    return num_blocks // STORED_SHARE if is_told and config.audit_mib else 0
+
+
+def _loads_of(vllm_config: Any) -> Loads:
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None:
+        return Loads.NONE
+    is_told = offloading.tells() and transfer.kv_connector == offloading.NAME
+    is_vllms = not getattr(transfer, "kv_connector_module_path", None)
+    return Loads.TOLD if is_told and is_vllms else Loads.UNTOLD
+
+
+def _refusal(runner: Any) -> str | None:
+    """Why nothing of this runner can be audited, or None."""
+    if runner.device.type not in ("cpu", "cuda"):
+        return f"it runs on cpu and cuda, and this is {runner.device.type}"
+    if runner.device.type == "cuda" and _num_seats(runner) > MAX_ROWS:
+        return f"max_num_seqs is {_num_seats(runner)}; must be at most {MAX_ROWS}"
+    if getattr(runner, "is_pooling_model", False):
+        return "a pooling model samples nothing, which is where a step is resolved"
+    return parallel_refusal(runner.vllm_config)
+
+
+def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:
+    """The audit of `runner`, whose caches were bound, or why there is none."""
+    refusal = _refusal(runner)
+    if refusal is not None:
+        return refusal
+    ops.load(runner.device.type)
+    storage = runner.__dict__.get("nwor_audit_storage")
+    if storage is None and sleeps(runner):
+        return "no memory was reserved, and sleep mode would lose what is taken now"
+    kv_config = runner.kv_cache_config
+    audited: list[tuple[GroupShape, list[LayerCache]]] = []
+    told = []
+    for gid, layers in enumerate(target_layers(runner)):
+        if isinstance(layers, str) or not layers:
+            told.append(f"group {gid}: off ({layers or 'it has no target layers'})")
+            continue
+        shape = _shape_of(runner, config, gid)
+        num_slots = shape.num_blocks * shape.block_size
+        if any(
+            layer.layout.num_blocks * layer.layout.block_size != num_slots
+            for layer in layers
+        ):
+            told.append(f"group {gid}: off (its layers do not have {num_slots} slots)")
+            continue
+        audited.append((shape, layers))
+        told.append(f"group {gid}: {len(layers)} layers")
+    if not audited:
+        return "; ".join(told)
+    try:
+        audit = _audit_of(runner, config, audited, storage)
+    except ValueError:  # what was reserved is too small
+        if sleeps(runner):
+            raise
+        storage = runner.nwor_audit_storage = None
+        audit = _audit_of(runner, config, audited, None)
+    on_cpu = runner.device.type == "cpu"
+    is_late = storage is None and not on_cpu
+    logger.info(
+        "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
+        config.audit.value,
+        "; ".join(told),
+        audit.num_bytes / 2**20,
+        ", beyond what vLLM has counted" if is_late else "",
+        f"{config.audit_mib} MiB a step, all of a full cache in "
+        f"{audit.steps_of_a_pass(kv_config.num_blocks)} steps"
+        if config.audit_mib
+        else "not compared",
+    )
+    return RunnerAudit(audit, config, _path_of(runner, config))
+
+
+def _audit_of(
+    runner: Any,
+    config: NworConfig,
+    audited: Sequence[tuple[GroupShape, list[LayerCache]]],
+    storage: torch.Tensor | None,
+) -> Audit:
+    """Raises ValueError if `storage` is too small."""
+    scheduler = runner.vllm_config.scheduler_config
+    memory = DeviceMemory(runner.device, storage)
+    num_seats = _num_seats(runner)
+    groups = [
+        AuditedGroup(
+            shape,
+            layers,
+            num_seats,
+            scheduler.max_num_batched_tokens,
+            config.audit_mib > 0,
+            memory,
+        )
+        for shape, layers in audited
+    ]
+    kv_groups = runner.kv_cache_config.kv_cache_groups
+    return Audit(
+        groups,
+        config.audit_mib << 20,
+        num_seats,
+        [group.kv_cache_spec.block_size for group in kv_groups],
+        memory,
+        _loads_of(runner.vllm_config),
+        bool(getattr(scheduler, "async_scheduling", False)),
+    )
+
+
+def _path_of(runner: Any, config: NworConfig) -> str:
+    """Each rank has a file of its own."""
+    parallel = runner.vllm_config.parallel_config
+    if config.audit_file and parallel.world_size > 1:
+        return f"{config.audit_file}.{parallel.rank}"
+    return config.audit_file
+
+
+def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
+    spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
+    tables = getattr(runner, "block_tables", None)
+    if tables is None:  # V1
+        table = runner.input_batch.block_table[gid]
+        entry_tokens, width = table.block_size, table.block_table.gpu.shape[1]
+    else:
+        sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
+        entry_tokens = sizes[gid]
+        width = tables.input_block_tables[gid].shape[1]
+    window = getattr(spec, "sliding_window", None) or 0
+    if getattr(spec, "attention_chunk_size", None):
+        window = 1  # what is behind the last block may be gone
+    return GroupShape(
+        gid,
+        spec.block_size,
+        entry_tokens,
+        runner.kv_cache_config.num_blocks,
+        -(-width * entry_tokens // spec.block_size),
+        window,
+        _num_stored(runner, config, runner.kv_cache_config.num_blocks),
+    )
+
+
+def _refuse(reason: str, config: NworConfig) -> None:
+    if config.strict:
+        raise NworError(f"NWOR audit requested, refused: {reason}")
+    logger.warning("NWOR audit: off: %s", reason)

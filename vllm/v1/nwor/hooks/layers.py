@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model runner can be protected, and where their slots' bytes lie.
+
+Reads the runner after vLLM has bound its KV cache. What is not understood is refused by
+name. Drafters' layers are left alone; layers that share another layer's cache are
+covered by it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from ..kv_layout import KVLayout, LayoutRefused
+from ..kv_probe import probe_layout
+from ..launches import NARROW_POISON, POISON, LayerCache
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+# Drafters that have attention layers of their own say which in this attribute
+# (a V1 drafter, a V2 speculator); the others have none.
+DRAFT_LAYER_ATTRIBUTES = ("_draft_attn_layer_names", "draft_attn_layer_names")
+
+
+# Caches whose bytes of one slot do not lie together, although their shapes look so:
+# refused before anything is written to find out. By KV-cache type, then by the start of
+# the implementation's class name.
+REFUSED_CACHE_DTYPES = {
+    "nvfp4": "keeps the scales of a block apart from its data, swizzled by four slots",
+    "nvfp4_4over6": "keeps the scales of a block apart from its data",
+}
+REFUSED_IMPLS = {
+    "Rocm": "packs the slots of a block element by element",
+    "Aiter": "packs the slots of a block in tiles",
+}
+
+
+class GroupRefused(ValueError):
+    """A KV-cache group that NWOR leaves to vanilla vLLM; the text says why."""
+
+
+def told(error: Exception) -> str:
+    """An exception that nobody expected, in words; its traceback goes to the log."""
+    logger.debug("NWOR: at start-up", exc_info=True)
+    return f"{type(error).__name__}: {error}"
+
+
+def target_layers(runner: Any) -> list[list[LayerCache] | str]:
+    """For each KV-cache group its target layers, or why they are not understood. The
+    caches have been bound. Raises nothing."""
+    layouts = LayoutCache(runner)
+    found: list[list[LayerCache] | str] = []
+    for group in runner.kv_cache_config.kv_cache_groups:
+        try:
+            found.append(target_layers_of(runner, group, layouts))
+        except (GroupRefused, LayoutRefused) as refused:
+            found.append(str(refused))
+        except Exception as error:
+            found.append(f"its layers could not be examined: {told(error)}")
+    return found
+
+
+def sleeps(runner: Any) -> bool:
+    """Whether vLLM binds the KV cache inside a pool that loses its content in sleep."""
+    model_config = runner.vllm_config.model_config
+    return runner.device.type != "cpu" and bool(
+        getattr(model_config, "enable_sleep_mode", False)
+        or getattr(model_config, "enable_cumem_allocator", False)
+    )
+
+
+def target_layers_of(runner: Any, group: Any, layouts: LayoutCache) -> list[LayerCache]:
+    """The layers of a KV-cache group that are to be protected, each cache once."""
+    draft_names = draft_layer_names(runner)
+    modules = runner.compilation_config.static_forward_context
+    layers: list[LayerCache] = []
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name in group.layer_names:
+        if name in draft_names:
+            continue
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.kv_cache_specs[name]
+        check_spec(name, spec)
+        kv_cache = modules[name].kv_cache
+        if not isinstance(kv_cache, torch.Tensor):
+            raise GroupRefused(
+                f"layer {name} has a {type(kv_cache).__name__} for a KV cache; "
+                "expected one tensor"
+            )
+        identity = (kv_cache.data_ptr(), kv_cache.stride())
+        if identity in seen:
+            continue
+        seen.add(identity)
+        check_layer(name, modules[name])
+        layout = layouts.get(name, modules[name], kv_cache, spec)
+        layers.append(
+            LayerCache(name, kv_cache, layout, _poison(modules[name].impl, kv_cache))
+        )
+    return layers
+
+
+# KV-cache types of one byte for each number, and nothing else in a slot.
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+
+
+def _poison(impl: Any, kv_cache: torch.Tensor) -> int:
+    """The byte that is a large number in a cache, and finite."""
+    is_narrow = (
+        kv_cache.dtype is torch.float16
+        or getattr(impl, "kv_cache_dtype", None) in FP8_CACHE_DTYPES
+    )
+    return NARROW_POISON if is_narrow else POISON
+
+
+def check_spec(name: str, spec: Any) -> None:
+    """Refuses specs whose cache is not one slot for each token."""
+    kind = type(spec).__name__
+    if not isinstance(spec, AttentionSpec):
+        raise GroupRefused(f"layer {name} has a {kind}, which is not slot based")
+    if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
+        raise GroupRefused(f"layer {name} has a {kind}, which drafts never write")
+    compressed = (
+        getattr(spec, "tokens_per_state", 1) != 1
+        or getattr(spec, "storage_block_size", spec.block_size) != spec.block_size
+        or not getattr(spec, "uses_slot_mapping", True)
+    )
+    if compressed:
+        raise GroupRefused(f"layer {name} has a compressed or ring-shaped {kind}")
+
+
+def check_layer(name: str, layer: Any) -> None:
+    """Refuses layers whose cache is known to be neither rows nor a known packing."""
+    impl = getattr(layer, "impl", None)
+    if impl is None:
+        raise GroupRefused(
+            f"layer {name} is a {type(layer).__name__}: no attention implementation "
+            "writes its cache, so nothing can be probed"
+        )
+    cache_dtype = str(getattr(impl, "kv_cache_dtype", ""))
+    if cache_dtype in REFUSED_CACHE_DTYPES:
+        raise GroupRefused(
+            f"layer {name} has a KV cache of type {cache_dtype}, which "
+            f"{REFUSED_CACHE_DTYPES[cache_dtype]}"
+        )
+    kind = type(impl).__name__
+    for start, reason in REFUSED_IMPLS.items():
+        if kind.startswith(start):
+            raise GroupRefused(f"layer {name} has a {kind}, which {reason}")
+
+
+def draft_layer_names(runner: Any) -> frozenset[str]:
+    """Names of the attention layers that belong to the runner's drafter.
+
+    Raises:
+        GroupRefused: a drafter that runs a model, but does not say which layers.
+    """
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    for attribute in DRAFT_LAYER_ATTRIBUTES:
+        names = getattr(drafter, attribute, None)
+        if names is not None:
+            return frozenset(names)
+    speculative = runner.vllm_config.speculative_config
+    if speculative is not None and (
+        speculative.use_eagle() or speculative.uses_draft_model()
+    ):
+        raise GroupRefused(
+            f"{type(drafter).__name__} does not say which attention layers are its own"
+        )
+    return frozenset()
+
+
+class LayoutCache:
+    """Layouts by what determines them, so that each kind is probed once."""
+
+    def __init__(self, runner: Any) -> None:
+        self._dtype = runner.vllm_config.model_config.dtype
+        self._known: dict[Any, KVLayout] = {}
+
+    def get(self, name: str, layer: Any, kv_cache: torch.Tensor, spec: Any) -> KVLayout:
+        key = (
+            type(layer.impl),
+            getattr(layer.impl, "kv_cache_dtype", None),
+            getattr(layer, "isa", None),
+            type(spec),
+            kv_cache.dtype,
+            tuple(kv_cache.shape),
+            kv_cache.stride(),
+        )
+        if key not in self._known:
+            try:
+                self._known[key] = probe_layout(layer, kv_cache, self._dtype)
+            except LayoutRefused as refused:
+                raise LayoutRefused(f"layer {name}: {refused}") from refused
+            except Exception as error:
+                raise LayoutRefused(
+                    f"layer {name}: {type(layer.impl).__name__} cannot be probed: "
+                    f"{told(error)}"
+                ) from error
+        layout = self._known[key]
+        if layout.runs is not None and kv_cache.device.type != "cpu":
+            raise LayoutRefused(
+                f"layer {name}: {type(layer.impl).__name__} packs its slots; only rows "
+                f"are supported on {kv_cache.device.type}"
+            )
+        return layout

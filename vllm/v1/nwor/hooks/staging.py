@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV-cache groups can have shadow pages: what a worker knows before the cache is
+sized (`mark_layers`), and once it is bound (`staged_group`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ..draft_manager import StagedGroup
+from ..launches import LayerCache
+from .engine_core import VERDICT, LayerVerdict, group_refusal, stage_refusal
+from .layers import GroupRefused, check_layer, check_spec, draft_layer_names, told
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+# Entries of a block table that a window can have in shadow: kMaxSpan of shadow_cuda.cu.
+MAX_SPAN = 64
+
+# Backends whose metadata holds block table and slots as they are, so that a V2 drafter,
+# which reads them again later in the step, finds them put back. The others copy.
+VIEWING_BACKENDS = (
+    "FLASH_ATTN",
+    "TRITON_ATTN",
+    "TRITON_MLA",
+    "FLASH_ATTN_MLA",
+    "FLASHMLA",
+    "CUTLASS_MLA",
+)
+
+
+def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) -> None:
+    """Leaves on each layer's spec what is known of it before the KV cache is sized: the
+    engine core reserves no shadow blocks for a group that will be refused. What fails
+    leaves no mark: blocks are lost then, no more.
+
+    reuses_metadata: whether drafters of this runner read the target's metadata again.
+    """
+    try:
+        draft_names = draft_layer_names(runner)
+        modules = runner.compilation_config.static_forward_context
+        for name, spec in specs.items():
+            verdict = LayerVerdict(name in draft_names)
+            try:
+                check_spec(name, spec)
+                check_layer(name, modules[name])
+            except GroupRefused as refused:
+                verdict = verdict._replace(refusal=str(refused))
+            backend = modules[name].get_attn_backend().get_name()
+            if reuses_metadata and backend not in VIEWING_BACKENDS:
+                verdict = verdict._replace(copies=backend)
+            object.__setattr__(spec, VERDICT, verdict)  # specs are frozen
+    except Exception as error:
+        logger.debug("NWOR: layers are not marked: %s", told(error))
+
+
+def _verdicts_of_bound(runner: Any, gid: int, group: Any) -> list[LayerVerdict]:
+    """Of a group of the V2 runner whose caches are bound: who copies its block table,
+    and whether the drafter has layers in it."""
+    has_drafter = not draft_layer_names(runner).isdisjoint(group.layer_names)
+    found = [LayerVerdict(has_drafter)]
+    for attention in runner.attn_groups[gid]:
+        backend = attention.backend.get_name()
+        if backend not in VIEWING_BACKENDS:
+            found.append(LayerVerdict(False, copies=backend))
+        kernel_block_size = getattr(attention, "kernel_block_size", None)
+        if kernel_block_size is not None:
+            copies = f"a kernel block size of {kernel_block_size}"
+            found.append(LayerVerdict(False, copies=copies))
+    return found
+
+
+def staged_group(
+    runner: Any, gid: int, group: Any, layers: list[LayerCache]
+) -> StagedGroup:
+    """What the group needs for shadow pages. Raises GroupRefused: why it has none."""
+    refusal = stage_refusal(runner.vllm_config)
+    if refusal is not None:
+        raise GroupRefused(f"no shadow pages: {refusal}")
+    if hasattr(runner, "block_tables"):  # V2
+        tables = runner.block_tables
+        sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
+        entry_tokens = sizes[gid]
+        refusal = group_refusal(_verdicts_of_bound(runner, gid, group))
+        if refusal is not None:
+            raise GroupRefused(f"no shadow pages: {refusal}")
+    else:
+        entry_tokens = runner.input_batch.block_table[gid].block_size
+    reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
+    if reserved is None:
+        raise GroupRefused(
+            "no shadow pages: the engine core has reserved no blocks for them"
+        )
+    if isinstance(reserved, str):
+        raise GroupRefused(f"no shadow pages: {reserved}")
+    if gid not in reserved:
+        raise GroupRefused("no shadow pages: no blocks are reserved for this group")
+    region = reserved[gid]
+    for layer in layers:
+        block_size, num_blocks = layer.layout.block_size, layer.layout.num_blocks
+        if entry_tokens % block_size or region.block_size % entry_tokens:
+            raise GroupRefused(
+                f"no shadow pages: layer {layer.name} has blocks of {block_size} "
+                f"tokens, its block table {entry_tokens}, the scheduler "
+                f"{region.block_size}"
+            )
+        end = (region.first_block + region.num_blocks) * region.block_size
+        if end > num_blocks * block_size:
+            raise GroupRefused(
+                f"no shadow pages: layer {layer.name} has {num_blocks * block_size} "
+                f"slots, and shadow blocks end at {end}"
+            )
+    staged = StagedGroup(region, entry_tokens)
+    if runner.device.type == "cuda" and staged.span > MAX_SPAN:
+        raise GroupRefused(
+            f"no shadow pages: a request needs {staged.span} entries of its block "
+            f"table, more than {MAX_SPAN}"
+        )
+    return staged
