@@ -7,12 +7,12 @@
     python bench_vllm.py --help
 
 `--mode compare` (the default) runs the same requests in one engine with NWOR's hooks
-taken off and on again, in pairs, beside control pairs that are unhooked in both. It
-prints no speed unless all outputs are equal token by token. An engine that never loaded
-NWOR runs beside it, in a process of its own: that shows, as far as the difference
-between processes allows, that an unhooked engine is as fast as that. What this does not
-do: judge a speed-up by speculation, or measure memory bandwidth (bench_kernels.py
-does).
+taken off and on again: each run with them between two without, and as a control one
+more without. It prints no speed unless all outputs are equal token by token. An engine
+that never loaded NWOR runs beside it, in a process of its own: that shows, as far as
+the difference between processes allows, that an unhooked engine is as fast as that.
+What this does not do: judge a speed-up by speculation, or measure memory bandwidth
+(bench_kernels.py does).
 
 Exit status: 0 done; 1 outputs differ, or vLLM does not run; 2 a bad argument, nothing
 was written; 130 interrupted.
@@ -132,7 +132,9 @@ def compare(
             begins,
             None if true_off is None else true_off["outputs"]["tokens"],
         )
-    tokens, num_runs = pairs[0].reference.outputs, len(arms) + 2 * len(pairs)
+    num_rounds = len(pairs) // len(arms)
+    tokens = pairs[0].test.outputs
+    num_runs = len(arms) + ab.runs_a_round(arms) * num_rounds
     found = {
         "baseline": arms[0].name,
         "outputs": summary.outputs(tokens, num_runs),

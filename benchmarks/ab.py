@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to run the same requests ("arms") in pairs, and a control beside them.
+"""Ways to run the same requests ("arms"), each between two runs of a baseline.
 
-The first arm is the baseline, and the reference of every pair; each other one is tested
-against it. Pairs go in the order ABBA: the reference first in one, last in the next, so
-that a machine that slows down or warms up does so to both sides alike. After a pair of
-each tested arm comes a control pair, the baseline in both runs: what its ratios show is
-noise. A ratio is tokens a second of the test run over those of the reference run; below
-1 the test is slower.
+The first arm is the baseline. A round is a run of it, one of each arm that is tested
+and one more of the baseline as a control, in turned order in every second round, and a
+run of the baseline again. A ratio is tokens a second of the run in the middle over
+those of the two around it, together; below 1 the test is slower. A machine that slows
+down or warms up does so to both sides alike. What the control's ratios show is noise.
 
 Every run's outputs are compared with those of the first; a difference ends it all.
 
@@ -118,17 +117,23 @@ CONTROL = "control"
 
 @dataclass(frozen=True)
 class Pair:
-    """A run of the baseline and one of what is tested against it. name: the tested
-    arm's, or CONTROL."""
+    """A run of what is tested, and its reference: the baseline's runs before and after
+    it in the round. name: the tested arm's, or CONTROL."""
 
     name: str
-    reference: Run
+    references: tuple[Run, Run]
     test: Run
+
+    @property
+    def reference_rate(self) -> float:
+        """Tokens a second of the reference."""
+        seconds = sum(run.seconds for run in self.references)
+        return sum(run.num_tokens for run in self.references) / seconds
 
     @property
     def ratio(self) -> float:
         """Tokens a second of the test over those of the reference."""
-        return self.test.tokens_per_second / self.reference.tokens_per_second
+        return self.test.tokens_per_second / self.reference_rate
 
 
 class OutputsDiffer(Exception):
@@ -136,8 +141,8 @@ class OutputsDiffer(Exception):
 
 
 def runs_a_round(arms: Sequence[Arm]) -> int:
-    """Runs in a pair of each tested arm and one of control."""
-    return 2 * len(arms)
+    """Two of the baseline, one of each tested arm, one of control."""
+    return 2 + len(arms)
 
 
 def check_outputs(
@@ -176,7 +181,7 @@ def compare(
     progress: Callable[[str], None],
     expected: Sequence[Sequence[int]] | None = None,
 ) -> list[Pair]:
-    """Runs `repeats` rounds of pairs, after a warm-up of each arm that is not counted.
+    """Runs `repeats` rounds, after a warm-up of each arm that is not counted.
 
     run: does one run in an arm.
     arms: the baseline, then those that are tested against it.
@@ -212,15 +217,20 @@ def compare(
                 break
             if all(found.reach <= until for found in intervals(pairs).values()):
                 break
-        for name, arm in [*((arm.name, arm) for arm in tested), (CONTROL, baseline)]:
-            what, test_first = f"{name} {number}", number % 2 == 0
-            order = (arm, baseline) if test_first else (baseline, arm)
-            runs = [
-                one(each, what, f"run {place} ({each.name}) of {name} pair {number}")
-                for place, each in enumerate(order, 1)
+        middle = [*((arm.name, arm) for arm in tested), (CONTROL, baseline)]
+        if number % 2 == 0:
+            middle.reverse()
+        runs = [
+            one(arm, f"{name} {number}", f"{name} of round {number}")
+            for name, arm in [
+                (f"before ({baseline.name})", baseline),
+                *middle,
+                (f"after ({baseline.name})", baseline),
             ]
-            test, reference = runs if test_first else reversed(runs)
-            pairs.append(Pair(name, reference, test))
+        ]
+        before, *tests, after = runs
+        for (name, _), test in zip(middle, tests, strict=True):
+            pairs.append(Pair(name, (before, after), test))
     return pairs
 
 

@@ -33,13 +33,13 @@ CPU_SHARE_BUDGET = 0.02
 
 
 def pair_samples(pairs: Sequence[Pair]) -> dict[str, dict[str, list[float]]]:
-    """Of all pairs, by their name, in the order they were run: the ratio, and tokens a
-    second of both runs. The test ran first in every second pair."""
+    """Of all pairs, by their name, in the order of rounds: the ratio, and tokens a
+    second of the reference and of the test."""
     names = dict.fromkeys(pair.name for pair in pairs)
     return {
         name: {
             "ratio": [pair.ratio for pair in pairs if pair.name == name],
-            "reference": rates(pair.reference for pair in pairs if pair.name == name),
+            "reference": [pair.reference_rate for pair in pairs if pair.name == name],
             "test": rates(pair.test for pair in pairs if pair.name == name),
         }
         for name in names
@@ -122,15 +122,17 @@ def comparison(
 ) -> dict[str, Any]:
     """The summary of `ab.compare`. until: what --pairs-until-ci asked for.
 
-    ratio: of each tested arm, and of CONTROL. speed: of the baseline, outside of
-    control pairs, and of each tested arm. nwor: of each tested arm.
+    ratio: of each tested arm, and of CONTROL. speed: of the baseline, its
+    references, and of each tested arm. nwor: of each tested arm.
     """
     found = intervals(pairs)
     tests: dict[str, list[Run]] = {}
     for pair in pairs:
         tests.setdefault(pair.name, []).append(pair.test)
     num_pairs = len(tests.pop(CONTROL))
-    references = [pair.reference for pair in pairs if pair.name != CONTROL]
+    references = [
+        run for pair in pairs if pair.name == CONTROL for run in pair.references
+    ]
     reach = max(one.reach for one in found.values())
     return {
         "num_pairs": num_pairs,

@@ -286,9 +286,9 @@ def test_each_tested_arm_has_pairs_with_the_baseline():
         return make_run(arm.hooked, {"nwor": 2.0, "stage": 4.0}.get(arm.name, 1.0))
 
     pairs = ab.compare(run, [*ARMS, STAGE], 2, None, 60, lambda what: None)
-    assert ab.runs_a_round([*ARMS, STAGE]) == 6
-    round_ = ["unhooked", "nwor", "unhooked", "stage", "unhooked", "unhooked"]
-    turned = ["nwor", "unhooked", "stage", "unhooked", "unhooked", "unhooked"]
+    assert ab.runs_a_round([*ARMS, STAGE]) == 5
+    round_ = ["unhooked", "nwor", "stage", "unhooked", "unhooked"]
+    turned = ["unhooked", "unhooked", "stage", "nwor", "unhooked"]
     assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
     found = summary.comparison(pairs, "unhooked", None)
     assert summary.tested({"summary": found}) == ["nwor", "stage"]
@@ -360,7 +360,8 @@ def compare_arguments(*more: str) -> list[str]:
 
 
 def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
-    seconds = iter([1.0, 2.0, 2.0, 1.0] * 8)
+    # The warm-ups; then a round, in turned order every second time.
+    seconds = iter([9.0, 9.0, *[1.0, 1.0, 4.0, 3.0] * 7])
     fake_engine.run_with = staticmethod(lambda a: make_run(a, next(seconds)))
     assert bench_vllm.main(compare_arguments()) == 0
     printed = capsys.readouterr().out
@@ -369,11 +370,11 @@ def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
     assert places == sorted(places)
     result = json.loads((tmp_path / "results/a.json").read_text())
     assert list(result["samples"]) == ["nwor", "control"]
-    # 7 tokens; nwor is first in every second pair, where the first takes 2 s.
+    # 7 tokens a run.
     assert result["samples"]["nwor"] == {
         "ratio": [2.0, 0.5, 2.0, 0.5, 2.0, 0.5, 2.0],
-        "reference": [3.5, 7.0, 3.5, 7.0, 3.5, 7.0, 3.5],
-        "test": [7.0, 3.5, 7.0, 3.5, 7.0, 3.5, 7.0],
+        "reference": [3.5] * 7,
+        "test": [7.0, 1.75, 7.0, 1.75, 7.0, 1.75, 7.0],
     }
     assert result["samples"]["control"]["ratio"] == [0.5, 2.0] * 3 + [0.5]
     assert (result["schema"], result["baseline"]) == (3, "unhooked")
@@ -395,7 +396,7 @@ def test_differing_outputs_print_no_speed(fake_engine, capsys, tmp_path):
         nonlocal num_runs
         num_runs += 1
         changed = [[11, 12, 13], [21, 22, 99, 24]]
-        return make_run(active, tokens=changed if num_runs == 7 else TOKENS)
+        return make_run(active, tokens=changed if num_runs == 9 else TOKENS)
 
     fake_engine.run_with = staticmethod(run)
     assert bench_vllm.main(compare_arguments()) == 1
@@ -403,10 +404,9 @@ def test_differing_outputs_print_no_speed(fake_engine, capsys, tmp_path):
     assert printed.out == ""
     assert printed.err.splitlines()[-1] == (
         "bench_vllm.py: no speed is printed, outputs differ: request 1 differs at "
-        "output token 2: unhooked gave token 23, run 1 (nwor) of nwor pair 2 gave "
-        "token 99"
+        "output token 2: unhooked gave token 23, nwor of round 2 gave token 99"
     )
-    assert num_runs == 7
+    assert num_runs == 9
     assert list(tmp_path.iterdir()) == []
 
 
