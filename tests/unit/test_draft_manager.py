@@ -554,6 +554,15 @@ def test_more_drafts_than_the_log_holds_run_as_vanilla(make, kind, caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_step_without_seats_that_does_not_fit_the_log_counts_both(make):
+    world = make(*MIXED, capacity=2, num_seats=1)
+
+    world.open()
+
+    assert world.manager.state is State.VANILLA
+    assert world.manager.fallbacks == {"no_seat": 1, "over_capacity": 1}
+
+
 def test_a_log_too_small_is_no_limit_where_all_is_staged(make):
     world = make(True, capacity=2)
 

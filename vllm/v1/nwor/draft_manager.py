@@ -268,6 +268,8 @@ class DraftCommitManager:
         if shadow is None or num_drafts == 0:
             return False
         if self._beside is not None and num_drafts > self.capacity:
+            if not shadow.has_seats(windows):
+                self._count_no_seat(windows, shadow.num_seats)
             return False
         try:
             has_seats = shadow.stage(windows)

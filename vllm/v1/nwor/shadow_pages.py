@@ -157,6 +157,11 @@ class ShadowPages:
         if self.step > _MAX_STEP:
             self.step = 1
 
+    def has_seats(self, windows: VerificationWindows) -> bool:
+        """Whether there is one for each request of the step."""
+        num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
+        return num_reqs <= self.num_seats
+
     def stage(self, windows: VerificationWindows) -> bool:
         """Enqueues the copies and puts the shadow blocks in place. Call when block
         tables and slot mappings are final, before attention metadata is built.
@@ -169,7 +174,7 @@ class ShadowPages:
         self._windows = None
         self._num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
         self._num_patched = 0
-        if self._num_reqs > self.num_seats:
+        if not self.has_seats(windows):
             return False
         self._windows = windows
         try:
