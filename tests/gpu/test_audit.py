@@ -58,13 +58,7 @@ def corrupting(request: pytest.FixtureRequest, pool: Pool) -> Runs:
         },
         specs,
     )
-    save(
-        {
-            f"{name}-{state}": run
-            for name, chain in found.items()
-            for state, run in chain.items()
-        }
-    )
+    save_chains(found)
     return found
 
 
@@ -80,14 +74,18 @@ def racing(request: pytest.FixtureRequest, pool: Pool) -> Runs:
         },
         specs,
     )
+    save_chains(found)
+    return found
+
+
+def save_chains(found: Runs) -> None:
     save(
         {
-            f"{name}-{race}": run
+            f"{name}-{state}": run
             for name, chain in found.items()
-            for race, run in chain.items()
+            for state, run in chain.items()
         }
     )
-    return found
 
 
 def save(finished: dict[str, Finished]) -> None:
