@@ -19,6 +19,7 @@ k = [2, 0, 1] it is [3, 4, 6]: drafts 0 and 1 are rows 1 and 2, draft 2 is row 5
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -170,6 +171,7 @@ def log_cache_slots(
     log_slots: Tensor,
     log_windows: Tensor,
     num_drafts: int,
+    num_leading_zeros: int = 0,
 ) -> None:
     """Copies the bytes at all draft slots, of all layers, to the undo log.
 
@@ -177,8 +179,9 @@ def log_cache_slots(
     table: [num_layers, 9] int64, TABLE_COLUMNS; every layer has as many slots.
     runs: [block_size, num_runs, 2] int32, (offset in block, length) of the runs of each
         slot of a packed layout; CPU only. None: the table describes rows.
-    slot_mapping: [>= num_tokens] int64. logits_indices: [num_logits] int32 or int64,
-        rows of slot_mapping. cu_num_logits: [num_reqs] int32.
+    slot_mapping: [>= num_tokens] or [1, >= num_tokens] int64. logits_indices:
+        [num_logits] int32 or int64, rows of slot_mapping. cu_num_logits:
+        [num_leading_zeros + num_reqs] int32.
     undo_log: [capacity, log_row_bytes] uint8, rows may be strided. Mutated: draft d,
         layer l at row d from log_offset[l], runs one after another.
     log_slots: [capacity] int64. Mutated: the draft's slot; PAD_SLOT for padding.
@@ -200,6 +203,7 @@ def log_cache_slots(
         log_slots,
         log_windows,
         num_drafts,
+        num_leading_zeros,
     )
 
 
@@ -247,10 +251,12 @@ def restore_rejected_drafts(
     )
 
 
-def publish(to: Tensor, counters: Tensor) -> None:
-    """Copies `counters` to `to`, both [rows, 8] int64; does not wait for the device.
-    Mutated: `to`, on the host, in pinned memory if `counters` is on a device."""
-    to.copy_(counters, non_blocking=True)
+def publish(to: Sequence[Tensor], counters: Tensor) -> None:
+    """Copies `counters`, [rows, 8] int64, to as many [8] in `to`; does not wait for the
+    device. Mutated: `to`, on the host, in pinned memory if `counters` is on a device.
+    """
+    for row, counted in zip(to, counters, strict=True):
+        row.copy_(counted, non_blocking=True)
 
 
 def stage(
@@ -269,6 +275,7 @@ def stage(
     entry_tokens: int,
     step: int,
     patches: bool,
+    num_leading_zeros: int = 0,
 ) -> None:
     """Puts shadow pages in the place of the blocks that hold drafts, for one step.
 
@@ -284,9 +291,9 @@ def stage(
     table, runs: as log_cache_slots; the caches behind it are mutated, in shadow entries
         only. A layer's block size divides entry_tokens.
     block_table: [>= num_reqs, width] int32, rows may be strided. Mutated.
-    slot_mapping: [>= num_tokens] int64. Mutated.
+    slot_mapping: [>= num_tokens] or [1, >= num_tokens] int64. Mutated.
     query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this step's
-        rows included. cu_num_logits: [num_reqs] int32, inclusive.
+        rows included. cu_num_logits: [num_leading_zeros + num_reqs] int32, inclusive.
     seats: [num_reqs] int32 or int64, of each request, no two alike. None: request r has
         seat r. On CUDA one whose seat is out of range is left alone, and not counted.
     saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
@@ -319,6 +326,7 @@ def stage(
         entry_tokens,
         step,
         patches,
+        num_leading_zeros,
     )
 
 

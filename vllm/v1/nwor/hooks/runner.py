@@ -36,6 +36,7 @@ class RunnerState:
 
     manager: None if nothing is protected. infos: what became of each KV-cache group.
     emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS).
+    has_all_seats: every request that the runner has room for has shadow blocks.
     windows: those of the step being prepared (V1), None outside of it.
     """
 
@@ -45,11 +46,14 @@ class RunnerState:
         infos: list[GroupInfo],
         report: Report,
         emits: bool = True,
+        max_num_reqs: int = 0,
     ) -> None:
         self.manager = manager
         self.infos = infos
         self.report = report
         self.emits = emits
+        shadow = None if manager is None else manager.shadow
+        self.has_all_seats = shadow is not None and shadow.num_seats >= max_num_reqs
         self.windows: VerificationWindows | None = None
 
 
@@ -114,7 +118,7 @@ def initialize_kv_cache(
 
     storage = runner.__dict__.get("nwor_log_storage")
     built = build(runner, config, storage)
-    state = RunnerState(*built, emits=config.emit_metrics)
+    state = RunnerState(*built, config.emit_metrics, runner.max_num_reqs)
     if state.manager is None:
         runner.nwor_log_storage = None
     runner.nwor_state = state
@@ -158,7 +162,7 @@ def execute_model(
     """Wrapper: what a step left that failed half-way is dropped: its windows, a log
     that it did not commit, counts that no output took along. Where this step fails,
     block tables are put back at once: their rows may move before the next one."""
-    state = state_of(runner)
+    state = runner.__dict__.get("nwor_state")
     if state is None or state.manager is None:
         return wrapped(*args, **kwargs)
     manager = state.manager

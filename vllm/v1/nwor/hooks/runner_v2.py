@@ -105,37 +105,36 @@ def _prepare_attn(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
     result = wrapped(*args, **kwargs)
-    state = shared.state_of(runner)
+    state = runner.__dict__.get("nwor_state")
     if state is not None and state.manager is not None:
         batch = args[0] if args else kwargs["input_batch"]
         if batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
-            shadow = state.manager.shadow
-            # Requests change their rows at each step, and keep their states' index.
-            has_all = shadow is not None and shadow.num_seats >= runner.max_num_reqs
+            is_one = len(block_tables) == 1
             windows = VerificationWindows(
                 batch.num_draft_tokens,
                 batch.logits_indices,
                 batch.cu_num_logits,
-                slot_mappings,
+                # [groups, tokens]: to take a row out of it costs more than to pass it.
+                (slot_mappings,) if is_one else slot_mappings.unbind(),
                 1,
                 block_tables,
                 batch.query_start_loc,
                 batch.seq_lens,
-                batch.idx_mapping if has_all else None,
+                # Requests change their rows at each step, and keep their states' index.
+                batch.idx_mapping if state.has_all_seats else None,
             )
-            if shadow is None or not state.manager.stage(windows):
+            if not state.manager.stage(windows):
                 state.manager.begin(windows)
     return result
 
 
 def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
-    state = shared.state_of(runner)
+    state = runner.__dict__.get("nwor_state")
     if state is not None and state.manager is not None:
-        if state.manager.is_open:
-            _, _, num_rejected = result
-            state.report.commit(NumRejected(num_rejected))
+        if state.manager.state.is_open:
+            state.report.commit(NumRejected(result[2]))
         else:
             batch = argument(SAMPLE, "input_batch", args, kwargs)
             state.manager.end_unlogged(batch.num_draft_tokens)
