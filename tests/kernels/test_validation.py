@@ -5,7 +5,6 @@ device knows is left alone and counted."""
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import pytest
@@ -114,10 +113,10 @@ class Calls:
         getattr(ops, op)(**{**self.arguments[op], **changes})
 
     def call_builtin(self, op, **changes):
-        signature = inspect.signature(getattr(ops, op))
-        arguments = signature.bind(**{**self.arguments[op], **changes})
-        arguments.apply_defaults()
-        return getattr(self.builtins, op)(*arguments.args)
+        arguments = self.arguments[op] | changes
+        schema = getattr(ops, op)._schema.arguments
+        ordered = [arguments.get(known.name, known.default_value) for known in schema]
+        return getattr(self.builtins, op)(*ordered)
 
     def snapshot(self):
         side, undo, restore = self.side, self.undo, self.arguments[RESTORE]

@@ -2,7 +2,6 @@
 """ShadowPages: which calls it makes of the ops, in which order, and what it puts back
 when one of them fails. The ops are stand-ins here; tests/kernels has the real ones."""
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +73,9 @@ class Table:
     is_patched = False
 
 
+ops.load()
+
+
 class Ops:
     """Notes calls, by the names of the real ops' parameters.
 
@@ -87,10 +89,11 @@ class Ops:
         self.late = late
 
     def __getattr__(self, name):
-        signature = inspect.signature(getattr(ops, name))
+        names = [parameter.name for parameter in getattr(ops, name)._schema.arguments]
 
         def run(*arguments):
-            call = SimpleNamespace(**signature.bind(*arguments).arguments, op=name)
+            named = dict(zip(names, arguments, strict=True))
+            call = SimpleNamespace(**named, op=name)
             is_failing = self.fails == len(self.calls)
             self.calls.append(call)
             if is_failing and not self.late:
