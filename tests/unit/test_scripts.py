@@ -7,7 +7,7 @@ it was asked. Rebuilds are of a copy of the sources.
 
 from __future__ import annotations
 
-import importlib.metadata
+import fnmatch
 import itertools
 import json
 import os
@@ -44,6 +44,11 @@ def run(
     )
 
 
+def program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def scripts() -> list[str]:
     listed = run("git", "-C", ROOT, "ls-files", ".ci/run", "*.sh", **os.environ).stdout
     assert "tools/docker_dev_shell.sh" in listed
@@ -78,17 +83,13 @@ class Host:
         for name in NEEDED:
             (self.commands / name).symlink_to(shutil.which(name))
 
-    def program(self, name: str, text: str) -> None:
-        (self.commands / name).write_text(text)
-        (self.commands / name).chmod(0o755)
-
     def shell(
         self, *arguments: str, fail: str = "", gpu: bool = False, docker: bool = True
     ) -> subprocess.CompletedProcess[str]:
         text = DOCKER.format(python=sys.executable, record=str(self.record), fail=fail)
         if docker:
-            self.program("docker", text)
-        self.program("nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
+            program(self.commands / "docker", text)
+        program(self.commands / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
         return run("bash", DEV_SHELL, *arguments, PATH=str(self.commands))
 
     def asked(self) -> list[list[str]]:
@@ -270,13 +271,9 @@ def gpu_checkout(tmp_path):
     shutil.copy(ROOT / "tools" / "gpu_run.sh", checkout / "tools")
     (checkout / "dist").mkdir()
     pack(checkout, "vllm_nwor-1-py3-none-any.whl")
-    python = checkout / "python"
-    python.write_text(
-        "#!/bin/sh\n"
-        f'[ "$1" = -m ] && {{ echo "asked: $*"; exit 1; }}\n'
-        f'exec {shlex.quote(sys.executable)} "$@"\n'
-    )
-    python.chmod(0o755)
+    python = f'exec {shlex.quote(sys.executable)} "$@"'
+    asks_pip = '[ "$1" = -m ] && { echo "asked: $*"; exit 1; }'
+    program(checkout / "python", f"#!/bin/sh\n{asks_pip}\n{python}\n")
     return checkout
 
 
@@ -322,40 +319,78 @@ def test_a_gpu_host_gets_the_wheel_of_this_checkout_or_none(gpu_checkout):
     assert "--force-reinstall ." in gpu_build(gpu_checkout)
 
 
-def test_by_hand_a_gpu_host_gets_what_pip_would_install(gpu_checkout):
-    """In a folder of packages, where pip fails: what was there of ours goes."""
-    shutil.rmtree(gpu_checkout / "dist")
-    (gpu_checkout / "tools/native.py").write_text(
-        "import pathlib, sys\n"
-        "folder = pathlib.Path(sys.argv[2])\n"
-        "folder.mkdir()\n"
-        "(folder / '_nwor_C.so').touch()\n"
-    )
+def test_a_build_that_fails_leaves_a_folder_of_packages_as_it_was(gpu_checkout):
     site = gpu_checkout / "site"
-    for name in ("vllm/__init__.py", "vllm_nwor/removed.py", "vllm_nwor-0.dist-info/x"):
+    for name in ("vllm/__init__.py", "vllm_nwor/old.py", "vllm_nwor-0.dist-info/x"):
         (site / name).parent.mkdir(parents=True)
         (site / name).touch()
+    before = sorted(site.rglob("*"))
 
-    said = gpu_build(gpu_checkout, NWOR_SITE=str(site))
+    assert "asked: -m pip install" in gpu_build(gpu_checkout, PYTHONPATH=str(site))
 
-    assert "installing by hand" in said
-    assert {str(p.relative_to(site)) for p in site.rglob("*") if p.is_file()} == {
-        "vllm/__init__.py",
-        "vllm_nwor/_nwor_C.so",
-        "vllm_nwor/window.py",
-        "vllm_nwor-0.dist-info/METADATA",
-        "vllm_nwor-0.dist-info/entry_points.txt",
-    }
-    (entry,) = importlib.metadata.distributions(name="vllm-nwor", path=[str(site)])
-    assert [point.value for point in entry.entry_points] == [
-        "vllm_nwor.plugin:register"
-    ]
+    assert sorted(site.rglob("*")) == before
+
+
+# Notes its arguments, and answers what gpu_run.sh asks it for.
+NOTING = """#!/bin/sh
+case "$*" in
+*BUDGETED*) echo cell-1 cell-2 ;;
+*models.find*) echo /target && echo /head ;;
+*) echo "asked: $(echo "$*" | tr -s ' \\n' ' ')" ;;
+esac
+"""
+RUN = "asked: -m pytest -q -p no:cacheprovider --tb=short "
+MATRIX = f"{RUN}-s tests/gpu/test_engine_matrix.py -k test_"
+SOAK = "asked: tools/soak/soak.py --model /target"
+STEPS = {
+    "kernels -x": [f"{RUN}tests/kernels -k cuda or gpu --durations=5 -x"],
+    "engines": [f"{MATRIX}matrix", f"{MATRIX}why"],
+    "engines a b": [f"{MATRIX}matrix and (a- or b-)"],
+    "parallel ray": [f"{MATRIX}two_ranks", f"{MATRIX}ray"],
+    "sync a b": [f"{RUN}-s tests/gpu/test_no_sync.py -k test_ and (a] or b])"],
+    "layouts": [f"{RUN}-s tests/gpu/test_layouts.py -k test_"],
+    "audit": [f"{RUN}-s tests/gpu/test_audit.py -k test_"],
+    "offload": [f"{RUN}-s tests/gpu/test_offloading.py -k test_"],
+    "sleep a": [f"{RUN}-s tests/gpu/test_sleep.py -k test_ and (a] or a-)"],
+    "sanitizer memcheck": ["asked: - planted=9 memcheck=0"],
+    "bench-kernels --samples 3": [
+        "asked: bench_kernels.py --device cuda --json /results/bench_kernels.json "
+        "--samples 3"
+    ],
+    "host-profile c": [
+        "asked: tools/gpu/host_profile.py c --json /results/host_profile_c.json"
+    ],
+    "bench": [
+        f"asked: tools/gpu/bench.py cell-{n} --results /results --seconds 70"
+        for n in (1, 2)
+    ],
+    "soak 7 off": [f"{SOAK} --minutes 7 * --mode off --json /results/soak_gpu_off.*"],
+    "soak 7 audited": [f"{SOAK} *--mode stage *soak_gpu_audit.*/head*AUDIT=log*"],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_each_step_asks_for_its_tests_and_tools(steps, gpu_checkout):
+    program(gpu_checkout / "python", NOTING)
+    program(gpu_checkout / "compute-sanitizer", "#!/bin/sh\nexit ${NWOR_PLANTED:+9}\n")
+    done = run(
+        *(gpu_checkout / "tools/gpu_run.sh", *steps.split()),
+        PATH=f"{gpu_checkout}:{os.environ['PATH']}",
+        PYTHON=str(gpu_checkout / "python"),
+        TMPDIR=str(gpu_checkout),
+        NWOR_RESULTS=str(gpu_checkout / "results"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.replace(str(gpu_checkout), "").splitlines()
+    asked = [line.strip() for line in said if line.startswith("asked: ")]
+    for line, wanted in zip(asked, STEPS[steps], strict=True):
+        assert fnmatch.fnmatchcase(line, wanted), line
 
 
 def test_a_step_that_outlives_its_limit_is_stopped_whole(gpu_checkout):
     pid = gpu_checkout / "pid"
-    program = f"#!/bin/sh\nsleep 60 &\necho $! >{shlex.quote(str(pid))}\nwait\n"
-    (gpu_checkout / "python").write_text(program)
+    text = f"#!/bin/sh\nsleep 60 &\necho $! >{shlex.quote(str(pid))}\nwait\n"
+    program(gpu_checkout / "python", text)
 
     said = gpu_build(gpu_checkout, NWOR_LIMIT_S="2")
 
