@@ -203,16 +203,13 @@ def bench(options: Options, argv: Sequence[str], on: str) -> Any:
     note("starting vLLM")
     engine = Engine(options, on)
     env = environment.describe(on, ROOT)
-    neighbours = environment.Neighbours()
     if comparing:
         found = compare(engine, options, true_off, options.max_pairs)
     else:
         found = run_one_mode(engine, options)
-    env["others_cpu_share"] = neighbours.share()
     result = base_result(options, argv, engine, env)
     engine.close()
-    result["warnings"] = warnings + neighbours.warnings()
-    return recorded(result | found)
+    return recorded(result | {"warnings": warnings} | found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ab import CONTROL
-from benchmarks.report import pair_of
 
 # A slot after a step, as the file has it, with its color and meaning.
 SLOT_STATES = {
@@ -41,7 +40,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for place, (name, one) in enumerate(ratio.items()):
         shift = 0.24 * (place - (len(ratio) - 1) / 2)
         color, marker = (_OFF, "s") if name == CONTROL else (_ON[place % len(_ON)], "o")
-        label = pair_of(result, name)
+        baseline = result["baseline"]
+        label = f"{baseline if name == CONTROL else name} / {baseline}"
         ratios = result["samples"][name]["ratio"]
         numbers = [number + shift for number in range(1, len(ratios) + 1)]
         shown = f"{label}: {one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})"

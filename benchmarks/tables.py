@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as plain text, and numbers as they stand in tables."""
+"""The templates of texts about results, and numbers as they stand there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
+
+import jinja2
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
-def table(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False
-) -> str:
-    """Aligned columns under the title; a head of empty strings is left out. The first
-    column is aligned to the left, the others to the right unless `left` is set."""
-    lines = [*([head] if any(head) else []), *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = [title]
-    for first, *others in lines:
-        cells = [first.ljust(widths[0])]
-        for cell, width in zip(others, widths[1:], strict=True):
-            cells.append(cell.ljust(width) if left else cell.rjust(width))
-        shown.append(("  " + "  ".join(cells)).rstrip())
-    return "\n".join(shown)
+def columns(text: str, left: bool = False) -> str:
+    """Lines of cells with "|" between them, aligned and indented: the first column to
+    the left, the others to the right unless `left` is set."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<", *("<" if left else ">") * (len(widths) - 1)]
+    shown = "  ".join(f"{{:{s}{w}}}" for s, w in zip(sides, widths, strict=True))
+    return "".join(f"  {shown.format(*row)}".rstrip() + "\n" for row in rows)
 
 
 def number(value: float) -> str:
@@ -43,3 +47,7 @@ def percent(share: float, digits: int = 1) -> str:
 def spread(ratio: Mapping[str, float]) -> str:
     """A median with its low and high end."""
     return f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})"
+
+
+_OURS = (columns, number, size, percent, spread)
+TEMPLATES.filters |= {one.__name__: one for one in _OURS}
