@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -100,8 +100,9 @@ class Engine:
         ids = prompt_source.fill(ids, size)
         return [ids[at : at + size] for at in range(0, len(ids), size)]
 
-    def rpc(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of NworWorkerExtension on all workers; the first's result."""
+    def rpc(self, method: str | Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a method of NworWorkerExtension, or a function of the worker, on all
+        workers; the first's result."""
         return self._engine.collective_rpc(method, args=arguments)[0]
 
     def report(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from benchmarks.engine import EngineFailed
 
 import bench_kernels
 import bench_vllm
+from tools.gpu import host_profile
 from tools.results import render
 from vllm_nwor.hooks import _wrap
 from vllm_nwor.metrics import GroupInfo
@@ -622,3 +623,63 @@ def test_extension_reseeds_every_generator(worker):
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     assert draw() == draw()
+
+
+# --- tools/gpu/host_profile.py
+
+
+def test_host_profile_has_begin_and_commit_of_each_kind(monkeypatch, tmp_path):
+    """Two rounds, the second in turned order; stage alone and unstaged stage."""
+    kinds = ("stage", "unstaged", "prepared", "nothing")
+    manager = types.SimpleNamespace(shadow=types.SimpleNamespace(_enqueue="ours"))
+    ran = []
+
+    class Engine(FakeEngine):
+        def rpc(self, function):
+            runner = types.SimpleNamespace(
+                nwor_state=types.SimpleNamespace(manager=manager)
+            )
+            return function(types.SimpleNamespace(model_runner=runner))
+
+        def run(self, arm):
+            if arm.hooked:
+                ran.append((manager.launches, manager.shadow._enqueue, arm.stages))
+            return super().run(arm)
+
+    manager.launches = "none"
+    monkeypatch.setattr(host_profile, "Engine", Engine)
+    monkeypatch.setattr(host_profile.bench, "prepare", lambda cell, options: "cpu")
+    monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
+    monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: arm.name)
+    monkeypatch.setattr(
+        host_profile, "kinds_of_launches", lambda manager: {k: k for k in kinds}
+    )
+    path = tmp_path / "a.json"
+    argv = ["v2-k4-a70", "--rounds", "2", "--json", str(path)]
+    assert host_profile.main(argv) == 0
+    result = json.loads(path.read_text())
+    round_ = [
+        *(("stage", "ours", True), ("unstaged", (max, max), True)),
+        *(("prepared", "ours", False), ("nothing", "ours", False)),
+    ]
+    assert ran == [("none", "ours", True), *round_, *reversed(round_)]
+    assert (manager.launches, manager.shadow._enqueue) == ("prepared", "ours")
+    # (10, 30) and (5, 15) us in each run.
+    found = {"begin": 20, "commit": 10, "both": 30}
+    for kind in kinds:
+        for part, median in found.items():
+            assert result["host"][kind][part]["median_us"] == median
+            assert result["host"][kind][part]["steps"] == 4
+    assert result["kernels"] == {"stage": "stage", "prepared": "cow"}
+
+
+def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):
+    ticks = itertools.accumulate([0, 3000, 100_000, 4000])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    times = host_profile.HookTimes()
+    timed = times._timed("hook", lambda wrapped, *_: wrapped() + 1)
+    assert timed(lambda: 1, None, (), {}) == 2  # off: no look at the clock
+    times.on = True
+    assert timed(lambda: 1, None, (), {}) == 2
+    wanted = {"median_us": 7.0, "calls": 1, "us_a_step": 3.5}
+    assert times.result(2) == {"hook": wanted}

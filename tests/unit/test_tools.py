@@ -217,18 +217,22 @@ def test_another_vllm_gets_the_torch_that_it_pins(checkout, monkeypatch):
 
 
 def test_uv_is_told_what_pip_is_told(monkeypatch):
-    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "SSL_CERT_FILE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1/simple")
     monkeypatch.setenv("PIP_CERT", "/some/cert.pem")
     monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
     monkeypatch.setattr(setup_env, "PYTHON", Path(sys.executable))
-    env = setup_env.uv_environment()
-    assert env["UV_DEFAULT_INDEX"] == "http://127.0.0.1/simple"
-    assert env["SSL_CERT_FILE"] == "/some/cert.pem"
-    assert setup_env.find_links() == ["--find-links", "/a", "--find-links", "/b"]
-    monkeypatch.delenv("PIP_FIND_LINKS")
-    assert setup_env.find_links() == []
+    told = {
+        "UV_DEFAULT_INDEX": "http://127.0.0.1/simple",
+        "SSL_CERT_FILE": "/some/cert.pem",
+        "UV_FIND_LINKS": "/a,/b",
+    }
+    assert setup_env.uv_environment() == told
+    monkeypatch.setenv("UV_FIND_LINKS", "/uv")
+    del told["UV_FIND_LINKS"]
+    assert setup_env.uv_environment() == told
 
 
 # --- make_models.py ---

@@ -62,20 +62,20 @@ class Cell:
 
     def arguments(self, batch_size: int) -> list[str]:
         """Arguments of bench_vllm.py for one batch size."""
-        return [
-            *_COMMON,
-            *_DRAFTERS[self.method],
-            *("--against", self.against),
-            *("--runner", self.runner),
-            *("--num-speculative-tokens", str(self.num_drafts)),
-            *("--acceptance", RATES[self.num_drafts][self.acceptance]),
-            *("--batch-size", str(batch_size)),
-            *("--max-num-seqs", str(self.max_num_seqs)),
-            *("--context", str(self.context)),
-            *("--max-tokens", str(self.max_tokens)),
-            *(("--block-size", str(self.block_size)) if self.block_size else ()),
-            "--true-off" if self.true_off else "--no-true-off",
-        ]
+        options = {
+            "--against": self.against,
+            "--runner": self.runner,
+            "--num-speculative-tokens": self.num_drafts,
+            "--acceptance": RATES[self.num_drafts][self.acceptance],
+            "--batch-size": batch_size,
+            "--max-num-seqs": self.max_num_seqs,
+            "--context": self.context,
+            "--max-tokens": self.max_tokens,
+        }
+        options |= {"--block-size": self.block_size} if self.block_size else {}
+        words = [str(word) for option in options.items() for word in option]
+        words.append("--true-off" if self.true_off else "--no-true-off")
+        return [*_COMMON, *_DRAFTERS[self.method], *words]
 
 
 CELLS = tuple(Cell(name, **fields) for name, fields in _READ["cells"].items())
@@ -83,8 +83,9 @@ BY_NAME = {cell.name: cell for cell in CELLS}
 BUDGETED = tuple(cell.name for cell in CELLS[:5])
 
 
-def add_cell(parser: argparse.ArgumentParser) -> None:
-    """The argument CELL: a name in BY_NAME."""
-    parser.add_argument(
-        "cell", choices=sorted(BY_NAME), metavar="CELL", help=", ".join(BY_NAME)
-    )
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a program with this docstring, whose argument CELL is a name in BY_NAME."""
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    text = ", ".join(BY_NAME)
+    made.add_argument("cell", choices=BY_NAME, metavar="CELL", help=text)
+    return made

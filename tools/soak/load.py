@@ -45,7 +45,7 @@ FAILURES_KEPT = 5
 
 class Plan(NamedTuple):
     """One request. prompt: text or token ids. abort_after: chunks read before hanging
-    up (None: never)."""
+    up. patience_seconds: until it hangs up before the first token."""
 
     kind: str
     prompt: str | list[int]
@@ -68,12 +68,12 @@ def draw(rng: random.Random, max_model_len: int, vocab_size: int | None) -> Plan
     numbers = [numbers[i % phrase] for i in range(num_words)]
     if rng.random() < SHARED_SHARE:  # what the prefix cache is for
         numbers = [*range(NUM_PREAMBLE_WORDS), *numbers][:most_words]
-    words, most_tokens = WORDS.split(), max(max_model_len // 4, 2)
+    most_tokens = max(max_model_len // 4, 2)
+    words = WORDS.split() if vocab_size is None else range(vocab_size)
+    drawn = [words[number % len(words)] for number in numbers]
     return Plan(
         kind=kind,
-        prompt=" ".join(words[number % len(words)] for number in numbers)
-        if vocab_size is None
-        else [number % vocab_size for number in numbers],
+        prompt=" ".join(drawn) if vocab_size is None else drawn,
         max_tokens=min(int(rng.lognormvariate(3.2, 0.9)) + 2, most_tokens),
         abort_after=rng.randint(1, 6) if kind == "abort_mid_stream" else None,
         patience_seconds=rng.uniform(0.0, 0.3),
@@ -136,13 +136,8 @@ class Load:
                     await asyncio.sleep(1)
 
     async def _complete(self, prompt: Any, max_tokens: int, **options: Any) -> Any:
-        return await self._client.completions.create(
-            model=self._model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            **options,
-        )
+        options |= {"model": self._model, "prompt": prompt, "max_tokens": max_tokens}
+        return await self._client.completions.create(temperature=0.0, **options)
 
     async def _request(self, plan: Plan) -> str:
         """Makes one request; returns the kind that it turned out to be: the answer may
@@ -184,16 +179,15 @@ class Load:
     async def _probe(self) -> None:
         """Asks the probe's question: once computed from nothing (a salt of its own),
         and, unless the load pauses for it, once with whatever the prefix cache has."""
-        if self._args.probe == "loaded":
-            await self._ask("cached", {})
-            await self._ask("fresh", {"cache_salt": f"probe {time.monotonic_ns()}"})
-            return
         async with contextlib.AsyncExitStack() as stack:
-            for _ in range(self._args.concurrency):
-                await stack.enter_async_context(self._places)
-            await self._ask("fresh", {"cache_salt": f"probe {time.monotonic_ns()}"})
+            if self._args.probe == "loaded":
+                await self._ask("cached")
+            else:
+                for _ in range(self._args.concurrency):
+                    await stack.enter_async_context(self._places)
+            await self._ask("fresh", cache_salt=f"probe {time.monotonic_ns()}")
 
-    async def _ask(self, kind: str, body: dict[str, Any]) -> None:
+    async def _ask(self, kind: str, **body: Any) -> None:
         prompt: str | list[int] = PROBE_TEXT
         if (vocab_size := self._args.vocab_size) is not None:
             prompt = [7919 * (i % 7) % vocab_size for i in range(72)]
@@ -203,8 +197,7 @@ class Load:
         except Exception as error:
             self._fail(f"probe {kind}", error)
             return
-        choice = found.choices[0].model_dump()
-        answer = {"text": choice["text"], "token_ids": choice["token_ids"]}
+        answer = found.choices[0].model_dump(include={"text", "token_ids"})
         digest = hashlib.sha256(json.dumps(answer).encode()).hexdigest()
         empty = {"runs": 0, "outputs": Counter(), "num_tokens": [], "first": answer}
         one = self.probes.setdefault(kind, empty)
