@@ -81,16 +81,15 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         EngineFailed: that process failed; its own words are on stderr.
     """
-    note("off in a process of its own")
+    what = "off in a process of its own"
+    note(what)
     with tempfile.TemporaryDirectory(prefix="nwor-bench-") as directory:
         output = Path(directory) / "off.json"
         command = [sys.executable, str(ROOT / PROGRAM)]
         command += true_off_arguments(argv, output)
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
-            raise EngineFailed(
-                f"off in a process of its own ended with status {done.returncode}"
-            )
+            raise EngineFailed(f"{what} ended with status {done.returncode}")
         result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         return result
 
@@ -122,24 +121,17 @@ def compare(
         OutputsDiffer: a run's outputs are not those of the others.
     """
     arms, repeats = arms_of(options), min(options.repeats, max_pairs)
+    until = options.pairs_until_ci
+    expected = None if true_off is None else true_off["outputs"]["tokens"]
     with progress("compare", len(arms) + ab.runs_a_round(arms) * repeats) as begins:
-        pairs = ab.compare(
-            engine.run,
-            arms,
-            repeats,
-            options.pairs_until_ci,
-            max_pairs,
-            begins,
-            None if true_off is None else true_off["outputs"]["tokens"],
-        )
-    num_rounds = len(pairs) // len(arms)
-    tokens = pairs[0].test.outputs
-    num_runs = len(arms) + ab.runs_a_round(arms) * num_rounds
+        limits = (repeats, until, max_pairs)
+        pairs = ab.compare(engine.run, arms, *limits, begins, expected)
+    num_runs = len(arms) + ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
-        "outputs": summary.outputs(tokens, num_runs),
+        "outputs": summary.outputs(pairs[0].test.outputs, num_runs),
         "samples": summary.pair_samples(pairs),
-        "summary": summary.comparison(pairs, arms[0].name, options.pairs_until_ci),
+        "summary": summary.comparison(pairs, arms[0].name, until),
     }
     if true_off is not None:
         found["true_off"] = {
@@ -169,7 +161,7 @@ def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
     return {
         "outputs": summary.outputs(first, len(runs) + 1) | {"tokens": first},
         "samples": summary.rates(runs),
-        "summary": summary.single(runs, mode),
+        "summary": summary.of_runs({mode: runs}),
     }
 
 

@@ -10,7 +10,6 @@ put on vLLM and taken off between runs, never during one: in the workers by
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,12 +44,8 @@ class Engine:
     """
 
     def __init__(self, options: Options, device: str) -> None:
-        """Starts vLLM. Call prepare_process first.
-
-        Raises:
-            EngineFailed: vLLM refused; its sentence is in the message.
-            BadArgument: models or prompts that cannot be used.
-        """
+        """Starts vLLM. Call prepare_process first. Raises EngineFailed, with vLLM's
+        sentence, or BadArgument: models or prompts that cannot be used."""
         self.options = options
         self.target, self.drafter = find_models(options)
         texts = prompt_source.read(options.prompts)
@@ -126,9 +121,8 @@ class Engine:
         for wave in self.waves:
             self._wave(wave, finished, step_s)
         after, counters = self.report(), self._counters()
-        old = counted.get(_PER_POSITION, ())
-        new = counters.get(_PER_POSITION, ())
-        accepted = [int(b - a) for a, b in zip_longest(old, new, fillvalue=0)]
+        positions = (of.get(_PER_POSITION, ()) for of in (counted, counters))
+        accepted = [int(b - a) for a, b in zip_longest(*positions, fillvalue=0)]
         drafts: dict[str, Any] = {
             name: int(counters.get(theirs, 0) - counted.get(theirs, 0))
             for name, theirs in _DRAFTS.items()
@@ -210,16 +204,12 @@ class Engine:
 
     def _counters(self) -> dict[str, Any]:
         """vLLM's metrics by name: a number, or a list of numbers."""
-        metrics = self._engine.get_metrics()
-        return {
-            one.name: one.values if hasattr(one, "values") else getattr(one, "value", 0)
-            for one in metrics
-        }
+        metrics = {one.name: vars(one) for one in self._engine.get_metrics()}
+        return {k: v.get("values", v.get("value", 0)) for k, v in metrics.items()}
 
     def close(self) -> None:
         """Stops the engine and gives back its memory."""
-        with contextlib.suppress(AttributeError):
-            self._engine.engine_core.shutdown()
+        self._engine.engine_core.shutdown()
         del self._engine, self._core
 
 

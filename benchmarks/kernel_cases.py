@@ -62,6 +62,10 @@ def layout(name: str) -> Layout:
     return Layout(name, index, (run_bytes, head_stride, num_heads, run_bytes))
 
 
+def random_bytes(*shape: int, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device=device).random_(256)
+
+
 @dataclass(frozen=True)
 class DraftSet:
     """The arguments of one rotation: drafts, their log, and the buffers of the copy."""
@@ -78,16 +82,11 @@ class Case:
     """num_layers x num_drafts slots of a layout, in several sets, on a device."""
 
     def __init__(
-        self,
-        layout: Layout,
-        num_bytes: int,
-        device: torch.device,
-        cache_bytes: int,
-        seed: int,
+        self, layout: Layout, num_bytes: int, device: torch.device, cache_bytes: int
     ) -> None:
         """num_bytes: to be saved by one log; the nearest whole number of drafts is
         taken. cache_bytes: size of the device's last cache."""
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.layout, self.device = layout, device
         self.num_layers = max(1, min(MAX_LAYERS, num_bytes // layout.slot_bytes))
         of_draft = self.num_layers * layout.slot_bytes
@@ -99,7 +98,7 @@ class Case:
         num_blocks = windows * self.num_sets
         shape = (self.num_layers, num_blocks, layout.index.numel())
         # [layer, block, byte]
-        self.cache = torch.empty(shape, dtype=torch.uint8, device=device).random_(256)
+        self.cache = random_bytes(*shape, device=device)
         columns = (*layout.columns, layout.block_size, num_blocks)
         rows = [
             [layer.data_ptr(), shape[2], *columns, number * layout.slot_bytes]
@@ -138,7 +137,7 @@ class Case:
                 cumulative.int().to(device),
             ),
             num_rejected.int().to(device),
-            torch.empty(self.num_bytes, dtype=torch.uint8, device=device).random_(256),
+            random_bytes(self.num_bytes, device=device),
             torch.zeros(self.num_bytes, dtype=torch.uint8, device=device),
         )
 

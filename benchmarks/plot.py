@@ -50,14 +50,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.axhline(one["median"], color=color, linewidth=1.2, linestyle="--")
     axes.set_xlabel("pair")
     axes.set_ylabel("ratio of tokens a second")
-    env = result["environment"]
+    env, args = result["environment"], result["arguments"]
     machine = env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
-    args = result["arguments"]
-    axes.set_title(
-        f"{result['model']}, {args['method']}, {args['num_speculative_tokens']} drafts,"
-        f" batch {args['batch_size']} · {machine} · {env['date'][:10]}",
-        fontsize=9,
-    )
+    title = f"{result['model']}, {args['method']}, {args['num_speculative_tokens']} "
+    title += f"drafts, batch {args['batch_size']} · {machine} · {env['date'][:10]}"
+    axes.set_title(title, fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8, title="median (90 % interval)", title_fontsize=8)
     figure.savefig(path, format="png", dpi=150)

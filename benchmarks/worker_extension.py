@@ -93,15 +93,11 @@ class NworWorkerExtension:
             )
         from vllm_nwor.hooks import _wrap
 
-        if hooked:
-            if manager is not None:
-                # Steps without hooks were steps all the same.
-                manager.start_step()
-            _wrap.rehook()
-        else:
-            _wrap.unhook()
-        if hooked and manager is not None and self.nwor_host_times is None:
-            self.nwor_host_times = HostTimes(manager)
+        if hooked and manager is not None:
+            # Steps without hooks were steps all the same.
+            manager.start_step()
+            self.nwor_host_times = self.nwor_host_times or HostTimes(manager)
+        (_wrap.rehook if hooked else _wrap.unhook)()
         return hooked
 
     def nwor_set_stages(self, stages: bool) -> None:
@@ -151,20 +147,17 @@ class NworWorkerExtension:
             "log_bytes_per_draft": manager.log_bytes_per_draft if manager else 0,
             "log_bytes": manager.log_bytes if manager else 0,
             "fallbacks": dict(manager.fallbacks) if manager else {},
-            "begin_ns": times.begin_ns[:] if times else [],
-            "commit_ns": times.commit_ns[:] if times else [],
         }
-        if times is not None:
-            times.begin_ns.clear()
-            times.commit_ns.clear()
+        for name in ("begin_ns", "commit_ns"):
+            kept = getattr(times, name, [])
+            report[name] = kept[:]
+            kept.clear()
         return report
 
 
 def _manager(runner: Any) -> DraftCommitManager | None:
     """The manager that the hooks left on `runner`, None if nothing is protected."""
-    state = getattr(runner, "nwor_state", None)
-    manager: DraftCommitManager | None = None if state is None else state.manager
-    return manager
+    return getattr(getattr(runner, "nwor_state", None), "manager", None)
 
 
 def _num_blocks(config: Any) -> int:

@@ -141,6 +141,10 @@ def gpu_result(mode, *specs):
     }
 
 
+def tables(results, kind="method"):
+    return reach.tables(kind, results)
+
+
 def rows_of(markdown, name):
     """The lines of a name in a table of methods, and what stands below the table."""
     table, _, notes = markdown.partition("\n\n")
@@ -150,10 +154,10 @@ def rows_of(markdown, name):
 
 def test_what_no_result_names_is_untested():
     result = cpu_result(cpu_entry("eagle", "cow", "exact"))
-    (row,), notes = rows_of(reach.methods([result]), "dspark")
+    (row,), notes = rows_of(tables([result]), "dspark")
     assert row == [", ".join(reach.VERSIONS), "", "untested", "untested"]
     assert notes == ""
-    rows, _ = rows_of(reach.methods([result]), "eagle")
+    rows, _ = rows_of(tables([result]), "eagle")
     assert rows == [
         ["0.32.0", "V1", "exact: CPU_ATTN", "untested"],
         ["0.26.0, 0.29.0, 0.33.0", "", "untested", "untested"],
@@ -168,14 +172,14 @@ def test_a_refusal_is_told_with_its_sentence_and_a_failure_as_such():
         cpu_entry("mtp", "stage", "failed"),
         cpu_entry("a hybrid", "stage", "refused", kind="model", reason="zeroes"),
     )
-    markdown = reach.methods([result])
+    markdown = tables([result])
     (row, _), notes = rows_of(markdown, "custom_class")
     assert row[2:] == ["refused (1): CPU_ATTN", "refused (1): CPU_ATTN"]
     assert notes == "1. it may"
     (row, _), _ = rows_of(markdown, "mtp")
     assert row[2:] == ["exact: CPU_ATTN", "**failed**: CPU_ATTN"]
     assert "a hybrid" not in markdown
-    (row, _), notes = rows_of(reach.models([result]), "a hybrid")
+    (row, _), notes = rows_of(tables([result], "model"), "a hybrid")
     assert (row[2:], notes) == (["untested", "refused (1): CPU_ATTN"], "1. zeroes")
 
 
@@ -215,12 +219,12 @@ def test_one_engine_of_several_that_fails_takes_its_backend_along():
         ("fifth", "v2", "mtp", "FLASH_ATTN", 1, ["stopped"]),
         ("sixth", "v2", "mtp", "TRITON_ATTN", 1, ["stopped", "a slot"]),
     )
-    for view, name, wanted in (
-        (reach.methods, "eagle", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"),
-        (reach.methods, "mtp", "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"),
-        (reach.parallelism, "tensor parallel 2", "exact: FLASH_ATTN"),
+    for kind, name, wanted in (
+        ("method", "eagle", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"),
+        ("method", "mtp", "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"),
+        ("parallelism", "tensor parallel 2", "exact: FLASH_ATTN"),
     ):
-        (row, *_), _ = rows_of(view([result]), name)
+        (row, *_), _ = rows_of(tables([result], kind), name)
         assert row == ["0.26.0", "V2", "untested", wanted]
 
 

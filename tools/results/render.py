@@ -18,6 +18,7 @@ or file that cannot be used, nothing was written.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -56,9 +57,9 @@ VIEWS = {
 MAKERS: dict[str, Callable[[Any], str]] = {
     "all": views.everything,
     "short": views.short,
-    "methods": reach.methods,
-    "models": reach.models,
-    "parallelism": reach.parallelism,
+    "methods": functools.partial(reach.tables, "method"),
+    "models": functools.partial(reach.tables, "model"),
+    "parallelism": functools.partial(reach.tables, "parallelism"),
 }
 SHOWN = ("README.md", "results/README.md", "docs/reach.md", "docs/audit.md")
 READMES = tuple(ROOT / name for name in SHOWN)
@@ -106,12 +107,12 @@ def run(readme: Path, results: Path, check: bool) -> int:
     stale = []
 
     def rendered(match: re.Match[str]) -> str:
+        name = f"block '{match['what']}'"
         try:
             body = block(match["what"], results) + "\n"
         except BadBlock as error:
-            raise BadBlock(f"block '{match['what']}': {error}") from error
-        if body != match["body"]:
-            stale.append(f"block '{match['what']}'")
+            raise BadBlock(f"{name}: {error}") from error
+        stale.extend([name] if body != match["body"] else [])
         return f"{match['open']}{body}{END}"
 
     new = BLOCK.sub(rendered, old)

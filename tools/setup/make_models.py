@@ -35,8 +35,7 @@ STAMP, TEMPORARY = "nwor_model.json", ".tmp-"
 
 def cache_dir() -> Path:
     """NWOR_CACHE, else the user's cache folder; it need not exist."""
-    chosen = os.environ.get("NWOR_CACHE")
-    if chosen:
+    if chosen := os.environ.get("NWOR_CACHE"):
         return Path(chosen).expanduser().resolve()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vllm-nwor"
