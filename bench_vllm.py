@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import shlex
 import subprocess
@@ -32,10 +31,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ab, device, environment, plot, prompts, report, summary
+from benchmarks import ab, device, environment, prompts, report, summary
 from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
 from benchmarks.engine import Engine, EngineFailed
-from benchmarks.files import recorded, write_json, write_whole
+from benchmarks.files import recorded, write_json
 from benchmarks.settings import find_models, leave, prepare_process
 
 ROOT = Path(__file__).resolve().parent
@@ -68,7 +67,7 @@ def note(text: str) -> None:
 def true_off_arguments(argv: Sequence[str], output: Path) -> list[str]:
     """`argv` for a process that runs the same requests with mode off."""
     of_compare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--plot", "--pairs-until-ci", "--json"):
+    for name in ("--pairs-until-ci", "--json"):
         of_compare.add_argument(name)
     kept = of_compare.parse_known_args(argv)[1]
     kept += ["--mode", "off", "--repeats", str(TRUE_OFF_RUNS)]
@@ -170,7 +169,7 @@ def base_result(
 ) -> dict[str, Any]:
     """What all modes' results have in common, without what was measured."""
     found = engine.report()
-    left_out = ("json", "plot", "prompts", "model", "draft_model")
+    left_out = ("json", "prompts", "model", "draft_model")
     arguments = {k: v for k, v in vars(options).items() if k not in left_out}
     return {
         "kind": "bench_vllm",
@@ -212,8 +211,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         on = device.resolve(options)
         find_models(options)
         prompts.read(options.prompts)
-        if options.plot and importlib.util.find_spec("matplotlib") is None:
-            raise BadArgument("argument --plot: needs matplotlib, not installed here")
         result = bench(options, argv, on)
     except BadArgument as error:
         note(str(error))
@@ -228,8 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.json is not None:
             write_json(options.json, result)
-        if options.plot is not None:
-            write_whole(options.plot, lambda path: plot.draw(result, path))
     except OSError as error:
         note(f"a result was not written: {error}")
         return 1

@@ -134,7 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("acceptance", f"{text} position, as in 0.8,0.6,0.4,0.2 (GPU only)", rates)
     choose("device", ("auto", "cpu", "cuda"), "auto", "what vLLM must be built for")
     add("json", "write what was measured to this file", file_to_write(".json"))
-    add("plot", "draw the pairs' ratios (compare)", file_to_write(".png"))
     text = "add pairs until all 90 %% intervals reach no farther than this from their"
     text += " medians, for example 0.005, or --max-pairs is reached"
     add("pairs-until-ci", text, positive(1))
@@ -174,7 +173,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         options,
         repeats=compares and least < MIN_PAIRS and f"allowed: from {MIN_PAIRS} up",
         max_pairs=options.max_pairs < least and f"allowed: from --repeats {least} up",
-        plot=options.plot is not None and is_single,
         pairs_until_ci=options.pairs_until_ci is not None and is_single,
         acceptance=options.acceptance is not None
         and len(options.acceptance) != k

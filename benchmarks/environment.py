@@ -48,16 +48,13 @@ def describe(device: str, root: Path) -> dict[str, Any]:
     device: "cpu" or "cuda"; with "cuda", torch is asked for the GPU's name.
     root: the repository, whose commit is recorded if git can tell it.
     """
+    # The first on the path is the one that is imported.
+    packages = ((p, importlib.metadata.distributions(name=p)) for p in PACKAGES)
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {
-            name: found.version
-            for name in PACKAGES
-            # The first on the path is the one that is imported.
-            for found in [*importlib.metadata.distributions(name=name)][:1]
-        },
+        "packages": {p: one.version for p, found in packages for one in [*found][:1]},
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "device": device,

@@ -9,42 +9,19 @@ and gpu_engines (tests/gpu, an entry for each engine, in the mode of its file).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
+import yaml
+
+_KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
+VERSIONS: list[str] = _KNOWN["versions"]
+# What people ask for, tested or not; other names in results come after these.
+NAMES: dict[str, list[str]] = _KNOWN["names"]
+HEADS: dict[str, str] = _KNOWN["heads"]
 MODES = ("cow", "stage")
 # vLLM's executors with Ray, as the GPU tests call them.
 RAY = {"ray": "Ray", "ray-compiled": "Ray, compiled graph"}
-# What people ask for, tested or not; other names in results come after these.
-NAMES = {
-    "method": (
-        "ngram",
-        "ngram_gpu",
-        "suffix",
-        "draft_model",
-        "draft_model, parallel drafting",
-        "eagle",
-        "eagle, dynamic k",
-        "eagle, adaptive verification",
-        "eagle3",
-        "mtp",
-        "dflash",
-        "dspark",
-        "dspark, adaptive verification",
-        "medusa",
-        "block rejection",
-        "fly rejection",
-        "extract_hidden_states",
-        "custom_class",
-    ),
-    "model": (),
-    "parallelism": ("tensor parallel 2", "data parallel 2", *RAY.values()),
-}
-HEADS = {
-    "method": "method",
-    "model": "model, with scripted drafts",
-    "parallelism": "engines",
-}
 UNTESTED = "untested"
 Entry = dict[str, str]
 

@@ -18,7 +18,7 @@ import jinja2
 
 from benchmarks import environment, models, report, summary
 from benchmarks.ab import CONTROL
-from benchmarks.tables import TEMPLATES
+from benchmarks.report import TEMPLATES
 
 Result = dict[str, Any]
 
@@ -93,15 +93,15 @@ def tested(result: Result) -> list[str]:
 
 
 def runner(result: Result) -> str:
-    variables = result["environment"]["variables"]
-    v2 = variables.get("VLLM_USE_V2_MODEL_RUNNER")
-    has_metrics = variables.get("VLLM_NWOR_EMIT_METRICS") != "0"
+    env = result["environment"]
+    v2 = env["variables"].get("VLLM_USE_V2_MODEL_RUNNER")
     name = {"0": "V1", "1": "V2"}.get(v2, "default")
-    release = result["environment"]["packages"].get("vllm", environment.GPU_RELEASE)
+    release = env["packages"].get("vllm", environment.GPU_RELEASE)
     if not release.startswith(environment.GPU_RELEASE):
         name += f", vLLM {release}"
     if block_size := result["arguments"].get("block_size"):
         name += f", blocks of {block_size}"
+    has_metrics = env["variables"].get("VLLM_NWOR_EMIT_METRICS") != "0"
     return name if has_metrics else f"{name}, no metrics"
 
 
@@ -153,14 +153,12 @@ def by_mode(results: Sequence[Result]) -> dict[str, list[Result]]:
 def budgets(results: Sequence[Result], name: str) -> str:
     """How many of them hold the budgets of throughput and of host time."""
     verdicts = Counter(verdict(one, name).strip("*").split(",")[0] for one in results)
-    median = statistics.median(
-        one["summary"]["ratio"][name]["median"] for one in results
-    )
+    ratios = [one["summary"]["ratio"][name]["median"] for one in results]
     spent = [host_us(one, name) for one in results]
     budget = summary.host_budget_us(name)
     return (
-        f"{name}: median of the ratios {median:.4f}; budget of throughput met in "
-        f"{verdicts['met']} of {len(results)} lines, not resolved in "
+        f"{name}: median of the ratios {statistics.median(ratios):.4f}; budget of "
+        f"throughput met in {verdicts['met']} of {len(results)} lines, not resolved in "
         f"{verdicts['not resolved']}, missed in {verdicts['missed']}; begin + commit "
         f"{min(spent):.1f} to {max(spent):.1f} us, over its budget of {budget:.0f} us "
         f"in {sum(us > budget for us in spent)}."

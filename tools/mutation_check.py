@@ -176,11 +176,11 @@ def run_pytest(tree: Path, tests: Sequence[str]) -> TestRun:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [mutation.name for mutation in MUTATIONS]
-    parser.add_argument("--only", choices=names, help="this one alone")
+    by_name = {mutation.name: mutation for mutation in MUTATIONS}
+    parser.add_argument("--only", choices=by_name, help="this one alone")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
-    chosen = [m for m in MUTATIONS if args.only in (None, m.name)]
+    chosen = [by_name[args.only]] if args.only else MUTATIONS
     outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
         copy_tree(Path(folder))
@@ -191,15 +191,10 @@ def main() -> int:
     caught = sum(one["outcome"] == "caught" for one in outcomes)
     print(f"{caught} of {len(outcomes)} mutations caught")
     if args.json is not None:
-        result = {
-            "kind": "mutation_check",
-            "schema": 1,
-            "command": " ".join(["python tools/mutation_check.py", *sys.argv[1:]]),
-            "environment": environment.describe("cpu", ROOT),
-            "tests": list(TESTS),
-            "mutations": outcomes,
-        }
-        write_json(args.json, result)
+        result = {"kind": "mutation_check", "schema": 1}
+        result["command"] = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
+        result["environment"] = environment.describe("cpu", ROOT)
+        write_json(args.json, result | {"tests": TESTS, "mutations": outcomes})
     return 0 if caught == len(outcomes) else 1
 
 

@@ -171,7 +171,7 @@ def main() -> None:
         env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
         if status := subprocess.run(command, env=env).returncode:
             sys.exit(status)
-        print(f"check: all ops are there for {device}")
+        print(f"check: the library is up to date, with all ops for {device}")
 
 
 if __name__ == "__main__":

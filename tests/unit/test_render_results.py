@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import plot, reach, views
+from benchmarks import picture, reach, views
 from PIL import Image
 
 from tests.gpu import results
@@ -265,7 +265,7 @@ def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
 
 def test_the_picture_is_drawn_from_its_file_and_shows_no_trace(tmp_path):
     result = json.loads((ROOT / "results" / "picture.json").read_text())
-    plot.draw_slots(result, tmp_path / "drawn.png")
+    picture.draw(result, tmp_path / "drawn.png")
     paths = (tmp_path / "drawn.png", ROOT / "docs" / "picture.png")
     drawn, shown = (np.asarray(Image.open(path)) for path in paths)
     assert np.array_equal(drawn, shown)

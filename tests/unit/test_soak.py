@@ -432,5 +432,5 @@ def test_the_server_that_is_started_gets_its_arguments(monkeypatch, tmp_path):
     command, port, env, *_ = found
     assert url == f"http://127.0.0.1:{port}"
     asked = ["m", "--api-server-count", "2", "--speculative-config", "{}", "--a", "b c"]
-    assert command == [*server.serve_command(), *asked]
+    assert command == [*server.SERVE, *asked]
     assert (env["A"], env["VLLM_NWOR_MODE"]) == ("b=c", "cow")

@@ -21,15 +21,6 @@ import yaml
 
 _READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
 RATES = _READ["rates"]
-_COMMON = (
-    *("--mode", "compare", "--device", "cuda"),
-    *("--model", "shape:llama-8b", "--ignore-eos"),
-    *("--repeats", "11", "--pairs-until-ci", "0.002", "--max-pairs", "200"),
-)
-_DRAFTERS = {
-    "eagle": ("--method", "eagle", "--draft-model", "shape:llama-8b-eagle"),
-    "ngram": ("--method", "ngram"),
-}
 
 
 @dataclass(frozen=True)
@@ -73,9 +64,10 @@ class Cell:
             "--max-tokens": self.max_tokens,
         }
         options |= {"--block-size": self.block_size} if self.block_size else {}
-        words = [str(word) for option in options.items() for word in option]
+        words = [_READ["common"], _READ["drafters"][self.method]]
+        words += [f"{name} {value}" for name, value in options.items()]
         words.append("--true-off" if self.true_off else "--no-true-off")
-        return [*_COMMON, *_DRAFTERS[self.method], *words]
+        return " ".join(words).split()
 
 
 CELLS = tuple(Cell(name, **fields) for name, fields in _READ["cells"].items())

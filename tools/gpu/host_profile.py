@@ -16,18 +16,13 @@ again, each time with other launches in the manager:
     call       a ctypes call of a function that does nothing, at the same two places
     nothing    what is left without all that: the manager, and reading the clock
 
-What the device takes for our kernels is told for `stage` and `prepared`, from one run
-each under torch's profiler: all of it is in a step's way.
-
-It also times every hook of ours, without what vLLM does inside of it, with `stage`.
-In this process they are all in a step's way, statistics included, while a server has
-the last of them (StatLoggerManager.record) in another process. Begin and commit are
-parts of such hooks. A hook's time has the timing of what it wraps in it.
+Also: what the device takes for our kernels, with `stage` and `prepared`, from a run
+each under torch's profiler; and with `stage` every hook of ours, without what vLLM does
+inside of it, but with the timing of that. All hooks are in a step's way here; a server
+has the last of them (StatLoggerManager.record) in another process.
 
 The order turns from round to round. In a tight loop each of these is several times
 faster: what a step runs is no longer in the processor's cache when its turn comes.
-Unstaged and the last four kinds copy nothing, so that the counters of this process say
-nothing.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -87,7 +82,7 @@ class HookTimes:
         # The files of hooks have it by name already, or import it later.
         for name in ("_wrap", "runner", "stats"):
             module = importlib.import_module(f"vllm_nwor.hooks.{name}")
-            module.install_all = install_timed  # type: ignore[attr-defined]
+            module.install_all = install_timed
 
     def _timed(self, name: str, wrapper: Any) -> Any:
         clock = time.perf_counter_ns

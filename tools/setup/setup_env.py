@@ -67,9 +67,8 @@ def run(command: list[str | Path], **extra_env: str) -> None:
 
 def pip_index_url() -> str:
     """The index that pip is configured to use, or ""."""
-    command = [str(PYTHON), "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = dict(re.findall(r"^(\S+)\.index-url='?([^'\s]*)", listed.stdout, re.M))
+    listed = subprocess.check_output([PYTHON, "-m", "pip", "config", "list"], text=True)
+    found = dict(re.findall(r"^(\S+)\.index-url='?([^'\s]*)", listed, re.M))
     # As pip does: a variable beats a file, and what is for `install` beats the rest.
     keys = (key for key in (":env:", "install", "global") if key in found)
     return found.get(next(keys, ""), "")
@@ -165,16 +164,12 @@ def lock() -> None:
     command += ["--python-version", "3.11", "--override", OVERRIDES, "--no-annotate"]
     command += ["--upgrade", "-q", "-o", "build/lock.txt", CPU]
     run(command, **uv_environment())
-    leave_out = ("torch=", "triton=", "nvidia-", "cuda-", "intel-cmplr-lib-ur=")
+    left_out = r"^(torch=|triton=|nvidia-|cuda-|intel-cmplr-lib-ur=)"
+    left_out += r"|never|win32'|== 'emscripten"
     lines = (ROOT / "build" / "lock.txt").read_text().splitlines()
-    kept = [
-        line
-        for line in lines
-        if not line.startswith(leave_out)
-        and not any(word in line for word in ("never", "win32'", "== 'emscripten"))
-    ]
-    head = "# Versions tried together. Written by: make lock\n"
-    CONSTRAINTS.write_text(head + "\n".join(kept) + "\n")
+    kept = [line for line in lines if not re.search(left_out, line)]
+    head = "# Versions tried together. Written by: make lock"
+    CONSTRAINTS.write_text("\n".join([head, *kept, ""]))
 
 
 def main() -> int:

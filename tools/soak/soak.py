@@ -103,8 +103,8 @@ def target(args: argparse.Namespace) -> Iterator[tuple[str, psutil.Process, Path
         except psutil.NoSuchProcess as error:
             raise soak_server.ServerError(f"--pid: {error}") from error
         return
-    port, command = soak_server.free_port(), soak_server.serve_command()
-    command += [args.model, "--api-server-count", str(args.api_server_count)]
+    port, command = soak_server.free_port(), [*soak_server.SERVE, args.model]
+    command += ["--api-server-count", str(args.api_server_count)]
     if args.speculative_config is not None:
         command += ["--speculative-config", args.speculative_config]
     command += shlex.split(args.serve_args)
