@@ -18,7 +18,6 @@ argument, nothing was written.
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import statistics
 import sys
@@ -33,7 +32,6 @@ from benchmarks.files import write_json
 
 PROGRAM = "bench_kernels.py"
 ROOT = Path(__file__).resolve().parent
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MIN_SIZE, SIZE_STEP = 4 << 10, 4
 DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
 DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
@@ -45,16 +43,13 @@ CPU_CACHE_BYTES = 64 << 20
 
 
 def num_bytes_of(text: str) -> int:
-    """Bytes of "4K", "512M", "1000"; 0 if it is none of these."""
-    match = re.fullmatch(r"(\d+)([KMG]?)", text)
-    return int(match[1]) * UNITS[match[2]] if match else 0
+    """Bytes of "4K", "512M", "1000". Raises ValueError."""
+    digits = text.rstrip("KMG")
+    return int(digits) << 10 * ["", "K", "M", "G"].index(text[len(digits) :])
 
 
-size = rule(
-    num_bytes_of,
-    lambda value: value >= MIN_SIZE,
-    f"{MIN_SIZE} or more, with K, M or G behind it or without",
-)
+text = f"{MIN_SIZE} or more, with K, M or G behind it or without"
+size = rule(num_bytes_of, lambda value: value >= MIN_SIZE, text)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

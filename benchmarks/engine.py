@@ -106,11 +106,8 @@ class Engine:
         return report
 
     def run(self, arm: Arm) -> Run:
-        """Runs all requests once, with NWOR's hooks on vLLM or not.
-
-        Raises:
-            EngineFailed: nothing is protected in this engine, but `arm` asks for it.
-        """
+        """Runs all requests once, with NWOR's hooks on vLLM or not. Raises EngineFailed
+        if nothing is protected in this engine, but `arm` asks for it."""
         self._switch(arm)
         self.rpc("nwor_reseed", SEED)
         gc.collect()

@@ -23,11 +23,8 @@ _PHRASE_TOKENS = 24
 
 
 def read(path: Path | None) -> list[str]:
-    """The texts in `path`, or the built-in ones.
-
-    Raises:
-        BadArgument: the file cannot be read, or holds no prompt.
-    """
+    """The texts in `path`, or the built-in ones. Raises BadArgument: the file cannot be
+    read, or holds no prompt."""
     try:
         found = json.loads((path or BUILT_IN).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -21,6 +22,7 @@ from benchmarks.ab import CONTROL
 from benchmarks.report import TEMPLATES
 
 Result = dict[str, Any]
+LIST = Path(__file__).with_suffix(".yml")
 
 
 class BadBlock(Exception):

@@ -34,6 +34,8 @@ from remotezip import RemoteZip, RemoteZipError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.files import write_whole
+
 from tools.setup.make_models import cache_dir
 from vllm_nwor.hooks.source import FACTS, Tree, facts, files_of, ledger, mismatches
 
@@ -120,11 +122,7 @@ class Release:
                 return zipfile.ZipFile(download(requirement, Path(folder)).open("rb"))
 
     def _keep(self, path: str, content: bytes) -> None:
-        kept = self.folder / path
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(kept)
+        write_whole(self.folder / path, lambda to: to.write_bytes(content))
 
 
 def check(name: str, read: Callable[[str], str | None]) -> bool:

@@ -57,7 +57,11 @@ step_build() {
             return 1
         fi
         what=${wheels[0]}
-        same_python "$what" || return
+        rm -rf "$staging" && "$PYTHON" -m zipfile -e "$what" "$staging" || return
+        diff -rq -x '*.so' -x __pycache__ "$staging/vllm_nwor" vllm/v1/nwor || {
+            echo "$what is not of this checkout (make wheel)" >&2
+            return 1
+        }
     fi
     echo "installing $what"
     local pip=("$PYTHON" -m pip install --no-index --no-deps --no-build-isolation)
@@ -71,36 +75,7 @@ step_build() {
         rm -rf "$site"/vllm_nwor "$site"/vllm_nwor-*.dist-info
         cp -a "$staging/." "$site/" || return
     fi
-    "$PYTHON" - <<'PYTHON'
-import importlib.metadata
-
-import torch
-import vllm
-from vllm_nwor import ops
-
-ops.load("cuda")
-entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
-assert any(found.name == "nwor" for found in entry_points), entry_points
-print("vllm", vllm.__version__, "torch", torch.__version__, "library", ops.LIBRARY)
-print("device", torch.cuda.get_device_name(0))
-PYTHON
-}
-
-same_python() { # WHEEL: whether it was made of this checkout, as far as Python tells
-    "$PYTHON" - "$1" <<'PYTHON'
-import sys
-import zipfile
-from pathlib import Path
-
-with zipfile.ZipFile(sys.argv[1]) as wheel:
-    theirs = {n: wheel.read(n) for n in wheel.namelist() if n.endswith(".py")}
-folder = Path("vllm/v1/nwor")
-files = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.py")}
-ours = {f"vllm_nwor/{name}": content for name, content in files.items()}
-different = sorted(n for n in theirs | ours if theirs.get(n) != ours.get(n))
-if different:
-    sys.exit(f"{sys.argv[1]} is not of this checkout (make wheel): {different}")
-PYTHON
+    VLLM_NWOR_MODE=stage "$PYTHON" -m vllm_nwor.doctor --device cuda
 }
 
 step_kernels() {

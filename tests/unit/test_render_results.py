@@ -19,33 +19,27 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOT = 2 * 2 * 8 * 128 * 32  # bytes of a token of shape:llama-8b, bf16
 
 
-def moved(logged, restored):
+def cells(row):
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("lost", [0, 64])
+def test_bytes_are_held_against_the_shapes(lost):
     done = {"staged": 8, "committed": 6, "rejected": 2, "host": {"num_begins": 2}}
-    done |= {"logged_bytes": logged, "restored_bytes": restored}
-    args = {"runner": "v2", "method": "eagle"}
-    return {
+    done |= {"logged_bytes": 8 * SLOT, "restored_bytes": 2 * SLOT - lost}
+    args = {"runner": "v2", "method": "eagle", "batch_size": 1}
+    result = {
         "model": "shape:llama-8b",
-        "arguments": args | {"num_speculative_tokens": 4, "batch_size": 1},
+        "arguments": args | {"num_speculative_tokens": 4},
         "environment": {"gpu": "NVIDIA GeForce RTX 4090"},
         "summary": {"nwor": {"cow": done}},
     }
-
-
-def last_row(markdown):
-    return [cell.strip() for cell in markdown.splitlines()[-1].strip("|").split("|")]
-
-
-def test_bytes_are_held_against_the_shapes():
-    right = last_row(views.rendered("bytes", results=[moved(8 * SLOT, 2 * SLOT)]))
-    wrong = last_row(views.rendered("bytes", results=[moved(8 * SLOT, 2 * SLOT - 64)]))
-
-    assert right == [
+    assert cells(views.rendered("bytes", results=[result]).splitlines()[-1]) == [
         *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "cow", "0.75"),
-        *("4.0", "0.50 MiB", "0.12 MiB", "0", "0"),
+        *("4.0", "0.50 MiB", "0.12 MiB", "0", "-64" if lost else "0"),
     ]
-    assert wrong[-1] == "-64"
     with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
-        views.rendered("bytes", results=[moved(0, 0) | {"model": "smol"}])
+        views.rendered("bytes", results=[result | {"model": "smol"}])
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
@@ -53,7 +47,8 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     name, entry = next(iter(json.loads(path.read_text())["entries"].items()))
     entry["problems"] = {"bytes": ["a slot"], "outputs": []}
     entry["unsettled"] = ["aborts: tokens", "aborts, plain: tokens"]
-    row = last_row(views.rendered("engines", result={"entries": {name: entry}}))
+    markdown = views.rendered("engines", result={"entries": {name: entry}})
+    row = cells(markdown.splitlines()[-1])
     assert (row[0], row[7:9]) == (name, ["bytes", "aborts"])
 
 
@@ -97,7 +92,7 @@ def test_extremes_are_chosen_by_the_median_ratio():
     assert cow.endswith(" 31.0 to 34.0 us, over its budget of 40 us in 0.")
     assert stage.endswith("31.0 to 31.0 us, over its budget of 30 us in 1.")
     del rows[-3:]
-    found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    found = list(map(cells, rows))
 
     assert [(row[0], row[4], row[7][:6]) for row in found] == [
         ("cow, best of 4", "1", "0.9900"),
@@ -148,7 +143,7 @@ def tables(results, kind="method"):
 def rows_of(markdown, name):
     """The lines of a name in a table of methods, and what stands below the table."""
     table, _, notes = markdown.partition("\n\n")
-    rows = [[c.strip() for c in row.strip("|").split("|")] for row in table.split("\n")]
+    rows = map(cells, table.split("\n"))
     return [row[1:] for row in rows if row[0] == name], notes
 
 
@@ -233,12 +228,8 @@ def test_the_tables_of_the_documents_have_every_result():
     text = (ROOT / "docs" / "reach.md").read_text()
     for path in (ROOT / "results").glob("cpu_engines*.json"):
         for entry in json.loads(path.read_text())["entries"].values():
-            lines = [
-                line
-                for line in text.splitlines()
-                if line.startswith(f"| {entry['name']} | {entry['vllm']} | ")
-            ]
-            (line,) = [line for line in lines if f" {entry['runner']} " in line]
+            where = f"| {entry['name']} | {entry['vllm']} | {entry['runner']} |"
+            (line,) = [one for one in text.splitlines() if one.startswith(where)]
             assert entry["verdict"] in line
             assert entry.get("reason", "") in text
 

@@ -101,13 +101,9 @@ class Load:
         self.deadline = 0.0
         self._places = asyncio.Semaphore(args.concurrency)
         # Connections are not kept, so that each request may meet another API server.
-        self._client = AsyncOpenAI(
-            base_url=f"{url}/v1",
-            api_key="none",
-            max_retries=0,
-            timeout=REQUEST_SECONDS,
-            default_headers={"Connection": "close"},
-        )
+        options = {"default_headers": {"Connection": "close"}, "max_retries": 0}
+        options |= {"base_url": f"{url}/v1", "api_key": "none"}
+        self._client = AsyncOpenAI(timeout=REQUEST_SECONDS, **options)
 
     async def run(self, seconds: float) -> None:
         """Runs the load so long, lets what is under way finish, probes once more."""
@@ -122,8 +118,8 @@ class Load:
 
     def _fail(self, what: str, error: Exception) -> None:
         self.num_failed += 1
-        if len(self.failures) < FAILURES_KEPT:
-            self.failures.append(f"{what}: {type(error).__name__}: {error}"[:300])
+        self.failures.append(f"{what}: {type(error).__name__}: {error}"[:300])
+        del self.failures[FAILURES_KEPT:]
 
     async def _work(self, rng: random.Random) -> None:
         while time.monotonic() < self.deadline:

@@ -160,8 +160,7 @@ def soak(
         "load": {
             "seconds": round(seconds, 1),
             "kinds": dict(sorted(load.kinds.items())),
-            "num_failed": load.num_failed,
-            "failures": load.failures,
+            **{"num_failed": load.num_failed, "failures": load.failures},
         },
         "probe": {"policy": args.probe, "kinds": load.probes},
         "alive": {"answers": answers, "ended": processes.ended},
@@ -184,16 +183,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except soak_server.ServerError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
-    record: dict[str, Any] = {
-        "kind": "soak",
-        "schema": 1,
-        "command": shlex.join(["python", PROGRAM, *argv]),
-        "environment": environment.describe(args.device, ROOT),
+    env = environment.describe(args.device, ROOT)
+    env["variables"]["VLLM_NWOR_MODE"] = args.mode
+    arguments = {k: v for k, v in vars(args).items() if k not in NOT_RECORDED}
+    record: dict[str, Any] = {"kind": "soak", "schema": 1}
+    record["command"] = shlex.join(["python", PROGRAM, *argv])
+    record |= {
+        "environment": env,
         "warnings": warnings,
-        "arguments": {k: v for k, v in vars(args).items() if k not in NOT_RECORDED},
+        "arguments": arguments,
         **found,
     }
-    record["environment"]["variables"]["VLLM_NWOR_MODE"] = args.mode
     record["checks"] = checks.judge(record)
     record["passed"] = all(row["verdict"] != checks.FAIL for row in record["checks"])
     print(f"soak of {record['load']['seconds']:.0f} s")
