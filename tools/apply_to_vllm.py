@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import filecmp
 import importlib.util
 import re
 import shutil
@@ -166,10 +167,9 @@ class Graft:
             wanted.append("requirements/common.txt")
         self.texts: dict[str, str] = {}  # of vLLM's files, without our lines
         self.marked: dict[str, Marked] = {}
-        for path in wanted:
-            if (root / path).is_file():
-                text = (root / path).read_bytes().decode()
-                self.texts[path], self.marked[path] = split_marked(text)
+        for path in (path for path in wanted if (root / path).is_file()):
+            text = (root / path).read_bytes().decode()
+            self.texts[path], self.marked[path] = split_marked(text)
         self.builds = "CMakeLists.txt" in self.texts
         self.copies = {
             path: subject
@@ -195,8 +195,7 @@ class Graft:
         if not self.builds and not (ROOT / LIBRARY).is_file():
             told.append(f"{LIBRARY} is not there to be copied; `make setup` builds it")
         found: list[Line] = []
-        places = self.places.items()
-        decorators = (self._decorator(place, rows, tree) for place, rows in places)
+        decorators = (self._decorator(*place, tree) for place in self.places.items())
         for lines in (self._wiring(), *decorators):
             try:
                 found += lines
@@ -307,12 +306,8 @@ class Graft:
         found = [path for folder in FOLDERS for path in files_in(self.root, folder)]
         if not self.builds and (self.root / LIBRARY).is_file():
             found.append(LIBRARY)
-        return [
-            f"{path} is not this version's"
-            for path in found
-            if not (ROOT / path).is_file()
-            or (ROOT / path).read_bytes() != (self.root / path).read_bytes()
-        ]
+        same = filecmp.cmpfiles(ROOT, self.root, found, shallow=False)[0]
+        return [f"{path} is not this version's" for path in found if path not in same]
 
     # --- what to do ---
 
@@ -396,10 +391,10 @@ def git(repository: str, *arguments: str) -> None:
     """With the user's name, if git knows it, and no hooks of theirs."""
     settings = ["core.hooksPath=/dev/null", "commit.gpgsign=false"]
     settings.append("core.autocrlf=false")
-    options = [word for setting in settings for word in ("-c", setting)]
     of_user = subprocess.run(["git", "config", "user.email"], capture_output=True)
     if not of_user.stdout.strip():
-        options += ["-c", "user.name=vllm-nwor", "-c", "user.email=vllm-nwor@localhost"]
+        settings += ["user.name=vllm-nwor", "user.email=vllm-nwor@localhost"]
+    options = [word for setting in settings for word in ("-c", setting)]
     subprocess.run(["git", *options, *arguments], cwd=repository, check=True)
 
 
