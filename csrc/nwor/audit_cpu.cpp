@@ -237,7 +237,7 @@ void audit_record_cpu(const AuditRecordArgs& args) {
       continue;
     }
     const int32_t* found = sums.data() + i * num_layers;
-    int32_t* known = bytes.contents + slots[i] * bytes.num_columns + bytes.first_column;
+    int32_t* known = bytes.known(slots[i]);
     if (group.plan[i].old.content != kContentNone) {
       judge_row(args, i, compare(known, found, num_layers), known, found);
     }
@@ -309,14 +309,13 @@ void audit_scan_cpu(const AuditScanArgs& args) {
   for (size_t i = 0; i < slots.size(); ++i) {
     SlotRecord& record = group.records[slots[i]];
     const int32_t* found = sums.data() + i * num_layers;
-    int32_t* known = bytes.contents + slots[i] * bytes.num_columns + bytes.first_column;
+    int32_t* known = bytes.known(slots[i]);
     Stored stored{kNotStored, nullptr, {}};
     if (is_fresh(record.content)) {
       stored.slot = stored_slot(group, slots[i]);
     }
     if (stored.slot >= 0) {
-      stored.known =
-          bytes.contents + stored.slot * bytes.num_columns + bytes.first_column;
+      stored.known = bytes.known(stored.slot);
       stored.compared = compare(stored.known, found, num_layers);
     }
     judge_slot(args, batch.row_seats.at(rows[i]), slots[i], positions[i],
@@ -337,7 +336,7 @@ void audit_hand_on_cpu(const AuditHandOnArgs& args) {
     if (args.fills || number == 0) {
       continue;
     }
-    const int64_t kept = group.num_blocks() + number % group.num_stored;
+    const int64_t kept = group.kept_block(number);
     const int64_t from = args.blocks[i] * group.block_size;
     const int64_t to = kept * group.block_size;
     group.stores[kept] = number;
@@ -363,9 +362,7 @@ void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
       if (!is_taken(group.records[first + o], args.again)) {
         continue;
       }
-      std::copy_n(
-          sums.data() + o * num_layers, num_layers,
-          bytes.contents + (first + o) * bytes.num_columns + bytes.first_column);
+      std::copy_n(sums.data() + o * num_layers, num_layers, bytes.known(first + o));
       group.records[first + o].content = kContentKnown;
     }
   }
@@ -373,13 +370,12 @@ void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
 
 void audit_hand_out_cpu(const AuditHandOutArgs& args) {
   for (int64_t i = 0; i < args.count; ++i) {
-    hand_out_block(args.records, args.owners, args.block_size, args.blocks[i],
-                   args.generations[i]);
+    hand_out_block(args.group, args.blocks[i], args.generations[i]);
   }
 }
 
 void audit_publish_cpu(const AuditPublishArgs& args) {
-  std::copy_n(args.findings, num_to_publish(args), args.findings_to);
+  std::copy_n(args.group.findings, num_to_publish(args.group), args.findings_to);
   end_step(args);
 }
 

@@ -88,6 +88,20 @@ NWOR_HOST_DEVICE inline Finding at_slot(const AuditGroup& group, FindingClass ki
           record.step, step, 0, 0,    0};
 }
 
+// Of a write of `token` by `seat`, which makes its text H = `hash`.
+NWOR_HOST_DEVICE inline SlotRecord written(int64_t hash, int32_t token,
+                                           int64_t position, int64_t step,
+                                           const Seat& seat, SlotState state,
+                                           SlotContent content) {
+  return {hash,
+          token,
+          static_cast<int32_t>(position),
+          static_cast<int32_t>(step),
+          static_cast<int32_t>(seat.generation),
+          state,
+          content};
+}
+
 NWOR_HOST_DEVICE inline bool is_in_cache(const AuditGroup& group, int64_t slot) {
   return slot >= group.block_size && slot < group.num_slots;
 }
@@ -178,22 +192,11 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
     return;
   }
   if (!may_write(group, args.batch, r, seat, position, slot)) {
-    Finding finding{kForeignWrite,
-                    -1,
-                    0,
-                    slot,
-                    position,
-                    0,
-                    seat.generation,
-                    args.step,
-                    args.step,
-                    args.batch.slot(r, position),
-                    slot,
-                    0};
-    if (slot < group.num_slots) {
-      finding.owner = group.owners[slot / group.block_size];
-    }
-    report(group, finding);
+    const int64_t owner =
+        slot < group.num_slots ? group.owners[slot / group.block_size] : 0;
+    const int64_t expected = args.batch.slot(r, position);
+    report(group, {kForeignWrite, -1, 0, slot, position, owner, seat.generation,
+                   args.step, args.step, expected, slot, 0});
   }
   if (slot >= group.num_slots) {
     return;
@@ -216,13 +219,8 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
   } else if (row.old.content == kContentLoaded) {
     row.old.content = kContentNone;
   }
-  record = {hash,
-            args.tokens[i],
-            static_cast<int32_t>(position),
-            static_cast<int32_t>(args.step),
-            static_cast<int32_t>(seat.generation),
-            kSlotPlanned,
-            kContentNone};
+  record = written(hash, args.tokens[i], position, args.step, seat, kSlotPlanned,
+                   kContentNone);
 }
 
 // --- resolve ---------------------------------------------------------------------
@@ -315,7 +313,7 @@ NWOR_HOST_DEVICE inline int64_t stored_slot(const AuditGroup& group, int64_t slo
   if (number == 0) {
     return kNotStored;
   }
-  const int64_t kept = group.num_blocks() + number % group.num_stored;
+  const int64_t kept = group.kept_block(number);
   if (group.stores[kept] != number) {
     return kStoreForgotten;
   }
@@ -366,13 +364,8 @@ NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
       const bool is_other = record.state == kSlotLoaded &&
                             record.content != kContentNone &&
                             record.token != args.tokens[p];
-      record = {hash,
-                args.tokens[p],
-                static_cast<int32_t>(p),
-                static_cast<int32_t>(args.step),
-                static_cast<int32_t>(seat.generation),
-                kSlotCommitted,
-                is_other ? kContentReplaced : kContentNone};
+      record = written(hash, args.tokens[p], p, args.step, seat, kSlotCommitted,
+                       is_other ? kContentReplaced : kContentNone);
     } else if (!holds(record, hash) && !is_reported) {
       is_reported = true;
       report_prefix(group, slot, p, hash, seat_index, args.step);
@@ -574,29 +567,30 @@ NWOR_HOST_DEVICE inline void hand_on_block(const AuditGroup& group, int64_t bloc
   }
 }
 
-NWOR_HOST_DEVICE inline void hand_out_block(SlotRecord* records, int32_t* owners,
-                                            int64_t block_size, int64_t block,
+NWOR_HOST_DEVICE inline void hand_out_block(const AuditGroup& group, int64_t block,
                                             int32_t generation) {
-  owners[block] = generation;
+  group.owners[block] = generation;
   if (generation != 0) {
     return;
   }
-  for (int64_t o = 0; o < block_size; ++o) {
-    SlotRecord& record = records[block * block_size + o];
+  for (int64_t o = 0; o < group.block_size; ++o) {
+    SlotRecord& record = group.records[block * group.block_size + o];
     record = {0, -1, 0, record.step, record.generation, kSlotNever, kContentNone};
   }
 }
 
 // --- publish ---------------------------------------------------------------------
 
-NWOR_HOST_DEVICE inline int64_t num_to_publish(const AuditPublishArgs& args) {
-  return least(args.header->num_findings - args.header->num_published, args.capacity);
+NWOR_HOST_DEVICE inline int64_t num_to_publish(const AuditGroup& group) {
+  return least(group.header->num_findings - group.header->num_published,
+               group.capacity);
 }
 
 NWOR_HOST_DEVICE inline void end_step(const AuditPublishArgs& args) {
-  *args.header_to = *args.header;
-  args.header->num_published = args.header->num_findings;
-  args.header->cursor = args.header->next_cursor;
+  FindingsHeader* const header = args.group.header;
+  *args.header_to = *header;
+  header->num_published = header->num_findings;
+  header->cursor = header->next_cursor;
 }
 
 }  // namespace nwor
