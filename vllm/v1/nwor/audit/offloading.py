@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..hooks._wrap import HookTarget, argument, install_all, is_installed
+from ..hooks._wrap import HookTarget, Wrapped, argument, install_all, is_installed
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
@@ -133,7 +133,7 @@ def _waiting(connector: Any) -> list[tuple[Any, Any]]:
     return [(source, to) for _, source, to in worker._unsubmitted_store_jobs]
 
 
-def _stores(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> Any:
+def _stores(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
     metadata = argument(PREEMPTIONS, "kv_connector_metadata", args, kwargs)
     jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
     flushed = [(job.src_spec, job.dst_spec) for job in jobs if job is not None]
@@ -141,9 +141,7 @@ def _stores(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any)
     return wrapped(*args, **kwargs)
 
 
-def _stores_and_loads(
-    wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any
-) -> Any:
+def _stores_and_loads(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
     _tell(connector, _waiting(connector), fills=False)
     loads = connector._connector_metadata.load_jobs
     filled = [(job.dst_spec, job.src_spec) for job in loads.values()]

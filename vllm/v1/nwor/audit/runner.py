@@ -20,7 +20,7 @@ import torch
 
 from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import NworError, State
-from ..hooks._wrap import HookTarget, Wrapper, argument, install_all
+from ..hooks._wrap import HookTarget, Wrapped, Wrapper, argument, install_all
 from ..window import Acceptance
 from . import offloading, startup
 from .findings import AuditError, Findings
@@ -111,9 +111,7 @@ def guarded(runner: Any, run: Callable[[RunnerAudit], None]) -> None:
         logger.exception("NWOR audit: off from here on, because it failed")
 
 
-def initialize_kv_cache(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: builds the audit once the real caches are bound. vLLM also calls this
     with a throw-away cache while profiling."""
     runner.nwor_audit = None
@@ -135,9 +133,7 @@ def initialize_kv_cache(
     return result
 
 
-def profile_run(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: takes the audit's memory while vLLM measures what is left."""
     config = NworConfig.from_env()
     if config.audit is not AuditMode.OFF and runner.device.type != "cpu":
@@ -146,9 +142,7 @@ def profile_run(
     return wrapped(*args, **kwargs)
 
 
-def execute_model(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: what the scheduler says of requests and blocks."""
     scheduled = args[0] if args else kwargs["scheduler_output"]
     guarded(runner, lambda state: _begin_step(state, scheduled))
@@ -198,9 +192,7 @@ def _about(request: Any, salt: str | None) -> tuple[int, bool]:
 Kept = Callable[[Any, Any, Any, Any], tuple[torch.Tensor | None, Acceptance | None]]
 
 
-def sample(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any, kept: Kept
-) -> Any:
+def sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any, kept: Kept) -> Any:
     """Wrapper: the end of a step, behind NWOR's commit."""
     manager: Any = getattr(runner.__dict__.get("nwor_state"), "manager", None)
     was_open = manager is not None and manager.is_open
@@ -220,9 +212,7 @@ def sample(
     return result
 
 
-def sample_tokens(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def sample_tokens(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: findings leave with the step's output, or keep it from leaving. An
     asynchronous output has them when vLLM reads it."""
     output = wrapped(*args, **kwargs)
@@ -272,7 +262,7 @@ def hand_on(runner: Any, read: Callable[[], Any], fills: bool) -> None:
     guarded(runner, tell_audit)
 
 
-def _wake_up(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+def _wake_up(wrapped: Wrapped, worker: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     tags = argument(WAKE_UP, "tags", args, kwargs)
     runner = getattr(worker, "model_runner", None)

@@ -14,7 +14,6 @@ These wrappers lie over NWOR's own in the same places (`layer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from ..hooks import runner_v1 as rows
-from ..hooks._wrap import argument, install_all
+from ..hooks._wrap import Wrapped, argument, install_all
 from ..window import SampledIds
 from . import runner as shared
 from .state import Batch, Text
@@ -57,7 +56,7 @@ def _text_of(runner: Any, state: shared.RunnerAudit, row: int) -> Text:
     )
 
 
-def _plan_once(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
+def _plan_once(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     def plan_if_needed(state: shared.RunnerAudit) -> None:
         if not state.audit.is_open:
             _plan(runner, state)

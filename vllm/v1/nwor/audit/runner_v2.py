@@ -16,13 +16,12 @@ own copy of its tokens, host memory that the device sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from ..hooks import runner_v2 as rows
-from ..hooks._wrap import argument, install_all
+from ..hooks._wrap import Wrapped, argument, install_all
 from ..window import NumRejected
 from . import runner as shared
 from .state import Batch, Text
@@ -32,9 +31,7 @@ PREPARE = shared.over(
 )
 
 
-def _prepare_attn(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     batch = argument(PREPARE, "input_batch", args, kwargs)
     shared.guarded(runner, lambda state: _plan(runner, state, batch, *result))
