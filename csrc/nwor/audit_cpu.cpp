@@ -127,7 +127,7 @@ std::vector<int32_t> checksums_of(const AuditBytes& bytes,
 }
 
 Compared compare(const int32_t* known, const int32_t* found, int64_t num_layers) {
-  Compared compared{num_layers, 0, -1, -1};
+  Compared compared{known, found, num_layers, 0, -1, -1};
   for (int64_t i = num_layers - 1; i >= 0; --i) {
     const bool is_same = found[i] == known[i];
     compared.num_same += is_same;
@@ -239,7 +239,7 @@ void audit_record_cpu(const AuditRecordArgs& args) {
     const int32_t* found = sums.data() + i * num_layers;
     int32_t* known = bytes.known(slots[i]);
     if (group.plan[i].old.content != kContentNone) {
-      judge_row(args, i, compare(known, found, num_layers), known, found);
+      judge_row(args, i, compare(known, found, num_layers));
     }
     std::copy_n(found, num_layers, known);
     if (args.is_last) {
@@ -310,16 +310,13 @@ void audit_scan_cpu(const AuditScanArgs& args) {
     SlotRecord& record = group.records[slots[i]];
     const int32_t* found = sums.data() + i * num_layers;
     int32_t* known = bytes.known(slots[i]);
-    Stored stored{kNotStored, nullptr, {}};
-    if (is_fresh(record.content)) {
-      stored.slot = stored_slot(group, slots[i]);
-    }
+    Stored stored{is_fresh(record.content) ? stored_slot(group, slots[i]) : kNotStored,
+                  {}};
     if (stored.slot >= 0) {
-      stored.known = bytes.known(stored.slot);
-      stored.compared = compare(stored.known, found, num_layers);
+      stored.compared = compare(bytes.known(stored.slot), found, num_layers);
     }
     judge_slot(args, batch.row_seats.at(rows[i]), slots[i], positions[i],
-               record.content, compare(known, found, num_layers), known, found, stored);
+               record.content, compare(known, found, num_layers), stored);
     group.header->num_contents += args.is_last && record.content == kContentKnown;
     std::copy_n(found, num_layers, known);
     if (args.is_last) {

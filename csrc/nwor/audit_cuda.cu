@@ -318,7 +318,7 @@ __device__ void slot_checksums(const AuditBytes& bytes, int64_t slot, int32_t* s
 // By a warp; all lanes get it.
 __device__ Compared compare_by_warp(const int32_t* known, const int32_t* found,
                                     int64_t num_layers) {
-  Compared compared{num_layers, 0, -1, -1};
+  Compared compared{known, found, num_layers, 0, -1, -1};
   for (int64_t first = 0; first < num_layers; first += kWarpThreads) {
     const int64_t i = first + lane_id();
     const bool is_layer = i < num_layers;
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(kRecordThreads)
       const Compared compared =
           compare_by_warp(known, sums, args.bytes.table.num_layers);
       if (threadIdx.x == 0) {
-        judge_row(args, i, compared, known, sums);
+        judge_row(args, i, compared);
       }
     }
     __syncthreads();
@@ -531,15 +531,13 @@ __global__ void __launch_bounds__(kAuditThreads, 2)
       if (threadIdx.x < kWarpThreads) {
         const int64_t num_layers = args.bytes.table.num_layers;
         const Compared compared = compare_by_warp(known, sums, num_layers);
-        Stored stored{
-            is_fresh(content) ? stored_slot(group, slot) : kNotStored, nullptr, {}};
+        Stored stored{is_fresh(content) ? stored_slot(group, slot) : kNotStored, {}};
         if (stored.slot >= 0) {
-          stored.known = args.bytes.known(stored.slot);
-          stored.compared = compare_by_warp(stored.known, sums, num_layers);
+          stored.compared =
+              compare_by_warp(args.bytes.known(stored.slot), sums, num_layers);
         }
         if (threadIdx.x == 0) {
-          judge_slot(args, seat_index, slot, position, content, compared, known, sums,
-                     stored);
+          judge_slot(args, seat_index, slot, position, content, compared, stored);
           if (args.is_last && content == kContentKnown) {
             count(group.header->num_contents);
           }

@@ -377,28 +377,28 @@ NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
 
 // --- bytes -----------------------------------------------------------------------
 
-// A slot's checksums in a table of layers against those known.
+// A slot's checksums by layer in a table of them, those known and those found.
 struct Compared {
+  const int32_t* known;
+  const int32_t* found;
   int64_t num_layers;
   int64_t num_same;
   int64_t first_same;
   int64_t first_other;
 };
 
-// `known`, `found`: the slot's checksums by layer.
 NWOR_HOST_DEVICE inline Finding other_bytes(const AuditGroup& group,
                                             const AuditBytes& bytes, int64_t slot,
                                             int64_t position, const Seat& seat,
-                                            int64_t step, const Compared& compared,
-                                            const int32_t* known,
-                                            const int32_t* found) {
+                                            int64_t step, const Compared& compared) {
   Finding finding = at_slot(group, kChanged, slot, position, seat, step);
   finding.table = bytes.table_index;
   if (compared.num_same < compared.num_layers) {
-    finding.layer = compared.first_other;
+    const int64_t layer = compared.first_other;
+    finding.layer = layer;
     finding.num_layers = compared.num_layers - compared.num_same;
-    finding.expected = static_cast<uint32_t>(known[compared.first_other]);
-    finding.found = static_cast<uint32_t>(found[compared.first_other]);
+    finding.expected = static_cast<uint32_t>(compared.known[layer]);
+    finding.found = static_cast<uint32_t>(compared.found[layer]);
   }
   return finding;
 }
@@ -419,15 +419,14 @@ NWOR_HOST_DEVICE inline void report_missing(const AuditRecordArgs& args, int64_t
 
 // What row i's checksums say of it, before they are recorded.
 NWOR_HOST_DEVICE inline void judge_row(const AuditRecordArgs& args, int64_t i,
-                                       const Compared& compared, const int32_t* known,
-                                       const int32_t* found) {
+                                       const Compared& compared) {
   const AuditGroup& group = args.group;
   PlanRow& row = group.plan[i];
   const Seat& seat = group.seats[row.seat];
   if (row.state == kSlotRejected) {
     if (args.is_undone && compared.num_same < compared.num_layers) {
       Finding finding = other_bytes(group, args.bytes, row.slot, row.position, seat,
-                                    args.step, compared, known, found);
+                                    args.step, compared);
       finding.writer = seat.generation;
       finding.writer_step = args.step;
       report(group, finding);
@@ -483,21 +482,20 @@ NWOR_HOST_DEVICE inline bool is_fresh(int32_t content) {
 // compared with, or why it was not (stored_slot).
 struct Stored {
   int64_t slot;
-  const int32_t* known;
   Compared compared;
 };
 NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_index,
                                         int64_t slot, int64_t position, int32_t content,
-                                        const Compared& compared, const int32_t* known,
-                                        const int32_t* found, const Stored& stored) {
+                                        const Compared& compared,
+                                        const Stored& stored) {
   const AuditGroup& group = args.group;
   const Seat& seat = group.seats[seat_index];
   const bool is_same = compared.num_same == compared.num_layers;
   if (!is_fresh(content)) {
     // What has no checksums yet was taken over: it gets some.
     if (content != kContentNone && !is_same) {
-      report(group, other_bytes(group, args.bytes, slot, position, seat, args.step,
-                                compared, known, found));
+      report(group,
+             other_bytes(group, args.bytes, slot, position, seat, args.step, compared));
     }
     return;
   }
@@ -514,8 +512,8 @@ NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_
   // A single layer's checksum may agree by chance.
   const bool is_sure = compared.num_layers > 1 || stored.slot >= 0;
   if (content == kContentReplaced && is_same && is_sure) {
-    Finding finding = other_bytes(group, args.bytes, slot, position, seat, args.step,
-                                  compared, known, found);
+    Finding finding =
+        other_bytes(group, args.bytes, slot, position, seat, args.step, compared);
     finding.kind = kNeverLoaded;
     finding.layer = 0;
     finding.num_layers = compared.num_layers;
@@ -523,7 +521,7 @@ NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_
     report(group, finding);
   } else if (stored.slot >= 0) {
     Finding finding = other_bytes(group, args.bytes, slot, position, seat, args.step,
-                                  stored.compared, stored.known, found);
+                                  stored.compared);
     finding.kind = kHandedOn;
     report(group, finding);
   }
