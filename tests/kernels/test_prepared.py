@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """PreparedLaunches against OpLaunches, PreparedPages against ShadowPages: the same
-bytes, log and counters, step after step with the same object, and a refusal of what a
-step can get wrong."""
+bytes, log and counters, step after step with the same object. Which steps they send
+through the ops, which refuse what can be wrong: tests/unit/test_prepared.py."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.kernels.reference import random_bytes
+from tests.kernels.reference import whole
 from tests.kernels.test_shadow_pages import (
     FIRST,
     LIFE_PAGES,
@@ -17,7 +16,7 @@ from tests.kernels.test_shadow_pages import (
     following,
     layout_for,
 )
-from tests.kernels.transaction import ShadowSide
+from tests.kernels.transaction import ShadowStep
 from vllm_nwor import ops, prepared
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.kv_layout import row_layout
@@ -153,31 +152,6 @@ def test_prepared_launches_do_what_the_ops_do():
     assert torch.equal(quick.published, quick.counters.cpu())
 
 
-def calls_of(library_function):
-    """Counts the calls that go past the ops."""
-
-    def counted(*arguments):
-        counted.number += 1
-        return library_function(*arguments)
-
-    counted.number = 0
-    return counted
-
-
-def test_only_the_first_step_and_new_slots_go_through_the_ops():
-    world = World(prepared.PreparedLaunches)
-    launches = world.launches
-    launches._enqueue_log = log = calls_of(launches._enqueue_log)
-    launches._enqueue_restore = restore = calls_of(launches._enqueue_restore)
-    step, other = steps()[0], steps()[3]
-
-    for each in (step, step, step, other, other):
-        world.step(*each)
-
-    assert log.number == 3
-    assert restore.number == 4
-
-
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_wider_batch_in_the_same_buffer(zero):
     """The slots of a V2 runner: the left part of a buffer, as wide as the batch."""
@@ -196,103 +170,6 @@ def test_a_wider_batch_in_the_same_buffer(zero):
     assert worlds[1].counters[:, 1].tolist() == [6, 6]
 
 
-GOOD = {
-    "logits_indices": lambda: torch.tensor([0, 1, 2], device=DEVICE),
-    "cu_num_logits": lambda: int32([2, 3]),
-    "slot_mappings": lambda: [torch.tensor([1, 2, 3], device=DEVICE)] * 2,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("slot_mappings", lambda s: [t.int() for t in s], "slot_mapping has dtype Int"),
-        ("slot_mappings", lambda s: [t.cpu() for t in s], "slot_mapping is on cpu"),
-        ("slot_mappings", lambda s: torch.stack(s).int(), "slot_mapping has dtype Int"),
-        (
-            "slot_mappings",
-            lambda s: torch.stack(s).t(),
-            "slot_mapping has shape .* not contiguous",
-        ),
-        ("logits_indices", torch.Tensor.short, "logits_indices has dtype Short"),
-        ("logits_indices", torch.Tensor.double, "logits_indices has dtype Double"),
-        (
-            "logits_indices",
-            lambda t: t.repeat_interleave(2)[::2],
-            "logits_indices has shape .* not contiguous",
-        ),
-        ("cu_num_logits", torch.Tensor.long, "cu_num_logits has dtype Long"),
-        ("cu_num_logits", torch.Tensor.float, "cu_num_logits has dtype Float"),
-        (
-            "cu_num_logits",
-            lambda t: t.repeat_interleave(2)[::2],
-            "cu_num_logits has shape .* not contiguous",
-        ),
-    ],
-)
-@pytest.mark.parametrize("at_first", [False, True])
-def test_what_a_step_can_get_wrong_is_refused(name, change, message, at_first):
-    world = World(prepared.PreparedLaunches)
-    arguments = {key: make() for key, make in GOOD.items()}
-    if not at_first:
-        rejected = NumRejected(int32([1, 0]))
-        world.step(VerificationWindows(1, **arguments), rejected, True)
-    before = world.state()
-    arguments[name] = change(arguments[name])
-
-    with pytest.raises(RuntimeError, match=message):
-        world.launches.log(VerificationWindows(1, **arguments))
-
-    for old, new in zip(before, world.state(), strict=True):
-        assert torch.equal(old, new)
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "message"),
-    [
-        (
-            lambda: SampledIds(int32([[1], [1]]).long(), 10),
-            "sampled_token_ids has dtype Long",
-        ),
-        (
-            lambda: SampledIds(int32([[1], [1]]).float(), 10),
-            "sampled_token_ids has dtype Float",
-        ),
-        (lambda: NumRejected(int32([1, 1]).long()), "num_rejected has dtype Long"),
-        (lambda: NumRejected(int32([1, 1]).float()), "num_rejected has dtype Float"),
-        (
-            lambda: NumRejected(int32([1, 1, 1])[::2]),
-            "num_rejected has shape .* not contiguous",
-        ),
-    ],
-)
-@pytest.mark.parametrize("at_first", [False, True])
-def test_an_acceptance_of_another_kind_is_refused(acceptance, message, at_first):
-    world = World(prepared.PreparedLaunches)
-    if not at_first:
-        world.step(*steps()[0])
-    world.launches.log(steps()[0][0])
-    before = world.state()
-
-    with pytest.raises(RuntimeError, match=message):
-        world.launches.restore(acceptance(), 1, None)
-
-    for old, new in zip(before, world.state(), strict=True):
-        assert torch.equal(old, new)
-
-
-def test_a_bad_table_is_refused_by_the_op_at_the_first_step():
-    world = World(prepared.PreparedLaunches)
-    broken = world.groups[1].tables[0].table[:, :8].contiguous()
-    part = dataclasses.replace(world.groups[1].tables[0], table=broken)
-    launches = prepared.PreparedLaunches(
-        DEVICE, [Launch(world.groups[1], part, world.counters[1])]
-    )
-
-    with pytest.raises(RuntimeError, match="table has shape"):
-        launches.log(steps()[0][0])
-
-
 def test_a_library_with_other_structs_is_refused(monkeypatch):
     monkeypatch.setattr(prepared, "COLUMNS", (8, 6, 2, 10))
 
@@ -304,13 +181,13 @@ class PagesWorld:
     """A group's tables and caches, and the shadow pages of one kind."""
 
     def __init__(self, kind, device=DEVICE):
-        self.side = side = ShadowSide(
+        self.side = side = ShadowStep(
             LIFE_PAGES, [[layout_for(LIFE_PAGES)] * 3], device
         )
         pages = side.pages
         group = SimpleNamespace(
             group_id=0,
-            tables=[side.tables[0]],
+            tables=[SimpleNamespace(table=side.tables[0].rows, runs=None)],
             num_seats=pages.num_seats,
             entry_tokens=pages.entry_tokens,
             first_entry=pages.first_entry,
@@ -364,12 +241,8 @@ class PagesWorld:
         if fails:
             pages.abort()
             return
-        num_tokens = sum(request.num_rows for request in requests)
-        slots = side.slot_mapping[:num_tokens].tolist()
-        for index, layer in enumerate(side.layers):
-            rows = layer.index(slots)
-            data = random_bytes(rows.numel(), 10 * number + index).view(rows.shape)
-            layer.memory[rows.to(layer.memory.device)] = data.to(layer.memory.device)
+        side.seed = 10 * number
+        side.forward()
         rejected = [request.num_drafts - request.accepted for request in requests]
         rejected = torch.tensor(rejected, dtype=torch.int32, device=side.device)
         pages.commit(NumRejected(rejected), side.published)
@@ -378,9 +251,10 @@ class PagesWorld:
         side = self.side
         if side.device.type == "cuda":
             torch.cuda.synchronize()
-        memories = [layer.memory for layer in side.layers]
-        memories += [side.table_memory, side.slot_memory, side.saved_memory]
-        return [x.cpu().clone() for x in (*memories, side.counters, side.published)]
+        tensors = [layer.memory for layer in side.layers]
+        tensors += [side.block_table, side.slot_mapping, side.saved]
+        tensors += [side.counters, side.published]
+        return [whole(tensor).cpu().clone() for tensor in tensors]
 
 
 def test_prepared_pages_do_what_the_ops_do():

@@ -66,67 +66,98 @@ def launches(calls):
     return prepared.PreparedLaunches(torch.device("cuda", 0), [launch])
 
 
-SLOTS = torch.tensor([1, 2, 3, 4])
+SLOTS = [torch.tensor([1, 2, 3, 4])]
+OTHER_SLOTS = [torch.tensor([5, 6, 7, 8])]
 
 
-def windows(index_dtype=torch.int32, cu_dtype=torch.int32):
+def every_second(tensor):
+    """The same values, not contiguous."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def windows(**changes):
     """Two requests of one draft each."""
-    return VerificationWindows(
-        2,
-        torch.arange(4).to(index_dtype),
-        torch.tensor([2, 4]).to(cu_dtype),
-        [SLOTS],
-    )
+    cu_num_logits = torch.tensor([2, 4], dtype=torch.int32)
+    made = VerificationWindows(2, torch.arange(4).int(), cu_num_logits, SLOTS)
+    return made._replace(**changes)
 
 
-def sampled(dtype):
-    return SampledIds(torch.tensor([[7, -1], [7, 7]]).to(dtype), 100)
+def sampled(change=torch.Tensor.int):
+    return SampledIds(change(torch.tensor([[7, -1], [7, 7]])), 100)
 
 
-def num_rejected(dtype):
-    return NumRejected(torch.tensor([1, 0]).to(dtype))
+def num_rejected(change=torch.Tensor.int):
+    return NumRejected(change(torch.tensor([1, 0])))
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("zeros", [0, 1])
 @pytest.mark.parametrize("accept", [sampled, num_rejected])
-def test_a_step_as_expected_goes_past_the_ops(launches, calls, index_dtype, accept):
-    for _ in range(2):
-        launches.log(windows(index_dtype))
-        launches.restore(accept(torch.int32), 2, None)
+def test_a_step_as_expected_goes_past_the_ops(
+    launches, calls, index_dtype, zeros, accept
+):
+    """All but the first one, and those whose slots lie elsewhere than before."""
+    rows = torch.arange(4, dtype=index_dtype)
+    logits = torch.tensor([0] * zeros + [2, 4], dtype=torch.int32)
+    accepted = accept()
+    for slots in (SLOTS, SLOTS, OTHER_SLOTS, OTHER_SLOTS):
+        launches.log(VerificationWindows(2, rows, logits, slots, zeros))
+        launches.restore(accepted, 2, None)
 
-    assert [name for name, *_ in calls] == [
-        *("nwor_prepared_log", "nwor_prepared_restore")
-    ]
+    log, restore = "nwor_prepared_log", "nwor_prepared_restore"
+    assert [name for name, *_ in calls] == [log, restore, restore, log, restore]
+    is_int64 = index_dtype is torch.int64
+    logits_at = logits.data_ptr() + 4 * zeros
+    for number, slots in ((0, SLOTS), (3, OTHER_SLOTS)):
+        columns = (rows.data_ptr(), is_int64, 4, logits_at, 2, slots[0].data_ptr(), 4)
+        assert calls[number] == (log, 2, *columns)
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "message"),
+    ("name", "change", "message"),
     [
-        ({"index_dtype": torch.float32}, "logits_indices has dtype Float"),
-        ({"index_dtype": torch.float64}, "logits_indices has dtype Double"),
-        ({"cu_dtype": torch.float32}, "cu_num_logits has dtype Float"),
+        ("logits_indices", torch.Tensor.float, "has dtype Float"),
+        ("logits_indices", torch.Tensor.double, "has dtype Double"),
+        ("logits_indices", torch.Tensor.short, "has dtype Short"),
+        ("logits_indices", every_second, "has shape .* not contiguous"),
+        ("logits_indices", lambda t: t[:3], "has only 3 rows"),
+        ("cu_num_logits", torch.Tensor.float, "has dtype Float"),
+        ("cu_num_logits", torch.Tensor.long, "has dtype Long"),
+        ("cu_num_logits", every_second, "has shape .* not contiguous"),
+        ("slot_mappings", lambda s: [s[0].int()], "slot_mapping has dtype Int"),
+        ("slot_mappings", lambda s: torch.stack(s).int(), "slot_mapping has dtype Int"),
     ],
 )
-def test_windows_of_another_dtype_and_as_many_bytes_are_refused(
-    launches, calls, dtypes, message
-):
+def test_what_a_step_can_get_wrong_is_refused(launches, calls, name, change, message):
     launches.log(windows())
+    wrong = {name: change(getattr(windows(), name))}
 
     with pytest.raises(RuntimeError, match=message):
-        launches.log(windows(**dtypes))
+        launches.log(windows(**wrong))
 
     assert calls == []
 
 
-@pytest.mark.parametrize("accept", [sampled, num_rejected])
-def test_an_acceptance_of_another_dtype_and_as_many_bytes_is_refused(
-    launches, calls, accept
+@pytest.mark.parametrize(
+    ("accept", "change", "message"),
+    [
+        (sampled, torch.Tensor.float, "sampled_token_ids has dtype Float"),
+        (sampled, torch.Tensor.long, "sampled_token_ids has dtype Long"),
+        (sampled, lambda t: t[:1].int(), "the last row of sampled_token_ids"),
+        (num_rejected, torch.Tensor.float, "num_rejected has dtype Float"),
+        (num_rejected, torch.Tensor.long, "num_rejected has dtype Long"),
+        (num_rejected, lambda t: t[:1].int(), "the last row of num_rejected"),
+        (num_rejected, lambda t: every_second(t.int()), "num_rejected .* contiguous"),
+    ],
+)
+def test_an_acceptance_of_another_kind_is_refused(
+    launches, calls, accept, change, message
 ):
     launches.log(windows())
-    launches.restore(accept(torch.int32), 2, None)
+    launches.restore(accept(), 2, None)
 
-    with pytest.raises(RuntimeError, match=r"(_ids|num_rejected) has dtype Float"):
-        launches.restore(accept(torch.float32), 2, None)
+    with pytest.raises(RuntimeError, match=message):
+        launches.restore(accept(change), 2, None)
 
     assert calls == []
 
@@ -187,10 +218,6 @@ def test_a_staged_step_as_expected_goes_past_the_ops(calls, changes):
     assert stage[3] is ("seats" in changes and changes["seats"] is not None)
     assert commit[0] == "nwor_prepared_commit"
     assert not pages.pages.is_open
-
-
-def every_second(tensor):
-    return tensor.repeat_interleave(2)[::2]
 
 
 @pytest.mark.parametrize(
