@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.kernels.reference import (
-    PAD,
-    Batch,
-    Layout,
-    Pages,
-    Request,
-    packed_layout,
-    row_layout,
+from tests.kernels.reference import PAD, Layout, packed_layout, row_layout
+from tests.kernels.transaction import AcceptanceForm, Batch, Pages, Request
+
+ANY_EXAMPLE = settings(
+    max_examples=150,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
+FORMS = st.sampled_from(list(AcceptanceForm))
+SMALL = st.one_of(st.just(0), st.integers(0, 24))
 
 
 @st.composite
@@ -23,31 +30,19 @@ def row_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
     padding between runs, slots, heads and blocks: odd numbers included."""
     num_heads = draw(st.integers(1, 5))
     run_bytes = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 128, 144])))
-    padding = st.one_of(st.just(0), st.integers(0, 24))
-    run_stride = run_bytes + draw(padding)
-    order = draw(st.sampled_from(["NHD", "HND", "HEADS_OUTSIDE"]))
-    if order == "NHD":
-        head_stride = run_stride
-        slot_stride = num_heads * head_stride + draw(padding)
-        block_stride = block_size * slot_stride + draw(padding)
-    elif order == "HND":
-        slot_stride = run_stride
-        head_stride = block_size * slot_stride + draw(padding)
-        block_stride = num_heads * head_stride + draw(padding)
-    else:
-        # Heads outermost: a block's bytes are all over the allocation.
-        slot_stride = run_stride
-        block_stride = block_size * slot_stride + draw(padding)
-        head_stride = num_blocks * block_stride + draw(padding)
-    return row_layout(
-        num_blocks,
-        block_size,
-        num_heads,
-        run_bytes,
-        block_stride,
-        head_stride,
-        slot_stride,
+    sizes = {"head": num_heads, "slot": block_size, "block": num_blocks}
+    # From the inside out. Heads outermost: a block's bytes are all over the allocation.
+    orders = ["head slot block", "slot head block", "slot block head"]
+    strides = {}
+    stride = run_bytes
+    for name in draw(st.sampled_from(orders)).split():
+        strides[name] = stride + draw(SMALL)
+        stride = sizes[name] * strides[name]
+    layout = row_layout(
+        *(num_blocks, block_size, num_heads, run_bytes),
+        *(strides["block"], strides["head"], strides["slot"]),
     )
+    return replace(layout, misalignment=draw(SMALL))
 
 
 @st.composite
@@ -66,10 +61,9 @@ def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
         owner = slot_of.repeat_interleave(unit).repeat(times)
     else:
         owner = slot_of.repeat(draw(st.integers(1, 24)))
-        seed = draw(st.integers(0, 1 << 16))
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
         owner = owner[torch.randperm(owner.numel(), generator=generator)]
-    return packed_layout(num_blocks, owner)
+    return replace(packed_layout(num_blocks, owner), misalignment=draw(SMALL))
 
 
 @st.composite
@@ -139,7 +133,7 @@ def paged_requests(draw: st.DrawFn, pages: Pages, row: list[int]) -> Request:
         # Also of a row in an entry that is not staged, which is no fault.
         at = draw(st.integers(0, num_rows - 1))
         sound = Request(tuple(entries), seq_len, num_rows, num_drafts)
-        slot = sound.sound_slots(entry_tokens)[at]
+        slot = sound.slots(entry_tokens)[at]
         wrong = st.sampled_from([PAD, slot - 1, slot + 1, slot + entry_tokens])
         wrong_slots.append((at, draw(wrong)))
     accepted = draw(st.integers(0, num_drafts))

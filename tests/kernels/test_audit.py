@@ -101,12 +101,9 @@ class World:
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(7)
-        self.caches = [
-            torch.randint(
-                0, 256, (NUM_BLOCKS, HEADS, N, WIDTH), generator=draw, dtype=torch.uint8
-            ).to(self.device)
-            for _ in range(NUM_LAYERS)
-        ]
+        size = (NUM_LAYERS, NUM_BLOCKS, HEADS, N, WIDTH)
+        caches = torch.randint(0, 256, size, generator=draw, dtype=torch.uint8)
+        self.caches = list(caches.to(self.device))
         layouts = [row_layout(cache) for cache in self.caches]
         if self.has_packed:
             layouts[-1] = packed(layouts[-1])
@@ -115,22 +112,19 @@ class World:
             for i, (cache, layout) in enumerate(zip(self.caches, layouts, strict=True))
         ]
         memory = DeviceMemory(self.device, None)
-        groups = [
-            AuditedGroup(
-                GroupShape(gid, N, N, NUM_BLOCKS, 8, self.window, self.num_stored),
-                layers,
-                4,
-                64,
-                self.budget > 0,
-                memory,
-            )
+        shapes = [
+            GroupShape(gid, N, N, NUM_BLOCKS, 8, self.window, self.num_stored)
             for gid in range(self.num_groups)
         ]
-        self.audit = Audit(
-            groups, self.budget, 4, [N] * self.num_groups, memory, self.loads
-        )
+        groups = [
+            AuditedGroup(shape, layers, 4, 64, self.budget > 0, memory)
+            for shape in shapes
+        ]
+        sizes = [N] * self.num_groups
+        self.audit = Audit(groups, self.budget, 4, sizes, memory, self.loads)
         self.news: list[Any] = []
         self.local: dict[str, int] = {}
+        self.copied: list[tuple[int, int]] = []
         self.finished: list[str] = []
         self.numbers: dict[str, int] = {}
         config: Any = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
@@ -139,14 +133,12 @@ class World:
             state=State.IDLE,
             config=SimpleNamespace(on_reject=OnReject.RESTORE),
         )
+        tokens = torch.zeros((4, 64), dtype=torch.int32, device=self.device)
         self.runner = SimpleNamespace(
             nwor_audit=RunnerAudit(self.audit, config, ""),
             nwor_state=SimpleNamespace(manager=manager),
             req_states=SimpleNamespace(
-                req_id_to_index=self.numbers,
-                all_token_ids=SimpleNamespace(
-                    gpu=torch.zeros((4, 64), dtype=torch.int32, device=self.device)
-                ),
+                req_id_to_index=self.numbers, all_token_ids=SimpleNamespace(gpu=tokens)
             ),
         )
 
@@ -154,51 +146,65 @@ class World:
     def has_packed(self) -> bool:
         return self.device.type == "cpu"
 
+    def counts(self, names: str = "unverified returned") -> tuple[int, ...]:
+        totals = self.audit.totals()
+        return tuple(totals[name] for name in names.split())
+
     # -- the scheduler -------------------------------------------------------------
 
-    def add(self, name: str, text: Sequence[int], blocks: Sequence[int], hit: int = 0):
+    def add(
+        self,
+        name: str,
+        text: Sequence[int],
+        blocks: Sequence[int],
+        hit: int = 0,
+        by_group: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.requests[name] = Request(list(text), list(blocks), hit)
-        self.news.append((name, hit, [list(blocks)] * self.num_groups))
+        self.news.append((name, hit, by_group or [list(blocks)] * self.num_groups))
         self.numbers[name] = max({0, 1, 2, 3} - set(self.numbers.values()))
         row = self.runner.req_states.all_token_ids.gpu[self.numbers[name]]
         row[: len(text)] = torch.tensor(text, dtype=torch.int32)
 
-    def finish(self, name: str) -> None:
-        del self.requests[name], self.numbers[name]
-        self.finished.append(name)
+    def runs(self, name: str, text: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """A request comes, and all of its text is computed; what was found."""
+        self.add(name, text, *args, **kwargs)
+        return self.step(**{name: len(text) - self.requests[name].computed})
+
+    def finish(self, *names: str) -> None:
+        for name in names:
+            del self.requests[name], self.numbers[name]
+            self.finished.append(name)
 
     def step(
         self,
-        works: dict[str, Work],
         slots: Callable[[torch.Tensor], Any] = lambda slots: None,
         skip: Callable[[int, int], bool] = lambda layer, slot: False,
         table: Callable[[torch.Tensor], Any] = lambda table: None,
         restores: bool = True,
+        **rows: Work | int,
     ) -> list[Finding]:
-        """One step; returns what was found in it. slots, table: spoil the slot mapping
-        or the block table. skip: writes that are left out, by layer and slot."""
-        self.audit.begin_step(
-            Scheduled(
-                self.finished,
-                self.news,
-                [],
-                local=self.local,
-                has_drafts=any(work.drafts for work in works.values()),
-            )
-        )
-        self.finished, self.news = [], []
+        """One step; returns what was found in it. rows: the work of each request, or
+        how many rows; a text that is too short goes on with token 7. slots, table:
+        spoil the slot mapping or the block table. skip: writes that are left out, by
+        layer and slot."""
+        works = {k: Work(w) if isinstance(w, int) else w for k, w in rows.items()}
+        has_drafts = any(work.drafts for work in works.values())
+        scheduled = (self.finished, self.news, [], self.copied, (), self.local)
+        self.audit.begin_step(Scheduled(*scheduled, has_drafts))
+        self.finished, self.news, self.copied = [], [], []
         tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
         blocks = torch.zeros((len(works), 8), dtype=torch.int32)
         for row, (name, work) in enumerate(works.items()):
             request = self.requests[name]
             blocks[row, : len(request.blocks)] = torch.tensor(request.blocks)
-            rows = request.text[request.computed : request.computed + work.num]
-            rows = [*rows, *work.drafts]
-            for offset, token in enumerate(rows):
-                position = request.computed + offset
-                tokens.append(token)
-                positions.append(position)
-                mapping.append(request.blocks[position // N] * N + position % N)
+            first, end = request.computed, request.computed + work.num
+            request.text += [7] * (end - len(request.text))
+            of_row = [*request.text[first:end], *work.drafts]
+            places = range(first, first + len(of_row))
+            tokens += of_row
+            positions += places
+            mapping += [request.blocks[p // N] * N + p % N for p in places]
             starts.append(len(tokens))
             cu_logits.append(cu_logits[-1] + 1 + len(work.drafts))
         slot_mapping = torch.tensor(mapping, dtype=torch.int64)
@@ -215,27 +221,25 @@ class World:
         )
         self._plan(batch, list(works))
         before = [cache.clone() for cache in self.caches]
-        for token, position, slot in zip(
-            tokens, positions, slot_mapping.tolist(), strict=True
-        ):
-            for layer in range(NUM_LAYERS):
+        for layer in range(NUM_LAYERS):
+            for token, position, slot in zip(
+                tokens, positions, slot_mapping.tolist(), strict=True
+            ):
                 if not skip(layer, slot):
                     self.write(layer, slot, token, position)
-        sampled = torch.full((len(works), 8), -1, dtype=torch.int32)
         for row, (name, work) in enumerate(works.items()):
             request = self.requests[name]
-            sampled[row, : 1 + work.accepted] = 9
             first = starts[row] + work.num + work.accepted
-            if self.is_undone and restores:
-                for slot in slot_mapping[first : starts[row + 1]].tolist():
-                    for layer in range(NUM_LAYERS):
-                        self.slot(layer, slot)[:] = self.slot(layer, slot, before)
+            rejected = slot_mapping[first : starts[row + 1]].tolist()
+            for slot in rejected if self.is_undone and restores else ():
+                for layer in range(NUM_LAYERS):
+                    self.slot(layer, slot)[:] = self.slot(layer, slot, before)
             request.computed += work.num + work.accepted
             if work.accepted:
                 right = work.drafts[: work.accepted]
                 request.text[request.computed - work.accepted :] = right
         cu_num_logits = torch.tensor(cu_logits, dtype=torch.int32, device=self.device)
-        self._resolve(batch, works, cu_num_logits, sampled.to(self.device))
+        self._resolve(batch, list(works.values()), cu_num_logits)
         return self.found()
 
     def _plan(self, batch: Batch, names: list[str]) -> None:
@@ -248,46 +252,39 @@ class World:
         self.v2_batch = SimpleNamespace(
             req_ids=names,
             idx_mapping=torch.tensor(numbers, device=self.device),
+            input_ids=batch.tokens,
             **batch._asdict(),
         )
-        self.v2_batch.input_ids = batch.tokens
-        runner_v2._prepare_attn(
-            lambda _: (batch.block_tables, batch.slot_mappings),
-            self.runner,
-            (self.v2_batch,),
-            {},
-        )
+        given = batch.block_tables, batch.slot_mappings
+        runner_v2._prepare_attn(lambda _: given, self.runner, (self.v2_batch,), {})
 
     def _resolve(
-        self,
-        batch: Batch,
-        works: dict[str, Work],
-        cu_num_logits: torch.Tensor,
-        sampled: torch.Tensor,
+        self, batch: Batch, works: list[Work], cu_num_logits: torch.Tensor
     ) -> None:
         if not self.is_v2:
-            acceptance = SampledIds(sampled, 100)
-            self.audit.resolve(
-                cu_num_logits[1:], acceptance, self.is_undone, publishes=True
-            )
+            sampled = torch.full((len(works), 8), -1, dtype=torch.int32)
+            for row, work in zip(sampled, works, strict=True):
+                row[: 1 + work.accepted] = 9
+            accepted = SampledIds(sampled.to(self.device), 100)
+            rows = cu_num_logits[1:]
+            self.audit.resolve(rows, accepted, self.is_undone, publishes=True)
             return
-        rejected = [len(work.drafts) - work.accepted for work in works.values()]
+        rejected = [len(work.drafts) - work.accepted for work in works]
         num_rejected = torch.tensor(rejected, dtype=torch.int32, device=self.device)
         self.v2_batch.cu_num_logits = cu_num_logits
-        self.v2_batch.num_draft_tokens = sum(len(w.drafts) for w in works.values())
-        runner_v2._sample(
-            lambda *_: (None, None, num_rejected),
-            self.runner,
-            (None, self.v2_batch, None),
-            {},
-        )
+        self.v2_batch.num_draft_tokens = sum(len(work.drafts) for work in works)
+        result = (None, None, num_rejected)
+        args = (None, self.v2_batch, None)
+        runner_v2._sample(lambda *_: result, self.runner, args, {})
 
     def _text(self, name: str) -> Text:
         request = self.requests[name]
         tokens = torch.tensor(request.text[: request.computed], dtype=torch.int32)
         return Text(tokens, 0, request.is_opaque)
 
-    def found_between_steps(self) -> list[Finding]:
+    def hand_on(self, *args: Any, **kwargs: Any) -> list[Finding]:
+        """A KV connector takes or fills blocks; what is found until the next step."""
+        self.audit.hand_on(*args, **kwargs)
         self.audit.outbox.publish()
         return self.found()
 
@@ -314,18 +311,33 @@ class World:
             0, 256, (HEADS, WIDTH), generator=draw, dtype=torch.uint8
         )
 
+    def fill(self, text: Sequence[int], first: int = 0, blocks: Any = (1, 2)) -> None:
+        """A load writes a text from position `first` on."""
+        for position, token in enumerate(text[first:], first):
+            slot = blocks[position // N] * N + position % N
+            for layer in range(NUM_LAYERS):
+                self.write(layer, slot, token, position)
+
+    def spoil(self, layer: int, slot: int, byte: Any = (0, 0), bits: int = 1) -> None:
+        self.slot(layer, slot)[byte] ^= bits
+
 
 def packed(rows: KVLayout) -> KVLayout:
     """As many bytes a slot, each a run of its own."""
     starts = torch.arange(HEADS * WIDTH) * N
     runs = [torch.stack([starts + o, torch.ones_like(starts)], 1) for o in range(N)]
-    return KVLayout(
-        N, NUM_BLOCKS, rows.block_stride, 0, 0, 0, 0, torch.stack(runs).to(torch.int32)
-    )
+    sizes = (N, NUM_BLOCKS, rows.block_stride, 0, 0, 0, 0)
+    return KVLayout(*sizes, torch.stack(runs).to(torch.int32))
 
 
-def kinds(found: list[Finding]) -> list[str]:
-    return [finding.kind for finding in found]
+def told(found: list[Finding], names: str = "kind") -> list[Any]:
+    """These fields of each finding; writer: its request."""
+    rows = []
+    for finding in found:
+        fields = vars(finding) | {"writer": finding.writer.request}
+        row = tuple(fields[name] for name in names.split())
+        rows.append(row if len(row) > 1 else row[0])
+    return rows
 
 
 TEXT = list(range(10, 40))
@@ -337,17 +349,20 @@ def prefilled(**settings: Any) -> World:
     world = World(**settings)
     world.add("a", TEXT[:10], [1, 2, 3, 7, 8])
     world.add("b", OTHER[:9], [4, 5, 6, 9, 10])
-    assert world.step({"a": Work(10), "b": Work(9)}) == []
+    assert world.step(a=10, b=9) == []
+    return world
+
+
+def computed(**settings: Any) -> World:
+    """One request with two full blocks."""
+    world = World(**settings)
+    assert world.runs("a", TEXT[:8], [1, 2]) == []
     return world
 
 
 def decode(world: World, count: int = 1) -> list[Finding]:
-    found = []
-    for _ in range(count):
-        for request in world.requests.values():
-            request.text.append(7)
-        found += world.step({name: Work(1) for name in world.requests})
-    return found
+    works = dict.fromkeys(world.requests, 1)
+    return [finding for _ in range(count) for finding in world.step(**works)]
 
 
 # --- nothing is wrong -----------------------------------------------------------------
@@ -358,8 +373,7 @@ def test_drafts_accepted_and_rejected_are_no_findings(is_undone):
     world = prefilled(is_undone=is_undone)
     for accepted in (0, 2, 1):
         world.requests["a"].text.append(30 + accepted)
-        work = Work(1, (31, 32), accepted)
-        assert world.step({"a": work}) == []
+        assert world.step(a=Work(1, (31, 32), accepted)) == []
     # What was proposed and rejected is written after all, then another token.
     assert decode(world) == []
 
@@ -368,10 +382,9 @@ def test_a_slot_whose_rejected_draft_was_undone_may_keep_its_bytes():
     """The token of the request before, at the same place: nothing changes."""
     world = prefilled(is_undone=True)
     world.finish("a")
-    world.add("c", [*TEXT[:4], 90], [1, 2, 3])
-    world.requests["c"].text = [*TEXT[:5]]
-    assert world.step({"c": Work(4, (91,), 0)}) == []
-    assert world.step({"c": Work(1)}) == []
+    world.add("c", TEXT[:5], [1, 2, 3])
+    assert world.step(c=Work(4, (91,), 0)) == []
+    assert world.step(c=1) == []
 
 
 def test_a_layer_may_fill_its_cache_when_it_first_runs():
@@ -380,85 +393,71 @@ def test_a_layer_may_fill_its_cache_when_it_first_runs():
     world = prefilled(is_undone=True)
     for cache in world.caches:
         cache[7:] = 1
-    world.requests["a"].text.append(7)
-    assert world.step({"a": Work(1, (31, 32), 1)}) == []
+    assert world.step(a=Work(1, (31, 32), 1)) == []
 
 
 def test_a_hit_in_the_step_that_writes_it_is_no_finding():
     world = World()
     world.add("a", TEXT[:10], [1, 2, 3])
     world.add("b", TEXT[:9], [1, 2, 6], hit=8)
-    assert world.step({"a": Work(10), "b": Work(1)}) == []
-    assert world.step({"b": Work(0)}) == []
-    assert world.audit.totals()["unverified"] == 0
+    assert world.step(a=10, b=1) == []
+    assert world.step(b=0) == []
+    assert world.counts("unverified") == (0,)
 
 
 def test_a_name_used_again_is_another_request():
     world = prefilled()
     world.finish("a")
     world.add("a", OTHER[:6], [11, 12, 13])
-    assert world.step({"a": Work(6), "b": Work(0)}) == []
+    assert world.step(a=6, b=0) == []
     assert decode(world, 3) == []
 
 
 def test_a_request_that_sat_out_some_steps_goes_on():
     world = prefilled()
-    for _ in range(2):
-        world.requests["b"].text.append(7)
-        assert world.step({"b": Work(1)}) == []
+    assert world.step(b=1) == world.step(b=1) == []
     assert decode(world) == []
 
 
-def test_a_block_below_the_window_may_be_another_requests():
-    world = prefilled(window=4)
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_block_may_be_another_requests_below_the_window_only(window):
+    world = prefilled(window=window)
     world.add("c", OTHER[10:14], [1])
-    assert world.step({"a": Work(0), "b": Work(0), "c": Work(4)}) == []
-
-
-def test_a_block_in_use_may_not():
-    world = prefilled()
-    world.add("c", OTHER[10:14], [1])
-    found = world.step({"a": Work(0), "b": Work(0), "c": Work(4)})
-    assert [(f.kind, f.owner, f.writer.request) for f in found] == [
-        ("wrong_prefix", "a", "c")
-    ]
+    found = world.step(a=0, b=0, c=4)
+    expected = [] if window else [("wrong_prefix", "a", "c")]
+    assert told(found, "kind owner writer") == expected
 
 
 def test_a_load_that_failed_sends_a_request_back():
     world = prefilled()
-    world.requests["a"].computed = 4
-    assert world.step({"a": Work(6)}) == []
-    world.requests["a"].computed = 0
-    assert world.step({"a": Work(10)}) == []
+    for computed in (4, 0):
+        world.requests["a"].computed = computed
+        assert world.step(a=10 - computed) == []
     assert decode(world) == []
     # Its identity is still known: a hit on it can be verified.
-    world.add("c", TEXT[:9], [1, 2, 11], hit=8)
-    assert world.step({"c": Work(1)}) == []
-    assert world.audit.totals()["unverified"] == 0
+    assert world.runs("c", TEXT[:9], [1, 2, 11], hit=8) == []
+    assert world.counts("unverified") == (0,)
 
 
 def test_what_a_connector_loads_is_counted_and_not_reported():
     world = World(loads=Loads.UNTOLD)
-    world.add("a", TEXT[:9], [1, 2, 3], hit=8)
-    for position in range(8):
-        for layer in range(NUM_LAYERS):
-            world.write(layer, N + position, TEXT[position], position)
-    assert world.step({"a": Work(1)}) == []
-    assert world.audit.totals()["unverified"] == 8
+    world.fill(TEXT[:8])
+    assert world.runs("a", TEXT[:9], [1, 2, 3], hit=8) == []
+    assert world.counts("unverified") == (8,)
     assert decode(world) == []
     # From here on its bytes are watched.
-    world.slot(1, 5)[0, 0] ^= 1
-    assert kinds(decode(world)) == ["changed"]
+    world.spoil(1, 5)
+    assert told(decode(world)) == ["changed"]
 
 
 def test_an_opaque_text_is_not_looked_at():
     world = World()
     world.add("a", TEXT[:9], [1, 2, 3])
     world.requests["a"].is_opaque = True
-    assert world.step({"a": Work(9)}) == []
+    assert world.step(a=9) == []
     world.add("b", OTHER[:9], [1, 2, 4], hit=8)
-    assert world.step({"a": Work(0), "b": Work(1)}) == []
-    assert world.audit.totals()["unverified"] == 8
+    assert world.step(a=0, b=1) == []
+    assert world.counts("unverified") == (8,)
 
 
 # --- foreign_write --------------------------------------------------------------------
@@ -466,18 +465,15 @@ def test_an_opaque_text_is_not_looked_at():
 
 def test_a_write_to_another_requests_block():
     world = prefilled()
-    world.requests["a"].text.append(7)
     spoiled = 4 * N + 2  # position 2 of b; a's is position 10
 
-    found = world.step({"a": Work(1)}, slots=lambda s: s.fill_(spoiled))
+    found = world.step(a=1, slots=lambda s: s.fill_(spoiled))
 
-    assert kinds(found) == ["foreign_write", "wrong_prefix"]
-    assert (found[0].slot, found[0].owner) == (spoiled, "b")
-    assert found[0].writer.request == "a"
+    assert told(found) == ["foreign_write", "wrong_prefix"]
+    assert told(found, "slot owner writer")[0] == (spoiled, "b", "a")
     # What was overwritten is found where b's block is looked at, by its identity: its
     # bytes are those that were written last.
-    found = decode(world)
-    assert [(f.kind, f.slot, f.owner, f.writer.request) for f in found] == [
+    assert told(decode(world), "kind slot owner writer") == [
         ("wrong_prefix", 3 * N + 2, "a", None),  # a's own block is full now
         ("wrong_prefix", spoiled, "b", "a"),
     ]
@@ -488,31 +484,27 @@ def test_a_write_to_a_prefix_cached_block():
     """The table is bent as well, so that slot and table agree."""
     world = prefilled()
     world.finish("b")
-    world.add("c", OTHER[:5], [4, 7], hit=4)
-    assert world.step({"c": Work(1)}) == []
+    assert world.runs("c", OTHER[:5], [4, 7], hit=4) == []
     world.requests["c"].computed = 3
-    found = world.step({"c": Work(1)})
-    assert kinds(found)[0] == "foreign_write"
-    assert (found[0].slot, found[0].owner) == (4 * N + 3, "b")
+    found = world.step(c=1)
+    assert told(found, "kind slot owner")[0] == ("foreign_write", 4 * N + 3, "b")
 
 
-def test_a_write_to_the_wrong_slot_of_ones_own_block():
+@pytest.mark.parametrize(
+    ("slot", "kinds"),
+    [
+        (3 * N + 1, ["foreign_write", "wrong_prefix"]),  # of its own block
+        (NUM_BLOCKS * N, ["foreign_write"]),  # behind the cache
+    ],
+)
+def test_a_write_to_a_wrong_slot(slot, kinds):
     world = prefilled()
-    world.requests["a"].text.append(7)
-    found = world.step({"a": Work(1)}, slots=lambda s: s.sub_(1))
-    assert kinds(found)[0] == "foreign_write"
-    assert found[0].slot == 3 * N + 1
-
-
-def test_a_write_behind_the_cache():
-    world = prefilled()
-    world.requests["a"].text.append(7)
+    behind = NUM_BLOCKS * N
     found = world.step(
-        {"a": Work(1)},
-        slots=lambda s: s.fill_(NUM_BLOCKS * N),
-        skip=lambda layer, slot: slot >= NUM_BLOCKS * N,
+        a=1, slots=lambda s: s.fill_(slot), skip=lambda _, slot: slot >= behind
     )
-    assert kinds(found) == ["foreign_write"]
+    assert told(found) == kinds
+    assert found[0].slot == slot
 
 
 # --- wrong_prefix ---------------------------------------------------------------------
@@ -521,60 +513,48 @@ def test_a_write_behind_the_cache():
 @pytest.mark.parametrize("budget", [0, EVERYTHING])
 def test_swapped_tables(budget):
     world = prefilled(budget=budget)
-    found = world.step({"a": Work(0), "b": Work(0)}, table=lambda t: t.copy_(t.flip(0)))
-    assert kinds(found) == ["wrong_prefix"] * 4
-    assert [(f.slot, f.owner, f.writer.request) for f in found] == [
-        (4 * N + 3, "a", "b"),
-        (5 * N + 3, "a", "b"),
-        (1 * N + 3, "b", "a"),
-        (2 * N + 3, "b", "a"),
+
+    def swap(table):
+        table.copy_(table.flip(0))
+
+    assert told(world.step(a=0, b=0, table=swap), "kind slot owner writer") == [
+        ("wrong_prefix", 4 * N + 3, "a", "b"),
+        ("wrong_prefix", 5 * N + 3, "a", "b"),
+        ("wrong_prefix", 1 * N + 3, "b", "a"),
+        ("wrong_prefix", 2 * N + 3, "b", "a"),
     ]
     # Each block is reported once.
-    assert (
-        world.step({"a": Work(0), "b": Work(0)}, table=lambda t: t.copy_(t.flip(0)))
-        == []
-    )
+    assert world.step(a=0, b=0, table=swap) == []
 
 
 def test_a_hit_on_another_text_names_its_first_wrong_slot():
     world = prefilled()
-    mixed = [*TEXT[:6], *OTHER[6:9]]
-    world.add("c", mixed, [1, 2, 7], hit=8)
-    found = world.step({"c": Work(1)})
-    assert kinds(found) == ["wrong_prefix"]
-    assert (found[0].slot, found[0].position) == (2 * N + 2, 6)
-    assert found[0].writer.request == "a"
+    found = world.runs("c", [*TEXT[:6], *OTHER[6:9]], [1, 2, 7], hit=8)
+    expected = [("wrong_prefix", 2 * N + 2, 6, "a")]
+    assert told(found, "kind slot position writer") == expected
 
 
 def test_a_hit_on_a_rejected_draft():
     world = World()
     world.add("a", TEXT[:7], [1, 2])
-    world.step({"a": Work(7, (TEXT[7],), 0)})
-    world.add("b", TEXT[:9], [1, 2, 3], hit=8)
-    found = world.step({"b": Work(1)})
-    assert [(f.kind, f.slot) for f in found] == [("wrong_prefix", 2 * N + 3)]
+    world.step(a=Work(7, (TEXT[7],), 0))
+    found = world.runs("b", TEXT[:9], [1, 2, 3], hit=8)
+    assert told(found, "kind slot") == [("wrong_prefix", 2 * N + 3)]
 
 
 def test_a_hit_on_what_another_group_was_given():
     world = World(num_groups=2)
-    world.add("a", TEXT[:8], [1, 2])
-    world.news[-1] = ("a", 0, [[1, 2], []])
-    world.step({"a": Work(8)})
-    world.add("c", OTHER[:4], [1])
-    world.news[-1] = ("c", 0, [[], [1]])
-    world.add("b", TEXT[:9], [1, 2, 3], hit=8)
-    world.news[-1] = ("b", 8, [[1, 2, 3], []])
-    found = world.step({"b": Work(1)})
-    assert ("wrong_prefix", 0, 1 * N) in [(f.kind, f.group, f.slot) for f in found]
+    world.runs("a", TEXT[:8], [1, 2], by_group=[[1, 2], []])
+    world.add("c", OTHER[:4], [1], by_group=[[], [1]])
+    found = world.runs("b", TEXT[:9], [1, 2, 3], 8, by_group=[[1, 2, 3], []])
+    assert ("wrong_prefix", 0, 1 * N) in told(found, "kind group slot")
 
 
 def test_a_second_snapshot_leaves_out_what_became_another_groups():
     """Groups overlay each other's bytes. Of a SlotRecord the last number says whether
     the slot's bytes are known."""
     world = World(num_groups=2)
-    world.add("a", TEXT[:2], [1])
-    world.news[-1] = ("a", 0, [[], [1]])
-    world.step({"a": Work(2)})
+    world.runs("a", TEXT[:2], [1], by_group=[[], [1]])
     world.audit.snapshot(again=True)
     slots = world.audit.groups[0].records.view(torch.int32)[:, -1].cpu()
     assert slots[N + 2 : 2 * N].tolist() == [0, 0]  # its own, and not written yet
@@ -590,109 +570,97 @@ def test_a_second_snapshot_leaves_out_what_became_another_groups():
 def test_any_byte_of_a_committed_slot(layer, byte, position):
     world = prefilled()
     slot = (1 + position // N) * N + position % N
-    world.slot(layer, slot)[byte] ^= 0x80
-    found = decode(world)
-    assert [(f.kind, f.layer, f.num_layers, f.slot) for f in found] == [
-        ("changed", f"layer{layer}", 1, slot)
-    ]
-    assert (found[0].owner, found[0].writer.request) == ("a", "a")
+    world.spoil(layer, slot, byte, 0x80)
+    expected = [("changed", f"layer{layer}", 1, slot, "a", "a")]
+    assert told(decode(world), "kind layer num_layers slot owner writer") == expected
     assert decode(world) == []  # once
 
 
-def test_bytes_that_changed_places():
+def swap_words(world: World) -> None:
     """A checksum that only added bytes up would not see it."""
-    world = prefilled()
-    before = world.slot(0, 1 * N).flatten().clone()
-    swapped = torch.cat([before[8:16], before[:8], before[16:]])
-    world.slot(0, 1 * N)[:] = swapped.view(HEADS, WIDTH)
-    assert kinds(decode(world)) == ["changed"]
+    slot = world.slot(0, 1 * N)
+    before = slot.flatten().clone()
+    slot[:] = torch.cat([before[8:16], before[:8], before[16:]]).view(HEADS, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("budget", "plant", "kinds"),
+    [
+        (EVERYTHING, swap_words, ["changed"]),
+        # Not committed.
+        (EVERYTHING, lambda world: world.spoil(0, 3 * N + 3), []),
+        (0, lambda world: world.spoil(0, 1 * N), []),
+    ],
+)
+def test_bytes_that_change_between_steps(budget, plant, kinds):
+    world = prefilled(budget=budget)
+    plant(world)
+    assert told(decode(world)) == kinds
+    assert (world.counts("contents") == (0,)) is (budget == 0)
 
 
 def test_a_step_with_a_hit_compares_the_other_requests_too():
     world = prefilled()
-    world.slot(0, 2 * N)[0, 0] ^= 1
-    world.requests["a"].text.append(7)
+    world.spoil(0, 2 * N)
     world.add("c", TEXT[:5], [1, 11], hit=4)
-    found = world.step({"a": Work(1), "c": Work(1)})
-    assert [(f.kind, f.slot, f.owner) for f in found] == [("changed", 2 * N, "a")]
-
-
-def test_a_slot_that_is_not_committed_may_change():
-    world = prefilled()
-    world.slot(0, 3 * N + 3)[0, 0] ^= 1
-    assert decode(world) == []
+    found = world.step(a=1, c=1)
+    assert told(found, "kind slot owner") == [("changed", 2 * N, "a")]
 
 
 def test_a_rejected_draft_that_is_not_undone():
     world = prefilled(is_undone=True)
-    has_packed = world.has_packed
-    world.requests["a"].text.append(7)
-    found = world.step({"a": Work(1, (31, 32), 1)}, restores=False)
+    found = world.step(a=Work(1, (31, 32), 1), restores=False)
     # In each of the tables of layers; position 12 is the first of block 7.
-    assert [(f.kind, f.slot, f.num_layers) for f in found] == [
-        ("changed", 7 * N, num_layers) for num_layers in ([2, 1] if has_packed else [3])
+    assert told(found, "kind slot num_layers writer") == [
+        ("changed", 7 * N, num, "a") for num in ([2, 1] if world.has_packed else [3])
     ]
-    assert found[0].writer.request == "a"
 
 
 def test_the_budget_is_kept_and_the_cursor_goes_around():
     """One block a step: every block of both requests within as many steps."""
-    block_bytes = N * NUM_LAYERS * HEADS * WIDTH
-    world = prefilled(budget=block_bytes)
-    before = world.audit.totals()["contents"]
+    world = prefilled(budget=N * NUM_LAYERS * HEADS * WIDTH)
+    (before,) = world.counts("contents")
     decode(world)
-    assert world.audit.totals()["contents"] - before == N
+    assert world.counts("contents") == (before + N,)
     for cache in world.caches:
         cache[1:7] ^= 1
     # Requests grow meanwhile; then there are ten blocks at most.
     found = decode(world, 5)
     for _ in range(6):
-        found += world.step({"a": Work(0), "b": Work(0)})
-    assert {f.block for f in found} == {1, 2, 3, 4, 5, 6}
-
-
-def test_no_budget_compares_no_bytes():
-    world = prefilled(budget=0)
-    world.slot(0, 1 * N)[0, 0] ^= 1
-    assert decode(world) == []
-    assert world.audit.totals()["contents"] == 0
+        found += world.step(a=0, b=0)
+    assert set(told(found, "block")) == {1, 2, 3, 4, 5, 6}
 
 
 # --- missing_write --------------------------------------------------------------------
 
 
-def test_one_layer_of_two_rows():
+TWO_ROWS = Work(1, (31,), 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "layers", "expected"),
+    [
+        ({"a": TWO_ROWS}, [1], [("layer1", 1, 11, "a")]),
+        ({"a": 1}, [0, 1], [("layer0", 2, 10, "a")]),
+        # One checksum that agrees is not yet a finding: 32 bits agree by chance once
+        # in billions, and a cache has billions.
+        ({"a": 1}, [1], []),
+        ({"a": 1}, [2], []),
+        ({"a": 1, "b": 1}, [1], []),
+    ],
+)
+def test_what_was_not_written(rows, layers, expected):
     world = prefilled()
-    world.requests["a"].text.append(7)
-    found = world.step({"a": Work(1, (31,), 1)}, skip=lambda layer, slot: layer == 1)
-    assert [(f.kind, f.layer, f.position) for f in found] == [
-        ("missing_write", "layer1", 11)
-    ]
-    assert found[0].writer.request == "a"
-
-
-def test_all_layers_of_one_row():
-    world = prefilled()
-    world.requests["a"].text.append(7)
-    found = world.step({"a": Work(1)}, skip=lambda layer, slot: True)
-    # Of the table with two layers; the other one alone is not sure.
-    num_layers = 2 if world.has_packed else 3
-    assert [(f.kind, f.num_layers) for f in found] == [("missing_write", num_layers)]
-
-
-def test_one_checksum_that_agrees_is_not_yet_a_finding():
-    """32 bits agree by chance once in billions, and a cache has billions."""
-    world = prefilled()
-    world.requests["a"].text.append(7)
-    assert world.step({"a": Work(1)}, skip=lambda layer, slot: layer == 1) == []
+    found = world.step(**rows, skip=lambda layer, slot: layer in layers)
+    assert set(told(found)) <= {"missing_write"}
+    assert told(found, "layer num_layers position writer") == expected
 
 
 def test_the_same_token_again_need_not_change_anything():
     world = prefilled()
     world.finish("a")
     world.add("c", [*OTHER[:9], TEXT[9]], [1, 2, 3])
-    found = world.step({"c": Work(10)}, skip=lambda layer, slot: slot == 3 * N + 1)
-    assert found == []
+    assert world.step(c=10, skip=lambda layer, slot: slot == 3 * N + 1) == []
 
 
 def test_what_a_failed_step_left_behind_is_not_believed():
@@ -700,14 +668,14 @@ def test_what_a_failed_step_left_behind_is_not_believed():
     world = prefilled()
     world.finish("a")
     world.add("c", [*TEXT[:4], 91], [1, 2, 3])
-    assert world.step({"c": Work(4)}) == []
+    assert world.step(c=4) == []
     resolve, world.audit.resolve = world.audit.resolve, lambda *_, **__: None
-    world.step({"c": Work(1)})
+    world.step(c=1)
     world.audit.resolve = resolve
     # Another token after all, which is the one that was there before.
     world.requests["c"].computed = 4
     world.requests["c"].text[4] = TEXT[4]
-    assert world.step({"c": Work(1)}) == []
+    assert world.step(c=1) == []
 
 
 # --- KV connectors --------------------------------------------------------------------
@@ -715,57 +683,43 @@ def test_what_a_failed_step_left_behind_is_not_believed():
 
 def test_a_load_that_wrote_nothing():
     """The blocks hold what another text left there."""
-    world = World(loads=Loads.TOLD)
-    world.add("a", TEXT[:8], [1, 2])
-    assert world.step({"a": Work(8)}) == []
+    world = computed(loads=Loads.TOLD)
     world.finish("a")
     world.audit.hand_on([[1, 2]], fills=True)
-    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
-    for position in range(4):  # its first block was loaded, the second was not
-        for layer in range(NUM_LAYERS):
-            world.write(layer, 1 * N + position, OTHER[position], position)
-    found = world.step({"b": Work(1)})
-    assert [(f.kind, f.slot, f.owner) for f in found] == [
+    world.fill(OTHER[:4])  # its first block was loaded, the second was not
+    found = world.runs("b", OTHER[:9], [1, 2, 3], hit=8)
+    assert told(found, "kind slot owner") == [
         ("never_loaded", 2 * N + offset, "b") for offset in range(4)
     ]
-    assert world.step({"b": Work(0)}) == []
+    assert world.step(b=0) == []
 
 
 def test_a_load_of_what_was_there_before_is_no_finding():
     """Nor is one of the same text whose bytes came out differently."""
-    world = World(loads=Loads.TOLD)
-    world.add("a", TEXT[:8], [1, 2])
-    assert world.step({"a": Work(8)}) == []
+    world = computed(loads=Loads.TOLD)
     world.finish("a")
     world.audit.hand_on([[1, 2]], fills=True)
-    world.slot(0, 2 * N)[0, 0] ^= 1
-    world.add("b", TEXT[:9], [1, 2, 3], hit=8)
-    assert world.step({"b": Work(1)}) == []
-    assert world.audit.totals()["unverified"] == 8
+    world.spoil(0, 2 * N)
+    assert world.runs("b", TEXT[:9], [1, 2, 3], hit=8) == []
+    assert world.counts("unverified") == (8,)
 
 
 def test_a_hit_beside_a_connector_that_tells_its_loads_is_verified():
-    world = World(loads=Loads.TOLD)
-    world.add("a", TEXT[:8], [1, 2])
-    assert world.step({"a": Work(8)}) == []
+    world = computed(loads=Loads.TOLD)
     world.add("b", [*TEXT[:4], *OTHER[4:9]], [1, 2, 3], hit=8)
-    assert kinds(world.step({"a": Work(0), "b": Work(1)})) == ["wrong_prefix"]
-    assert world.audit.totals()["unverified"] == 0
+    assert told(world.step(a=0, b=1)) == ["wrong_prefix"]
+    assert world.counts("unverified") == (0,)
 
 
 def test_drafts_behind_what_was_loaded_into_their_block():
     """A load fills whole blocks: what is undone there is what it brought, not what the
     slots held when they were last looked at."""
-    world = World(loads=Loads.TOLD, is_undone=True)
-    world.add("a", TEXT[:8], [1, 2])
-    assert world.step({"a": Work(8)}) == []
+    world = computed(loads=Loads.TOLD, is_undone=True)
     world.finish("a")
     world.audit.hand_on([[1, 2]], fills=True)
-    for position in range(8):
-        for layer in range(NUM_LAYERS):
-            world.write(layer, 1 * N + position, OTHER[position], position)
+    world.fill(OTHER[:8])
     world.add("b", OTHER[:7], [1, 2, 3], hit=6)
-    assert world.step({"b": Work(1, (77,), 0)}) == []
+    assert world.step(b=Work(1, (77,), 0)) == []
     assert decode(world) == []
 
 
@@ -775,52 +729,47 @@ def test_what_the_scheduler_found_in_the_cache_is_verified_beside_any_connector(
 ):
     """The first block is another text's, in the cache; the second one was loaded."""
     world = World(loads=Loads.UNTOLD)
-    world.add("a", TEXT[:4], [1])
-    assert world.step({"a": Work(4)}) == []
+    assert world.runs("a", TEXT[:4], [1]) == []
     world.finish("a")
-    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
     world.local = {"b": 4} if is_told else {}
-    for position in range(4, 8):
-        for layer in range(NUM_LAYERS):
-            world.write(layer, 1 * N + position, OTHER[position], position)
-    assert kinds(world.step({"b": Work(1)})) == ["wrong_prefix"] * is_told
-    assert world.audit.totals()["unverified"] == (4 if is_told else 8)
+    world.fill(OTHER[:8], 4)
+    found = world.runs("b", OTHER[:9], [1, 2, 3], hit=8)
+    assert told(found) == ["wrong_prefix"] * is_told
+    assert world.counts("unverified") == (4 if is_told else 8,)
 
 
 def stored(**settings: Any) -> World:
     """The first two blocks of a text were stored to places 6 and 7, and another request
     has taken the blocks."""
-    world = World(loads=Loads.TOLD, **{"num_stored": 4} | settings)
-    world.add("a", TEXT[:8], [1, 2])
-    assert world.step({"a": Work(8)}) == []
+    world = computed(loads=Loads.TOLD, **{"num_stored": 4} | settings)
     world.audit.hand_on([[1, 2]], places=[[6, 7]])
-    world.finish("a")
-    world.add("b", OTHER[:8], [1, 2])
-    assert world.step({"b": Work(8)}) == []
-    world.finish("b")
+    taken(world)
     return world
 
 
+def taken(world: World) -> None:
+    """By another request."""
+    world.finish("a")
+    assert world.runs("b", OTHER[:8], [1, 2]) == []
+    world.finish("b")
+
+
 def loaded(
-    world: World, text: Sequence[int], places: list[int], brings: Sequence[int] = TEXT
+    world: World, text: Sequence[int], brings: Sequence[int] = TEXT
 ) -> list[Finding]:
-    """A request of `text`, whose first two blocks a load fills from two places."""
-    world.audit.hand_on([[1, 2]], fills=True, places=[places])
-    for position, token in enumerate(brings[:8]):
-        for layer in range(NUM_LAYERS):
-            world.write(layer, 1 * N + position, token, position)
-    world.add("c", [*text[:8], 7], [1, 2, 3], hit=8)
-    return world.step({"c": Work(1)})
+    """A request of `text`, whose first two blocks a load fills from these places."""
+    world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
+    world.fill(brings[:8])
+    return world.runs("c", [*text[:8], 7], [1, 2, 3], hit=8)
 
 
 def test_a_load_that_brings_what_was_stored_is_verified():
     world = stored()
-    assert loaded(world, TEXT, [6, 7]) == []
-    totals = world.audit.totals()
-    assert (totals["unverified"], totals["returned"]) == (0, 8)
-    assert world.step({"c": Work(0)}) == []
-    world.slot(1, 2 * N)[0, 0] ^= 1  # it is watched from there on
-    assert kinds(world.step({"c": Work(0)})) == ["changed"]
+    assert loaded(world, TEXT) == []
+    assert world.counts() == (0, 8)
+    assert world.step(c=0) == []
+    world.spoil(1, 2 * N)  # it is watched from there on
+    assert told(world.step(c=0)) == ["changed"]
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
@@ -830,59 +779,54 @@ def test_a_load_that_brings_other_bytes(layer, is_known):
     world = stored()
     if not is_known:
         world.audit.forget_cache()
-    write = world.write
+    fill = world.fill
 
-    def write_other(at: int, slot: int, token: int, position: int) -> None:
-        write(at, slot, token, position)
-        if (at, position) == (layer, 5):
-            world.slot(at, slot)[1, 3] ^= 16
+    def fill_other(text: Sequence[int]) -> None:
+        fill(text)
+        world.spoil(layer, 2 * N + 1, (1, 3), 16)
 
-    world.write = write_other
-    (finding,) = loaded(world, TEXT, [6, 7])
-    assert (finding.kind, finding.layer) == ("handed_on", f"layer{layer}")
-    assert (finding.slot, finding.position, finding.num_layers) == (2 * N + 1, 5, 1)
-    assert (finding.owner, finding.writer.request, finding.writer.step) == ("c", "a", 1)
+    world.fill = fill_other
+    (finding,) = loaded(world, TEXT)
+    assert told([finding], "kind layer slot position num_layers owner writer") == [
+        ("handed_on", f"layer{layer}", 2 * N + 1, 5, 1, "c", "a")
+    ]
+    assert finding.writer.step == 1
     assert finding.expected != finding.found
-    world.write = write
-    assert world.step({"c": Work(0)}) == []
-    totals = world.audit.totals()
-    assert (totals["unverified"], totals["returned"]) == (0, 8)
+    assert world.step(c=0) == []
+    assert world.counts() == (0, 8)
 
 
-def test_a_load_of_another_place_is_another_text():
-    """Nothing is wrong with the bytes: they are those that were stored there."""
+TWICE = [*TEXT[:4], *TEXT[:4]]
+
+
+@pytest.mark.parametrize(
+    ("text", "brings", "kind", "slots"),
+    [
+        # Nothing is wrong with the bytes: they are those that were stored there.
+        (OTHER, TEXT, "wrong_prefix", [1 * N, 2 * N]),
+        # It copies another place than it says.
+        (TEXT, TWICE, "handed_on", range(2 * N, 3 * N)),
+        # It writes nothing.
+        (TEXT, OTHER, "never_loaded", range(1 * N, 3 * N)),
+    ],
+)
+def test_a_load_that_brings_another_text(text, brings, kind, slots):
     world = stored()
-    found = loaded(world, OTHER, [6, 7])
-    assert [(f.kind, f.position, f.owner, f.writer.request) for f in found] == [
-        ("wrong_prefix", position, "c", "a") for position in (0, N)
-    ]
-
-
-def test_a_load_that_copies_another_place_than_it_says():
-    world = stored()
-    found = loaded(world, TEXT, [6, 7], brings=[*TEXT[:4], *TEXT[:4]])
-    assert [(f.kind, f.slot, f.num_layers) for f in found] == [
-        ("handed_on", 2 * N + offset, count)
-        for count in ([NUM_LAYERS - 1, 1] if world.has_packed else [NUM_LAYERS])
-        for offset in range(N)
-    ]
-
-
-def test_a_load_of_what_was_stored_that_wrote_nothing():
-    world = stored()
-    found = loaded(world, TEXT, [6, 7], brings=OTHER)
-    assert {f.kind for f in found} == {"never_loaded"}
-    assert {f.slot for f in found} == set(range(N, 3 * N))
+    found = loaded(world, text, brings)
+    assert set(told(found, "kind slot owner")) == {(kind, slot, "c") for slot in slots}
+    layers = {"wrong_prefix": 0, "handed_on": NUM_LAYERS, "never_loaded": NUM_LAYERS}
+    # A finding for each slot and table of layers.
+    assert sum(told(found, "num_layers")) == layers[kind] * len(slots)
 
 
 def test_a_place_holds_what_was_stored_last():
     world = stored()
-    world.add("d", OTHER[:4], [4])
-    assert world.step({"d": Work(4)}) == []
+    assert world.runs("d", OTHER[:4], [4]) == []
     world.audit.hand_on([[4]], places=[[6]])
-    found = loaded(world, [*OTHER[:4], *TEXT[4:8]], [6, 7], [*OTHER[:4], *TEXT[4:8]])
-    assert kinds(found) == ["wrong_prefix"]  # its second block follows another first
-    assert found[0].position == 4
+    text = [*OTHER[:4], *TEXT[4:8]]
+    # Its second block follows another first.
+    found = loaded(world, text, brings=text)
+    assert told(found, "kind position") == [("wrong_prefix", 4)]
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
@@ -891,63 +835,52 @@ def test_what_there_is_no_room_for_is_unverified(room):
     world = stored(num_stored=room)
     (group,) = world.audit.groups
     assert len(group.numbers) == room
-    assert loaded(world, TEXT, [6, 7]) == []
-    totals = world.audit.totals()
-    assert (totals["unverified"], totals["returned"]) == (8 - room * N, room * N)
+    assert loaded(world, TEXT) == []
+    assert world.counts() == (8 - room * N, room * N)
 
 
 def test_what_later_stores_took_the_room_of_is_unverified():
     """Between a load and the look at what it brought."""
     world = stored(num_stored=2)
-    hand_on = world.audit.hand_on
+    fill = world.fill
 
-    def load_then_store(*args: Any, **kwargs: Any) -> None:
-        hand_on(*args, **kwargs)
-        world.add("d", OTHER[:4], [4])
-        assert world.step({"d": Work(4)}) == []
-        hand_on([[4]], places=[[8]])
+    def store_then_fill(text: Sequence[int]) -> None:
+        assert world.runs("d", OTHER[:4], [4]) == []
+        world.audit.hand_on([[4]], places=[[8]])
+        fill(text)
 
-    world.audit.hand_on = load_then_store
-    assert loaded(world, TEXT, [6, 7]) == []
-    totals = world.audit.totals()
-    assert (totals["unverified"], totals["returned"]) == (N, N)
+    world.fill = store_then_fill
+    assert loaded(world, TEXT) == []
+    assert world.counts() == (N, N)
 
 
 def test_what_later_stores_took_the_room_of_is_unverified_beyond_the_budget():
     """The block is looked at when others have been stored: no finding, whatever is in
     it. Four blocks are looked at when a request comes, and one in each step."""
     world = World(loads=Loads.TOLD, num_stored=6, budget=1)
-    world.add("a", TEXT[:24], [1, 2, 3, 4, 5, 6])
-    assert world.step({"a": Work(24)}) == []
-    world.audit.hand_on([[1, 2, 3, 4, 5, 6]], places=[[1, 2, 3, 4, 5, 6]])
+    blocks = [1, 2, 3, 4, 5, 6]
+    assert world.runs("a", TEXT[:24], blocks) == []
+    world.audit.hand_on([blocks], places=[blocks])
     world.finish("a")
-    world.audit.hand_on([[1, 2, 3, 4, 5, 6]], fills=True, places=[[1, 2, 3, 4, 5, 6]])
-    world.add("c", TEXT[:25], [1, 2, 3, 4, 5, 6, 7], hit=24)
-    assert world.step({"c": Work(1)}) == []
-    before = world.audit.totals()
-    assert (before["unverified"], before["returned"]) == (0, 4 * N)
-    world.audit.hand_on([[1, 2, 3, 4, 5, 6]], places=[[7, 8, 9, 10, 11, 12]])
+    world.audit.hand_on([blocks], fills=True, places=[blocks])
+    assert world.runs("c", TEXT[:25], [*blocks, 7], hit=24) == []
+    assert world.counts() == (0, 4 * N)
+    world.audit.hand_on([blocks], places=[[7, 8, 9, 10, 11, 12]])
     for layer in range(NUM_LAYERS):
         world.slot(layer, 6 * N)[:] ^= 1
     for _ in range(8):
-        assert world.step({"c": Work(0)}) == []
-    totals = world.audit.totals()
-    assert (totals["unverified"], totals["returned"]) == (2 * N, 4 * N)
+        assert world.step(c=0) == []
+    assert world.counts() == (2 * N, 4 * N)
 
 
 def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back():
     world = World(loads=Loads.TOLD, num_stored=4)
     world.add("a", TEXT[:7], [1, 2])
-    assert world.step({"a": Work(7, (77,), 0)}) == []
-    world.audit.hand_on([[1, 2]], places=[[6, 7]])
-    assert kinds(world.found_between_steps()) == ["handed_on"]
-    world.finish("a")
-    world.add("b", OTHER[:8], [1, 2])
-    assert world.step({"b": Work(8)}) == []
-    world.finish("b")
-    assert loaded(world, TEXT, [6, 7], brings=[*TEXT[:7], 77]) == []
-    totals = world.audit.totals()
-    assert (totals["unverified"], totals["returned"]) == (1, 7)
+    assert world.step(a=Work(7, (77,), 0)) == []
+    assert told(world.hand_on([[1, 2]], places=[[6, 7]])) == ["handed_on"]
+    taken(world)
+    assert loaded(world, TEXT, brings=[*TEXT[:7], 77]) == []
+    assert world.counts() == (1, 7)
 
 
 def test_a_copied_block_comes_from_the_same_store():
@@ -955,58 +888,51 @@ def test_a_copied_block_comes_from_the_same_store():
     world = stored()
     world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
     world.audit.begin_step(Scheduled([], [], [], [(2, 11)]))
-    for position, token in enumerate(TEXT[:8]):
-        for layer in range(NUM_LAYERS):
-            world.write(layer, 1 * N + position, token, position)
-            world.write(
-                layer, (1 if position < 4 else 10) * N + position, token, position
-            )
+    world.fill(TEXT[:8])
+    world.fill(TEXT[:8], 4, (1, 10))
+    world.fill(TEXT[:8], 4, (1, 11))
     world.add("c", [*TEXT[:8], 7], [1, 11, 3], hit=8)
-    world.slot(0, 11 * N)[0, 0] ^= 1
-    (finding,) = world.step({"c": Work(1)})
-    assert (finding.kind, finding.slot) == ("handed_on", 11 * N)
+    world.spoil(0, 11 * N)
+    assert told(world.step(c=1), "kind slot") == [("handed_on", 11 * N)]
 
 
-def test_numbers_of_stores_that_make_no_sense_are_refused():
-    for world, numbers, message in (
-        (World(), [1], "numbers[0] is 1; must be at least 0, and 0 where"),
-        (World(num_stored=2), [-1], "numbers[0] is -1; must be at least 0"),
-        (World(num_stored=2), [1, 2], "numbers"),
-    ):
-        tables = world.audit.groups[0].tables
-        blocks = torch.tensor([1], dtype=torch.int32)
-        with pytest.raises(RuntimeError, match=re.escape(message)):
-            ops.audit_op("hand_on")(tables, blocks, torch.tensor(numbers), 1, False)
+@pytest.mark.parametrize(
+    ("num_stored", "numbers", "message"),
+    [
+        (0, [1], "numbers[0] is 1; must be at least 0, and 0 where"),
+        (2, [-1], "numbers[0] is -1; must be at least 0"),
+        (2, [1, 2], "numbers"),
+    ],
+)
+def test_numbers_of_stores_that_make_no_sense_are_refused(num_stored, numbers, message):
+    tables = World(num_stored=num_stored).audit.groups[0].tables
+    blocks = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        ops.audit_op("hand_on")(tables, blocks, torch.tensor(numbers), 1, False)
 
 
 @pytest.mark.parametrize("is_undone", [False, True])
 def test_a_block_with_a_rejected_draft_is_handed_on(is_undone):
     world = World(is_undone=is_undone)
     world.add("a", TEXT[:7], [1, 2])
-    assert world.step({"a": Work(7, (77,), 0)}) == []
-    world.audit.hand_on([[1]])
-    assert world.found_between_steps() == []
-    world.audit.hand_on([[1, 2]])
-    (finding,) = world.found_between_steps()
-    assert (finding.kind, finding.slot, finding.position) == ("handed_on", 2 * N + 3, 7)
-    assert finding.owner == "a"
-    assert finding.writer.step == (0 if is_undone else 1)
-    world.requests["a"].text.append(7)
-    assert world.step({"a": Work(1)}) == []
-    world.audit.hand_on([[1, 2]])
-    assert world.found_between_steps() == []
+    assert world.step(a=Work(7, (77,), 0)) == []
+    assert world.hand_on([[1]]) == []
+    found = world.hand_on([[1, 2]])
+    expected = [("handed_on", 2 * N + 3, 7, "a")]
+    assert told(found, "kind slot position owner") == expected
+    assert found[0].writer.step == (0 if is_undone else 1)
+    assert world.step(a=1) == []
+    assert world.hand_on([[1, 2]]) == []
 
 
 def test_a_block_whose_last_slot_was_never_written_is_handed_on():
     """It still holds what the request before committed there."""
     world = prefilled()
     world.finish("a")
-    world.add("c", OTHER[:7], [11, 2])
-    assert world.step({"c": Work(7)}) == []
-    world.audit.hand_on([[11, 2]])
-    (finding,) = world.found_between_steps()
-    assert (finding.kind, finding.slot) == ("handed_on", 2 * N + 3)
-    assert (finding.owner, finding.writer.request) == ("c", "a")
+    assert world.runs("c", OTHER[:7], [11, 2]) == []
+    found = world.hand_on([[11, 2]])
+    expected = [("handed_on", 2 * N + 3, "c", "a")]
+    assert told(found, "kind slot owner writer") == expected
 
 
 # --- the tables -----------------------------------------------------------------------
@@ -1017,62 +943,56 @@ def test_a_copied_block_is_known(is_told):
     world = prefilled()
     for cache in world.caches:
         cache[11] = cache[2]
-    copied = [(2, 11)] if is_told else []
-    world.audit.begin_step(Scheduled([], [], [("a", [[11]])], copied))
+    world.copied = [(2, 11)] if is_told else []
     world.requests["a"].blocks[1] = 11
-    found = world.step({"a": Work(0), "b": Work(0)})
-    assert kinds(found) == ([] if is_told else ["wrong_prefix"])
+    assert told(world.step(a=0, b=0)) == ([] if is_told else ["wrong_prefix"])
 
 
 def test_after_the_cache_is_gone_nothing_of_it_is_believed():
     world = prefilled()
-    world.finish("a")
-    world.finish("b")
+    world.finish("a", "b")
     for cache in world.caches:
         cache.zero_()
     world.audit.forget_cache()
-    world.add("c", TEXT[:9], [1, 2, 3])
-    assert world.step({"c": Work(9)}) == []
+    assert world.runs("c", TEXT[:9], [1, 2, 3]) == []
 
 
-def test_more_findings_than_the_table_holds_are_counted():
-    world = prefilled()
+def without_host(world: World, count: int, *blocks: int) -> None:
+    """Steps before each of which blocks change, and that the host does not ask for."""
     found, world.found = world.found, lambda: []
-    outbox = world.audit.outbox
-    publish, outbox.publish = outbox.publish, lambda: None
-    claim, outbox.claim = outbox.claim, lambda: [None] * len(world.audit.groups)
-    sent, outbox.sent = outbox.sent, lambda: None
-    # 8 slots in each table, 320 in all.
-    for _ in range(20 if world.has_packed else 40):
+    for _ in range(count):
         for cache in world.caches:
-            cache[1] += 1
-            cache[4] += 1
-        world.step({"a": Work(0), "b": Work(0)})
-    assert world.audit.totals()["findings"] == 320
-    outbox.claim, outbox.sent = claim, sent
-    publish()
-    kept = world.audit.outbox.take(waits=True)
+            cache[list(blocks)] += 1
+        world.step(a=0, b=0)
+    world.found = found
+
+
+def test_more_findings_than_the_table_holds_are_counted(monkeypatch):
+    world = prefilled()
+    outbox = world.audit.outbox
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "publish", lambda: None)
+        patch.setattr(outbox, "claim", lambda: [None])
+        patch.setattr(outbox, "sent", lambda: None)
+        # 8 slots in each table, 320 in all.
+        without_host(world, 20 if world.has_packed else 40, 1, 4)
+    assert world.counts("findings") == (320,)
+    outbox.publish()
+    kept = outbox.take(waits=True)
     assert (len(kept.findings), kept.num_lost) == (256, 64)
     assert kept.findings[0].step == 2  # the first ones are kept
-    world.found = found
-    assert world.step({"a": Work(0), "b": Work(0)}) == []
+    assert world.step(a=0, b=0) == []
 
 
 def test_findings_of_steps_that_nobody_asked_for_wait():
     """More of them than there are slots for their way to the host."""
     world = prefilled()
-    for _ in range(6):
-        for cache in world.caches:
-            cache[1] += 1
-        world.found, found = lambda: [], world.found
-        world.step({"a": Work(0), "b": Work(0)})
-        world.found = found
+    without_host(world, 6, 1)
     kept = world.audit.outbox.take(waits=True)
-    assert kept.num_lost == 0
-    assert kept.num_steps == 6
-    assert [f.step for f in kept.findings] == [
-        step for step in range(2, 8) for _ in range(N * (1 + world.has_packed))
-    ]
+    assert (kept.num_lost, kept.num_steps) == (0, 6)
+    per_step = N * (1 + world.has_packed)
+    expected = [step for step in range(2, 8) for _ in range(per_step)]
+    assert told(kept.findings, "step") == expected
     assert world.audit.outbox.take(waits=True) == Found()
 
 
@@ -1095,45 +1015,38 @@ def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("tensor", "value", "message"),
     [
-        (
-            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[1].fill_(4),
-            "row_seats[0] is 4; must be between",
-        ),
-        (
-            lambda w: w.audit._rows(w.audit.groups[0], w.audit._open.batch)[2].fill_(9),
-            "query_start_loc[0] is 9; must be 0",
-        ),
+        (1, 4, "row_seats[0] is 4; must be between"),
+        (2, 9, "query_start_loc[0] is 9; must be 0"),
     ],
 )
-def test_a_batch_that_makes_no_sense_is_refused(device, spoil, message):
+def test_a_batch_that_makes_no_sense_is_refused(device, tensor, value, message):
     world = prefilled()
-    world.requests["a"].text.append(7)
     plan = world.audit.plan
 
     def spoiled(*args):
         plan(*args)
-        spoil(world)
+        rows = world.audit._rows(world.audit.groups[0], world.audit._open.batch)
+        rows[tensor].fill_(value)
 
     world.audit.plan = spoiled
     if device.type == "cuda":  # where no value is known to the host: left alone
-        assert world.step({"a": Work(1), "b": Work(0)}) == []
+        assert world.step(a=1, b=0) == []
         return
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        world.step({"a": Work(1), "b": Work(0)})
+        world.step(a=1, b=0)
 
 
-def test_what_is_no_description_of_tables_is_refused(device):
+def test_what_is_no_description_of_tables_is_refused():
     tables = World().audit.groups[0].tables
+    no_layers = tables.clone()
+    no_layers[TABLES_COLUMNS:] = 0
     for wrong, message in (
         (torch.zeros_like(tables), "was not written by audit_describe"),
         (tables[:-1].clone(), "for each table of layers"),
         (tables.int(), "tables has dtype Int; must be Long"),
-        (
-            tables.clone().index_fill_(0, torch.arange(TABLES_COLUMNS, len(tables)), 0),
-            "lacks its layers 0",
-        ),
+        (no_layers, "lacks its layers 0"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.audit_op("snapshot")(wrong, False)
@@ -1153,16 +1066,13 @@ def test_what_is_reserved_is_enough(device, budget):
         AuditedGroup(shape, layers, 4, 64, budget > 0, short)
 
 
-def eight_b(num_layers=32, **cache):
+def eight_b(**cache):
     """A runner of an 8B model with 100 GiB of cache, as far as it is asked for."""
-    specs = {
-        f"layer{i}": FullAttentionSpec(
-            block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
-        )
-        for i in range(num_layers)
-    }
+    sizes = {"block_size": 16, "num_kv_heads": 8, "head_size": 128}
+    spec = FullAttentionSpec(**sizes, dtype=torch.bfloat16)
     settings = {"kv_cache_memory_bytes": 100 << 30, "num_gpu_blocks_override": None}
     scheduler = SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192)
+    specs = {f"layer{i}": spec for i in range(32)}
     return SimpleNamespace(
         get_kv_cache_spec=lambda: specs,
         vllm_config=SimpleNamespace(
@@ -1189,20 +1099,12 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     assert 1.1 * size < more <= 0.0015 * (100 << 30)
     fewer = eight_b(num_gpu_blocks_override=1000)
     assert startup._reserved_bytes(fewer, config) < size / 10
-
-
-def test_memory_is_not_reserved_for_layers_of_several_kinds():
-    runner = eight_b()
-    specs = runner.get_kv_cache_spec()
-    specs["other"] = SlidingWindowSpec(
-        block_size=16,
-        num_kv_heads=8,
-        head_size=128,
-        dtype=torch.bfloat16,
-        sliding_window=64,
-    )
+    # Layers of several kinds: refused.
+    sizes = {"block_size": 16, "num_kv_heads": 8, "head_size": 128}
+    other = SlidingWindowSpec(**sizes, dtype=torch.bfloat16, sliding_window=64)
+    fewer.get_kv_cache_spec()["other"] = other
     with pytest.raises(ValueError, match="2 kinds of layers"):
-        startup._reserved_bytes(runner, SimpleNamespace(audit_mib=32))
+        startup._reserved_bytes(fewer, config)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -1210,24 +1112,18 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     """An asynchronous output is given out first, and fails when it is read."""
     world = prefilled()
     world.runner.nwor_audit.raises = True
-    world.slot(0, 1 * N)[0, 0] ^= 1
-    found, world.found = world.found, lambda: []
-    decode(world)
-    world.found = found
+    without_host(world, 1, 1)
     output = SimpleNamespace(req_ids=["a"])
     step = SimpleNamespace(get_output=lambda: output) if is_async else output
 
     def sample_tokens():
         return audit_runner.sample_tokens(lambda: step, world.runner, (), {})
 
+    given = sample_tokens() if is_async else None
+    with pytest.raises(AuditError, match=r"\d+ findings, the first: changed"):
+        given.get_output() if is_async else sample_tokens()
     if is_async:
-        given = sample_tokens()
-        with pytest.raises(AuditError, match="1 findings, the first: changed"):
-            given.get_output()
         assert given.get_output() is output
-    else:
-        with pytest.raises(AuditError, match="1 findings, the first: changed"):
-            sample_tokens()
     assert sample_tokens() is step
 
 
@@ -1308,5 +1204,5 @@ def test_texts_longer_than_a_thread_block(device):
     assert audit.totals()["identities"] == 2 * length + length // N + 1
     other = [*text[:900], *[125] * (length - 900)]
     found = step("c", other, [*blocks[:-1], 401], length - N)
-    assert kinds(found) == ["wrong_prefix"] * ((length - N - 900) // N)
-    assert [f.position for f in found] == list(range(900, length - N, N))
+    assert told(found) == ["wrong_prefix"] * ((length - N - 900) // N)
+    assert told(found, "position") == list(range(900, length - N, N))

@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 
-from tests.kernels.test_validation import LOG, UNSTAGE, Calls
+from tests.kernels.test_validation import Calls
+from tests.kernels.transaction import LOG, UNSTAGE
 from vllm_nwor import builtin_ops, ops
 
 CPU = torch.device("cpu")
@@ -97,7 +98,9 @@ def test_views_are_seen_as_the_ops_see_them(view):
             call(UNSTAGE, block_table=view(table[1:]))
         except RuntimeError as error:
             said = str(error)
-        found.append((said, calls.snapshot()))
+        side = calls.side
+        written = side.block_table, side.slot_mapping, side.saved
+        found.append((said, [tensor.clone() for tensor in written]))
     (said, by_op), (said_by_builtin, by_builtin) = found
     assert said_by_builtin == said
     assert all(map(torch.equal, by_op, by_builtin))

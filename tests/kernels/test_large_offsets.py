@@ -7,7 +7,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.transaction import NUM_COUNTERS
+from tests.kernels.test_log_restore import nhd
+from tests.kernels.transaction import (
+    COMMIT,
+    STAGE,
+    Batch,
+    CowStep,
+    Pages,
+    Request,
+    ShadowStep,
+    acceptance,
+)
 from vllm_nwor import ops
 
 RUN_BYTES = 48
@@ -67,22 +77,15 @@ class Cache:
 
 def run_step(device, undo_log, table, slots):
     """Logs `slots`, then restores them, all rejected."""
-    num_drafts = len(slots)
-    mapping = torch.tensor([-1, *slots], device=device)
-    cumulative = torch.tensor([num_drafts + 1], dtype=torch.int32, device=device)
-    log_slots = torch.zeros(undo_log.shape[0], dtype=torch.int64, device=device)
-    windows = torch.zeros(undo_log.shape[0], 3, dtype=torch.int32, device=device)
-    indices = torch.arange(num_drafts + 1, device=device)
-    log = (undo_log, log_slots, windows)
-    ops.log_cache_slots(table, None, mapping, indices, cumulative, *log, num_drafts)
-    assert log_slots[:num_drafts].tolist() == slots
+    batch = Batch(slots=(tuple(slots),), accepted=(0,))
+    step = CowStep(device, [[nhd()]], batch, spare_rows=0)
+    own = {"table": table, "undo_log": undo_log}
+    ops.log_cache_slots(**step.logs[0] | own)
+    assert step.logs[0]["log_slots"].tolist() == slots
     yield
-    rejected = torch.tensor([num_drafts], dtype=torch.int32, device=device)
-    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
-    ops.restore_rejected_drafts(
-        table, None, *log, None, 0, rejected, counters, num_drafts
-    )
-    assert counters.tolist()[3] == num_drafts
+    counters = step.restores[0]["counters"].zero_()
+    ops.restore_rejected_drafts(**step.restores[0] | own)
+    assert counters.tolist()[3] == len(slots)
     yield
 
 
@@ -125,31 +128,22 @@ def stage_and_commit(device, table, entry, pages, forward):
     """One request of two committed rows of its entry, a target and two drafts, both
     accepted, in its only entry; `forward` runs in between."""
     entry_tokens, first_entry = pages
-
-    def int32(values):
-        return torch.tensor(values, dtype=torch.int32, device=device)
+    pages = Pages(entry_tokens, first_entry, first_entry, span=1, num_seats=1, width=1)
+    step = ShadowStep(pages, [[nhd()]], device)
+    step.tables[0].rows = table
+    step.load([Request((entry,), seq_len=5, num_rows=3, num_drafts=2)])
+    accepted = torch.zeros(1, dtype=torch.int32, device=device)
 
     def slots_in(entry):
         return [entry * entry_tokens + position for position in (2, 3, 4)]
 
-    block_table = int32([[entry]])
-    slot_mapping = torch.tensor(slots_in(entry), device=device)
-    saved = int32([[0] * (ops.SAVED_COLUMNS + 2)])
-    ops.stage(
-        *(table, None, block_table, slot_mapping),
-        *(int32([0, 3]), int32([5]), int32([3]), None, saved),
-        *(first_entry, first_entry, 1, entry_tokens, 1, True),
-    )
-    assert slot_mapping.tolist() == slots_in(first_entry)
+    ops.stage(**step.arguments(STAGE))
+    assert step.slot_mapping[:3].tolist() == slots_in(first_entry)
     forward()
-    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
-    ops.commit_draft_layer(
-        *(table, None, block_table, slot_mapping, None, saved),
-        *(None, 0, int32([0]), counters, 1, entry_tokens, True),
-    )
-    assert slot_mapping.tolist() == slots_in(entry)
-    assert block_table.tolist() == [[entry]]
-    assert counters.tolist()[:4] == [1, 2, 2, 0]
+    ops.commit_draft_layer(**step.arguments(COMMIT, **acceptance(None, accepted)))
+    assert step.slot_mapping[:3].tolist() == slots_in(entry)
+    assert step.block_table[0].tolist() == [entry]
+    assert step.counters[0, :4].tolist() == [1, 2, 2, 0]
 
 
 @pytest.mark.parametrize("far", STRIDES)

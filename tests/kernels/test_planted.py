@@ -16,9 +16,8 @@ import os
 import pytest
 import torch
 
-from tests.kernels.reference import Batch, Layer, Log, make_table, row_bytes_of
 from tests.kernels.test_log_restore import nhd
-from tests.kernels.transaction import log
+from tests.kernels.transaction import Batch, CowStep
 from vllm_nwor import ops
 
 
@@ -27,12 +26,10 @@ from vllm_nwor import ops
     os.environ.get("NWOR_PLANTED") != "1", reason="NWOR_PLANTED=1 is not set"
 )
 def test_a_table_that_lies_about_its_blocks(device):
-    layers = [Layer(nhd(num_blocks=1), device, 0)]
-    tables = make_table(layers, device)
-    # The table says 4096 blocks; the allocation has one.
-    tables.table[0, ops.TABLE_COLUMNS.index("num_blocks")] = 4096
-    undo = Log.poisoned(1, row_bytes_of(tables), device)
     batch = Batch(slots=((16 * 4096 - 1,),), accepted=(0,))
-    log(tables, undo, batch.metadata(device, torch.int32, 0), 1)
+    step = CowStep(device, [[nhd(num_blocks=1)]], batch)
+    # The table says 4096 blocks; the allocation has one.
+    step.tables[0].rows[0, ops.TABLE_COLUMNS.index("num_blocks")] = 4096
+    ops.log_cache_slots(**step.logs[0])
     if device.type == "cuda":
         torch.cuda.synchronize()

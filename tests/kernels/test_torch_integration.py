@@ -5,25 +5,16 @@ graphs, launches and allocations."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.environment import REPO
 from tests.kernels.reference import PAD
 from tests.kernels.test_shadow_pages import EXAMPLE
-from tests.kernels.test_validation import (
-    COMMIT,
-    LOG,
-    ON_CUDA,
-    RESTORE,
-    STAGE,
-    UNSTAGE,
-    Calls,
-)
+from tests.kernels.test_validation import ON_CUDA, Calls
+from tests.kernels.transaction import COMMIT, LOG, RESTORE, STAGE, UNSTAGE
 from vllm_nwor import ops
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 def calls_on(device):
@@ -48,6 +39,7 @@ def test_opcheck(device, name):
 
 def test_compiled_without_a_graph_break(device):
     calls = calls_on(device)
+    calls.log_slots.zero_()
     log, restore, stage, commit = (
         tuple(calls.arguments[op].values()) for op in (LOG, RESTORE, STAGE, COMMIT)
     )
@@ -65,7 +57,7 @@ def test_compiled_without_a_graph_break(device):
     shadow_before = [layer.memory.clone() for layer in calls.side.layers]
     of_log, of_pages = all_ops()
     assert of_log.tolist() == [3, 4, 2, 3, 2 * 2 * 256 + 1, 1, 1, 1]
-    assert calls.undo.slots[:3].tolist() == [3, 4, 20]
+    assert calls.log_slots[:3].tolist() == [3, 4, 20]
     for old, layer in zip(before, calls.layers, strict=True):
         assert torch.equal(old, layer.memory)
     assert of_pages[0, :4].tolist() == [3, 7, 2, 6]
@@ -165,10 +157,10 @@ class TestOnCuda:
         layer = calls.layers[0]
         layer.memory[layer.index([3])[0].cuda()] = 99
         graph.replay()
-        assert (calls.undo.undo_log[0, :256] == 99).all()
+        assert (calls.undo_log[0, :256] == 99).all()
         calls.arguments[LOG]["slot_mapping"].fill_(PAD)
         graph.replay()
-        assert calls.undo.slots[:3].tolist() == [PAD] * 3
+        assert calls.log_slots[:3].tolist() == [PAD] * 3
 
     def test_on_the_current_stream(self):
         """Work that is queued on a side stream is seen; the default stream is not
@@ -182,7 +174,7 @@ class TestOnCuda:
             calls.call(LOG)
             assert not stream.query()
         stream.synchronize()
-        assert (calls.undo.undo_log[:3, :256] == 42).all()
+        assert (calls.undo_log[:3, :256] == 42).all()
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     def test_on_a_device_that_is_not_current(self):

@@ -10,29 +10,26 @@ import re
 import pytest
 import torch
 
-from tests.kernels.reference import PAD, Batch, Layer, Log, make_table, row_bytes_of
-from tests.kernels.test_log_restore import column_major, nhd
+from tests.kernels.conftest import current
+from tests.kernels.reference import PAD, whole
+from tests.kernels.test_log_restore import CPU, column_major, nhd
 from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
-from tests.kernels.transaction import NUM_COUNTERS, ShadowSide
+from tests.kernels.transaction import (
+    COMMIT,
+    LOG,
+    NUM_COUNTERS,
+    RESTORE,
+    STAGE,
+    UNSTAGE,
+    AcceptanceForm,
+    Batch,
+    CowStep,
+    ShadowStep,
+    acceptance,
+)
 from vllm_nwor import builtin_ops, ops
 
-TABLE = {name: column for column, name in enumerate(ops.TABLE_COLUMNS)}
-LOG, RESTORE = "log_cache_slots", "restore_rejected_drafts"
-STAGE, COMMIT, UNSTAGE = "stage", "commit_draft_layer", "unstage"
-STAGE_NAMES = (
-    *("table", "runs", "block_table", "slot_mapping", "query_start_loc", "seq_lens"),
-    *("cu_num_logits", "seats", "saved", "first_entry", "num_real_entries", "span"),
-    *("entry_tokens", "step", "patches"),
-)
-COMMIT_NAMES = (
-    *("table", "runs", "block_table", "slot_mapping", "seats", "saved"),
-    *("sampled_token_ids", "vocab_size", "num_rejected", "counters", "num_reqs"),
-    *("entry_tokens", "undoes", "counters_to"),
-)
-UNSTAGE_NAMES = (
-    *("block_table", "slot_mapping", "seats", "saved", "num_reqs", "entry_tokens"),
-)
-CPU = torch.device("cpu")
+TABLES, PAGED = (LOG, RESTORE, STAGE, COMMIT), (STAGE, COMMIT, UNSTAGE)
 ON_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -43,70 +40,35 @@ def int32(values, device=CPU):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def current(device):
-    """With its index, and where it is a GPU the current one."""
-    if device.type == "cpu":
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def every_second(tensor):
     """The same values, not contiguous."""
     return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 
 
+def strided(size, *strides):
+    return lambda log: log.as_strided((len(log), size), strides)
+
+
 class Calls:
     """Good arguments of each op, by name: of log and restore for 2 layers and 3 drafts,
-    of those of shadow pages for the worked example, which is staged."""
+    which are logged; of those of shadow pages for the worked example, which is staged.
+    """
 
     def __init__(self, device, layout=nhd):
         self.builtins = builtin_ops.load(current(device))
-        self.layers = [Layer(layout(), device, seed) for seed in range(2)]
-        tables = make_table(self.layers, device)
         batch = Batch(slots=((3, 4), (20,)), accepted=(1, 0))
-        self.undo = undo = Log.poisoned(5, row_bytes_of(tables), device)
-        mapping, indices, cumulative = batch.metadata(device, torch.int32, 0)
-        log = {
-            "table": tables.table,
-            "runs": tables.runs,
-            "slot_mapping": mapping,
-            "logits_indices": indices,
-            "cu_num_logits": cumulative,
-            "undo_log": undo.undo_log,
-            "log_slots": undo.slots,
-            "log_windows": undo.windows,
-            "num_drafts": 3,
-        }
-        restore = {
-            "table": tables.table,
-            "runs": tables.runs,
-            "undo_log": undo.undo_log,
-            "log_slots": torch.tensor([3, 4, 20, 0, 0], device=device),
-            "log_windows": int32(
-                [[0, 0, 2], [0, 1, 2], [1, 0, 1], [-1, -1, 0], [-1, -1, 0]], device
-            ),
-            "sampled_token_ids": int32([[1, 2, -1], [1, -1, -1]], device),
-            "vocab_size": 10,
-            "num_rejected": None,
-            "counters": torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device),
-            "num_drafts": 3,
-            "counters_to": torch.zeros(
-                NUM_COUNTERS, dtype=torch.int64, pin_memory=device.type == "cuda"
-            ),
-        }
-        self.side = side = ShadowSide(PAGES, [[layout_for(PAGES, layout)] * 2], device)
+        cow = CowStep(device, [[layout()] * 2], batch, spare_rows=2)
+        self.layers = cow.layers
+        self.undo_log = cow.logs[0]["undo_log"]
+        self.log_slots = cow.logs[0]["log_slots"]
+        self.side = side = ShadowStep(PAGES, [[layout_for(PAGES, layout)] * 2], device)
         side.load(EXAMPLE)
-        stage = side.stage_arguments(side.tables[0], True)
-        tokens = int32([[1, 2, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]], device)
-        commit = side.commit_arguments(0, (tokens, 10, None), True)
-        committing = dict(zip(COMMIT_NAMES, commit, strict=True))
-        self.arguments = {
-            LOG: log,
-            RESTORE: restore,
-            STAGE: dict(zip(STAGE_NAMES, stage, strict=True)),
-            COMMIT: committing,
-            UNSTAGE: {name: committing[name] for name in UNSTAGE_NAMES},
-        }
+        accepted = AcceptanceForm.SAMPLED.arguments(side.num_drafts, [1, 0, 0], device)
+        self.arguments = {LOG: cow.logs[0], RESTORE: cow.restores[0]}
+        for op in PAGED:
+            self.arguments[op] = side.arguments(op, **accepted)
+        cow.restores[0]["counters"].zero_()
+        self.call(LOG)
         self.call(STAGE)
 
     def call(self, op, **changes):
@@ -119,16 +81,14 @@ class Calls:
         return getattr(self.builtins, op)(*ordered)
 
     def snapshot(self):
-        side, undo, restore = self.side, self.undo, self.arguments[RESTORE]
-        tensors = [layer.memory for layer in (*self.layers, *side.layers)]
-        tensors += [undo.memory, undo.slots, undo.windows]
-        tensors += [restore["counters"], restore["counters_to"]]
-        tensors += [side.table_memory, side.slot_memory, side.saved_memory]
-        tensors += [side.counters, side.published]
-        return [tensor.cpu().clone() for tensor in tensors]
+        arguments = [v for of_op in self.arguments.values() for v in of_op.values()]
+        layers = [layer.memory for layer in (*self.layers, *self.side.layers)]
+        tensors = filter(torch.is_tensor, (*arguments, *layers))
+        return [whole(tensor).cpu().clone() for tensor in tensors]
 
     def refuses(self, op, said, **changes):
-        """With `changes`, the op says `said` (a pattern) and writes nothing."""
+        """With `changes`, the op says `said` (a pattern) and writes nothing, called
+        either way."""
         if op == STAGE:
             self.call(UNSTAGE)
         before = self.snapshot()
@@ -139,11 +99,6 @@ class Calls:
 
     def refuses_exactly(self, op, said, **changes):
         self.refuses(op, re.escape(said), **changes)
-
-
-def about(names):
-    """One of `names`, its value and what is allowed."""
-    return rf".*\b({names})\b.*\b(has|is|are|goes|end|given)\b.*\b(must|has only)\b"
 
 
 @pytest.mark.parametrize("by", ["call", "call_builtin"])
@@ -163,76 +118,69 @@ def test_the_good_arguments_are_good(device, by):
     ]
 
 
-TABLES = (LOG, RESTORE, STAGE, COMMIT)
-PAGED = (STAGE, COMMIT, UNSTAGE)
-SAMPLING = (RESTORE, COMMIT)
-# An argument of these ops, and what becomes of it.
-SHAPES = [
-    (TABLES, "table", lambda t: t.int()),
-    (TABLES, "table", lambda t: t[0]),
-    (TABLES, "table", lambda t: t[:, :8].contiguous()),
-    (TABLES, "table", lambda t: t[:0]),
-    (TABLES, "table", lambda t: t.t().contiguous().t()),
-    ((LOG, *PAGED), "slot_mapping", lambda t: t.int()),
-    ((LOG, *PAGED), "slot_mapping", lambda t: torch.stack([t, t])),
-    ((LOG, *PAGED), "slot_mapping", every_second),
-    ((LOG,), "logits_indices", lambda t: t.float()),
-    ((LOG, STAGE), "cu_num_logits", lambda t: t.long()),
-    ((LOG, STAGE), "cu_num_logits", lambda t: t[None]),
-    ((LOG, STAGE), "cu_num_logits", every_second),
-    ((LOG, RESTORE), "undo_log", lambda t: t.view(torch.int8)),
-    ((LOG, RESTORE), "undo_log", lambda t: t.as_strided((5, 256), (512, 2))),
-    ((LOG, RESTORE), "undo_log", lambda t: t.as_strided((5, 512), (16, 1))),
-    ((LOG, RESTORE), "log_slots", lambda t: t[:4]),
-    ((LOG, RESTORE), "log_windows", lambda t: t[:, :2].contiguous()),
-    ((LOG, RESTORE), "num_drafts", lambda n: -1),
-    ((LOG, RESTORE), "num_drafts", lambda n: 6),
-    (SAMPLING, "counters", lambda t: t[:6]),
-    (SAMPLING, "counters", lambda t: t.int()),
-    (SAMPLING, "counters_to", lambda t: t[:6]),
-    (SAMPLING, "counters_to", lambda t: t.int()),
-    (SAMPLING, "counters_to", every_second),
-    (SAMPLING, "sampled_token_ids", lambda t: t.long()),
-    (SAMPLING, "sampled_token_ids", lambda t: t[:, :0]),
-    (SAMPLING, "sampled_token_ids", lambda t: None),
-    ((COMMIT,), "sampled_token_ids", lambda t: t[:2]),
-    (SAMPLING, "num_rejected", lambda t: int32([1, 0, 1])),
-    (SAMPLING, "vocab_size", lambda n: 0),
-    (PAGED, "block_table", lambda t: t.long()),
-    (PAGED, "block_table", lambda t: t[0]),
-    (PAGED, "block_table", every_second),
-    (PAGED, "block_table", lambda t: t[:2]),
-    (PAGED, "saved", lambda t: t.long()),
-    (PAGED, "saved", every_second),
-    (PAGED, "saved", lambda t: t.flatten()),
-    (PAGED, "saved", lambda t: t[:, :14].contiguous()),
-    (PAGED, "seats", lambda t: t.float()),
-    (PAGED, "seats", lambda t: t[:2]),
-    (PAGED, "seats", lambda t: t[None]),
-    (PAGED, "seats", every_second),
-    (PAGED, "entry_tokens", lambda n: 0),
-    ((STAGE,), "query_start_loc", lambda t: t.long()),
-    ((STAGE,), "query_start_loc", lambda t: t[:3]),
-    ((STAGE,), "query_start_loc", every_second),
-    ((STAGE,), "seq_lens", lambda t: t.long()),
-    ((STAGE,), "seq_lens", lambda t: t[:2]),
-    ((STAGE,), "seq_lens", every_second),
-    ((STAGE,), "span", lambda n: 0),
-    ((STAGE,), "step", lambda n: 0),
-    ((STAGE,), "step", lambda n: 1 << 31),
-    ((STAGE,), "first_entry", lambda n: -1),
-    # Shadow entries among the real ones.
-    ((STAGE,), "first_entry", lambda n: n - 1),
-    ((COMMIT, UNSTAGE), "num_reqs", lambda n: -1),
-    ((COMMIT, UNSTAGE), "num_reqs", lambda n: 5),
+# Arguments of any op that has them, what becomes of each, what is said of it.
+LONGS = "table slot_mapping log_slots counters counters_to"
+INTS = "cu_num_logits log_windows sampled_token_ids block_table saved query_start_loc"
+CONTIGUOUS = "table slot_mapping cu_num_logits saved seats query_start_loc seq_lens"
+REFUSED = [
+    (LONGS, torch.Tensor.int, "has dtype Int; must be Long"),
+    (f"{INTS} seq_lens", torch.Tensor.long, "has dtype Long; must be Int"),
+    ("logits_indices seats", torch.Tensor.float, "dtype Float; must be Int or Long"),
+    ("undo_log", torch.Tensor.char, "has dtype Char; must be Byte"),
+    ("table block_table", lambda t: t[0], "must have 2 dimensions"),
+    ("saved", torch.Tensor.flatten, "must have 2 dimensions"),
+    ("cu_num_logits seats", lambda t: t[None], "must have 1 dimensions"),
+    ("slot_mapping", lambda t: torch.stack([t, t]), "must have 1 dimensions"),
+    (CONTIGUOUS, every_second, "and is not contiguous; must be"),
+    ("table", lambda t: t[:, :8].contiguous(), "dimension 1 must be 9, its columns"),
+    ("table", lambda t: t[:0], "has shape [0, 9]; must have a row for each layer"),
+    ("undo_log", strided(256, 512, 2), "has stride 2 in dimension 1; must be 1"),
+    ("undo_log", strided(512, 16, 1), "stride 16 in dimension 0; must be at least 512"),
+    ("log_slots", lambda t: t[:4], "has shape [4]; dimension 0 must be 5, the"),
+    ("log_windows", lambda t: t[:, :2].contiguous(), "dimension 1 must be 3, request"),
+    ("num_drafts", lambda n: -1, "is -1; must be between 0 and 5, the capacity of"),
+    ("num_drafts", lambda n: 6, "is 6; must be between 0 and 5, the capacity of"),
+    ("counters", lambda t: t[:6], "has shape [6]; dimension 0 must be 8, its columns"),
+    ("counters_to", lambda t: t[:6], "has shape [6]; must be [8], contiguous"),
+    ("counters_to", every_second, "has shape [8]; must be [8], contiguous"),
+    ("sampled_token_ids", lambda t: t[:, :0], "must have a column"),
+    ("sampled_token_ids", lambda t: None, "num_rejected given; must be exactly one"),
+    ("num_rejected", lambda t: int32([1, 0, 1]), "given; must be exactly one"),
+    ("vocab_size entry_tokens", lambda n: 0, "is 0; must be at least 1"),
+    ("block_table", every_second, "has stride 2 in dimension 1; must be 1"),
+    ("block_table", lambda t: t[:2], "has 2 rows; must have one for each of 3"),
+    ("saved", lambda t: t[:, :14].contiguous(), "dimension 1 must be 11 + 2 * span"),
+    ("seats", lambda t: t[:2], "has shape [2]; dimension 0 must be 3, one for each"),
+    ("query_start_loc", lambda t: t[:3], "has 3 entries; must have 4, one more than"),
+    ("seq_lens", lambda t: t[:2], "has 2 entries; must have 3, as many as"),
+    ("span", lambda n: 0, "is 0; must be 2, as the columns of saved say"),
+    ("step", lambda n: 0, "is 0; must be from 1 to 2147483647"),
+    ("step", lambda n: 1 << 31, "is 2147483648; must be from 1 to 2147483647"),
+    ("num_real_entries", lambda n: 0, "is 0; must be at least 1"),
+    # Shadow entries among the real ones; beyond what an entry can be.
+    ("first_entry", lambda n: n - 1, "is 9; must be at least 10, num_real_entries"),
+    ("first_entry", lambda n: (1 << 31) - 8, "must leave room for 4 seats of 2"),
+    ("num_reqs", lambda n: -1, "is -1 and saved has 4 rows; must be between 0 and"),
+    ("num_reqs", lambda n: 5, "is 5 and saved has 4 rows; must be between 0 and"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "change"),
-    [(op, name, change) for of, name, change in SHAPES for op in of],
-)
-def test_shapes_and_dtypes(device, op, name, change):
+ops.load()
+
+
+def of_ops(table):
+    """Each refusal for each op that has the argument."""
+    return [
+        (op, name, change, said)
+        for names, change, said in table
+        for name in names.split()
+        for op in (LOG, RESTORE, STAGE, COMMIT, UNSTAGE)
+        if name in [known.name for known in getattr(ops, op)._schema.arguments]
+    ]
+
+
+@pytest.mark.parametrize(("op", "name", "change", "said"), of_ops(REFUSED))
+def test_what_is_refused_and_what_is_said(device, op, name, change, said):
     calls = Calls(device)
     good = calls.arguments[op][name]
     if name == "seats":
@@ -240,38 +188,52 @@ def test_shapes_and_dtypes(device, op, name, change):
     value = change(good)
     if torch.is_tensor(value) and name != "counters_to":
         value = value.to(device)
-    calls.refuses(op, about(name), **{name: value})
+    calls.refuses(op, f".*{name} .*{re.escape(said)}", **{name: value})
 
 
-# Of each kind of check, what it says behind the argument's name.
-SAID = [
-    (LOG, "table", lambda t: t.int(), "has dtype Int; must be Long"),
-    (LOG, "table", lambda t: t[0], "has shape [9]; must have 2 dimensions"),
-    (LOG, "table", lambda t: t[:0], "has shape [0, 9]; must have a row for each layer"),
-    (RESTORE, "table", lambda t: t.t().contiguous().t(), "has shape [2, 9] and is not"),
-    (LOG, "logits_indices", lambda t: t.float(), "has dtype Float; must be Int or L"),
-    (LOG, "undo_log", lambda t: t.as_strided((5, 9), (99, 2)), "has stride 2 in dim"),
-    (LOG, "log_slots", lambda t: t[:4], "has shape [4]; dimension 0 must be 5, the"),
-    (LOG, "num_drafts", lambda n: -1, "is -1; must be between 0 and 5"),
-    (RESTORE, "sampled_token_ids", lambda t: None, "and num_rejected given; must be"),
-    (RESTORE, "num_rejected", lambda t: int32([1, 1]), "given; must be exactly one"),
-    (RESTORE, "counters_to", lambda t: t[:5], "has shape [5]; must be [8], contiguous"),
-    (RESTORE, "vocab_size", lambda n: 0, "is 0; must be at least 1"),
+def put(place, value):
+    """Spoils one place of a tensor."""
+
+    def change(tensor):
+        changed = tensor.clone()
+        changed[place] = torch.tensor(value, dtype=tensor.dtype)
+        return changed
+
+    return change
+
+
+def with_slot(slot):
+    """Spoils the slot of the last draft, behind which is padding."""
+    return lambda mapping: put(int((mapping != PAD).nonzero()[-1]), slot)(mapping)
+
+
+NO_SLOT = "; must be -1 (padding) or between 0 and 47"
+# Values that only the CPU sees; what is said begins with what is spoiled.
+VALUES = [
+    (LOG, "cu_num_logits", put(1, 3), "cu_num_logits[1] is 3; must be more than 3,"),
+    (LOG, "cu_num_logits", put(1, 6), "cu_num_logits ends at 6; logits_indices has"),
+    (LOG, "logits_indices", put(1, 999), "logits_indices[1] is 999; must be between"),
+    (LOG, "logits_indices", put(1, -1), "logits_indices[1] is -1; must be between 0"),
+    (LOG, "slot_mapping", with_slot(-2), f"slot of draft 2 is -2{NO_SLOT}"),
+    (LOG, "slot_mapping", with_slot(48), f"slot of draft 2 is 48{NO_SLOT}"),
+    (LOG, "num_drafts", lambda n: 2, "num_drafts is 2; must be at least 3, the"),
+    (RESTORE, "log_slots", put(0, 48), f"slot of draft 0 is 48{NO_SLOT}"),
+    (RESTORE, "log_windows", put((1, 1), 2), "log_windows[1] has position 2; must"),
+    (RESTORE, "log_windows", put((1, 1), -1), "log_windows[1] has position -1; must"),
+    (RESTORE, "log_windows", put((2, 0), 2), "log_windows[2] has request 2; must be"),
+    (RESTORE, "sampled_token_ids", lambda t: t[:1], "log_windows[2] has request 1;"),
+    (STAGE, "cu_num_logits", put(1, 4), "cu_num_logits[1] is 4; must be more than 4"),
+    (STAGE, "cu_num_logits", put(0, 0), "cu_num_logits[0] is 0; must be more than 0"),
+    (STAGE, "query_start_loc", put(2, 4), "query_start_loc[2] is 4; must be at least"),
+    (STAGE, "query_start_loc", put(0, -1), "query_start_loc goes from -1 to 11; must"),
+    (STAGE, "query_start_loc", put(3, 900), "query_start_loc goes from 0 to 900; must"),
+    (STAGE, "first_entry", lambda n: 13, "first_entry is 13; the shadow entries of 3"),
 ]
-# These two are named together.
-TOGETHER = {
-    "sampled_token_ids": "neither of sampled_token_ids",
-    "num_rejected": "both of sampled_token_ids and num_rejected",
-}
-
-
-@pytest.mark.parametrize(("op", "name", "change", "said"), SAID)
-def test_what_is_said(device, op, name, change, said):
-    calls = Calls(device)
-    changed = {name: change(calls.arguments[op][name])}
-    calls.refuses_exactly(op, f"{TOGETHER.get(name, name)} {said}", **changed)
-
-
+SEATS = [
+    ([0, 1, 4], "seats[2] is 4; must be from 0 to 3"),
+    ([-1, 0, 1], "seats[0] is -1; must be from 0 to 3"),
+    ([2, 1, 2], "seats[2] is 2; must be another one, an earlier row has it"),
+]
 ROWS = [
     ("base", 0, "base is 0; must be the address of the layer's cache"),
     ("block_size", 0, "block_size is 0; must be at least 1"),
@@ -279,79 +241,34 @@ ROWS = [
     ("num_blocks", 2, "has "),
     ("num_heads", 0, "num_heads is 0; must be at least 1"),
     ("run_bytes", 0, "run_bytes is 0; must be at least 1"),
-    ("log_offset", -1, "log_offset is -1; must be between 0 and the 512 bytes of a"),
-    ("log_offset", 513, "log_offset is 513; must be between 0 and the 512 bytes of"),
-    (
-        "log_offset",
-        257,
-        "4 heads of 64 bytes at log_offset 257 do not fit a row of undo_log of 512",
-    ),
 ]
-
-
-@pytest.mark.parametrize("op", TABLES)
-@pytest.mark.parametrize(("column", "value", "message"), ROWS)
-def test_table_rows_on_the_cpu(op, column, value, message):
-    if column == "log_offset" and op in PAGED:
-        return  # what these ops do not use
-    calls = Calls(CPU)
-    table = calls.arguments[op]["table"].clone()
-    table[1, TABLE[column]] = value
-    calls.refuses_exactly(op, f"table row 1: {message}", table=table)
-
-
-def spoiled(tensor, place, value):
-    changed = tensor.clone()
-    changed[place] = torch.tensor(value, dtype=tensor.dtype)
-    return changed
-
-
-# In log and restore: an argument, what is in it, what is said of that.
-VALUES = [
-    (LOG, "cu_num_logits", 1, 3, "cu_num_logits[1] is 3; must be more than 3, each"),
-    (LOG, "cu_num_logits", 1, 6, "cu_num_logits ends at 6; logits_indices has only 5"),
-    (LOG, "logits_indices", 1, 999, "logits_indices[1] is 999; must be between 0 and"),
-    (LOG, "slot_mapping", None, -2, "slot of draft 2 is -2; must be -1 (padding) or"),
-    (LOG, "slot_mapping", None, 48, "slot of draft 2 is 48; must be -1 (padding) or"),
-    (RESTORE, "log_slots", 0, 48, "slot of draft 0 is 48; must be -1 (padding) or"),
-    (RESTORE, "log_windows", (1, 1), 2, "log_windows[1] has position 2; must be betwe"),
-    (RESTORE, "log_windows", (2, 0), 2, "log_windows[2] has request 2; must be -1 (no"),
+OFFSETS = [
+    (-1, "log_offset is -1; must be between 0 and the 512 bytes of a row of undo_log"),
+    (513, "log_offset is 513; must be between 0 and the 512 bytes of a row of"),
+    (257, "4 heads of 64 bytes at log_offset 257 do not fit a row of undo_log of 512"),
 ]
+for seats, said in SEATS:
+    for op in PAGED:
+        VALUES.append((op, "seats", lambda _, s=seats: torch.tensor(s), said))
+for column, value, said in ROWS:
+    for op in TABLES:
+        change = put((1, ops.TABLE_COLUMNS.index(column)), value)
+        VALUES.append((op, "table", change, f"table row 1: {said}"))
+for value, said in OFFSETS:
+    for op in (LOG, RESTORE):
+        VALUES.append((op, "table", put((1, -1), value), f"table row 1: {said}"))
 
 
-@pytest.mark.parametrize(("op", "name", "place", "value", "said"), VALUES)
-def test_values_on_the_cpu(op, name, place, value, said):
+@pytest.mark.parametrize(("op", "name", "change", "said"), VALUES)
+def test_values_on_the_cpu(op, name, change, said):
     calls = Calls(CPU)
-    if place is None:  # of the last draft
-        place = calls.arguments[LOG]["logits_indices"][4].item()
-    changed = spoiled(calls.arguments[op][name], place, value)
-    calls.refuses_exactly(op, said, **{name: changed})
-
-
-def test_fewer_rows_than_drafts_on_the_cpu():
-    calls = Calls(CPU)
-    calls.refuses_exactly(
-        LOG,
-        "num_drafts is 2; must be at least 3, the drafts in cu_num_logits",
-        num_drafts=2,
-    )
-    calls.refuses_exactly(
-        RESTORE,
-        "log_windows[2] has request 1; must be -1 (not a draft) or between 0 and 0, "
-        "the last row of num_rejected",
-        sampled_token_ids=None,
-        num_rejected=int32([0]),
-    )
+    calls.refuses_exactly(op, said, **{name: change(calls.arguments[op][name])})
 
 
 RUNS = [
     ((3, 0), (-2, 2), "runs[3][0] is (-2, 2); offset and length must not be negative"),
     ((3, 0), (0, -2), "runs[3][0] is (0, -2); offset and length must not be negative"),
-    (
-        (3, 1),
-        (511, 2),
-        "runs[3] end at byte 513; must lie in a block of table row 0, block_stride 512",
-    ),
+    ((3, 1), (511, 2), "runs[3] end at byte 513; must lie in a block of table row 0"),
     ((3, 1), (0, 60), "runs[3] are 90 bytes long; at log_offset 0 of table row 0 they"),
     ((4, 1), (0, 1), "runs of draft 1's slot 4 are 31 bytes long; must be 32, as for"),
 ]
@@ -360,63 +277,54 @@ RUNS = [
 @pytest.mark.parametrize(("place", "run", "message"), RUNS)
 def test_runs_on_the_cpu(place, run, message):
     calls = Calls(CPU, column_major)
-    runs = spoiled(calls.arguments[LOG]["runs"], place, run)
     if "90 bytes" in message:
-        calls.arguments[LOG]["undo_log"] = calls.undo.undo_log[:, :64]
+        calls.arguments[LOG]["undo_log"] = calls.undo_log[:, :64]
+    runs = put(place, run)(calls.arguments[LOG]["runs"])
     calls.refuses_exactly(LOG, message, runs=runs)
 
 
-def test_runs_of_another_block_size():
-    calls = Calls(CPU, column_major)
-    calls.refuses_exactly(
-        LOG,
-        "table row 0: block_size is 16; must be 15, as in runs",
-        runs=calls.arguments[LOG]["runs"][:15],
-    )
-
-
 @pytest.mark.parametrize("op", [STAGE, COMMIT])
-def test_runs_of_shadow_pages_on_the_cpu(op):
-    calls = Calls(CPU, column_major)
-    runs = calls.arguments[op]["runs"]
-    calls.refuses(op, about("table|runs"), runs=runs[:3].contiguous())
-    # Of the slot of a row that is copied both ways.
-    for run in ((-2, 2), (0, -2), (1 << 20, 2)):
-        calls.refuses(op, about("runs"), runs=spoiled(runs, (0, 0), run))
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("run", "message"),
     [
-        ("cu_num_logits", [4, 4, 8]),
-        ("cu_num_logits", [0, 1, 5]),
-        ("query_start_loc", [0, 7, 5, 11]),
-        ("query_start_loc", [-1, 5, 7, 11]),
-        ("query_start_loc", [0, 5, 7, 900]),
+        ((-2, 2), "runs[0][0] is (-2, 2); offset and length must not be negative"),
+        ((0, -2), "runs[0][0] is (0, -2); offset and length must not be negative"),
+        ((1 << 20, 2), "runs[0] end at byte 1048578; must lie in a block of table row"),
+        ((0, 1), "runs[1] are 32 bytes long; must be 31, as in runs[0]"),
     ],
 )
-def test_batches_of_shadow_pages_on_the_cpu(name, value):
-    Calls(CPU).refuses(STAGE, about(name), **{name: int32(value)})
+def test_runs_of_shadow_pages_on_the_cpu(op, run, message):
+    """Of the slot of a row that is copied both ways."""
+    calls = Calls(CPU, column_major)
+    runs = put((0, 0), run)(calls.arguments[op]["runs"])
+    calls.refuses_exactly(op, message, runs=runs)
 
 
-@pytest.mark.parametrize("op", PAGED)
-@pytest.mark.parametrize("seats", [[0, 1, 4], [-1, 0, 1], [2, 1, 2]])
-def test_seats_on_the_cpu(op, seats):
-    """Of which there are four, and no two requests have the same."""
-    Calls(CPU).refuses(op, about("seats"), seats=torch.tensor(seats))
+@pytest.mark.parametrize(("op", "size"), [(LOG, 15), (STAGE, 3), (COMMIT, 3)])
+def test_runs_of_another_block_size(op, size):
+    calls = Calls(CPU, column_major)
+    runs = calls.arguments[op]["runs"]
+    said = f"table row 0: block_size is {len(runs)}; must be {size}, as in runs"
+    calls.refuses_exactly(op, said, runs=runs[:size].contiguous())
 
 
-def test_sizes_of_shadow_pages_that_do_not_agree(device):
+def test_sizes_that_do_not_agree(device):
     calls = Calls(device)
     saved = calls.arguments[STAGE]["saved"][:2]
-    calls.refuses(STAGE, about("saved|cu_num_logits"), saved=saved)
-    calls.refuses(UNSTAGE, about("saved|num_reqs"), saved=saved)
-    fewer = {"sampled_token_ids": None, "num_rejected": int32([1, 0], device)}
-    calls.refuses(COMMIT, about("num_rejected"), **fewer)
+    for op in PAGED:
+        calls.refuses_exactly(op, "num_reqs is 3 and saved has 2 rows", saved=saved)
+    fewer = calls.arguments[COMMIT]["sampled_token_ids"][:2]
+    said = "sampled_token_ids has 2 rows; must have 3, num_reqs"
+    calls.refuses_exactly(COMMIT, said, sampled_token_ids=fewer)
+    said = "num_rejected has 2 rows; must have 3, num_reqs"
+    fewer = acceptance(num_rejected=int32([1, 0], device))
+    calls.refuses_exactly(COMMIT, said, **fewer)
     if device.type == "cpu":
-        # None of a row that might be used lies behind the cache; the last one fits.
-        for first in (PAGES.num_entries, (1 << 31) - 1):
-            calls.refuses(STAGE, about("first_entry|table"), first_entry=first)
+        said = "log_windows[2] has request 1; must be -1 (not a draft) or between 0 and"
+        fewer = acceptance(num_rejected=int32([0]))
+        calls.refuses_exactly(
+            RESTORE, f"{said} 0, the last row of num_rejected", **fewer
+        )
 
 
 def test_padding_is_no_error(device):
@@ -424,7 +332,7 @@ def test_padding_is_no_error(device):
     mapping = calls.arguments[LOG]["slot_mapping"]
     mapping[calls.arguments[LOG]["logits_indices"][1].item()] = PAD
     calls.call(LOG)
-    assert calls.undo.slots[:3].tolist() == [PAD, 4, 20]
+    assert calls.log_slots[:3].tolist() == [PAD, 4, 20]
 
 
 class TestOnCuda:
@@ -470,8 +378,8 @@ class TestOnCuda:
         indices[4] = 999
         before = [layer.memory.clone() for layer in calls.layers]
         calls.call(LOG)
-        assert calls.undo.slots[:3].tolist() == [ops.INVALID_SLOT] * 3
-        calls.call(RESTORE, log_slots=calls.undo.slots)
+        assert calls.log_slots[:3].tolist() == [ops.INVALID_SLOT] * 3
+        calls.call(RESTORE, log_slots=calls.log_slots)
         assert restore["counters"].tolist() == [2, 3, 1, 2, 0, 3, 0, 0]
         for old, layer in zip(before, calls.layers, strict=True):
             assert torch.equal(old, layer.memory)

@@ -2,8 +2,8 @@
 """One verification step through the real ops, every byte of it checked.
 
 Log, a forward that overwrites all draft slots, restore; or stage, a forward through the
-shadow pages, commit. After each, whole allocations are compared with what the reference
-says, guards and poison included.
+shadow pages, commit. Each call is compared with the reference's, whole allocations,
+guards and poison included.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import enum
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +20,22 @@ from torch import Tensor
 
 from tests.kernels.reference import (
     PAD,
-    Batch,
     Layer,
     Layout,
-    Log,
-    Pages,
-    Request,
-    ShadowPages,
     StagedWindow,
-    Tables,
-    expected_counters,
-    expected_log,
-    make_table,
-    random_bytes,
+    Table,
+    check,
+    guarded,
+    poison_of,
     seats_of,
 )
 from vllm_nwor import ops
 
 VOCAB_SIZE = 1000
 NUM_COUNTERS = len(ops.COUNTER_COLUMNS)
+LOG, RESTORE = "log_cache_slots", "restore_rejected_drafts"
+STAGE, COMMIT, UNSTAGE = "stage", "commit_draft_layer", "unstage"
+Arguments = dict[str, Any]
 
 
 class AcceptanceForm(enum.Enum):
@@ -46,171 +44,221 @@ class AcceptanceForm(enum.Enum):
     SAMPLED = "sampled"  # valid tokens, then -1
     PLACEHOLDER = "placeholder"  # ids beyond the vocabulary are invalid too
     STRIDED = "strided"  # a view of a wider, transposed tensor
+    BEHIND = "behind"  # valid ones not in front, more columns than a warp has lanes
     NUM_REJECTED = "num_rejected"
 
-
-def acceptance_arguments(
-    drafts: Sequence[int],
-    accepted_drafts: Sequence[int],
-    form: AcceptanceForm,
-    device: torch.device,
-) -> tuple[Tensor | None, int, Tensor | None]:
-    """(sampled_token_ids, vocab_size, num_rejected), from the number of drafts and of
-    accepted ones of each request."""
-    if form is AcceptanceForm.NUM_REJECTED:
-        rejected = [k - a for k, a in zip(drafts, accepted_drafts, strict=True)]
-        return None, 0, torch.tensor(rejected, dtype=torch.int32, device=device)
-    width = max(drafts, default=0) + 1
-    invalid = VOCAB_SIZE if form is AcceptanceForm.PLACEHOLDER else -1
-    tokens = torch.full((len(drafts), width), invalid, dtype=torch.int32)
-    for request, accepted in enumerate(accepted_drafts):
-        # Token 0 and the vocabulary's last one are valid.
-        tokens[request, : accepted + 1] = torch.tensor([0, VOCAB_SIZE - 1]).repeat(
-            accepted + 1
-        )[: accepted + 1]
-    if form is AcceptanceForm.STRIDED:
-        wide = torch.full((2 * width, len(drafts) + 1), 5, dtype=torch.int32)
-        view = wide.t()[1:, ::2]
-        view.copy_(tokens)
-        wide = wide.to(device)
-        return wide.t()[1:, ::2], VOCAB_SIZE, None
-    return tokens.to(device), VOCAB_SIZE, None
+    def arguments(
+        self, drafts: Sequence[int], accepted: Sequence[int], device: torch.device
+    ) -> Arguments:
+        """From the number of drafts and of accepted ones of each request. The latter
+        may be outside its window."""
+        if self is AcceptanceForm.NUM_REJECTED:
+            rejected = [k - a for k, a in zip(drafts, accepted, strict=True)]
+            num_rejected = torch.tensor(rejected, dtype=torch.int32, device=device)
+            return acceptance(num_rejected=num_rejected)
+        width = max((0, *drafts, *accepted)) + 1
+        invalid = VOCAB_SIZE if self is AcceptanceForm.PLACEHOLDER else -1
+        tokens = torch.full((len(drafts), width), invalid, dtype=torch.int32)
+        valid = itertools.cycle([0, VOCAB_SIZE - 1])  # its first token and its last
+        for row, num_accepted in zip(tokens, accepted, strict=True):
+            for column in range(num_accepted + 1):
+                row[column] = next(valid)
+        if self is AcceptanceForm.BEHIND:
+            tokens = torch.nn.functional.pad(tokens.flip(1), (70, 0), value=-1)
+        if self is AcceptanceForm.STRIDED:
+            wide = torch.full((2 * width, len(drafts) + 1), 5, dtype=torch.int32)
+            wide[::2, 1:] = tokens.t()
+            return acceptance(wide.to(device).t()[1:, ::2])
+        return acceptance(tokens.to(device))
 
 
-def log(
-    tables: Tables, log: Log, metadata: tuple[Tensor, Tensor, Tensor], num_drafts: int
-) -> None:
-    ops.log_cache_slots(
-        tables.table,
-        tables.runs,
-        *metadata,
-        log.undo_log,
-        log.slots,
-        log.windows,
-        num_drafts,
-    )
+def acceptance(
+    sampled_token_ids: Tensor | None = None, num_rejected: Tensor | None = None
+) -> Arguments:
+    return {
+        "sampled_token_ids": sampled_token_ids,
+        "vocab_size": VOCAB_SIZE if num_rejected is None else 0,
+        "num_rejected": num_rejected,
+    }
 
 
-def restore(
-    tables: Tables,
-    log: Log,
-    acceptance: tuple[Tensor | None, int, Tensor | None],
-    counters: Tensor,
-    num_drafts: int,
-    counters_to: Tensor | None = None,
-) -> None:
-    ops.restore_rejected_drafts(
-        tables.table,
-        tables.runs,
-        log.undo_log,
-        log.slots,
-        log.windows,
-        *acceptance,
-        counters,
-        num_drafts,
-        counters_to,
-    )
+def published(num_rows: int, device: torch.device) -> Tensor:
+    """[num_rows, 8] int64 that the ops publish counters to, a guard on each side."""
+    size = (num_rows + 2, NUM_COUNTERS)
+    memory = torch.full(size, -3, pin_memory=device.type == "cuda")
+    return memory[1:-1]
 
 
-def forward(tables: Tables, batch: Batch, seed: int) -> None:
-    """Overwrites every draft slot of every layer, as the target's forward would."""
-    slots = [slot for slot in batch.flat_slots if slot != PAD]
-    for number, layer in enumerate(tables.layers):
-        memory = layer.memory.cpu()
-        index = layer.index(slots).flatten()
-        memory[index] = random_bytes(index.numel(), seed + number)
-        layer.memory.copy_(memory)
+@dataclass(frozen=True)
+class Batch:
+    """Windows of one step: each request has its draft slots (PAD allowed) and the
+    number of accepted drafts."""
+
+    slots: tuple[tuple[int, ...], ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def flat_slots(self) -> list[int]:
+        return [slot for window in self.slots for slot in window]
+
+    def metadata(
+        self,
+        device: torch.device,
+        index_dtype: torch.dtype = torch.int32,
+        seed: int = 0,
+    ) -> Arguments:
+        """As vLLM would give it, with tokens that have no logits in between, and target
+        tokens whose slots nobody may touch (they are out of every range). By the seed,
+        with zeros in front, and slots as one row."""
+        draw = random.Random(seed)
+        mapping: list[int] = []
+        indices: list[int] = []
+        num_leading_zeros = seed % 3
+        cumulative = [0] * num_leading_zeros
+        for window in self.slots:
+            mapping += [1 << 40] * draw.randint(1, 3)
+            indices += range(len(mapping) - 1, len(mapping) + len(window))
+            mapping += window
+            cumulative.append(len(indices))
+        mapping += [PAD] * draw.randint(1, 3)
+        slots = torch.tensor(mapping, dtype=torch.int64, device=device)
+        return {
+            "slot_mapping": slots[None] if seed % 2 else slots,
+            "logits_indices": torch.tensor(indices, dtype=index_dtype, device=device),
+            "cu_num_logits": torch.tensor(cumulative, dtype=torch.int32, device=device),
+            "num_leading_zeros": num_leading_zeros,
+        }
 
 
-def check_transaction(
-    tables: Tables,
-    undo: Log,
-    batch: Batch,
-    *,
-    form: AcceptanceForm = AcceptanceForm.SAMPLED,
-    index_dtype: torch.dtype = torch.int32,
-    extra_drafts: int = 0,
-    seed: int = 0,
-) -> None:
-    """Runs a step and compares everything with the reference.
+class CowStep:
+    """A step of log_cache_slots and restore_rejected_drafts, on one device.
 
-    extra_drafts: how far the host's bound of the number of drafts is off.
+    layouts: of the layers of each table; the tables share a log. extra_drafts: how far
+    the host's bound of the number of drafts is off. spare_rows: of the log. gap, slack,
+    padding, misalignment: bytes between layers, at the end of a log's row, between its
+    rows, and before them.
     """
-    device = tables.table.device
-    num_drafts = len(batch.flat_slots) + extra_drafts
-    before = [layer.memory.cpu().clone() for layer in tables.layers]
 
-    metadata = batch.metadata(device, index_dtype, seed)
-    wanted_log = expected_log(tables, undo, batch, num_drafts)
-    log(tables, undo, metadata, num_drafts)
-    assert_same_log(undo, wanted_log)
-    for number, (layer, old) in enumerate(zip(tables.layers, before, strict=True)):
-        assert torch.equal(layer.memory.cpu(), old), f"log changed layer {number}"
+    def __init__(
+        self,
+        device: torch.device,
+        layouts: Sequence[Sequence[Layout]],
+        batch: Batch,
+        *,
+        form: AcceptanceForm = AcceptanceForm.SAMPLED,
+        index_dtype: torch.dtype = torch.int32,
+        extra_drafts: int = 0,
+        spare_rows: int = 1,
+        seed: int = 0,
+        gap: int = 0,
+        slack: int = 0,
+        padding: int = 0,
+        misalignment: int = 0,
+    ) -> None:
+        self.batch, self.seed = batch, seed
+        self.tables: list[Table] = []
+        end = 0
+        for of_table in layouts:
+            first = seed + 100 * len(self.tables)
+            self.tables.append(Table(of_table, device, first, end and end + gap, gap))
+            end = self.tables[-1].log_end
+        num_drafts = len(batch.flat_slots) + extra_drafts
+        capacity = num_drafts + spare_rows
+        size = (capacity, end + slack)
+        undo_log = guarded(size, torch.uint8, device, padding, misalignment)
+        log = {
+            "undo_log": undo_log,
+            "log_slots": guarded((capacity,), torch.int64, device),
+            "log_windows": guarded((capacity, 3), torch.int32, device),
+        }
+        metadata = batch.metadata(device, index_dtype, seed)
+        zeros = {"num_leading_zeros": metadata.pop("num_leading_zeros")}
+        num_drafts_of = [len(window) for window in batch.slots]
+        accepted = form.arguments(num_drafts_of, batch.accepted, device)
+        counters = torch.arange(10, 10 + NUM_COUNTERS, device=device)
+        self.logs: list[Arguments] = []
+        self.restores: list[Arguments] = []
+        for table in self.tables:
+            layers = {"table": table.rows, "runs": table.runs}
+            self.logs.append(
+                layers | metadata | log | {"num_drafts": num_drafts} | zeros
+            )
+            counted = {
+                "counters": counters.clone(),
+                "num_drafts": num_drafts,
+                "counters_to": published(1, device)[0],
+            }
+            self.restores.append(layers | log | accepted | counted)
 
-    forward(tables, batch, seed + 1000)
-    wanted = [layer.memory.cpu().clone() for layer in tables.layers]
-    for slot, rejected in zip(batch.flat_slots, batch.rejected, strict=True):
-        if rejected and slot != PAD:
-            for layer, memory, old in zip(tables.layers, wanted, before, strict=True):
-                index = layer.index([slot])[0]
-                memory[index] = old[index]
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for table in self.tables for layer in table.layers]
 
-    first_counts = torch.arange(10, 10 + NUM_COUNTERS)
-    counters = first_counts.to(device, copy=True)
-    # A guard on each side of what the host reads.
-    published = torch.full((NUM_COUNTERS + 2,), -3, pin_memory=device.type == "cuda")
-    num_drafts_of = [len(window) for window in batch.slots]
-    restore(
-        tables,
-        undo,
-        acceptance_arguments(num_drafts_of, batch.accepted, form, device),
-        counters,
-        num_drafts,
-        published[1:-1],
-    )
-    for number, (layer, memory) in enumerate(zip(tables.layers, wanted, strict=True)):
-        assert torch.equal(layer.memory.cpu(), memory), f"layer {number} after restore"
-    assert_same_log(undo, wanted_log)
-    added = (counters.cpu() - first_counts).tolist()
-    assert added == expected_counters(tables, batch)
-    untouched = [-3] * NUM_COUNTERS
-    wanted_published = counters.tolist() if num_drafts else untouched
-    assert published.tolist() == [-3, *wanted_published, -3]
+    def forward(self) -> None:
+        """Overwrites every draft slot of every layer, as the target's would."""
+        slots = [slot for slot in self.batch.flat_slots if slot != PAD]
+        for number, layer in enumerate(self.layers):
+            layer.write(slots, self.seed + 1000 + number)
 
-
-def assert_same_log(undo: Log, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
-    memory, slots, windows = undo.snapshot()
-    assert torch.equal(slots, wanted[1]), "log_slots"
-    assert torch.equal(windows, wanted[2]), "log_windows"
-    assert torch.equal(memory, wanted[0]), "undo_log, its padding or its guards"
-
-
-def shadow_ops(layers: Sequence[Layer]) -> Any:
-    """What is tested. With `return ShadowPages(layers)` the tests test themselves."""
-    return ops
-
-
-PADDING = 3  # ints beside and behind each array that an op gets
-POISON_ENTRY = 0x5A5A5A5A
-
-
-def guarded(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, padding: int = 0
-) -> tuple[Tensor, Tensor]:
-    """(allocation, zeros of `shape` in it), poison around; rows `padding` apart."""
-    width = shape[-1] + padding
-    rows = 1 if len(shape) == 1 else shape[0]
-    memory = torch.full(
-        (2 * PADDING + rows * width,), POISON_ENTRY, dtype=dtype, device=device
-    )
-    strides = (1,) if len(shape) == 1 else (width, 1)
-    view = memory.as_strided(tuple(shape), strides, PADDING)
-    view.zero_()
-    return memory, view
+    def run(self) -> None:
+        for arguments in self.logs:
+            check(LOG, self.layers, arguments)
+        self.forward()
+        for arguments in self.restores:
+            check(RESTORE, self.layers, arguments)
 
 
-class ShadowSide:
-    """All that the ops of shadow pages read and write, on one device.
+@dataclass(frozen=True)
+class Pages:
+    """How a group's block table stands for slots, and where its shadow entries lie.
+
+    The cache ends with the last shadow entry of the last seat.
+    """
+
+    entry_tokens: int
+    num_real_entries: int
+    first_entry: int
+    span: int
+    num_seats: int
+    width: int
+
+    @property
+    def num_slots(self) -> int:
+        return (self.first_entry + self.num_seats * self.span) * self.entry_tokens
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request's rows of a step: the last of its seq_len positions, of which the
+    last num_drafts are drafts.
+
+    entries: its row of the block table.
+    wrong_slots: (row, slot) that do not agree with the entries.
+    """
+
+    entries: tuple[int, ...]
+    seq_len: int
+    num_rows: int
+    num_drafts: int
+    accepted: int = 0
+    wrong_slots: tuple[tuple[int, int], ...] = ()
+
+    def slots(self, entry_tokens: int) -> list[int]:
+        """Of the rows by the entries; PAD where there is no entry."""
+        slots = []
+        for position in range(self.seq_len - self.num_rows, self.seq_len):
+            block, offset = divmod(position, entry_tokens)
+            has_entry = 0 <= block < len(self.entries)
+            entry = self.entries[block] if has_entry else 0
+            slots.append(entry * entry_tokens + offset if has_entry else PAD)
+        for row, slot in self.wrong_slots:
+            slots[row] = slot
+        return slots
+
+
+class ShadowStep:
+    """Steps of stage, commit_draft_layer and unstage, for one group on one device. What
+    it means for a forward that they are right, tests/simulation shows.
 
     layouts: of the layers of each table of the group.
     """
@@ -220,34 +268,26 @@ class ShadowSide:
         pages: Pages,
         layouts: Sequence[Sequence[Layout]],
         device: torch.device,
-        *,
         seed: int = 0,
-        misalignment: int = 0,
     ) -> None:
-        self.pages = pages
-        self.device = device
-        self.tables = []
-        for number, of_table in enumerate(layouts):
-            first = seed + 100 * number
-            layers = [
-                Layer(layout, device, first + layer, misalignment)
-                for layer, layout in enumerate(of_table)
-            ]
+        self.pages, self.device, self.seed = pages, device, seed
+        self.tables = [
+            Table(of_table, device, seed + 100 * number)
+            for number, of_table in enumerate(layouts)
+        ]
+        for table in self.tables:
             # The column that these ops do not use holds nonsense.
-            table = make_table(layers, device)
-            table.table[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
-            self.tables.append(table)
-        int32 = torch.int32
-        shape = (pages.num_seats + 1, pages.width)
-        self.table_memory, self.block_table = guarded(shape, int32, device, PADDING)
-        shape = (pages.num_seats * pages.width * pages.entry_tokens + 1,)
-        self.slot_memory, self.slot_mapping = guarded(shape, torch.int64, device)
-        shape = (pages.num_seats, ops.SAVED_COLUMNS + 2 * pages.span)
-        self.saved_memory, self.saved = guarded(shape, int32, device)
+            table.rows[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
+        int32, int64 = torch.int32, torch.int64
+        size = (pages.num_seats + 1, pages.width)
+        self.block_table = guarded(size, int32, device, padding=3)
+        num_slots = pages.num_seats * pages.width * pages.entry_tokens + 1
+        self.slot_mapping = guarded((num_slots,), int64, device)
+        size = (pages.num_seats, ops.SAVED_COLUMNS + 2 * pages.span)
+        self.saved = guarded(size, int32, device).zero_()
         self.step = 1
-        shape = (len(layouts), NUM_COUNTERS)
-        self.counters = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.published = torch.full(shape, -3, pin_memory=device.type == "cuda")
+        self.counters = guarded((len(layouts), NUM_COUNTERS), int64, device).zero_()
+        self.published = published(len(layouts), device)
 
     @property
     def layers(self) -> list[Layer]:
@@ -267,218 +307,91 @@ class ShadowSide:
             self.seats = torch.tensor(seats, dtype=dtype, device=self.device)
         self.num_drafts = [request.num_drafts for request in requests]
         self.accepted = [request.accepted for request in requests]
-        entry_tokens = self.pages.entry_tokens
-        self.block_table.fill_(POISON_ENTRY)
-        self.slot_mapping.fill_(POISON_ENTRY)
-        starts, logits = [0], []
-        for number, request in enumerate(requests):
-            self.block_table[number] = torch.tensor(request.entries)
-            slots = torch.tensor(request.slots(entry_tokens), dtype=torch.int64)
-            starts.append(starts[-1] + request.num_rows)
-            self.slot_mapping[starts[-2] : starts[-1]] = slots
-            logits.append((logits or [0])[-1] + 1 + request.num_drafts)
+        for array in (self.block_table, self.slot_mapping):
+            array.fill_(poison_of(array.dtype))
+        for row, request in enumerate(requests):
+            self.block_table[row] = torch.tensor(request.entries)
+        slots = [s for r in requests for s in r.slots(self.pages.entry_tokens)]
+        self.num_tokens = len(slots)
+        self.slot_mapping[: len(slots)] = torch.tensor(slots, dtype=torch.int64)
 
         def int32(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-        lengths = [request.seq_len for request in requests]
+        starts = itertools.accumulate((r.num_rows for r in requests), initial=0)
         self.query_start_loc = int32([*starts, -1, 1 << 30])
-        self.seq_lens = int32([*lengths, -1, 1 << 30])
-        self.cu_num_logits = int32(logits)
+        self.seq_lens = int32([*(r.seq_len for r in requests), -1, 1 << 30])
+        logits = itertools.accumulate(1 + k for k in self.num_drafts)
+        self.num_leading_zeros = (self.step - 1) % 3
+        self.cu_num_logits = int32([0] * self.num_leading_zeros + list(logits))
 
-    def stage(self) -> None:
-        """All tables; the first call patches."""
-        for number, table in enumerate(self.tables):
-            self.ops.stage(*self.stage_arguments(table, patches=number == 0))
-
-    def commit(self, form: AcceptanceForm = AcceptanceForm.SAMPLED) -> None:
-        """All tables; the last call undoes."""
-        for number in range(len(self.tables)):
-            self.commit_table(number, form)
-
-    def commit_table(self, number: int, form: AcceptanceForm) -> None:
-        acceptance = acceptance_arguments(
-            self.num_drafts, self.accepted, form, self.device
-        )
-        undoes = number == len(self.tables) - 1
-        arguments = self.commit_arguments(number, acceptance, undoes)
-        self.ops.commit_draft_layer(*arguments)
-
-    def unstage(self) -> None:
-        self.ops.unstage(
-            self.block_table,
-            self.slot_mapping,
-            self.seats,
-            self.saved,
-            self.num_reqs,
-            self.pages.entry_tokens,
-        )
-
-    @property
-    def ops(self) -> Any:
-        return shadow_ops(self.layers)
-
-    def stage_arguments(self, table: Tables, patches: bool) -> tuple[Any, ...]:
-        pages = self.pages
-        return (
-            *(table.table, table.runs, self.block_table, self.slot_mapping),
-            *(self.query_start_loc, self.seq_lens, self.cu_num_logits, self.seats),
-            *(self.saved, pages.first_entry, pages.num_real_entries, pages.span),
-            *(pages.entry_tokens, self.step, patches),
-        )
-
-    def commit_arguments(
-        self,
-        number: int,
-        acceptance: tuple[Tensor | None, int, Tensor | None],
-        undoes: bool,
-    ) -> tuple[Any, ...]:
-        table = self.tables[number]
-        return (
-            *(table.table, table.runs, self.block_table, self.slot_mapping),
-            *(self.seats, self.saved),
-            *acceptance,
-            *(self.counters[number], self.num_reqs, self.pages.entry_tokens, undoes),
-            self.published[number],
-        )
-
-    def windows(self) -> dict[int, StagedWindow]:
-        """The staged windows of the batch, by request."""
-        rows = self.saved.tolist()
-        return {
-            request: StagedWindow.of(rows[seat], self.pages.entry_tokens)
-            for request, seat in enumerate(seats_of(self.seats, self.num_reqs))
-            if rows[seat][0] > 0
+    def arguments(self, op: str, table: int = 0, **more: Any) -> Arguments:
+        """As the op's parameters are named. The first call of stage patches, the last
+        one of commit_draft_layer undoes."""
+        of_table = {
+            "table": self.tables[table].rows,
+            "runs": self.tables[table].runs,
+            "counters": self.counters[table],
+            "counters_to": self.published[table],
+            "patches": table == 0,
+            "undoes": table == len(self.tables) - 1,
         }
+        if self.step % 2 == 0:
+            of_table["slot_mapping"] = self.slot_mapping[None]
+        known = vars(self) | vars(self.pages) | of_table | more
+        parameters = [known.name for known in getattr(ops, op)._schema.arguments]
+        return {name: known[name] for name in parameters}
 
-    def saved_fields(self) -> list[list[int]]:
-        """What `saved` means: without entries beyond num_blocks and, in rows of the
-        batch that are no staged windows, without all but the first and the internal
-        field."""
-        span = self.pages.span
-        fields = []
-        for row in self.saved.tolist():
-            if row[0] <= 0:
-                fields.append([row[0], row[7]])
-            else:
-                num = row[5]
-                first = ops.SAVED_COLUMNS
-                entries = row[first : first + num], row[first + span :][:num]
-                fields.append([*row[:first], *entries[0], *entries[1]])
-        return fields
-
-
-class Reference(ShadowSide):
-    """The same on the cpu, where the reference does the work."""
-
-    @property
-    def ops(self) -> ShadowPages:
-        return ShadowPages(self.layers)
-
-
-class ShadowStep:
-    """Steps of one group: after each call everything that the op can reach equals what
-    the reference made of the same, whole allocations. What it means for a forward that
-    this is right, tests/simulation shows with the same ops."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        pages: Pages,
-        layouts: Sequence[Sequence[Layout]],
-        *,
-        seed: int = 0,
-        misalignment: int = 0,
-    ) -> None:
-        options = {"seed": seed, "misalignment": misalignment}
-        self.pages = pages
-        self.seed = seed
-        self.side = ShadowSide(pages, layouts, device, **options)
-        self.reference = Reference(pages, layouts, torch.device("cpu"), **options)
-        self.sides = (self.side, self.reference)
+    def check(self, op: str, table: int = 0, **more: Any) -> None:
+        check(op, self.layers, self.arguments(op, table, **more))
 
     def stage(
         self, requests: Sequence[Request], seats: Sequence[int] | None = None
     ) -> None:
-        self.requests = requests
-        for side in self.sides:
-            side.step += 1
-            side.load(requests, seats)
-            side.stage()
-        for name in ("query_start_loc", "seq_lens", "cu_num_logits"):
-            value = getattr(self.side, name).cpu()
-            assert torch.equal(value, getattr(self.reference, name)), name
-        self.compare("stage")
+        self.step += 1
+        self.load(requests, seats)
+        for table in range(len(self.tables)):
+            self.check(STAGE, table)
 
     def forward(self) -> None:
-        """Writes the rows of all tokens with a sound slot of a real entry."""
-        tokens = self.pages.entry_tokens
-        real = range(tokens, self.pages.num_real_entries * tokens)
-        is_written = [
-            slot == sound and slot in real
-            for request in self.requests
-            for slot, sound in zip(
-                request.slots(tokens), request.sound_slots(tokens), strict=True
-            )
-        ]
-        slots = self.reference.slot_mapping.tolist()
-        self.write(list(itertools.compress(slots, is_written)))
+        """Writes the rows of all tokens, wherever their slots are by now."""
+        slots = self.slot_mapping[: self.num_tokens].tolist()
+        self.write([slot for slot in slots if 0 <= slot < self.pages.num_slots])
 
     def write(self, slots: Sequence[int]) -> None:
-        """Random rows, the same ones on both sides."""
         self.seed += 1000
-        for number, layer in enumerate(self.reference.layers):
-            index = layer.index(slots)
-            data = random_bytes(index.numel(), self.seed + number).view(index.shape)
-            for side in self.sides:
-                memory = side.layers[number].memory
-                memory[index.to(memory.device)] = data.to(memory.device)
+        for number, layer in enumerate(self.layers):
+            layer.write(slots, self.seed + number)
+
+    def windows(self) -> dict[int, StagedWindow]:
+        """The staged windows of the batch, by request."""
+        rows = self.saved.cpu()
+        return {
+            request: StagedWindow(rows[seat], self.pages.entry_tokens)
+            for request, seat in enumerate(seats_of(self.seats, self.num_reqs))
+            if rows[seat, 0] > 0
+        }
 
     def meddle(self, seed: int) -> None:
         """Somebody overwrites some of the patched entries and slots, some with values
         of our own: what stage has not put there stays."""
         draw = random.Random(seed)
-        for request, window in self.reference.windows().items():
+        tokens = self.pages.entry_tokens
+        for request, window in self.windows().items():
             values = (*window.real, *window.shadow, 0, self.pages.num_real_entries)
             for number in range(len(window.real)):
                 if draw.random() < 0.5:
-                    entry = draw.choice(values)
-                    for side in self.sides:
-                        side.block_table[request, window.first_logical + number] = entry
-            for position in window.written:
+                    place = (request, window.first_logical + number)
+                    self.block_table[place] = draw.choice(values)
+            for row, position in zip(window.rows, window.written, strict=True):
                 if draw.random() < 0.5:
-                    offset = draw.choice((position, position + 1))
-                    tokens = self.pages.entry_tokens
-                    slot = draw.choice(values) * tokens + offset % tokens
-                    for side in self.sides:
-                        side.slot_mapping[window.row_of(position)] = slot
+                    offset = draw.choice((position, position + 1)) % tokens
+                    self.slot_mapping[row] = draw.choice(values) * tokens + offset
 
     def commit(self, form: AcceptanceForm = AcceptanceForm.SAMPLED) -> None:
-        for number in range(len(self.side.tables)):
-            for side in self.sides:
-                side.commit_table(number, form)
-            self.compare(f"commit of table {number}")
+        accepted = form.arguments(self.num_drafts, self.accepted, self.device)
+        for table in range(len(self.tables)):
+            self.check(COMMIT, table, **accepted)
 
     def unstage(self) -> None:
-        for side in self.sides:
-            side.unstage()
-        self.compare("unstage")
-
-    def compare(self, after: str) -> None:
-        """Everything with the reference, whole allocations."""
-        side, reference = self.side, self.reference
-        assert side.saved_fields() == reference.saved_fields(), f"saved after {after}"
-        for memory in (side.saved_memory, reference.saved_memory):
-            guards = torch.cat([memory[:PADDING], memory[-PADDING:]])
-            assert (guards == POISON_ENTRY).all(), f"around saved after {after}"
-        for name in ("table_memory", "slot_memory", "counters"):
-            got, wanted = getattr(side, name).cpu(), getattr(reference, name)
-            assert torch.equal(got, wanted), f"{name} after {after}"
-        if side.device.type == "cuda":
-            torch.cuda.synchronize()
-        assert torch.equal(side.published, reference.published), f"{after}: published"
-        for number, (layer, wanted) in enumerate(
-            zip(side.layers, reference.layers, strict=True)
-        ):
-            same = torch.equal(layer.memory.cpu(), wanted.memory)
-            assert same, f"layer {number} after {after}"
+        self.check(UNSTAGE)

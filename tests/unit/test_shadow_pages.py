@@ -67,26 +67,20 @@ def test_entries_that_do_not_divide_a_block_are_refused(entry_tokens):
         group(entry_tokens=entry_tokens)
 
 
-class Table:
-    """A group's block table: whether shadow entries are in it."""
-
-    is_patched = False
-
-
 ops.load()
 
 
 class Ops:
-    """Notes calls, by the names of the real ops' parameters.
+    """Notes calls, by the names of the real ops' parameters, and which tables have
+    shadow entries.
 
     fails: number of the call that raises, from 0, or None. late: after its work, not
     before.
     """
 
     def __init__(self, fails=None, late=False):
-        self.calls = []
-        self.fails = fails
-        self.late = late
+        self.calls, self.patched = [], set()
+        self.fails, self.late = fails, late
 
     def __getattr__(self, name):
         names = [parameter.name for parameter in getattr(ops, name)._schema.arguments]
@@ -99,9 +93,9 @@ class Ops:
             if is_failing and not self.late:
                 raise RuntimeError("planted")
             if name == "stage" and call.patches:
-                call.block_table.is_patched = True
+                self.patched.add(call.block_table)
             if name == "unstage" or (name == "commit_draft_layer" and call.undoes):
-                call.block_table.is_patched = False
+                self.patched.discard(call.block_table)
             if is_failing:
                 raise RuntimeError("planted")
 
@@ -122,7 +116,7 @@ class World:
             logits_indices=torch.arange(8),
             cu_num_logits=torch.tensor([3, 5, 8], dtype=torch.int32),
             slot_mappings=[f"slots {gid}" for gid in range(6)],
-            block_tables=[Table() for _ in range(6)],
+            block_tables=[f"entries {gid}" for gid in range(6)],
             query_start_loc="query_start_loc",
             seq_lens="seq_lens",
             seats="seats",
@@ -131,84 +125,39 @@ class World:
         self.ops = Ops(**faults)
         self.pages = ShadowPages(self.groups, self.counters, self.ops)
 
-    def is_patched(self):
-        tables = self.windows.block_tables
-        return [tables[group.group_id].is_patched for group in self.groups]
-
-    def take_calls(self):
+    def takes_calls(self, op, num_tables):
+        """The calls since the last time are of `op`, for each group and its first
+        `num_tables` tables in order; returns them."""
         calls, self.ops.calls = self.ops.calls, []
-        return calls
-
-    def check_common(self, calls):
-        """What stage and commit have in common: a call for each table, in order."""
-        places = [
-            (group, index)
-            for group in self.groups
-            for index in range(len(group.tables))
-        ]
-        for (made, index), call in zip(places, calls, strict=True):
+        places = [(made, i) for made in self.groups for i in range(len(made.tables))]
+        places = [(made, i) for made, i in places if i < num_tables]
+        for (made, i), call in zip(places, calls, strict=True):
             gid = made.group_id
-            assert call.table == f"table {gid}.{index}"
-            assert call.runs == f"runs {gid}.{index}"
-            assert call.block_table is self.windows.block_tables[gid]
-            assert call.slot_mapping == f"slots {gid}"
-            assert call.seats == "seats"
+            expected = {
+                "op": op,
+                "block_table": f"entries {gid}",
+                "slot_mapping": f"slots {gid}",
+                "seats": "seats",
+                "entry_tokens": made.entry_tokens,
+            }
+            if op != "unstage":
+                expected |= {"table": f"table {gid}.{i}", "runs": f"runs {gid}.{i}"}
+            if op != "stage":
+                expected["num_reqs"] = NUM_REQS
+            assert expected.items() <= vars(call).items()
             assert call.saved is made.saved
-            assert call.entry_tokens == made.entry_tokens
+        return calls
 
 
 def test_a_step_with_more_requests_than_seats_is_left_alone():
     world = World()
     four = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    assert world.pages.num_seats == 3  # those of the group with the fewest
 
     assert not world.pages.stage(structs.replace(world.windows, cu_num_logits=four))
 
     assert not world.pages.is_open
-    assert world.take_calls() == []
-
-
-def test_stage_calls_once_a_table_and_the_first_of_a_group_patches():
-    world = World()
-    assert world.pages.num_seats == 3  # those of the group with the fewest
-
-    assert world.pages.stage(world.windows)
-
-    assert world.pages.is_open
-    assert world.is_patched() == [True] * 3
-    calls = world.take_calls()
-    world.check_common(calls)
-    assert [call.patches for call in calls] == [True, True, False, False, True, False]
-    assert [call.first_entry for call in calls] == [40, 50, 50, 50, 60, 60]
-    for call in calls:
-        assert (call.query_start_loc, call.seq_lens) == ("query_start_loc", "seq_lens")
-        assert call.cu_num_logits.tolist() == [3, 5, 8]
-        assert (call.num_real_entries, call.span, call.step) == (40, 2, 1)
-
-
-def test_every_step_of_the_runner_counts():
-    """With drafts or without; the last number is followed by the first."""
-    world = World()
-    numbers = []
-    for world.pages.step in (1, 7, 2**31 - 2, 2**31 - 1):
-        world.pages.start_step()
-        world.pages.stage(world.windows)
-        world.pages.abort()
-        numbers.append(world.take_calls()[0].step)
-    assert numbers == [2, 8, 2**31 - 1, 1]
-
-
-def test_leading_zeros_of_the_cumulative_numbers_are_no_requests():
-    world = World()
-    zeros = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
-
-    world.pages.stage(
-        structs.replace(world.windows, cu_num_logits=zeros, num_leading_zeros=1)
-    )
-    world.pages.abort()
-
-    staged, *_, undone = world.take_calls()
-    assert (staged.cu_num_logits is zeros, staged.num_leading_zeros) == (True, 1)
-    assert undone.num_reqs == NUM_REQS
+    assert world.ops.calls == []
 
 
 @pytest.mark.parametrize(
@@ -218,85 +167,96 @@ def test_leading_zeros_of_the_cumulative_numbers_are_no_requests():
         (NumRejected(IDS), (None, 0, IDS)),
     ],
 )
+@pytest.mark.parametrize("zeros", [0, 1])
 @pytest.mark.parametrize("publishes", [True, False])
-def test_commit_calls_once_a_table_and_the_last_of_a_group_undoes(
-    acceptance, expected, publishes
-):
+def test_each_table_has_a_call(acceptance, expected, zeros, publishes):
+    """The first of a group patches, the last one undoes. Leading zeros of the
+    cumulative numbers are no requests."""
     world = World()
-    world.pages.stage(world.windows)
-    world.take_calls()
     rows = [f"row {i}" for i in range(6)] if publishes else None
+    logits = torch.tensor([0] * zeros + [3, 5, 8], dtype=torch.int32)
+    given = {"cu_num_logits": logits, "num_leading_zeros": zeros}
+
+    assert world.pages.stage(structs.replace(world.windows, **given))
+
+    assert world.pages.is_open
+    assert len(world.ops.patched) == 3
+    calls = world.takes_calls("stage", num_tables=3)
+    assert [call.patches for call in calls] == [True, True, False, False, True, False]
+    assert [call.first_entry for call in calls] == [40, 50, 50, 50, 60, 60]
+    for call in calls:
+        assert (call.query_start_loc, call.seq_lens) == ("query_start_loc", "seq_lens")
+        assert {name: getattr(call, name) for name in given} == given
+        assert (call.num_real_entries, call.span, call.step) == (40, 2, 1)
 
     world.pages.commit(acceptance, rows)
 
     assert not world.pages.is_open
-    assert world.is_patched() == [False] * 3
-    calls = world.take_calls()
-    world.check_common(calls)
+    assert world.ops.patched == set()
+    calls = world.takes_calls("commit_draft_layer", num_tables=3)
     assert [call.undoes for call in calls] == [True, False, False, True, False, True]
     for call, counters in zip(calls, world.counters, strict=True):
         accepted = call.sampled_token_ids, call.vocab_size, call.num_rejected
         assert accepted == expected
-        assert call.num_reqs == NUM_REQS
         assert call.counters is counters
     assert [call.counters_to for call in calls] == (rows or [None] * 6)
+
+
+def test_every_step_of_the_runner_counts():
+    """With drafts or without; the last number is followed by the first."""
+    world = World()
+    numbers = []
+    for world.pages.step in (1, 7, 2**31 - 2, 2**31 - 1):
+        world.pages.start_step()
+        world.ops.calls = []
+        world.pages.stage(world.windows)
+        world.pages.abort()
+        numbers.append(world.ops.calls[0].step)
+    assert numbers == [2, 8, 2**31 - 1, 1]
 
 
 def test_abort_puts_every_table_back_once():
     world = World()
     world.pages.abort()  # without a step nothing is called
+    assert world.ops.calls == []
     world.pages.stage(world.windows)
+    world.takes_calls("stage", num_tables=3)
 
     for _ in range(2):
         world.pages.abort()
 
     assert not world.pages.is_open
-    assert world.is_patched() == [False] * 3
-    undone = world.take_calls()[6:]
-    for made, call in zip(world.groups, undone, strict=True):
-        assert call.op == "unstage"
-        assert call.slot_mapping == f"slots {made.group_id}"
-        assert call.seats == "seats"
-        assert call.saved is made.saved
-        assert (call.num_reqs, call.entry_tokens) == (NUM_REQS, made.entry_tokens)
+    assert world.ops.patched == set()
+    world.takes_calls("unstage", num_tables=1)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("call", "num_reached"), [(0, 1), (1, 2), (2, 2), (3, 2), (4, 3), (5, 3)]
 )
-def test_a_stage_that_fails_puts_back_what_it_patched(call, num_reached, late):
-    """And calls nothing for groups that it had not come to."""
+def test_a_call_that_fails_leaves_every_table_as_it_was(call, num_reached, late):
+    """A stage calls nothing for groups that it had not come to; then the next step is
+    like the first. A commit raises, because the kept rows are lost."""
     world = World(fails=call, late=late)
 
     with pytest.raises(RuntimeError, match="planted"):
         world.pages.stage(world.windows)
 
     assert not world.pages.is_open
-    assert world.is_patched() == [False] * 3
-    names = [call.op for call in world.take_calls()]
+    assert world.ops.patched == set()
+    names = [call.op for call in world.ops.calls]
     assert names == ["stage"] * (call + 1) + ["unstage"] * num_reached
-    # The next step is like the first.
-    world.ops.fails = None
+
+    world.ops.calls, world.ops.fails = [], 6 + call
     world.pages.stage(world.windows)
-    world.pages.abort()
-    names = [call.op for call in world.take_calls()]
-    assert names == ["stage"] * 6 + ["unstage"] * 3
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", range(6))
-def test_a_commit_that_fails_puts_all_tables_back_and_raises(call, late):
-    world = World(fails=6 + call, late=late)
-    world.pages.stage(world.windows)
-
     with pytest.raises(RuntimeError, match="planted"):
         world.pages.commit(NumRejected(IDS))
 
     assert not world.pages.is_open
-    assert world.is_patched() == [False] * 3
-    names = [call.op for call in world.take_calls()]
-    assert names.count("commit_draft_layer") == call + 1
+    assert world.ops.patched == set()
+    names = [call.op for call in world.ops.calls]
+    assert names[: 7 + call] == ["stage"] * 6 + ["commit_draft_layer"] * (call + 1)
+    assert set(names[7 + call :]) == {"unstage"}
 
 
 @pytest.mark.parametrize("call", range(3))
@@ -307,5 +267,5 @@ def test_a_table_that_cannot_be_put_back_keeps_no_other_from_it(call):
     with pytest.raises(RuntimeError, match="planted"):
         world.pages.abort()
 
-    assert world.is_patched() == [i == call for i in range(3)]
+    assert world.ops.patched == {f"entries {world.groups[call].group_id}"}
     assert not world.pages.is_open
