@@ -72,9 +72,6 @@ class Table:
     is_patched = False
 
 
-ops.load()
-
-
 class Ops:
     """Notes calls, by the names of the real ops' parameters.
 
