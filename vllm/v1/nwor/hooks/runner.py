@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,7 @@ def common_rows(module: str, *initialize_params: str) -> tuple[HookTarget, ...]:
     )
 
 
+@dataclass(eq=False)
 class RunnerState:
     """What NWOR keeps on a runner, as its attribute `nwor_state`.
 
@@ -77,18 +79,11 @@ class RunnerState:
     windows: those of the step being prepared (V1), None outside of it.
     """
 
-    def __init__(
-        self,
-        manager: DraftCommitManager | None,
-        infos: list[GroupInfo],
-        report: Report,
-        emits: bool = True,
-    ) -> None:
-        self.manager = manager
-        self.infos = infos
-        self.report = report
-        self.emits = emits
-        self.windows: VerificationWindows | None = None
+    manager: DraftCommitManager | None
+    infos: list[GroupInfo]
+    report: Report
+    emits: bool = True
+    windows: VerificationWindows | None = None
 
 
 def install(
