@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 
 from tests.unit import test_packaging
+from tests.unit.test_check_vllm import SITE, files_read, laid_out
 from tools import apply_to_vllm as tool
 from tools import check_vllm, native
 from vllm_nwor.hooks.source import files_of
 
 pytestmark = pytest.mark.usefixtures("parsed_once")
 ROOT = Path(__file__).resolve().parents[2]
-SITE = Path(pytest.__file__).parents[1]
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 ENGINES = "vllm/v1/engine/utils.py"
 # A build for anything but GPUs returns early from the top.
@@ -65,18 +65,9 @@ def files_of_vllm(version: str) -> dict[str, str]:
     """What is touched and read of a vLLM, by path."""
     installed = version == "installed"
     read = files_of(SITE) if installed else check_vllm.Release(version).read
-    found: dict[str, str] = {}
-
-    def noted(path: str) -> str | None:
-        text = read(path)
-        if text is not None:
-            found[path] = text
-        return text
-
-    assert check_vllm.check(version, noted)
-    for path in ("vllm/_version.py", *(place.path for place in tool.places())):
-        noted(path)
-    return found
+    paths = ("vllm/_version.py", *(place.path for place in tool.places()))
+    texts = {path: read(path) for path in paths}
+    return files_read(read) | {path: text for path, text in texts.items() if text}
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +91,6 @@ def site(sources, tmp_path):
 @pytest.fixture
 def checkout(sources, tmp_path):
     return laid_out(tmp_path / "checkout", sources | STUB)
-
-
-def laid_out(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -332,12 +316,6 @@ REFUSED = {
         RUNNER,
         ("def _model_forward(", "def _forward("),
         f"{MODULE}.GPUModelRunner._model_forward does not exist",
-    ),
-    "another signature": (
-        RUNNER,
-        ("grammar_output: ", "grammar: "),
-        f"{MODULE}.GPUModelRunner.sample_tokens has parameters (self, grammar); "
-        "expected it to begin with (self, grammar_output)",
     ),
     "decorated otherwise": (
         RUNNER,

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -41,10 +41,7 @@ pytestmark = pytest.mark.usefixtures("parsed_once")
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "check_vllm.py"
-found = importlib.util.find_spec("vllm")
-assert found is not None
-assert found.origin is not None
-SITE = Path(found.origin).parents[1]
+SITE = Path(str(importlib.util.find_spec("vllm").origin)).parents[1]
 read = functools.cache(files_of(SITE))
 WHOLE = Tree(read)
 ALL = [fact for module in FACTS for fact in facts(module)]
@@ -246,9 +243,8 @@ def test_a_vanished_module_is_named_once():
 # --- tools/check_vllm.py ---
 
 
-@pytest.fixture(scope="module")
-def needed():
-    """The files of vLLM that the check reads."""
+def files_read(read: Callable[[str], str | None]) -> dict[str, str]:
+    """The files of a vLLM that the check reads, by path."""
     files: dict[str, str] = {}
 
     def noted(path: str) -> str | None:
@@ -257,8 +253,20 @@ def needed():
             files[path] = text
         return text
 
-    assert check_vllm.check("installed", noted)
+    assert check_vllm.check("vLLM", noted)
     return files
+
+
+def laid_out(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def needed():
+    return files_read(read)
 
 
 def wheel(folder: Path, files: dict[str, str], version: str = "9.9.9") -> Path:
@@ -384,9 +392,7 @@ def test_a_release_that_is_not_to_be_had_is_no_success(
 
 
 def test_a_tree_is_checked_as_it_lies_there(needed, tmp_path):
-    for name, text in doctored(needed).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    laid_out(tmp_path, doctored(needed))
     command = [sys.executable, TOOL, SITE, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

@@ -4,25 +4,20 @@
 An environment without vLLM, or with a broken one, is in test_packaging.py.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import vllm_nwor
 from tests.helpers.environment import subprocess_env
+from tests.unit.test_check_vllm import SITE, files_read, laid_out
 from vllm_nwor import doctor, ops
-from vllm_nwor.hooks.source import FACTS, Tree, files_of, mismatches
+from vllm_nwor.hooks.source import FACTS, files_of
 
 pytestmark = pytest.mark.usefixtures("parsed_once")
-spec = importlib.util.find_spec("vllm")
-assert spec is not None
-assert spec.origin is not None
-VLLM = Path(spec.origin).parent
 
 
 def test_where_all_is_in_order():
@@ -157,7 +152,7 @@ def test_cuda_is_not_started(monkeypatch):
     for name in ("_lazy_init", "is_available", "device_count", "current_device"):
         monkeypatch.setattr(torch.cuda, name, start)
     assert all(is_fine for is_fine, *_ in doctor.library(None))
-    assert all(is_fine for is_fine, *_ in doctor.hooks(VLLM))
+    assert all(is_fine for is_fine, *_ in doctor.hooks(SITE / "vllm"))
 
 
 # --- hooks ---
@@ -166,18 +161,7 @@ def test_cuda_is_not_started(monkeypatch):
 @pytest.fixture
 def other_vllm(tmp_path):
     """A folder with the files of vLLM that are read."""
-    installed = files_of(VLLM.parent)
-
-    def copied(path):
-        text = installed(path)
-        if text is not None:
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
-        return text
-
-    for module in FACTS:
-        mismatches(module, Tree(copied))
-    return tmp_path / "vllm"
+    return laid_out(tmp_path, files_read(files_of(SITE))) / "vllm"
 
 
 def test_hooks_that_do_not_match_are_named(other_vllm):

@@ -67,9 +67,6 @@ def test_entries_that_do_not_divide_a_block_are_refused(entry_tokens):
         group(entry_tokens=entry_tokens)
 
 
-ops.load()
-
-
 class Ops:
     """Notes calls, by the names of the real ops' parameters, and which tables have
     shadow entries.

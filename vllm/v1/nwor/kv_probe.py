@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,16 +42,17 @@ def probe_layout(
         LayoutRefused: the implementation has no separate writer, or its slots are
             neither rows nor a packing that can be copied.
     """
-    impl = _detached(layer.impl)
     rows = row_layout(kv_cache)
     scratch, raw = _scratch(kv_cache)
+    impl = _detached(layer.impl)
+    write = partial(_write, impl, layer, scratch, activation_dtype)
     # The first write may also prepare a cache it has not seen: TRITON_ATTN fills all
     # scales of a per-token-head cache with ones. That is not what a slot's write does.
-    _write(impl, layer, scratch, _slots(raw, 0), activation_dtype)
+    write(0)
     block_size = rows.block_size
     block_bytes = scratch[0].numel() * scratch.element_size()
     probed = [*range(block_size), 2 * block_size - 1]
-    *runs, last = _changed_runs(impl, layer, scratch, raw, probed, activation_dtype)
+    *runs, last = _changed_runs(write, raw, probed)
     if any(bool((run.sum(dim=1) > block_bytes).any()) for run in runs):
         raise LayoutRefused("a slot of block 0 has bytes in block 1")
     if not torch.equal(last, runs[-1] + last.new_tensor([block_bytes, 0])):
@@ -94,12 +96,7 @@ def _scratch(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _changed_runs(
-    impl: Any,
-    layer: Any,
-    scratch: torch.Tensor,
-    raw: torch.Tensor,
-    slots: Sequence[int],
-    activation_dtype: torch.dtype,
+    write: Callable[[int], None], raw: torch.Tensor, slots: Sequence[int]
 ) -> list[torch.Tensor]:
     """For each of `slots` the bytes that writing one token to it changes:
     [num_runs, 2] int64, cpu: (offset in `raw`, length). A slot's bytes, not a mask of
@@ -108,7 +105,7 @@ def _changed_runs(
     for background in BACKGROUNDS:
         raw.fill_(background)
         for slot, offsets in zip(slots, changed, strict=True):
-            _write(impl, layer, scratch, _slots(raw, slot), activation_dtype)
+            write(slot)
             found = _differing(raw, background)
             raw[found] = background
             offsets.append(found.cpu())
@@ -124,17 +121,8 @@ def _differing(raw: torch.Tensor, background: int) -> torch.Tensor:
     return offsets[raw[offsets] != background]
 
 
-def _slots(raw: torch.Tensor, slot: int) -> torch.Tensor:
-    """[1] int64, device of `raw`: a slot mapping of one token."""
-    return torch.tensor([slot], dtype=torch.int64, device=raw.device)
-
-
 def _write(
-    impl: Any,
-    layer: Any,
-    scratch: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    activation_dtype: torch.dtype,
+    impl: Any, layer: Any, scratch: torch.Tensor, dtype: torch.dtype, slot: int
 ) -> None:
     """One token through the backend's writer; two signatures exist in vLLM."""
     writer = getattr(impl, "do_kv_cache_update", None)
@@ -145,10 +133,9 @@ def _write(
         )
 
     def payload(value: float, *shape: int) -> torch.Tensor:
-        return torch.full(
-            (1, *shape), value, dtype=activation_dtype, device=scratch.device
-        )
+        return torch.full((1, *shape), value, dtype=dtype, device=scratch.device)
 
+    slot_mapping = torch.tensor([slot], dtype=torch.int64, device=scratch.device)
     params = tuple(inspect.signature(writer).parameters)
     if params[:4] == ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"):
         writer(

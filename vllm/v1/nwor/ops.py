@@ -149,10 +149,18 @@ def publish(to: Sequence[Tensor], counters: Tensor) -> None:
         row.copy_(counted, non_blocking=True)
 
 
+def __getattr__(name: str) -> OpOverload:
+    """An op, if `load` was not called before."""
+    if name not in _OPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _load_library()
+    op: OpOverload = globals()[name]
+    return op
+
+
 def audit_op(name: str) -> OpOverload:
     """An op of the KV audit (audit/state.py calls them), without its "audit_"."""
-    op: OpOverload = globals()[f"audit_{name}"]
-    return op
+    return globals().get(f"audit_{name}") or __getattr__(f"audit_{name}")
 
 
 # The ops, once loaded; arguments are in the order of csrc/nwor/bindings.h.

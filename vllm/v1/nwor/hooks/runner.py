@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,7 @@ def common_rows(module: str, *initialize_params: str) -> tuple[HookTarget, ...]:
     )
 
 
+@dataclass(eq=False)
 class RunnerState:
     """What NWOR keeps on a runner, as its attribute `nwor_state`.
 
@@ -78,21 +80,17 @@ class RunnerState:
     windows: those of the step being prepared (V1), None outside of it.
     """
 
-    def __init__(
-        self,
-        manager: DraftCommitManager | None,
-        infos: list[GroupInfo],
-        report: Report,
-        emits: bool = True,
-        max_num_reqs: int = 0,
-    ) -> None:
-        self.manager = manager
-        self.infos = infos
-        self.report = report
-        self.emits = emits
-        shadow = None if manager is None else manager.shadow
+    manager: DraftCommitManager | None
+    infos: list[GroupInfo]
+    report: Report
+    emits: bool = True
+    max_num_reqs: InitVar[int] = 0
+    windows: VerificationWindows | None = None
+    has_all_seats: bool = field(init=False)
+
+    def __post_init__(self, max_num_reqs: int) -> None:
+        shadow = None if self.manager is None else self.manager.shadow
         self.has_all_seats = shadow is not None and shadow.num_seats >= max_num_reqs
-        self.windows: VerificationWindows | None = None
 
 
 def install(
