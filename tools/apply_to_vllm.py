@@ -37,7 +37,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,11 +55,13 @@ from vllm_nwor.hooks._wrap import HookTarget  # noqa: E402
 from vllm_nwor.hooks.source import (  # noqa: E402
     DECORATOR,
     FACTS,
+    HOOKED,
     Mismatch,
     Tree,
     check_decorated,
     dotted,
     files_of,
+    ledger,
     mismatches,
     place_of,
 )
@@ -110,13 +111,10 @@ class Place(NamedTuple):
 
 def places() -> dict[Place, list[HookTarget]]:
     """All of them, with their rows."""
-    hooks = (*HOOKS.items(), *AUDIT_HOOKS.items())
     # A file may wrap in another one's module, too.
-    rows: dict[HookTarget, None] = {}
-    for _, hook in hooks:
-        rows |= dict.fromkeys(import_module(hook.split(":")[0], "vllm_nwor").LEDGER)
+    rows = dict.fromkeys(row for name in HOOKED for row in ledger(name))
     found: dict[Place, list[HookTarget]] = {}
-    for module in dict.fromkeys(module for module, _ in hooks):
+    for module in dict.fromkeys((*HOOKS, *AUDIT_HOOKS)):
         for row in rows:
             if row.module == module:
                 found.setdefault(Place(module, row.qualname), []).append(row)
