@@ -247,7 +247,8 @@ def run_load(broken="", seconds=1.5, probe="loaded"):
         app.router.add_post("/v1/completions", complete)
         async with TestServer(app, access_log=None) as served:
             args = SimpleNamespace(**ARGS, probe=probe)
-            done = load.Load(str(served.make_url(""))[:-1], "m", 512, args)
+            url = f"http://{served.host}:{served.port}"
+            done = load.Load(url, "m", 512, args)
             await done.run(seconds)
             return done, beside
 
