@@ -155,6 +155,9 @@ struct AuditGroup {
   int64_t num_stored;
 
   NWOR_HOST_DEVICE int64_t num_blocks() const { return num_slots / block_size; }
+  NWOR_HOST_DEVICE int64_t kept_block(int64_t number) const {
+    return num_blocks() + number % num_stored;
+  }
   NWOR_HOST_DEVICE bool is_block_end(int64_t position) const {
     return (position + 1) % block_size == 0;
   }
@@ -181,23 +184,24 @@ struct AuditBatch {
   }
 };
 
-struct AuditPlanArgs {
+// What all calls of a step get.
+struct AuditStep {
   AuditGroup group;
   AuditBatch batch;
+  int64_t window;
+  int64_t step;
+};
+
+struct AuditPlanArgs : AuditStep {
   const int32_t* tokens;
   const int64_t* positions;
   const int64_t* slot_mapping;
   int64_t num_tokens;
-  int64_t step;
 };
 
-struct AuditResolveArgs {
-  AuditGroup group;
-  AuditBatch batch;
+struct AuditResolveArgs : AuditStep {
   const int32_t* cu_num_logits;  // [num_reqs], or nullptr: no drafts
   Acceptance acceptance;
-  int64_t window;
-  int64_t step;
   bool is_undone;  // rejected slots hold what they held before the step
 };
 
@@ -210,25 +214,24 @@ struct AuditBytes {
   int64_t num_columns;
   int64_t first_column;
   int64_t table_index;
+
+  // [num_layers]: what is known of a slot.
+  NWOR_HOST_DEVICE int32_t* known(int64_t slot) const {
+    return contents + slot * num_columns + first_column;
+  }
 };
 
-struct AuditRecordArgs {
-  AuditGroup group;
+struct AuditRecordArgs : AuditStep {
   AuditBytes bytes;
   int64_t num_tokens;
-  int64_t step;
-  bool is_undone;  // rejected slots hold what they held before the step
+  bool is_undone;  // as in AuditResolveArgs
   bool is_last;    // table of the group
 };
 
-struct AuditScanArgs {
-  AuditGroup group;
-  AuditBatch batch;
+struct AuditScanArgs : AuditStep {
   AuditBytes bytes;
   int64_t row;  // its hit; or -1: of all rows, from the cursor on
   int64_t num_blocks;
-  int64_t window;
-  int64_t step;
   bool is_last;  // table of the group
 };
 
@@ -240,14 +243,10 @@ struct AuditSeatArgs {
   Seat fresh;  // what is known of it but hash and length
 };
 
-struct AuditAdoptArgs {
-  AuditGroup group;
-  AuditBatch batch;
+struct AuditAdoptArgs : AuditStep {
   const int32_t* tokens;  // [length]
   int64_t length;
   int64_t row;
-  int64_t window;
-  int64_t step;
 };
 
 // Blocks of the group that a KV connector is about to read, or to fill.
@@ -271,10 +270,7 @@ struct AuditSnapshotArgs {
 // Blocks go to requests. A generation of 0: the block goes to another group, and its
 // slots hold nothing of this one.
 struct AuditHandOutArgs {
-  SlotRecord* records;
-  int32_t* owners;
-  int64_t num_blocks;
-  int64_t block_size;
+  AuditGroup group;
   const int32_t* blocks;       // [count], on the host
   const int32_t* generations;  // the same
   int64_t count;
@@ -282,9 +278,7 @@ struct AuditHandOutArgs {
 
 // The end of a step: the header and what was found since the last one go to the host.
 struct AuditPublishArgs {
-  FindingsHeader* header;
-  const Finding* findings;
-  int64_t capacity;
+  AuditGroup group;
   FindingsHeader* header_to;
   Finding* findings_to;
 };

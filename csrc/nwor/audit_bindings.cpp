@@ -3,8 +3,10 @@
 // The audit's ops: from tensors to launchers. audit_describe and audit_describe_layers
 // write a group's tables, addresses and sizes, into one tensor on the host, which the
 // others take: few arguments, in few calls a step. Whoever holds it keeps the tables.
+// Registration and schemas are at the end.
+#include <torch/csrc/stable/library.h>
+
 #include "audit.h"
-#include "bindings.h"
 #include "check.h"
 #include "dispatch.h"
 
@@ -12,11 +14,6 @@ namespace nwor {
 namespace {
 
 using torch::headeronly::ScalarType;
-
-constexpr int64_t kRecordColumns = 4;
-constexpr int64_t kSeatColumns = 8;
-constexpr int64_t kPlanColumns = 10;
-constexpr int64_t kFindingColumns = 12;
 
 // What `tables` holds; behind it, num_parts AuditBytes.
 struct Tables {
@@ -38,15 +35,37 @@ constexpr int64_t kPartColumns = sizeof(AuditBytes) / sizeof(int64_t);
 static_assert(sizeof(Tables) % 8 == 0 && sizeof(AuditBytes) % 8 == 0,
               "they lie in an int64 tensor");
 
+// The elements of an array of int32 or int64.
+template <typename Value>
+Value* values_of(const TensorArgs& tensors, const char* name, const Tensor& tensor,
+                 int64_t num_dims = 1) {
+  constexpr auto kType = sizeof(Value) == 8 ? ScalarType::Long : ScalarType::Int;
+  tensors.array(name, tensor, kType, num_dims);
+  return static_cast<Value*>(tensor.data_ptr());
+}
+
+// Those of an int64 table, one struct a row.
+template <typename Row>
+Row* rows_of(const TensorArgs& tensors, const char* name, const Tensor& tensor) {
+  auto* const first = values_of<int64_t>(tensors, name, tensor, 2);
+  tensors.size_is(name, tensor, 1, sizeof(Row) / sizeof(int64_t), "its columns");
+  return reinterpret_cast<Row*>(first);
+}
+
+// Checks a tensor that the host reads or writes.
+TensorArgs on_host(const char* op, const char* name, const Tensor& tensor) {
+  const TensorArgs host(op, name, tensor);
+  NWOR_CHECK(!host.on_cuda(), op, name, " is on CUDA; must be on cpu");
+  return host;
+}
+
 Tables& room_in(const char* op, const Tensor& tables) {
-  const TensorArgs host(op, "tables", tables);
-  NWOR_CHECK(!host.on_cuda(), op, "tables is on CUDA; must be on cpu");
-  host.array("tables", tables, ScalarType::Long, 1);
+  auto* const to = values_of<int64_t>(on_host(op, "tables", tables), "tables", tables);
   const int64_t size = tables.size(0);
   NWOR_CHECK(size >= kTablesColumns && (size - kTablesColumns) % kPartColumns == 0, op,
              "tables has ", size, " entries; must have ", kTablesColumns + 0, ", and ",
              kPartColumns + 0, " for each table of layers");
-  return *static_cast<Tables*>(tables.data_ptr());
+  return *reinterpret_cast<Tables*>(to);
 }
 
 // One call's arguments: those that were described, and those that come with it.
@@ -63,24 +82,16 @@ Call call_of(const char* op, const Tensor& tables) {
                      static_cast<int32_t>(found.device_index))};
 }
 
-template <typename Row>
-Row* rows_of(const TensorArgs& tensors, const char* name, const Tensor& tensor,
-             int64_t columns) {
-  tensors.array(name, tensor, ScalarType::Long, 2);
-  tensors.size_is(name, tensor, 1, columns, "its columns");
-  return static_cast<Row*>(tensor.data_ptr());
-}
-
 AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
                     const Tensor& seats, const Tensor& expected, const Tensor& owners,
                     const Tensor& plan, const Tensor& findings, const Tensor& stores,
                     int64_t block_size) {
-  tensors.array("expected", expected, ScalarType::Long, 2);
-  tensors.array("owners", owners, ScalarType::Int, 1);
-  Finding* rows = rows_of<Finding>(tensors, "findings", findings, kFindingColumns);
+  auto* const block_ends = values_of<int64_t>(tensors, "expected", expected, 2);
+  auto* const of_blocks = values_of<int32_t>(tensors, "owners", owners);
+  Finding* rows = rows_of<Finding>(tensors, "findings", findings);
   NWOR_CHECK(findings.size(0) > 1, tensors.op(), "findings has ", findings.size(0),
              " rows; must have room for one behind the header");
-  tensors.array("stores", stores, ScalarType::Long, 1);
+  auto* const numbers = values_of<int64_t>(tensors, "stores", stores);
   NWOR_CHECK(block_size > 0 && stores.size(0) >= owners.size(0) &&
                  records.size(0) == stores.size(0) * block_size,
              tensors.op(), "block_size is ", block_size, "; ", stores.size(0),
@@ -88,47 +99,49 @@ AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
              " rows of records, and at least those of owners, ", owners.size(0));
   NWOR_CHECK(expected.size(0) == seats.size(0), tensors.op(), "expected has ",
              expected.size(0), " rows; must have ", seats.size(0), ", as seats");
-  return {rows_of<SlotRecord>(tensors, "records", records, kRecordColumns),
+  return {rows_of<SlotRecord>(tensors, "records", records),
           owners.size(0) * block_size,
-          rows_of<Seat>(tensors, "seats", seats, kSeatColumns),
+          rows_of<Seat>(tensors, "seats", seats),
           seats.size(0),
-          static_cast<int64_t*>(expected.data_ptr()),
+          block_ends,
           expected.size(1),
-          static_cast<int32_t*>(owners.data_ptr()),
+          of_blocks,
           block_size,
-          rows_of<PlanRow>(tensors, "plan", plan, kPlanColumns),
+          rows_of<PlanRow>(tensors, "plan", plan),
           plan.size(0),
           rows + 1,
           findings.size(0) - 1,
           reinterpret_cast<FindingsHeader*>(rows),
-          static_cast<int64_t*>(stores.data_ptr()),
+          numbers,
           stores.size(0) - owners.size(0)};
 }
 
-AuditBatch batch_of(const Call& call, const Tensor& row_seats,
-                    const Tensor& query_start_loc, const Tensor& block_table,
-                    int64_t num_reqs) {
+AuditStep step_of(const Call& call, const Tensor& row_seats,
+                  const Tensor& query_start_loc, const Tensor& block_table,
+                  int64_t num_reqs, int64_t step) {
   const TensorArgs& tensors = call.tensors;
-  tensors.array("query_start_loc", query_start_loc, ScalarType::Int, 1);
+  const auto* const starts =
+      values_of<int32_t>(tensors, "query_start_loc", query_start_loc);
   tensors.array_of("block_table", block_table, ScalarType::Int, 2);
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= row_seats.size(0) &&
                  num_reqs < query_start_loc.size(0) && num_reqs <= block_table.size(0),
              tensors.op(), "num_reqs is ", num_reqs,
              "; row_seats, query_start_loc and block_table have ", row_seats.size(0),
              ", ", query_start_loc.size(0), " and ", block_table.size(0), " rows");
-  return {tensors.indices("row_seats", row_seats),
-          static_cast<const int32_t*>(query_start_loc.data_ptr()),
-          num_reqs,
-          static_cast<const int32_t*>(block_table.data_ptr()),
-          block_table.stride(0),
-          block_table.size(1),
-          call.tables.entry_tokens};
+  const AuditBatch batch{tensors.indices("row_seats", row_seats),
+                         starts,
+                         num_reqs,
+                         static_cast<const int32_t*>(block_table.data_ptr()),
+                         block_table.stride(0),
+                         block_table.size(1),
+                         call.tables.entry_tokens};
+  return {call.group, batch, call.tables.window, step};
 }
 
 AuditBytes bytes_of(const TensorArgs& tensors, const AuditGroup& group,
                     const Tensor& table, const OptionalTensor& runs,
                     const Tensor& contents, int64_t first_column, int64_t table_index) {
-  tensors.array("contents", contents, ScalarType::Int, 2);
+  auto* const sums = values_of<int32_t>(tensors, "contents", contents, 2);
   const LayerTable layers = tensors.table(table);
   // On CUDA the rows are where the host cannot read them.
   if (!tensors.on_cuda()) {
@@ -142,28 +155,25 @@ AuditBytes bytes_of(const TensorArgs& tensors, const AuditGroup& group,
              tensors.op(), "contents has shape [", contents.size(0), ", ",
              contents.size(1), "]; must have ", num_rows, " rows, and ",
              layers.num_layers, " columns from ", first_column);
-  return {
-      layers,           tensors.runs(runs), static_cast<int32_t*>(contents.data_ptr()),
-      contents.size(1), first_column,       table_index};
+  return {layers,           tensors.runs(runs), sums,
+          contents.size(1), first_column,       table_index};
 }
 
 const int32_t* tokens_of(const TensorArgs& tensors, const Tensor& tokens,
                          int64_t length, int64_t room) {
-  tensors.array("tokens", tokens, ScalarType::Int, 1);
+  const auto* const ids = values_of<int32_t>(tensors, "tokens", tokens);
   NWOR_CHECK(length >= 0 && length <= tokens.size(0) && length <= room, tensors.op(),
              "length is ", length, "; must be at most the ", tokens.size(0),
              " tokens, and the ", room, " that expected has room for");
-  return static_cast<const int32_t*>(tokens.data_ptr());
+  return ids;
 }
 
 // Numbers of blocks that the host has.
 const int32_t* block_ids(const Call& call, const Tensor& blocks) {
   const TensorArgs& tensors = call.tensors;
   const int64_t num_blocks = call.group.num_blocks();
-  const TensorArgs host(tensors.op(), "blocks", blocks);
-  NWOR_CHECK(!host.on_cuda(), tensors.op(), "blocks is on CUDA; must be on cpu");
-  host.array("blocks", blocks, ScalarType::Int, 1);
-  const auto* ids = static_cast<const int32_t*>(blocks.data_ptr());
+  const TensorArgs host = on_host(tensors.op(), "blocks", blocks);
+  const auto* const ids = values_of<int32_t>(host, "blocks", blocks);
   for (int64_t i = 0; i < blocks.size(0); ++i) {
     NWOR_CHECK(ids[i] >= 0 && ids[i] < num_blocks, tensors.op(), "blocks[", i, "] is ",
                ids[i], "; must be between 0 and ", num_blocks - 1);
@@ -179,14 +189,11 @@ const AuditBytes& layers_of(const Call& call, int64_t index) {
 }
 
 // Of one row's hit; or with row -1 of all rows, from the cursor on.
-void scan(const Call& call, const AuditBatch& batch, int64_t row, int64_t num_blocks,
-          int64_t step) {
-  const Tables& tables = call.tables;
-  for (int64_t i = 0; i < tables.num_parts; ++i) {
-    const bool is_last = i + 1 == tables.num_parts;
-    const AuditScanArgs args{call.group, batch,      layers_of(call, i),
-                             row,        num_blocks, tables.window,
-                             step,       is_last};
+void scan(const Call& call, const AuditStep& step, int64_t row, int64_t num_blocks) {
+  const int64_t num_parts = call.tables.num_parts;
+  for (int64_t i = 0; i < num_parts; ++i) {
+    const AuditScanArgs args{step, layers_of(call, i), row, num_blocks,
+                             i + 1 == num_parts};
     NWOR_DISPATCH(call.tensors, args, audit_scan);
   }
 }
@@ -195,14 +202,12 @@ void scan(const Call& call, const AuditBatch& batch, int64_t row, int64_t num_bl
 void publish(const Call& call, const Tensor& findings_to) {
   const AuditGroup& group = call.group;
   const char* const op = call.tensors.op();
-  const TensorArgs host(op, "findings_to", findings_to);
-  NWOR_CHECK(!host.on_cuda(), op, "findings_to is on CUDA; must be on cpu");
-  Finding* to = rows_of<Finding>(host, "findings_to", findings_to, kFindingColumns);
+  Finding* to = rows_of<Finding>(on_host(op, "findings_to", findings_to), "findings_to",
+                                 findings_to);
   NWOR_CHECK(findings_to.size(0) == group.capacity + 1, op, "findings_to has ",
              findings_to.size(0), " rows; must have ", group.capacity + 1,
              ", as findings");
-  const AuditPublishArgs args{group.header, group.findings, group.capacity,
-                              reinterpret_cast<FindingsHeader*>(to), to + 1};
+  const AuditPublishArgs args{group, reinterpret_cast<FindingsHeader*>(to), to + 1};
 #ifdef NWOR_CUDA
   if (call.tensors.on_cuda()) {
     check_device_sees(op, static_cast<const int64_t*>(findings_to.data_ptr()));
@@ -261,8 +266,8 @@ void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                 Tensor slot_mapping, int64_t num_tokens, int64_t step) {
   const Call call = call_of("audit_plan", tables);
   const TensorArgs& tensors = call.tensors;
-  tensors.array("positions", positions, ScalarType::Long, 1);
-  tensors.array("slot_mapping", slot_mapping, ScalarType::Long, 1);
+  const auto* const at = values_of<int64_t>(tensors, "positions", positions);
+  const auto* const slots = values_of<int64_t>(tensors, "slot_mapping", slot_mapping);
   NWOR_CHECK(num_tokens >= 0 && num_tokens <= positions.size(0) &&
                  num_tokens <= slot_mapping.size(0) &&
                  num_tokens <= call.group.max_tokens,
@@ -270,13 +275,8 @@ void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
              "; positions, slot_mapping and plan have ", positions.size(0), ", ",
              slot_mapping.size(0), " and ", call.group.max_tokens, " rows");
   const AuditPlanArgs args{
-      call.group,
-      batch_of(call, row_seats, query_start_loc, block_table, num_reqs),
-      tokens_of(tensors, tokens, num_tokens, num_tokens),
-      static_cast<const int64_t*>(positions.data_ptr()),
-      static_cast<const int64_t*>(slot_mapping.data_ptr()),
-      num_tokens,
-      step};
+      step_of(call, row_seats, query_start_loc, block_table, num_reqs, step),
+      tokens_of(tensors, tokens, num_tokens, num_tokens), at, slots, num_tokens};
   NWOR_DISPATCH(tensors, args, audit_plan);
 }
 
@@ -288,16 +288,12 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   const Call call = call_of("audit_resolve", tables);
   const TensorArgs& tensors = call.tensors;
   AuditResolveArgs args{
-      call.group,
-      batch_of(call, row_seats, query_start_loc, block_table, num_reqs),
+      step_of(call, row_seats, query_start_loc, block_table, num_reqs, step),
       nullptr,
       {},
-      call.tables.window,
-      step,
       is_undone};
   if (cu_num_logits.has_value()) {
-    tensors.array("cu_num_logits", *cu_num_logits, ScalarType::Int, 1);
-    args.cu_num_logits = static_cast<const int32_t*>(cu_num_logits->data_ptr());
+    args.cu_num_logits = values_of<int32_t>(tensors, "cu_num_logits", *cu_num_logits);
     args.acceptance = tensors.acceptance(sampled_token_ids, vocab_size, num_rejected);
     NWOR_CHECK(
         cu_num_logits->size(0) >= num_reqs && args.acceptance.num_reqs >= num_reqs,
@@ -311,12 +307,12 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   NWOR_DISPATCH(tensors, args, audit_resolve);
   const int64_t num_parts = call.tables.num_parts;
   for (int64_t i = 0; i < num_parts; ++i) {
-    const AuditRecordArgs of_part{call.group, layers_of(call, i), num_tokens,
-                                  step,       is_undone,          i + 1 == num_parts};
+    const AuditRecordArgs of_part{args, layers_of(call, i), num_tokens, is_undone,
+                                  i + 1 == num_parts};
     NWOR_DISPATCH(tensors, of_part, audit_record);
   }
   if (num_blocks > 0) {
-    scan(call, args.batch, -1, num_blocks, step);
+    scan(call, args, -1, num_blocks);
   }
   if (findings_to.has_value()) {
     publish(call, *findings_to);
@@ -331,34 +327,28 @@ void audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   NWOR_CHECK(row >= 0 && row < num_reqs, call.tensors.op(), "row is ", row,
              "; must be between 0 and ", num_reqs - 1);
   const AuditAdoptArgs args{
-      group,
-      batch_of(call, row_seats, query_start_loc, block_table, num_reqs),
+      step_of(call, row_seats, query_start_loc, block_table, num_reqs, step),
       tokens_of(call.tensors, tokens, length, group.max_blocks * group.block_size),
-      length,
-      row,
-      call.tables.window,
-      step};
+      length, row};
   NWOR_DISPATCH(call.tensors, args, audit_adopt);
-  scan(call, args.batch, row, num_blocks, step);
+  scan(call, args, row, num_blocks);
 }
 
 void audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                 Tensor block_table, int64_t num_reqs, int64_t num_blocks,
                 int64_t step) {
   const Call call = call_of("audit_scan", tables);
-  scan(call, batch_of(call, row_seats, query_start_loc, block_table, num_reqs), -1,
-       num_blocks, step);
+  scan(call, step_of(call, row_seats, query_start_loc, block_table, num_reqs, step), -1,
+       num_blocks);
 }
 
 void audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int64_t step,
                    bool fills) {
   const Call call = call_of("audit_hand_on", tables);
   const char* const op = call.tensors.op();
-  const TensorArgs host(op, "numbers", numbers);
-  NWOR_CHECK(!host.on_cuda(), op, "numbers is on CUDA; must be on cpu");
-  host.array("numbers", numbers, ScalarType::Long, 1);
+  const TensorArgs host = on_host(op, "numbers", numbers);
+  const auto* const of_blocks = values_of<int64_t>(host, "numbers", numbers);
   host.size_is("numbers", numbers, 0, blocks.size(0), "as blocks");
-  const auto* of_blocks = static_cast<const int64_t*>(numbers.data_ptr());
   const bool keeps = call.group.num_stored > 0 && call.tables.num_parts > 0;
   for (int64_t i = 0; i < numbers.size(0); ++i) {
     NWOR_CHECK(of_blocks[i] >= 0 && (keeps || of_blocks[i] == 0), op, "numbers[", i,
@@ -387,13 +377,10 @@ void audit_snapshot(Tensor tables, bool again) {
 void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) {
   const Call call = call_of("audit_hand_out", tables);
   const TensorArgs host(call.tensors.op(), "blocks", blocks);
-  host.array("generations", generations, ScalarType::Int, 1);
+  const auto* const of_blocks = values_of<int32_t>(host, "generations", generations);
   host.size_is("generations", generations, 0, blocks.size(0), "as blocks");
-  const AuditHandOutArgs args{
-      call.group.records,      call.group.owners,
-      call.group.num_blocks(), call.group.block_size,
-      block_ids(call, blocks), static_cast<const int32_t*>(generations.data_ptr()),
-      blocks.size(0)};
+  const AuditHandOutArgs args{call.group, block_ids(call, blocks), of_blocks,
+                              blocks.size(0)};
   NWOR_DISPATCH(call.tensors, args, audit_hand_out);
 }
 

@@ -127,7 +127,7 @@ std::vector<int32_t> checksums_of(const AuditBytes& bytes,
 }
 
 Compared compare(const int32_t* known, const int32_t* found, int64_t num_layers) {
-  Compared compared{num_layers, 0, -1, -1};
+  Compared compared{known, found, num_layers, 0, -1, -1};
   for (int64_t i = num_layers - 1; i >= 0; --i) {
     const bool is_same = found[i] == known[i];
     compared.num_same += is_same;
@@ -237,9 +237,9 @@ void audit_record_cpu(const AuditRecordArgs& args) {
       continue;
     }
     const int32_t* found = sums.data() + i * num_layers;
-    int32_t* known = bytes.contents + slots[i] * bytes.num_columns + bytes.first_column;
+    int32_t* known = bytes.known(slots[i]);
     if (group.plan[i].old.content != kContentNone) {
-      judge_row(args, i, compare(known, found, num_layers), known, found);
+      judge_row(args, i, compare(known, found, num_layers));
     }
     std::copy_n(found, num_layers, known);
     if (args.is_last) {
@@ -309,18 +309,14 @@ void audit_scan_cpu(const AuditScanArgs& args) {
   for (size_t i = 0; i < slots.size(); ++i) {
     SlotRecord& record = group.records[slots[i]];
     const int32_t* found = sums.data() + i * num_layers;
-    int32_t* known = bytes.contents + slots[i] * bytes.num_columns + bytes.first_column;
-    Stored stored{kNotStored, nullptr, {}};
-    if (is_fresh(record.content)) {
-      stored.slot = stored_slot(group, slots[i]);
-    }
+    int32_t* known = bytes.known(slots[i]);
+    Stored stored{is_fresh(record.content) ? stored_slot(group, slots[i]) : kNotStored,
+                  {}};
     if (stored.slot >= 0) {
-      stored.known =
-          bytes.contents + stored.slot * bytes.num_columns + bytes.first_column;
-      stored.compared = compare(stored.known, found, num_layers);
+      stored.compared = compare(bytes.known(stored.slot), found, num_layers);
     }
     judge_slot(args, batch.row_seats.at(rows[i]), slots[i], positions[i],
-               record.content, compare(known, found, num_layers), known, found, stored);
+               record.content, compare(known, found, num_layers), stored);
     group.header->num_contents += args.is_last && record.content == kContentKnown;
     std::copy_n(found, num_layers, known);
     if (args.is_last) {
@@ -337,7 +333,7 @@ void audit_hand_on_cpu(const AuditHandOnArgs& args) {
     if (args.fills || number == 0) {
       continue;
     }
-    const int64_t kept = group.num_blocks() + number % group.num_stored;
+    const int64_t kept = group.kept_block(number);
     const int64_t from = args.blocks[i] * group.block_size;
     const int64_t to = kept * group.block_size;
     group.stores[kept] = number;
@@ -363,9 +359,7 @@ void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
       if (!is_taken(group.records[first + o], args.again)) {
         continue;
       }
-      std::copy_n(
-          sums.data() + o * num_layers, num_layers,
-          bytes.contents + (first + o) * bytes.num_columns + bytes.first_column);
+      std::copy_n(sums.data() + o * num_layers, num_layers, bytes.known(first + o));
       group.records[first + o].content = kContentKnown;
     }
   }
@@ -373,13 +367,12 @@ void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
 
 void audit_hand_out_cpu(const AuditHandOutArgs& args) {
   for (int64_t i = 0; i < args.count; ++i) {
-    hand_out_block(args.records, args.owners, args.block_size, args.blocks[i],
-                   args.generations[i]);
+    hand_out_block(args.group, args.blocks[i], args.generations[i]);
   }
 }
 
 void audit_publish_cpu(const AuditPublishArgs& args) {
-  std::copy_n(args.findings, num_to_publish(args), args.findings_to);
+  std::copy_n(args.group.findings, num_to_publish(args.group), args.findings_to);
   end_step(args);
 }
 

@@ -318,7 +318,7 @@ __device__ void slot_checksums(const AuditBytes& bytes, int64_t slot, int32_t* s
 // By a warp; all lanes get it.
 __device__ Compared compare_by_warp(const int32_t* known, const int32_t* found,
                                     int64_t num_layers) {
-  Compared compared{num_layers, 0, -1, -1};
+  Compared compared{known, found, num_layers, 0, -1, -1};
   for (int64_t first = 0; first < num_layers; first += kWarpThreads) {
     const int64_t i = first + lane_id();
     const bool is_layer = i < num_layers;
@@ -334,10 +334,6 @@ __device__ Compared compare_by_warp(const int32_t* known, const int32_t* found,
     }
   }
   return compared;
-}
-
-__device__ int32_t* known_of(const AuditBytes& bytes, int64_t slot) {
-  return bytes.contents + slot * bytes.num_columns + bytes.first_column;
 }
 
 __device__ void keep_checksums(const AuditBytes& bytes, int32_t* known,
@@ -374,13 +370,13 @@ __global__ void __launch_bounds__(kRecordThreads)
     if (!is_recorded) {
       continue;
     }
-    int32_t* const known = known_of(args.bytes, slot);
+    int32_t* const known = args.bytes.known(slot);
     slot_checksums(args.bytes, slot, sums);
     if (is_judged && threadIdx.x < kWarpThreads) {
       const Compared compared =
           compare_by_warp(known, sums, args.bytes.table.num_layers);
       if (threadIdx.x == 0) {
-        judge_row(args, i, compared, known, sums);
+        judge_row(args, i, compared);
       }
     }
     __syncthreads();
@@ -530,20 +526,18 @@ __global__ void __launch_bounds__(kAuditThreads, 2)
     __syncthreads();
     const int32_t content = shared_content;
     if (content != kContentClaimed) {
-      int32_t* const known = known_of(args.bytes, slot);
+      int32_t* const known = args.bytes.known(slot);
       slot_checksums(args.bytes, slot, sums);
       if (threadIdx.x < kWarpThreads) {
         const int64_t num_layers = args.bytes.table.num_layers;
         const Compared compared = compare_by_warp(known, sums, num_layers);
-        Stored stored{
-            is_fresh(content) ? stored_slot(group, slot) : kNotStored, nullptr, {}};
+        Stored stored{is_fresh(content) ? stored_slot(group, slot) : kNotStored, {}};
         if (stored.slot >= 0) {
-          stored.known = known_of(args.bytes, stored.slot);
-          stored.compared = compare_by_warp(stored.known, sums, num_layers);
+          stored.compared =
+              compare_by_warp(args.bytes.known(stored.slot), sums, num_layers);
         }
         if (threadIdx.x == 0) {
-          judge_slot(args, seat_index, slot, position, content, compared, known, sums,
-                     stored);
+          judge_slot(args, seat_index, slot, position, content, compared, stored);
           if (args.is_last && content == kContentKnown) {
             count(group.header->num_contents);
           }
@@ -569,7 +563,7 @@ __global__ void __launch_bounds__(kAuditThreads)
       continue;
     }
     slot_checksums(args.bytes, slot, sums);
-    keep_checksums(args.bytes, known_of(args.bytes, slot), sums);
+    keep_checksums(args.bytes, args.bytes.known(slot), sums);
     if (threadIdx.x == 0) {
       args.group.records[slot].content = kContentKnown;
     }
@@ -599,7 +593,7 @@ __global__ void __launch_bounds__(kIdsPerLaunch)
   if (args.fills || number == 0) {
     return;
   }
-  const int64_t kept = group.num_blocks() + number % group.num_stored;
+  const int64_t kept = group.kept_block(number);
   if (threadIdx.x == 0) {
     group.stores[kept] = number;
   }
@@ -618,7 +612,7 @@ __global__ void __launch_bounds__(kIdsPerLaunch)
     audit_hand_out_kernel(const __grid_constant__ AuditHandOutArgs args,
                           const __grid_constant__ Ids ids) {
   if (static_cast<int32_t>(threadIdx.x) < ids.count) {
-    hand_out_block(args.records, args.owners, args.block_size, ids.blocks[threadIdx.x],
+    hand_out_block(args.group, ids.blocks[threadIdx.x],
                    static_cast<int32_t>(ids.values[threadIdx.x]));
   }
 }
@@ -626,9 +620,10 @@ __global__ void __launch_bounds__(kIdsPerLaunch)
 __global__ void __launch_bounds__(kBlockThreads)
     audit_publish_kernel(const __grid_constant__ AuditPublishArgs args) {
   constexpr int kWords = sizeof(Finding) / sizeof(int64_t);
-  const auto* from = reinterpret_cast<const int64_t*>(args.findings);
+  const auto* from = reinterpret_cast<const int64_t*>(args.group.findings);
   auto* to = reinterpret_cast<int64_t*>(args.findings_to);
-  for (int64_t i = threadIdx.x; i < num_to_publish(args) * kWords; i += kBlockThreads) {
+  for (int64_t i = threadIdx.x; i < num_to_publish(args.group) * kWords;
+       i += kBlockThreads) {
     to[i] = from[i];
   }
   __syncthreads();

@@ -88,6 +88,20 @@ NWOR_HOST_DEVICE inline Finding at_slot(const AuditGroup& group, FindingClass ki
           record.step, step, 0, 0,    0};
 }
 
+// Of a write of `token` by `seat`, which makes its text H = `hash`.
+NWOR_HOST_DEVICE inline SlotRecord written(int64_t hash, int32_t token,
+                                           int64_t position, int64_t step,
+                                           const Seat& seat, SlotState state,
+                                           SlotContent content) {
+  return {hash,
+          token,
+          static_cast<int32_t>(position),
+          static_cast<int32_t>(step),
+          static_cast<int32_t>(seat.generation),
+          state,
+          content};
+}
+
 NWOR_HOST_DEVICE inline bool is_in_cache(const AuditGroup& group, int64_t slot) {
   return slot >= group.block_size && slot < group.num_slots;
 }
@@ -178,22 +192,11 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
     return;
   }
   if (!may_write(group, args.batch, r, seat, position, slot)) {
-    Finding finding{kForeignWrite,
-                    -1,
-                    0,
-                    slot,
-                    position,
-                    0,
-                    seat.generation,
-                    args.step,
-                    args.step,
-                    args.batch.slot(r, position),
-                    slot,
-                    0};
-    if (slot < group.num_slots) {
-      finding.owner = group.owners[slot / group.block_size];
-    }
-    report(group, finding);
+    const int64_t owner =
+        slot < group.num_slots ? group.owners[slot / group.block_size] : 0;
+    const int64_t expected = args.batch.slot(r, position);
+    report(group, {kForeignWrite, -1, 0, slot, position, owner, seat.generation,
+                   args.step, args.step, expected, slot, 0});
   }
   if (slot >= group.num_slots) {
     return;
@@ -216,13 +219,8 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
   } else if (row.old.content == kContentLoaded) {
     row.old.content = kContentNone;
   }
-  record = {hash,
-            args.tokens[i],
-            static_cast<int32_t>(position),
-            static_cast<int32_t>(args.step),
-            static_cast<int32_t>(seat.generation),
-            kSlotPlanned,
-            kContentNone};
+  record = written(hash, args.tokens[i], position, args.step, seat, kSlotPlanned,
+                   kContentNone);
 }
 
 // --- resolve ---------------------------------------------------------------------
@@ -315,7 +313,7 @@ NWOR_HOST_DEVICE inline int64_t stored_slot(const AuditGroup& group, int64_t slo
   if (number == 0) {
     return kNotStored;
   }
-  const int64_t kept = group.num_blocks() + number % group.num_stored;
+  const int64_t kept = group.kept_block(number);
   if (group.stores[kept] != number) {
     return kStoreForgotten;
   }
@@ -366,13 +364,8 @@ NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
       const bool is_other = record.state == kSlotLoaded &&
                             record.content != kContentNone &&
                             record.token != args.tokens[p];
-      record = {hash,
-                args.tokens[p],
-                static_cast<int32_t>(p),
-                static_cast<int32_t>(args.step),
-                static_cast<int32_t>(seat.generation),
-                kSlotCommitted,
-                is_other ? kContentReplaced : kContentNone};
+      record = written(hash, args.tokens[p], p, args.step, seat, kSlotCommitted,
+                       is_other ? kContentReplaced : kContentNone);
     } else if (!holds(record, hash) && !is_reported) {
       is_reported = true;
       report_prefix(group, slot, p, hash, seat_index, args.step);
@@ -384,28 +377,28 @@ NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
 
 // --- bytes -----------------------------------------------------------------------
 
-// A slot's checksums in a table of layers against those known.
+// A slot's checksums by layer in a table of them, those known and those found.
 struct Compared {
+  const int32_t* known;
+  const int32_t* found;
   int64_t num_layers;
   int64_t num_same;
   int64_t first_same;
   int64_t first_other;
 };
 
-// `known`, `found`: the slot's checksums by layer.
 NWOR_HOST_DEVICE inline Finding other_bytes(const AuditGroup& group,
                                             const AuditBytes& bytes, int64_t slot,
                                             int64_t position, const Seat& seat,
-                                            int64_t step, const Compared& compared,
-                                            const int32_t* known,
-                                            const int32_t* found) {
+                                            int64_t step, const Compared& compared) {
   Finding finding = at_slot(group, kChanged, slot, position, seat, step);
   finding.table = bytes.table_index;
   if (compared.num_same < compared.num_layers) {
-    finding.layer = compared.first_other;
+    const int64_t layer = compared.first_other;
+    finding.layer = layer;
     finding.num_layers = compared.num_layers - compared.num_same;
-    finding.expected = static_cast<uint32_t>(known[compared.first_other]);
-    finding.found = static_cast<uint32_t>(found[compared.first_other]);
+    finding.expected = static_cast<uint32_t>(compared.known[layer]);
+    finding.found = static_cast<uint32_t>(compared.found[layer]);
   }
   return finding;
 }
@@ -426,15 +419,14 @@ NWOR_HOST_DEVICE inline void report_missing(const AuditRecordArgs& args, int64_t
 
 // What row i's checksums say of it, before they are recorded.
 NWOR_HOST_DEVICE inline void judge_row(const AuditRecordArgs& args, int64_t i,
-                                       const Compared& compared, const int32_t* known,
-                                       const int32_t* found) {
+                                       const Compared& compared) {
   const AuditGroup& group = args.group;
   PlanRow& row = group.plan[i];
   const Seat& seat = group.seats[row.seat];
   if (row.state == kSlotRejected) {
     if (args.is_undone && compared.num_same < compared.num_layers) {
       Finding finding = other_bytes(group, args.bytes, row.slot, row.position, seat,
-                                    args.step, compared, known, found);
+                                    args.step, compared);
       finding.writer = seat.generation;
       finding.writer_step = args.step;
       report(group, finding);
@@ -490,21 +482,20 @@ NWOR_HOST_DEVICE inline bool is_fresh(int32_t content) {
 // compared with, or why it was not (stored_slot).
 struct Stored {
   int64_t slot;
-  const int32_t* known;
   Compared compared;
 };
 NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_index,
                                         int64_t slot, int64_t position, int32_t content,
-                                        const Compared& compared, const int32_t* known,
-                                        const int32_t* found, const Stored& stored) {
+                                        const Compared& compared,
+                                        const Stored& stored) {
   const AuditGroup& group = args.group;
   const Seat& seat = group.seats[seat_index];
   const bool is_same = compared.num_same == compared.num_layers;
   if (!is_fresh(content)) {
     // What has no checksums yet was taken over: it gets some.
     if (content != kContentNone && !is_same) {
-      report(group, other_bytes(group, args.bytes, slot, position, seat, args.step,
-                                compared, known, found));
+      report(group,
+             other_bytes(group, args.bytes, slot, position, seat, args.step, compared));
     }
     return;
   }
@@ -521,8 +512,8 @@ NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_
   // A single layer's checksum may agree by chance.
   const bool is_sure = compared.num_layers > 1 || stored.slot >= 0;
   if (content == kContentReplaced && is_same && is_sure) {
-    Finding finding = other_bytes(group, args.bytes, slot, position, seat, args.step,
-                                  compared, known, found);
+    Finding finding =
+        other_bytes(group, args.bytes, slot, position, seat, args.step, compared);
     finding.kind = kNeverLoaded;
     finding.layer = 0;
     finding.num_layers = compared.num_layers;
@@ -530,7 +521,7 @@ NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_
     report(group, finding);
   } else if (stored.slot >= 0) {
     Finding finding = other_bytes(group, args.bytes, slot, position, seat, args.step,
-                                  stored.compared, stored.known, found);
+                                  stored.compared);
     finding.kind = kHandedOn;
     report(group, finding);
   }
@@ -574,29 +565,30 @@ NWOR_HOST_DEVICE inline void hand_on_block(const AuditGroup& group, int64_t bloc
   }
 }
 
-NWOR_HOST_DEVICE inline void hand_out_block(SlotRecord* records, int32_t* owners,
-                                            int64_t block_size, int64_t block,
+NWOR_HOST_DEVICE inline void hand_out_block(const AuditGroup& group, int64_t block,
                                             int32_t generation) {
-  owners[block] = generation;
+  group.owners[block] = generation;
   if (generation != 0) {
     return;
   }
-  for (int64_t o = 0; o < block_size; ++o) {
-    SlotRecord& record = records[block * block_size + o];
+  for (int64_t o = 0; o < group.block_size; ++o) {
+    SlotRecord& record = group.records[block * group.block_size + o];
     record = {0, -1, 0, record.step, record.generation, kSlotNever, kContentNone};
   }
 }
 
 // --- publish ---------------------------------------------------------------------
 
-NWOR_HOST_DEVICE inline int64_t num_to_publish(const AuditPublishArgs& args) {
-  return least(args.header->num_findings - args.header->num_published, args.capacity);
+NWOR_HOST_DEVICE inline int64_t num_to_publish(const AuditGroup& group) {
+  return least(group.header->num_findings - group.header->num_published,
+               group.capacity);
 }
 
 NWOR_HOST_DEVICE inline void end_step(const AuditPublishArgs& args) {
-  *args.header_to = *args.header;
-  args.header->num_published = args.header->num_findings;
-  args.header->cursor = args.header->next_cursor;
+  FindingsHeader* const header = args.group.header;
+  *args.header_to = *header;
+  header->num_published = header->num_findings;
+  header->cursor = header->next_cursor;
 }
 
 }  // namespace nwor

@@ -26,17 +26,17 @@ ScalarType dtype_of(const DlpackTensor& tensor) {
     return tensor.dtype_code == code && tensor.dtype_bits == bits &&
            tensor.dtype_lanes == 1;
   };
-  return is(kInt, 32)        ? ScalarType::Int
-         : is(kInt, 64)      ? ScalarType::Long
-         : is(kUnsigned, 8)  ? ScalarType::Byte
-         : is(kFloat, 32)    ? ScalarType::Float
-         : is(kFloat, 64)    ? ScalarType::Double
-         : is(kFloat, 16)    ? ScalarType::Half
-         : is(kBfloat, 16)   ? ScalarType::BFloat16
-         : is(kInt, 8)       ? ScalarType::Char
-         : is(kInt, 16)      ? ScalarType::Short
-         : is(kBool, 8)      ? ScalarType::Bool
-                             : ScalarType::Undefined;
+  return is(kInt, 32)       ? ScalarType::Int
+         : is(kInt, 64)     ? ScalarType::Long
+         : is(kUnsigned, 8) ? ScalarType::Byte
+         : is(kFloat, 32)   ? ScalarType::Float
+         : is(kFloat, 64)   ? ScalarType::Double
+         : is(kFloat, 16)   ? ScalarType::Half
+         : is(kBfloat, 16)  ? ScalarType::BFloat16
+         : is(kInt, 8)      ? ScalarType::Char
+         : is(kInt, 16)     ? ScalarType::Short
+         : is(kBool, 8)     ? ScalarType::Bool
+                            : ScalarType::Undefined;
 }
 
 int32_t device_type_of(int32_t dlpack_type) {
@@ -133,7 +133,7 @@ NworBuiltin builtin(const char* name) {
 
 const char* nwor_builtins(const NworInterpreter* interpreter,
                           const NworBuiltin** builtins) {
-#define NWOR_BUILTIN(op) nwor::builtin<&nwor::op>(#op),
+#define NWOR_BUILTIN(op, arguments) nwor::builtin<&nwor::op>(#op),
   static const NworBuiltin all[] = {NWOR_OPS(NWOR_BUILTIN){nullptr, nullptr}};
 #undef NWOR_BUILTIN
   if (interpreter->version != kNworBuiltinsVersion) {

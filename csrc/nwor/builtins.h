@@ -54,11 +54,11 @@ struct NworInterpreter {
   const DlpackExchange* dlpack;                     // torch.Tensor's
 };
 
-// An op as (self, arguments, number of arguments) -> None. Raises RuntimeError, TypeError
-// or OverflowError. The device of CUDA tensors must be the current one. The interpreter's
-// lock is kept: a launch enqueues, or where the queue is full waits for the device, which
-// in vLLM waits for no thread of Python. To give the lock up is to wait for it where
-// another thread takes it in between.
+// An op as (self, arguments, number of arguments) -> None. Raises RuntimeError,
+// TypeError or OverflowError. The device of CUDA tensors must be the current one. The
+// interpreter's lock is kept: a launch enqueues, or where the queue is full waits for
+// the device, which in vLLM waits for no thread of Python. To give the lock up is to
+// wait for it where another thread takes it in between.
 struct NworBuiltin {
   const char* name;
   void* (*function)(void* self, void* const* arguments, int64_t num_arguments);

@@ -18,8 +18,8 @@
 
 namespace nwor {
 
-// Says that the device of the tensors is the current one, while it lives: it need not be
-// made that.
+// Says that the device of the tensors is the current one, while it lives: it need not
+// be made that.
 class CurrentDevice {
  public:
   CurrentDevice() { is_known() = true; }

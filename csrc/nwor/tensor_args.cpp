@@ -146,7 +146,8 @@ BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_
   int64_t num_tokens = 0;
   const int64_t* slots = this->slot_mapping(slot_mapping, &num_tokens);
   int64_t num_reqs = 0;
-  const int32_t* sums = this->cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
+  const int32_t* sums =
+      this->cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
   return {slots,
           num_tokens,
           indices("logits_indices", logits_indices),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.environment import subprocess_env
-from vllm_nwor.audit import selftest
+from vllm_nwor.audit.faults import FAULTS, Expected
 from vllm_nwor.audit.findings import CLASSES, Finding, Writer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -32,7 +32,7 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     passed = re.findall(r"^ok   (\w+)", done.stdout, re.MULTILINE)
-    assert passed == ["clean", *(fault.__name__ for fault in selftest.FAULTS)]
+    assert passed == ["clean", *(fault.__name__ for fault in FAULTS)]
     kinds = set(re.findall(r"^     (\w+): ", done.stdout, re.MULTILINE))
     assert kinds == set(CLASSES)
     (steps,) = re.findall(r"^(\d+) steps; passed$", done.stdout, re.MULTILINE)
@@ -42,10 +42,11 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
 
 def test_a_selftest_without_a_fault_fails() -> None:
     """The verdict is of what was found, not of what was planted."""
-    expected = selftest.Expected("changed", (5,), "layer", "one")
+    expected = Expected("changed", 1, "one")
     writer = Writer("one-1", 1, 1)
     finding = Finding("changed", 0, "layer", 1, 0, 5, 0, None, writer, 2, "0x0", "0x1")
-    assert selftest.matches(expected, finding)
+    layers = ["other", "layer"]
+    assert expected.matches(finding, [5], layers)
     others: tuple[dict[str, Any], ...] = (
         {"kind": "missing_write"},
         {"slot": 6},
@@ -53,4 +54,4 @@ def test_a_selftest_without_a_fault_fails() -> None:
         {"writer": replace(writer, request="two-1")},
     )
     for other in others:
-        assert not selftest.matches(expected, replace(finding, **other))
+        assert not expected.matches(replace(finding, **other), [5], layers)

@@ -155,7 +155,7 @@ def audit_op(name: str) -> OpOverload:
     return op
 
 
-# The ops, once loaded; arguments are in the order of csrc/nwor/torch_bindings.cpp.
+# The ops, once loaded; arguments are in the order of csrc/nwor/bindings.h.
 
 log_cache_slots: OpOverload
 """Copies the bytes at all draft slots, of all layers, to the undo log.

@@ -9,25 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_nwor.audit", description="The KV audit."
     )
-    parser.add_argument(
-        "--selftest",
-        action="store_true",
-        required=True,
-        help="plant faults in a real engine on the CPU, and look for the findings",
-    )
+    told = "plant faults in a real engine on the CPU, and look for the findings"
+    parser.add_argument("--selftest", action="store_true", required=True, help=told)
     parser.parse_args()
     from . import selftest
 
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
         del os.environ[name]
     os.environ.update(selftest.VARIABLES)
-    return 0 if selftest.run(lambda line: print(line, flush=True)) else 1
+    return 0 if selftest.run(partial(print, flush=True)) else 1
 
 
 if __name__ == "__main__":

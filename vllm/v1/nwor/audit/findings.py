@@ -9,15 +9,16 @@ preemption is a new generation, and so is one that uses an old one's name again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,14 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.v1.nwor")
 
 # In the order of FindingClass of csrc/nwor/audit.h.
-CLASSES = (
-    "foreign_write",
-    "wrong_prefix",
-    "changed",
-    "missing_write",
-    "handed_on",
-    "never_loaded",
-)
 MEANING = {
     "foreign_write": "a write was planned to a block that is not the request's",
     "wrong_prefix": "a block in a request's table does not hold the request's text",
@@ -46,21 +39,27 @@ MEANING = {
     "back is not what was stored",
     "never_loaded": "a load was reported done and changed nothing",
 }
-# Columns of a row of `findings` (Finding of csrc/nwor/audit.h), int64 [.., 12].
-COLUMNS = (
-    "kind",
-    "layer",
-    "num_layers",
-    "slot",
-    "position",
-    "owner",
-    "writer",
-    "writer_step",
-    "step",
-    "expected",
-    "found",
-    "table",
-)
+CLASSES = tuple(MEANING)
+
+
+class Row(NamedTuple):
+    """A row of `findings`: Finding of csrc/nwor/audit.h, int64."""
+
+    kind: int
+    layer: int
+    num_layers: int
+    slot: int
+    position: int
+    owner: int
+    writer: int
+    writer_step: int
+    step: int
+    expected: int
+    found: int
+    table: int
+
+
+COLUMNS = Row._fields
 # Steps whose findings may be on their way to the host: vLLM has two in flight.
 NUM_SLOTS = 4
 # Findings that are kept, in memory and in the file, and lines logged a step.
@@ -112,35 +111,31 @@ class Finding:
 
 
 def decode(
-    row: Sequence[int],
-    group: int,
-    layers: Sequence[Sequence[str]],
-    block_size: int,
-    name_of: Callable[[int], str | None],
+    row: Row, group: AuditedGroup, name_of: Callable[[int], str | None]
 ) -> Finding:
-    """A row of COLUMNS in words.
-
-    layers: names of the layers in each of the group's tables.
-    """
-    value = dict(zip(COLUMNS, row, strict=True))
-    in_layer = value["layer"] >= 0
-    kind = CLASSES[value["kind"]]
+    """A row in words."""
+    kind, shape = CLASSES[row.kind], group.shape
     # Slots are numbers; the others are bits.
     told = str if kind == "foreign_write" else lambda n: f"{n & (2**64 - 1):#x}"
     return Finding(
         kind,
-        group,
-        layers[value["table"]][value["layer"]] if in_layer else None,
-        value["num_layers"],
-        value["slot"] // block_size,
-        value["slot"],
-        value["position"],
-        name_of(value["owner"]),
-        Writer(name_of(value["writer"]), value["writer"], value["writer_step"]),
-        value["step"],
-        told(value["expected"]),
-        told(value["found"]),
+        shape.group_id,
+        group.parts[row.table].names[row.layer] if row.layer >= 0 else None,
+        row.num_layers,
+        row.slot // shape.block_size,
+        row.slot,
+        row.position,
+        name_of(row.owner),
+        Writer(name_of(row.writer), row.writer, row.writer_step),
+        row.step,
+        told(row.expected),
+        told(row.found),
     )
+
+
+def _order(row: Row) -> tuple[int, ...]:
+    """Of the findings of a step: threads of a GPU come in any order."""
+    return row.step, row.kind, row.table, row.owner, row.position
 
 
 @dataclass
@@ -152,6 +147,14 @@ class Found:
     num_steps: int = 0
     num_lost: int = 0
     num_unverified: int = 0
+
+
+class _Slot(NamedTuple):
+    """tables: each group's findings, [1 + MAX_KEPT, columns of a Row] int64, cpu,
+    pinned on CUDA. arrival: of what was sent to them last; None on the CPU."""
+
+    tables: Sequence[torch.Tensor]
+    arrival: torch.cuda.Event | None
 
 
 class Outbox:
@@ -167,14 +170,16 @@ class Outbox:
         self._groups, self._name_of = groups, name_of
         is_cuda = groups[0].findings.device.type == "cuda"
         shape = (len(groups), 1 + MAX_KEPT, len(COLUMNS))
-        self._slots = [
-            torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
+        slots = [
+            _Slot(
+                torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda).unbind(),
+                torch.cuda.Event() if is_cuda else None,
+            )
             for _ in range(NUM_SLOTS)
         ]
-        self._arrivals = [torch.cuda.Event() for _ in self._slots] if is_cuda else []
-        self._places = [slot.unbind() for slot in self._slots]
-        self._next_slot = self._claimed = 0
-        self._on_their_way: deque[int] = deque()
+        self._slots = itertools.cycle(slots)
+        self._claimed = slots[0]
+        self._on_their_way: deque[_Slot] = deque()
         # Of each group findings and unverified slots, as last read: they only rise.
         self._totals = [[0, 0] for _ in groups]
         self._found = Found()
@@ -182,20 +187,19 @@ class Outbox:
         self._lock = threading.Lock()
 
     def claim(self) -> Sequence[torch.Tensor]:
-        """Where an op of this step shall write each group's findings: [1 + MAX_KEPT,
-        columns of a finding] int64, cpu, pinned on CUDA. Then `sent`."""
+        """Where an op of this step shall write each group's findings: the tables of a
+        _Slot. Then `sent`."""
         with self._lock:
-            if len(self._on_their_way) == len(self._slots):
+            if len(self._on_their_way) == NUM_SLOTS:
                 self._arrive(waits=True)
-            self._claimed = self._next_slot
-            self._next_slot = (self._claimed + 1) % len(self._slots)
-        return self._places[self._claimed]
+            self._claimed = next(self._slots)
+        return self._claimed.tables
 
     def sent(self) -> None:
         """What writes to the place that was claimed last has been enqueued."""
         with self._lock:
-            if self._arrivals:
-                self._arrivals[self._claimed].record()
+            if self._claimed.arrival is not None:
+                self._claimed.arrival.record()
             self._on_their_way.append(self._claimed)
 
     def publish(self) -> None:
@@ -207,33 +211,32 @@ class Outbox:
 
     def _arrive(self, waits: bool) -> bool:
         """Reads the oldest slot that is on its way; whether it could."""
-        slot = self._on_their_way[0]
-        if self._arrivals and not self._arrivals[slot].query():
+        tables, arrival = self._on_their_way[0]
+        if arrival is not None and not arrival.query():
             if not waits:
                 return False
-            self._arrivals[slot].synchronize()
+            arrival.synchronize()
         self._on_their_way.popleft()
         self._found.num_steps += 1
-        for index, group in enumerate(self._groups):
-            self._read(group, self._totals[index], self._slots[slot][index])
+        for group, totals, table in zip(
+            self._groups, self._totals, tables, strict=True
+        ):
+            self._read(group, totals, table)
         return True
 
     def _read(
         self, group: AuditedGroup, totals: list[int], table: torch.Tensor
     ) -> None:
-        """table: [1 + MAX_KEPT, columns of a finding] int64, cpu."""
         before, totals[:] = tuple(totals), table[0, :2].tolist()
         count = totals[0] - before[0]
         self._found.num_unverified += totals[1] - before[1]
         self._found.num_lost += max(count - MAX_KEPT, 0)
         if not count:
             return
-        names = [part.names for part in group.parts]
-        shape = group.shape
-        for row in sorted(table[1 : 1 + min(count, MAX_KEPT)].tolist(), key=_order):
-            self._found.findings.append(
-                decode(row, shape.group_id, names, shape.block_size, self._name_of)
-            )
+        rows = map(Row._make, table[1 : 1 + min(count, MAX_KEPT)].tolist())
+        self._found.findings += [
+            decode(row, group, self._name_of) for row in sorted(rows, key=_order)
+        ]
 
     def take(self, waits: bool = False) -> Found:
         """What has come since the last call. waits: for what is on its way, too."""
@@ -242,13 +245,6 @@ class Outbox:
                 pass
             found, self._found = self._found, Found()
         return found
-
-
-def _order(row: Sequence[int]) -> tuple[int, ...]:
-    """Of the findings of a step: threads of a GPU come in any order."""
-    value = dict(zip(COLUMNS, row, strict=True))
-    keys = ("step", "kind", "table", "owner", "position")
-    return tuple(value[key] for key in keys)
 
 
 class Findings:
@@ -260,14 +256,13 @@ class Findings:
     def __init__(self, path: str = "") -> None:
         """path: of the JSON file; empty for none."""
         self.last: deque[Finding] = deque(maxlen=MAX_KEPT)
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self._path = Path(path) if path else None
 
     def add(self, found: Sequence[Finding], num_lost: int = 0) -> None:
         """Takes in the findings of a step. num_lost: that did not fit the table."""
-        for finding in found:
-            self.last.append(finding)
-            self.counts[finding.kind] = self.counts.get(finding.kind, 0) + 1
+        self.last.extend(found)
+        self.counts.update(finding.kind for finding in found)
         for finding in found[:MAX_LINES]:
             logger.error("NWOR audit: %s", finding.line())
         num_more = len(found) - MAX_LINES + num_lost
@@ -278,10 +273,8 @@ class Findings:
 
     def _write(self, path: Path) -> None:
         """The file holds all of the last findings, or what it held before."""
-        content: dict[str, Any] = {
-            "counts": self.counts,
-            "findings": [asdict(finding) for finding in self.last],
-        }
+        findings = [asdict(finding) for finding in self.last]
+        content = {"counts": self.counts, "findings": findings}
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             temporary.write_text(json.dumps(content, indent=1))

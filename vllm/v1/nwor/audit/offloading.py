@@ -14,14 +14,14 @@ from there, unless others fill it, too: then nothing is known (`_places`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from ..hooks._wrap import HookTarget, argument, install_all, is_installed
+from ..hooks._wrap import HookTarget, Wrapped, argument, install_all, is_installed
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
@@ -51,7 +51,7 @@ NAME = "OffloadingConnector"
 Blocks = list[list[int]]
 Watcher = Callable[[Any, Callable[[], tuple[Blocks, Blocks | None]], bool], None]
 # Model runners of this process that are audited.
-_audited: list[tuple[weakref.ref[Any], Watcher]] = []
+_audited: WeakKeyDictionary[Any, Watcher] = WeakKeyDictionary()
 
 
 def install(module: ModuleType) -> None:
@@ -66,8 +66,7 @@ def tells() -> bool:
 
 def watch(runner: Any, watcher: Watcher) -> None:
     """Has `watcher` called for what this runner's connector will read or fill."""
-    _audited[:] = [entry for entry in _audited if entry[0]() not in (None, runner)]
-    _audited.append((weakref.ref(runner), watcher))
+    _audited[runner] = watcher
 
 
 def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
@@ -85,30 +84,24 @@ def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
     if is_shared or not is_own:
         return None
     size = spec.blocks_per_chunk
-    ids = list(map(int, chunks.block_ids))
+    # Chunks follow each other; a group begins with a chunk of its own.
+    places = [int(chunk) * size + n for chunk in chunks.block_ids for n in range(size)]
     found, begin = [], 0
     for count, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
-        skipped = first % size if count else 0
-        found.append(
-            [
-                ids[begin + n // size] * size + n % size
-                for n in range(skipped, skipped + count)
-            ]
-        )
-        begin += -(-(skipped + count) // size)
+        start = begin + (first % size if count else 0)
+        found.append(places[start : start + count])
+        begin = -(-(start + count) // size) * size
     return found
 
 
 def _tell(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None:
     """transfers: the blocks of each, and the connector's chunks."""
-    for reference, watcher in _audited:
-        runner = reference()
+    for runner, watcher in list(_audited.items()):
         # A process may have several engines, each with its own configuration.
-        if runner is None or runner.vllm_config is not connector._vllm_config:
-            continue
-        for blocks, chunks in transfers:
-            config = runner.kv_cache_config
-            watcher(runner, partial(_read, config, connector, blocks, chunks), fills)
+        if runner.vllm_config is connector._vllm_config:
+            read = partial(_read, runner.kv_cache_config, connector)
+            for blocks, chunks in transfers:
+                watcher(runner, partial(read, blocks, chunks), fills)
 
 
 def _read(
@@ -120,10 +113,8 @@ def _read(
     found = [ids[a:b] for a, b in pairwise(ends)]
     places = _places(connector, blocks, chunks)
     # Since vLLM 0.32 only some groups are offloaded.
-    num_groups = len(kv_cache_config.kv_cache_groups)
-    offloaded = getattr(
-        kv_cache_config, "prefix_cacheable_group_ids", range(num_groups)
-    )
+    groups = range(len(kv_cache_config.kv_cache_groups))
+    offloaded = getattr(kv_cache_config, "prefix_cacheable_group_ids", groups)
     if len(found) != len(offloaded):
         raise ValueError(
             f"a transfer of the {NAME} is of {len(found)} KV-cache groups; expected "
@@ -132,7 +123,7 @@ def _read(
 
     def of_all(of_offloaded: Blocks) -> Blocks:
         known = dict(zip(offloaded, of_offloaded, strict=True))
-        return [known.get(group_id, []) for group_id in range(num_groups)]
+        return [known.get(group_id, []) for group_id in groups]
 
     return of_all(found), None if places is None else of_all(places)
 
@@ -142,7 +133,7 @@ def _waiting(connector: Any) -> list[tuple[Any, Any]]:
     return [(source, to) for _, source, to in worker._unsubmitted_store_jobs]
 
 
-def _stores(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> Any:
+def _stores(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
     metadata = argument(PREEMPTIONS, "kv_connector_metadata", args, kwargs)
     jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
     flushed = [(job.src_spec, job.dst_spec) for job in jobs if job is not None]
@@ -150,9 +141,7 @@ def _stores(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any)
     return wrapped(*args, **kwargs)
 
 
-def _stores_and_loads(
-    wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any
-) -> Any:
+def _stores_and_loads(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
     _tell(connector, _waiting(connector), fills=False)
     loads = connector._connector_metadata.load_jobs
     filled = [(job.dst_spec, job.src_spec) for job in loads.values()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the audit's hooks of both model runners share in a step.
+"""What the audit's hooks of both model runners share.
 
 A failure of the audit ends the audit, with one line, and never the engine
 (VLLM_NWOR_STRICT=always raises).
@@ -12,24 +12,24 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..config import AuditMode, NworConfig, OnReject
-from ..draft_manager import State
-from ..hooks._wrap import HookTarget, argument, install_all
+from ..draft_manager import NworError, State
+from ..hooks._wrap import HookTarget, Wrapped, Wrapper, argument, install_all
 from ..window import Acceptance
+from . import offloading, startup
 from .findings import AuditError, Findings
 from .state import Audit, Scheduled
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-WORKER = "vllm.v1.worker.gpu_worker"
-
 WAKE_UP = HookTarget(
-    WORKER,
+    "vllm.v1.worker.gpu_worker",
     "Worker.wake_up",
     ("self", "tags"),
     why="audit: the caches' content is another one",
@@ -46,6 +46,7 @@ class RunnerAudit:
     """What the audit keeps on a runner, as its attribute `nwor_audit`."""
 
     def __init__(self, audit: Audit, config: NworConfig, path: str) -> None:
+        """path: as Findings."""
         self.audit = audit
         self.findings = Findings(path)
         self.raises = config.audit is AuditMode.RAISE
@@ -65,6 +66,27 @@ class RunnerAudit:
 def install(module: ModuleType) -> None:
     """Wraps the worker in `module`. Raises HostMismatch if it is not as expected."""
     install_all(module, {WAKE_UP: _wake_up})
+
+
+def over(target: HookTarget, why: str, **others: Any) -> HookTarget:
+    """The audit's row for what a hook of NWOR's wraps; its wrapper lies over that."""
+    return replace(target, why=f"audit: {why}", **{"layer": 1} | others)
+
+
+def wrappers(rows: ModuleType, sample: Wrapper) -> dict[HookTarget, Wrapper]:
+    """What the audit wraps on either runner, by NWOR's rows of that one."""
+    handed_out = "which blocks were handed out to which requests"
+    hears = "vLLM tells plugins of blocks that it hands out"
+    taken = "its memory is taken while vLLM measures what is left"
+    kept = "what is kept is known, and the drafter has not run"
+    leaves = "findings leave with the step's output, or keep it from leaving"
+    return {
+        over(rows.INITIALIZE, "the caches are bound here"): initialize_kv_cache,
+        over(rows.PROFILE, taken): profile_run,
+        over(rows.EXECUTE, handed_out, delete_when=hears): execute_model,
+        over(rows.SAMPLE, kept): sample,
+        over(rows.OUTPUT, leaves): sample_tokens,
+    }
 
 
 def audit_of(runner: Any) -> RunnerAudit | None:
@@ -89,24 +111,50 @@ def guarded(runner: Any, run: Callable[[RunnerAudit], None]) -> None:
         logger.exception("NWOR audit: off from here on, because it failed")
 
 
-def execute_model(
-    wrapped: Callable[..., Any],
-    runner: Any,
-    args: Any,
-    kwargs: Any,
-    target: HookTarget,
-) -> Any:
+def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper: builds the audit once the real caches are bound. vLLM also calls this
+    with a throw-away cache while profiling."""
+    runner.nwor_audit = None
+    result = wrapped(*args, **kwargs)
+    config = NworConfig.from_env()
+    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+    if config.audit is AuditMode.OFF or is_profiling:
+        return result
+    audit = startup.build(runner, config)
+    if isinstance(audit, Audit):
+        path = startup.path_of(runner, config)
+        runner.nwor_audit = RunnerAudit(audit, config, path)
+        offloading.watch(runner, hand_on)
+        return result
+    runner.nwor_audit_storage = None
+    if config.strict:
+        raise NworError(f"NWOR audit requested, refused: {audit}")
+    logger.warning("NWOR audit: off: %s", audit)
+    return result
+
+
+def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper: takes the audit's memory while vLLM measures what is left."""
+    config = NworConfig.from_env()
+    if config.audit is not AuditMode.OFF and runner.device.type != "cpu":
+        runner.nwor_audit_storage = None  # that of an earlier run goes first
+        runner.nwor_audit_storage = startup.reserve(runner, config)
+    return wrapped(*args, **kwargs)
+
+
+def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: what the scheduler says of requests and blocks."""
-    scheduled = argument(target, "scheduler_output", args, kwargs)
+    scheduled = args[0] if args else kwargs["scheduler_output"]
     guarded(runner, lambda state: _begin_step(state, scheduled))
     return wrapped(*args, **kwargs)
 
 
 def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
-    cached = scheduled.scheduled_cached_reqs
+    finished = scheduled.finished_req_ids
+    for name in finished:
+        state.about.pop(name, None)
     known = getattr(scheduled, "nwor_audit", {})
-    new = []
-    local = {}
+    new, grown, local = [], [], {}
     for request in scheduled.scheduled_new_reqs:
         name = request.req_id
         new.append((name, request.num_computed_tokens, request.block_ids))
@@ -114,7 +162,7 @@ def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
         state.about[name] = _about(request, salt)
         if num_local is not None:
             local[name] = num_local
-    grown = []
+    cached = scheduled.scheduled_cached_reqs
     for name, num_computed, blocks in zip(
         cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
     ):
@@ -122,21 +170,11 @@ def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
             new.append((name, num_computed, blocks))
         elif blocks is not None:
             grown.append((name, blocks))
-    for name in scheduled.finished_req_ids:
-        if not any(name == request.req_id for request in scheduled.scheduled_new_reqs):
-            state.about.pop(name, None)
     copied = getattr(scheduled, "kv_cache_block_copies", None) or ()
     zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
+    has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
     state.audit.begin_step(
-        Scheduled(
-            scheduled.finished_req_ids,
-            new,
-            grown,
-            copied,
-            zeroed,
-            local,
-            bool(scheduled.scheduled_spec_decode_tokens),
-        )
+        Scheduled(finished, new, grown, copied, zeroed, local, has_drafts)
     )
 
 
@@ -154,53 +192,45 @@ def _about(request: Any, salt: str | None) -> tuple[int, bool]:
 Kept = Callable[[Any, Any, Any, Any], tuple[torch.Tensor | None, Acceptance | None]]
 
 
-def sample(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any, kept: Kept
-) -> Any:
+def sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any, kept: Kept) -> Any:
     """Wrapper: the end of a step, behind NWOR's commit."""
     manager: Any = getattr(runner.__dict__.get("nwor_state"), "manager", None)
     was_open = manager is not None and manager.is_open
     result = wrapped(*args, **kwargs)
 
     def resolve(state: RunnerAudit) -> None:
-        if not state.audit.is_open:
-            return
-        is_undone = (
-            was_open
-            and manager.state is State.IDLE
-            and manager.config.on_reject is OnReject.RESTORE
-        )
-        state.audit.resolve(
-            *kept(runner, result, args, kwargs), is_undone, publishes=True
-        )
+        if state.audit.is_open:
+            is_undone = (
+                was_open
+                and manager.state is State.IDLE
+                and manager.config.on_reject is OnReject.RESTORE
+            )
+            found = kept(runner, result, args, kwargs)
+            state.audit.resolve(*found, is_undone, publishes=True)
 
     guarded(runner, resolve)
     return result
 
 
-def sample_tokens(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def sample_tokens(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: findings leave with the step's output, or keep it from leaving. An
     asynchronous output has them when vLLM reads it."""
     output = wrapped(*args, **kwargs)
     if audit_of(runner) is None:
         return output
+
+    def told(found: Any) -> Any:
+        guarded(runner, lambda state: _tell(state, found))
+        return found
+
     get_output = getattr(output, "get_output", None)
     if get_output is None:
-        guarded(runner, lambda state: tell(state, output))
-    else:
-
-        def get_output_and_tell() -> Any:
-            found = get_output()
-            guarded(runner, lambda state: tell(state, found))
-            return found
-
-        output.get_output = get_output_and_tell
+        return told(output)
+    output.get_output = lambda: told(get_output())
     return output
 
 
-def tell(state: RunnerAudit, output: Any) -> None:
+def _tell(state: RunnerAudit, output: Any) -> None:
     """Logs what a step found, and has its output carry the numbers.
 
     Raises:
@@ -232,7 +262,7 @@ def hand_on(runner: Any, read: Callable[[], Any], fills: bool) -> None:
     guarded(runner, tell_audit)
 
 
-def _wake_up(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+def _wake_up(wrapped: Wrapped, worker: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     tags = argument(WAKE_UP, "tags", args, kwargs)
     runner = getattr(worker, "model_runner", None)

@@ -3,8 +3,8 @@
 
 A small model with random weights, made here: nothing is downloaded. One engine, mode
 cow, all bytes compared in each step. First a clean run, in which nothing may be found;
-then one run for each fault, in which the first finding of the class expected must name
-the layer, the slot and the writer. Faults are planted by attributes of this one runner.
+then one run for each of `faults`, in which the first finding of the class expected must
+name the layer, the slot and the writer.
 
 It needs `VLLM_NWOR_*` and vLLM's own variables set before vLLM is imported, so that it
 runs in a process of its own (__main__.py).
@@ -15,20 +15,16 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..ops import PAD_SLOT
-from ..window import SampledIds
+from .faults import FAULTS
 from .findings import Finding
+from .state import Audit
 
-BLOCK_SIZE = 32
-NUM_BLOCKS = 18
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -41,6 +37,7 @@ VARIABLES = {
     "VLLM_NWOR_AUDIT": "log",
     "VLLM_NWOR_AUDIT_MIB": "4096",
 }
+VOCAB_SIZE = 512
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,22 +47,12 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "vocab_size": 512,
+    "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a planted fault must be reported as. None: not looked at. slots: any."""
-
-    kind: str
-    slots: tuple[int, ...]
-    layer: str | None = None
-    writer: str | None = None
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -80,7 +67,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 class Bench:
-    """One engine, and the moments of its steps at which faults are planted."""
+    """One engine, its audit, and what is where in its caches."""
+
+    block_size = 32
 
     def __init__(self) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -94,8 +83,8 @@ class Bench:
                 skip_tokenizer_init=True,
                 enforce_eager=True,
                 max_model_len=256,
-                block_size=BLOCK_SIZE,
-                num_gpu_blocks_override=NUM_BLOCKS,
+                block_size=self.block_size,
+                num_gpu_blocks_override=18,
                 max_num_seqs=8,
                 max_num_batched_tokens=128,
                 enable_prefix_caching=True,
@@ -110,11 +99,14 @@ class Bench:
             )
             self.llm = LLMEngine.from_engine_args(arguments)
         core: Any = self.llm.engine_core
-        self.core = core.engine_core
-        worker = self.core.model_executor.driver_worker.worker
-        self.runner = worker.model_runner
-        if self.runner.__dict__.get("nwor_audit") is None:
+        executor = core.engine_core.model_executor
+        self.runner: Any = executor.driver_worker.worker.model_runner
+        state = self.runner.__dict__.get("nwor_audit")
+        if state is None:
             raise RuntimeError("the audit refused this engine; its log says why")
+        self.audit: Audit = state.audit
+        self.found = state.findings.last
+        self.layers = self.audit.groups[0].layers
         self.num_steps = 0
         self._spoil_drafts()
 
@@ -123,19 +115,12 @@ class Bench:
         propose = self.runner.drafter.propose
 
         def spoiled(*args: Any, **kwargs: Any) -> list[list[int]]:
-            drafts: list[list[int]] = propose(*args, **kwargs)
-            vocab_size = MODEL["vocab_size"]
-            assert isinstance(vocab_size, int)
-            return [
-                [*tokens[:-1], (tokens[-1] + 1) % vocab_size] if tokens else tokens
-                for tokens in map(list, drafts)
-            ]
+            drafts = list(map(list, propose(*args, **kwargs)))
+            for tokens in filter(None, drafts):
+                tokens[-1] = (tokens[-1] + 1) % VOCAB_SIZE
+            return drafts
 
         self.runner.drafter.propose = spoiled
-
-    @property
-    def audit(self) -> Any:
-        return self.runner.nwor_audit
 
     def add(self, name: str, tokens: Sequence[int], max_tokens: int) -> None:
         from vllm import SamplingParams
@@ -144,6 +129,15 @@ class Bench:
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
         self.llm.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+
+    def add_prompt(self, name: str, seed: int, length: int, max_tokens: int) -> None:
+        self.add(name, prompt(seed, length), max_tokens)
+
+    def start(self) -> None:
+        """Two requests, each with two full blocks and more, a few steps old."""
+        self.add_prompt("one", 1, 75, 40)
+        self.add_prompt("two", 2, 70, 40)
+        self.step(4)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -159,16 +153,15 @@ class Bench:
         """Forgets all blocks and all findings. Caches are filled anew: a slot may
         not hold by chance what is written next."""
         self.llm.reset_prefix_cache()
-        for index in range(len(self.audit.audit.groups[0].layers)):
+        for index in range(len(self.layers)):
             self.bytes(index).random_(0, 0x40)
-        self.audit.audit.forget_cache()
-        self.audit.audit.snapshot()
-        self.audit.findings.last.clear()
+        self.audit.forget_cache()
+        self.audit.snapshot()
+        self.found.clear()
 
-    # -- what is where -------------------------------------------------------------
-
-    def layer(self, index: int) -> Any:
-        return self.audit.audit.groups[0].layers[index]
+    @property
+    def table(self) -> Any:
+        return self.runner.input_batch.block_table
 
     def row(self, name: str) -> int:
         """Of a request, by the name that vLLM has lengthened."""
@@ -176,244 +169,27 @@ class Bench:
         return next(i for i, key in enumerate(ids) if key.startswith(f"{name}-"))
 
     def slot(self, name: str, position: int) -> int:
-        table = self.runner.input_batch.block_table[0].block_table.np
-        block = table[self.row(name), position // BLOCK_SIZE]
-        return int(block) * BLOCK_SIZE + position % BLOCK_SIZE
+        index, offset = divmod(position, self.block_size)
+        block = int(self.table[0].block_table.np[self.row(name), index])
+        return block * self.block_size + offset
 
-    def runs(self, index: int, slot: int) -> list[tuple[int, int]]:
-        """(offset, length) in the layer's storage of each run of a slot."""
-        layer = self.layer(index)
-        layout = layer.layout
+    def bytes(self, index: int) -> torch.Tensor:
+        """The storage of a layer's cache as [bytes] uint8."""
+        storage = self.layers[index].kv_cache.untyped_storage()
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def runs(self, index: int, slot: int) -> list[torch.Tensor]:
+        """[bytes] uint8: each run of a slot in a layer's cache."""
+        layout, cache = self.layers[index].layout, self.layers[index].kv_cache
         first = slot // layout.block_size * layout.block_stride
+        first += cache.storage_offset() * cache.element_size()
         runs = (
             layout.row_runs(slot)
             if layout.runs is None
             else layout.runs[slot % layout.block_size]
         )
-        cache = layer.kv_cache
-        first += cache.storage_offset() * cache.element_size()
-        return [(first + start, length) for start, length in runs.tolist()]
-
-    def bytes(self, index: int) -> torch.Tensor:
-        """The storage of a layer's cache as [bytes] uint8."""
-        storage = self.layer(index).kv_cache.untyped_storage()
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-    def flip(self, index: int, slot: int, run: int = 0) -> None:
-        """Changes a byte of a slot in one layer."""
-        offset, _ = self.runs(index, slot)[run]
-        self.bytes(index)[offset] ^= 0xFF
-
-    # -- moments -------------------------------------------------------------------
-
-    @contextmanager
-    def replaced(self, owner: Any, name: str, function: Any) -> Iterator[None]:
-        """`owner` has `function` for its attribute `name`."""
-        had = name in vars(owner)
-        before = getattr(owner, name)
-        setattr(owner, name, function)
-        try:
-            yield
-        finally:
-            if had:
-                setattr(owner, name, before)
-            else:
-                delattr(owner, name)
-
-
-def start(bench: Bench) -> None:
-    """Two requests, each with two full blocks and more, a few steps old."""
-    bench.add("one", prompt(1, 75), 40)
-    bench.add("two", prompt(2, 70), 40)
-    bench.step(4)
-
-
-def scribble(bench: Bench) -> Expected:
-    """A byte of one layer's K changes in a committed slot."""
-    start(bench)
-    slot = bench.slot("one", 5)
-    bench.flip(2, slot)
-    bench.finish()
-    return Expected("changed", (slot,), bench.layer(2).name, "one")
-
-
-def lost_scale(bench: Bench) -> Expected:
-    """The last bytes of a committed slot, where scales would be, become zeros."""
-    start(bench)
-    slot = bench.slot("two", 17)
-    offset, length = bench.runs(1, slot)[-1]
-    bench.bytes(1)[offset : offset + length] = 0
-    bench.finish()
-    return Expected("changed", (slot,), bench.layer(1).name, "two")
-
-
-def late_write(bench: Bench) -> Expected:
-    """Behind commit somebody writes a token's bytes to a slot of another request."""
-    start(bench)
-    source, slot = bench.slot("one", 9), bench.slot("two", 20)
-    data = bench.bytes(0)
-    for (here, length), (there, _) in zip(
-        bench.runs(0, source), bench.runs(0, slot), strict=True
-    ):
-        data[there : there + length] = data[here : here + length].clone()
-    bench.finish()
-    return Expected("changed", (slot,), bench.layer(0).name, "two")
-
-
-def _bent_restore(bench: Bench, bend: Callable[[torch.Tensor], Any]) -> Expected:
-    """The first restore that has something to undo finds the log's slots bent."""
-    start(bench)
-    rejected: list[int] = []
-    manager = bench.runner.nwor_state.manager
-    restore = manager.launches.restore
-
-    def bent(acceptance: SampledIds, num_drafts: int, counters_to: Any) -> None:
-        (group,) = manager.groups
-        num_kept = (acceptance.sampled_token_ids != -1).sum(dim=1) - 1
-        if not rejected:
-            for draft, (row, place, _) in enumerate(group.log_windows.tolist()):
-                if draft < num_drafts and row >= 0 and place >= int(num_kept[row]):
-                    rejected.append(int(group.log_slots[draft]))
-            if rejected:
-                bend(group.log_slots[:num_drafts])
-        restore(acceptance, num_drafts, counters_to)
-
-    with bench.replaced(manager.launches, "restore", bent):
-        bench.finish()
-    return Expected("changed", tuple(rejected))
-
-
-def skipped_restore(bench: Bench) -> Expected:
-    """NWOR does not undo a step's rejected drafts."""
-    return _bent_restore(bench, lambda slots: slots.fill_(PAD_SLOT))
-
-
-def bent_restore(bench: Bench) -> Expected:
-    """NWOR undoes them one slot too far."""
-    return _bent_restore(bench, lambda slots: slots.add_(1))
-
-
-def stale_slots(bench: Bench) -> Expected:
-    """A step runs with the slot mapping of the one before."""
-    start(bench)
-    table = bench.runner.input_batch.block_table
-    mapping = table.block_tables[0].slot_mapping.np
-    slots = tuple(int(slot) for slot in mapping[:16])
-    with bench.replaced(table, "compute_slot_mapping", lambda *args: None):
-        bench.step()
-    bench.finish()
-    return Expected("foreign_write", slots)
-
-
-def swapped_tables(bench: Bench) -> Expected:
-    """Two requests have each other's block table for one step."""
-    start(bench)
-    slot = bench.slot("two", BLOCK_SIZE - 1)
-    table = bench.runner.input_batch.block_table
-    rows = (bench.row("one"), bench.row("two"))
-    table.swap_row(*rows)
-    bench.step()
-    table.swap_row(*rows)
-    bench.finish()
-    return Expected("wrong_prefix", (slot,), writer="two")
-
-
-def given_another_block(
-    bench: Bench, on_block: Callable[[int], None] = lambda block: None
-) -> tuple[int, ...]:
-    """Runs a request whose cached prefix is another text's block, by its table; calls
-    `on_block` with that block before the step. Returns the block's first slot."""
-    start(bench)
-    bench.finish()
-    slots: list[int] = []
-    execute_model = bench.runner.execute_model
-
-    def bent(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        for request in scheduled.scheduled_new_reqs:
-            (blocks,) = request.block_ids
-            slots.append(blocks[1] * BLOCK_SIZE)
-            blocks[0] = blocks[1]
-            on_block(blocks[0])
-        return execute_model(scheduled, *args, **kwargs)
-
-    bench.add("again", prompt(1, 75), 4)
-    with bench.replaced(bench.runner, "execute_model", bent):
-        bench.step()
-    bench.finish()
-    return tuple(slots)
-
-
-def wrong_hit(bench: Bench) -> Expected:
-    """A request is given another text's block for its cached prefix."""
-    return Expected("wrong_prefix", given_another_block(bench), writer="one")
-
-
-def missing_write(bench: Bench) -> Expected:
-    """One layer does not write what a step computes."""
-    name = bench.layer(3).name
-    modules = bench.runner.compilation_config.static_forward_context
-    bench.add("late", prompt(3, 30), 20)
-    impl = modules[name].impl
-    with bench.replaced(impl, "do_kv_cache_update", lambda *args, **kwargs: None):
-        bench.step()
-    slots = tuple(bench.slot("late", position) for position in range(30))
-    bench.finish()
-    return Expected("missing_write", slots, name, "late")
-
-
-def foreign_block(bench: Bench) -> Expected:
-    """A request's next write goes to a block of another one."""
-    start(bench)
-    table = bench.runner.input_batch.block_table
-    compute = table.compute_slot_mapping
-    slot = bench.slot("two", 3)
-    row = bench.row("one")
-
-    def bent(num_reqs: int, query_start_loc: Any, *args: Any) -> None:
-        compute(num_reqs, query_start_loc, *args)
-        mapping = table.block_tables[0].slot_mapping.gpu
-        mapping[int(query_start_loc[row])] = slot
-
-    with bench.replaced(table, "compute_slot_mapping", bent):
-        bench.step()
-    bench.finish()
-    return Expected("foreign_write", (slot,), writer="one")
-
-
-def rejected_tail(bench: Bench) -> Expected:
-    """A block goes to a KV connector before its last slots are committed."""
-    start(bench)
-    batch = bench.runner.input_batch
-    length = int(batch.num_tokens_no_spec[bench.row("one")]) - 1
-    slot = bench.slot("one", length)
-    # As its adapter calls it, between two steps.
-    bench.audit.audit.hand_on([[slot // BLOCK_SIZE]])
-    bench.finish()
-    return Expected("handed_on", (slot,))
-
-
-def idle_load(bench: Bench) -> Expected:
-    """A load is reported done, and its block still holds another text."""
-    slots = given_another_block(
-        bench, lambda block: bench.audit.audit.hand_on([[block]], fills=True)
-    )
-    return Expected("never_loaded", slots, bench.layer(0).name)
-
-
-FAULTS = (
-    scribble,
-    lost_scale,
-    late_write,
-    skipped_restore,
-    bent_restore,
-    stale_slots,
-    foreign_block,
-    swapped_tables,
-    wrong_hit,
-    missing_write,
-    rejected_tail,
-    idle_load,
-)
+        of_block = self.bytes(index)[first:]
+        return [of_block[start : start + length] for start, length in runs.tolist()]
 
 
 def clean_run(bench: Bench) -> list[Finding]:
@@ -431,42 +207,34 @@ def clean_run(bench: Bench) -> list[Finding]:
             bench.llm.abort_request([f"clean{number}"])
             bench.add(f"clean{number}", tail, 20)
     bench.finish()
-    return list(bench.audit.findings.last)
-
-
-def matches(expected: Expected, finding: Finding) -> bool:
-    writer = finding.writer.request or ""
-    return (
-        finding.kind == expected.kind
-        and finding.slot in expected.slots
-        and (expected.layer is None or finding.layer == expected.layer)
-        and (expected.writer is None or writer.startswith(f"{expected.writer}-"))
-    )
+    return list(bench.found)
 
 
 def run(say: Callable[[str], None]) -> bool:
     """Whether the audit is what it says it is. Tells `say` line by line."""
     bench = Bench()
     found = clean_run(bench)
-    totals = bench.audit.audit.totals()
+    totals = bench.audit.totals()
     say(
         f"{'ok  ' if not found else 'FAIL'} clean run: {len(found)} findings in "
         f"{bench.num_steps} steps; compared: {totals['identities']} identities, the "
         f"bytes of {totals['contents']} slots"
     )
     passed = not found and totals["identities"] > 0 and totals["contents"] > 0
-    for fault in FAULTS:
+    names = [layer.name for layer in bench.layers]
+    for fault, expected in FAULTS.items():
         bench.clear()
-        expected = fault(bench)
-        kept = list(bench.audit.findings.last)
-        of_class = [finding for finding in kept if finding.kind == expected.kind]
-        is_right = bool(of_class) and matches(expected, of_class[0])
+        slots = fault(bench)
+        bench.finish()
+        of_class = [finding for finding in bench.found if finding.kind == expected.kind]
+        is_right = bool(of_class) and expected.matches(of_class[0], slots, names)
         passed = passed and is_right
-        told = (doc := fault.__doc__ or "").splitlines()[0] if fault.__doc__ else doc
+        (told, *_) = (fault.__doc__ or "").splitlines()
         say(f"{'ok  ' if is_right else 'FAIL'} {fault.__name__}: {told}")
         if is_right:
             say(f"     {of_class[0].line()}")
         else:
-            say(f"     expected {expected}; found {[f.line() for f in kept[:4]]}")
+            others = [finding.line() for finding in bench.found][:4]
+            say(f"     expected {expected} at {slots}; found {others}")
     say(f"{bench.num_steps} steps; {'passed' if passed else 'FAILED'}")
     return passed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of a model runner, and its memory: what its hooks do when an engine starts.
+"""The audit of a model runner, and its memory, when an engine starts.
 
 Memory is taken where vLLM's accounting sees it: on CUDA in front of `profile_run`, for
 as many blocks as there can be, before the KV cache is sized; on the CPU, where an eager
@@ -9,20 +9,18 @@ engine never profiles, when the caches are bound.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import ops
-from ..config import AuditMode, NworConfig
+from ..config import NworConfig
 from ..device_memory import DeviceMemory
-from ..draft_manager import NworError
 from ..hooks.engine_core import parallel_refusal
 from ..hooks.layers import sleeps, target_layers
 from ..launches import LayerCache
 from . import offloading
-from .runner import RunnerAudit, hand_on
 from .state import Audit, Loads
 from .tables import AuditedGroup, GroupShape, num_bytes
 
@@ -35,46 +33,10 @@ MAX_ROWS = 4096
 STORED_SHARE = 6
 
 
-def initialize_kv_cache(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    """Wrapper: builds the audit once the real caches are bound. vLLM also calls this
-    with a throw-away cache while profiling."""
-    runner.nwor_audit = None
-    result = wrapped(*args, **kwargs)
-    config = NworConfig.from_env()
-    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
-    if config.audit is AuditMode.OFF or is_profiling:
-        return result
-    try:
-        found = _build(runner, config)
-    except Exception as error:
-        logger.debug("NWOR audit: at start-up", exc_info=True)
-        found = f"vLLM is not as expected: {type(error).__name__}: {error}"
-    if isinstance(found, str):
-        runner.nwor_audit_storage = None
-        _refuse(found, config)
-    else:
-        runner.nwor_audit = found
-        offloading.watch(runner, hand_on)
-    return result
-
-
-def profile_run(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    """Wrapper: takes the audit's memory while vLLM measures what is left."""
-    config = NworConfig.from_env()
-    if config.audit is not AuditMode.OFF and runner.device.type != "cpu":
-        runner.nwor_audit_storage = None  # that of an earlier run goes first
-        runner.nwor_audit_storage = _reserve(runner, config)
-    return wrapped(*args, **kwargs)
-
-
-def _reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
+def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
     """[num_bytes] uint8, on the runner's device: for the cache that there would be if
     all that is free now went to it. None if nothing is audited, or vLLM cannot be asked
-    (`_build` allocates then). Raises nothing."""
+    (`build` allocates then). Raises nothing."""
     try:
         if _refusal(runner) is not None:
             return None
@@ -108,10 +70,10 @@ def _reserved_bytes(runner: Any, config: NworConfig) -> int:
         num_blocks = left // sum(spec.page_size_bytes for spec in specs)
     # With room for what a table has beyond the longest text.
     max_blocks = -(-vllm_config.model_config.max_model_len // block_size) + 64
+    num_stored = _num_stored(runner, config, num_blocks)
     return num_bytes(
         GroupShape(
-            *(0, block_size, block_size, num_blocks, max_blocks),
-            num_stored=_num_stored(runner, config, num_blocks),
+            0, block_size, block_size, num_blocks, max_blocks, num_stored=num_stored
         ),
         len(specs),
         _num_seats(runner),
@@ -150,16 +112,21 @@ def _refusal(runner: Any) -> str | None:
     return parallel_refusal(runner.vllm_config)
 
 
-def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:
-    """The audit of `runner`, whose caches were bound, or why there is none."""
-    refusal = _refusal(runner)
-    if refusal is not None:
-        return refusal
+def build(runner: Any, config: NworConfig) -> Audit | str:
+    """The audit of `runner`, whose caches were bound, or why there is none. Raises
+    nothing."""
+    try:
+        return _refusal(runner) or _build(runner, config)
+    except Exception as error:
+        logger.debug("NWOR audit: at start-up", exc_info=True)
+        return f"vLLM is not as expected: {type(error).__name__}: {error}"
+
+
+def _build(runner: Any, config: NworConfig) -> Audit | str:
     ops.load(runner.device.type)
     storage = runner.__dict__.get("nwor_audit_storage")
     if storage is None and sleeps(runner):
         return "no memory was reserved, and sleep mode would lose what is taken now"
-    kv_config = runner.kv_cache_config
     audited: list[tuple[GroupShape, list[LayerCache]]] = []
     told = []
     for gid, layers in enumerate(target_layers(runner)):
@@ -168,14 +135,12 @@ def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:
             continue
         shape = _shape_of(runner, config, gid)
         num_slots = shape.num_blocks * shape.block_size
-        if any(
-            layer.layout.num_blocks * layer.layout.block_size != num_slots
-            for layer in layers
-        ):
+        layouts = [layer.layout for layer in layers]
+        if {of.num_blocks * of.block_size for of in layouts} == {num_slots}:
+            audited.append((shape, layers))
+            told.append(f"group {gid}: {len(layers)} layers")
+        else:
             told.append(f"group {gid}: off (its layers do not have {num_slots} slots)")
-            continue
-        audited.append((shape, layers))
-        told.append(f"group {gid}: {len(layers)} layers")
     if not audited:
         return "; ".join(told)
     try:
@@ -185,20 +150,19 @@ def _build(runner: Any, config: NworConfig) -> RunnerAudit | str:
             raise
         storage = runner.nwor_audit_storage = None
         audit = _audit_of(runner, config, audited, None)
-    on_cpu = runner.device.type == "cpu"
-    is_late = storage is None and not on_cpu
+    is_late = storage is None and runner.device.type != "cpu"
+    num_steps = audit.steps_of_a_pass(runner.kv_cache_config.num_blocks)
     logger.info(
         "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
         config.audit.value,
         "; ".join(told),
         audit.num_bytes / 2**20,
         ", beyond what vLLM has counted" if is_late else "",
-        f"{config.audit_mib} MiB a step, all of a full cache in "
-        f"{audit.steps_of_a_pass(kv_config.num_blocks)} steps"
+        f"{config.audit_mib} MiB a step, all of a full cache in {num_steps} steps"
         if config.audit_mib
         else "not compared",
     )
-    return RunnerAudit(audit, config, _path_of(runner, config))
+    return audit
 
 
 def _audit_of(
@@ -211,20 +175,14 @@ def _audit_of(
     scheduler = runner.vllm_config.scheduler_config
     memory = DeviceMemory(runner.device, storage)
     num_seats = _num_seats(runner)
-    groups = [
-        AuditedGroup(
-            shape,
-            layers,
-            num_seats,
-            scheduler.max_num_batched_tokens,
-            config.audit_mib > 0,
-            memory,
-        )
-        for shape, layers in audited
-    ]
+    max_tokens = scheduler.max_num_batched_tokens
+    compares = config.audit_mib > 0
     kv_groups = runner.kv_cache_config.kv_cache_groups
     return Audit(
-        groups,
+        [
+            AuditedGroup(shape, layers, num_seats, max_tokens, compares, memory)
+            for shape, layers in audited
+        ],
         config.audit_mib << 20,
         num_seats,
         [group.kv_cache_spec.block_size for group in kv_groups],
@@ -234,8 +192,8 @@ def _audit_of(
     )
 
 
-def _path_of(runner: Any, config: NworConfig) -> str:
-    """Each rank has a file of its own."""
+def path_of(runner: Any, config: NworConfig) -> str:
+    """Of the JSON file, which each rank has for itself; empty for none."""
     parallel = runner.vllm_config.parallel_config
     if config.audit_file and parallel.world_size > 1:
         return f"{config.audit_file}.{parallel.rank}"
@@ -243,7 +201,8 @@ def _path_of(runner: Any, config: NworConfig) -> str:
 
 
 def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
-    spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
+    kv_config = runner.kv_cache_config
+    spec = kv_config.kv_cache_groups[gid].kv_cache_spec
     tables = getattr(runner, "block_tables", None)
     if tables is None:  # V1
         table = runner.input_batch.block_table[gid]
@@ -259,14 +218,8 @@ def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
         gid,
         spec.block_size,
         entry_tokens,
-        runner.kv_cache_config.num_blocks,
+        kv_config.num_blocks,
         -(-width * entry_tokens // spec.block_size),
         window,
-        _num_stored(runner, config, runner.kv_cache_config.num_blocks),
+        _num_stored(runner, config, kv_config.num_blocks),
     )
-
-
-def _refuse(reason: str, config: NworConfig) -> None:
-    if config.strict:
-        raise NworError(f"NWOR audit requested, refused: {reason}")
-    logger.warning("NWOR audit: off: %s", reason)

@@ -15,18 +15,11 @@ A step, in this order; each line is one op for each KV-cache group:
 
 Identities are recorded for all rows before anything is compared: a request may find in
 the prefix cache what another one writes in this very step.
-
-A request in the batch has a *seat*, where its text's identity is kept; a row of the
-batch names its seat. A seat is given when a request comes into the batch, and its
-text is then read from the host; from there on it is chained on the device.
 """
 
 from __future__ import annotations
 
-import enum
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,24 +29,13 @@ from ..device_memory import DeviceMemory
 from ..ops import audit_op
 from ..window import Acceptance, accepted
 from .findings import Outbox
+from .requests import Loads, Request, Requests
 from .tables import AuditedGroup
 
 # Who owns a block that goes to another KV-cache group.
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
-# Names of requests that findings may still ask for.
-MAX_NAMES = 1 << 16
-
-
-class Loads(enum.IntEnum):
-    """Whether a KV connector fills blocks: not at all; where that is told (by its
-    adapter, or by the scheduler: all that was not found in the cache); or anywhere in
-    what a request is said to have found."""
-
-    NONE = 0
-    TOLD = 1
-    UNTOLD = 2
 
 
 class Scheduled(NamedTuple):
@@ -111,29 +93,12 @@ class Text(NamedTuple):
     seat: int | None = None
 
 
-@dataclass
-class _Request:
-    """A request that the runner knows.
-
-    num_found: tokens that were computed when it came. loads: whether a KV connector may
-    have brought some of them. seat: None until it is in a batch, and while another has
-    it. was_seated: its text is chained on the device.
-    """
-
-    generation: int
-    num_found: int
-    loads: Loads
-    seat: int | None = None
-    was_seated: bool = False
-
-
-@dataclass
-class _Step:
+class _Step(NamedTuple):
     """What resolve needs of a plan. fresh: (row, length, tokens) of the requests that
-    came into the batch."""
+    came into the batch with something in the cache."""
 
     batch: Batch
-    fresh: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
+    fresh: list[tuple[int, int, torch.Tensor]]
 
 
 class Audit:
@@ -158,20 +123,16 @@ class Audit:
         self.groups = tuple(groups)
         self.loads = loads
         self.device = memory.device
+        self.requests = Requests(num_seats)
+        self.outbox = Outbox(self.groups, self.requests.name_of)
+        self.step = 0
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
-        self.step = 0
         self._num_scanned = self._blocks_of(budget_bytes)
-        self._generations = itertools.count(1)
-        self._names: dict[int, str] = {}
-        self._requests: dict[str, _Request] = {}
-        self._free_seats = list(range(num_seats))
         self._row_ids: list[str] = []
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
-        self._is_changed = True
         self._open: _Step | None = None
         self._news: Scheduled | None = None
-        self.outbox = Outbox(self.groups, self._names.get)
         self._had_drafts = self._has_drafts = False
         self.snapshot()
 
@@ -191,14 +152,13 @@ class Audit:
     def restart(self, budget_bytes: int) -> None:
         """Begins anew, after steps that it did not see. No request may be running.
         budget_bytes: from here on; 0 only if it was so from the start."""
-        for name in list(self._requests):
-            self._forget(name)
+        self.requests.forget_all()
         self.forget_cache()
         for group in self.groups:
             group.numbers.clear()
         self._num_scanned = self._blocks_of(budget_bytes)
 
-    # -- requests ------------------------------------------------------------------
+    # -- what the scheduler says ---------------------------------------------------
 
     def begin_step(self, scheduled: Scheduled) -> None:
         """Before the step's rows. It is taken in by `plan`: until then a connector may
@@ -214,56 +174,36 @@ class Audit:
             return
         finished, new, grown, copied, zeroed, local, self._has_drafts = news
         for name in finished:
-            self._forget(name)
+            self.requests.forget(name)
         for group in self.groups:
             self._hand_out(group, dict.fromkeys(zeroed, NOBODY))
-        for source, to in copied:
-            for group in self.groups:
+            for source, to in copied:
                 group.copy_block(source, to)
         owners: list[dict[int, int]] = [{} for _ in self.groups]
         for name, num_computed, blocks in new:
-            self._forget(name)
-            generation = next(self._generations)
             loads = self.loads
             if loads is Loads.UNTOLD and name in local:
                 loads = Loads.TOLD
                 if local[name] < num_computed:
                     self._fill(blocks, local[name], num_computed)
-            self._requests[name] = _Request(generation, num_computed, loads)
-            self._names[generation] = name
-            self._names.pop(generation - MAX_NAMES, None)
-            self._is_changed = True
-            self._give(owners, generation, blocks, num_computed)
+            request = self.requests.add(name, num_computed, loads)
+            self._give(owners, request, blocks, num_computed)
         for name, blocks in grown:
-            self._give(owners, self._requests[name].generation, blocks, 0)
+            self._give(owners, self.requests[name], blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
             self._hand_out(group, of_group)
-
-    def num_found(self, name: str) -> int:
-        """Tokens of a request that were computed when it came."""
-        return self._requests[name].num_found
-
-    def _forget(self, name: str) -> None:
-        request = self._requests.pop(name, None)
-        if request is not None:
-            self._stand_up(request)
-
-    def _stand_up(self, request: _Request) -> None:
-        self._is_changed = True
-        if request.seat is not None:
-            self._free_seats.append(request.seat)
-            request.seat = None
 
     def _give(
         self,
         owners: Sequence[dict[int, int]],
-        generation: int,
+        request: Request,
         blocks: Sequence[Sequence[int]],
         num_computed: int,
     ) -> None:
         """Blocks become a request's own, except those of what it found. A block that
         goes to one group holds nothing of another group any more. owners: of blocks, by
         audited group; mutated."""
+        generation = request.generation
         for group_id, ids in enumerate(blocks):
             first = num_computed // self._block_sizes[group_id]
             own = [block for block in ids[first:] if block]
@@ -289,6 +229,8 @@ class Audit:
                 torch.tensor(list(owners.values()), dtype=torch.int32),
             )
 
+    # -- the cache -----------------------------------------------------------------
+
     def snapshot(self, again: bool = False) -> None:
         """Takes the checksums of all slots that no step has written, so that a first
         write that does not happen, or a first draft that is not undone, is noticed,
@@ -303,7 +245,36 @@ class Audit:
         for group in self.groups:
             group.forget_cache()
 
+    def hand_on(
+        self,
+        blocks: Sequence[Sequence[int]],
+        fills: bool = False,
+        places: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """A KV connector is about to read these blocks, by KV-cache group: handed_on.
+        fills: or to fill them; what they held is kept, to see that it changes. places:
+        where it holds each, if only what is stored gets there: what a load brings from
+        a place is compared with what was stored last to it."""
+        for group in self.groups:
+            group_id = group.shape.group_id
+            numbers = [0] * len(blocks[group_id])
+            if places is not None:
+                numbers_of = group.stored if fills else group.store
+                numbers = numbers_of(places[group_id])
+            audit_op("hand_on")(
+                group.tables,
+                torch.tensor(blocks[group_id], dtype=torch.int32),
+                torch.tensor(numbers, dtype=torch.int64),
+                self.step,
+                fills,
+            )
+
     # -- a step --------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a plan waits for its resolve."""
+        return self._open is not None
 
     def plan(
         self, batch: Batch, row_ids: Sequence[str], text_of: Callable[[int], Text]
@@ -319,12 +290,10 @@ class Audit:
             # runs (TRITON_ATTN, scales per token and head).
             self._had_drafts = True
             self.snapshot(again=True)
-        step = _Step(batch)
-        if batch.row_seats is not None:
-            # Requests change their rows, and keep the runner's numbers.
-            if self._is_changed:
-                self._seat_new(step, row_ids, text_of)
-        elif self._is_changed or self._row_ids != row_ids:
+        step = _Step(batch, [])
+        # Requests change their rows, and keep the runner's numbers.
+        is_moved = batch.row_seats is None and self._row_ids != row_ids
+        if self.requests.is_changed or is_moved:
             self._seat_rows(step, row_ids, text_of)
         for group in self.groups:
             audit_op("plan")(
@@ -349,46 +318,27 @@ class Audit:
     def _seat_rows(
         self, step: _Step, row_ids: Sequence[str], text_of: Callable[[int], Text]
     ) -> None:
-        self._row_ids = list(row_ids)
         seats = []
         for row, name in enumerate(row_ids):
-            request = self._requests[name]
+            request = self.requests[name]
             if request.seat is None:
-                if not self._free_seats:
-                    self._free_seat(set(row_ids))
-                request.seat = self._free_seats.pop()
-                self._sit_down(step, row, request, text_of(row), request.seat)
+                text = text_of(row)
+                request.seat = text.seat
+                if text.seat is None:
+                    request.seat = self.requests.free_seat(row_ids)
+                self._sit_down(step, row, request, text)
             seats.append(request.seat)
+        if step.batch.row_seats is not None:
+            self.requests.is_changed = not self.requests.all_sit
+            return
+        self._row_ids = list(row_ids)
+        self.requests.is_changed = False
         on_host = torch.tensor(seats, dtype=torch.int32)
         if self.device.type == "cuda":
             on_host = on_host.pin_memory()
         self._row_seats[: len(seats)].copy_(on_host, non_blocking=True)
-        self._is_changed = False
 
-    def _free_seat(self, present: set[str]) -> None:
-        """Of a request that is not in the batch, preempted perhaps."""
-        for name, request in self._requests.items():
-            if name not in present and request.seat is not None:
-                self._stand_up(request)
-                return
-
-    def _seat_new(
-        self, step: _Step, row_ids: Sequence[str], text_of: Callable[[int], Text]
-    ) -> None:
-        """The same where the runner has the seats."""
-        for row, name in enumerate(row_ids):
-            request = self._requests[name]
-            if not request.was_seated:
-                text = text_of(row)
-                assert text.seat is not None
-                self._sit_down(step, row, request, text, text.seat)
-        self._is_changed = any(
-            not request.was_seated for request in self._requests.values()
-        )
-
-    def _sit_down(
-        self, step: _Step, row: int, request: _Request, text: Text, seat: int
-    ) -> None:
+    def _sit_down(self, step: _Step, row: int, request: Request, text: Text) -> None:
         tokens = text.tokens
         length = len(tokens)
         if tokens.device.type != self.device.type:
@@ -401,7 +351,7 @@ class Audit:
                 group.tables,
                 tokens,
                 length,
-                seat,
+                request.seat,
                 request.generation,
                 text.seed,
                 is_opaque,
@@ -410,11 +360,6 @@ class Audit:
             )
         if length:
             step.fresh.append((row, length, tokens))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a plan waits for its resolve."""
-        return self._open is not None
 
     def resolve(
         self,
@@ -460,38 +405,11 @@ class Audit:
         elif publishes:
             self.outbox.publish()
 
-    def hand_on(
-        self,
-        blocks: Sequence[Sequence[int]],
-        fills: bool = False,
-        places: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """A KV connector is about to read these blocks, by KV-cache group: handed_on.
-        fills: or to fill them; what they held is kept, to see that it changes. places:
-        where it holds each, if only what is stored gets there: what a load brings from
-        a place is compared with what was stored last to it."""
-        for group in self.groups:
-            group_id = group.shape.group_id
-            numbers = [0] * len(blocks[group_id])
-            if places is not None and fills:
-                numbers = [group.numbers.get(place, 0) for place in places[group_id]]
-            elif places is not None:
-                numbers = group.store(places[group_id])
-            audit_op("hand_on")(
-                group.tables,
-                torch.tensor(blocks[group_id], dtype=torch.int32),
-                torch.tensor(numbers, dtype=torch.int64),
-                self.step,
-                fills,
-            )
-
     def totals(self) -> Mapping[str, int]:
         """How much was compared so far: identities, and slots' bytes; returned: slots
         that came back from a KV connector, with what was stored."""
-        columns = {"findings": 0, "unverified": 1, "identities": 2, "contents": 3}
-        columns["returned"] = 9
-        headers = [group.findings[0].tolist() for group in self.groups]
-        return {
-            name: sum(header[column] for header in headers)
-            for name, column in columns.items()
-        }
+        names = ("findings", "unverified", "identities", "contents")
+        columns = {name: column for column, name in enumerate(names)} | {"returned": 9}
+        headers = torch.stack([group.findings[0] for group in self.groups])
+        found = headers.sum(dim=0).tolist()
+        return {name: found[column] for name, column in columns.items()}

@@ -162,6 +162,10 @@ class AuditedGroup:
             numbers.append(number)
         return numbers
 
+    def stored(self, places: Sequence[int]) -> list[int]:
+        """The numbers of what was stored last to `places`; 0 if that is not known."""
+        return [self.numbers.get(place, 0) for place in places]
+
     def forget_cache(self) -> None:
         """What is known of the cache's blocks, not of those that were stored."""
         num_blocks = self.shape.num_blocks

@@ -20,7 +20,10 @@ from typing import Any
 
 import wrapt
 
-Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+# vLLM's own function, and what is called in its place: with it, its `self`, and what it
+# was called with.
+Wrapped = Callable[..., Any]
+Wrapper = Callable[[Wrapped, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class HostMismatch(RuntimeError):

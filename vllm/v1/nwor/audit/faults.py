@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The faults that the audit's self-test plants, by attributes of one runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from ..ops import PAD_SLOT
+from ..window import SampledIds
+from .findings import Finding
+
+if TYPE_CHECKING:
+    from .selftest import Bench
+
+
+class Expected(NamedTuple):
+    """What a planted fault must be reported as: the first finding of its class. layer:
+    its index; writer: a request's name. None: not looked at."""
+
+    kind: str
+    layer: int | None = None
+    writer: str | None = None
+
+    def matches(
+        self, finding: Finding, slots: Sequence[int], layers: Sequence[str]
+    ) -> bool:
+        """slots: one of them is concerned. layers: names."""
+        writer = finding.writer.request or ""
+        return (
+            finding.kind == self.kind
+            and finding.slot in slots
+            and (self.layer is None or finding.layer == layers[self.layer])
+            and (self.writer is None or writer.startswith(f"{self.writer}-"))
+        )
+
+
+def scribble(bench: Bench) -> Sequence[int]:
+    """A byte of one layer's K changes in a committed slot."""
+    bench.start()
+    slot = bench.slot("one", 5)
+    bench.runs(2, slot)[0][0] ^= 0xFF
+    return (slot,)
+
+
+def lost_scale(bench: Bench) -> Sequence[int]:
+    """The last bytes of a committed slot, where scales would be, become zeros."""
+    bench.start()
+    slot = bench.slot("two", 17)
+    bench.runs(1, slot)[-1].zero_()
+    return (slot,)
+
+
+def late_write(bench: Bench) -> Sequence[int]:
+    """Behind commit somebody writes a token's bytes to a slot of another request."""
+    bench.start()
+    source, slot = bench.slot("one", 9), bench.slot("two", 20)
+    for here, there in zip(bench.runs(0, source), bench.runs(0, slot), strict=True):
+        there.copy_(here)
+    return (slot,)
+
+
+def _bent_restore(bench: Bench, bend: Callable[[torch.Tensor], Any]) -> Sequence[int]:
+    """The first restore that has something to undo finds the log's slots bent."""
+    bench.start()
+    rejected: list[int] = []
+    manager = bench.runner.nwor_state.manager
+    restore = manager.launches.restore
+
+    def bent(acceptance: SampledIds, num_drafts: int, counters_to: Any) -> None:
+        (group,) = manager.groups
+        num_kept = (acceptance.sampled_token_ids != -1).sum(dim=1) - 1
+        if not rejected:
+            windows, slots = (
+                group.log_windows[:num_drafts],
+                group.log_slots[:num_drafts],
+            )
+            requests, places, _ = windows.long().unbind(1)
+            fell = (requests >= 0) & (places >= num_kept[requests])
+            rejected.extend(slots[fell].tolist())
+            if rejected:
+                bend(slots)
+        restore(acceptance, num_drafts, counters_to)
+
+    with patch.object(manager.launches, "restore", bent):
+        bench.finish()
+    return rejected
+
+
+def skipped_restore(bench: Bench) -> Sequence[int]:
+    """NWOR does not undo a step's rejected drafts."""
+    return _bent_restore(bench, lambda slots: slots.fill_(PAD_SLOT))
+
+
+def bent_restore(bench: Bench) -> Sequence[int]:
+    """NWOR undoes them one slot too far."""
+    return _bent_restore(bench, lambda slots: slots.add_(1))
+
+
+def stale_slots(bench: Bench) -> Sequence[int]:
+    """A step runs with the slot mapping of the one before."""
+    bench.start()
+    slots: list[int] = bench.table.block_tables[0].slot_mapping.np[:16].tolist()
+    with patch.object(bench.table, "compute_slot_mapping", lambda *args: None):
+        bench.step()
+    return slots
+
+
+def foreign_block(bench: Bench) -> Sequence[int]:
+    """A request's next write goes to a block of another one."""
+    bench.start()
+    compute = bench.table.compute_slot_mapping
+    slot, row = bench.slot("two", 3), bench.row("one")
+
+    def bent(num_reqs: int, query_start_loc: Any, *args: Any) -> None:
+        compute(num_reqs, query_start_loc, *args)
+        mapping = bench.table.block_tables[0].slot_mapping.gpu
+        mapping[int(query_start_loc[row])] = slot
+
+    with patch.object(bench.table, "compute_slot_mapping", bent):
+        bench.step()
+    return (slot,)
+
+
+def swapped_tables(bench: Bench) -> Sequence[int]:
+    """Two requests have each other's block table for one step."""
+    bench.start()
+    slot = bench.slot("two", bench.block_size - 1)
+    rows = (bench.row("one"), bench.row("two"))
+    bench.table.swap_row(*rows)
+    bench.step()
+    bench.table.swap_row(*rows)
+    return (slot,)
+
+
+def wrong_hit(
+    bench: Bench, on_block: Callable[[int], None] = lambda block: None
+) -> Sequence[int]:
+    """A request is given another text's block for its cached prefix."""
+    bench.start()
+    bench.finish()
+    slots: list[int] = []
+    execute_model = bench.runner.execute_model
+
+    def bent(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        for request in scheduled.scheduled_new_reqs:
+            (blocks,) = request.block_ids
+            blocks[0] = blocks[1]
+            slots.append(blocks[0] * bench.block_size)
+            on_block(blocks[0])
+        return execute_model(scheduled, *args, **kwargs)
+
+    bench.add_prompt("again", 1, 75, 4)
+    with patch.object(bench.runner, "execute_model", bent):
+        bench.step()
+    return slots
+
+
+def missing_write(bench: Bench) -> Sequence[int]:
+    """One layer does not write what a step computes."""
+    modules = bench.runner.compilation_config.static_forward_context
+    impl = modules[bench.layers[3].name].impl
+    bench.add_prompt("late", 3, 30, 20)
+    with patch.object(impl, "do_kv_cache_update", lambda *args, **kwargs: None):
+        bench.step()
+    return [bench.slot("late", position) for position in range(30)]
+
+
+def rejected_tail(bench: Bench) -> Sequence[int]:
+    """A block goes to a KV connector before its last slots are committed."""
+    bench.start()
+    batch = bench.runner.input_batch
+    slot = bench.slot("one", int(batch.num_tokens_no_spec[bench.row("one")]) - 1)
+    # As its adapter calls it, between two steps.
+    bench.audit.hand_on([[slot // bench.block_size]])
+    return (slot,)
+
+
+def idle_load(bench: Bench) -> Sequence[int]:
+    """A load is reported done, and its block still holds another text."""
+    return wrong_hit(bench, lambda block: bench.audit.hand_on([[block]], fills=True))
+
+
+# What plants a fault in an engine, and returns the slots concerned.
+FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
+    scribble: Expected("changed", 2, "one"),
+    lost_scale: Expected("changed", 1, "two"),
+    late_write: Expected("changed", 0, "two"),
+    skipped_restore: Expected("changed"),
+    bent_restore: Expected("changed"),
+    stale_slots: Expected("foreign_write"),
+    foreign_block: Expected("foreign_write", None, "one"),
+    swapped_tables: Expected("wrong_prefix", None, "two"),
+    wrong_hit: Expected("wrong_prefix", None, "one"),
+    missing_write: Expected("missing_write", 3, "late"),
+    rejected_tail: Expected("handed_on"),
+    idle_load: Expected("never_loaded", 0),
+}

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests that a runner knows, and their seats.
+
+A request in the batch has a *seat*, where its text's identity is kept; a row of the
+batch names its seat. A seat is given when a request comes into the batch, and its
+text is then read from the host; from there on it is chained on the device.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass
+
+# Names of requests that findings may still ask for.
+MAX_NAMES = 1 << 16
+
+
+class Loads(enum.IntEnum):
+    """Whether a KV connector fills blocks: not at all; where that is told (by its
+    adapter, or by the scheduler: all that was not found in the cache); or anywhere in
+    what a request is said to have found."""
+
+    NONE = 0
+    TOLD = 1
+    UNTOLD = 2
+
+
+@dataclass
+class Request:
+    """A request that the runner knows.
+
+    num_found: tokens that were computed when it came. loads: whether a KV connector may
+    have brought some of them. seat: None until it is in a batch, and while another has
+    it. was_seated: its text is chained on the device.
+    """
+
+    generation: int
+    num_found: int
+    loads: Loads
+    seat: int | None = None
+    was_seated: bool = False
+
+
+class Requests:
+    """By their names. is_changed: since it was set to False, somebody came, or left a
+    seat."""
+
+    def __init__(self, num_seats: int) -> None:
+        self.is_changed = True
+        self._known: dict[str, Request] = {}
+        self._names: dict[int, str] = {}
+        self._generations = itertools.count(1)
+        # Numbers that a runner gives come back here, too, and are given to nobody.
+        self._free_seats = set(range(num_seats))
+
+    def __getitem__(self, name: str) -> Request:
+        return self._known[name]
+
+    @property
+    def all_sit(self) -> bool:
+        return all(request.seat is not None for request in self._known.values())
+
+    def name_of(self, generation: int) -> str | None:
+        return self._names.get(generation)
+
+    def add(self, name: str, num_found: int, loads: Loads) -> Request:
+        """In the place of one of the same name."""
+        self.forget(name)
+        request = Request(next(self._generations), num_found, loads)
+        self._known[name] = request
+        self._names[request.generation] = name
+        self._names.pop(request.generation - MAX_NAMES, None)
+        self.is_changed = True
+        return request
+
+    def forget(self, name: str) -> None:
+        request = self._known.pop(name, None)
+        if request is not None:
+            self._stand_up(request)
+
+    def forget_all(self) -> None:
+        for name in list(self._known):
+            self.forget(name)
+
+    def _stand_up(self, request: Request) -> None:
+        self.is_changed = True
+        if request.seat is not None:
+            self._free_seats.add(request.seat)
+            request.seat = None
+
+    def free_seat(self, row_ids: Collection[str]) -> int:
+        """If there is none, that of a request that is not among these; preempted
+        perhaps."""
+        if not self._free_seats:
+            present = set(row_ids)
+            self._stand_up(
+                next(
+                    request
+                    for name, request in self._known.items()
+                    if name not in present and request.seat is not None
+                )
+            )
+        return self._free_seats.pop()
