@@ -101,10 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROGRAM,
         allow_abbrev=False,
-        description="Speculative decoding with and without NWOR on real vLLM: the same "
-        "requests, the outputs compared, then tokens a second, latency and what NWOR "
-        "did. Without arguments: nwor against an unhooked engine, on SmolLM2 with "
-        "built-in prompts.",
+        description="Speculative decoding with and without NWOR on real vLLM. Without "
+        "arguments: nwor against an unhooked engine, SmolLM2, built-in prompts.",
     )
 
     def add(name: str, help: str, type: Any = str, default: Any = None) -> None:

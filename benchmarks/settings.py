@@ -33,11 +33,8 @@ def prepare_process(options: Options, device: str) -> None:
     defaults = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
     is_quiet = "VLLM_LOGGING_LEVEL" not in os.environ
     if is_quiet:
-        defaults |= {
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        }
+        defaults |= {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+        defaults["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if device == "cpu":
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_CACHE_GIB)
     if options.model is None or os.path.isdir(options.model):

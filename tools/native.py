@@ -41,12 +41,10 @@ def cuda_choice() -> str:
     """NWOR_CUDA resolved to "ON" or "OFF"."""
     choice = os.environ.get("NWOR_CUDA", "").upper() or "AUTO"
     if choice not in CUDA_CHOICES:
-        raise NativeBuildError(
-            f"NWOR_CUDA={choice!r} is not allowed: use one of {', '.join(CUDA_CHOICES)}"
-        )
-    if choice == "AUTO":
-        return "ON" if shutil.which("nvcc") else "OFF"
-    return choice
+        allowed = f"use one of {', '.join(CUDA_CHOICES)}"
+        raise NativeBuildError(f"NWOR_CUDA={choice!r} is not allowed: {allowed}")
+    found = "ON" if shutil.which("nvcc") else "OFF"
+    return found if choice == "AUTO" else choice
 
 
 def torch_dir() -> Path:
@@ -141,24 +139,13 @@ if lacking := ops.lacking(device):
 """
 
 
-def arch_list(text: str) -> str:
-    """Compute capabilities for CMake, "90" or "80;90"."""
-    if not re.fullmatch(r"(\d+[af]?(;\d+[af]?)*)?", text):
-        raise argparse.ArgumentTypeError(f'{text!r}; must be a list such as "80;90"')
-    return text
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=str.upper, choices=CUDA_CHOICES)
-    text = 'compute capabilities, "90" or "80;90" (default: CMakeLists.txt\'s)'
-    parser.add_argument("--archs", type=arch_list, help=text)
     text = "see in a fresh process that the package's library has all ops"
     parser.add_argument("--check", action="store_true", help=text)
     args = parser.parse_args()
-    for name, value in (("NWOR_CUDA", args.cuda), ("NWOR_CUDA_ARCHS", args.archs)):
-        if value is not None:
-            os.environ[name] = value
+    os.environ["NWOR_CUDA"] = args.cuda or os.environ.get("NWOR_CUDA", "")
     try:
         build(PACKAGE)
     except NativeBuildError as error:

@@ -4,10 +4,10 @@
 # and checks in a fresh process that all ops are registered. For a change of kernels;
 # Python files are live without it.
 #
-#   tools/rebuild_nwor_extension.sh [--cuda auto|on|off] [--archs LIST]
+#   tools/rebuild_nwor_extension.sh [--cuda auto|on|off]
 #
-# PYTHON names the Python that has torch (default: .venv's if there is one, else
-# python3). Exit status: 0 done, 1 the build or the check failed, 2 a bad argument.
+# NWOR_CUDA_ARCHS: compute capabilities, "90" or "80;90". PYTHON names the Python that
+# has torch (default: .venv's if there is one, else python3). Exit status: 0 done, 1 the build or the check failed, 2 a bad argument.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -39,6 +39,7 @@ import bench_kernels
 import bench_vllm
 from tools.gpu import host_profile
 from tools.results import render
+from vllm_nwor import ops
 from vllm_nwor.hooks import _wrap
 from vllm_nwor.metrics import GroupInfo
 
@@ -614,48 +615,47 @@ def test_extension_reseeds_every_generator(worker):
 
 
 def test_host_profile_has_begin_and_commit_of_each_kind(monkeypatch, tmp_path):
-    """Two rounds, the second in turned order; stage alone and unstaged stage."""
-    kinds = ("stage", "unstaged", "prepared", "nothing")
-    manager = types.SimpleNamespace(shadow=types.SimpleNamespace(_enqueue="ours"))
+    """Two rounds, the second in turned order; every run's ops are those of its kind."""
+    launches, shadow = types.SimpleNamespace(ops="ours"), types.SimpleNamespace(ops="")
+    manager = types.SimpleNamespace(device="cpu", launches=launches, shadow=shadow)
+    state = types.SimpleNamespace(manager=manager)
     ran = []
 
     class Engine(FakeEngine):
         def rpc(self, function):
-            runner = types.SimpleNamespace(
-                nwor_state=types.SimpleNamespace(manager=manager)
-            )
+            runner = types.SimpleNamespace(nwor_state=state)
             return function(types.SimpleNamespace(model_runner=runner))
 
         def run(self, arm):
-            if arm.hooked:
-                ran.append((manager.launches, manager.shadow._enqueue, arm.stages))
+            ran.append((arm.stages, launches.ops, shadow.ops))
             return super().run(arm)
 
-    manager.launches = "none"
     monkeypatch.setattr(host_profile, "Engine", Engine)
     monkeypatch.setattr(host_profile.bench, "prepare", lambda cell, options: "cpu")
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
     monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: arm.name)
-    monkeypatch.setattr(
-        host_profile, "kinds_of_launches", lambda manager: {k: k for k in kinds}
-    )
     path = tmp_path / "a.json"
     argv = ["v2-k4-a70", "--rounds", "2", "--json", str(path)]
     assert host_profile.main(argv) == 0
     result = json.loads(path.read_text())
-    round_ = [
-        *(("stage", "ours", True), ("unstaged", (max, max), True)),
-        *(("prepared", "ours", False), ("nothing", "ours", False)),
-    ]
-    assert ran == [("none", "ours", True), *round_, *reversed(round_)]
-    assert (manager.launches, manager.shadow._enqueue) == ("prepared", "ours")
+    (_, *first), second = ran[:7], ran[7:]
+    assert first == second[::-1]
+    assert [stages for stages, *_ in first] == [True] * 2 + [False] * 4
+    assert all(logs is stages for _, logs, stages in first)
+    found = [logs for _, logs, _ in first]
+    assert (found[0], found[2], found[3]) == ("ours", "ours", ops)
+    assert found[1] is found[4]
+    for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
+        assert getattr(found[1], name)(1, 2) is None
+        assert int(getattr(found[5], name)(1, 2)) > 0
+        assert name in ops.__annotations__
+    assert (launches.ops, shadow.ops) == ("ours", "ours")
     # (10, 30) and (5, 15) us in each run.
-    found = {"begin": 20, "commit": 10, "both": 30}
-    for kind in kinds:
-        for part, median in found.items():
-            assert result["host"][kind][part]["median_us"] == median
-            assert result["host"][kind][part]["steps"] == 4
-    assert result["kernels"] == {"stage": "stage", "prepared": "cow"}
+    for times in result["host"].values():
+        medians = {part: one["median_us"] for part, one in times.items()}
+        assert medians == {"begin": 20, "commit": 10, "both": 30}
+        assert {one["steps"] for one in times.values()} == {4}
+    assert result["kernels"] == {"stage": "stage", "builtins": "cow"}
 
 
 def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):

@@ -230,9 +230,9 @@ def test_rebuild_names_the_op_that_is_missing(built, edit):
 
 def test_bad_arguments_of_the_rebuild():
     env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
-    result = run(REBUILD, "--archs", "sm_90", **env)
+    result = run(REBUILD, "--cuda", "maybe", **env)
     assert (result.returncode, result.stdout) == (2, "")
-    assert "argument --archs: 'sm_90'; must be a list such as" in result.stderr
+    assert "argument --cuda: invalid choice: 'MAYBE'" in result.stderr
     result = run(REBUILD, PATH=os.environ["PATH"], PYTHON="python9")
     assert result.returncode == 1
     assert "PYTHON is 'python9', which is not there" in result.stderr

@@ -13,13 +13,13 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tools.soak import checks, load, server, soak
 
@@ -245,17 +245,12 @@ def run_load(broken="", seconds=1.5, probe="loaded"):
     async def run():
         app = web.Application()
         app.router.add_post("/v1/completions", complete)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with TestServer(app, access_log=None) as served:
             args = SimpleNamespace(**ARGS, probe=probe)
+            url = f"http://{served.host}:{served.port}"
             done = load.Load(url, "m", 512, args)
             await done.run(seconds)
             return done, beside
-        finally:
-            await runner.cleanup()
 
     return asyncio.run(run())
 
@@ -326,8 +321,9 @@ def test_errors_in_the_log_are_found_and_nothing_else():
 
 
 def test_memory_of_a_process_that_ended_is_missed():
-    code = "import time; print(flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdin.write(b"\n")
+    child.stdin.flush()
     child.stdout.readline()  # it runs its own program by now, and has memory
     processes = server.Processes(psutil.Process(), 1)
     (name,) = [n for n, p in processes._processes.items() if p.pid == child.pid]

@@ -5,18 +5,16 @@
     python tools/gpu/host_profile.py CELL --json results/host_profile_CELL.json
 
 Starts the engine of a cell of cells.yml and serves the same requests again and
-again, each time with other launches in the manager:
+again, each time with other functions in place of the ops that a step calls:
 
-    stage      what NWOR does in mode stage: one C call each for stage and commit
-    unstaged   the same without the launches themselves: what Python takes
-    prepared   what it does in mode cow: one C call each for log and restore
+    stage      what NWOR does in mode stage
+    unstaged   the same with functions that do nothing: what Python takes
+    builtins   what it does in mode cow
     ops        log and restore through PyTorch's dispatcher, as `vllm_nwor.ops`
-    unlaunched prepared, without the launches themselves: what Python takes
+    unlaunched builtins, with functions that do nothing: what Python takes
     add        torch's `x.add_(1)` at the same two places, for scale
-    call       a ctypes call of a function that does nothing, at the same two places
-    nothing    what is left without all that: the manager, and reading the clock
 
-Also: what the device takes for our kernels, with `stage` and `prepared`, from a run
+Also: what the device takes for our kernels, with `stage` and `builtins`, from a run
 each under torch's profiler; and with `stage` every hook of ours, without what vLLM does
 inside of it, but with the timing of that. All hooks are in a step's way here; a server
 has the last of them (StatLoggerManager.record) in another process.
@@ -29,13 +27,12 @@ Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +50,6 @@ from benchmarks.summary import percentile_95  # noqa: E402
 from tools.gpu import bench, cells  # noqa: E402
 
 STAGE = "stage"
-UNSTAGED = "unstaged"
 BATCH = 16
 # As the profiler names them, with their signature.
 OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
@@ -120,37 +116,27 @@ class HookTimes:
         }
 
 
-def _reference(launch: Callable[..., Any]) -> Any:
-    """Launches that do something else, once for log and once for restore."""
-    return SimpleNamespace(log=launch, restore=launch)
-
-
-def kinds_of_launches(manager: Any) -> dict[str, Any]:
-    """What the manager shall launch with, by name."""
+def kinds_of_ops(manager: Any) -> dict[str, tuple[ab.Arm, Any]]:
+    """What is run, and what it shall call in place of the ops, by name."""
     import torch
 
     from vllm_nwor import ops
-    from vllm_nwor.launches import OpLaunches
-    from vllm_nwor.prepared import PreparedLaunches
 
-    prepared = manager.launches
-    if not isinstance(prepared, PreparedLaunches):
-        raise EngineFailed(
-            f"the manager has {type(prepared).__name__}, not PreparedLaunches: only "
-            "CUDA has a profile"
-        )
+    names = ("stage", "commit_draft_layer", "unstage")
+    names += ("log_cache_slots", "restore_rejected_drafts")
+    nothing = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
     number = torch.zeros(1, device=manager.device)
-    library = ctypes.CDLL(str(ops.LIBRARY))
-    found = (ctypes.c_int64 * 64)()
+    add = SimpleNamespace(**dict.fromkeys(names, lambda *_: number.add_(1)))
+    builtins = manager.launches.ops
+    staged = ab.Arm(STAGE, hooked=True)
+    logged = ab.Arm("cow", hooked=True, stages=False)
     return {
-        STAGE: prepared,
-        UNSTAGED: prepared,
-        "prepared": prepared,
-        "ops": OpLaunches(prepared._launches),
-        "unlaunched": PreparedLaunches(manager.device, []),
-        "add": _reference(lambda *_: number.add_(1)),
-        "call": _reference(lambda *_: library.nwor_prepared_version(found)),
-        "nothing": _reference(lambda *_: None),
+        STAGE: (staged, builtins),
+        "unstaged": (staged, nothing),
+        "builtins": (logged, builtins),
+        "ops": (logged, ops),
+        "unlaunched": (logged, nothing),
+        "add": (logged, add),
     }
 
 
@@ -189,30 +175,27 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
     hooks.watch()
     engine = Engine(options, on)
     manager = engine.rpc(lambda worker: worker.model_runner.nwor_state.manager)
-    launches = kinds_of_launches(manager)
-    prepared = launches["prepared"]
+    if manager.shadow is None:
+        raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
+    kinds = kinds_of_ops(manager)
+    (staged, builtins), (logged, _) = kinds[STAGE], kinds["builtins"]
     # Microseconds of begin and of commit, one a step.
-    times: dict[str, list[list[float]]] = {kind: [[], []] for kind in launches}
-    staged = ab.Arm(STAGE, hooked=True)
-    logged = ab.Arm("cow", hooked=True, stages=False)
+    times: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
     engine.run(staged)
-    enqueue = manager.shadow._enqueue
     num_steps = 0
     for number in range(rounds):
-        order = list(launches) if number % 2 == 0 else list(reversed(launches))
-        for kind in order:
-            manager.launches = launches[kind]
-            # A builtin that takes as many numbers, and does nothing.
-            manager.shadow._enqueue = (max, max) if kind == UNSTAGED else enqueue
+        for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
+            arm, manager.launches.ops = kinds[kind]
+            manager.shadow.ops = manager.launches.ops
             hooks.on = kind == STAGE
-            run = engine.run(staged if kind in (STAGE, UNSTAGED) else logged)
+            run = engine.run(arm)
             hooks.on = False
             num_steps += len(run.step_s) if kind == STAGE else 0
             assert run.nwor is not None
             times[kind][0] += run.nwor.begin_us
             times[kind][1] += run.nwor.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
-    manager.launches, manager.shadow._enqueue = prepared, enqueue
+    manager.launches.ops = manager.shadow.ops = builtins
     return {
         "kind": "host_profile",
         "cell": cell.name,
@@ -223,7 +206,7 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
         "hooks": hooks.result(num_steps),
         "kernels": {
             "stage": kernel_times(engine, staged),
-            "prepared": kernel_times(engine, logged),
+            "builtins": kernel_times(engine, logged),
         },
         "host": {
             kind: {

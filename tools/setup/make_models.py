@@ -118,7 +118,7 @@ def make(names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = {"choices": list(RECIPES), "metavar": "NAME"}
+    names = {"choices": RECIPES, "metavar": "NAME"}
     text = "make this one and what it needs; may be given several times"
     parser.add_argument("--only", action="append", help=text, **names)
     parser.add_argument("--path", help="print where this one lies, and stop", **names)
