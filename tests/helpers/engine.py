@@ -212,7 +212,7 @@ class Engine:
                 from vllm_nwor.plugin import register
 
                 register()
-            _make_vllm_reusable()
+            make_vllm_reusable()
             try:
                 self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
             finally:
@@ -435,7 +435,7 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
 
 
 @functools.cache
-def _make_vllm_reusable() -> None:
+def make_vllm_reusable() -> None:
     """Lets this process build several engines, and the first one quickly."""
     # A process-wide registration that vLLM 0.32 cannot repeat for a second engine: it
     # fails on modules that were imported in between. Up to 0.29 runners do it alone.

@@ -37,6 +37,7 @@ from tests.helpers.engine import (
     Request,
     Result,
     counters,
+    make_vllm_reusable,
     risen,
     threads,
 )
@@ -206,14 +207,9 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
     hooked = Arm("cow", hooked=True)
     with nwor_settings({"MODE": "cow"}), threads(1):
         register()
+        make_vllm_reusable()
         bench = BenchEngine(options, "cpu")
-        # Other tests hook stand-ins of vLLM's classes in this process.
-        hooks = [
-            hook
-            for hook in _wrap._hooks
-            for target in hook.layers
-            if target in LEDGER and hook.owner.__module__ == target.module
-        ]
+        hooks = [hook for hook in _wrap._hooks if {*hook.layers} & {*LEDGER}]
         shown = SimpleNamespace(llm=bench._engine)
         bench.run(
             UNHOOKED
