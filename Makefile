@@ -42,8 +42,7 @@ help: ## list the commands
 
 bench: models ## compare speed and outputs with NWOR off and on; writes bench-out/
 	@mkdir -p $(RESULTS)
-	$(PY) bench_vllm.py --json $(RESULTS)/bench_cpu.json \
-		--plot $(RESULTS)/bench_cpu.png $(ARGS)
+	$(PY) bench_vllm.py --json $(RESULTS)/bench_cpu.json $(ARGS)
 
 picture: models ## draw docs/picture.png anew, from a real run of one prompt
 	$(PY) -m benchmarks.picture
@@ -157,7 +156,7 @@ wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
 
 # .venv's Python, which has torch, unless PYTHON names another one.
 rebuild: ## bring the native library up to date, with CUDA code if nvcc is found
-	PYTHON=$(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(PY))),$(PY),$(PYTHON)) \
+	PYTHON=$(if $(filter file,$(origin PYTHON)),,$(PYTHON)) \
 		tools/rebuild_nwor_extension.sh --cuda $(WHEEL_CUDA)
 
 image: ## build the container image vllm-nwor, for GPUs

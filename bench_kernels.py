@@ -18,7 +18,6 @@ argument, nothing was written.
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import statistics
 import sys
@@ -26,13 +25,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 from benchmarks import environment
 from benchmarks.arguments import file_to_write, rule, whole
 from benchmarks.files import write_json
 
 PROGRAM = "bench_kernels.py"
 ROOT = Path(__file__).resolve().parent
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MIN_SIZE, SIZE_STEP = 4 << 10, 4
 DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
 DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
@@ -44,23 +43,19 @@ CPU_CACHE_BYTES = 64 << 20
 
 
 def num_bytes_of(text: str) -> int:
-    """Bytes of "4K", "512M", "1000"; 0 if it is none of these."""
-    match = re.fullmatch(r"(\d+)([KMG]?)", text)
-    return int(match[1]) * UNITS[match[2]] if match else 0
+    """Bytes of "4K", "512M", "1000". Raises ValueError."""
+    digits = text.rstrip("KMG")
+    return int(digits) << 10 * ["", "K", "M", "G"].index(text[len(digits) :])
 
 
-size = rule(
-    num_bytes_of,
-    lambda value: value >= MIN_SIZE,
-    f"{MIN_SIZE} or more, with K, M or G behind it or without",
-)
+text = f"{MIN_SIZE} or more, with K, M or G behind it or without"
+size = rule(num_bytes_of, lambda value: value >= MIN_SIZE, text)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The checked command line; ends the process with 2 if it is bad."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=(__doc__ or "").splitlines()[0]
-    )
+    text = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=text)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     text = "of what a launch copies; default 512M, on the CPU 16M"
     parser.add_argument("--max-size", type=size, metavar="SIZE", help=text)
@@ -106,7 +101,7 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
 
     def make(name: str, num_bytes: int) -> kernel_cases.Case:
         layout = kernel_cases.layout(name)
-        case = kernel_cases.Case(layout, num_bytes, device, cache_bytes, seed=0)
+        case = kernel_cases.Case(layout, num_bytes, device, cache_bytes)
         case.check()
         return case
 
@@ -119,14 +114,10 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
             case = make(layout, num_bytes)
             timers = {name: case.timer(name, flush) for name in kernel_cases.OPERATIONS}
             samples = timed(timers, options.samples)
-            result = {
-                "layout": layout,
-                "bytes": case.num_bytes,
-                "num_drafts": case.num_drafts,
-                "num_layers": case.num_layers,
-                "num_sets": case.num_sets,
-                **statistics_of(samples, case.num_bytes),
-            }
+            names = ("num_drafts", "num_layers", "num_sets")
+            about = {"layout": layout, "bytes": case.num_bytes}
+            about |= {name: getattr(case, name) for name in names}
+            result = about | statistics_of(samples, case.num_bytes)
             found["results"].append(result)
             print(line(result), flush=True)
             del case, timers
@@ -147,18 +138,12 @@ def timed(timers: dict[str, Any], num_samples: int) -> dict[str, list[float]]:
 def statistics_of(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:
     """GB/s (read and written) of the median sample, and, as NAME_of_copy, each sample's
     ratio to the copy: the median, the 10th and the 90th percentile."""
-    found: dict[str, Any] = {
-        "gb_per_s": {
-            operation: 2 * num_bytes / statistics.median(samples) / 1e9
-            for operation, samples in seconds.items()
-        }
-    }
-    for operation in OURS:
-        pairs = zip(seconds["copy"], seconds[operation], strict=True)
-        ratios = [copy / ours for copy, ours in pairs]
-        tenths = statistics.quantiles(ratios, n=10, method="inclusive")
-        spread = [statistics.median(ratios), tenths[0], tenths[-1]]
-        found[f"{operation}_of_copy"] = spread
+    medians = {name: statistics.median(samples) for name, samples in seconds.items()}
+    rates = {name: 2 * num_bytes / median / 1e9 for name, median in medians.items()}
+    found: dict[str, Any] = {"gb_per_s": rates}
+    for name in OURS:
+        ratios = numpy.divide(seconds["copy"], seconds[name])
+        found[f"{name}_of_copy"] = numpy.quantile(ratios, (0.5, 0.1, 0.9)).tolist()
     return found
 
 

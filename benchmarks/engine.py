@@ -10,10 +10,9 @@ put on vLLM and taken off between runs, never during one: in the workers by
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -45,12 +44,8 @@ class Engine:
     """
 
     def __init__(self, options: Options, device: str) -> None:
-        """Starts vLLM. Call prepare_process first.
-
-        Raises:
-            EngineFailed: vLLM refused; its sentence is in the message.
-            BadArgument: models or prompts that cannot be used.
-        """
+        """Starts vLLM. Call prepare_process first. Raises EngineFailed, with vLLM's
+        sentence, or BadArgument: models or prompts that cannot be used."""
         self.options = options
         self.target, self.drafter = find_models(options)
         texts = prompt_source.read(options.prompts)
@@ -100,8 +95,9 @@ class Engine:
         ids = prompt_source.fill(ids, size)
         return [ids[at : at + size] for at in range(0, len(ids), size)]
 
-    def rpc(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of NworWorkerExtension on all workers; the first's result."""
+    def rpc(self, method: str | Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a method of NworWorkerExtension, or a function of the worker, on all
+        workers; the first's result."""
         return self._engine.collective_rpc(method, args=arguments)[0]
 
     def report(self) -> dict[str, Any]:
@@ -110,11 +106,8 @@ class Engine:
         return report
 
     def run(self, arm: Arm) -> Run:
-        """Runs all requests once, with NWOR's hooks on vLLM or not.
-
-        Raises:
-            EngineFailed: nothing is protected in this engine, but `arm` asks for it.
-        """
+        """Runs all requests once, with NWOR's hooks on vLLM or not. Raises EngineFailed
+        if nothing is protected in this engine, but `arm` asks for it."""
         self._switch(arm)
         self.rpc("nwor_reseed", SEED)
         gc.collect()
@@ -125,9 +118,8 @@ class Engine:
         for wave in self.waves:
             self._wave(wave, finished, step_s)
         after, counters = self.report(), self._counters()
-        old = counted.get(_PER_POSITION, ())
-        new = counters.get(_PER_POSITION, ())
-        accepted = [int(b - a) for a, b in zip_longest(old, new, fillvalue=0)]
+        positions = (of.get(_PER_POSITION, ()) for of in (counted, counters))
+        accepted = [int(b - a) for a, b in zip_longest(*positions, fillvalue=0)]
         drafts: dict[str, Any] = {
             name: int(counters.get(theirs, 0) - counted.get(theirs, 0))
             for name, theirs in _DRAFTS.items()
@@ -209,16 +201,12 @@ class Engine:
 
     def _counters(self) -> dict[str, Any]:
         """vLLM's metrics by name: a number, or a list of numbers."""
-        metrics = self._engine.get_metrics()
-        return {
-            one.name: one.values if hasattr(one, "values") else getattr(one, "value", 0)
-            for one in metrics
-        }
+        metrics = {one.name: vars(one) for one in self._engine.get_metrics()}
+        return {k: v.get("values", v.get("value", 0)) for k, v in metrics.items()}
 
     def close(self) -> None:
         """Stops the engine and gives back its memory."""
-        with contextlib.suppress(AttributeError):
-            self._engine.engine_core.shutdown()
+        self._engine.engine_core.shutdown()
         del self._engine, self._core
 
 

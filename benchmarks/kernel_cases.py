@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from vllm_nwor import ops
 
 OPERATIONS = ("copy", "log", "restore")
 DRAFTS_PER_WINDOW = 4
+BLOCK_SIZE, SLOT_BYTES = 16, 4096
 MAX_LAYERS = 32
 MIN_SETS, MAX_SETS = 2, 32
 POISON = 0xA5
@@ -29,11 +31,10 @@ class CheckFailed(Exception):
     """An op copied wrongly: no number is worth printing. The message says where."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a slot lies in its block: rows, as all CUDA backends have them.
 
-    index: [block_size, slot_bytes] int64, cpu: offsets in the block of a slot's bytes.
+    index: [BLOCK_SIZE, SLOT_BYTES] int64, cpu: offsets in the block of a slot's bytes.
     columns: slot_stride, head_stride, num_heads, run_bytes of a table row.
     """
 
@@ -41,25 +42,20 @@ class Layout:
     index: Tensor
     columns: tuple[int, int, int, int]
 
-    @property
-    def block_size(self) -> int:
-        return self.index.shape[0]
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.index.shape[1]
-
 
 def layout(name: str) -> Layout:
-    """ "nhd" or "hnd": 8 heads of K and V of 128 bfloat16 each, as in an 8B model, in
-    blocks of 16: 4 KiB a slot and layer."""
+    """ "nhd" or "hnd": 8 heads of K and V of 128 bfloat16 each, as in an 8B model."""
     num_heads = {"nhd": 1, "hnd": 8}[name]
-    run_bytes = 4096 // num_heads
-    head_stride = 16 * run_bytes
-    slots = torch.arange(16)[:, None, None] * run_bytes
+    run_bytes = SLOT_BYTES // num_heads
+    head_stride = BLOCK_SIZE * run_bytes
+    slots = torch.arange(BLOCK_SIZE)[:, None, None] * run_bytes
     heads = torch.arange(num_heads)[:, None] * head_stride
     index = (slots + heads + torch.arange(run_bytes)).flatten(1)
     return Layout(name, index, (run_bytes, head_stride, num_heads, run_bytes))
+
+
+def random_bytes(*shape: int, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device=device).random_(256)
 
 
 @dataclass(frozen=True)
@@ -78,19 +74,14 @@ class Case:
     """num_layers x num_drafts slots of a layout, in several sets, on a device."""
 
     def __init__(
-        self,
-        layout: Layout,
-        num_bytes: int,
-        device: torch.device,
-        cache_bytes: int,
-        seed: int,
+        self, layout: Layout, num_bytes: int, device: torch.device, cache_bytes: int
     ) -> None:
         """num_bytes: to be saved by one log; the nearest whole number of drafts is
         taken. cache_bytes: size of the device's last cache."""
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.layout, self.device = layout, device
-        self.num_layers = max(1, min(MAX_LAYERS, num_bytes // layout.slot_bytes))
-        of_draft = self.num_layers * layout.slot_bytes
+        self.num_layers = max(1, min(MAX_LAYERS, num_bytes // SLOT_BYTES))
+        of_draft = self.num_layers * SLOT_BYTES
         self.num_drafts = max(1, round(num_bytes / of_draft))
         self.num_bytes = self.num_drafts * of_draft
         num_sets = -(-cache_bytes // self.num_bytes)
@@ -99,10 +90,10 @@ class Case:
         num_blocks = windows * self.num_sets
         shape = (self.num_layers, num_blocks, layout.index.numel())
         # [layer, block, byte]
-        self.cache = torch.empty(shape, dtype=torch.uint8, device=device).random_(256)
-        columns = (*layout.columns, layout.block_size, num_blocks)
+        self.cache = random_bytes(*shape, device=device)
+        columns = (*layout.columns, BLOCK_SIZE, num_blocks)
         rows = [
-            [layer.data_ptr(), shape[2], *columns, number * layout.slot_bytes]
+            [layer.data_ptr(), shape[2], *columns, number * SLOT_BYTES]
             for number, layer in enumerate(self.cache)
         ]
         self.table = torch.tensor(rows, device=device)
@@ -115,15 +106,15 @@ class Case:
         drafts, device = self.num_drafts, self.device
         windows = blocks.numel()
         # A window's slots follow one another from a random place in its block.
-        first = torch.randint(self.layout.block_size - DRAFTS_PER_WINDOW, (windows,))
-        slots = (blocks * self.layout.block_size + first)[:, None]
+        first = torch.randint(BLOCK_SIZE - DRAFTS_PER_WINDOW, (windows,))
+        slots = (blocks * BLOCK_SIZE + first)[:, None]
         slots = (slots + torch.arange(DRAFTS_PER_WINDOW)).flatten()[:drafts]
         request = torch.arange(drafts) // DRAFTS_PER_WINDOW
         mapping = torch.full((drafts + windows,), -1)
         mapping[torch.arange(drafts) + request + 1] = slots
         num_rejected = torch.bincount(request)
         cumulative = (num_rejected + 1).cumsum(0)
-        row_bytes = self.num_layers * self.layout.slot_bytes
+        row_bytes = self.num_layers * SLOT_BYTES
         log = torch.full((drafts, row_bytes), POISON, dtype=torch.uint8, device=device)
         return DraftSet(
             slots,
@@ -138,7 +129,7 @@ class Case:
                 cumulative.int().to(device),
             ),
             num_rejected.int().to(device),
-            torch.empty(self.num_bytes, dtype=torch.uint8, device=device).random_(256),
+            random_bytes(self.num_bytes, device=device),
             torch.zeros(self.num_bytes, dtype=torch.uint8, device=device),
         )
 
@@ -164,8 +155,8 @@ class Case:
             CheckFailed: a byte differs.
         """
         for number, of in enumerate(self.sets):
-            block = (of.slots // self.layout.block_size).to(self.device)[:, None]
-            index = self.layout.index[of.slots % self.layout.block_size].to(self.device)
+            block = (of.slots // BLOCK_SIZE).to(self.device)[:, None]
+            index = self.layout.index[of.slots % BLOCK_SIZE].to(self.device)
             # [layer, draft, byte]
             old = self.cache[:, block, index]
             where = f"{self.layout.name}, {self.num_bytes} bytes, set {number}"

@@ -47,23 +47,21 @@ def find(argument: str, value: str | None, default: str) -> Model:
     argument: the option's name, for the message. Raises BadArgument: no such shape or
     directory, or the default was not made yet.
     """
-    if value is None:
-        path = cache_dir() / "models" / default
-        if not (path / "config.json").is_file():
-            raise BadArgument(
-                f"argument {argument}: the default model {default} is not in the "
-                "cache folder; make it with `python tools/setup/make_models.py --only "
-                f"{default}`, or name another model"
-            )
-        return Model(str(path), default, random_weights=False)
-    name = value.removeprefix(SHAPE)
+    name = (value or "").removeprefix(SHAPE)
     if name != value and name in SHAPES:
         directory = cache_dir() / "shapes" / name
         write_json(directory / "config.json", SHAPES[name])
-        return Model(str(directory), value, random_weights=True)
-    path = Path(value).expanduser()
+        return Model(str(directory), f"{value}", random_weights=True)
+    made = cache_dir() / "models" / default
+    path = made if value is None else Path(value).expanduser()
     if (path / "config.json").is_file():
         return Model(str(path), path.resolve().name, random_weights=False)
+    if value is None:
+        raise BadArgument(
+            f"argument {argument}: the default model {default} is not in the cache "
+            f"folder; make it with `python tools/setup/make_models.py --only {default}`"
+            ", or name another model"
+        )
     looks_like_path = value.startswith((".", "/", "~")) or value.count("/") != 1
     if looks_like_path or path.exists():
         raise BadArgument(

@@ -13,13 +13,26 @@ slot's is NWOR's layout, found by writing through vLLM's own writer (kv_probe.py
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, plot, prompts, settings
+from benchmarks import environment, prompts, settings
 from benchmarks.arguments import parse
 from benchmarks.files import write_json, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 # Which of prompts.json; which steps after the prompt's own; slots before their first.
 PROMPT, STEPS, NUM_SLOTS_BEFORE = 1, range(9, 21), 3
+# A slot after a step, as the file has it, with its color and meaning.
+SLOT_STATES = {
+    ".": ("#ffffff", "nothing written"),
+    "c": ("#cddcec", "committed before"),
+    "a": ("#1f6fb4", "committed in this step"),
+    "x": ("#d62f2f", "rejected in this step: bytes changed"),
+    "d": ("#f2b5ae", "left behind by an earlier step"),
+    "o": ("#7cc47c", "rejected in this step: bytes as before"),
+}
+_TITLES = {
+    "vllm": "vLLM: keys and values of rejected drafts stay in the cache",
+    "nwor": "vLLM with NWOR: slots of rejected drafts are as before the step",
+}
 # Of each layer its cache, and the places in a block of each slot's bytes.
 Layers = list[tuple[Any, Any]]
 
@@ -36,7 +49,7 @@ def play(engine: Any, layers: Layers, prompt: list[int]) -> dict[str, Any]:
     """Runs the prompt up to the last of STEPS, then aborts it.
 
     Returns tokens; first_slot; steps: [drafts, accepted] of each; slots: the states
-    (plot.SLOT_STATES) of first_slot and those behind it after each step.
+    (SLOT_STATES) of first_slot and those behind it after each step.
     """
     from vllm import SamplingParams
 
@@ -69,6 +82,33 @@ def play(engine: Any, layers: Layers, prompt: list[int]) -> dict[str, Any]:
     slots = [row.ljust(max(map(len, slots)), ".") for row in slots]
     tokens = list(request.output_token_ids)
     return {"tokens": tokens, "first_slot": first, "steps": steps, "slots": slots}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Writes the picture of slots over steps to `path`, a PNG."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    colors = ListedColormap([color for color, _ in SLOT_STATES.values()])
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    for axes, (name, title) in zip(figure.subplots(2, 1), _TITLES.items(), strict=True):
+        run = result["runs"][name]
+        cells = [[list(SLOT_STATES).index(one) for one in row] for row in run["slots"]]
+        steps = range(result["first_step"], result["first_step"] + len(cells))
+        slots = range(run["first_slot"], run["first_slot"] + len(cells[0]))
+        grid = {"edgecolors": "#e4e4e4", "linewidth": 0.6}
+        axes.pcolormesh(slots, steps, cells, cmap=colors, vmin=0, vmax=5, **grid)
+        axes.invert_yaxis()
+        axes.set_yticks(steps, [str(step) for step in steps], fontsize=7)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_ylabel("step")
+    axes.set_xlabel("slot of the request in the KV cache")
+    shown = [
+        Patch(fc=one, ec="#b0b0b0", label=what) for one, what in SLOT_STATES.values()
+    ]
+    figure.legend(handles=shown, loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, format="png", dpi=110)
 
 
 def main() -> None:
@@ -105,12 +145,12 @@ def main() -> None:
         "model": target.label,
         "environment": environment.describe("cpu", ROOT),
         "first_step": STEPS.start,
-        "states": {state: meaning for state, (_, meaning) in plot.SLOT_STATES.items()},
+        "states": {state: meaning for state, (_, meaning) in SLOT_STATES.items()},
         "runs": runs,
     }
     write_json(ROOT / "results" / "picture.json", result)
     shown = ROOT / "docs" / "picture.png"
-    write_whole(shown, lambda path: plot.draw_slots(result, path))
+    write_whole(shown, lambda path: draw(result, path))
 
 
 if __name__ == "__main__":

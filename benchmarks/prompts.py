@@ -8,6 +8,7 @@ prompt is then a run of ids that repeats, so that ngram finds something there to
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -22,11 +23,8 @@ _PHRASE_TOKENS = 24
 
 
 def read(path: Path | None) -> list[str]:
-    """The texts in `path`, or the built-in ones.
-
-    Raises:
-        BadArgument: the file cannot be read, or holds no prompt.
-    """
+    """The texts in `path`, or the built-in ones. Raises BadArgument: the file cannot be
+    read, or holds no prompt."""
     try:
         found = json.loads((path or BUILT_IN).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -45,15 +43,13 @@ def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     it has one."""
     if tokenizer.chat_template is None:
         return [list(tokenizer.encode(text)) for text in texts]
-    forms = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        for text in texts
-    ]
-    return [list(tokenizer.encode(form, add_special_tokens=False)) for form in forms]
+    found = []
+    for text in texts:
+        chat = [{"role": "user", "content": text}]
+        options = {"tokenize": False, "add_generation_prompt": True}
+        form = tokenizer.apply_chat_template(chat, **options)
+        found.append(list(tokenizer.encode(form, add_special_tokens=False)))
+    return found
 
 
 def random_ids(num_prompts: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -68,12 +64,11 @@ def random_ids(num_prompts: int, vocab_size: int, seed: int) -> list[list[int]]:
 
 def to_length(ids: Sequence[int], length: int) -> list[int]:
     """The first `length` ids of `ids` repeated without end."""
-    repeats = -(-length // len(ids))
-    return (list(ids) * repeats)[:length]
+    return list(itertools.islice(itertools.cycle(ids), length))
 
 
 def fill(prompts: Sequence[list[int]], batch_size: int) -> list[list[int]]:
     """At least one whole batch: the prompts, from the start again as often as needed,
     up to the next multiple of `batch_size`, so that every wave is full."""
     waves = -(-len(prompts) // batch_size)
-    return [prompts[i % len(prompts)] for i in range(waves * batch_size)]
+    return list(itertools.islice(itertools.cycle(prompts), waves * batch_size))

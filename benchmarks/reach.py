@@ -9,53 +9,21 @@ and gpu_engines (tests/gpu, an entry for each engine, in the mode of its file).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
+import yaml
+
+_KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
+VERSIONS: list[str] = _KNOWN["versions"]
+# What people ask for, tested or not; other names in results come after these.
+NAMES: dict[str, list[str]] = _KNOWN["names"]
+HEADS: dict[str, str] = _KNOWN["heads"]
 MODES = ("cow", "stage")
 # vLLM's executors with Ray, as the GPU tests call them.
 RAY = {"ray": "Ray", "ray-compiled": "Ray, compiled graph"}
-# What people ask for, tested or not; other names in results come after these.
-NAMES = {
-    "method": (
-        "ngram",
-        "ngram_gpu",
-        "suffix",
-        "draft_model",
-        "draft_model, parallel drafting",
-        "eagle",
-        "eagle, dynamic k",
-        "eagle, adaptive verification",
-        "eagle3",
-        "mtp",
-        "dflash",
-        "dspark",
-        "dspark, adaptive verification",
-        "medusa",
-        "block rejection",
-        "fly rejection",
-        "extract_hidden_states",
-        "custom_class",
-    ),
-    "model": (),
-    "parallelism": ("tensor parallel 2", "data parallel 2", *RAY.values()),
-}
 UNTESTED = "untested"
-
-
 Entry = dict[str, str]
-
-
-def methods(results: Sequence[dict[str, Any]]) -> str:
-    return _tables(results, "method", "method")
-
-
-def models(results: Sequence[dict[str, Any]]) -> str:
-    return _tables(results, "model", "model, with scripted drafts")
-
-
-def parallelism(results: Sequence[dict[str, Any]]) -> str:
-    return _tables(results, "parallelism", "engines")
 
 
 def entries(result: dict[str, Any]) -> Iterator[Entry]:
@@ -99,25 +67,25 @@ def _verdict(bad: set[str]) -> str:
     return "exact" if not bad else "incomplete" if bad == {"started"} else "failed"
 
 
-def _tables(results: Sequence[dict[str, Any]], kind: str, head: str) -> str:
+def tables(kind: str, results: Sequence[dict[str, Any]]) -> str:
     """A line for each name, version and runner that has results, and one for all the
     versions that a name has none of; then the reasons of what is refused."""
-    found = [one for result in results for one in entries(result)]
-    found = [one for one in found if one["kind"] == kind]
+    found: dict[str, dict[tuple[str, str], list[Entry]]]
+    found = {name: {} for name in NAMES[kind]}
+    for one in (one for result in results for one in entries(result)):
+        if one["kind"] == kind:
+            here = found.setdefault(one["name"], {})
+            here.setdefault((one["vllm"], one["runner"]), []).append(one)
     reasons: list[str] = []
     rows = []
-    for name in dict.fromkeys([*NAMES[kind], *(one["name"] for one in found)]):
-        here: dict[tuple[str, str], list[Entry]] = {}
-        for one in found:
-            if one["name"] == name:
-                here.setdefault((one["vllm"], one["runner"]), []).append(one)
+    for name, here in found.items():
         for where in sorted(here):
             verdicts = (_verdicts(here[where], mode, reasons) for mode in MODES)
             rows.append((name, *where, *verdicts))
-        left = [v for v in VERSIONS if v not in {version for version, _ in here}]
-        if left:
+        tried = {version for version, _ in here}
+        if left := [v for v in VERSIONS if v not in tried]:
             rows.append((name, ", ".join(left), "", UNTESTED, UNTESTED))
-    lines = [(head, "vLLM", "runner", *MODES), ["---"] * (3 + len(MODES)), *rows]
+    lines = [(HEADS[kind], "vLLM", "runner", *MODES), ["---"] * (3 + len(MODES)), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     notes = "\n".join(f"{number}. {r}" for number, r in enumerate(reasons, start=1))
     return f"{table}\n\n{notes}" if notes else table

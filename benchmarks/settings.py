@@ -51,19 +51,15 @@ def prepare_process(options: Options, device: str) -> None:
 
 def speculative_config(options: Options, draft_model: Model | None) -> dict[str, Any]:
     """vLLM's `speculative_config` for these options."""
-    config: dict[str, Any] = {
-        "method": options.method,
-        "num_speculative_tokens": options.num_speculative_tokens,
-    }
+    names = ("method", "num_speculative_tokens")
+    config: dict[str, Any] = {name: getattr(options, name) for name in names}
     if options.method.startswith("ngram"):
         config |= {"prompt_lookup_min": NGRAM_MIN, "prompt_lookup_max": NGRAM_MAX}
     if draft_model is not None:
         config["model"] = draft_model.location
     if options.acceptance is not None:
-        config |= {
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": list(options.acceptance),
-        }
+        config["rejection_sample_method"] = "synthetic"
+        config["synthetic_acceptance_rates"] = list(options.acceptance)
     return config
 
 
@@ -95,11 +91,8 @@ def engine_arguments(
     if target.random_weights:
         prompt = options.context or prompts.RANDOM_PROMPT_TOKENS
         needed = prompt + options.max_tokens + options.num_speculative_tokens
-        arguments |= {
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "max_model_len": -(-needed // 256) * 256,
-        }
+        arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        arguments["max_model_len"] = -(-needed // 256) * 256
     return arguments
 
 

@@ -35,15 +35,13 @@ CPU_SHARE_BUDGET = 0.02
 def pair_samples(pairs: Sequence[Pair]) -> dict[str, dict[str, list[float]]]:
     """Of all pairs, by their name, in the order of rounds: the ratio, and tokens a
     second of the reference and of the test."""
-    names = dict.fromkeys(pair.name for pair in pairs)
-    return {
-        name: {
-            "ratio": [pair.ratio for pair in pairs if pair.name == name],
-            "reference": [pair.reference_rate for pair in pairs if pair.name == name],
-            "test": rates(pair.test for pair in pairs if pair.name == name),
-        }
-        for name in names
-    }
+    found: dict[str, dict[str, list[float]]] = {}
+    for pair in pairs:
+        rates = (pair.ratio, pair.reference_rate, pair.test.tokens_per_second)
+        lists = found.setdefault(pair.name, {"ratio": [], "reference": [], "test": []})
+        for samples, rate in zip(lists.values(), rates, strict=True):
+            samples.append(rate)
+    return found
 
 
 def rates(runs: Iterable[Run]) -> list[float]:
@@ -70,10 +68,8 @@ def speed(runs: Sequence[Run]) -> dict[str, float]:
 def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     """vLLM's own counts, summed over runs. per_position: the share of windows whose
     draft at that position was accepted."""
-    found: dict[str, Any] = {
-        name: sum(run.drafts[name] for run in runs)
-        for name in ("windows", "drafted", "accepted")
-    }
+    names = ("windows", "drafted", "accepted")
+    found = {name: sum(run.drafts[name] for run in runs) for name in names}
     counts = (run.drafts["accepted_per_position"] for run in runs)
     accepted = list(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
     windows = found["windows"] or math.inf
@@ -130,33 +126,29 @@ def comparison(
     for pair in pairs:
         tests.setdefault(pair.name, []).append(pair.test)
     num_pairs = len(tests.pop(CONTROL))
-    references = [
-        run for pair in pairs if pair.name == CONTROL for run in pair.references
-    ]
+    controls = (pair.references for pair in pairs if pair.name == CONTROL)
+    references = {baseline: list(itertools.chain(*controls))}
     reach = max(one.reach for one in found.values())
     return {
         "num_pairs": num_pairs,
         "until": until,
         "until_reached": None if until is None else reach <= until,
         "ratio": {name: asdict(one) for name, one in found.items()},
-        "speed": {baseline: speed(references)}
-        | {name: speed(runs) for name, runs in tests.items()},
+        **of_runs(tests),
+        "speed": {name: speed(runs) for name, runs in (references | tests).items()},
+    }
+
+
+def of_runs(tests: dict[str, list[Run]]) -> dict[str, Any]:
+    """What is said of runs in each arm; acceptance: of the first."""
+    return {
+        "speed": {name: speed(runs) for name, runs in tests.items()},
         "acceptance": acceptance(next(iter(tests.values()))),
         "nwor": {
             name: nwor(runs)
             for name, runs in tests.items()
             if any(run.nwor is not None for run in runs)
         },
-    }
-
-
-def single(runs: Sequence[Run], mode: str) -> dict[str, Any]:
-    """The summary of runs that are all alike, in `mode`."""
-    active = all(run.nwor is not None for run in runs)
-    return {
-        "speed": {mode: speed(runs)},
-        "acceptance": acceptance(runs),
-        "nwor": {mode: nwor(runs)} if active else {},
     }
 
 

@@ -2,8 +2,8 @@
 """Markdown of results, for tools/results/render.py: a template a view.
 
 templates/VIEW.md gets `result`, the content of a file in results/, or `results`, of
-several; the functions below are its filters. Two views are of bench_vllm.py's own
-tables: `everything` and `short`.
+several; the functions below are its filters. Two views are of what bench_vllm.py
+printed: `everything` and `short`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import jinja2
 
 from benchmarks import environment, models, report, summary
 from benchmarks.ab import CONTROL
-from benchmarks.tables import number, spread
+from benchmarks.report import TEMPLATES
 
 Result = dict[str, Any]
+LIST = Path(__file__).with_suffix(".yml")
 
 
 class BadBlock(Exception):
@@ -36,9 +37,10 @@ def everything(result: Result) -> str:
 def short(result: Result) -> str:
     """Four of the lines that bench_vllm.py printed: of the check of the outputs, both
     ratios of a comparison, and its last one, of host time."""
-    _, _, *ratios = report.ratio_table(result).splitlines()
-    checks = [report.outputs_line(result), report.verdict_lines(result)[-1]]
-    return "\n".join(["```", checks[0], *ratios[:2], checks[1], "```"])
+    lines = report.text(result).splitlines()
+    check, ratios = lines.index("check") + 1, lines.index("tokens/s, ratio") + 2
+    shown = [lines[check].strip(), *lines[ratios : ratios + 2], lines[-1].strip()]
+    return "\n".join(["```", *shown, "```"])
 
 
 # -- of any result ---------------------------------------------------------------------
@@ -74,8 +76,7 @@ def cell(text: str) -> str:
 
 
 def failed_checks(entry: Result) -> str:
-    bad = [check for check, problems in entry["problems"].items() if problems]
-    return ", ".join(bad) or "none"
+    return ", ".join(filter(entry["problems"].get, entry["problems"])) or "none"
 
 
 def unsettled_rows(entry: Result) -> str:
@@ -94,15 +95,15 @@ def tested(result: Result) -> list[str]:
 
 
 def runner(result: Result) -> str:
-    variables = result["environment"]["variables"]
-    v2 = variables.get("VLLM_USE_V2_MODEL_RUNNER")
-    has_metrics = variables.get("VLLM_NWOR_EMIT_METRICS") != "0"
+    env = result["environment"]
+    v2 = env["variables"].get("VLLM_USE_V2_MODEL_RUNNER")
     name = {"0": "V1", "1": "V2"}.get(v2, "default")
-    release = result["environment"]["packages"].get("vllm", environment.GPU_RELEASE)
+    release = env["packages"].get("vllm", environment.GPU_RELEASE)
     if not release.startswith(environment.GPU_RELEASE):
         name += f", vLLM {release}"
     if block_size := result["arguments"].get("block_size"):
         name += f", blocks of {block_size}"
+    has_metrics = env["variables"].get("VLLM_NWOR_EMIT_METRICS") != "0"
     return name if has_metrics else f"{name}, no metrics"
 
 
@@ -145,24 +146,21 @@ def by_mode(results: Sequence[Result]) -> dict[str, list[Result]]:
     for result in results:
         for name in tested(result):
             found.setdefault(name, []).append(result)
-    for name, ones in found.items():
-        ones.sort(key=lambda one: -one["summary"]["ratio"][name]["median"])
-    return found
+    return {
+        name: sorted(ones, key=lambda one: -one["summary"]["ratio"][name]["median"])
+        for name, ones in found.items()
+    }
 
 
 def budgets(results: Sequence[Result], name: str) -> str:
     """How many of them hold the budgets of throughput and of host time."""
     verdicts = Counter(verdict(one, name).strip("*").split(",")[0] for one in results)
-    median = statistics.median(
-        one["summary"]["ratio"][name]["median"] for one in results
-    )
-    spent, budget = (
-        [host_us(one, name) for one in results],
-        summary.host_budget_us(name),
-    )
+    ratios = [one["summary"]["ratio"][name]["median"] for one in results]
+    spent = [host_us(one, name) for one in results]
+    budget = summary.host_budget_us(name)
     return (
-        f"{name}: median of the ratios {median:.4f}; budget of throughput met in "
-        f"{verdicts['met']} of {len(results)} lines, not resolved in "
+        f"{name}: median of the ratios {statistics.median(ratios):.4f}; budget of "
+        f"throughput met in {verdicts['met']} of {len(results)} lines, not resolved in "
         f"{verdicts['not resolved']}, missed in {verdicts['missed']}; begin + commit "
         f"{min(spent):.1f} to {max(spent):.1f} us, over its budget of {budget:.0f} us "
         f"in {sum(us > budget for us in spent)}."
@@ -180,15 +178,9 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
     return list(rows.values())
 
 
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_OURS = (number, spread, device, short_device, measured, cell, failed_checks, tested)
-_OURS += (unsettled_rows, runner, log_size, verdict, host_us, slot_bytes, by_mode)
-_OURS += (hooks_idle_last, budgets, once_an_engine, summary.own_process)
+_OURS = (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
+_OURS += (runner, log_size, verdict, host_us, slot_bytes, by_mode, hooks_idle_last)
+_OURS += (budgets, once_an_engine)
 TEMPLATES.filters |= {one.__name__: one for one in _OURS}
 
 

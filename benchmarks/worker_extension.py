@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworWorkerExtension: methods for benches and tests, called by `collective_rpc`.
 
-Give vLLM `worker_extension_cls="benchmarks.worker_extension.NworWorkerExtension"`, in a
-process that finds this checkout, and call them with `collective_rpc("nwor_report")` and
-so on, between steps and never during one. They work in every mode, `off` included,
+Give vLLM `worker_extension_cls="benchmarks.worker_extension.NworWorkerExtension"`, and
+call them between steps, never during one. They work in every mode, `off` included,
 where they say that there is no manager. Nothing that serves requests uses this class.
 """
 
@@ -69,15 +68,11 @@ class NworWorkerExtension:
     nwor_host_times: HostTimes | None = None
 
     def nwor_set_hooked(self, hooked: bool) -> bool:
-        """Puts NWOR's hooks on vLLM again (True), or takes them all off (False), so
-        that vLLM runs nothing but its own code. Returns whether NWOR protects anything
-        here now. The first call with True also begins to keep host times.
-
-        That goes for the process this runs in. Scheduler and front end are in the
-        worker's process with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker. With
-        several workers, call `hooks._wrap.unhook` and `rehook` in the process of
-        scheduler and front end as well. An engine core in a process of its own cannot
-        be reached.
+        """Puts NWOR's hooks on vLLM again (True), or takes them all off (False), in
+        this process, so that vLLM runs nothing but its own code: scheduler and front
+        end are here with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker only. Returns
+        whether NWOR protects anything here now. The first call with True also begins
+        to keep host times.
 
         Raises:
             RuntimeError: this worker is between execute_model and sample_tokens.
@@ -93,15 +88,11 @@ class NworWorkerExtension:
             )
         from vllm_nwor.hooks import _wrap
 
-        if hooked:
-            if manager is not None:
-                # Steps without hooks were steps all the same.
-                manager.start_step()
-            _wrap.rehook()
-        else:
-            _wrap.unhook()
-        if hooked and manager is not None and self.nwor_host_times is None:
-            self.nwor_host_times = HostTimes(manager)
+        if hooked and manager is not None:
+            # Steps without hooks were steps all the same.
+            manager.start_step()
+            self.nwor_host_times = self.nwor_host_times or HostTimes(manager)
+        (_wrap.rehook if hooked else _wrap.unhook)()
         return hooked
 
     def nwor_set_stages(self, stages: bool) -> None:
@@ -151,20 +142,17 @@ class NworWorkerExtension:
             "log_bytes_per_draft": manager.log_bytes_per_draft if manager else 0,
             "log_bytes": manager.log_bytes if manager else 0,
             "fallbacks": dict(manager.fallbacks) if manager else {},
-            "begin_ns": times.begin_ns[:] if times else [],
-            "commit_ns": times.commit_ns[:] if times else [],
         }
-        if times is not None:
-            times.begin_ns.clear()
-            times.commit_ns.clear()
+        for name in ("begin_ns", "commit_ns"):
+            kept = getattr(times, name, [])
+            report[name] = kept[:]
+            kept.clear()
         return report
 
 
 def _manager(runner: Any) -> DraftCommitManager | None:
     """The manager that the hooks left on `runner`, None if nothing is protected."""
-    state = getattr(runner, "nwor_state", None)
-    manager: DraftCommitManager | None = None if state is None else state.manager
-    return manager
+    return getattr(getattr(runner, "nwor_state", None), "manager", None)
 
 
 def _num_blocks(config: Any) -> int:

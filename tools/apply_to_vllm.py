@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import filecmp
 import importlib.util
 import re
 import shutil
@@ -36,7 +37,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,11 +55,13 @@ from vllm_nwor.hooks._wrap import HookTarget  # noqa: E402
 from vllm_nwor.hooks.source import (  # noqa: E402
     DECORATOR,
     FACTS,
+    HOOKED,
     Mismatch,
     Tree,
     check_decorated,
     dotted,
     files_of,
+    ledger,
     mismatches,
     place_of,
 )
@@ -109,13 +111,10 @@ class Place(NamedTuple):
 
 def places() -> dict[Place, list[HookTarget]]:
     """All of them, with their rows."""
-    hooks = (*HOOKS.items(), *AUDIT_HOOKS.items())
     # A file may wrap in another one's module, too.
-    rows: dict[HookTarget, None] = {}
-    for _, hook in hooks:
-        rows |= dict.fromkeys(import_module(hook.split(":")[0], "vllm_nwor").LEDGER)
+    rows = dict.fromkeys(row for name in HOOKED for row in ledger(name))
     found: dict[Place, list[HookTarget]] = {}
-    for module in dict.fromkeys(module for module, _ in hooks):
+    for module in dict.fromkeys((*HOOKS, *AUDIT_HOOKS)):
         for row in rows:
             if row.module == module:
                 found.setdefault(Place(module, row.qualname), []).append(row)
@@ -168,10 +167,9 @@ class Graft:
             wanted.append("requirements/common.txt")
         self.texts: dict[str, str] = {}  # of vLLM's files, without our lines
         self.marked: dict[str, Marked] = {}
-        for path in wanted:
-            if (root / path).is_file():
-                text = (root / path).read_bytes().decode()
-                self.texts[path], self.marked[path] = split_marked(text)
+        for path in (path for path in wanted if (root / path).is_file()):
+            text = (root / path).read_bytes().decode()
+            self.texts[path], self.marked[path] = split_marked(text)
         self.builds = "CMakeLists.txt" in self.texts
         self.copies = {
             path: subject
@@ -197,8 +195,7 @@ class Graft:
         if not self.builds and not (ROOT / LIBRARY).is_file():
             told.append(f"{LIBRARY} is not there to be copied; `make setup` builds it")
         found: list[Line] = []
-        places = self.places.items()
-        decorators = (self._decorator(place, rows, tree) for place, rows in places)
+        decorators = (self._decorator(*place, tree) for place in self.places.items())
         for lines in (self._wiring(), *decorators):
             try:
                 found += lines
@@ -309,12 +306,8 @@ class Graft:
         found = [path for folder in FOLDERS for path in files_in(self.root, folder)]
         if not self.builds and (self.root / LIBRARY).is_file():
             found.append(LIBRARY)
-        return [
-            f"{path} is not this version's"
-            for path in found
-            if not (ROOT / path).is_file()
-            or (ROOT / path).read_bytes() != (self.root / path).read_bytes()
-        ]
+        same = filecmp.cmpfiles(ROOT, self.root, found, shallow=False)[0]
+        return [f"{path} is not this version's" for path in found if path not in same]
 
     # --- what to do ---
 
@@ -398,10 +391,10 @@ def git(repository: str, *arguments: str) -> None:
     """With the user's name, if git knows it, and no hooks of theirs."""
     settings = ["core.hooksPath=/dev/null", "commit.gpgsign=false"]
     settings.append("core.autocrlf=false")
-    options = [word for setting in settings for word in ("-c", setting)]
     of_user = subprocess.run(["git", "config", "user.email"], capture_output=True)
     if not of_user.stdout.strip():
-        options += ["-c", "user.name=vllm-nwor", "-c", "user.email=vllm-nwor@localhost"]
+        settings += ["user.name=vllm-nwor", "user.email=vllm-nwor@localhost"]
+    options = [word for setting in settings for word in ("-c", setting)]
     subprocess.run(["git", *options, *arguments], cwd=repository, check=True)
 
 

@@ -34,6 +34,8 @@ from remotezip import RemoteZip, RemoteZipError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.files import write_whole
+
 from tools.setup.make_models import cache_dir
 from vllm_nwor.hooks.source import FACTS, Tree, facts, files_of, ledger, mismatches
 
@@ -53,10 +55,8 @@ class NoSource(RuntimeError):
 def options(requirement: str) -> list[str]:
     """pip's, for the wheel of a requirement alone, whatever this Python's pip thinks of
     the platform."""
-    found = ["--no-deps", "--only-binary", ":all:"]
-    for glibc in GLIBC:
-        found += ["--platform", f"{glibc}_{platform.machine()}"]
-    return [*found, requirement]
+    tags = (f"--platform={glibc}_{platform.machine()}" for glibc in GLIBC)
+    return ["--no-deps", "--only-binary", ":all:", *tags, requirement]
 
 
 def pip(*arguments: str) -> str:
@@ -122,11 +122,7 @@ class Release:
                 return zipfile.ZipFile(download(requirement, Path(folder)).open("rb"))
 
     def _keep(self, path: str, content: bytes) -> None:
-        kept = self.folder / path
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(kept)
+        write_whole(self.folder / path, lambda to: to.write_bytes(content))
 
 
 def check(name: str, read: Callable[[str], str | None]) -> bool:
@@ -135,12 +131,10 @@ def check(name: str, read: Callable[[str], str | None]) -> bool:
     if tree.read("vllm/__init__.py") is None:
         raise NoSource("there is no vllm/__init__.py")
     told = [f"{name}: {m}: {x}" for m in FACTS for x in mismatches(m, tree)]
-    for line in told:
-        print(line)
     num_facts = sum(len(words) for m in FACTS for *_, words in facts(m))
     num_rows = sum(len(ledger(m)) for m in FACTS)
-    if not told:
-        print(f"{name}: {num_rows} signatures and {num_facts} facts hold")
+    all_hold = f"{name}: {num_rows} signatures and {num_facts} facts hold"
+    print("\n".join(told or [all_hold]))
     return not told
 
 

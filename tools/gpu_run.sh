@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep audit offload parallel ray sanitizer"
-STEPS="$STEPS bench-kernels traffic host-profile bench soak "
+STEPS="$STEPS bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
@@ -46,12 +46,9 @@ gpu_tests() { # FILE ENGINE...: tests with the engine as their only parameter
 }
 
 step_build() {
-    local site=${NWOR_SITE:-} first staging
-    first=${PYTHONPATH:-}
+    local site=${NWOR_SITE:-} first=${PYTHONPATH:-} staging=$WORK/staging
     first=${first%%:*}
-    if [ -z "$site" ] && [ -n "$first" ] && [ -f "$first/vllm/__init__.py" ]; then
-        site=$first
-    fi
+    [ ! -f "$first/vllm/__init__.py" ] || site=${site:-$first}
     export NWOR_CUDA=ON NWOR_CUDA_ARCHS=${NWOR_CUDA_ARCHS:-90}
     local what=. wheels=(dist/vllm_nwor-*.whl)
     if [ -f "${wheels[0]}" ]; then
@@ -60,7 +57,11 @@ step_build() {
             return 1
         fi
         what=${wheels[0]}
-        same_python "$what" || return
+        rm -rf "$staging" && "$PYTHON" -m zipfile -e "$what" "$staging" || return
+        diff -rq -x '*.so' -x __pycache__ "$staging/vllm_nwor" vllm/v1/nwor || {
+            echo "$what is not of this checkout (make wheel)" >&2
+            return 1
+        }
     fi
     echo "installing $what"
     local pip=("$PYTHON" -m pip install --no-index --no-deps --no-build-isolation)
@@ -69,59 +70,12 @@ step_build() {
         "${pip[@]}" --force-reinstall "$what" || return
     else
         # Staged, so that a build that fails leaves what is there.
-        staging=$WORK/staging
         rm -rf "$staging"
-        if ! "${pip[@]}" --target "$staging" "$what"; then
-            [ "$what" = . ] || return
-            echo "pip failed; installing by hand"
-            rm -rf "$staging"
-            by_hand "$staging" || return
-        fi
+        "${pip[@]}" --target "$staging" "$what" || return
         rm -rf "$site"/vllm_nwor "$site"/vllm_nwor-*.dist-info
         cp -a "$staging/." "$site/" || return
     fi
-    "$PYTHON" - <<'PYTHON'
-import importlib.metadata
-
-import torch
-import vllm
-from vllm_nwor import ops
-
-ops.load("cuda")
-entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
-assert any(found.name == "nwor" for found in entry_points), entry_points
-print("vllm", vllm.__version__, "torch", torch.__version__, "library", ops.LIBRARY)
-print("device", torch.cuda.get_device_name(0))
-PYTHON
-}
-
-same_python() { # WHEEL: whether it was made of this checkout, as far as Python tells
-    "$PYTHON" - "$1" <<'PYTHON'
-import sys
-import zipfile
-from pathlib import Path
-
-with zipfile.ZipFile(sys.argv[1]) as wheel:
-    theirs = {n: wheel.read(n) for n in wheel.namelist() if n.endswith(".py")}
-folder = Path("vllm/v1/nwor")
-files = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.py")}
-ours = {f"vllm_nwor/{name}": content for name, content in files.items()}
-different = sorted(n for n in theirs | ours if theirs.get(n) != ours.get(n))
-if different:
-    sys.exit(f"{sys.argv[1]} is not of this checkout (make wheel): {different}")
-PYTHON
-}
-
-by_hand() { # what pip would install, for a setuptools that is too old for it
-    local info=$1/vllm_nwor-0.dist-info
-    mkdir -p "$info" || return
-    "$PYTHON" tools/native.py --output-dir "$WORK/native" || return
-    cp -a vllm/v1/nwor "$1/vllm_nwor" && rm -f "$1"/vllm_nwor/_nwor_C.so || return
-    find "$1" -name __pycache__ -prune -exec rm -rf {} +
-    cp "$WORK/native/_nwor_C.so" "$1/vllm_nwor/" || return
-    printf 'Metadata-Version: 2.1\nName: vllm-nwor\nVersion: 0\n' >"$info/METADATA"
-    printf '[vllm.general_plugins]\nnwor = vllm_nwor.plugin:register\n' \
-        >"$info/entry_points.txt"
+    VLLM_NWOR_MODE=stage "$PYTHON" -m vllm_nwor.doctor --device cuda
 }
 
 step_kernels() {
@@ -138,6 +92,8 @@ step_sync() { gpu_tests no_sync "$@"; }
 step_layouts() { gpu_tests layouts "$@"; }
 step_audit() { gpu_tests audit "$@"; }
 step_offload() { gpu_tests offloading "$@"; }
+step_parallel() { run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks; }
+step_ray() { run_tests -s tests/gpu/test_engine_matrix.py -k test_ray; }
 
 step_sleep() { # parameters end with the engine's name, or go on with the phase's
     run_tests -s tests/gpu/test_sleep.py -k "test_$(also "" "${@/%/]}" "${@/%/-}")"
@@ -185,17 +141,9 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
     return $status
 }
 
-step_parallel() {
-    run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks
-}
-
-step_ray() {
-    run_tests -s tests/gpu/test_engine_matrix.py -k test_ray
-}
-
 step_sanitizer() {
-    local tools=("$@") status failed=0 log=$WORK/sanitizer.log
-    [ $# -gt 0 ] || tools=(memcheck racecheck initcheck synccheck)
+    local status failed=0 log=$WORK/sanitizer.log
+    [ $# -gt 0 ] || set -- memcheck racecheck initcheck synccheck
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     local check=(compute-sanitizer --error-exitcode 9)
     local tests=("$PYTHON" -m pytest -q -p no:cacheprovider -k cuda)
@@ -204,8 +152,8 @@ step_sanitizer() {
     status=$?
     echo "planted overrun: exit status $status (9: reported, as it must be)"
     [ $status = 9 ] || { tail -20 "$log"; failed=1; }
-    local summary="\"planted\": $status"
-    for tool in "${tools[@]}"; do
+    local found=("planted=$status")
+    for tool in "$@"; do
         local started=$SECONDS
         timeout "${NWOR_SANITIZER_S:-240}" "${check[@]}" --tool "$tool" \
             "${tests[@]}" -m sanitizer tests/kernels >"$log" 2>&1
@@ -213,34 +161,29 @@ step_sanitizer() {
         echo "$tool: exit status $status, $((SECONDS - started)) s"
         grep -E "ERROR SUMMARY|passed|failed" "$log" | tail -3
         [ $status = 0 ] || { tail -30 "$log"; failed=1; }
-        summary="$summary, \"$tool\": $status"
+        found+=("$tool=$status")
     done
-    write_entry gpu_sanitizer.json gpu_sanitizer "{$summary}"
-    return $failed
-}
+    "$PYTHON" - "${found[@]}" <<'PYTHON'
+import sys
 
-write_entry() { # FILE KIND JSON: an entry of one file, with the environment
-    NWOR_ENTRY=$3 "$PYTHON" -c '
-import json, os, sys
 from tests.gpu import results
-entry = {"exit_status": json.loads(os.environ["NWOR_ENTRY"])}
+
+found = dict(argument.split("=") for argument in sys.argv[1:])
+entry = {"exit_status": {name: int(status) for name, status in found.items()}}
 command = "tools/gpu_run.sh sanitizer"
-results.save(sys.argv[1], sys.argv[2], command, {"all": entry})
-' "$1" "$2"
+results.save("gpu_sanitizer.json", "gpu_sanitizer", command, {"all": entry})
+PYTHON
+    return $failed
 }
 
 step_bench-kernels() {
     "$PYTHON" bench_kernels.py --device cuda --json "$RESULTS/bench_kernels.json" "$@"
 }
 
-step_traffic() {
-    "$PYTHON" tools/gpu/traffic.py --json "$RESULTS/gpu_traffic.json"
-}
-
 step_host-profile() {
-    local cells=("$@") failed=0
-    [ $# -gt 0 ] || cells=(v2-k4-a70 v1-ngram-k4-a70)
-    for cell in "${cells[@]}"; do
+    local failed=0
+    [ $# -gt 0 ] || set -- v2-k4-a70 v1-ngram-k4-a70
+    for cell in "$@"; do
         timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/host_profile.py \
             "$cell" --json "$RESULTS/host_profile_$cell.json" || failed=1
     done
@@ -248,13 +191,10 @@ step_host-profile() {
 }
 
 step_bench() {
-    local cells=("$@") failed=0
-    if [ $# = 0 ]; then
-        read -ra cells < <("$PYTHON" -c '
-from tools.gpu.cells import BUDGETED
-print(*BUDGETED)')
-    fi
-    for cell in "${cells[@]}"; do
+    local failed=0 budgeted='from tools.gpu.cells import BUDGETED; print(*BUDGETED)'
+    # shellcheck disable=SC2046 # a name is a word
+    [ $# -gt 0 ] || set -- $("$PYTHON" -c "$budgeted")
+    for cell in "$@"; do
         local started=$SECONDS
         timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/bench.py \
             "$cell" --results "$RESULTS" --seconds "${NWOR_BENCH_S:-70}" || failed=1
@@ -263,19 +203,15 @@ print(*BUDGETED)')
     return $failed
 }
 
-limit_of() { # seconds that a step may take
-    case $1 in
-    build) echo 300 ;;
-    bench) echo 3600 ;; # each cell has its own
-    soak) echo 7200 ;;  # as long as its argument says
-    *) echo 570 ;;
-    esac
-}
-
 run_step() { # STEP ARGUMENT...: in a process of its own, which can be stopped whole
-    local name=$1 started=$SECONDS status
+    local name=$1 started=$SECONDS limit=570 status
     echo "== $*"
-    timeout --kill-after=5 "${NWOR_LIMIT_S:-$(limit_of "$name")}" \
+    case $name in
+    build) limit=300 ;;
+    bench) limit=3600 ;; # each cell has its own
+    soak) limit=7200 ;;  # as long as its argument says
+    esac
+    timeout --kill-after=5 "${NWOR_LIMIT_S:-$limit}" \
         "$BASH" tools/gpu_run.sh --step "$@"
     status=$?
     [ $status = 124 ] && echo "== $name: stopped at its limit"

@@ -55,7 +55,7 @@ TIMEOUT_SECONDS = 900
 
 
 class Mutation(NamedTuple):
-    """One bug: `old`, once in `file` (relative to the tree), becomes `new`."""
+    """One bug: `old`, which is once in `file`, becomes `new`."""
 
     name: str
     file: str
@@ -77,8 +77,8 @@ class MutationError(RuntimeError):
 
 
 class TestRun(NamedTuple):
-    """How a run of the tests ended. failed: names of the tests that failed. error: why
-    it says nothing about the tests (a crash, a build that failed), or ""."""
+    """How a run of the tests ended. failed: their names. error: why it says nothing
+    about the tests (a crash, a build that failed), or ""."""
 
     __test__ = False  # pytest, this is no test
 
@@ -108,10 +108,8 @@ def try_all(
     mutations: Sequence[Mutation], tree: Path, run_tests: Callable[[Path], TestRun]
 ) -> Iterator[dict[str, Any]]:
     """Tries the mutations in `tree`, one after another. Gives what became of each:
-    "caught" (by `tests`, the first to fail), "survived" or "error".
-
-    Raises MutationError if the tests do not pass without any; or as `applied` does,
-    before any of them was tried.
+    "caught" (by `tests`, the first to fail), "survived" or "error". Raises
+    MutationError, before any was tried, if one does not fit or the tests do not pass.
     """
     for mutation in mutations:
         with applied(mutation, tree):
@@ -147,14 +145,9 @@ def copy_tree(to: Path) -> None:
 
 def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
     """Exit status and output of this Python in `tree`; 124: it took too long."""
-    command, env = [sys.executable, *arguments], {**os.environ, **env}
+    command = ["timeout", str(TIMEOUT_SECONDS), sys.executable, *arguments]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=env, timeout=TIMEOUT_SECONDS, **output
-        )
-    except subprocess.TimeoutExpired:
-        return 124, f"more than {TIMEOUT_SECONDS} s"
+    done = subprocess.run(command, cwd=tree, env={**os.environ, **env}, **output)
     return done.returncode, done.stdout
 
 
@@ -183,36 +176,30 @@ def run_pytest(tree: Path, tests: Sequence[str]) -> TestRun:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [mutation.name for mutation in MUTATIONS]
-    parser.add_argument("--only", choices=names, help="this one alone")
+    by_name = {mutation.name: mutation for mutation in MUTATIONS}
+    parser.add_argument("--only", choices=by_name, help="this one alone")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
-    chosen = [m for m in MUTATIONS if args.only in (None, m.name)]
+    chosen = [by_name[args.only]] if args.only else MUTATIONS
     outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
         copy_tree(Path(folder))
-        try:
-            for one in try_all(chosen, Path(folder), build_and_test):
-                outcomes.append(one)
-                what = one["error"] or ", ".join(one["tests"])
-                print(f"{one['name']}: {one['outcome']} {what}", flush=True)
-        except MutationError as error:
-            print(f"mutation check: {error}", file=sys.stderr)
-            return 1
+        for one in try_all(chosen, Path(folder), build_and_test):
+            outcomes.append(one)
+            what = one["error"] or ", ".join(one["tests"])
+            print(f"{one['name']}: {one['outcome']} {what}", flush=True)
     caught = sum(one["outcome"] == "caught" for one in outcomes)
     print(f"{caught} of {len(outcomes)} mutations caught")
     if args.json is not None:
-        result = {
-            "kind": "mutation_check",
-            "schema": 1,
-            "command": " ".join(["python tools/mutation_check.py", *sys.argv[1:]]),
-            "environment": environment.describe("cpu", ROOT),
-            "tests": list(TESTS),
-            "mutations": outcomes,
-        }
-        write_json(args.json, result)
+        result = {"kind": "mutation_check", "schema": 1}
+        result["command"] = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
+        result["environment"] = environment.describe("cpu", ROOT)
+        write_json(args.json, result | {"tests": TESTS, "mutations": outcomes})
     return 0 if caught == len(outcomes) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except MutationError as error:
+        sys.exit(f"mutation check: {error}")

@@ -28,6 +28,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "vllm" / "v1" / "nwor"
 LIBRARY = "_nwor_C.so"
 CUDA_CHOICES = ("AUTO", "ON", "OFF")
 
@@ -62,11 +63,8 @@ def torch_dir() -> Path:
 def find_tool(name: str) -> str:
     """A program of this Python environment, else of PATH."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
-    found = shutil.which(name, path=path)
-    if found is None:
-        raise NativeBuildError(
-            f"{name} is missing; install it with: pip install {name}"
-        )
+    if (found := shutil.which(name, path=path)) is None:
+        raise NativeBuildError(f"{name} is missing; run: pip install {name}")
     return found
 
 
@@ -82,9 +80,8 @@ def build(output_dir: Path) -> bool:
     build_dir = ROOT / "build" / name
     staged = build_dir / "out"
     command = [find_tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
-    command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
+    command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", f"-DNWOR_CUDA={cuda}"]
     command += [f"-DTORCH_DIR={torch_dir()}", f"-DNWOR_OUTPUT_DIR={staged}"]
-    command += [f"-DNWOR_CUDA={cuda}"]
     command += [f"-DNWOR_CUDA_ARCHS={archs}"] if archs else []
     build_dir.mkdir(parents=True, exist_ok=True)
     with open(build_dir / "lock", "w") as lock:
@@ -151,11 +148,8 @@ def arch_list(text: str) -> str:
     return text
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    package = ROOT / "vllm" / "v1" / "nwor"
-    text = "where the library goes (default: beside the Python files)"
-    parser.add_argument("--output-dir", type=Path, default=package, help=text)
     parser.add_argument("--cuda", type=str.upper, choices=CUDA_CHOICES)
     text = 'compute capabilities, "90" or "80;90" (default: CMakeLists.txt\'s)'
     parser.add_argument("--archs", type=arch_list, help=text)
@@ -166,23 +160,19 @@ def main() -> int:
         if value is not None:
             os.environ[name] = value
     try:
-        build(args.output_dir.resolve())
+        build(PACKAGE)
     except NativeBuildError as error:
-        print(f"native build: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"native build: {error}")
     except subprocess.CalledProcessError as error:
-        print(f"native build: `{Path(error.cmd[0]).name}` failed", file=sys.stderr)
-        return 1
+        sys.exit(f"native build: `{Path(error.cmd[0]).name}` failed")
     if args.check:
         device = "cuda" if cuda_choice() == "ON" else "cpu"
         command = [sys.executable, "-c", CHECK, device]
-        env = {**os.environ, "PYTHONPATH": str(package.parent)}
-        status = subprocess.run(command, env=env).returncode
-        if status == 0:
-            print(f"check: all ops are there for {device}")
-        return status
-    return 0
+        env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+        if status := subprocess.run(command, env=env).returncode:
+            sys.exit(status)
+        print(f"check: the library is up to date, with all ops for {device}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,13 +11,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
-fi
-command -v "$PYTHON" >/dev/null || {
-    echo "rebuild: PYTHON is '$PYTHON', which is not there" >&2
-    exit 1
-}
-"$PYTHON" tools/native.py --check "$@"
-echo "rebuild: the library is up to date, $SECONDS s"
+for python in "${PYTHON:-.venv/bin/python}" "${PYTHON:-python3}"; do
+    if command -v "$python" >/dev/null; then
+        exec "$python" tools/native.py --check "$@"
+    fi
+done
+echo "rebuild: PYTHON is '$python', which is not there" >&2
+exit 1

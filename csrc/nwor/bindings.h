@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops as PyTorch calls them. Definitions: cow_bindings.cpp (undo log) and
-// shadow_bindings.cpp (shadow pages); registration and schemas: torch_bindings.cpp.
+// The ops. Definitions: cow_bindings.cpp (undo log), shadow_bindings.cpp (shadow pages)
+// and audit_bindings.cpp; schemas and registration: torch_bindings.cpp; past PyTorch's
+// dispatcher: builtins.cpp.
 #pragma once
 
 #include "tensor_args.h"
@@ -10,7 +11,8 @@ namespace nwor {
 
 void log_cache_slots(Tensor table, OptionalTensor runs, Tensor slot_mapping,
                      Tensor logits_indices, Tensor cu_num_logits, Tensor undo_log,
-                     Tensor log_slots, Tensor log_windows, int64_t num_drafts);
+                     Tensor log_slots, Tensor log_windows, int64_t num_drafts,
+                     int64_t num_leading_zeros);
 void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
                              Tensor log_slots, Tensor log_windows,
                              OptionalTensor sampled_token_ids, int64_t vocab_size,
@@ -20,7 +22,7 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
            Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
            OptionalTensor seats, Tensor saved, int64_t first_entry,
            int64_t num_real_entries, int64_t span, int64_t entry_tokens, int64_t step,
-           bool patches);
+           bool patches, int64_t num_leading_zeros);
 void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
                         Tensor slot_mapping, OptionalTensor seats, Tensor saved,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
@@ -56,5 +58,13 @@ void audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int64_t step,
 void audit_snapshot(Tensor tables, bool again);
 void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations);
 void audit_publish(Tensor tables, Tensor findings_to);
+
+// All of them.
+#define NWOR_OPS(X)                                                                \
+  X(log_cache_slots) X(restore_rejected_drafts)                                    \
+  X(stage) X(commit_draft_layer) X(unstage)                                        \
+  X(audit_describe) X(audit_describe_layers) X(audit_seat) X(audit_plan)           \
+  X(audit_resolve) X(audit_adopt) X(audit_scan) X(audit_hand_on) X(audit_snapshot) \
+  X(audit_hand_out) X(audit_publish)
 
 }  // namespace nwor

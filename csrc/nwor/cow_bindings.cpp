@@ -8,10 +8,12 @@ namespace nwor {
 
 void log_cache_slots(Tensor table, OptionalTensor runs, Tensor slot_mapping,
                      Tensor logits_indices, Tensor cu_num_logits, Tensor undo_log,
-                     Tensor log_slots, Tensor log_windows, int64_t num_drafts) {
+                     Tensor log_slots, Tensor log_windows, int64_t num_drafts,
+                     int64_t num_leading_zeros) {
   const TensorArgs tensors("log_cache_slots", "table", table);
   const LogArgs args{tensors.table(table), tensors.runs(runs),
-                     tensors.batch(slot_mapping, logits_indices, cu_num_logits),
+                     tensors.batch(slot_mapping, logits_indices, cu_num_logits,
+                                   num_leading_zeros),
                      tensors.undo_log(undo_log, log_slots, log_windows), num_drafts};
   tensors.num_drafts(num_drafts, undo_log.size(0), "undo_log");
   NWOR_DISPATCH(tensors, args, log_cache_slots);

@@ -53,7 +53,7 @@ function(nwor_add_cuda target)
   if(NOT NWOR_USE_CUDA)
     return()
   endif()
-  set(sources audit_cuda.cu cow_cuda.cu prepared.cu shadow_cuda.cu)
+  set(sources audit_cuda.cu cow_cuda.cu shadow_cuda.cu)
   list(TRANSFORM sources PREPEND ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/)
   target_sources(${target} PRIVATE ${sources})
   # USE_CUDA: PyTorch's headers then declare the current stream.

@@ -4,6 +4,7 @@
 // device current and on PyTorch's current stream.
 #pragma once
 
+#include <optional>
 #include <type_traits>
 
 #include "check.h"
@@ -16,6 +17,19 @@
 #endif
 
 namespace nwor {
+
+// Says that the device of the tensors is the current one, while it lives: it need not be
+// made that.
+class CurrentDevice {
+ public:
+  CurrentDevice() { is_known() = true; }
+  ~CurrentDevice() { is_known() = false; }
+  CurrentDevice(const CurrentDevice&) = delete;
+  static bool& is_known() {
+    thread_local bool known = false;
+    return known;
+  }
+};
 
 template <typename Args>
 using CudaLauncher = void (*)(const Args& args, int device, void* stream);
@@ -30,7 +44,10 @@ void dispatch(const TensorArgs& tensors, const Args& args, void (*on_cpu)(const 
   }
 #ifdef NWOR_CUDA
   const int device = tensors.device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (!CurrentDevice::is_known()) {
+    guard.emplace(device);
+  }
   on_cuda(args, device, current_cuda_stream(tensors.op(), device));
 #else
   refuse(tensors.op(), "tensors are on CUDA; this library was built for the ",

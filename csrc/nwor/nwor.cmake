@@ -33,6 +33,7 @@ include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)
 set(NWOR_SOURCES
   audit_bindings.cpp
   audit_cpu.cpp
+  builtins.cpp
   cow_bindings.cpp
   cow_cpu.cpp
   shadow_bindings.cpp

@@ -26,15 +26,16 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
            Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
            OptionalTensor seats, Tensor saved, int64_t first_entry,
            int64_t num_real_entries, int64_t span, int64_t entry_tokens, int64_t step,
-           bool patches) {
+           bool patches, int64_t num_leading_zeros) {
   const TensorArgs tensors("stage", "table", table);
   const LayerTable layers = tensors.table(table);
   const RunList run_list = tensors.runs(runs);
   const BlockTable blocks = tensors.block_table(block_table, slot_mapping);
   tensors.array("query_start_loc", query_start_loc, ScalarType::Int, 1);
   tensors.array("seq_lens", seq_lens, ScalarType::Int, 1);
-  tensors.array("cu_num_logits", cu_num_logits, ScalarType::Int, 1);
-  const int64_t num_reqs = cu_num_logits.size(0);
+  int64_t num_reqs = 0;
+  const int32_t* sums =
+      tensors.cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
   const SavedWindows windows = tensors.saved(saved, seats, num_reqs);
   NWOR_CHECK(windows.span == span, tensors.op(), "span is ", span, "; must be ",
              windows.span, ", as the columns of saved say");
@@ -62,7 +63,7 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
                              blocks,
                              static_cast<const int32_t*>(query_start_loc.data_ptr()),
                              static_cast<const int32_t*>(seq_lens.data_ptr()),
-                             static_cast<const int32_t*>(cu_num_logits.data_ptr()),
+                             sums,
                              windows,
                              first_entry,
                              num_real_entries,

@@ -11,18 +11,12 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-int32_t device_type_of(const Tensor& tensor) {
-  int32_t type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
-  return type;
-}
-
 std::string device_name(int32_t type, int32_t index) {
-  if (type == aoti_torch_device_type_cpu()) {
+  if (type == kCpu) {
     return "cpu";
   }
   std::ostringstream text;
-  if (type == aoti_torch_device_type_cuda()) {
+  if (type == kCuda) {
     text << "cuda:" << index;
   } else {
     text << "device type " << type;
@@ -47,19 +41,18 @@ uint8_t* bytes_of(const Tensor& tensor) {
 }  // namespace
 
 TensorArgs::TensorArgs(const char* op, const char* name, const Tensor& reference)
-    : TensorArgs(op, name, device_type_of(reference), reference.get_device_index()) {}
+    : TensorArgs(op, name, reference.device_type(), reference.device_index()) {}
 
 TensorArgs::TensorArgs(const char* op, const char* name, int32_t device_type,
                        int32_t device_index)
     : op_(op),
       reference_name_(name),
       device_type_(device_type),
-      device_index_(device_index),
-      cpu_type_(aoti_torch_device_type_cpu()) {}
+      device_index_(device_index) {}
 
 void TensorArgs::same_device(const char* name, const Tensor& tensor) const {
-  const int32_t type = device_type_of(tensor);
-  const int32_t index = tensor.get_device_index();
+  const int32_t type = tensor.device_type();
+  const int32_t index = tensor.device_index();
   NWOR_CHECK(type == device_type_ && (!on_cuda() || index == device_index_), op_, name,
              " is on ", device_name(type, index), "; must be on ",
              device_name(device_type_, device_index_), ", where ", reference_name_,
@@ -127,16 +120,39 @@ IndexArray TensorArgs::indices(const char* name, const Tensor& indices) const {
   return {indices.data_ptr(), is_int64};
 }
 
-BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_indices,
-                               const Tensor& cu_num_logits) const {
-  array("slot_mapping", slot_mapping, ScalarType::Long, 1);
+int64_t* TensorArgs::slot_mapping(const Tensor& slot_mapping,
+                                  int64_t* num_tokens) const {
+  const bool is_row = slot_mapping.dim() == 2 && slot_mapping.size(0) == 1;
+  array("slot_mapping", slot_mapping, ScalarType::Long, is_row ? 2 : 1);
+  *num_tokens = slot_mapping.size(is_row ? 1 : 0);
+  return static_cast<int64_t*>(slot_mapping.data_ptr());
+}
+
+const int32_t* TensorArgs::cu_num_logits(const Tensor& cu_num_logits,
+                                         int64_t num_leading_zeros,
+                                         int64_t* num_reqs) const {
   array("cu_num_logits", cu_num_logits, ScalarType::Int, 1);
-  return {static_cast<const int64_t*>(slot_mapping.data_ptr()),
-          slot_mapping.size(0),
+  const int64_t size = cu_num_logits.size(0);
+  NWOR_CHECK(num_leading_zeros >= 0 && num_leading_zeros <= size, op_,
+             "num_leading_zeros is ", num_leading_zeros, "; must be between 0 and ",
+             size, ", the entries of cu_num_logits");
+  *num_reqs = size - num_leading_zeros;
+  return static_cast<const int32_t*>(cu_num_logits.data_ptr()) + num_leading_zeros;
+}
+
+BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_indices,
+                               const Tensor& cu_num_logits,
+                               int64_t num_leading_zeros) const {
+  int64_t num_tokens = 0;
+  const int64_t* slots = this->slot_mapping(slot_mapping, &num_tokens);
+  int64_t num_reqs = 0;
+  const int32_t* sums = this->cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
+  return {slots,
+          num_tokens,
           indices("logits_indices", logits_indices),
           logits_indices.size(0),
-          static_cast<const int32_t*>(cu_num_logits.data_ptr()),
-          cu_num_logits.size(0)};
+          sums,
+          num_reqs};
 }
 
 void TensorArgs::log_entries(const Tensor& log_slots, const Tensor& log_windows,
@@ -195,9 +211,9 @@ int64_t* TensorArgs::counters_to(const OptionalTensor& counters_to) const {
     return nullptr;
   }
   constexpr const char* kName = "counters_to";
-  const int32_t type = device_type_of(*counters_to);
-  NWOR_CHECK(type == cpu_type_, op_, kName, " is on ",
-             device_name(type, counters_to->get_device_index()), "; must be on cpu");
+  const int32_t type = counters_to->device_type();
+  NWOR_CHECK(type == kCpu, op_, kName, " is on ",
+             device_name(type, counters_to->device_index()), "; must be on cpu");
   NWOR_CHECK(counters_to->scalar_type() == ScalarType::Long, op_, kName, " has dtype ",
              torch::headeronly::toString(counters_to->scalar_type()), "; must be Long");
   NWOR_CHECK(counters_to->dim() == 1 && counters_to->size(0) == kNumCounters &&
@@ -213,13 +229,14 @@ BlockTable TensorArgs::block_table(const Tensor& block_table,
   NWOR_CHECK(block_table.size(1) <= 1 || block_table.stride(1) == 1, op_,
              "block_table has stride ", block_table.stride(1),
              " in dimension 1; must be 1");
-  array("slot_mapping", slot_mapping, ScalarType::Long, 1);
+  int64_t num_tokens = 0;
+  int64_t* slots = this->slot_mapping(slot_mapping, &num_tokens);
   return {static_cast<int32_t*>(block_table.data_ptr()),
           block_table.size(0),
           block_table.stride(0),
           block_table.size(1),
-          static_cast<int64_t*>(slot_mapping.data_ptr()),
-          slot_mapping.size(0)};
+          slots,
+          num_tokens};
 }
 
 SavedWindows TensorArgs::saved(const Tensor& saved, const OptionalTensor& seats,

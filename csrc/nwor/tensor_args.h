@@ -4,18 +4,13 @@
 // then raw pointers. No value of a tensor is read here.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
-#include <optional>
 
 #include "launch.h"
 #include "shadow.h"
+#include "tensor.h"
 
 namespace nwor {
-
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // Checks the arguments of one call: each is named, and all share a device.
 class TensorArgs {
@@ -26,7 +21,7 @@ class TensorArgs {
              int32_t device_index);
 
   const char* op() const { return op_; }
-  bool on_cuda() const { return device_type_ != cpu_type_; }
+  bool on_cuda() const { return device_type_ != kCpu; }
   int32_t device_type() const { return device_type_; }
   int device_index() const { return device_index_; }
 
@@ -43,8 +38,11 @@ class TensorArgs {
   LayerTable table(const Tensor& table) const;
   RunList runs(const OptionalTensor& runs) const;
   IndexArray indices(const char* name, const Tensor& indices) const;
+  // [num_leading_zeros + num_reqs]: those of the requests, how many to num_reqs.
+  const int32_t* cu_num_logits(const Tensor& cu_num_logits, int64_t num_leading_zeros,
+                               int64_t* num_reqs) const;
   BatchWindows batch(const Tensor& slot_mapping, const Tensor& logits_indices,
-                     const Tensor& cu_num_logits) const;
+                     const Tensor& cu_num_logits, int64_t num_leading_zeros) const;
   // log_slots [>= capacity] and log_windows [>= capacity, 3].
   void log_entries(const Tensor& log_slots, const Tensor& log_windows, int64_t capacity,
                    const char* buffer) const;
@@ -54,7 +52,9 @@ class TensorArgs {
                         const OptionalTensor& num_rejected) const;
   // [kNumCounters] on the host, or nullptr.
   int64_t* counters_to(const OptionalTensor& counters_to) const;
-  // block_table [rows, width], rows may be strided, and slot_mapping [tokens].
+  // [tokens] or [1, tokens].
+  int64_t* slot_mapping(const Tensor& slot_mapping, int64_t* num_tokens) const;
+  // block_table [rows, width], rows may be strided.
   BlockTable block_table(const Tensor& block_table, const Tensor& slot_mapping) const;
   // [num_seats, kSavedEntries + 2 * span], with room for num_reqs windows; seats:
   // [num_reqs] or nothing.
@@ -66,7 +66,6 @@ class TensorArgs {
   const char* reference_name_;
   int32_t device_type_;
   int32_t device_index_;
-  int32_t cpu_type_;
 };
 
 }  // namespace nwor

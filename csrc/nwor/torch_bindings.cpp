@@ -6,8 +6,58 @@
 //
 // The table of addresses hides from PyTorch which caches an op reads and writes.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
 
 #include "bindings.h"
+
+namespace nwor {
+namespace {
+
+// What the dispatcher passes for an argument of an op. It holds a tensor during the
+// call, so that sizes and strides may be looked at where they are.
+template <typename T>
+struct Passed {
+  using Type = T;
+  static T look_at(T value) { return value; }
+};
+
+template <>
+struct Passed<Tensor> {
+  using Type = torch::stable::Tensor;
+  static Tensor look_at(const Type& tensor) {
+    int32_t device_type = 0;
+    int64_t* sizes = nullptr;
+    int64_t* strides = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+    return {tensor.data_ptr(),    device_type,  tensor.get_device_index(),
+            tensor.scalar_type(), tensor.dim(), sizes,
+            strides};
+  }
+};
+
+template <>
+struct Passed<OptionalTensor> {
+  using Type = std::optional<torch::stable::Tensor>;
+  static OptionalTensor look_at(const Type& tensor) {
+    return tensor.has_value() ? OptionalTensor(Passed<Tensor>::look_at(*tensor))
+                              : OptionalTensor();
+  }
+};
+
+template <auto kOp>
+struct FromDispatcher;
+
+template <typename... Args, void (*kOp)(Args...)>
+struct FromDispatcher<kOp> {
+  static void call(typename Passed<Args>::Type... args) {
+    kOp(Passed<Args>::look_at(args)...);
+  }
+};
+
+}  // namespace
+}  // namespace nwor
 
 // How the audit's ops take a batch. The tables that they write are described in
 // `tables`; none writes a cache.
@@ -19,7 +69,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
       "log_cache_slots(Tensor table, Tensor? runs, Tensor slot_mapping, "
       "Tensor logits_indices, Tensor cu_num_logits, Tensor(a!) undo_log, "
-      "Tensor(b!) log_slots, Tensor(c!) log_windows, int num_drafts) -> ()");
+      "Tensor(b!) log_slots, Tensor(c!) log_windows, int num_drafts, "
+      "int num_leading_zeros=0) -> ()");
   ops.def(
       "restore_rejected_drafts(Tensor table, Tensor? runs, Tensor undo_log, "
       "Tensor log_slots, Tensor log_windows, Tensor? sampled_token_ids, "
@@ -30,7 +81,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "Tensor(b!) slot_mapping, Tensor query_start_loc, Tensor seq_lens, "
       "Tensor cu_num_logits, Tensor? seats, Tensor(c!) saved, int first_entry, "
       "int num_real_entries, int span, int entry_tokens, int step, "
-      "bool patches) -> ()");
+      "bool patches, int num_leading_zeros=0) -> ()");
   ops.def(
       "commit_draft_layer(Tensor table, Tensor? runs, Tensor(a!) block_table, "
       "Tensor(b!) slot_mapping, Tensor? seats, Tensor(c!) saved, "
@@ -68,30 +119,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def("audit_publish(Tensor tables, Tensor(a!) findings_to) -> ()");
 }
 
-#define NWOR_REGISTER_ALL(ops)                                                    \
-  ops.impl("log_cache_slots", TORCH_BOX(&nwor::log_cache_slots));                 \
-  ops.impl("restore_rejected_drafts", TORCH_BOX(&nwor::restore_rejected_drafts)); \
-  ops.impl("stage", TORCH_BOX(&nwor::stage));                                     \
-  ops.impl("commit_draft_layer", TORCH_BOX(&nwor::commit_draft_layer));           \
-  ops.impl("unstage", TORCH_BOX(&nwor::unstage));                                 \
-  ops.impl("audit_describe", TORCH_BOX(&nwor::audit_describe));                   \
-  ops.impl("audit_describe_layers", TORCH_BOX(&nwor::audit_describe_layers));     \
-  ops.impl("audit_seat", TORCH_BOX(&nwor::audit_seat));                           \
-  ops.impl("audit_plan", TORCH_BOX(&nwor::audit_plan));                           \
-  ops.impl("audit_resolve", TORCH_BOX(&nwor::audit_resolve));                     \
-  ops.impl("audit_adopt", TORCH_BOX(&nwor::audit_adopt));                         \
-  ops.impl("audit_scan", TORCH_BOX(&nwor::audit_scan));                           \
-  ops.impl("audit_hand_on", TORCH_BOX(&nwor::audit_hand_on));                     \
-  ops.impl("audit_snapshot", TORCH_BOX(&nwor::audit_snapshot));                   \
-  ops.impl("audit_hand_out", TORCH_BOX(&nwor::audit_hand_out));                   \
-  ops.impl("audit_publish", TORCH_BOX(&nwor::audit_publish))
+#define NWOR_REGISTER(op) \
+  ops.impl(#op, TORCH_BOX(&nwor::FromDispatcher<&nwor::op>::call));
 
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, ops) {
-  NWOR_REGISTER_ALL(ops);
+  NWOR_OPS(NWOR_REGISTER)
 }
 
 #ifdef NWOR_CUDA
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CUDA, ops) {
-  NWOR_REGISTER_ALL(ops);
+  NWOR_OPS(NWOR_REGISTER)
 }
 #endif

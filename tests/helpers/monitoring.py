@@ -5,6 +5,7 @@ loopback, with one target, its data in a folder of the test's."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ import httpx
 
 from tests.helpers.environment import REPO
 from tools.setup.make_models import cache_dir
-from tools.soak.server import free_port, running
+from tools.soak.server import answers, free_port, running
 
 DASHBOARD = REPO / "tools" / "monitoring" / "dashboard.json"
 VARIABLE = re.compile(r"\$\{?\w+")
@@ -87,12 +88,6 @@ class Prometheus:
         answer = httpx.get(f"{self.api}/api/v1/{what}", params=values, timeout=30)
         return answer.raise_for_status().json()["data"]
 
-    def is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.api}/-/ready", timeout=5).is_success
-        except httpx.HTTPError:
-            return False
-
 
 @contextlib.contextmanager
 def scraping(
@@ -114,5 +109,6 @@ def scraping(
     command += [f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}"]
     server = Prometheus(port)
-    with running(command, server.is_ready, folder / "prometheus.log", START_SECONDS):
+    is_up = functools.partial(answers, f"{server.api}/-/ready")
+    with running(command, is_up, folder / "prometheus.log", START_SECONDS):
         yield server

@@ -58,6 +58,7 @@ def test_a_small_run(small_cache, tmp_path, capsys):
 
 
 def test_a_wrong_byte_leaves_no_number(small_cache, tmp_path, capsys, monkeypatch):
+    ops.load()
     monkeypatch.setattr(ops, "restore_rejected_drafts", lambda *_: None)
     path = tmp_path / "kernels.json"
     assert bench_kernels.main([*SMALL, "--json", str(path)]) == 1

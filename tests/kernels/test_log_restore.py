@@ -32,9 +32,10 @@ from tests.kernels.transaction import (
     log,
     restore,
 )
+from vllm_nwor import builtin_ops
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.kv_layout import KVLayout
-from vllm_nwor.launches import GroupLog, Launch, LayerCache, OpLaunches
+from vllm_nwor.launches import GroupLog, Launch, Launches, LayerCache
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 ANY_EXAMPLE = settings(
@@ -164,7 +165,10 @@ def test_rejected_slots_are_poisoned(device, layouts):
     memory = DeviceMemory(device, None)
     group = GroupLog(0, caches, num_drafts, memory, poisons=True)
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
-    launches = OpLaunches([Launch(group, part, counters) for part in group.tables])
+    launches = Launches(
+        [Launch(group, part, counters) for part in group.tables],
+        builtin_ops.load(device),
+    )
     slots, rows, cu_num_logits = batch.metadata(device, torch.int32, 0)
     tables = make_table(layers, device)
 

@@ -14,7 +14,7 @@ from tests.kernels.reference import PAD, Batch, Layer, Log, make_table, row_byte
 from tests.kernels.test_log_restore import column_major, nhd
 from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
 from tests.kernels.transaction import NUM_COUNTERS, ShadowSide
-from vllm_nwor import ops
+from vllm_nwor import builtin_ops, ops
 
 TABLE = {name: column for column, name in enumerate(ops.TABLE_COLUMNS)}
 LOG, RESTORE = "log_cache_slots", "restore_rejected_drafts"
@@ -43,6 +43,13 @@ def int32(values, device=CPU):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def current(device):
+    """With its index, and where it is a GPU the current one."""
+    if device.type == "cpu":
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def every_second(tensor):
     """The same values, not contiguous."""
     return tensor.repeat_interleave(2, dim=-1)[..., ::2]
@@ -53,7 +60,7 @@ class Calls:
     of those of shadow pages for the worked example, which is staged."""
 
     def __init__(self, device, layout=nhd):
-        ops.load(device.type)
+        self.builtins = builtin_ops.load(current(device))
         self.layers = [Layer(layout(), device, seed) for seed in range(2)]
         tables = make_table(self.layers, device)
         batch = Batch(slots=((3, 4), (20,)), accepted=(1, 0))
@@ -105,6 +112,12 @@ class Calls:
     def call(self, op, **changes):
         getattr(ops, op)(**{**self.arguments[op], **changes})
 
+    def call_builtin(self, op, **changes):
+        arguments = self.arguments[op] | changes
+        schema = getattr(ops, op)._schema.arguments
+        ordered = [arguments.get(known.name, known.default_value) for known in schema]
+        return getattr(self.builtins, op)(*ordered)
+
     def snapshot(self):
         side, undo, restore = self.side, self.undo, self.arguments[RESTORE]
         tensors = [layer.memory for layer in (*self.layers, *side.layers)]
@@ -119,9 +132,10 @@ class Calls:
         if op == STAGE:
             self.call(UNSTAGE)
         before = self.snapshot()
-        with pytest.raises(RuntimeError, match=f"^{op}: {said}"):
-            self.call(op, **changes)
-        assert all(map(torch.equal, before, self.snapshot()))
+        for call in (self.call, self.call_builtin):
+            with pytest.raises(RuntimeError, match=f"^{op}: {said}"):
+                call(op, **changes)
+            assert all(map(torch.equal, before, self.snapshot()))
 
     def refuses_exactly(self, op, said, **changes):
         self.refuses(op, re.escape(said), **changes)
@@ -132,14 +146,16 @@ def about(names):
     return rf".*\b({names})\b.*\b(has|is|are|goes|end|given)\b.*\b(must|has only)\b"
 
 
-def test_the_good_arguments_are_good(device):
+@pytest.mark.parametrize("by", ["call", "call_builtin"])
+def test_the_good_arguments_are_good(device, by):
     calls = Calls(device)
-    calls.call(LOG)
-    calls.call(RESTORE)
+    call = getattr(calls, by)
+    call(LOG)
+    call(RESTORE)
     counters = calls.arguments[RESTORE]["counters"]
     assert counters.tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]
     for op in (UNSTAGE, STAGE, COMMIT):
-        calls.call(op)
+        call(op)
     row_bytes = calls.side.tables[0].slot_bytes
     assert calls.side.counters[0].tolist() == [
         *(2, 6, 1, 5, 0, 0),
@@ -158,7 +174,7 @@ SHAPES = [
     (TABLES, "table", lambda t: t[:0]),
     (TABLES, "table", lambda t: t.t().contiguous().t()),
     ((LOG, *PAGED), "slot_mapping", lambda t: t.int()),
-    ((LOG, *PAGED), "slot_mapping", lambda t: t[None]),
+    ((LOG, *PAGED), "slot_mapping", lambda t: torch.stack([t, t])),
     ((LOG, *PAGED), "slot_mapping", every_second),
     ((LOG,), "logits_indices", lambda t: t.float()),
     ((LOG, STAGE), "cu_num_logits", lambda t: t.long()),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 
 from tests.simulation.blocks import Blocks, Request
 from tests.simulation.memory import Group, Index, Mask
@@ -241,7 +242,7 @@ class Step:
         if not has_indices:
             return windows
         seats = [rows.request.index for rows in self.rows]
-        return windows._replace(seats=torch.tensor(seats, dtype=torch.int32))
+        return structs.replace(windows, seats=torch.tensor(seats, dtype=torch.int32))
 
     def acceptance(self, form: int) -> Acceptance:
         if form == REJECTED:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,13 @@ def patched_once(sources, tmp_path_factory):
 
 
 @pytest.fixture
-def patched(patched_once, tmp_path, monkeypatch):
-    """A patched tree; facts are not compared again, for they take seconds."""
-    plain = tool.Graft
-    monkeypatch.setattr(tool, "Graft", lambda root, facts=(): plain(root, ()))
+def no_facts(monkeypatch):
+    """They are not compared again, for they take seconds."""
+    monkeypatch.setattr(tool, "Graft", partial(tool.Graft, facts=()))
+
+
+@pytest.fixture
+def patched(patched_once, tmp_path, no_facts):
     return Path(shutil.copytree(patched_once, tmp_path / "patched"))
 
 
@@ -373,12 +376,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_vllm_that_moved_on_is_refused_by_name(
-    name, checkout, tmp_path, run, monkeypatch
+    name, checkout, tmp_path, run, request
 ):
     path, (old, new), told = REFUSED[name]
     if name != "a fact":
-        plain = tool.Graft
-        monkeypatch.setattr(tool, "Graft", lambda root, facts=(): plain(root, ()))
+        request.getfixturevalue("no_facts")
     text = (checkout / path).read_text()
     assert old in text
     (checkout / path).write_text(text.replace(old, new))
@@ -414,26 +416,15 @@ def test_a_folder_without_vllm_is_refused(tmp_path, run):
 # --- a checkout's build ---
 
 
-@pytest.fixture(scope="module")
-def one_checkout(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkout")
-    names = ["__init__.py", "envs.py", "v1/core/kv_cache_utils.py"]
-    names = [f"vllm/{name}" for name in names]
-    names += {place.path for place in tool.places()}
-    read = files_of(SITE)
-    laid_out(folder, STUB | {name: read(name) or "" for name in names})
-    tool.Graft(folder, facts=()).apply()
-    (folder / tool.LIBRARY).unlink()
-    return folder
-
-
 @pytest.mark.slow
-def test_the_library_is_built_with_the_checkouts_own(one_checkout, tmp_path):
+def test_the_library_is_built_with_the_checkouts_own(checkout, tmp_path):
     """By the target and component that its setup.py makes of the extension's name."""
+    tool.Graft(checkout, facts=()).apply()
+    (checkout / tool.LIBRARY).unlink()
 
     def run(*command: Any) -> str:
         words = list(map(str, command))
-        done = subprocess.run(words, cwd=one_checkout, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=checkout, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -442,18 +433,16 @@ def test_the_library_is_built_with_the_checkouts_own(one_checkout, tmp_path):
     others, target = names.split()
     assert others == "spinloop"
 
-    cmake = native.find_tool("cmake")
-    ninja = native.find_tool("ninja")
-    torch = native.torch_dir()
-    settings = (f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DSTUB_TORCH={torch}")
-    run(cmake, "-S", ".", "-B", tmp_path, "-G", "Ninja", *settings)
-    run(cmake, "--build", tmp_path, f"--target={target}")
-    prefix = tmp_path / "prefix"
-    run(cmake, "--install", tmp_path, "--prefix", prefix, "--component", target)
-    built = [one_checkout / tool.LIBRARY, prefix / tool.LIBRARY]
+    cmake, ninja = native.find_tool("cmake"), native.find_tool("ninja")
+    build, prefix = tmp_path / "build", tmp_path / "prefix"
+    settings = (f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DSTUB_TORCH={native.torch_dir()}")
+    run(cmake, "-S", ".", "-B", build, "-G", "Ninja", *settings)
+    run(cmake, "--build", build, f"--target={target}")
+    run(cmake, "--install", build, "--prefix", prefix, "--component", target)
+    built = [checkout / tool.LIBRARY, prefix / tool.LIBRARY]
     native.check_runtime(built[0])
     for library in built:
         code = f"import torch; torch.ops.load_library({str(library)!r}); "
         code += "print(torch.ops._C_cache_ops.stage.default)"
         assert "stage" in run(sys.executable, "-c", code)
-    assert not tool.Graft(one_checkout, facts=()).drift()
+    assert not tool.Graft(checkout, facts=()).drift()

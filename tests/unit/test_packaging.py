@@ -8,8 +8,6 @@ vLLM is not started there; the checkout's own environment stands for that.
 
 from __future__ import annotations
 
-import csv
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -20,7 +18,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,18 +43,10 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
     return result.stdout
 
 
-def digests(
-    folder: Path, is_wanted: Callable[[Path], bool] = lambda path: True
-) -> dict[str, str]:
-    """Relative path -> SHA-256 of each file; "" for each folder. is_wanted: which, by
-    the relative path."""
-    return {
-        str(path.relative_to(folder)): ""
-        if path.is_dir()
-        else hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if is_wanted(path.relative_to(folder))
-    }
+def contents(folder: Path) -> dict[Path, bytes]:
+    """What is in each file; nothing for each folder."""
+    found = list(folder.rglob("*"))
+    return {path: b"" if path.is_dir() else path.read_bytes() for path in found}
 
 
 def build(project: Path, out: Path, what: str) -> Path:
@@ -106,8 +95,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         if path.suffix == ".py" or path.name == "py.typed"
     }
     expected.add("vllm_nwor/_nwor_C.so")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name for name in names if ".dist-info/" not in name} == expected
+    names = set(zipfile.ZipFile(wheel).namelist())
+    others = names - expected
+    assert expected < names
+    assert [one for one in others if not re.match(r"vllm_nwor-[^/]*info/", one)] == []
 
 
 def test_sdist_builds_the_same_wheel(wheel, unpacked, tmp_path):
@@ -209,8 +200,7 @@ except RuntimeError as error:
 
 
 class Environment:
-    """A virtual environment with wrapt and what a test installs, with pip (which
-    compiles to byte code) or with uv (which does not, and takes no second)."""
+    """A virtual environment with wrapt and what a test installs."""
 
     def __init__(self, folder: Path) -> None:
         run(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -218,16 +208,15 @@ class Environment:
         (self.site,) = folder.glob("lib/python3*/site-packages")
         (self.site / "wrapt").symlink_to(Path(wrapt.__file__).parent)
 
-    def pip(self, *arguments: str | Path) -> None:
-        run(*PIP, "--python", self.python, *arguments)
+    def uv(self, *command: str | Path) -> None:
+        python = ("--no-cache", "--offline", "--python", self.python)
+        run(sys.executable, "-m", "uv", "pip", *command, *python)
 
     def install(self, wheel: Path) -> None:
-        uv = (sys.executable, "-m", "uv", "pip", "install", "--no-cache", "--offline")
-        run(*uv, "--python", self.python, "--no-deps", "--no-index", wheel)
+        self.uv("install", "--no-deps", "--no-index", wheel)
 
     def uninstall(self, name: str) -> None:
-        uv = (sys.executable, "-m", "uv", "pip", "uninstall", "--no-cache")
-        run(*uv, "--python", self.python, name)
+        self.uv("uninstall", name)
 
     def run(self, code: str, mode: str | None = None) -> str:
         """The output of `code`, run where there is no folder vllm/."""
@@ -251,36 +240,9 @@ def vllm_wheels(tmp_path_factory):
         (project / name).write_text(text)
     out = tmp_path_factory.mktemp("vllm")
     found = {what: build(project, out / what, what) for what in ("wheel", "editable")}
-    for name in ("vllm/__init__.py", "pyproject.toml"):
-        (project / name).write_text(VLLM[name].replace("0.32.0", "0.26.0"))
-    found["older"] = build(project, out / "older", "wheel")
     names = zipfile.ZipFile(found["editable"]).namelist()
     assert any(name.endswith("_finder.py") for name in names)
     return found
-
-
-def test_install_and_uninstall_leave_vllm_as_it_was(wheel, environment):
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    site = environment.site
-    ignored = shutil.ignore_patterns("*.so", "*.so.*", "__pycache__")
-    shutil.copytree(Path(found.origin).parent, site / "vllm", ignore=ignored)
-    before = digests(site)
-    assert len(before) > 1000
-
-    environment.pip("install", "--no-deps", "--no-index", wheel)
-    installed = digests(site)
-    assert {name: installed.get(name) for name in before} == before
-    (record,) = site.glob("vllm_nwor-*.dist-info/RECORD")
-    ours = ("vllm_nwor/", "vllm_nwor-")
-    recorded = [row[0] for row in csv.reader(record.read_text().splitlines())]
-    assert [name for name in recorded if not name.startswith(ours)] == []
-    added = {name for name, digest in installed.items() if digest} - set(before)
-    assert added == set(recorded)
-
-    environment.pip("uninstall", "-y", "vllm-nwor")
-    assert digests(site) == before
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
@@ -294,9 +256,9 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
     else:
         unpacked = request.getfixturevalue("unpacked")
         package = build(unpacked, tmp_path / "ours", "editable")
-    without_vllm = digests(environment.site)
+    without_vllm = contents(environment.site)
     environment.install(vllm_wheels[kind])
-    before, file = digests(environment.site), environment.run(FIND)
+    before, file = contents(environment.site), environment.run(FIND)
     assert file.endswith("vllm/__init__.py\n")
 
     environment.install(package)
@@ -311,33 +273,9 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
     assert environment.run(USE, "stage") == file
 
     environment.uninstall("vllm-nwor")
-    assert digests(environment.site) == before
+    assert contents(environment.site) == before
     environment.uninstall("vllm")
-    assert digests(environment.site) == without_vllm
-
-
-def test_a_downgrade_of_vllm_finds_and_leaves_ours_as_it_was(
-    wheel, vllm_wheels, environment
-):
-    environment.install(vllm_wheels["older"])
-    older = digests(environment.site)
-    environment.install(vllm_wheels["wheel"])
-    newer = digests(environment.site)
-    environment.install(wheel)
-    ours = {name for name in digests(environment.site) if name not in newer}
-    assert ours
-
-    environment.install(vllm_wheels["older"])
-    found = digests(environment.site)
-    assert {name: digest for name, digest in found.items() if name not in ours} == older
-    assert ours <= set(found)
-    for mode in MODES:
-        said = environment.run(f"{USE}\nprint(vllm.__version__)", mode)
-        assert said.split()[1:] == ["0.26.0"]
-
-    environment.install(vllm_wheels["wheel"])
-    environment.uninstall("vllm-nwor")
-    assert digests(environment.site) == newer
+    assert contents(environment.site) == without_vllm
 
 
 DOCTOR = """
@@ -350,8 +288,12 @@ print(*(line for line in done.stdout.splitlines() if line[0] == "!"), sep="\\n")
 NO_TORCH = ["! torch      not installed", "! library    No module named 'torch'"]
 
 
-def test_the_doctor_where_vllm_is_absent_or_broken(wheel, environment):
+def test_where_vllm_is_absent_or_broken(wheel, environment):
+    """The doctor's sentences, and those of the plugin where it is asked for."""
     environment.install(wheel)
+    for mode in MODES:
+        is_asked = mode in ("stage", "cow")
+        assert environment.run(REGISTER, mode) == (f"{ABSENT}\n" if is_asked else "")
     status, *lines = environment.run(DOCTOR).splitlines()
     assert status.strip() == "1"
     assert "! vllm       not installed, or only an empty folder of that name" in lines
@@ -367,16 +309,7 @@ def test_the_doctor_where_vllm_is_absent_or_broken(wheel, environment):
     assert f"{said}No module named 'none_such'" in lines
     assert not [line for line in lines if line.startswith("! vllm ")]
     assert [line for line in lines if line.startswith("! hooks ")] != []
-
-
-def test_without_vllm_the_sentence_that_is_meant_for_it(wheel, environment):
-    environment.install(wheel)
-    for mode in MODES:
-        is_asked = mode in ("stage", "cow")
-        assert environment.run(REGISTER, mode) == (f"{ABSENT}\n" if is_asked else "")
     # A vLLM that lacks something is not an absent one.
-    (environment.site / "vllm").mkdir()
-    (environment.site / "vllm" / "__init__.py").write_text("import none_such\n")
     code = REGISTER.replace("RuntimeError", "ModuleNotFoundError")
     for mode in ("off", "stage"):
         assert environment.run(code, mode) == "No module named 'none_such'\n"
@@ -457,14 +390,7 @@ print(vllm_nwor.__version__)
 def test_every_source_file_names_its_licence():
     listed = run("git", "ls-files", "-z").split("\0")
     paths = [ROOT / name for name in listed if Path(name).suffix in SOURCES]
-    lacking = [
-        str(path.relative_to(ROOT))
-        for path in paths
-        # There is nothing to license in an empty file.
-        if path.is_file()
-        and path.stat().st_size
-        and "SPDX-License-Identifier: Apache-2.0"
-        not in "".join(path.read_text().splitlines()[:2])
-    ]
-    assert paths
-    assert lacking == []
+    heads = {path: path.read_text()[:200] for path in paths if path.is_file()}
+    assert heads
+    licence = "SPDX-License-Identifier: Apache-2.0\n"
+    assert [path for path, head in heads.items() if head and licence not in head] == []

@@ -20,8 +20,7 @@ from vllm_nwor.hooks._wrap import HostMismatch
 def pending(monkeypatch):
     """Modules for which a post-import hook was left, in order."""
     names: list[str] = []
-    monkeypatch.setattr(plugin, "_registered", False)
-    monkeypatch.setattr(plugin, "_audit_registered", False)
+    monkeypatch.setattr(plugin, "_registered", [])
     monkeypatch.setattr(
         wrapt, "register_post_import_hook", lambda hook, name: names.append(name)
     )
@@ -31,39 +30,35 @@ def pending(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("mode", [None, "off"])
-def test_off_leaves_no_hook_pending(mode, pending, monkeypatch):
-    if mode is not None:
-        monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+OURS = [
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.metrics.loggers",
+    "vllm.v1.engine.utils",
+]
+
+
+@pytest.mark.parametrize(
+    ("modes", "hooked"),
+    [
+        ({}, []),
+        ({"MODE": "off"}, []),
+        ({"MODE": "cow"}, OURS),
+        ({"MODE": "stage", "AUDIT": "log"}, [*OURS, *plugin.AUDIT_HOOKS]),
+        ({"AUDIT": "raise"}, list(plugin.AUDIT_HOOKS)),
+    ],
+)
+def test_each_mode_hooks_its_modules_once(modes, hooked, pending, monkeypatch):
+    """And vLLM knows our variables, but not their values."""
+    for name, value in modes.items():
+        monkeypatch.setenv(f"VLLM_NWOR_{name}", value)
 
     plugin.register()
-
-    assert pending == []
-
-
-@pytest.mark.parametrize("mode", ["stage", "cow"])
-def test_on_hooks_runners_scheduler_and_loggers_once(mode, pending, monkeypatch):
-    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
-
-    plugin.register()
     plugin.register()
 
-    assert pending == [
-        "vllm.v1.worker.gpu_model_runner",
-        "vllm.v1.worker.gpu.model_runner",
-        "vllm.v1.engine.core",
-        "vllm.v1.core.sched.scheduler",
-        "vllm.v1.metrics.loggers",
-        "vllm.v1.engine.utils",
-    ]
-
-
-@pytest.mark.parametrize("mode", ["off", "stage"])
-def test_vllm_knows_our_variables_and_not_their_values(mode, pending, monkeypatch):
-    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
-
-    plugin.register()
-
+    assert pending == hooked
     assert {envs.environment_variables[name]() for name in ENV_NAMES} == {None}
 
 
@@ -180,16 +175,19 @@ def test_what_vllm_does_where_its_list_of_plugins_leaves_us_out():
     assert warning in document.read_text()
 
 
+MODULE = "vllm.v1.worker.gpu_model_runner"
 MISMATCH = (
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache has parameters "
-    "(self, config); expected it to begin with (self, kv_cache_config, is_profiling)"
+    f"{MODULE}.GPUModelRunner.initialize_kv_cache has parameters (self, config); "
+    "expected it to begin with (self, kv_cache_config, is_profiling)"
 )
 
 
-@pytest.fixture
-def unknown_host():
-    """A runner module whose first hooked method has other parameters."""
-    host = ModuleType("vllm.v1.worker.gpu_model_runner")
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_an_unknown_signature_is_refused_by_name_and_nothing_is_wrapped(
+    strict, monkeypatch
+):
+    monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
+    host = ModuleType(MODULE)
 
     class GPUModelRunner:
         def get_kv_cache_spec(self): ...
@@ -199,31 +197,18 @@ def unknown_host():
         def execute_model(self, scheduler_output): ...
 
     host.GPUModelRunner = GPUModelRunner
-    return host
-
-
-def install(host):
-    plugin._guarded(plugin.HOOKS["vllm.v1.worker.gpu_model_runner"])(host)
-
-
-def test_an_unknown_signature_is_refused_by_name_and_nothing_is_wrapped(
-    unknown_host,
-):
-    before = dict(vars(unknown_host.GPUModelRunner))
+    before = dict(vars(GPUModelRunner))
+    install = plugin._guarded(plugin.HOOKS[MODULE])
 
     with nwor_log() as lines:
-        install(unknown_host)
+        if strict == "1":
+            with pytest.raises(HostMismatch) as error:
+                install(host)
+            assert str(error.value) == MISMATCH
+        else:
+            install(host)
 
-    assert lines == [
-        f"ERROR NWOR is off for vllm.v1.worker.gpu_model_runner: {MISMATCH}"
-    ]
-    assert dict(vars(unknown_host.GPUModelRunner)) == before
-
-
-def test_an_unknown_signature_raises_under_strict(unknown_host, monkeypatch):
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "1")
-
-    with pytest.raises(HostMismatch) as error:
-        install(unknown_host)
-
-    assert str(error.value) == MISMATCH
+    assert lines == (
+        [] if strict == "1" else [f"ERROR NWOR is off for {MODULE}: {MISMATCH}"]
+    )
+    assert dict(vars(GPUModelRunner)) == before

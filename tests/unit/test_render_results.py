@@ -4,46 +4,42 @@
 import copy
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import plot, reach, views
+from benchmarks import picture, reach, views
 from PIL import Image
 
+from tests.gpu import results
 from tools.results import render
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOT = 2 * 2 * 8 * 128 * 32  # bytes of a token of shape:llama-8b, bf16
 
 
-def moved(logged, restored):
+def cells(row):
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("lost", [0, 64])
+def test_bytes_are_held_against_the_shapes(lost):
     done = {"staged": 8, "committed": 6, "rejected": 2, "host": {"num_begins": 2}}
-    done |= {"logged_bytes": logged, "restored_bytes": restored}
-    args = {"runner": "v2", "method": "eagle"}
-    return {
+    done |= {"logged_bytes": 8 * SLOT, "restored_bytes": 2 * SLOT - lost}
+    args = {"runner": "v2", "method": "eagle", "batch_size": 1}
+    result = {
         "model": "shape:llama-8b",
-        "arguments": args | {"num_speculative_tokens": 4, "batch_size": 1},
+        "arguments": args | {"num_speculative_tokens": 4},
         "environment": {"gpu": "NVIDIA GeForce RTX 4090"},
         "summary": {"nwor": {"cow": done}},
     }
-
-
-def last_row(markdown):
-    return [cell.strip() for cell in markdown.splitlines()[-1].strip("|").split("|")]
-
-
-def test_bytes_are_held_against_the_shapes():
-    right = last_row(views.rendered("bytes", results=[moved(8 * SLOT, 2 * SLOT)]))
-    wrong = last_row(views.rendered("bytes", results=[moved(8 * SLOT, 2 * SLOT - 64)]))
-
-    assert right == [
+    assert cells(views.rendered("bytes", results=[result]).splitlines()[-1]) == [
         *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "cow", "0.75"),
-        *("4.0", "0.50 MiB", "0.12 MiB", "0", "0"),
+        *("4.0", "0.50 MiB", "0.12 MiB", "0", "-64" if lost else "0"),
     ]
-    assert wrong[-1] == "-64"
     with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
-        views.rendered("bytes", results=[moved(0, 0) | {"model": "smol"}])
+        views.rendered("bytes", results=[result | {"model": "smol"}])
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
@@ -51,7 +47,8 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     name, entry = next(iter(json.loads(path.read_text())["entries"].items()))
     entry["problems"] = {"bytes": ["a slot"], "outputs": []}
     entry["unsettled"] = ["aborts: tokens", "aborts, plain: tokens"]
-    row = last_row(views.rendered("engines", result={"entries": {name: entry}}))
+    markdown = views.rendered("engines", result={"entries": {name: entry}})
+    row = cells(markdown.splitlines()[-1])
     assert (row[0], row[7:9]) == (name, ["bytes", "aborts"])
 
 
@@ -95,7 +92,7 @@ def test_extremes_are_chosen_by_the_median_ratio():
     assert cow.endswith(" 31.0 to 34.0 us, over its budget of 40 us in 0.")
     assert stage.endswith("31.0 to 31.0 us, over its budget of 30 us in 1.")
     del rows[-3:]
-    found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    found = list(map(cells, rows))
 
     assert [(row[0], row[4], row[7][:6]) for row in found] == [
         ("cow, best of 4", "1", "0.9900"),
@@ -139,19 +136,23 @@ def gpu_result(mode, *specs):
     }
 
 
+def tables(results, kind="method"):
+    return reach.tables(kind, results)
+
+
 def rows_of(markdown, name):
     """The lines of a name in a table of methods, and what stands below the table."""
     table, _, notes = markdown.partition("\n\n")
-    rows = [[c.strip() for c in row.strip("|").split("|")] for row in table.split("\n")]
+    rows = map(cells, table.split("\n"))
     return [row[1:] for row in rows if row[0] == name], notes
 
 
 def test_what_no_result_names_is_untested():
     result = cpu_result(cpu_entry("eagle", "cow", "exact"))
-    (row,), notes = rows_of(reach.methods([result]), "dspark")
+    (row,), notes = rows_of(tables([result]), "dspark")
     assert row == [", ".join(reach.VERSIONS), "", "untested", "untested"]
     assert notes == ""
-    rows, _ = rows_of(reach.methods([result]), "eagle")
+    rows, _ = rows_of(tables([result]), "eagle")
     assert rows == [
         ["0.32.0", "V1", "exact: CPU_ATTN", "untested"],
         ["0.26.0, 0.29.0, 0.33.0", "", "untested", "untested"],
@@ -166,14 +167,14 @@ def test_a_refusal_is_told_with_its_sentence_and_a_failure_as_such():
         cpu_entry("mtp", "stage", "failed"),
         cpu_entry("a hybrid", "stage", "refused", kind="model", reason="zeroes"),
     )
-    markdown = reach.methods([result])
+    markdown = tables([result])
     (row, _), notes = rows_of(markdown, "custom_class")
     assert row[2:] == ["refused (1): CPU_ATTN", "refused (1): CPU_ATTN"]
     assert notes == "1. it may"
     (row, _), _ = rows_of(markdown, "mtp")
     assert row[2:] == ["exact: CPU_ATTN", "**failed**: CPU_ATTN"]
     assert "a hybrid" not in markdown
-    (row, _), notes = rows_of(reach.models([result]), "a hybrid")
+    (row, _), notes = rows_of(tables([result], "model"), "a hybrid")
     assert (row[2:], notes) == (["untested", "refused (1): CPU_ATTN"], "1. zeroes")
 
 
@@ -213,12 +214,12 @@ def test_one_engine_of_several_that_fails_takes_its_backend_along():
         ("fifth", "v2", "mtp", "FLASH_ATTN", 1, ["stopped"]),
         ("sixth", "v2", "mtp", "TRITON_ATTN", 1, ["stopped", "a slot"]),
     )
-    for view, name, wanted in (
-        (reach.methods, "eagle", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"),
-        (reach.methods, "mtp", "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"),
-        (reach.parallelism, "tensor parallel 2", "exact: FLASH_ATTN"),
+    for kind, name, wanted in (
+        ("method", "eagle", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"),
+        ("method", "mtp", "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"),
+        ("parallelism", "tensor parallel 2", "exact: FLASH_ATTN"),
     ):
-        (row, *_), _ = rows_of(view([result]), name)
+        (row, *_), _ = rows_of(tables([result], kind), name)
         assert row == ["0.26.0", "V2", "untested", wanted]
 
 
@@ -227,14 +228,27 @@ def test_the_tables_of_the_documents_have_every_result():
     text = (ROOT / "docs" / "reach.md").read_text()
     for path in (ROOT / "results").glob("cpu_engines*.json"):
         for entry in json.loads(path.read_text())["entries"].values():
-            lines = [
-                line
-                for line in text.splitlines()
-                if line.startswith(f"| {entry['name']} | {entry['vllm']} | ")
-            ]
-            (line,) = [line for line in lines if f" {entry['runner']} " in line]
+            where = f"| {entry['name']} | {entry['vllm']} | {entry['runner']} |"
+            (line,) = [one for one in text.splitlines() if one.startswith(where)]
             assert entry["verdict"] in line
             assert entry.get("reason", "") in text
+
+
+# --- entries of engines
+
+
+def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
+    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(results.environment, "describe", lambda *_: {"packages": {}})
+
+    def save(number):
+        results.save("a.json", "k", "c", {f"engine {number}": {"n": number}})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(save, range(40)))
+
+    found = json.loads((tmp_path / "a.json").read_text())["entries"]
+    assert {entry["n"] for entry in found.values()} == set(range(40))
 
 
 # --- documents
@@ -242,7 +256,7 @@ def test_the_tables_of_the_documents_have_every_result():
 
 def test_the_picture_is_drawn_from_its_file_and_shows_no_trace(tmp_path):
     result = json.loads((ROOT / "results" / "picture.json").read_text())
-    plot.draw_slots(result, tmp_path / "drawn.png")
+    picture.draw(result, tmp_path / "drawn.png")
     paths = (tmp_path / "drawn.png", ROOT / "docs" / "picture.png")
     drawn, shown = (np.asarray(Image.open(path)) for path in paths)
     assert np.array_equal(drawn, shown)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, StagedGroup, State
 from vllm_nwor.hooks import runner as hooks
@@ -186,7 +187,7 @@ def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
     manager = manager_of()
     manager.counters = torch.zeros(2, 8, dtype=torch.int64)
     report = Report([], manager)
-    manager.commit = lambda acceptance, to: to.copy_(told) is not None
+    manager.commit = lambda acceptance, to: ops.publish(to, told) is None
     before = torch.tensor([[1, 2, 1, 1, 10, 0, 5, 6], [1, 2, 1, 1, 30, 0, 7, 8]])
     risen = torch.tensor([[3, 9, 4, 5, 50, 1, 20, 3], [3, 9, 4, 5, 70, 2, 30, 4]])
     for told in (before, before + risen):
@@ -226,9 +227,13 @@ class RunnerV1:
     """What the hooks of a step need, with one request at positions 0 to 3 of block 1:
     three drafts, of which one is accepted, or none."""
 
-    def __init__(self, mode=Mode.COW, num_drafts=3):
+    def __init__(self, mode=Mode.COW, num_drafts=3, max_num_reqs=2):
         manager = manager_of(mode)
-        self.nwor_state = hooks.RunnerState(manager, [], Report([], manager))
+        self.max_num_reqs = max_num_reqs
+        report = Report([], manager)
+        self.nwor_state = hooks.RunnerState(
+            manager, [], report, max_num_reqs=self.max_num_reqs
+        )
         self.num_drafts = num_drafts
         self.table = torch.tensor([[1]], dtype=torch.int32)
         self.slots = torch.arange(16, 20)
@@ -283,8 +288,6 @@ class RunnerV1:
 
 
 class RunnerV2(RunnerV1):
-    max_num_reqs = 2
-
     def _set_up(self, starts):
         self.batch = SimpleNamespace(
             num_draft_tokens=self.num_drafts,
@@ -296,7 +299,7 @@ class RunnerV2(RunnerV1):
         )
 
     def prepare(self):
-        prepared = [self.table], [self.slots]
+        prepared = (self.table,), self.slots[None]
         hook = runner_v2._prepare_attn
         assert hook(lambda _: prepared, self, (self.batch,), {}) is prepared
 
@@ -326,8 +329,7 @@ def test_a_staged_step_is_patched_before_metadata_is_built_and_committed(kind):
 @pytest.mark.parametrize(("max_num_reqs", "block"), [(2, 4), (3, 2)])
 def test_v2s_seats_are_the_request_states_if_there_are_as_many(max_num_reqs, block):
     """Else those of the batch's rows."""
-    runner = RunnerV2(Mode.STAGE)
-    runner.max_num_reqs = max_num_reqs
+    runner = RunnerV2(Mode.STAGE, max_num_reqs=max_num_reqs)
     runner.batch.idx_mapping = torch.tensor([1])
 
     runner.prepare()

@@ -170,21 +170,6 @@ def test_a_group_of_several_specs_of_a_kind_is_one():
     assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
 
 
-def test_nothing_is_reserved_where_new_blocks_are_zeroed():
-    """The workers would have no use for it: they zero blocks of the scheduler's."""
-    found = plan(vllm_config(), kv_cache_config(FULL, MAMBA), budget(100))
-
-    assert found == (
-        "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
-    )
-
-
-def test_no_slot_based_group_reserves_nothing():
-    found = plan(vllm_config(), kv_cache_config(CROSS), STAGE)
-
-    assert found == "no KV-cache group is slot based"
-
-
 REFUSED = [
     ({"speculative_config": None}, "no speculative decoding is configured"),
     (
@@ -219,12 +204,20 @@ REFUSED = [
         {"model_config__original_max_model_len": -1},
         "max_model_len is auto: vLLM sizes it to take all blocks",
     ),
+    # The workers zero blocks of the scheduler's.
+    (
+        {"spec": MAMBA},
+        "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks",
+    ),
+    ({"spec": CROSS}, "no KV-cache group is slot based"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED)
 def test_what_cannot_have_shadow_pages_is_refused_with_a_sentence(changes, sentence):
-    assert plan(vllm_config(**changes), kv_cache_config(), STAGE) == sentence
+    config = vllm_config(**changes)
+    spec = getattr(config, "spec", FULL)
+    assert plan(config, kv_cache_config(spec), budget(100)) == sentence
 
 
 DRAFTERS = LayerVerdict(True)
@@ -323,51 +316,49 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(mode):
     sizes = [tensor.size for tensor in scheduler.kv_cache_tensors]
     assert sizes == [980 * PAGE_BYTES, 980 * PAGE_BYTES * 3]
     assert workers == before
-    expected = {
-        0: ShadowRegion(980, 5, 2, 980, BLOCK),
-        1: ShadowRegion(990, 5, 2, 980, BLOCK),
-    }
-    assert [worker.nwor_shadow for worker in workers] == [expected] * 2
     assert not hasattr(scheduler, "nwor_shadow")
     assert lines == [
         "INFO NWOR: 20 of 1000 KV blocks reserved as shadow blocks, for 5 requests"
     ]
+    expected = {
+        0: ShadowRegion(980, 5, 2, 980, BLOCK),
+        1: ShadowRegion(990, 5, 2, 980, BLOCK),
+    }
+    # As vLLM sends the configurations to workers of other processes.
+    sent = copy.deepcopy(workers), pickle.loads(pickle.dumps(workers))
+    for received in (workers, *sent):
+        assert [worker.nwor_shadow for worker in received] == [expected] * 2
+        assert isinstance(received[0].nwor_shadow[0], ShadowRegion)
 
 
-def test_the_mark_travels_with_copies_and_pickles(mode):
-    """As vLLM sends the configurations to workers of other processes."""
-    mode("stage")
-    workers = workers_of()
-    start(workers)
+def refused(workers, sentence):
+    """Starts, is refused with that sentence, and leaves the scheduler all blocks."""
+    with nwor_log() as lines:
+        scheduler = start(workers)
 
-    for copied in (copy.deepcopy(workers), pickle.loads(pickle.dumps(workers))):
-        assert [worker.nwor_shadow for worker in copied] == [
-            worker.nwor_shadow for worker in workers
-        ]
-        assert isinstance(copied[0].nwor_shadow[0], ShadowRegion)
+    assert scheduler.num_blocks == NUM_BLOCKS
+    assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
+    assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
+    return scheduler
 
 
 def test_a_refusal_is_told_and_is_the_mark(mode):
     mode("stage", SHADOW_BLOCKS="0")
     workers = workers_of()
 
-    with nwor_log() as lines:
-        scheduler = start(workers)
+    scheduler = refused(
+        workers,
+        "0 of 1000 KV blocks may be shadow blocks, and a request needs 4 "
+        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)",
+    )
 
     assert scheduler == generate_scheduler_kv_cache_config(workers)
-    sentence = (
-        "0 of 1000 KV blocks may be shadow blocks, and a request needs 4 "
-        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)"
-    )
-    assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
-    assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
 
 
 @pytest.mark.parametrize("place", ["plan", "_lower", "block_sizes", "config_refusal"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monkeypatch):
     mode("stage")
-    workers = workers_of()
     function = getattr(engine_core, place)
 
     def fail(*arguments):
@@ -376,13 +367,7 @@ def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monke
         raise KeyError("planted")
 
     monkeypatch.setattr(engine_core, place, fail)
-    with nwor_log() as lines:
-        scheduler = start(workers)
-
-    assert scheduler.num_blocks == NUM_BLOCKS
-    sentence = "the reservation failed: KeyError: 'planted'"
-    assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
-    assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
+    refused(workers_of(), "the reservation failed: KeyError: 'planted'")
 
 
 def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
@@ -392,11 +377,10 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
     for worker in workers:
         worker.kv_cache_tensors[1].size = None
 
-    scheduler = start(workers)
+    told = "TypeError: unsupported operand type(s) for //: 'NoneType' and 'int'"
+    scheduler = refused(workers, f"the reservation failed: {told}")
 
-    assert scheduler.num_blocks == NUM_BLOCKS
     assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
-    assert workers[0].nwor_shadow.startswith("the reservation failed: TypeError: ")
 
 
 @pytest.mark.parametrize("name", ["off", "cow"])

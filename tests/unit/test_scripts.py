@@ -7,7 +7,7 @@ it was asked. Rebuilds are of a copy of the sources.
 
 from __future__ import annotations
 
-import importlib.metadata
+import fnmatch
 import itertools
 import json
 import os
@@ -44,6 +44,11 @@ def run(
     )
 
 
+def program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def scripts() -> list[str]:
     listed = run("git", "-C", ROOT, "ls-files", ".ci/run", "*.sh", **os.environ).stdout
     assert "tools/docker_dev_shell.sh" in listed
@@ -68,38 +73,27 @@ sys.exit(sys.argv[1] == {fail!r})
 """
 
 
-class Host:
-    """A host with bash's tools on PATH, a docker that fails at what `fail` says, and a
-    GPU or none; what its docker was asked."""
-
-    def __init__(self, folder: Path) -> None:
-        self.commands, self.record = folder / "bin", folder / "docker.jsonl"
-        self.commands.mkdir()
-        for name in NEEDED:
-            (self.commands / name).symlink_to(shutil.which(name))
-
-    def program(self, name: str, text: str) -> None:
-        (self.commands / name).write_text(text)
-        (self.commands / name).chmod(0o755)
-
-    def shell(
-        self, *arguments: str, fail: str = "", gpu: bool = False, docker: bool = True
-    ) -> subprocess.CompletedProcess[str]:
-        text = DOCKER.format(python=sys.executable, record=str(self.record), fail=fail)
-        if docker:
-            self.program("docker", text)
-        self.program("nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
-        return run("bash", DEV_SHELL, *arguments, PATH=str(self.commands))
-
-    def asked(self) -> list[list[str]]:
-        if not self.record.exists():
-            return []
-        return [json.loads(line) for line in self.record.read_text().splitlines()]
+Shell = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
 
 
 @pytest.fixture
-def host(tmp_path):
-    return Host(tmp_path)
+def shell(tmp_path) -> Shell:
+    """Runs the shell on a host with bash's tools, a docker that fails at what `fail`
+    says, and a GPU or none; what its docker was asked."""
+    commands, record = tmp_path / "bin", tmp_path / "docker.jsonl"
+    commands.mkdir()
+    for name in NEEDED:
+        (commands / name).symlink_to(shutil.which(name))
+
+    def run_shell(*arguments, fail="", gpu=False):
+        record.write_text("")
+        text = DOCKER.format(python=sys.executable, record=str(record), fail=fail)
+        program(commands / "docker", text)
+        program(commands / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
+        result = run("bash", DEV_SHELL, *arguments, PATH=str(commands))
+        return result, [json.loads(line) for line in record.read_text().splitlines()]
+
+    return run_shell
 
 
 def values(command: Sequence[str], option: str) -> list[str]:
@@ -107,65 +101,53 @@ def values(command: Sequence[str], option: str) -> list[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_shell_is_of_the_image_for_this_machine(host, device):
-    result = host.shell(gpu=device == "gpu")
+def test_shell_is_of_the_image_for_this_machine(shell, device):
+    result, (build, command) = shell(gpu=device == "gpu")
     assert result.returncode == 0, result.stderr
-    build, command = host.asked()
     dockerfile = ROOT / "docker" / f"Dockerfile{'.cpu' if device == 'cpu' else ''}"
     assert build == [
         *("build", "--target", "build", "-f", str(dockerfile)),
         *("-t", f"vllm-nwor:dev-{device}", str(ROOT)),
     ]
     assert command[:2] == ["run", "--rm"]
-    assert command[-1] == f"vllm-nwor:dev-{device}"
+    assert command[-2:] == [f"vllm-nwor:dev-{device}", "bash"]
     assert values(command, "--gpus") == ["all"] * (device == "gpu")
     assert "--tty" not in command  # this test has no terminal
     assert values(command, "--user") == [f"{os.getuid()}:{os.getgid()}"]
     assert values(command, "--workdir") == ["/src"]
-    assert values(command, "--entrypoint") == ["bash"]
-    assert "HOME=/cache" in values(command, "--env")
-    mounts = [
-        dict(part.split("=") for part in mount.split(","))
-        for mount in values(command, "--mount")
-    ]
-    assert {"type": "bind", "source": str(ROOT), "target": "/src"} in mounts
-    # Caches are volumes, apart for each image.
-    volumes = {m["target"]: m["source"] for m in mounts if m["type"] == "volume"}
-    assert set(volumes) == {"/cache", "/src/.venv", "/src/build"}
-    assert all(name.endswith(f"-{device}") for name in volumes.values())
-
-
-def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(host):
-    words = ["echo", "a b", "$HOME", "--dry-run"]
-    result = host.shell("--dry-run", "--device", "gpu", "--", *words, docker=False)
-    assert result.returncode == 0
-    printed = [shlex.split(line)[1:] for line in result.stdout.splitlines()]
-    assert host.shell("--", *words, gpu=True).returncode == 0
-    build, command = host.asked()
-    assert printed == [build, command]
-    assert command[command.index("vllm-nwor:dev-gpu") + 1 :] == words
     assert values(command, "--entrypoint") == ["env"]
+    assert "HOME=/cache" in values(command, "--env")
+    assert sorted(values(command, "--mount")) == [
+        f"type=bind,source={ROOT},target=/src",
+        # Caches, apart for each image.
+        f"type=volume,source=vllm-nwor-build-{device},target=/src/build",
+        f"type=volume,source=vllm-nwor-cache-{device},target=/cache",
+        f"type=volume,source=vllm-nwor-venv-{device},target=/src/.venv",
+    ]
+
+
+def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
+    words = ["echo", "a b", "$HOME", "--dry-run"]
+    shown, asked = shell("--dry-run", "--device", "gpu", "--", *words)
+    assert (shown.returncode, asked) == (0, [])
+    printed = [shlex.split(line)[1:] for line in shown.stdout.splitlines()]
+    done, asked = shell("--", *words, gpu=True)
+    assert (done.returncode, asked) == (0, printed)
+    assert asked[1][-5:] == ["vllm-nwor:dev-gpu", *words]
 
 
 @pytest.mark.parametrize("fail", ["build", "run"])
-def test_what_docker_refuses_is_the_end(host, fail):
-    assert host.shell("--", "false", fail=fail).returncode == 1
-    assert [one for one, *_ in host.asked()] == ["build", "run"][: 1 + (fail == "run")]
+def test_what_docker_refuses_is_the_end(shell, fail):
+    done, asked = shell("--", "false", fail=fail)
+    assert done.returncode == 1
+    assert [one for one, *_ in asked] == ["build", "run"][: 1 + (fail == "run")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--device", "tpu"], "'tpu'; allowed are auto, gpu and cpu"),
-        (["--device"], "--device needs a value"),
-        (["make"], "'make'; allowed are --device, --dry-run"),
-    ],
-)
-def test_bad_arguments_of_the_shell(host, arguments, said):
-    result = host.shell(*arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert said in result.stderr
-    assert host.asked() == []
+@pytest.mark.parametrize("bad", ["--device tpu", "--device", "make"])
+def test_bad_arguments_of_the_shell(shell, bad):
+    done, asked = shell(*bad.split())
+    assert (done.returncode, done.stdout, asked) == (2, "", [])
+    assert f"'{bad}' is not allowed; allowed are --device gpu," in done.stderr
 
 
 # --- rebuild_nwor_extension.sh ---
@@ -191,7 +173,7 @@ def built(tmp_path_factory):
         shutil.copy(ROOT / "tools" / name, folder / "tools")
     result = rebuild(folder, "--cuda", "off")
     assert result.returncode == 0, result.stderr
-    assert "check: all ops are there for cpu" in result.stdout
+    assert "check: the library is up to date, with all ops for cpu" in result.stdout
     return folder
 
 
@@ -233,7 +215,6 @@ def test_rebuild_stops_at_a_source_that_does_not_compile(built, edit):
     result = rebuild(built, "--cuda", "off")
     assert result.returncode == 1
     assert "native build: `cmake` failed" in result.stderr
-    assert "check:" not in result.stdout
     assert "up to date" not in result.stdout
 
 
@@ -270,13 +251,9 @@ def gpu_checkout(tmp_path):
     shutil.copy(ROOT / "tools" / "gpu_run.sh", checkout / "tools")
     (checkout / "dist").mkdir()
     pack(checkout, "vllm_nwor-1-py3-none-any.whl")
-    python = checkout / "python"
-    python.write_text(
-        "#!/bin/sh\n"
-        f'[ "$1" = -m ] && {{ echo "asked: $*"; exit 1; }}\n'
-        f'exec {shlex.quote(sys.executable)} "$@"\n'
-    )
-    python.chmod(0o755)
+    python = f'exec {shlex.quote(sys.executable)} "$@"'
+    asks_pip = '[ "$2" = pip ] && { echo "asked: $*"; exit 1; }'
+    program(checkout / "python", f"#!/bin/sh\n{asks_pip}\n{python}\n")
     return checkout
 
 
@@ -315,47 +292,92 @@ def test_a_gpu_host_gets_the_wheel_of_this_checkout_or_none(gpu_checkout):
     (gpu_checkout / "dist/vllm_nwor-2-py3-none-any.whl").unlink()
     (gpu_checkout / "vllm/v1/nwor/window.py").write_text("DRAFTS = 5\n")
     said = gpu_build(gpu_checkout)
-    assert "is not of this checkout (make wheel): ['vllm_nwor/window.py']" in said
+    assert "window.py differ" in said
+    assert "is not of this checkout (make wheel)" in said
     assert "asked" not in said
 
     shutil.rmtree(gpu_checkout / "dist")
     assert "--force-reinstall ." in gpu_build(gpu_checkout)
 
 
-def test_by_hand_a_gpu_host_gets_what_pip_would_install(gpu_checkout):
-    """In a folder of packages, where pip fails: what was there of ours goes."""
-    shutil.rmtree(gpu_checkout / "dist")
-    (gpu_checkout / "tools/native.py").write_text(
-        "import pathlib, sys\n"
-        "folder = pathlib.Path(sys.argv[2])\n"
-        "folder.mkdir()\n"
-        "(folder / '_nwor_C.so').touch()\n"
-    )
+def test_a_build_that_fails_leaves_a_folder_of_packages_as_it_was(gpu_checkout):
     site = gpu_checkout / "site"
-    for name in ("vllm/__init__.py", "vllm_nwor/removed.py", "vllm_nwor-0.dist-info/x"):
+    for name in ("vllm/__init__.py", "vllm_nwor/old.py", "vllm_nwor-0.dist-info/x"):
         (site / name).parent.mkdir(parents=True)
         (site / name).touch()
+    before = sorted(site.rglob("*"))
 
-    said = gpu_build(gpu_checkout, NWOR_SITE=str(site))
+    assert "asked: -m pip install" in gpu_build(gpu_checkout, PYTHONPATH=str(site))
 
-    assert "installing by hand" in said
-    assert {str(p.relative_to(site)) for p in site.rglob("*") if p.is_file()} == {
-        "vllm/__init__.py",
-        "vllm_nwor/_nwor_C.so",
-        "vllm_nwor/window.py",
-        "vllm_nwor-0.dist-info/METADATA",
-        "vllm_nwor-0.dist-info/entry_points.txt",
-    }
-    (entry,) = importlib.metadata.distributions(name="vllm-nwor", path=[str(site)])
-    assert [point.value for point in entry.entry_points] == [
-        "vllm_nwor.plugin:register"
-    ]
+    assert sorted(site.rglob("*")) == before
+
+
+# Notes its arguments, and answers what gpu_run.sh asks it for.
+NOTING = """#!/bin/sh
+case "$*" in
+*BUDGETED*) echo cell-1 cell-2 ;;
+*models.find*) echo /target && echo /head ;;
+*) echo "asked: $(echo "$*" | tr -s ' \\n' ' ')" ;;
+esac
+"""
+RUN = "asked: -m pytest -q -p no:cacheprovider --tb=short "
+MATRIX = f"{RUN}-s tests/gpu/test_engine_matrix.py -k test_"
+SOAK = "asked: tools/soak/soak.py --model /target"
+STEPS = {
+    "build": [
+        "asked: -m pip install --no-index --no-deps --no-build-isolation "
+        "--disable-pip-version-check --force-reinstall .",
+        "asked: -m vllm_nwor.doctor --device cuda",
+    ],
+    "kernels -x": [f"{RUN}tests/kernels -k cuda or gpu --durations=5 -x"],
+    "engines": [f"{MATRIX}matrix", f"{MATRIX}why"],
+    "engines a b": [f"{MATRIX}matrix and (a- or b-)"],
+    "parallel ray": [f"{MATRIX}two_ranks", f"{MATRIX}ray"],
+    "sync a b": [f"{RUN}-s tests/gpu/test_no_sync.py -k test_ and (a] or b])"],
+    "layouts": [f"{RUN}-s tests/gpu/test_layouts.py -k test_"],
+    "audit": [f"{RUN}-s tests/gpu/test_audit.py -k test_"],
+    "offload": [f"{RUN}-s tests/gpu/test_offloading.py -k test_"],
+    "sleep a": [f"{RUN}-s tests/gpu/test_sleep.py -k test_ and (a] or a-)"],
+    "sanitizer memcheck": ["asked: - planted=9 memcheck=0"],
+    "bench-kernels --samples 3": [
+        "asked: bench_kernels.py --device cuda --json /results/bench_kernels.json "
+        "--samples 3"
+    ],
+    "host-profile c": [
+        "asked: tools/gpu/host_profile.py c --json /results/host_profile_c.json"
+    ],
+    "bench": [
+        f"asked: tools/gpu/bench.py cell-{n} --results /results --seconds 70"
+        for n in (1, 2)
+    ],
+    "soak 7 off": [f"{SOAK} --minutes 7 * --mode off --json /results/soak_gpu_off.*"],
+    "soak 7 audited": [f"{SOAK} *--mode stage *soak_gpu_audit.*/head*AUDIT=log*"],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_each_step_asks_for_its_tests_and_tools(steps, gpu_checkout):
+    shutil.rmtree(gpu_checkout / "dist")
+    program(gpu_checkout / "python", NOTING)
+    program(gpu_checkout / "compute-sanitizer", "#!/bin/sh\nexit ${NWOR_PLANTED:+9}\n")
+    done = run(
+        *(gpu_checkout / "tools/gpu_run.sh", *steps.split()),
+        PATH=f"{gpu_checkout}:{os.environ['PATH']}",
+        PYTHON=str(gpu_checkout / "python"),
+        TMPDIR=str(gpu_checkout),
+        NWOR_RESULTS=str(gpu_checkout / "results"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.replace(str(gpu_checkout), "").splitlines()
+    asked = [line.strip() for line in said if line.startswith("asked: ")]
+    for line, wanted in zip(asked, STEPS[steps], strict=True):
+        assert fnmatch.fnmatchcase(line, wanted), line
 
 
 def test_a_step_that_outlives_its_limit_is_stopped_whole(gpu_checkout):
     pid = gpu_checkout / "pid"
-    program = f"#!/bin/sh\nsleep 60 &\necho $! >{shlex.quote(str(pid))}\nwait\n"
-    (gpu_checkout / "python").write_text(program)
+    text = f"#!/bin/sh\nsleep 60 &\necho $! >{shlex.quote(str(pid))}\nwait\n"
+    program(gpu_checkout / "python", text)
 
     said = gpu_build(gpu_checkout, NWOR_LIMIT_S="2")
 

@@ -15,11 +15,10 @@ Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +46,25 @@ def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
     return max(MIN_PAIRS, min(int(seconds / round_s), options.max_pairs))
 
 
+def prepare(cell: cells.Cell, options: Options) -> str:
+    """Sets the environment for the cell's engine; its device."""
+    os.environ.update(cell.variables())
+    on = device.resolve(options)
+    prepare_process(options, on)
+    return on
+
+
 def run_cell(cell: cells.Cell, results: Path, seconds: float) -> None:
     """Starts the cell's engine and measures each batch size: the results' files."""
     argvs = {batch: cell.arguments(batch) for batch in cell.batches}
     first, *_ = options = {batch: parse(argv) for batch, argv in argvs.items()}
     os.environ.update(cell.variables())
-    on = device.resolve(options[first])
     true_off: dict[str, Any] | None = None
     for _ in range(cell.true_off):
         true_off = bench_vllm.run_true_off(argvs[first])
     if true_off is not None and cell.true_off == 1:
         true_off["engine"]["kv_blocks"] = None
-    prepare_process(options[first], on)
-    bench_vllm.note(f"{cell.name}: starting vLLM")
+    on = prepare(cell, options[first])
     largest = Options(**vars(options[first]) | {"batch_size": max(cell.batches)})
     engine = Engine(largest, on)
     bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
@@ -83,20 +88,24 @@ def run_cell(cell: cells.Cell, results: Path, seconds: float) -> None:
         print(report.text(result), flush=True)
 
 
+def run_of(cell: cells.Cell, measure: Callable[[], None]) -> int:
+    """Calls `measure`; the exit status."""
+    try:
+        measure()
+    except (BadArgument, ab.OutputsDiffer, EngineFailed) as error:
+        print(f"{Path(sys.argv[0]).name}: {cell.name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadArgument) else 1
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cells.add_cell(parser)
+    parser = cells.parser(__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"))
     text = "for each batch size (70)"
     parser.add_argument("--seconds", type=float, default=70.0, help=text)
     arguments = parser.parse_args(argv)
     cell = cells.BY_NAME[arguments.cell]
-    try:
-        run_cell(cell, arguments.results, arguments.seconds)
-    except (BadArgument, ab.OutputsDiffer, EngineFailed) as error:
-        print(f"bench.py: {cell.name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadArgument) else 1
-    return 0
+    return run_of(cell, lambda: run_cell(cell, arguments.results, arguments.seconds))
 
 
 if __name__ == "__main__":

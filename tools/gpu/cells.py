@@ -21,15 +21,6 @@ import yaml
 
 _READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
 RATES = _READ["rates"]
-_COMMON = (
-    *("--mode", "compare", "--device", "cuda"),
-    *("--model", "shape:llama-8b", "--ignore-eos"),
-    *("--repeats", "11", "--pairs-until-ci", "0.002", "--max-pairs", "200"),
-)
-_DRAFTERS = {
-    "eagle": ("--method", "eagle", "--draft-model", "shape:llama-8b-eagle"),
-    "ngram": ("--method", "ngram"),
-}
 
 
 @dataclass(frozen=True)
@@ -62,20 +53,21 @@ class Cell:
 
     def arguments(self, batch_size: int) -> list[str]:
         """Arguments of bench_vllm.py for one batch size."""
-        return [
-            *_COMMON,
-            *_DRAFTERS[self.method],
-            *("--against", self.against),
-            *("--runner", self.runner),
-            *("--num-speculative-tokens", str(self.num_drafts)),
-            *("--acceptance", RATES[self.num_drafts][self.acceptance]),
-            *("--batch-size", str(batch_size)),
-            *("--max-num-seqs", str(self.max_num_seqs)),
-            *("--context", str(self.context)),
-            *("--max-tokens", str(self.max_tokens)),
-            *(("--block-size", str(self.block_size)) if self.block_size else ()),
-            "--true-off" if self.true_off else "--no-true-off",
-        ]
+        options = {
+            "--against": self.against,
+            "--runner": self.runner,
+            "--num-speculative-tokens": self.num_drafts,
+            "--acceptance": RATES[self.num_drafts][self.acceptance],
+            "--batch-size": batch_size,
+            "--max-num-seqs": self.max_num_seqs,
+            "--context": self.context,
+            "--max-tokens": self.max_tokens,
+        }
+        options |= {"--block-size": self.block_size} if self.block_size else {}
+        words = [_READ["common"], _READ["drafters"][self.method]]
+        words += [f"{name} {value}" for name, value in options.items()]
+        words.append("--true-off" if self.true_off else "--no-true-off")
+        return " ".join(words).split()
 
 
 CELLS = tuple(Cell(name, **fields) for name, fields in _READ["cells"].items())
@@ -83,8 +75,9 @@ BY_NAME = {cell.name: cell for cell in CELLS}
 BUDGETED = tuple(cell.name for cell in CELLS[:5])
 
 
-def add_cell(parser: argparse.ArgumentParser) -> None:
-    """The argument CELL: a name in BY_NAME."""
-    parser.add_argument(
-        "cell", choices=sorted(BY_NAME), metavar="CELL", help=", ".join(BY_NAME)
-    )
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a program with this docstring, whose argument CELL is a name in BY_NAME."""
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    text = ", ".join(BY_NAME)
+    made.add_argument("cell", choices=BY_NAME, metavar="CELL", help=text)
+    return made

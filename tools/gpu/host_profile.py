@@ -16,28 +16,21 @@ again, each time with other launches in the manager:
     call       a ctypes call of a function that does nothing, at the same two places
     nothing    what is left without all that: the manager, and reading the clock
 
-What the device takes for our kernels is told for `stage` and `prepared`, from one run
-each under torch's profiler: all of it is in a step's way.
-
-It also times every hook of ours, without what vLLM does inside of it, with `stage`.
-In this process they are all in a step's way, statistics included, while a server has
-the last of them (StatLoggerManager.record) in another process. Begin and commit are
-parts of such hooks. A hook's time has the timing of what it wraps in it.
+Also: what the device takes for our kernels, with `stage` and `prepared`, from a run
+each under torch's profiler; and with `stage` every hook of ours, without what vLLM does
+inside of it, but with the timing of that. All hooks are in a step's way here; a server
+has the last of them (StatLoggerManager.record) in another process.
 
 The order turns from round to round. In a tight loop each of these is several times
 faster: what a step runs is no longer in the processor's cache when its turn comes.
-Unstaged and the last four kinds copy nothing, so that the counters of this process say
-nothing.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib
-import os
 import re
 import statistics
 import sys
@@ -50,15 +43,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ab, device, environment  # noqa: E402
-from benchmarks.arguments import BadArgument, parse  # noqa: E402
+from benchmarks import ab, environment  # noqa: E402
+from benchmarks.arguments import parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
-from benchmarks.settings import leave, prepare_process  # noqa: E402
+from benchmarks.settings import leave  # noqa: E402
+from benchmarks.summary import percentile_95  # noqa: E402
 
-from tools.gpu import cells  # noqa: E402
+from tools.gpu import bench, cells  # noqa: E402
 
-KIND = "host_profile"
 STAGE = "stage"
 UNSTAGED = "unstaged"
 BATCH = 16
@@ -89,7 +82,7 @@ class HookTimes:
         # The files of hooks have it by name already, or import it later.
         for name in ("_wrap", "runner", "stats"):
             module = importlib.import_module(f"vllm_nwor.hooks.{name}")
-            module.install_all = install_timed  # type: ignore[attr-defined]
+            module.install_all = install_timed
 
     def _timed(self, name: str, wrapper: Any) -> Any:
         clock = time.perf_counter_ns
@@ -127,12 +120,8 @@ class HookTimes:
         }
 
 
-def _reference(call: Callable[[], Any]) -> Any:
-    """Launches that do something else: `call`, once for log and once for restore."""
-
-    def launch(*_: Any) -> None:
-        call()
-
+def _reference(launch: Callable[..., Any]) -> Any:
+    """Launches that do something else, once for log and once for restore."""
     return SimpleNamespace(log=launch, restore=launch)
 
 
@@ -150,8 +139,6 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
             f"the manager has {type(prepared).__name__}, not PreparedLaunches: only "
             "CUDA has a profile"
         )
-    launches = prepared._launches
-    unlaunched = PreparedLaunches(manager.device, [])
     number = torch.zeros(1, device=manager.device)
     library = ctypes.CDLL(str(ops.LIBRARY))
     found = (ctypes.c_int64 * 64)()
@@ -159,11 +146,11 @@ def kinds_of_launches(manager: Any) -> dict[str, Any]:
         STAGE: prepared,
         UNSTAGED: prepared,
         "prepared": prepared,
-        "ops": OpLaunches(launches),
-        "unlaunched": unlaunched,
-        "add": _reference(lambda: number.add_(1)),
-        "call": _reference(lambda: library.nwor_prepared_version(found)),
-        "nothing": _reference(lambda: None),
+        "ops": OpLaunches(prepared._launches),
+        "unlaunched": PreparedLaunches(manager.device, []),
+        "add": _reference(lambda *_: number.add_(1)),
+        "call": _reference(lambda *_: library.nwor_prepared_version(found)),
+        "nothing": _reference(lambda *_: None),
     }
 
 
@@ -187,34 +174,25 @@ def kernel_times(engine: Engine, arm: ab.Arm) -> dict[str, dict[str, float]]:
 
 def spread(microseconds: Sequence[float]) -> dict[str, float]:
     """Median and 95th percentile, in microseconds, of one number a step."""
-    ordered = sorted(microseconds)
     return {
-        "median_us": round(statistics.median(ordered), 2),
-        "p95_us": round(ordered[int(0.95 * (len(ordered) - 1))], 2),
-        "steps": len(ordered),
+        "median_us": round(statistics.median(microseconds), 2),
+        "p95_us": round(percentile_95(microseconds), 2),
+        "steps": len(microseconds),
     }
 
 
 def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
     """Runs all kinds `rounds` times; times by kind, and what they were measured on."""
-    argv = cell.arguments(BATCH)
-    options = parse(argv)
-    on = device.resolve(options)
-    os.environ.update(cell.variables())
-    prepare_process(options, on)
+    options = parse(cell.arguments(BATCH))
+    on = bench.prepare(cell, options)
     hooks = HookTimes()
     hooks.watch()
     engine = Engine(options, on)
-    managers: list[Any] = []
-    engine._engine.collective_rpc(
-        lambda worker: managers.append(worker.model_runner.nwor_state.manager)
-    )
-    manager = managers[0]
+    manager = engine.rpc(lambda worker: worker.model_runner.nwor_state.manager)
     launches = kinds_of_launches(manager)
     prepared = launches["prepared"]
-    times: dict[str, dict[str, list[float]]] = {
-        kind: {"begin": [], "commit": []} for kind in launches
-    }
+    # Microseconds of begin and of commit, one a step.
+    times: dict[str, list[list[float]]] = {kind: [[], []] for kind in launches}
     staged = ab.Arm(STAGE, hooked=True)
     logged = ab.Arm("cow", hooked=True, stages=False)
     engine.run(staged)
@@ -231,56 +209,48 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
             hooks.on = False
             num_steps += len(run.step_s) if kind == STAGE else 0
             assert run.nwor is not None
-            times[kind]["begin"] += run.nwor.begin_us
-            times[kind]["commit"] += run.nwor.commit_us
+            times[kind][0] += run.nwor.begin_us
+            times[kind][1] += run.nwor.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
     manager.launches, manager.shadow._enqueue = prepared, enqueue
-    kernels = {"stage": kernel_times(engine, staged)}
-    kernels["prepared"] = kernel_times(engine, logged)
     return {
-        "kind": KIND,
+        "kind": "host_profile",
         "cell": cell.name,
         "batch_size": BATCH,
         "rounds": rounds,
         "command": f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}",
         "environment": environment.describe(on, ROOT),
         "hooks": hooks.result(num_steps),
-        "kernels": kernels,
+        "kernels": {
+            "stage": kernel_times(engine, staged),
+            "prepared": kernel_times(engine, logged),
+        },
         "host": {
             kind: {
-                "begin": spread(found["begin"]),
-                "commit": spread(found["commit"]),
-                "both": spread(
-                    [sum(both) for both in zip(*found.values(), strict=True)]
-                ),
+                "begin": spread(begin),
+                "commit": spread(commit),
+                "both": spread(list(map(sum, zip(begin, commit, strict=True)))),
             }
-            for kind, found in times.items()
+            for kind, (begin, commit) in times.items()
         },
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cells.add_cell(parser)
+    parser = cells.parser(__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write")
-    parser.add_argument("--rounds", type=int, default=4, help="of all kinds (4)")
+    parser.add_argument("--rounds", type=whole(1), default=4, help="of all kinds (4)")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds}; allowed values: at least 1")
     cell = cells.BY_NAME[arguments.cell]
-    try:
+
+    def measure() -> None:
         result = profile(cell, arguments.rounds)
-    except (BadArgument, EngineFailed) as error:
-        print(f"host_profile.py: {cell.name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadArgument) else 1
-    write_json(arguments.json, result)
-    for kind, found in result["host"].items():
-        print(
-            f"{cell.name} {kind:10}",
-            *(f"{part} {spent['median_us']:.1f} us" for part, spent in found.items()),
-            flush=True,
-        )
-    return 0
+        write_json(arguments.json, result)
+        for kind, found in result["host"].items():
+            parts = (f"{name} {of['median_us']:.1f} us" for name, of in found.items())
+            print(f"{cell.name} {kind:10}", *parts, flush=True)
+
+    return bench.run_of(cell, measure)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,15 @@ or file that cannot be used, nothing was written.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -32,33 +35,15 @@ from benchmarks import reach, summary, views  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.views import BadBlock, Result  # noqa: E402
 
-# Name -> kinds of its files, and whether it takes several. Those that are not in MAKERS
-# are templates (benchmarks/templates).
-VIEWS = {
-    "all": ("bench_vllm", False),
-    "short": ("bench_vllm", False),
-    "cells": ("bench_vllm", True),
-    "audit": ("bench_vllm", True),
-    "audited": ("gpu_audit", False),
-    "extremes": ("bench_vllm", True),
-    "blocks": ("bench_vllm", True),
-    "bytes": ("bench_vllm", True),
-    "kernels": ("bench_kernels", False),
-    "host": ("host_profile", True),
-    "traffic": ("gpu_traffic", False),
-    "engines": ("gpu_engines", False),
-    "sleep": ("gpu_sleep", False),
-    "soak": ("soak", False),
-    "methods": ("cpu_engines gpu_engines", True),
-    "models": ("cpu_engines gpu_engines", True),
-    "parallelism": ("cpu_engines gpu_engines", True),
-}
+# Of each view the kinds of its files, and whether it takes several. Those that are not
+# in MAKERS are templates (benchmarks/templates).
+VIEWS = yaml.safe_load(views.LIST.read_text(encoding="utf-8"))
 MAKERS: dict[str, Callable[[Any], str]] = {
     "all": views.everything,
     "short": views.short,
-    "methods": reach.methods,
-    "models": reach.models,
-    "parallelism": reach.parallelism,
+    "methods": functools.partial(reach.tables, "method"),
+    "models": functools.partial(reach.tables, "model"),
+    "parallelism": functools.partial(reach.tables, "parallelism"),
 }
 SHOWN = ("README.md", "results/README.md", "docs/reach.md", "docs/audit.md")
 READMES = tuple(ROOT / name for name in SHOWN)
@@ -87,11 +72,11 @@ def block(what: str, results: Path) -> str:
     file, _, view = what.partition(" ")
     if view not in VIEWS:
         raise BadBlock(f"expected FILE and a view; views: {', '.join(VIEWS)}")
-    kind, of_several = VIEWS[view]
+    of_several = VIEWS[view]["several"]
     paths = sorted(results.glob(file)) if of_several else [results / file]
     if not paths:
         raise BadBlock(f"no file in results/ matches {file}")
-    found = [load(path, kind) for path in paths]
+    found = [load(path, VIEWS[view]["kind"]) for path in paths]
     if view in MAKERS:
         return MAKERS[view](found if of_several else found[0])
     return views.rendered(view, results=found, result=found[0])
@@ -106,12 +91,12 @@ def run(readme: Path, results: Path, check: bool) -> int:
     stale = []
 
     def rendered(match: re.Match[str]) -> str:
+        name = f"block '{match['what']}'"
         try:
             body = block(match["what"], results) + "\n"
         except BadBlock as error:
-            raise BadBlock(f"block '{match['what']}': {error}") from error
-        if body != match["body"]:
-            stale.append(f"block '{match['what']}'")
+            raise BadBlock(f"{name}: {error}") from error
+        stale.extend([name] if body != match["body"] else [])
         return f"{match['open']}{body}{END}"
 
     new = BLOCK.sub(rendered, old)

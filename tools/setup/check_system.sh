@@ -3,8 +3,7 @@
 # Checks what this project needs of the system and cannot install with pip: prints one
 # line per missing thing, with the command that installs it, and exits 1 if any is.
 # With --install it installs all of it first (Debian and Ubuntu, as root or with sudo).
-#
-# Needs nothing but a POSIX shell. PYTHON names the interpreter (default: python3).
+# PYTHON names the interpreter (default: python3).
 set -u
 
 PYTHON=${PYTHON:-python3}

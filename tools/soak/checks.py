@@ -29,8 +29,7 @@ Record = Mapping[str, Any]
 
 
 class Check(NamedTuple):
-    """One verdict. good: None if it could not be judged. found, wanted: in words, for
-    the reader of the results file."""
+    """One verdict. good: None if it could not be judged. found, wanted: in words."""
 
     name: str
     good: bool | None
@@ -70,8 +69,8 @@ def _of_the_load(record: Record) -> Iterator[Check]:
     answers, ended = record["alive"]["answers"], record["alive"]["ended"]
     found = "answers" if answers else "does not answer"
     found += f"; ended: {', '.join(ended)}" if ended else ""
-    wanted = "answers, and no process of it ended"
-    yield Check("server alive", bool(answers) and not ended, found, wanted)
+    good, wanted = answers and not ended, "answers, and no process of it ended"
+    yield Check("server alive", good, found, wanted)
 
     probes, parts = record["probe"]["kinds"], []
     good = bool(probes)
@@ -122,12 +121,11 @@ def _of_nwor(record: Record) -> Iterator[Check]:
     found = f"{windows:.0f} and {counted:.0f}"
     wanted = "windows >= vLLM's drafts > 0"
     yield Check("identity: windows", 0 < counted <= windows, found, wanted)
-    known = "vllm:nwor_breaches" in metrics
-    found = f"{ours('breaches'):.0f}" if known else "no such counter"
-    yield Check("breaches", found == "0", found, "0")
-    # Steps that ran as vanilla; no series at all is none.
-    found = f"{ours('fallbacks'):.0f}"
-    yield Check("fallbacks", found == "0", found, "0")
+    # Of steps that ran as vanilla there is no series if there are none.
+    for name, absent in (("breaches", None), ("fallbacks", 0.0)):
+        count = metrics.get(f"vllm:nwor_{name}", absent)
+        found = "no such counter" if count is None else f"{count:.0f}"
+        yield Check(name, count == 0, found, "0")
 
 
 def _audit(record: Record) -> Check:

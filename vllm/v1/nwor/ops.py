@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native ops: loads the library, registers fakes, and wraps each op with types.
+"""The native ops: loads the library, registers fakes, and says what each op does.
 
 The ops live in `torch.ops._C_cache_ops`; csrc/nwor/ implements them for the CPU and for
 CUDA with the same schemas. All of them copy bytes, blind to dtypes. None allocates or
@@ -7,10 +7,11 @@ waits for the device: on CUDA each is one launch on the current stream, and may 
 captured graph; on the CPU a call returns when the copy is done, having checked every
 value before the first byte is written. On CUDA only what the host knows is checked;
 drafts whose slot is out of range are left alone, and counted as `invalid_slots`.
+A bad argument raises RuntimeError, which names it, its value and the rule.
 
-A wrapper hides what it reads and writes behind a table of addresses: PyTorch cannot see
-which caches an op reads and writes. Who holds the table keeps the caches alive, and
-keeps the calls out of anything that reorders ops by their schemas.
+An op hides which caches it reads and writes behind a table of addresses, where PyTorch
+cannot see them. Who holds the table keeps the caches alive, and keeps the calls out of
+anything that reorders ops by their schemas.
 
 Words: a draft's place in a batch follows from `cu_num_logits`, the inclusive cumulative
 number of logits rows; a request has 1 + k rows, the first of which is no draft. With
@@ -19,11 +20,13 @@ k = [2, 0, 1] it is [3, 4, 6]: drafts 0 and 1 are rows 1 and 2, draft 2 is row 5
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 # Columns of a layer table, int64 [num_layers, 9], in bytes unless they count.
 TABLE_COLUMNS = (
@@ -61,29 +64,14 @@ LIBRARY = Path(__file__).with_name("_nwor_C.so")
 
 _NAMESPACE = "_C_cache_ops"
 _OPS = (
-    "log_cache_slots",
-    "restore_rejected_drafts",
-    "stage",
-    "commit_draft_layer",
-    "unstage",
-    "audit_describe",
-    "audit_describe_layers",
-    "audit_seat",
-    "audit_plan",
-    "audit_resolve",
-    "audit_adopt",
-    "audit_scan",
-    "audit_hand_on",
-    "audit_snapshot",
-    "audit_hand_out",
-    "audit_publish",
+    *("log_cache_slots", "restore_rejected_drafts"),
+    *("stage", "commit_draft_layer", "unstage"),
+    *("audit_describe", "audit_describe_layers", "audit_seat", "audit_plan"),
+    *("audit_resolve", "audit_adopt", "audit_scan", "audit_hand_on"),
+    *("audit_snapshot", "audit_hand_out", "audit_publish"),
 )
 # Set on torch's namespace object, for a second copy of this module.
 _FAKES_MARK = "nwor_fakes_registered"
-
-# The ops by name, once loaded: no search by argument types at each call, and nothing
-# that torch.compile could not trace.
-_OVERLOADS: dict[str, torch._ops.OpOverload] = {}
 
 
 class NworOpsUnavailable(RuntimeError):
@@ -144,248 +132,111 @@ def _load_library() -> None:
         for name in _OPS:
             torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
         setattr(namespace, _FAKES_MARK, True)
-    for name in _OPS:
-        packet, _, overload = name.partition(".")
-        _OVERLOADS[name] = getattr(getattr(namespace, packet), overload or "default")
+    # torch's own objects: no search by argument types at each call, no frame of ours,
+    # and nothing that torch.compile could not trace.
+    globals().update({name: getattr(namespace, name).default for name in _OPS})
 
 
 def _no_result(*_args: object) -> None:
     """Fake of every op: they mutate their arguments and return nothing."""
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
-    """The op `name` or `name.overload`; loads the library if load() has not."""
-    if name not in _OVERLOADS:
-        _load_library()
-    return _OVERLOADS[name]
-
-
-def log_cache_slots(
-    table: Tensor,
-    runs: Tensor | None,
-    slot_mapping: Tensor,
-    logits_indices: Tensor,
-    cu_num_logits: Tensor,
-    undo_log: Tensor,
-    log_slots: Tensor,
-    log_windows: Tensor,
-    num_drafts: int,
-) -> None:
-    """Copies the bytes at all draft slots, of all layers, to the undo log.
-
-    All tensors on one device, contiguous unless said.
-    table: [num_layers, 9] int64, TABLE_COLUMNS; every layer has as many slots.
-    runs: [block_size, num_runs, 2] int32, (offset in block, length) of the runs of each
-        slot of a packed layout; CPU only. None: the table describes rows.
-    slot_mapping: [>= num_tokens] int64. logits_indices: [num_logits] int32 or int64,
-        rows of slot_mapping. cu_num_logits: [num_reqs] int32.
-    undo_log: [capacity, log_row_bytes] uint8, rows may be strided. Mutated: draft d,
-        layer l at row d from log_offset[l], runs one after another.
-    log_slots: [capacity] int64. Mutated: the draft's slot; PAD_SLOT for padding.
-    log_windows: [capacity, 3] int32. Mutated: (request, position, drafts in window).
-    num_drafts: an upper bound of the number of drafts, known to the host; entries from
-        the true number on become (PAD_SLOT, (-1, -1, 0)). 0 does nothing. On CUDA
-        drafts beyond it are not logged.
-
-    Raises:
-        RuntimeError: a bad argument; it names the argument, its value and the rule.
+def publish(to: Sequence[Tensor], counters: Tensor) -> None:
+    """Copies `counters`, [rows, 8] int64, to as many [8] in `to`; does not wait for the
+    device. Mutated: `to`, on the host, in pinned memory if `counters` is on a device.
     """
-    _overload("log_cache_slots")(
-        table,
-        runs,
-        slot_mapping,
-        logits_indices,
-        cu_num_logits,
-        undo_log,
-        log_slots,
-        log_windows,
-        num_drafts,
-    )
+    for row, counted in zip(to, counters, strict=True):
+        row.copy_(counted, non_blocking=True)
 
 
-def restore_rejected_drafts(
-    table: Tensor,
-    runs: Tensor | None,
-    undo_log: Tensor,
-    log_slots: Tensor,
-    log_windows: Tensor,
-    sampled_token_ids: Tensor | None,
-    vocab_size: int,
-    num_rejected: Tensor | None,
-    counters: Tensor,
-    num_drafts: int,
-    counters_to: Tensor | None = None,
-) -> None:
-    """Copies the rejected drafts' old bytes back to all layers, and counts.
-
-    table, runs, undo_log, log_slots, log_windows, num_drafts: as log_cache_slots left
-        them. Mutated: the caches behind the table, at rejected slots only.
-    sampled_token_ids: [num_reqs, >= 1] int32, any strides: a token is valid if it is
-        not -1 and below vocab_size; n valid ones accept n - 1 drafts of the window.
-    num_rejected: [num_reqs] int32: rejected drafts of each window. Exactly one of the
-        two is given. A draft is rejected if its position is not below the number of
-        accepted ones.
-    counters: [8] int64, COUNTER_COLUMNS. Mutated: added to.
-    counters_to: [8] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
-        become, unless num_drafts is 0.
-
-    Raises:
-        RuntimeError: a bad argument; it names the argument, its value and the rule.
-    """
-    _overload("restore_rejected_drafts")(
-        table,
-        runs,
-        undo_log,
-        log_slots,
-        log_windows,
-        sampled_token_ids,
-        vocab_size,
-        num_rejected,
-        counters,
-        num_drafts,
-        counters_to,
-    )
-
-
-def publish(to: Tensor, counters: Tensor) -> None:
-    """Copies `counters` to `to`, both [rows, 8] int64; does not wait for the device.
-    Mutated: `to`, on the host, in pinned memory if `counters` is on a device."""
-    to.copy_(counters, non_blocking=True)
-
-
-def stage(
-    table: Tensor,
-    runs: Tensor | None,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    cu_num_logits: Tensor,
-    seats: Tensor | None,
-    saved: Tensor,
-    first_entry: int,
-    num_real_entries: int,
-    span: int,
-    entry_tokens: int,
-    step: int,
-    patches: bool,
-) -> None:
-    """Puts shadow pages in the place of the blocks that hold drafts, for one step.
-
-    An entry of a block table stands for `entry_tokens` positions: entry e, offset o is
-    slot e * entry_tokens + o. The drafts of request r are its last k positions, with
-    1 + k logits rows. Each entry that holds one of them is replaced by the shadow entry
-    first_entry + seat * span + (its place in the row) % span: in block_table, and in
-    the slots of this step's rows in it. The committed rows of the first such entry are
-    copied to the shadow in all layers, unless the shadow has them: the seat was
-    committed in step - 1, up to this step's first row, and to the entry that is in the
-    table now.
-
-    table, runs: as log_cache_slots; the caches behind it are mutated, in shadow entries
-        only. A layer's block size divides entry_tokens.
-    block_table: [>= num_reqs, width] int32, rows may be strided. Mutated.
-    slot_mapping: [>= num_tokens] int64. Mutated.
-    query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this step's
-        rows included. cu_num_logits: [num_reqs] int32, inclusive.
-    seats: [num_reqs] int32 or int64, of each request, no two alike. None: request r has
-        seat r. On CUDA one whose seat is out of range is left alone, and not counted.
-    saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
-        Mutated: what the other calls of the step need, and the next one.
-    num_real_entries: entries from here on are not the scheduler's.
-    step: 1 or more; one more with every step that may write to the caches, those
-        without drafts included.
-    patches: False for all but the first call of a group whose layers come in several
-        tables: it copies by what the first one saved.
-
-    A window whose entries or slots are not as described is left alone: its drafts go
-    to the real blocks, and are counted as `invalid_slots` by commit_draft_layer.
-
-    Raises:
-        RuntimeError: a bad argument; it names the argument, its value and the rule.
-    """
-    _overload("stage")(
-        table,
-        runs,
-        block_table,
-        slot_mapping,
-        query_start_loc,
-        seq_lens,
-        cu_num_logits,
-        seats,
-        saved,
-        first_entry,
-        num_real_entries,
-        span,
-        entry_tokens,
-        step,
-        patches,
-    )
-
-
-def commit_draft_layer(
-    table: Tensor,
-    runs: Tensor | None,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    seats: Tensor | None,
-    saved: Tensor,
-    sampled_token_ids: Tensor | None,
-    vocab_size: int,
-    num_rejected: Tensor | None,
-    counters: Tensor,
-    num_reqs: int,
-    entry_tokens: int,
-    undoes: bool,
-    counters_to: Tensor | None = None,
-) -> None:
-    """Copies the rows that this step wrote to shadow pages and that are kept (target,
-    accepted drafts, and any before them) to the real blocks, in all layers of a table;
-    counts; puts block table and slots back.
-
-    table, runs, block_table, slot_mapping, seats, saved, entry_tokens: as in stage.
-        Mutated: the caches at the kept rows; what stage wrote in block_table and
-        slot_mapping, where it still stands there; saved, for the next step.
-    sampled_token_ids, vocab_size, num_rejected, counters, counters_to: as in
-        restore_rejected_drafts.
-    num_reqs: as in cu_num_logits of stage.
-    undoes: False for all but the last call of a group with several tables.
-
-    Raises:
-        RuntimeError: a bad argument; it names the argument, its value and the rule.
-    """
-    _overload("commit_draft_layer")(
-        table,
-        runs,
-        block_table,
-        slot_mapping,
-        seats,
-        saved,
-        sampled_token_ids,
-        vocab_size,
-        num_rejected,
-        counters,
-        num_reqs,
-        entry_tokens,
-        undoes,
-        counters_to,
-    )
-
-
-def unstage(
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    seats: Tensor | None,
-    saved: Tensor,
-    num_reqs: int,
-    entry_tokens: int,
-) -> None:
-    """Puts back what stage wrote to block_table and slot_mapping, where it still stands
-    there, and copies nothing: a step that failed. Arguments: as commit_draft_layer."""
-    _overload("unstage")(
-        block_table, slot_mapping, seats, saved, num_reqs, entry_tokens
-    )
-
-
-def audit_op(name: str) -> torch._ops.OpOverload:
+def audit_op(name: str) -> OpOverload:
     """An op of the KV audit (audit/state.py calls them), without its "audit_"."""
-    return _overload(f"audit_{name}")
+    op: OpOverload = globals()[f"audit_{name}"]
+    return op
+
+
+# The ops, once loaded; arguments are in the order of csrc/nwor/torch_bindings.cpp.
+
+log_cache_slots: OpOverload
+"""Copies the bytes at all draft slots, of all layers, to the undo log.
+
+All tensors on one device, contiguous unless said.
+table: [num_layers, 9] int64, TABLE_COLUMNS; every layer has as many slots.
+runs: [block_size, num_runs, 2] int32, (offset in block, length) of the runs of each
+    slot of a packed layout; CPU only. None: the table describes rows.
+slot_mapping: [>= num_tokens] or [1, >= num_tokens] int64. logits_indices:
+    [num_logits] int32 or int64, rows of slot_mapping. cu_num_logits:
+    [num_leading_zeros + num_reqs] int32.
+undo_log: [capacity, log_row_bytes] uint8, rows may be strided. Mutated: draft d,
+    layer l at row d from log_offset[l], runs one after another.
+log_slots: [capacity] int64. Mutated: the draft's slot; PAD_SLOT for padding.
+log_windows: [capacity, 3] int32. Mutated: (request, position, drafts in window).
+num_drafts: an upper bound of the number of drafts, known to the host; entries from
+    the true number on become (PAD_SLOT, (-1, -1, 0)). 0 does nothing. On CUDA
+    drafts beyond it are not logged.
+"""
+
+restore_rejected_drafts: OpOverload
+"""Copies the rejected drafts' old bytes back to all layers, and counts.
+
+table, runs, undo_log, log_slots, log_windows, num_drafts: as log_cache_slots left
+    them. Mutated: the caches behind the table, at rejected slots only.
+sampled_token_ids: [num_reqs, >= 1] int32, any strides: a token is valid if it is
+    not -1 and below vocab_size; n valid ones accept n - 1 drafts of the window.
+num_rejected: [num_reqs] int32: rejected drafts of each window. Exactly one of the
+    two is given. A draft is rejected if its position is not below the number of
+    accepted ones.
+counters: [8] int64, COUNTER_COLUMNS. Mutated: added to.
+counters_to: [8] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
+    become, unless num_drafts is 0.
+"""
+
+stage: OpOverload
+"""Puts shadow pages in the place of the blocks that hold drafts, for one step.
+
+An entry of a block table stands for `entry_tokens` positions: entry e, offset o is
+slot e * entry_tokens + o. The drafts of request r are its last k positions, with
+1 + k logits rows. Each entry that holds one of them is replaced by the shadow entry
+first_entry + seat * span + (its place in the row) % span: in block_table, and in
+the slots of this step's rows in it. The committed rows of the first such entry are
+copied to the shadow in all layers, unless the shadow has them: the seat was
+committed in step - 1, up to this step's first row, and to the entry that is in the
+table now.
+
+table, runs: as log_cache_slots; the caches behind it are mutated, in shadow entries
+    only. A layer's block size divides entry_tokens.
+block_table: [>= num_reqs, width] int32, rows may be strided. Mutated.
+slot_mapping: [>= num_tokens] or [1, >= num_tokens] int64. Mutated.
+query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this step's
+    rows included. cu_num_logits: [num_leading_zeros + num_reqs] int32, inclusive.
+seats: [num_reqs] int32 or int64, of each request, no two alike. None: request r has
+    seat r. On CUDA one whose seat is out of range is left alone, and not counted.
+saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
+    Mutated: what the other calls of the step need, and the next one.
+num_real_entries: entries from here on are not the scheduler's.
+step: 1 or more; one more with every step that may write to the caches, those
+    without drafts included.
+patches: False for all but the first call of a group whose layers come in several
+    tables: it copies by what the first one saved.
+
+A window whose entries or slots are not as described is left alone: its drafts go
+to the real blocks, and are counted as `invalid_slots` by commit_draft_layer.
+"""
+
+commit_draft_layer: OpOverload
+"""Copies the rows that this step wrote to shadow pages and that are kept (target,
+accepted drafts, and any before them) to the real blocks, in all layers of a table;
+counts; puts block table and slots back.
+
+table, runs, block_table, slot_mapping, seats, saved, entry_tokens: as in stage.
+    Mutated: the caches at the kept rows; what stage wrote in block_table and
+    slot_mapping, where it still stands there; saved, for the next step.
+sampled_token_ids, vocab_size, num_rejected, counters, counters_to: as in
+    restore_rejected_drafts.
+num_reqs: as in cu_num_logits of stage.
+undoes: False for all but the last call of a group with several tables.
+"""
+
+unstage: OpOverload
+"""Puts back what stage wrote to block_table and slot_mapping, where it still stands
+there, and copies nothing: a step that failed. Arguments: as commit_draft_layer."""

@@ -49,8 +49,14 @@ AUDIT_HOOKS = {
     "vllm.v1.engine.utils": ".audit.stats:install_engines",
 }
 
-_registered = False
-_audit_registered = False
+# Of the two, those that vLLM has been arranged to get.
+_registered: list[dict[str, str]] = []
+
+
+def hooks_of(config: NworConfig) -> list[dict[str, str]]:
+    """HOOKS, AUDIT_HOOKS, as the modes ask for them."""
+    of_nwor = [HOOKS] if config.mode is not Mode.OFF else []
+    return [*of_nwor, AUDIT_HOOKS] if config.audit is not AuditMode.OFF else of_nwor
 
 
 def register() -> None:
@@ -62,61 +68,46 @@ def register() -> None:
     Idempotent. Raises NworConfigError on a bad `VLLM_NWOR_*` value, in any mode: vLLM
     passes it on and does not start.
     """
-    global _registered, _audit_registered
     carried = _carried()
     if carried is not None:
         carried.register()
         return
     config = NworConfig.from_env()
-    needs_nwor = config.mode is not Mode.OFF and not _registered
-    needs_audit = config.audit is not AuditMode.OFF and not _audit_registered
-    if needs_nwor or needs_audit:
+    wanted = [hooks for hooks in hooks_of(config) if hooks not in _registered]
+    if wanted:
         _check_host()
-    _declare_variables()
+    # Their values stay hidden: vLLM's compile cache key is the same in every mode.
+    if (envs := _module_of_vllm("vllm.envs")) is not None:
+        for name in ENV_NAMES:
+            envs.environment_variables.setdefault(name, lambda: None)
     _Alias.install()
-    if not (needs_nwor or needs_audit):
-        return
-    import wrapt
+    for hooks in wanted:
+        import wrapt
 
-    if needs_nwor:
-        for module_name, hook in HOOKS.items():
+        for module_name, hook in hooks.items():
             wrapt.register_post_import_hook(_guarded(hook), module_name)
-        _registered = True
-    if needs_audit:
-        for module_name, hook in AUDIT_HOOKS.items():
-            wrapt.register_post_import_hook(_guarded(hook), module_name)
-        _audit_registered = True
+        _registered.append(hooks)
+
+
+def _module_of_vllm(name: str) -> ModuleType | None:
+    """None if there is no such, or no vLLM."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
 
 
 def _carried() -> ModuleType | None:
     """This module as a fork of vLLM carries it, if another package was asked."""
     if __package__ == _Alias.NAME:
         return None
-    try:
-        import vllm
-        import vllm.v1
-    except ModuleNotFoundError as error:
-        if error.name in ("vllm", "vllm.v1"):
-            return None
-        raise
-    is_namespace = getattr(vllm, "__file__", None) is None
-    if is_namespace or PathFinder.find_spec(_Alias.NAME, vllm.v1.__path__) is None:
+    v1 = _module_of_vllm("vllm.v1")
+    is_namespace = getattr(sys.modules.get("vllm"), "__file__", None) is None
+    if v1 is None or is_namespace or not PathFinder.find_spec(_Alias.NAME, v1.__path__):
         return None
     return import_module(f"{_Alias.NAME}.plugin")
-
-
-def _declare_variables() -> None:
-    """Makes vLLM accept our variables, with a getter that hides their values: its
-    compile cache key then is the same in every mode. Without a vLLM there is nobody to
-    tell; with a mode on, _check_host has said so before."""
-    try:
-        import vllm.envs as envs
-    except ModuleNotFoundError as error:
-        if error.name in ("vllm", "vllm.envs"):
-            return
-        raise
-    for name in ENV_NAMES:
-        envs.environment_variables.setdefault(name, lambda: None)
 
 
 class _Alias(MetaPathFinder, Loader):
@@ -156,15 +147,12 @@ class _Alias(MetaPathFinder, Loader):
 
 
 def _check_host() -> None:
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
+    vllm = _module_of_vllm("vllm")
+    if vllm is None:
         raise RuntimeError(
             "vllm-nwor: vLLM is not installed; install the build of vLLM for your "
             "hardware, then vllm-nwor beside it"
-        ) from None
+        )
     if getattr(vllm, "__file__", None) is None:
         raise RuntimeError(
             "vllm-nwor: `import vllm` finds an empty namespace instead of vLLM, in "

@@ -89,14 +89,15 @@ class Report:
             return
         self._manager = manager
         self._fallbacks = manager.fallbacks
-        self._ring = torch.zeros(
+        ring = torch.zeros(
             # One for each step, and one for what the oldest compares with.
             (max_in_flight + 1, *manager.counters.shape),
             dtype=torch.int64,
             pin_memory=manager.device.type != "cpu",
-        ).unbind()
+        )
+        self._ring = [slot.unbind() for slot in ring]
         # The same memory for quick reading: a torch operator costs more.
-        slots = [slot.view(-1).numpy().data for slot in self._ring]
+        slots = [slot.view(-1).numpy().data for slot in ring]
         # By the slot behind a step's commit.
         self._steps = [StepPayload((slots[i - 1], slots[i])) for i in range(len(slots))]
         # The slot that the latest counters went to, and whether they did.

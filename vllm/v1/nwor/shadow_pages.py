@@ -41,7 +41,7 @@ import torch
 from . import ops as native_ops
 from .device_memory import DeviceMemory
 from .launches import CopyTable
-from .window import Acceptance, VerificationWindows, accepted
+from .window import Acceptance, VerificationWindows
 
 # int32, on the device.
 _MAX_STEP = 2**31 - 1
@@ -107,6 +107,7 @@ class ShadowGroup:
         self.first_entry = region.first_block * entries_per_block
         self.num_real_entries = region.num_real_blocks * entries_per_block
         self.span = region.blocks_per_seat * entries_per_block
+        self.entries = self.first_entry, self.num_real_entries, self.span
         self.saved = memory.take(
             (region.num_seats, native_ops.SAVED_COLUMNS + 2 * self.span), torch.int32
         ).zero_()
@@ -127,15 +128,26 @@ class ShadowPages:
         self,
         groups: Sequence[ShadowGroup],
         counters: Sequence[torch.Tensor],
-        ops: Any = None,
+        ops: Any,
     ) -> None:
         """counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
-        group, in order. ops: the seam where tests inject faults; what has the functions
-        of the module `ops`."""
+        group, in order. ops: as in Launches."""
         self.groups = tuple(groups)
         self.num_seats = min(group.num_seats for group in groups)
-        self.ops = native_ops if ops is None else ops
-        self._counters = tuple(counters)
+        self.ops = ops
+        # By launch, what never changes.
+        rows = iter(counters)
+        self._stages = []
+        self._commits = []
+        for number, group in enumerate(self.groups, 1):
+            saved = group.saved
+            constants = saved, *group.entries, group.entry_tokens
+            last = len(group.tables) - 1
+            for index, part in enumerate(group.tables):
+                of_table = group.group_id, part.table, part.runs
+                self._stages.append((number, *of_table, constants, index == 0))
+                counted = saved, next(rows), group.entry_tokens, index == last
+                self._commits.append((*of_table, *counted))
         # Of the runner, with drafts or without, whoever protects them.
         self.step = 1
         # The step's, between stage and commit or abort.
@@ -172,55 +184,47 @@ class ShadowPages:
             Exception: table, slots and cache are as they were.
         """
         self._windows = None
-        self._num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
-        self._num_patched = 0
-        if not self.has_seats(windows):
+        num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
+        if num_reqs > self.num_seats:
             return False
+        slot_mappings = windows.slot_mappings
+        block_tables = windows.block_tables
+        assert block_tables is not None
         self._windows = windows
+        self._num_reqs = num_reqs
+        self._num_patched = 0
         try:
-            self._enqueue_stage(windows)
+            for number, group_id, table, runs, constants, patches in self._stages:
+                # Before the call: it may fail behind its patching.
+                self._num_patched = number
+                self.ops.stage(
+                    table,
+                    runs,
+                    block_tables[group_id],
+                    slot_mappings[group_id],
+                    windows.query_start_loc,
+                    windows.seq_lens,
+                    windows.cu_num_logits,
+                    windows.seats,
+                    *constants,
+                    self.step,
+                    patches,
+                    windows.num_leading_zeros,
+                )
         except Exception:
             self.abort()
             raise
         return True
 
-    def _enqueue_stage(self, windows: VerificationWindows) -> None:
-        """The launches of stage. Raises with `_num_patched` saying which were made."""
-        assert windows.block_tables is not None
-        assert windows.query_start_loc is not None
-        assert windows.seq_lens is not None
-        cu_num_logits = windows.cu_num_logits
-        if windows.num_leading_zeros:
-            cu_num_logits = cu_num_logits[windows.num_leading_zeros :]
-        for group in self.groups:
-            # Before the call: it may fail behind its patching.
-            self._num_patched += 1
-            for index, part in enumerate(group.tables):
-                self.ops.stage(
-                    part.table,
-                    part.runs,
-                    windows.block_tables[group.group_id],
-                    windows.slot_mappings[group.group_id],
-                    windows.query_start_loc,
-                    windows.seq_lens,
-                    cu_num_logits,
-                    windows.seats,
-                    group.saved,
-                    group.first_entry,
-                    group.num_real_entries,
-                    group.span,
-                    group.entry_tokens,
-                    self.step,
-                    index == 0,
-                )
-
     def commit(
-        self, acceptance: Acceptance, counters_to: torch.Tensor | None = None
+        self,
+        acceptance: Acceptance,
+        counters_to: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Enqueues the copies of what is kept, the counting, and the putting back.
 
-        counters_to: [>= num_tables, 8] int64, cpu, pinned if the caches are on a
-            device: its first rows get the counters too.
+        counters_to: for each table [8] int64, cpu, pinned if the caches are on a
+            device: gets the counters too.
 
         Raises:
             Exception: after table and slots were put back; kept rows are lost, so that
@@ -228,40 +232,31 @@ class ShadowPages:
         """
         windows = self._windows
         assert windows is not None
+        block_tables = windows.block_tables
+        assert block_tables is not None
         try:
-            self._enqueue_commit(windows, acceptance, counters_to)
+            for row, launch in enumerate(self._commits):
+                group_id, table, runs, saved, counters, tokens, undoes = launch
+                self.ops.commit_draft_layer(
+                    table,
+                    runs,
+                    block_tables[group_id],
+                    windows.slot_mappings[group_id],
+                    windows.seats,
+                    saved,
+                    acceptance.sampled_token_ids,
+                    acceptance.vocab_size,
+                    acceptance.num_rejected,
+                    counters,
+                    self._num_reqs,
+                    tokens,
+                    undoes,
+                    None if counters_to is None else counters_to[row],
+                )
         except Exception:
             self.abort()
             raise
         self._windows = None
-
-    def _enqueue_commit(
-        self,
-        windows: VerificationWindows,
-        acceptance: Acceptance,
-        counters_to: torch.Tensor | None,
-    ) -> None:
-        """The launches of commit."""
-        assert windows.block_tables is not None
-        row = 0
-        for group in self.groups:
-            last = len(group.tables) - 1
-            for index, part in enumerate(group.tables):
-                self.ops.commit_draft_layer(
-                    part.table,
-                    part.runs,
-                    windows.block_tables[group.group_id],
-                    windows.slot_mappings[group.group_id],
-                    windows.seats,
-                    group.saved,
-                    *accepted(acceptance),
-                    self._counters[row],
-                    self._num_reqs,
-                    group.entry_tokens,
-                    index == last,
-                    None if counters_to is None else counters_to[row],
-                )
-                row += 1
 
     def abort(self) -> None:
         """Enqueues the putting back of table and slots; does nothing without a step.

@@ -12,21 +12,24 @@ draft rows are entries 1, 2 (request 0) and 5 (request 2) of `logits_indices`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     import torch
 
 
-class VerificationWindows(NamedTuple):
-    """All windows of one step.
+class VerificationWindows(Struct, frozen=True, gc=False):
+    """All windows of one step. (A Struct is made in C: a dataclass or a named tuple
+    costs a step a function that is in no cache of the processor.)
 
     num_drafts: upper bound, known to the host, of the number of drafts in the step.
     logits_indices: [num_logits] int32 or int64, device: batch rows that get logits,
         1 + k for each request, in request order.
     cu_num_logits: [num_reqs] int32, device: inclusive cumulative number of them.
-    slot_mappings: for each KV-cache group id, [>= num_tokens] int64, device:
-        the slot of each batch row, -1 for padding; a sequence or one tensor.
+    slot_mappings: for each KV-cache group id, [>= num_tokens] or [1, >= num_tokens]
+        int64, device: the slot of each batch row, -1 for padding.
     num_leading_zeros: entries in front of the first request's in cu_num_logits, as the
         arrays have them that begin with 0.
 
@@ -41,7 +44,7 @@ class VerificationWindows(NamedTuple):
     num_drafts: int
     logits_indices: torch.Tensor
     cu_num_logits: torch.Tensor
-    slot_mappings: Sequence[torch.Tensor] | torch.Tensor
+    slot_mappings: Sequence[torch.Tensor]
     num_leading_zeros: int = 0
     block_tables: Sequence[torch.Tensor] | None = None
     query_start_loc: torch.Tensor | None = None
@@ -49,7 +52,7 @@ class VerificationWindows(NamedTuple):
     seats: torch.Tensor | None = None
 
 
-class SampledIds(NamedTuple):
+class SampledIds(Struct, frozen=True, gc=False):
     """Acceptance as the V1 rejection sampler reports it.
 
     sampled_token_ids: [num_reqs, max_spec_len + 1] int32, device. An id is valid if it
@@ -58,17 +61,21 @@ class SampledIds(NamedTuple):
 
     sampled_token_ids: torch.Tensor
     vocab_size: int
+    num_rejected: None = None
 
 
-class NumRejected(NamedTuple):
+class NumRejected(Struct, frozen=True, gc=False):
     """Acceptance as the V2 runner reports it.
 
     num_rejected: [num_reqs] int32, device: a request's last so many drafts fell.
     """
 
     num_rejected: torch.Tensor
+    sampled_token_ids: None = None
+    vocab_size: int = 0
 
 
+# The fields of both together are what the ops take.
 Acceptance = SampledIds | NumRejected
 
 
@@ -76,6 +83,8 @@ def accepted(
     acceptance: Acceptance,
 ) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
     """An acceptance as the ops take it: sampled_token_ids, vocab_size, num_rejected."""
-    if isinstance(acceptance, SampledIds):
-        return acceptance.sampled_token_ids, acceptance.vocab_size, None
-    return None, 0, acceptance.num_rejected
+    return (
+        acceptance.sampled_token_ids,
+        acceptance.vocab_size,
+        acceptance.num_rejected,
+    )

@@ -17,27 +17,23 @@ from .. import ops
 from ..config import Mode, NworConfig, OnReject
 from ..device_memory import ALIGNMENT
 from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGroup
-from ..kv_layout import LayoutRefused
 from ..launches import num_bytes
 from ..metrics import GroupInfo
 from ..report import MAX_IN_FLIGHT, Report
 from ..shadow_pages import blocks_per_seat
 from ..shadow_pages import num_bytes as num_shadow_bytes
 from .engine_core import config_refusal, connectors_in_forward
-from .layers import (
-    GroupRefused,
-    LayoutCache,
-    draft_layer_names,
-    sleeps,
-    target_layers_of,
-    told,
-)
+from .layers import draft_layer_names, sleeps, target_layers, told
 from .staging import staged_group
 
 logger = logging.getLogger("vllm.v1.nwor")
 
 # How a KV-cache group is run that vLLM itself makes transactional.
 NATIVE = "native"
+KEPT_BY_VLLM = (
+    "vLLM keeps a copy of this state for each draft, and goes on from that of the last "
+    "accepted one"
+)
 
 
 Built = tuple[DraftCommitManager | None, list[GroupInfo], Report]
@@ -54,23 +50,21 @@ def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Buil
             nobody expected is a refusal too.
     """
     try:
-        return _build(runner, config, storage)
-    except NworError:
-        raise
+        built = _build(runner, config, storage)
     except Exception as error:
         reason = f"vLLM is not as expected: {told(error)}"
         infos = [
             GroupInfo(gid, config.mode.value, Mode.OFF.value, reason)
             for gid in range(len(runner.kv_cache_config.kv_cache_groups))
         ]
-        _announce(config, infos, None)
-        return None, infos, Report(infos, None)
+        built = None, infos, Report(infos, None)
+    _announce(config, built[1], built[0])
+    return built
 
 
 def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Built:
-    groups = runner.kv_cache_config.kv_cache_groups
-    requested = config.mode.value
-    refusal = config_refusal(runner.vllm_config)
+    vllm_config, groups = runner.vllm_config, runner.kv_cache_config.kv_cache_groups
+    refusal = config_refusal(vllm_config)
     if refusal is None and storage is None and sleeps(runner):
         refusal = "no memory was reserved, and sleep mode would lose what is taken now"
     if refusal is None:
@@ -81,66 +75,44 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
     protected: list[tuple[int, list[LayerCache]]] = []
     staged: dict[int, StagedGroup] = {}
     infos: list[GroupInfo] = []
-    exports = _exports_before_commit(runner.vllm_config)
-    layouts = LayoutCache(runner)
-    for gid, group in enumerate(groups):
-        try:
-            if refusal is not None:
-                raise GroupRefused(refusal)
-            if _has_state_of_each_draft(runner, group):
-                reason = (
-                    "vLLM keeps a copy of this state for each draft, and goes on from "
-                    "that of the last accepted one"
-                )
-                infos.append(GroupInfo(gid, requested, NATIVE, reason))
-                continue
-            layers = target_layers_of(runner, group, layouts)
-        except (GroupRefused, LayoutRefused) as refused:
-            infos.append(GroupInfo(gid, requested, Mode.OFF.value, str(refused)))
-            continue
-        except Exception as error:
-            reason = f"its layers could not be examined: {told(error)}"
-            infos.append(GroupInfo(gid, requested, Mode.OFF.value, reason))
-            continue
-        if layers:
+    found = [refusal] * len(groups) if refusal else target_layers(runner)
+    for gid, (group, layers) in enumerate(zip(groups, found, strict=True)):
+        if not refusal and _has_state_of_each_draft(runner, group):
+            resolved, reason = NATIVE, KEPT_BY_VLLM
+        elif isinstance(layers, str):
+            resolved, reason = Mode.OFF.value, layers
+        elif layers:
             protected.append((gid, layers))
-            resolved, reason = Mode.COW, _shape(layers) + exports
+            resolved, reason = Mode.COW.value, _told_of(layers, vllm_config)
             if config.mode is Mode.STAGE:
-                try:
-                    staged[gid] = staged_group(runner, gid, group, layers)
-                    resolved = Mode.STAGE
-                except GroupRefused as refused:
-                    reason = f"{refused}; {reason}"
-            infos.append(GroupInfo(gid, requested, resolved.value, reason))
+                pages = staged_group(runner, gid, group, layers)
+                if isinstance(pages, str):
+                    reason = f"no shadow pages: {pages}; {reason}"
+                else:
+                    resolved, staged[gid] = Mode.STAGE.value, pages
+        else:  # all of them are the drafter's
+            continue
+        infos.append(GroupInfo(gid, config.mode.value, resolved, reason))
     if protected:
-        capacity = _capacity(runner.vllm_config, config)
+        capacity = _capacity(vllm_config, config)
+        # Releases that do not say how many steps are in flight have the same limit.
+        in_flight = getattr(vllm_config, "max_concurrent_batches", MAX_IN_FLIGHT)
         try:
             manager = DraftCommitManager(
                 config, protected, capacity, storage, staged=staged
             )
-            report = Report(infos, manager, _max_in_flight(runner.vllm_config))
+            return manager, infos, Report(infos, manager, in_flight)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            infos = _all_off(
-                infos, f"no memory for the undo log of {capacity} drafts: {error}"
-            )
+            reason = f"no memory for the undo log of {capacity} drafts: {error}"
         except Exception as error:
-            infos = _all_off(infos, f"the undo log cannot be set up: {told(error)}")
-        else:
-            _announce(config, infos, manager)
-            return manager, infos, report
-    _announce(config, infos, None)
+            reason = f"the undo log cannot be set up: {told(error)}"
+        infos = [
+            info
+            if info.resolved in (Mode.OFF.value, NATIVE)
+            else info._replace(resolved=Mode.OFF.value, reason=reason)
+            for info in infos
+        ]
     return None, infos, Report(infos, None)
-
-
-def _all_off(infos: list[GroupInfo], reason: str) -> list[GroupInfo]:
-    """The same groups with none of them protected by us; earlier refusals keep
-    theirs."""
-    return [
-        info
-        if info.resolved in (Mode.OFF.value, NATIVE)
-        else info._replace(resolved=Mode.OFF.value, reason=reason)
-        for info in infos
-    ]
 
 
 def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
@@ -194,24 +166,16 @@ def _has_state_of_each_draft(runner: Any, group: Any) -> bool:
     return isinstance(spec, MambaSpec) and spec.num_speculative_blocks >= num_drafts
 
 
-def _shape(layers: list[LayerCache]) -> str:
-    packed = any(layer.layout.runs is not None for layer in layers)
-    return f"{len(layers)} layers, {'packed slots' if packed else 'rows'}"
-
-
-def _exports_before_commit(vllm_config: Any) -> str:
-    """What to say of KV connectors that may read the cache inside the forward; empty
-    where there is none."""
-    names = connectors_in_forward(vllm_config)
-    return names and (
-        f"; {names} may export rejected drafts' bytes during the forward, before commit"
-    )
-
-
-def _max_in_flight(vllm_config: Any) -> int:
-    """Steps that vLLM runs before it reads the first one's output: the size of the
-    engine's batch queue. Releases that do not say it here have the same limit."""
-    return getattr(vllm_config, "max_concurrent_batches", MAX_IN_FLIGHT)
+def _told_of(layers: list[LayerCache], vllm_config: Any) -> str:
+    """What is protected, and which KV connectors may read it inside the forward."""
+    is_packed = any(layer.layout.runs is not None for layer in layers)
+    told_of = f"{len(layers)} layers, {'packed slots' if is_packed else 'rows'}"
+    if names := connectors_in_forward(vllm_config):
+        told_of += (
+            f"; {names} may export rejected drafts' bytes during the forward, before "
+            "commit"
+        )
+    return told_of
 
 
 def _capacity(vllm_config: Any, config: NworConfig) -> int:

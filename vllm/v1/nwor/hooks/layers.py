@@ -54,14 +54,14 @@ def told(error: Exception) -> str:
 
 
 def target_layers(runner: Any) -> list[list[LayerCache] | str]:
-    """For each KV-cache group its target layers, or why they are not understood. The
-    caches have been bound. Raises nothing."""
-    layouts = LayoutCache(runner)
+    """For each KV-cache group the layers that are to be protected, each cache once, or
+    why they are not understood. The caches have been bound. Raises nothing."""
+    layouts: dict[Any, KVLayout] = {}
     found: list[list[LayerCache] | str] = []
     for group in runner.kv_cache_config.kv_cache_groups:
         try:
-            found.append(target_layers_of(runner, group, layouts))
-        except (GroupRefused, LayoutRefused) as refused:
+            found.append(_target_layers_of(runner, group, layouts))
+        except GroupRefused as refused:
             found.append(str(refused))
         except Exception as error:
             found.append(f"its layers could not be examined: {told(error)}")
@@ -77,8 +77,9 @@ def sleeps(runner: Any) -> bool:
     )
 
 
-def target_layers_of(runner: Any, group: Any, layouts: LayoutCache) -> list[LayerCache]:
-    """The layers of a KV-cache group that are to be protected, each cache once."""
+def _target_layers_of(
+    runner: Any, group: Any, layouts: dict[Any, KVLayout]
+) -> list[LayerCache]:
     draft_names = draft_layer_names(runner)
     modules = runner.compilation_config.static_forward_context
     layers: list[LayerCache] = []
@@ -90,7 +91,8 @@ def target_layers_of(runner: Any, group: Any, layouts: LayoutCache) -> list[Laye
         if isinstance(spec, UniformTypeKVCacheSpecs):
             spec = spec.kv_cache_specs[name]
         check_spec(name, spec)
-        kv_cache = modules[name].kv_cache
+        layer = modules[name]
+        kv_cache = layer.kv_cache
         if not isinstance(kv_cache, torch.Tensor):
             raise GroupRefused(
                 f"layer {name} has a {type(kv_cache).__name__} for a KV cache; "
@@ -100,11 +102,13 @@ def target_layers_of(runner: Any, group: Any, layouts: LayoutCache) -> list[Laye
         if identity in seen:
             continue
         seen.add(identity)
-        check_layer(name, modules[name])
-        layout = layouts.get(name, modules[name], kv_cache, spec)
-        layers.append(
-            LayerCache(name, kv_cache, layout, _poison(modules[name].impl, kv_cache))
-        )
+        check_layer(name, layer)
+        try:
+            layout = _layout_of(runner, layer, spec, layouts)
+        except LayoutRefused as refused:
+            raise GroupRefused(f"layer {name}: {refused}") from refused
+        poison = _poison(layer.impl, kv_cache)
+        layers.append(LayerCache(name, kv_cache, layout, poison))
     return layers
 
 
@@ -128,12 +132,11 @@ def check_spec(name: str, spec: Any) -> None:
         raise GroupRefused(f"layer {name} has a {kind}, which is not slot based")
     if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
         raise GroupRefused(f"layer {name} has a {kind}, which drafts never write")
-    compressed = (
+    if (
         getattr(spec, "tokens_per_state", 1) != 1
         or getattr(spec, "storage_block_size", spec.block_size) != spec.block_size
         or not getattr(spec, "uses_slot_mapping", True)
-    )
-    if compressed:
+    ):
         raise GroupRefused(f"layer {name} has a compressed or ring-shaped {kind}")
 
 
@@ -178,37 +181,34 @@ def draft_layer_names(runner: Any) -> frozenset[str]:
     return frozenset()
 
 
-class LayoutCache:
-    """Layouts by what determines them, so that each kind is probed once."""
-
-    def __init__(self, runner: Any) -> None:
-        self._dtype = runner.vllm_config.model_config.dtype
-        self._known: dict[Any, KVLayout] = {}
-
-    def get(self, name: str, layer: Any, kv_cache: torch.Tensor, spec: Any) -> KVLayout:
-        key = (
-            type(layer.impl),
-            getattr(layer.impl, "kv_cache_dtype", None),
-            getattr(layer, "isa", None),
-            type(spec),
-            kv_cache.dtype,
-            tuple(kv_cache.shape),
-            kv_cache.stride(),
-        )
-        if key not in self._known:
-            try:
-                self._known[key] = probe_layout(layer, kv_cache, self._dtype)
-            except LayoutRefused as refused:
-                raise LayoutRefused(f"layer {name}: {refused}") from refused
-            except Exception as error:
-                raise LayoutRefused(
-                    f"layer {name}: {type(layer.impl).__name__} cannot be probed: "
-                    f"{told(error)}"
-                ) from error
-        layout = self._known[key]
-        if layout.runs is not None and kv_cache.device.type != "cpu":
+def _layout_of(
+    runner: Any, layer: Any, spec: Any, layouts: dict[Any, KVLayout]
+) -> KVLayout:
+    """layouts: those known, by what determines them: each kind is probed once. Raises
+    LayoutRefused."""
+    impl, kv_cache = layer.impl, layer.kv_cache
+    key = (
+        type(impl),
+        getattr(impl, "kv_cache_dtype", None),
+        getattr(layer, "isa", None),
+        type(spec),
+        kv_cache.dtype,
+        tuple(kv_cache.shape),
+        kv_cache.stride(),
+    )
+    if key not in layouts:
+        dtype = runner.vllm_config.model_config.dtype
+        try:
+            layouts[key] = probe_layout(layer, kv_cache, dtype)
+        except LayoutRefused:
+            raise
+        except Exception as error:
             raise LayoutRefused(
-                f"layer {name}: {type(layer.impl).__name__} packs its slots; only rows "
-                f"are supported on {kv_cache.device.type}"
-            )
-        return layout
+                f"{type(impl).__name__} cannot be probed: {told(error)}"
+            ) from error
+    if layouts[key].runs is not None and kv_cache.device.type != "cpu":
+        raise LayoutRefused(
+            f"{type(impl).__name__} packs its slots; only rows are supported on "
+            f"{kv_cache.device.type}"
+        )
+    return layouts[key]

@@ -11,17 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..config import Mode, NworConfig
-from ..draft_manager import (
-    STEP_FAILED,
-    DraftCommitManager,
-    NworError,
-    State,
-)
+from ..draft_manager import STEP_FAILED, DraftCommitManager, NworError, State
 from ..hooks import stats
 from ..metrics import GroupInfo
 from ..report import Report
@@ -31,11 +27,54 @@ from ._wrap import HookTarget, HostMismatch, Wrapper, install_all
 logger = logging.getLogger("vllm.v1.nwor")
 
 
+def common_rows(module: str, *initialize_params: str) -> tuple[HookTarget, ...]:
+    """Rows of both runners' LEDGERs: SPEC, INITIALIZE, PROFILE, EXECUTE, OUTPUT."""
+    return (
+        HookTarget(
+            module,
+            "GPUModelRunner.get_kv_cache_spec",
+            ("self",),
+            why="no shadow blocks are reserved for layers that are known to be refused",
+            delete_when="vLLM lets plugins reserve KV blocks",
+        ),
+        HookTarget(
+            module,
+            "GPUModelRunner.initialize_kv_cache",
+            ("self", "kv_cache_config", *initialize_params),
+            why="the caches are bound here: probe them, fill the tables",
+            delete_when="vLLM offers a callback once KV caches are bound",
+        ),
+        HookTarget(
+            module,
+            "GPUModelRunner.profile_run",
+            ("self",),
+            why="the log's memory is taken while vLLM measures what is left for the KV "
+            "cache",
+            delete_when="vLLM lets plugins announce memory they need",
+        ),
+        HookTarget(
+            module,
+            "GPUModelRunner.execute_model",
+            ("self", "scheduler_output"),
+            why="a step starts: a log left by a failed step is dropped",
+            delete_when="vLLM tells a runner that a step was abandoned",
+        ),
+        HookTarget(
+            module,
+            "GPUModelRunner.sample_tokens",
+            ("self", "grammar_output"),
+            why="the step's output carries the counts to the scheduler",
+            delete_when="ModelRunnerOutput has a field for extensions",
+        ),
+    )
+
+
 class RunnerState:
     """What NWOR keeps on a runner, as its attribute `nwor_state`.
 
     manager: None if nothing is protected. infos: what became of each KV-cache group.
     emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS).
+    has_all_seats: every request that the runner has room for has shadow blocks.
     windows: those of the step being prepared (V1), None outside of it.
     """
 
@@ -45,31 +84,43 @@ class RunnerState:
         infos: list[GroupInfo],
         report: Report,
         emits: bool = True,
+        max_num_reqs: int = 0,
     ) -> None:
         self.manager = manager
         self.infos = infos
         self.report = report
         self.emits = emits
+        shadow = None if manager is None else manager.shadow
+        self.has_all_seats = shadow is not None and shadow.num_seats >= max_num_reqs
         self.windows: VerificationWindows | None = None
 
 
 def install(
-    module: ModuleType, wrappers: Mapping[HookTarget, Wrapper], output: HookTarget
+    module: ModuleType,
+    common: tuple[HookTarget, ...],
+    others: Mapping[HookTarget, Wrapper],
+    reuses_metadata: bool,
 ) -> None:
-    """Wraps a model runner in `module`.
+    """Wraps a model runner in `module`. If it is not as expected, but what gives out a
+    step's output is, its outputs still tell the front end that NWOR was refused.
 
-    output: the target that gives out a step's output. If the runner is not as expected,
-        but this one is, its outputs still tell the front end that NWOR was refused.
+    common: its common_rows. reuses_metadata: as staging.mark_layers.
 
     Raises:
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
     """
+    of_both = (
+        partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
+        *(initialize_kv_cache, profile_run, execute_model, sample_tokens),
+    )
+    wrappers: dict[HookTarget, Wrapper] = dict(zip(common, of_both, strict=True))
+    wrappers |= others
     try:
         install_all(module, wrappers)
     except HostMismatch as mismatch:
         # Without that target only the log tells, as it does in any case.
         with contextlib.suppress(HostMismatch):
-            install_all(module, {output: _telling_of_refusal(str(mismatch))})
+            install_all(module, {common[-1]: _telling_of_refusal(str(mismatch))})
         raise
 
 
@@ -114,7 +165,7 @@ def initialize_kv_cache(
 
     storage = runner.__dict__.get("nwor_log_storage")
     built = build(runner, config, storage)
-    state = RunnerState(*built, emits=config.emit_metrics)
+    state = RunnerState(*built, config.emit_metrics, runner.max_num_reqs)
     if state.manager is None:
         runner.nwor_log_storage = None
     runner.nwor_state = state
@@ -158,7 +209,7 @@ def execute_model(
     """Wrapper: what a step left that failed half-way is dropped: its windows, a log
     that it did not commit, counts that no output took along. Where this step fails,
     block tables are put back at once: their rows may move before the next one."""
-    state = state_of(runner)
+    state = runner.__dict__.get("nwor_state")
     if state is None or state.manager is None:
         return wrapped(*args, **kwargs)
     manager = state.manager

@@ -20,7 +20,6 @@ begin/commit pair.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -30,34 +29,8 @@ from ._wrap import HookTarget, argument
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
 
-INITIALIZE = HookTarget(
-    MODULE,
-    "GPUModelRunner.initialize_kv_cache",
-    ("self", "kv_cache_config", "is_profiling"),
-    why="the caches are bound here: probe them, fill the tables",
-    delete_when="vLLM offers a callback once KV caches are bound",
-)
-SPEC = HookTarget(
-    MODULE,
-    "GPUModelRunner.get_kv_cache_spec",
-    ("self",),
-    why="no shadow blocks are reserved for layers that are known to be refused",
-    delete_when="vLLM lets plugins reserve KV blocks",
-)
-PROFILE = HookTarget(
-    MODULE,
-    "GPUModelRunner.profile_run",
-    ("self",),
-    why="the log's memory is taken while vLLM measures what is left for the KV cache",
-    delete_when="vLLM lets plugins announce memory they need",
-)
-EXECUTE = HookTarget(
-    MODULE,
-    "GPUModelRunner.execute_model",
-    ("self", "scheduler_output"),
-    why="a step starts: a log left by a failed step is dropped",
-    delete_when="vLLM tells a runner that a step was abandoned",
-)
+COMMON = shared.common_rows(MODULE, "is_profiling")
+_, INITIALIZE, PROFILE, EXECUTE, OUTPUT = COMMON
 METADATA = HookTarget(
     MODULE,
     "GPUModelRunner._calc_spec_decode_metadata",
@@ -80,32 +53,17 @@ SAMPLE = HookTarget(
     why="commit: the first moment the accepted drafts are known, before the drafter",
     delete_when="vLLM has a callback after rejection sampling",
 )
-OUTPUT = HookTarget(
-    MODULE,
-    "GPUModelRunner.sample_tokens",
-    ("self", "grammar_output"),
-    why="the step's output carries the counts to the scheduler",
-    delete_when="ModelRunnerOutput has a field for extensions",
-)
-LEDGER = (SPEC, INITIALIZE, PROFILE, EXECUTE, METADATA, FORWARD, SAMPLE, OUTPUT)
+LEDGER = (*COMMON, METADATA, FORWARD, SAMPLE)
 
 
 def install(module: ModuleType) -> None:
     """Wraps the V1 runner in `module`. Raises HostMismatch if it is not as expected."""
-    shared.install(
-        module,
-        {
-            SPEC: partial(shared.get_kv_cache_spec, reuses_metadata=False),
-            INITIALIZE: shared.initialize_kv_cache,
-            PROFILE: shared.profile_run,
-            EXECUTE: shared.execute_model,
-            METADATA: _calc_spec_decode_metadata,
-            FORWARD: _model_forward,
-            SAMPLE: _sample,
-            OUTPUT: shared.sample_tokens,
-        },
-        output=OUTPUT,
-    )
+    own = {
+        METADATA: _calc_spec_decode_metadata,
+        FORWARD: _model_forward,
+        SAMPLE: _sample,
+    }
+    shared.install(module, COMMON, own, reuses_metadata=False)
 
 
 def _calc_spec_decode_metadata(

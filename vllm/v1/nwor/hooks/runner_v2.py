@@ -22,7 +22,6 @@ because nobody reads their output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -32,34 +31,8 @@ from ._wrap import HookTarget, argument
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 
-INITIALIZE = HookTarget(
-    MODULE,
-    "GPUModelRunner.initialize_kv_cache",
-    ("self", "kv_cache_config"),
-    why="the caches are bound here: probe them, fill the tables",
-    delete_when="vLLM offers a callback once KV caches are bound",
-)
-SPEC = HookTarget(
-    MODULE,
-    "GPUModelRunner.get_kv_cache_spec",
-    ("self",),
-    why="no shadow blocks are reserved for layers that are known to be refused",
-    delete_when="vLLM lets plugins reserve KV blocks",
-)
-PROFILE = HookTarget(
-    MODULE,
-    "GPUModelRunner.profile_run",
-    ("self",),
-    why="the log's memory is taken while vLLM measures what is left for the KV cache",
-    delete_when="vLLM lets plugins announce memory they need",
-)
-EXECUTE = HookTarget(
-    MODULE,
-    "GPUModelRunner.execute_model",
-    ("self", "scheduler_output"),
-    why="a step starts: a log left by a failed step is dropped",
-    delete_when="vLLM tells a runner that a step was abandoned",
-)
+COMMON = shared.common_rows(MODULE)
+_, INITIALIZE, PROFILE, EXECUTE, OUTPUT = COMMON
 PREPARE = HookTarget(
     MODULE,
     "GPUModelRunner.prepare_attn",
@@ -74,68 +47,49 @@ SAMPLE = HookTarget(
     why="commit: the first moment num_rejected is known, before the output copy",
     delete_when="vLLM has a callback after rejection sampling",
 )
-OUTPUT = HookTarget(
-    MODULE,
-    "GPUModelRunner.sample_tokens",
-    ("self", "grammar_output"),
-    why="the step's output carries the counts to the scheduler",
-    delete_when="ModelRunnerOutput has a field for extensions",
-)
-LEDGER = (SPEC, INITIALIZE, PROFILE, EXECUTE, PREPARE, SAMPLE, OUTPUT)
+LEDGER = (*COMMON, PREPARE, SAMPLE)
 
 
 def install(module: ModuleType) -> None:
     """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
-    shared.install(
-        module,
-        {
-            SPEC: partial(shared.get_kv_cache_spec, reuses_metadata=True),
-            INITIALIZE: shared.initialize_kv_cache,
-            PROFILE: shared.profile_run,
-            EXECUTE: shared.execute_model,
-            PREPARE: _prepare_attn,
-            SAMPLE: _sample,
-            OUTPUT: shared.sample_tokens,
-        },
-        output=OUTPUT,
-    )
+    own = {PREPARE: _prepare_attn, SAMPLE: _sample}
+    shared.install(module, COMMON, own, reuses_metadata=True)
 
 
 def _prepare_attn(
     wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
 ) -> Any:
     result = wrapped(*args, **kwargs)
-    state = shared.state_of(runner)
+    state = runner.__dict__.get("nwor_state")
     if state is not None and state.manager is not None:
         batch = args[0] if args else kwargs["input_batch"]
         if batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
-            shadow = state.manager.shadow
-            # Requests change their rows at each step, and keep their states' index.
-            has_all = shadow is not None and shadow.num_seats >= runner.max_num_reqs
+            is_one = len(block_tables) == 1
             windows = VerificationWindows(
                 batch.num_draft_tokens,
                 batch.logits_indices,
                 batch.cu_num_logits,
-                slot_mappings,
+                # [groups, tokens]: to take a row out of it costs more than to pass it.
+                (slot_mappings,) if is_one else slot_mappings.unbind(),
                 1,
                 block_tables,
                 batch.query_start_loc,
                 batch.seq_lens,
-                batch.idx_mapping if has_all else None,
+                # Requests change their rows at each step, and keep their states' index.
+                batch.idx_mapping if state.has_all_seats else None,
             )
-            if shadow is None or not state.manager.stage(windows):
+            if not state.manager.stage(windows):
                 state.manager.begin(windows)
     return result
 
 
 def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
-    state = shared.state_of(runner)
+    state = runner.__dict__.get("nwor_state")
     if state is not None and state.manager is not None:
-        if state.manager.is_open:
-            _, _, num_rejected = result
-            state.report.commit(NumRejected(num_rejected))
+        if state.manager.state.is_open:
+            state.report.commit(NumRejected(result[2]))
         else:
             batch = argument(SAMPLE, "input_batch", args, kwargs)
             state.manager.end_unlogged(batch.num_draft_tokens)

@@ -73,48 +73,43 @@ def _verdicts_of_bound(runner: Any, gid: int, group: Any) -> list[LayerVerdict]:
 
 def staged_group(
     runner: Any, gid: int, group: Any, layers: list[LayerCache]
-) -> StagedGroup:
-    """What the group needs for shadow pages. Raises GroupRefused: why it has none."""
+) -> StagedGroup | str:
+    """What the group needs for shadow pages, or why it has none."""
     refusal = stage_refusal(runner.vllm_config)
-    if refusal is not None:
-        raise GroupRefused(f"no shadow pages: {refusal}")
     if hasattr(runner, "block_tables"):  # V2
         tables = runner.block_tables
         sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
         entry_tokens = sizes[gid]
-        refusal = group_refusal(_verdicts_of_bound(runner, gid, group))
-        if refusal is not None:
-            raise GroupRefused(f"no shadow pages: {refusal}")
+        refusal = refusal or group_refusal(_verdicts_of_bound(runner, gid, group))
     else:
         entry_tokens = runner.input_batch.block_table[gid].block_size
-    reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
-    if reserved is None:
-        raise GroupRefused(
-            "no shadow pages: the engine core has reserved no blocks for them"
-        )
+    if refusal is not None:
+        return refusal
+    nothing = "the engine core has reserved no blocks for them"
+    reserved = getattr(runner.kv_cache_config, "nwor_shadow", nothing)
     if isinstance(reserved, str):
-        raise GroupRefused(f"no shadow pages: {reserved}")
+        return reserved
     if gid not in reserved:
-        raise GroupRefused("no shadow pages: no blocks are reserved for this group")
+        return "no blocks are reserved for this group"
     region = reserved[gid]
+    end = (region.first_block + region.num_blocks) * region.block_size
     for layer in layers:
-        block_size, num_blocks = layer.layout.block_size, layer.layout.num_blocks
+        block_size = layer.layout.block_size
+        num_slots = layer.layout.num_blocks * block_size
         if entry_tokens % block_size or region.block_size % entry_tokens:
-            raise GroupRefused(
-                f"no shadow pages: layer {layer.name} has blocks of {block_size} "
-                f"tokens, its block table {entry_tokens}, the scheduler "
-                f"{region.block_size}"
+            return (
+                f"layer {layer.name} has blocks of {block_size} tokens, its block "
+                f"table {entry_tokens}, the scheduler {region.block_size}"
             )
-        end = (region.first_block + region.num_blocks) * region.block_size
-        if end > num_blocks * block_size:
-            raise GroupRefused(
-                f"no shadow pages: layer {layer.name} has {num_blocks * block_size} "
-                f"slots, and shadow blocks end at {end}"
+        if end > num_slots:
+            return (
+                f"layer {layer.name} has {num_slots} slots, and shadow blocks end at "
+                f"{end}"
             )
     staged = StagedGroup(region, entry_tokens)
     if runner.device.type == "cuda" and staged.span > MAX_SPAN:
-        raise GroupRefused(
-            f"no shadow pages: a request needs {staged.span} entries of its block "
-            f"table, more than {MAX_SPAN}"
+        return (
+            f"a request needs {staged.span} entries of its block table, more than "
+            f"{MAX_SPAN}"
         )
     return staged

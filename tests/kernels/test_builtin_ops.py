@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as builtins: how they read what Python hands them. That they do and refuse
+what the ops do is tested where those are."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+
+import pytest
+import torch
+
+from tests.kernels.test_validation import LOG, UNSTAGE, Calls
+from vllm_nwor import builtin_ops, ops
+
+CPU = torch.device("cpu")
+ALL = builtin_ops.load(CPU)
+
+
+def test_every_op_is_there():
+    assert set(vars(ALL)) == set(ops._OPS)
+
+
+@pytest.mark.parametrize("name", ops._OPS)
+def test_the_number_of_arguments_is_the_schemas(name):
+    number = len(getattr(ops, name)._schema.arguments)
+    builtin = getattr(ALL, name)
+    for wrong in (0, number - 1, number + 1, 300):
+        said = f"^{name}: got {wrong} arguments; must be {number}$"
+        with pytest.raises(RuntimeError, match=said):
+            builtin(*[None] * wrong)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "message"),
+    [
+        ("num_drafts", "3", TypeError, "'str' object cannot be interpreted as an int"),
+        ("num_drafts", 1 << 70, OverflowError, "too big"),
+        ("table", None, RuntimeError, "NoneType"),
+        ("table", [[1]], RuntimeError, "list"),
+        ("runs", 7, RuntimeError, "int"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(argument, value, error, message):
+    calls = Calls(CPU)
+    before = calls.snapshot()
+
+    with pytest.raises(error, match=message):
+        calls.call_builtin(LOG, **{argument: value})
+
+    assert all(map(torch.equal, before, calls.snapshot()))
+
+
+DTYPES = [
+    *(torch.uint8, torch.int8, torch.int16, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.complex64])
+def test_dtypes_have_pytorchs_names(dtype):
+    calls = Calls(CPU)
+    wrong = calls.arguments[LOG]["cu_num_logits"].to(dtype)
+    with pytest.raises(RuntimeError) as by_op:
+        calls.call(LOG, cu_num_logits=wrong)
+
+    with pytest.raises(RuntimeError) as by_builtin:
+        calls.call_builtin(LOG, cu_num_logits=wrong)
+
+    said = str(by_op.value)
+    if dtype not in DTYPES:
+        said = re.sub(r"dtype \w+", "dtype UNKNOWN_SCALAR", said)
+    assert str(by_builtin.value) == said
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[1:],
+        lambda t: t[:0],
+        lambda t: t.T,
+        lambda t: t.expand(3, *t.shape),
+        lambda t: t.flatten()[0],
+        lambda t: torch.as_strided(t, (1, t.shape[1]), (999, 1)),
+    ],
+)
+def test_views_are_seen_as_the_ops_see_them(view):
+    """At the second row: with an offset in its storage."""
+    found = []
+    for by_builtin in (False, True):
+        calls = Calls(CPU)
+        call = calls.call_builtin if by_builtin else calls.call
+        table = calls.arguments[UNSTAGE]["block_table"]
+        said = None
+        try:
+            call(UNSTAGE, block_table=view(table[1:]))
+        except RuntimeError as error:
+            said = str(error)
+        found.append((said, calls.snapshot()))
+    (said, by_op), (said_by_builtin, by_builtin) = found
+    assert said_by_builtin == said
+    assert all(map(torch.equal, by_op, by_builtin))
+
+
+def test_none_is_returned_and_not_used_up():
+    calls = Calls(CPU)
+    references = sys.getrefcount(None)
+    for _ in range(10_000):
+        assert calls.call_builtin(LOG) is None
+    assert abs(sys.getrefcount(None) - references) < 5_000
+
+
+def test_another_version_of_the_library_is_refused(monkeypatch):
+    monkeypatch.setattr(builtin_ops, "VERSION", builtin_ops.VERSION + 1)
+    builtin_ops._builtins.cache_clear()
+    with pytest.raises(ops.NworOpsUnavailable, match="of another version of vllm-nwor"):
+        builtin_ops.load(CPU)
+
+
+def test_a_library_without_builtins_is_refused(monkeypatch):
+    libc = ctypes.CDLL(None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: libc)
+    with pytest.raises(ops.NworOpsUnavailable, match="of another version of vllm-nwor"):
+        builtin_ops.load(CPU)
+
+
+@pytest.mark.parametrize("has_function", [False, True])
+def test_a_dlpack_of_another_version_is_refused(monkeypatch, has_function):
+    class Exchange(ctypes.Structure):
+        _fields_ = [("version", ctypes.c_uint32 * 2), ("rest", ctypes.c_void_p * 6)]
+
+    exchange = Exchange()
+    exchange.version[0] = 2 if has_function else 1
+    exchange.rest[4] = 1 if has_function else None
+    inner = builtin_ops._interpreter
+
+    def interpreter():
+        found = inner()
+        found.dlpack = ctypes.addressof(exchange)
+        return found
+
+    monkeypatch.setattr(builtin_ops, "_interpreter", interpreter)
+    builtin_ops._builtins.cache_clear()
+    with pytest.raises(ops.NworOpsUnavailable, match="no DLPack exchange API"):
+        builtin_ops.load(CPU)
+
+
+def test_a_pytorch_without_dlpacks_api_is_refused(monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    builtin_ops._builtins.cache_clear()
+    with pytest.raises(ops.NworOpsUnavailable, match=r"no DLPack exchange API; 2\.11"):
+        builtin_ops.load(CPU)
+
+
+def test_the_second_copy_of_a_library_is_refused(monkeypatch, tmp_path):
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(ops.LIBRARY.read_bytes())
+    monkeypatch.setattr(ops, "LIBRARY", copy)
+    with pytest.raises(ops.NworOpsUnavailable, match="another copy of vllm-nwor"):
+        builtin_ops.load(CPU)
