@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which slot owns which byte of a CPU_ATTN or MLA cache, from the layout's formulas.
 
-Written from vLLM's packing rules, not from NWOR's probing. `probed_owners` finds the
-same by experiment with vLLM's own writer; a test holds the two against each other.
+Written from vLLM's packing rules, not from NWOR's probing, which finds the same by
+experiment with vLLM's own writer; a test holds the two against each other.
 
 A block of a layer is, for each head, a page of two regions, K then V, of N * D
 elements each (N slots a block, D the head size). Element d of the token at offset o:
@@ -72,45 +72,27 @@ def owners(layer: Any) -> torch.Tensor:
     return torch.from_numpy(page.repeat(itemsize)).expand(num_heads, -1).contiguous()
 
 
-def probed_owners(layer: Any) -> torch.Tensor:
-    """The same by experiment: vLLM's writer puts one token into a block of 0x00 bytes
-    and into one of 0xFF bytes; a byte that changed in either is its own.
+def allocation(layer: Any) -> torch.Tensor:
+    """The whole allocation that the layer's cache lies in, [bytes] uint8."""
+    storage = layer.kv_cache.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
-    Returns [num_heads, page bytes of a head] int64, -1 where no write changed it.
-    Writes into a scratch, not into the layer's cache.
+
+def slot_bytes(layer: Any) -> torch.Tensor:
+    """Where in its allocation the bytes of each slot of the layer lie, ascending.
+
+    Returns [num_slots, bytes of a slot] int64. The cache may have any strides as long
+    as a head's page is contiguous.
     """
-    _, num_heads, block_size, width = layer.kv_cache.shape
-    shape = (1, num_heads, block_size, width)
-    found = torch.full((num_heads, block_size * width), -1)
-    itemsize = layer.kv_cache.element_size()
-    found = found.repeat_interleave(itemsize, dim=1)
-    dtype = torch.bfloat16
-    for offset in range(block_size):
-        payload = torch.full((1, num_heads, width // 2), 1.2578125, dtype=dtype)
-        changed = torch.zeros_like(found, dtype=torch.bool)
-        for background in (0x00, 0xFF):
-            raw = torch.full((found.numel(),), background, dtype=torch.uint8)
-            scratch = raw.view(layer.kv_cache.dtype).view(shape)
-            slot = torch.tensor([offset])
-            layer.impl.do_kv_cache_update(layer, payload, -payload, scratch, slot)
-            changed |= raw.view_as(found) != background
-        assert (found[changed] == -1).all(), "two slots own one byte"
-        found[changed] = offset
-    return found
-
-
-def block_bytes(kv_cache: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
-    """One layer's bytes in `storage` (or in a copy of it) as a view
-    [num_blocks, num_heads, page bytes] uint8.
-
-    kv_cache: [num_blocks, num_heads, N, 2 * D], any strides as long as a head's page
-    is contiguous. storage: [bytes] uint8.
-    """
-    num_blocks, num_heads, block_size, width = kv_cache.shape
-    assert kv_cache.stride()[2:] == (width, 1), "a head's page is not contiguous"
-    itemsize = kv_cache.element_size()
-    return storage.as_strided(
+    cache = cache_of(layer)
+    num_blocks, num_heads, block_size, width = cache.shape
+    assert cache.stride()[2:] == (width, 1), "a head's page is not contiguous"
+    itemsize = cache.element_size()
+    pages = torch.arange(cache.untyped_storage().nbytes()).as_strided(
         (num_blocks, num_heads, block_size * width * itemsize),
-        (kv_cache.stride(0) * itemsize, kv_cache.stride(1) * itemsize, 1),
-        kv_cache.storage_offset() * itemsize,
+        (cache.stride(0) * itemsize, cache.stride(1) * itemsize, 1),
+        cache.storage_offset() * itemsize,
     )
+    by_slot = owners(layer).flatten().argsort(stable=True)
+    found = pages.reshape(num_blocks, -1)[:, by_slot]
+    return found.view(num_blocks * block_size, -1)

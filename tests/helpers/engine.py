@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import vllm.v1.sample.sampler as sampler
 from vllm import SamplingParams
@@ -63,12 +63,6 @@ DEFAULTS: dict[str, Any] = {
     },
 }
 MAX_STEPS = 2000
-
-
-def end_connector() -> None:
-    """A process has one KV connector; another engine would get it, and its caches."""
-    kv_transfer_state.ensure_kv_transfer_shutdown()
-    kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +137,17 @@ class Result:
         ]
 
 
+def assert_same(found: Result, wanted: Result) -> None:
+    """All outputs, and how batches were composed."""
+    for part in ("tokens", "logprobs", "text", "finish", "cached"):
+        assert getattr(found, part) == getattr(wanted, part), part
+    assert found.schedule() == wanted.schedule()
+
+
 @contextmanager
 def threads(num_threads: int) -> Iterator[None]:
-    """This process computes with that many OpenMP threads while the block runs.
+    """This process, and those it starts, compute with that many OpenMP threads while
+    the block runs.
 
     Few: threads that wait for each other in busy loops make a step 50 times as long
     when the machine is busy. vLLM's worker replaces torch.set_num_threads by a
@@ -154,23 +156,11 @@ def threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch._C.set_num_threads(num_threads)
     try:
-        yield
-    finally:
-        torch._C.set_num_threads(before)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One OpenMP thread in this process and in those it starts."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        with threads(1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", str(num_threads))
             yield
     finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        torch._C.set_num_threads(before)
 
 
 # The process's first engine: its end would be that of vLLM's process groups.
@@ -217,13 +207,17 @@ class Engine:
         self.mode = mode
         options = DEFAULTS | {"model": model_path(model)} | arguments
         is_audited = (settings or {}).get("AUDIT", "off") != "off"
-        with nwor_settings({"MODE": mode} | (settings or {})), one_thread():
+        with nwor_settings({"MODE": mode} | (settings or {})), threads(1):
             if mode != "off" or is_audited:
                 from vllm_nwor.plugin import register
 
                 register()
-            _make_vllm_reusable()
-            self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
+            make_vllm_reusable()
+            try:
+                self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
+            finally:
+                self._connector = kv_transfer_state._KV_CONNECTOR_AGENT
+                kv_transfer_state._KV_CONNECTOR_AGENT = None
         self.core = self.llm.engine_core.engine_core
         self.runner: Any = None
         self.probe: RunnerProbe | None = None
@@ -253,6 +247,15 @@ class Engine:
         state = self.runner.__dict__.get("nwor_state")
         return None if state is None else state.manager
 
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """A process has one KV connector: this engine's, or none, in the block."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = self._connector
+        try:
+            yield
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = None
+
     def poison_caches(self) -> None:
         """Forgets cached prefixes and fills the caches with random values."""
         assert not self.llm.has_unfinished_requests()
@@ -272,14 +275,12 @@ class Engine:
         assert not self.llm.has_unfinished_requests()
         result = Result()
         if self.probe is None:
-            assert not observers
-            assert num_threads == 1
             self._play(requests, result)
             return result
         self.probe.steps = result.steps
         self.probe.observers = [_InFlightAborts(self), *observers]
         try:
-            with threads(num_threads):
+            with threads(num_threads), self.connected():
                 self._play(requests, result)
         finally:
             self.probe.observers = []
@@ -434,7 +435,7 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
 
 
 @functools.cache
-def _make_vllm_reusable() -> None:
+def make_vllm_reusable() -> None:
     """Lets this process build several engines, and the first one quickly."""
     # A process-wide registration that vLLM 0.32 cannot repeat for a second engine: it
     # fails on modules that were imported in between. Up to 0.29 runners do it alone.

@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one seam through which tests make NWOR's ops fail: the manager's op module."""
+"""The one seam through which tests make NWOR's ops fail: the op modules that its
+undo log (`manager.launches`) and its shadow pages (`manager.shadow`) call."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from tests.helpers.engine import Engine
-
-
-class _ReplacedOps:
-    """An op module with some functions replaced; the others pass through."""
-
-    def __init__(self, ops: Any, replacements: dict[str, Any]) -> None:
-        self._ops = ops
-        self.__dict__.update(replacements)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
+At = Callable[[int], bool] | int
 
 
 def failing(
     op: Callable[..., None],
-    at: Callable[[int], bool] | int,
+    at: At,
     late: bool = False,
     error: Exception | None = None,
 ) -> Callable[..., None]:
@@ -43,15 +35,20 @@ def failing(
     return run
 
 
-@contextmanager
-def replaced_ops(engine: Engine, **replacements: Any) -> Iterator[None]:
-    """`engine` calls the given functions in place of NWOR's ops of those names."""
-    launches = engine.manager.launches
-    ops = launches.ops
-    for name in replacements:
-        assert callable(getattr(ops, name)), f"NWOR has no op {name}"
-    launches.ops = _ReplacedOps(ops, replacements)
-    try:
-        yield
-    finally:
-        launches.ops = ops
+def replaced_ops(owner: Any, **replacements: Any) -> AbstractContextManager[Any]:
+    """`owner` calls the given functions in place of NWOR's ops of those names."""
+    ops = vars(owner.ops)
+    assert replacements.keys() <= ops.keys(), "NWOR has no such op"
+    return mock.patch.object(owner, "ops", SimpleNamespace(**ops | replacements))
+
+
+def failing_op(
+    owner: Any,
+    name: str,
+    at: At,
+    late: bool = False,
+    error: Exception | None = None,
+) -> AbstractContextManager[Any]:
+    """That op of `owner`'s fails as `failing` says."""
+    broken = failing(getattr(owner.ops, name), at, late, error)
+    return replaced_ops(owner, **{name: broken})

@@ -18,6 +18,17 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+CONNECTOR = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "HostSpec",
+        "spec_module_path": __name__,
+        "cpu_bytes_to_use": 1 << 26,
+        "offload_prompt_only": False,
+    },
+}
+
 
 class HostWorker(OffloadingWorker):
     """Tests replace `bring`, which is what a load does for a block."""

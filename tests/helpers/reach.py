@@ -8,6 +8,7 @@ what was not run again stay as they were, each with its own environment.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -36,13 +37,15 @@ def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
     NWOR's reason; EXACT otherwise.
     """
     infos = engine.runner.nwor_state.infos
-    reasons = [i.reason for i in infos if i.resolved not in (engine.mode, "native")]
-    told = {"resolved": [info.resolved for info in infos]}
-    if reasons:
-        told["reason"] = reasons[0].split("; ")[0]
-    backend = ", ".join(_backends(engine.runner))
+    groups = itertools.chain(*engine.runner.attn_groups)
+    names = {group.backend.get_name() for group in groups}
+    # Those of recurrent state are not attention's.
+    backend = ", ".join(sorted(name for name in names if "CPU" in name))
     with noted(engine.mode, kind, name, backend) as entry:
-        entry |= told
+        entry["resolved"] = [info.resolved for info in infos]
+        for info in infos:
+            if info.resolved not in (engine.mode, "native"):
+                entry.setdefault("reason", info.reason.split("; ")[0])
         yield entry
 
 
@@ -64,24 +67,11 @@ def noted(
         yield entry
         entry["verdict"] = REFUSED if "reason" in entry else EXACT
     finally:
-        save(entry)
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            save(entry, Path(folder) / FILE)
 
 
-def _backends(runner: Any) -> list[str]:
-    """Names of the attention backends; those of recurrent state are not attention's."""
-    found = {
-        attention.backend.get_name()
-        for group in runner.attn_groups
-        for attention in group
-    }
-    return sorted(name for name in found if "CPU" in name)
-
-
-def save(entry: dict[str, Any]) -> None:
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
-        return
-    path = Path(folder) / FILE
+def save(entry: dict[str, Any], path: Path) -> None:
     entries: dict[str, Any] = {}
     if path.is_file():
         entries = json.loads(path.read_text(encoding="utf-8"))["entries"]

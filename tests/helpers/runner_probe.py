@@ -24,7 +24,7 @@ import torch
 import wrapt
 from vllm.forward_context import get_forward_context
 
-from tests.helpers.byte_map import block_bytes, cache_of
+from tests.helpers.byte_map import allocation, slot_bytes
 
 
 @dataclass
@@ -99,26 +99,16 @@ class RunnerProbe:
             name: layer for name, layer in self.layers().items() if name not in targets
         }
 
-    def storages(self) -> list[torch.Tensor]:
-        """The caches' whole allocations as [bytes] uint8, each once."""
-        found: dict[int, torch.Tensor] = {}
-        for layer in self.layers().values():
-            storage = layer.kv_cache.untyped_storage()
-            found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return list(found.values())
-
-    def poison(self, seed: int = 0) -> None:
+    def poison(self) -> None:
         """Fills the caches with finite random values, so that the bytes of a slot
-        that was never written are like no other's. Only while nothing runs. A block's
+        that was never written are like no other's. Only while nothing runs. A slot's
         values do not depend on how many there are."""
-        storages = {s.untyped_storage().data_ptr(): s for s in self.storages()}
-        for number, layer in enumerate(self.layers().values()):
-            cache = cache_of(layer)
-            storage = storages[cache.untyped_storage().data_ptr()]
-            blocks = block_bytes(cache, storage)
-            generator = torch.Generator().manual_seed(seed + number)
+        for seed, layer in enumerate(self.layers().values()):
+            index = slot_bytes(layer)
+            generator = torch.Generator().manual_seed(seed)
             # 0x00..0x3F in every byte: finite in bfloat16 and in both kinds of fp8.
-            blocks.copy_(torch.randint(0, 0x40, blocks.shape, generator=generator))
+            values = torch.randint(0, 0x40, index.shape, generator=generator)
+            allocation(layer)[index] = values.to(torch.uint8)
 
     # -- steps ---------------------------------------------------------------------
 

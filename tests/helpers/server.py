@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
+import itertools
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,35 +37,21 @@ class Server:
         self, prompt: str, max_tokens: int, rank: int | None = None, **options: Any
     ) -> dict[str, Any]:
         """A greedy completion, whole. rank: the data parallel engine that makes it."""
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0} | options
-        headers = {"Content-Type": "application/json"}
-        if rank is not None:
-            headers["X-data-parallel-rank"] = str(rank)
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            headers,
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+        url = f"{self.url}/v1/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=120)
+        return answer.raise_for_status().json()
 
     def abandon(self, prompt: str, max_tokens: int, after: int) -> int:
         """Starts a streamed completion and hangs up after so many chunks. Returns how
         many were read."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps(body | {"stream": True, "ignore_eos": True}),
-            {"Content-Type": "application/json"},
-        )
-        answer = connection.getresponse()
-        read = 0
-        while read < after and (line := answer.readline()):
-            read += line.startswith(b"data: {")
-        connection.close()
-        return read
+        body |= {"stream": True, "ignore_eos": True}
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=120) as answer:
+            chunks = (x for x in answer.iter_lines() if x.startswith("data: {"))
+            return len(list(itertools.islice(chunks, after)))
 
     def metrics(self) -> dict[str, float]:
         """Counters of NWOR and speculative decoding, `_total` dropped, summed over

@@ -9,6 +9,7 @@ the audit's layouts. The self-test (tests/e2e/test_audit_selftest.py) plants man
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -22,28 +23,19 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
-from tests.helpers.byte_map import block_bytes, owners
-from tests.helpers.drafters import (
-    ScriptedDrafter,
-    mixture,
-    mixture_of_four,
-    truth_of,
-)
-from tests.helpers.engine import (
-    BLOCK_SIZE,
-    NUM_DRAFTS,
-    Engine,
-    Request,
-    end_connector,
-)
+from tests.helpers.byte_map import allocation, slot_bytes
+from tests.helpers.drafters import mixture_of_four
+from tests.helpers.engine import BLOCK_SIZE, NUM_DRAFTS, Engine, Request
 from tests.helpers.environment import model_path
 from tests.helpers.runner_probe import Observer, Step, request_name
 from tests.integration.test_byte_oracle import (
     CACHES,
     FEW_BLOCKS,
     REQUESTS,
+    Case,
     case_of,
     prompt,
+    watch,
 )
 from vllm_nwor.audit.findings import AuditError, Finding
 
@@ -61,35 +53,45 @@ def found(engine: Engine) -> list[Finding]:
 
 # --- clean runs -----------------------------------------------------------------------
 
+DRAFT_MODEL = Case(
+    FEW_BLOCKS
+    | {
+        "speculative_config": {
+            "method": "draft_model",
+            "model": model_path("tiny-llama-draft"),
+            "num_speculative_tokens": NUM_DRAFTS,
+        }
+    },
+    keeps_drafter=True,
+    plan=mixture_of_four,
+)
 CLEAN = [
-    *(("off", cache) for cache in CACHES),
-    *(("stage", cache) for cache in CACHES),
-    ("cow", "bf16"),
-    ("cow", "sliding_window"),
+    *itertools.product(("off", "stage"), CACHES),
+    *itertools.product(["cow"], ("bf16", "sliding_window", "draft_model")),
+    ("off", "draft_model"),
 ]
 
 
 @pytest.mark.parametrize(("mode", "cache"), CLEAN)
 def test_a_clean_run_has_no_finding(mode: str, cache: str) -> None:
-    engine = case_of(cache).engine(mode, EVERYTHING)
-    truth = truth_of(engine, REQUESTS)
-    ScriptedDrafter(truth, mixture).attach(engine.runner)
-    engine.poison_caches()
+    """A draft model's layers lie in the target's group and are written behind commit:
+    they are not audited, and what they do to their own caches is no finding."""
+    case = DRAFT_MODEL if cache == "draft_model" else case_of(cache)
+    run = watch(case.engine(mode, EVERYTHING), case=case)
 
-    result = engine.run(REQUESTS)
-
+    engine, result = run.engine, run.result
+    assert (engine.manager is None) == (mode == "off")
     assert found(engine) == []
     assert result.num_preemptions > 0
     assert sum(result.cached.values()) > 0
-    assert 0 < result.num_accepted < result.num_drafted
     totals = engine.audit.audit.totals()
     assert totals["unverified"] == 0
     # All committed slots of all steps, nearly.
     assert totals["contents"] > 20_000
     assert totals["identities"] > 4000
-    if mode != "off":
-        assert engine.manager is not None
-        assert not engine.manager.fallbacks
+    audited = {x.name for group in engine.audit.audit.groups for x in group.layers}
+    assert audited == set(engine.probe.target_layers())
+    assert any(map(any, run.own)) == case.keeps_drafter
 
 
 def test_without_speculation_and_with_a_name_used_again() -> None:
@@ -108,7 +110,8 @@ def test_without_speculation_and_with_a_name_used_again() -> None:
 
 @pytest.fixture(scope="module")
 def audited() -> Engine:
-    return Engine("off", EVERYTHING, enable_prefix_caching=True)
+    arguments = {"enable_prefix_caching": True, "enable_lora": True, "max_loras": 2}
+    return Engine("off", EVERYTHING, **arguments)
 
 
 def lora(folder: Path, number: int) -> LoRARequest:
@@ -148,42 +151,30 @@ def keys_of_texts_alone() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def with_loras() -> Engine:
-    return Engine(
-        "off", EVERYTHING, enable_prefix_caching=True, enable_lora=True, max_loras=2
-    )
-
-
 @pytest.mark.parametrize("kind", ["salt", "lora", "salt, beside a connector"])
 def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, audited: Engine, tmp_path: Path
 ) -> None:
     """Also beside a KV connector that nothing is known of: how much of a prefix was
     found in the cache, and not loaded, is the scheduler's to say."""
-    end_connector()
+    engine = audited
     if kind == "salt, beside a connector":
         arguments = {"enable_prefix_caching": True, "kv_transfer_config": TAILS}
         engine = Engine("off", EVERYTHING, **arguments)
-    else:
-        engine = request.getfixturevalue("with_loras")
     requests = alike({"salt": "a"}, {"salt": "b"})
     if kind == "lora":
         requests = alike({"lora": lora(tmp_path, 1)}, {"lora": lora(tmp_path, 2)})
     engine.poison_caches()
     engine.audit.findings.last.clear()
-    try:
+    result = engine.run(requests)
+    assert result.cached == {"mine": 0, "again": 64, "theirs": 0}
+    if kind == "lora":
+        assert result.tokens["mine"] == result.tokens["again"]
+        assert result.tokens["mine"] != result.tokens["theirs"]
+    assert found(engine) == []
+    engine.llm.reset_prefix_cache()
+    with keys_of_texts_alone():
         result = engine.run(requests)
-        assert result.cached == {"mine": 0, "again": 64, "theirs": 0}
-        if kind == "lora":
-            assert result.tokens["mine"] == result.tokens["again"]
-            assert result.tokens["mine"] != result.tokens["theirs"]
-        assert found(engine) == []
-        engine.llm.reset_prefix_cache()
-        with keys_of_texts_alone():
-            result = engine.run(requests)
-    finally:
-        end_connector()
 
     assert result.cached == {"mine": 0, "again": 64, "theirs": 64}
     wrong = found(engine)
@@ -208,24 +199,14 @@ class Scribbler(Observer):
         self.at -= 1
         if self.at != 0:
             return
-        probe = self.engine.probe
-        assert probe is not None
         batch = self.engine.runner.input_batch
         row = self.draw.randrange(batch.num_reqs)
         # The last sampled token is not in the cache yet.
         position = self.draw.randrange(int(batch.num_tokens_no_spec[row]) - 1)
         block = int(batch.block_table[0].block_table.np[row, position // BLOCK_SIZE])
-        name, layer = self.draw.choice(list(probe.target_layers().items()))
-        mine = (owners(layer) == position % BLOCK_SIZE).nonzero().tolist()
-        head, byte = self.draw.choice(mine)
-        (storage,) = (
-            s
-            for s in probe.storages()
-            if s.untyped_storage().data_ptr()
-            == layer.kv_cache.untyped_storage().data_ptr()
-        )
-        block_bytes(layer.kv_cache, storage)[block, head, byte] ^= 1
+        name, layer = self.draw.choice(list(self.engine.probe.target_layers().items()))
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        allocation(layer)[self.draw.choice(slot_bytes(layer)[slot].tolist())] ^= 1
         self.expected = ("changed", name, slot, request_name(batch.req_ids[row]))
 
 
@@ -250,17 +231,11 @@ def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
     settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
     engine = Engine("cow", settings)
-    seen: list[int] = []
-
-    class Counter(Observer):
-        def step_done(self, step: Step) -> None:
-            seen.append(1)
-
     scribbler = Scribbler(engine, 12, 3)
     with pytest.raises(AuditError, match="1 findings, the first: changed: "):
-        engine.run([Request("a", prompt(3, 80), 60)], [Counter(), scribbler])
+        engine.run([Request("a", prompt(3, 80), 60)], [scribbler])
 
-    assert len(seen) == 12  # the next step's output did not come out
+    assert scribbler.at == 0  # the next step's output did not come out
     written = json.loads(path.read_text())
     assert written["counts"] == {"changed": 1}
     (finding,) = written["findings"]
@@ -321,28 +296,3 @@ def test_the_tables_are_as_large_as_start_up_says(audited: Engine) -> None:
     batch = (256 + 1) * 96 + 256 * 80 + 8 * (64 + 8 * group.shape.max_blocks)
     per_block = (4 + 8) * group.shape.num_blocks
     assert audit.num_bytes <= per_slot * num_slots + batch + per_block
-
-
-@pytest.mark.parametrize("mode", ["off", "cow"])
-def test_a_clean_run_beside_a_draft_model(mode: str) -> None:
-    """Its layers lie in the target's group and are written behind commit: they are not
-    audited, and what they do to their own caches is no finding."""
-    config = {"method": "draft_model", "model": model_path("tiny-llama-draft")}
-    config["num_speculative_tokens"] = NUM_DRAFTS
-    engine = Engine(mode, EVERYTHING, speculative_config=config)
-    assert engine.probe is not None
-    (group,) = engine.audit.audit.groups
-    assert {layer.name for layer in group.layers} == set(engine.probe.target_layers())
-    assert len(engine.probe.drafter_layers()) == 2
-    requests = [Request(f"r{i}", prompt(i, 40), 40, at=i) for i in range(4)]
-    truth = truth_of(engine, requests, without_drafts=False)
-    drafter = ScriptedDrafter(truth, mixture_of_four)
-    drafter.attach_over(engine.runner)
-
-    result = engine.run(requests)
-
-    assert any(map(any, drafter.own))
-    assert 0 < result.num_accepted < result.num_drafted
-    assert result.num_drafted > 100
-    assert found(engine) == []
-    assert engine.audit.audit.totals()["contents"] > 3000

@@ -10,46 +10,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 from vllm.v1.metrics.reader import Counter
 
-from tests.helpers.byte_map import block_bytes, owners
+from tests.helpers.byte_map import owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result, end_connector
-from tests.helpers.host_offloading import HostSpec
+from tests.helpers.engine import (
+    BLOCK_SIZE,
+    Engine,
+    Request,
+    Result,
+    assert_same,
+    counters,
+    like_off,
+    risen,
+)
+from tests.helpers.host_offloading import CONNECTOR, HostSpec
 from tests.helpers.tail_connector import Tail, TailConnector
 from tests.integration.test_audit import TAILS
-from tests.integration.test_audit_offloading import CONNECTOR
 from tests.integration.test_byte_oracle import prompt
 from vllm_nwor import commits
 
 
 @pytest.fixture(autouse=True)
-def no_connector_stays() -> Iterator[None]:
-    end_connector()
+def nothing_stays_published() -> Iterator[None]:
     yield
-    end_connector()
     TailConnector.published.clear()
     commits.registered.clear()
 
 
-def outputs(result: Result) -> tuple[Any, ...]:
-    return result.tokens, result.logprobs, result.cached, result.schedule()
-
-
-def metrics(engine: Engine) -> dict[str, int]:
-    """The connector's, by direction, and NWOR's."""
-    names = {"vllm:kv_offload_total_bytes": "transfer_type"}
+def moved(engine: Engine) -> dict[str, int]:
+    """Bytes that the connector moved, by direction."""
     return {
-        metric.labels.get(
-            names.get(metric.name, ""), metric.name[len("vllm:nwor_") :]
-        ): int(metric.value)
+        metric.labels["transfer_type"]: int(metric.value)
         for metric in engine.llm.get_metrics()
-        if isinstance(metric, Counter)
-        and (metric.name in names or metric.name.startswith("vllm:nwor_"))
+        if isinstance(metric, Counter) and metric.name == "vllm:kv_offload_total_bytes"
     }
 
 
@@ -59,49 +56,49 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
     truth: dict[str, list[int]] = {}
     found = []
     for mode in ("off", "cow", "stage"):
-        end_connector()
-        engine = Engine(
+        engine = like_off(
             mode,
-            {"SHADOW_BLOCKS": "16", "STRICT": "always"},
+            {"STRICT": "always"},
             kv_transfer_config=CONNECTOR,
             enable_prefix_caching=True,
-            num_gpu_blocks_override=24 + 16 * (mode == "stage"),
+            num_gpu_blocks_override=24,
             disable_log_stats=False,
         )
         truth = truth or truth_of(engine, requests)
         ScriptedDrafter(truth, mixture).attach(engine.runner)
         engine.llm.reset_prefix_cache(reset_connector=True)
         engine.poison_caches()
-        HostSpec.last.num_loaded = 0
-        before = metrics(engine)
-        first = engine.run(requests)
+        host = HostSpec.last
+        host.num_loaded = 0
+        before, moved_before = counters(engine), moved(engine)
+        runs = [engine.run(requests), engine.run(filler)]
         again = [
-            Request(f"again{n}", (*r.prompt, *first.tokens[r.name], 7), 20)
+            Request(f"again{n}", (*r.prompt, *runs[0].tokens[r.name], 7), 20)
             for n, r in enumerate(requests)
         ]
-        runs = [first, engine.run(filler)]
         engine.llm.reset_prefix_cache()
         runs.append(engine.run(again))
-        if mode != "off":
-            (info,) = engine.runner.nwor_state.infos
-            assert (info.resolved, info.reason) == (mode, "4 layers, packed slots")
-        assert HostSpec.last.num_loaded > 4
-        risen = {name: num - before[name] for name, num in metrics(engine).items()}
-        moved = [risen.pop(name) for name in ("CPU_to_GPU", "GPU_to_CPU")]
-        assert min(moved) > 0
-        if mode != "off":
-            assert risen["breaches"] == 0 < risen["windows"]
-            assert risen["tokens_staged"] == sum(run.num_drafted for run in runs)
-            assert risen["committed_tokens"] == sum(run.num_accepted for run in runs)
+        assert host.num_loaded > 4
         assert runs[0].num_accepted > 0 < runs[0].num_drafted - runs[0].num_accepted
-        chunks = HostSpec.last.chunks
-        found.append((mode, [outputs(run) for run in runs] + [moved], chunks))
-    _, vanilla, expected = found[0]
-    for mode, runs, chunks in found[1:]:
-        assert runs == vanilla, mode
-        assert chunks.keys() == expected.keys()
-        assert len(chunks) > 10
-        for chunk, tensors in chunks.items():
+        both_ways = {way: n - moved_before[way] for way, n in moved(engine).items()}
+        assert both_ways.keys() == {"CPU_to_GPU", "GPU_to_CPU"}
+        assert min(both_ways.values()) > 0
+        found.append((runs, both_ways, host.chunks))
+        if mode == "off":
+            continue
+        (info,) = engine.runner.nwor_state.infos
+        assert (info.resolved, info.reason) == (mode, "4 layers, packed slots")
+        rise = risen(engine, before)
+        assert rise["nwor_breaches"] == 0 < rise["nwor_windows"]
+        assert rise["nwor_tokens_staged"] == sum(run.num_drafted for run in runs)
+        assert rise["nwor_committed_tokens"] == sum(run.num_accepted for run in runs)
+        for run, vanilla in zip(runs, found[0][0], strict=True):
+            assert_same(run, vanilla)
+        assert both_ways == found[0][1]
+        expected = found[0][2]
+        assert host.chunks.keys() == expected.keys()
+        assert len(expected) > 10
+        for chunk, tensors in host.chunks.items():
             assert all(map(torch.equal, tensors, expected[chunk])), (mode, chunk)
 
 
@@ -111,7 +108,7 @@ class Published:
     those that are not as before the request. num_kept: rows that it wrote and that were
     not rejected: more than `end` where it stopped within accepted drafts."""
 
-    outputs: tuple[Any, ...]
+    result: Result
     tail: Tail
     changed: list[int]
     num_kept: int
@@ -127,7 +124,6 @@ ENDED.append(replace(ENDED[0], name="aborted", max_tokens=99, abort_at=9))
 
 def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
     """Each of ENDED alone, on caches without any history."""
-    end_connector()
     engine = Engine(mode, kv_transfer_config=TAILS)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     layers = engine.probe.target_layers()
@@ -137,13 +133,15 @@ def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
         engine.poison_caches()
         before = {name: layer.kv_cache.clone() for name, layer in layers.items()}
         result = engine.run([request])
-        while not TailConnector.published:
-            engine.llm.step()
+        with engine.connected():
+            while not TailConnector.published:
+                engine.llm.step()
         ((tail, exported),) = TailConnector.published.values()
         written = torch.zeros(BLOCK_SIZE, dtype=torch.bool)
         for name, layer in layers.items():
-            differs = as_bytes(exported[name]) != as_bytes(before[name][tail.block_id])
-            written[owners(layer)[differs]] = True
+            one, other = exported[name], before[name][tail.block_id]
+            differs = one.view(torch.uint8) != other.view(torch.uint8)
+            written[owners(layer)[differs.flatten(1)]] = True
         first, last = (tail.end - 1) // BLOCK_SIZE * BLOCK_SIZE, tail.end % BLOCK_SIZE
         rows = [first + row for row in written.nonzero().flatten().tolist()]
         assert rows[: last or BLOCK_SIZE] == list(range(first, tail.end))
@@ -154,7 +152,7 @@ def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
             for step in result.steps
         )
         changed = [row for row in rows if row >= tail.end]
-        found.append(Published(outputs(result), tail, changed, num_kept))
+        found.append(Published(result, tail, changed, num_kept))
     if mode != "off":
         (info,) = engine.runner.nwor_state.infos
         assert info.resolved == "cow"
@@ -163,20 +161,13 @@ def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
     return found
 
 
-def as_bytes(block: torch.Tensor) -> torch.Tensor:
-    """[num_heads, page bytes] of one block of one layer."""
-    block = block.contiguous()
-    storage = torch.empty(0, dtype=torch.uint8).set_(block.untyped_storage())
-    return block_bytes(block[None], storage)[0]
-
-
 def test_a_published_tail_holds_no_rejected_draft_and_vanillas_does() -> None:
     """In mode stage, which is cow beside a connector like this one."""
     truth = truth_of(Engine("off"), ENDED)
     vanilla, ours = published_by("off", truth), published_by("stage", truth)
     for off, on in zip(vanilla, ours, strict=True):
-        assert (on.outputs, on.tail) == (off.outputs, off.tail)
-        assert on.num_kept == off.num_kept
+        assert_same(on.result, off.result)
+        assert (on.tail, on.num_kept) == (off.tail, off.num_kept)
         # Kept drafts behind a stop aside, nothing is there but what was before.
         assert on.changed == [r for r in off.changed if r < on.num_kept]
     left = [row for off in vanilla for row in off.changed if row >= off.num_kept]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.byte_map import block_bytes, cache_of, owners
+from tests.helpers.byte_map import allocation, slot_bytes
 from tests.helpers.drafters import ScriptedDrafter, mixture_of_four, truth_of
 from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.oracle import SnapshotOracle
@@ -52,12 +52,10 @@ class Filler(Observer):
     def __init__(
         self, engine: Engine, pattern: tuple[int, ...], num_taken: int = 0
     ) -> None:
-        assert engine.probe is not None
         self.runner, self.num_taken = engine.runner, num_taken
         self.pattern = torch.tensor(pattern, dtype=torch.uint8)
         self.layers = engine.probe.target_layers()
-        self.owners = {name: owners(layer) for name, layer in self.layers.items()}
-        self.storages = {s.data_ptr(): s for s in engine.probe.storages()}
+        self.index = {name: slot_bytes(layer) for name, layer in self.layers.items()}
 
     def forward_begins(self, step: Step) -> None:
         batch = self.runner.input_batch
@@ -75,14 +73,11 @@ class Filler(Observer):
                 address = self.layers[name].kv_cache.data_ptr()
                 spared.setdefault(address, set()).update(slots)
         for name, layer in self.layers.items():
-            cache = cache_of(layer)
-            is_free = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
-            is_free.view(-1)[list(spared[layer.kv_cache.data_ptr()])] = False
-            mask = is_free[:, self.owners[name]]
-            storage = self.storages[cache.untyped_storage().data_ptr()]
-            found = block_bytes(cache, storage)
-            repeated = self.pattern.repeat(found.shape[-1] // len(self.pattern))
-            found[mask] = repeated.expand_as(found)[mask]
+            index = self.index[name]
+            is_free = torch.ones(len(index), dtype=torch.bool)
+            is_free[list(spared[layer.kv_cache.data_ptr()])] = False
+            repeated = self.pattern.repeat(index.shape[1] // len(self.pattern))
+            allocation(layer)[index[is_free]] = repeated
 
 
 def outputs(result: Result) -> tuple[Any, ...]:

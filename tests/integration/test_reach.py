@@ -25,7 +25,7 @@ from vllm.distributed.parallel_state import destroy_model_parallel
 
 from tests.helpers import reach
 from tests.helpers.drafters import mixture_of_four
-from tests.helpers.engine import NUM_DRAFTS, Engine, Request, end_connector, prompt
+from tests.helpers.engine import NUM_DRAFTS, Engine, Request, prompt
 from tests.helpers.environment import model_path
 from tests.integration.test_byte_oracle import Case, Run, check_off, check_on, watch
 
@@ -184,12 +184,9 @@ class Repeats:
     "mode", [pytest.param("cow", marks=pytest.mark.nightly), "stage"]
 )
 @pytest.mark.parametrize("name", ["custom_class", "extract_hidden_states"])
-def test_refused_methods(
-    name: str, mode: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_refused_methods(name: str, mode: str, tmp_path: Path) -> None:
     """Drafters that may have cached layers and do not say which: every group says why
     it is left alone, and the engine runs as without NWOR."""
-    request.addfinalizer(end_connector)
     arguments: dict[str, Any] = {
         "speculative_config": {
             "method": name,

@@ -10,10 +10,10 @@ its step: asynchronous outputs are covered by tests/unit/test_metrics.py.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from inspect import getattr_static
 from pathlib import Path
 from types import FrameType, FunctionType, SimpleNamespace
@@ -37,8 +37,9 @@ from tests.helpers.engine import (
     Request,
     Result,
     counters,
-    one_thread,
+    make_vllm_reusable,
     risen,
+    threads,
 )
 from tests.helpers.environment import model_path, nwor_settings
 from tests.helpers.runner_probe import Observer, Step
@@ -73,83 +74,53 @@ def engine() -> Engine:
     return engine
 
 
-class AbortInFlight(Observer):
-    """Aborts requests while their windows run: the worker is done, the scheduler has
-    not yet seen the output. dropped: drafts and accepted drafts of those windows."""
-
-    def __init__(self, engine: Engine, at: dict[str, int]) -> None:
-        self.engine, self.at = engine, at
-        self.num_windows: dict[str, int] = {}
-        self.dropped: dict[str, tuple[int, int]] = {}
-
-    def step_done(self, step: Step) -> None:
-        for name, num_drafts in step.drafted.items():
-            number = self.num_windows[name] = self.num_windows.get(name, -1) + 1
-            if number == self.at.get(name):
-                self.engine.llm.abort_request([name])
-                self.dropped[name] = (num_drafts, step.accepted[name])
-
-
 def assert_true_to(engine: Engine, result: Result, rise: dict[str, int]) -> None:
     """Our counters against the steps, and against what vLLM counted of them."""
-    num_windows = sum(len(step.drafted) for step in result.steps)
+    ours = {name: rise[f"nwor_{name}"] for name in COUNTERS}
+    accepted = rise["spec_decode_num_accepted_tokens"]
+    drafted = rise["spec_decode_num_draft_tokens"]
     num_rejected = result.num_drafted - result.num_accepted
-    assert rise["nwor_windows"] == num_windows
-    assert rise["nwor_tokens_staged"] == result.num_drafted
-    assert rise["nwor_restored_bytes"] == (
-        num_rejected * engine.manager.log_bytes_per_draft
-    )
-    assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
-    assert (
-        rise["nwor_committed_tokens"] + rise["nwor_rejected_tokens"]
-        == rise["spec_decode_num_draft_tokens"]
-    )
-    assert rise["nwor_tokens_staged"] == (
-        rise["nwor_committed_tokens"]
-        + rise["nwor_rejected_tokens"]
-        + rise["nwor_dropped_drafts"]
-    )
-    assert rise["nwor_breaches"] == 0
+    assert ours == {
+        "windows": sum(len(step.drafted) for step in result.steps),
+        "tokens_staged": result.num_drafted,
+        "committed_tokens": accepted,
+        "rejected_tokens": drafted - accepted,
+        "dropped_drafts": result.num_drafted - drafted,
+        "restored_bytes": num_rejected * engine.manager.log_bytes_per_draft,
+        "shadow_copied_bytes": 0,
+        "committed_bytes": 0,
+        "breaches": 0,
+    }
 
 
-def test_counters_are_vllms_own_and_what_the_windows_did(engine):
-    result, rise = counted(engine, REQUESTS)
+ENDS = ("at its length", "within a window", "aborted", "aborted, and no other left")
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_counters_are_vllms_own_and_what_the_windows_did(end, engine):
+    """Where max_tokens ends a request within a window, vLLM counts what was accepted,
+    then cuts the tokens beyond the end. Where it is aborted in flight, the worker is
+    done, and the scheduler never counts the window."""
+    requests, drops = list(REQUESTS), []
+    if end == "within a window":
+        requests = [replace(r, max_tokens=7 + 3 * i) for i, r in enumerate(REQUESTS)]
+    if "aborted" in end:
+        requests = requests[: 1 if "no other" in end else 2]
+        steps = engine.run(requests).steps
+        drops = [i for i, step in enumerate(steps) if step.accepted.get("one")][3:4]
+        requests[0] = replace(requests[0], abort_during=drops[0])
+
+    result, rise = counted(engine, requests)
 
     assert 0 < result.num_accepted < result.num_drafted
     assert_true_to(engine, result, rise)
-    assert rise["nwor_dropped_drafts"] == 0
-
-
-@pytest.mark.parametrize(
-    ("requests", "at"), [(REQUESTS, {"one": 4, "three": 2}), (REQUESTS[:1], {"one": 3})]
-)
-def test_windows_of_requests_aborted_in_flight_are_dropped(engine, requests, at):
-    """Also where no other is left: the last step still counts."""
-    aborts = AbortInFlight(engine, at)
-
-    result, rise = counted(engine, requests, [aborts])
-
-    assert aborts.dropped.keys() == at.keys()
-    assert sum(accepted for _, accepted in aborts.dropped.values()) > 0
-    assert_true_to(engine, result, rise)
-    num_dropped = sum(num for num, _ in aborts.dropped.values())
-    assert rise["nwor_dropped_drafts"] == num_dropped > 0
-
-
-def test_a_stop_inside_a_window_leaves_the_accepted_drafts_counted(engine):
-    # max_tokens ends each request somewhere inside a window of mixed acceptance: vLLM
-    # counts what was accepted, then cuts the tokens beyond the end.
-    short = [
-        dataclasses.replace(r, max_tokens=n)
-        for r, n in zip(REQUESTS, (7, 9, 13), strict=True)
-    ]
-
-    result, rise = counted(engine, short)
-
-    num_tokens = sum(len(tokens) for tokens in result.tokens.values())
-    num_steps = sum(len(step.drafted) for step in result.steps)
-    assert result.num_accepted + num_steps > num_tokens - len(short)
-    assert_true_to(engine, result, rise)
+    num_dropped = sum(result.steps[i].drafted["one"] for i in drops)
+    assert rise["nwor_dropped_drafts"] == num_dropped
+    assert sum(result.steps[i].accepted["one"] for i in drops) >= len(drops)
+    if end == "within a window":
+        num_tokens = sum(len(tokens) for tokens in result.tokens.values())
+        num_windows = sum(len(step.drafted) for step in result.steps)
+        assert result.num_accepted + num_windows > num_tokens - len(requests)
 
 
 def test_counts_wait_while_statistics_are_off(engine):
@@ -166,15 +137,14 @@ def test_counts_wait_while_statistics_are_off(engine):
     assert rise["nwor_breaches"] == 0
 
 
-def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine, caplog):
+def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine):
     class Corrupt(Observer):
         def forward_starts(self, step: Step) -> None:
             engine.manager.counters[0, 1] += 1  # one draft too many
 
     result, rise = counted(engine, REQUESTS[:1], [Corrupt()])
 
-    num_steps = len(result.steps)
-    assert rise["nwor_breaches"] >= num_steps
+    assert rise["nwor_breaches"] >= len(result.steps)
     assert rise["nwor_tokens_staged"] > result.num_drafted
     assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
     assert rise["nwor_tokens_staged"] == (
@@ -185,24 +155,20 @@ def test_a_count_that_is_wrong_on_the_device_is_a_breach(engine, caplog):
     assert counted(engine, REQUESTS[:1])[1]["nwor_breaches"] == 0
 
 
-def test_a_new_engine_in_the_same_process_starts_at_zero():
-    engine = Engine("cow", disable_log_stats=False)
-    before = counters(engine)
-    assert {before[f"nwor_{name}"] for name in COUNTERS} == {0}
-    ScriptedDrafter(truth_of(engine, REQUESTS[:1]), all_wrong).attach(engine.runner)
-
-    result, rise = counted(engine, REQUESTS[:1])
-
-    assert result.num_drafted > result.num_accepted == 0
-    assert_true_to(engine, result, rise)
-
-
-def test_without_the_mode_or_the_metrics_there_are_no_series():
-    """Nor do any remain of an engine that was there before."""
+def test_a_new_engine_starts_at_zero_and_leaves_no_series_to_the_next():
+    """Without the mode, or with the metrics off, there are none."""
     found = []
     for mode, emits in (("cow", "1"), ("off", "1"), ("cow", "0")):
         engine = Engine(mode, {"EMIT_METRICS": emits}, disable_log_stats=False)
-        engine.run(REQUESTS[:1])
+        if not found:
+            before = counters(engine)
+            assert {before[f"nwor_{name}"] for name in COUNTERS} == {0}
+            truth = truth_of(engine, REQUESTS[:1])
+            ScriptedDrafter(truth, all_wrong).attach(engine.runner)
+        result, rise = counted(engine, REQUESTS[:1])
+        if not found:
+            assert result.num_drafted > result.num_accepted == 0
+            assert_true_to(engine, result, rise)
         found.append({metric.name for metric in engine.llm.get_metrics()})
 
     with_it, after, unwanted = found
@@ -236,16 +202,11 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
     argv = ["--against", "cow", "--model", "shape:tiny", "--batch-size", "2"]
     options = parse([*argv, "--context", "32", "--max-tokens", "64"])
     hooked = Arm("cow", hooked=True)
-    with nwor_settings({"MODE": "cow"}), one_thread():
+    with nwor_settings({"MODE": "cow"}), threads(1):
         register()
+        make_vllm_reusable()
         bench = BenchEngine(options, "cpu")
-        # Other tests hook stand-ins of vLLM's classes in this process.
-        hooks = [
-            hook
-            for hook in _wrap._hooks
-            for target in hook.layers
-            if target in LEDGER and hook.owner.__module__ == target.module
-        ]
+        hooks = [hook for hook in _wrap._hooks if {*hook.layers} & {*LEDGER}]
         shown = SimpleNamespace(llm=bench._engine)
         bench.run(
             UNHOOKED
@@ -324,7 +285,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     def run(front_end: str, is_late: bool) -> dict[str, Any]:
         arguments = DEFAULTS | {"model": model_path("tiny-llama")}
         arguments["disable_log_stats"] = False
-        with nwor_settings({"MODE": "cow"}), one_thread():
+        with nwor_settings({"MODE": "cow"}), threads(1):
             register()
             if is_late:
                 _wrap.unhook()

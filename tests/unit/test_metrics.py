@@ -47,6 +47,8 @@ def _fresh(monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setattr(metrics, "_logged", set())
     monkeypatch.setattr(metrics, "_info", {})
+    # What is hooked here stands in for vLLM's.
+    monkeypatch.setattr("vllm_nwor.hooks._wrap._hooks", [])
 
 
 # --- attach ---------------------------------------------------------------------------
