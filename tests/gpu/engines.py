@@ -30,7 +30,7 @@ HOST_BYTES = 1 << 28
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 EXTENSION = "tests.gpu.worker.GpuTestExtension"
 
-MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
+MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "CPU_MLA")
 RUNNERS = {
     "ngram": "v1",
     "ngram_gpu": "v1",
@@ -204,14 +204,15 @@ class EngineSpec:
 def _engines(table: str) -> tuple[EngineSpec, ...]:
     """An engine a line: name (which ends with "-async" if it is), drafter, backend,
     graphs, KV cache, and what else is not EngineSpec's default."""
-    return tuple(_engine(*line.split()) for line in table.strip().splitlines())
-
-
-def _engine(name: str, *fields: str) -> EngineSpec:
-    more: dict[str, Any] = {}
-    for key, _, value in (field.partition("=") for field in fields[4:]):
-        more[key] = int(value) if value.isdigit() else value or True
-    return EngineSpec(name, *fields[:4], name.endswith("-async"), **more)
+    specs = []
+    for line in table.strip().splitlines():
+        name, drafter, backend, graphs, kv_cache, *others = line.split()
+        values: dict[str, Any] = {}
+        for key, _, value in (other.partition("=") for other in others):
+            values[key] = int(value) if value.isdigit() else value or True
+        settled = (drafter, backend, graphs, kv_cache, name.endswith("-async"))
+        specs.append(EngineSpec(name, *settled, **values))
+    return tuple(specs)
 
 
 MATRIX = _engines("""
@@ -296,7 +297,7 @@ eagle-flash-dynamic-async eagle FLASH_ATTN FULL auto dynamic
 
 # Its drafter reads a copy of the block table that was made while shadow pages were in
 # it: staged all the same, it would read a cache that nobody has written.
-COPYING = _engine("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto")
+(COPYING,) = _engines("copying-flex eagle FLEX_ATTENTION EAGER auto")
 # Engines whose OffloadingConnector stores what was never written (vLLM 0.26.0); the
 # first one's drafter is left out.
 CORRUPTING = _engines("""
@@ -314,9 +315,12 @@ offload-v1-ngram ngram FLASH_ATTN FULL auto num_blocks=48 offloads
 offload-v2-eagle-async eagle FLASH_ATTN FULL auto num_blocks=48 offloads
 """)
 
+# For tests of these tests: its cache has rows, as on a GPU.
+(CPU,) = _engines("cpu-mla ngram CPU_MLA EAGER auto num_blocks=64 rejection=standard")
+
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING),
+    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING, CPU),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

@@ -44,19 +44,10 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Held by one at a time: lanes of GPU steps save to the same files."""
+    """Held by one at a time: lanes of GPU steps and engines save to the same files."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)
-
-
-def facts(report: dict[str, Any]) -> dict[str, Any]:
-    """What an engine turned out to be, of its process's report: without what each layer
-    is, which gpu_layouts.json has."""
-    found = {**(report.get("facts") or {})}
-    for name in ("layers", "groups", "capture_sizes", "protected"):
-        found.pop(name, None)
-    return found
