@@ -147,13 +147,17 @@ def needs_problems(spec: EngineSpec, row: Row, result: dict[str, Any]) -> Iterat
 def _judge_whole(spec: EngineSpec, reports: dict[str, dict[str, Any]]) -> Found:
     """What holds for all rows together."""
     on = reports[ON]
-    watched = [row["watch"][0] for row in on.get("watched", {}).values()]
-    if watched:
-        if not any(seen["num_dirty_slots"] for seen in watched):
-            yield "bytes", "the forward never changed a rejected slot"
-        if not any(seen["num_accepted"] for seen in watched):
+    watched = {
+        mode: [row["watch"][0] for row in report.get("watched", {}).values()]
+        for mode, report in reports.items()
+    }
+    for mode, check in ((OFF, "vanilla"), (ON, "bytes")):
+        if watched[mode] and not any(seen["num_dirty_slots"] for seen in watched[mode]):
+            yield check, "the forward never changed a rejected slot"
+    if watched[ON]:
+        if not any(seen["num_accepted"] for seen in watched[ON]):
             yield "rows", "no draft was ever accepted"
-        graphs = Counter(step[_GRAPH] for seen in watched for step in seen["steps"])
+        graphs = Counter(step[_GRAPH] for seen in watched[ON] for step in seen["steps"])
         for wanted in spec.factors[2] - {"EAGER"}:
             if not graphs[wanted]:
                 yield "rows", f"no step ran in a {wanted} graph: {graphs}"

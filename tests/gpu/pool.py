@@ -78,8 +78,8 @@ class Finished:
         return f"{what}\n{self.report.get('error') or self.log}"
 
     def entry(self, *keys: str) -> dict[str, Any]:
-        """For the results file: how it ended, and these keys of the report. Of its
-        facts not the layers, which gpu_layouts.json has."""
+        """For the results file: how it ended, and these keys of the report, None where
+        it has none. Of its facts not the layers, which gpu_layouts.json has."""
         facts = self.report.get("facts") or {}
         aside = ("targets", "protected")
         return {
@@ -87,7 +87,8 @@ class Finished:
             "trouble": "" if self.is_complete else self.trouble()[-2000:],
             "seconds": self.seconds,
             "facts": {name: facts[name] for name in facts if name not in aside},
-        } | {key: self.report[key] for key in keys if key in self.report}
+            **{key: self.report.get(key) for key in keys},
+        }
 
 
 Chain = dict[str, Finished]

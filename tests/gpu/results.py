@@ -44,7 +44,7 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Held by one at a time: lanes of GPU steps and engines save to the same files."""
+    """Held by one at a time: GPU steps beside each other save to the same files."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

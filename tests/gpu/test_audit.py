@@ -32,7 +32,9 @@ def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     keys = ("clean", "flipped", "found", "audit", "differences", "is_faulty")
     keys += ("planted", "has_waited", "cached")
     return {
-        spec.name if state == ON else f"{spec.name}-{state}": run.entry(*keys)
+        spec.name if state == ON else f"{spec.name}-{state}": run.entry(
+            *(key for key in keys if key in run.report)
+        )
         for state, run in chain.items()
     }
 

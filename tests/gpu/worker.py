@@ -114,7 +114,8 @@ class GpuTestExtension(NworWorkerExtension):
             "findings": [asdict(finding) for finding in state.findings.last],
             "totals": dict(state.audit.totals()),
             "bytes": state.audit.num_bytes,
-            "is_reserved": self.model_runner.nwor_audit_storage is not None,
+            "is_reserved": vars(self.model_runner).get("nwor_audit_storage")
+            is not None,
             "pools": [
                 pool_tag(t.data_ptr()) for g in groups for t in (*g._own, g.contents)
             ],

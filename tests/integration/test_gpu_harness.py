@@ -94,6 +94,13 @@ TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
     "vanilla is clean": ([(OFF, *SEEN, "violations_by_kind", {})], {"vanilla"}),
     "violation": ([(ON, *SEEN, "violations", [{"kind": "a"}])], {"bytes"}),
     "nothing dirty": ([(ON, *SEEN, "num_dirty_slots", 0)], {"bytes"}),
+    "nothing dirty, off": (
+        [
+            (OFF, *SEEN, "num_dirty_slots", 0),
+            (OFF, *SEEN, "violations_by_kind", {}),
+        ],
+        {"vanilla"},
+    ),
     "nothing accepted": ([(ON, *SEEN, "num_accepted", 0)], {"rows", "counters"}),
     "unprotected": ([(ON, "facts", "protected", "layers", [])], {"bytes"}),
     "resolved": ([(ON, "facts", "resolved", ["native"])], {"bytes"}),

@@ -7,18 +7,20 @@ tests/integration/test_gpu_harness.py has a real engine, and verdicts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import os
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from benchmarks import environment
@@ -31,6 +33,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from tests.gpu import (
     engines,
     harness,
+    results,
     rows,
     test_no_sync,
     watch,
@@ -38,7 +41,6 @@ from tests.gpu import (
 )
 from tests.gpu.pool import Finished, Pool
 from tests.unit import test_bench_vllm
-from tests.unit.test_gpu_lanes import is_running
 from tools.gpu import bench, cells
 
 # -- tables ----------------------------------------------------------------------------
@@ -488,6 +490,12 @@ esac
 """
 
 
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
     tmp_path, monkeypatch
 ):
@@ -509,7 +517,7 @@ def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
     assert dead.trouble() == "exit status 3\nstage always \nworse\n"
     assert well.is_complete
     child, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
-    while is_running(child):  # what was killed may still be on its way out
+    while is_running(child):  # it may still be on its way out
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -547,6 +555,20 @@ def test_the_file_of_synchronising_calls_has_counts_and_what_was_added():
         "pageable_copies": {"Memcpy DtoH (Device -> Pageable)": 4},
         "device_work": 9 + 2 + 4,
     }
+
+
+def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
+    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(environment, "describe", lambda *_: {"packages": {}})
+
+    def save(number: int) -> None:
+        results.save("a.json", "k", "c", {f"engine {number}": {"n": number}})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(save, range(40)))
+
+    found = json.loads((tmp_path / "a.json").read_text())["entries"]
+    assert {entry["n"] for entry in found.values()} == set(range(40))
 
 
 def test_the_offloaded_prompt_is_evicted_before_it_comes_back():
