@@ -18,192 +18,170 @@ what it is about: it is kept under "unmet". Needs neither torch nor vLLM.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.pool import Finished
+from tests.gpu.pool import OFF, ON, Chain
 from tests.gpu.rows import Row, rows
 
-# NWOR_GPU_MODE=stage: the same engines with shadow pages.
-OFF, ON = "off", os.environ.get("NWOR_GPU_MODE", "cow")
 PASSES = ("plain", "watched")
 CHECKS = ("started", "rows", "vanilla", "bytes", "outputs", "digests", "counters")
 OUTPUTS = ("tokens", "logprobs", "finish", "cached", "batches", "num_steps")
 # [requests, tokens, drafts, accepted, graph mode, preempted requests]: watch.Step
 _DRAFTS, _GRAPH, _PREEMPTED = 2, 4, 5
+# A check, or "unsettled" or "unmet", and what there is to say.
+Found = Iterator[tuple[str, str]]
 
 
-def judge(spec: EngineSpec, runs: dict[str, Finished]) -> dict[str, Any]:
+def judge(spec: EngineSpec, runs: Chain) -> dict[str, Any]:
     """The engine's verdict: problems by check, "unsettled", "unmet", what was seen."""
-    off, on = runs[OFF].report, runs[ON].report
-    problems: dict[str, list[str]] = {check: [] for check in CHECKS}
-    unsettled: list[str] = []
-    unmet: list[str] = []
-    for mode, run in runs.items():
-        if not run.is_complete:
-            problems["started"].append(f"{mode}: {run.trouble()}")
-    for row in rows(spec):
-        for mode, report in ((OFF, off), (ON, on)):
-            for name in PASSES:
-                if row.name not in report.get(name, {}):
-                    problems["started"].append(f"{mode}, {name}: no row {row.name!r}")
-        _judge_row(spec, row, off, on, problems, unsettled, unmet)
-    _judge_whole(spec, off, on, problems)
+    reports = {mode: run.report for mode, run in runs.items()}
+    problems: dict[str, list[str]]
+    problems = {check: [] for check in (*CHECKS, "unsettled", "unmet")}
+    for check, text in itertools.chain(
+        _judge_ends(spec, runs),
+        *(_judge_row(spec, row, reports) for row in rows(spec)),
+        _judge_whole(spec, reports),
+    ):
+        problems[check].append(text)
+    told = runs[ON if reports[ON].get("facts") else OFF]
     return {
+        "unsettled": problems.pop("unsettled"),
+        "unmet": problems.pop("unmet"),
         "problems": problems,
-        "unsettled": unsettled,
-        "unmet": unmet,
         "seconds": {mode: run.seconds for mode, run in runs.items()},
-        "start_s": {mode: run.report.get("start_s") for mode, run in runs.items()},
-        "facts": on.get("facts") or off.get("facts"),
-        "rows": {row.name: summary(on, row.name) for row in rows(spec)},
+        "start_s": {mode: report.get("start_s") for mode, report in reports.items()},
+        "facts": told.entry()["facts"],
+        "rows": {row.name: summary(reports[ON], row.name) for row in rows(spec)},
     }
 
 
-def _judge_row(
-    spec: EngineSpec,
-    row: Row,
-    off: dict[str, Any],
-    on: dict[str, Any],
-    problems: dict[str, list[str]],
-    unsettled: list[str],
-    unmet: list[str],
-) -> None:
-    def found(report: dict[str, Any], name: str) -> dict[str, Any] | None:
-        result: dict[str, Any] | None = report.get(name, {}).get(row.name)
-        return result
+def _judge_ends(spec: EngineSpec, runs: Chain) -> Found:
+    for mode, run in runs.items():
+        if not run.is_complete:
+            yield "started", f"{mode}: {run.trouble()}"
+        for row, name in itertools.product(rows(spec), PASSES):
+            if row.name not in run.report.get(name, {}):
+                yield "started", f"{mode}, {name}: no row {row.name!r}"
 
-    off_watched, on_watched = found(off, "watched"), found(on, "watched")
-    if off_watched:
-        for rank, seen in enumerate(off_watched["watch"]):
-            _judge_vanilla(f"{row.name}, rank {rank}", seen, problems["vanilla"])
-    if on_watched:
-        for rank, seen in enumerate(on_watched["watch"]):
-            if seen["violations"]:
-                problems["bytes"].append(
-                    f"{row.name}, rank {rank}: {seen['violations_by_kind']}, first "
-                    f"{seen['violations'][0]}"
-                )
-        ends = set((off_watched or on_watched)["finish"].values())
-        if "error" in ends:
-            unmet.append(f"{row.name}: vanilla ends a request with an error")
+
+def _judge_row(spec: EngineSpec, row: Row, reports: dict[str, dict[str, Any]]) -> Found:
+    off, on = (
+        {name: reports[mode].get(name, {}).get(row.name) for name in PASSES}
+        for mode in (OFF, ON)
+    )
+    vanilla, protected = (
+        run["watched"] and run["watched"]["watch"] for run in (off, on)
+    )
+    for rank, seen in enumerate(vanilla or ()):
+        for text in _vanilla_problems(seen):
+            yield "vanilla", f"{row.name}, rank {rank}: {text}"
+    for rank, seen in enumerate(protected or ()):
+        if seen["violations"]:
+            yield (
+                "bytes",
+                f"{row.name}, rank {rank}: {seen['violations_by_kind']}, first "
+                f"{seen['violations'][0]}",
+            )
+    if on["watched"]:
+        if "error" in (off["watched"] or on["watched"])["finish"].values():
+            yield "unmet", f"{row.name}: vanilla ends a request with an error"
         else:
-            _judge_needs(spec, row, on_watched, problems["rows"])
-    off_plain = found(off, "plain")
-    differs = differing(off_plain, off_watched) if off_plain and off_watched else []
-    is_repeatable = not differs
-    unsettled += [f"{row.name}: vanilla differs from itself: {t}" for t in differs]
+            for text in needs_problems(spec, row, on["watched"]):
+                yield "rows", f"{row.name}: {text}"
+    differs = differing(off["plain"], off["watched"]) if all(off.values()) else []
+    for text in differs:
+        yield "unsettled", f"{row.name}: vanilla differs from itself: {text}"
     for name in PASSES:
-        one, other = found(off, name), found(on, name)
-        if one and other:
-            texts = [f"{row.name}, {name}: {t}" for t in differing(one, other)]
-            (problems["outputs"] if is_repeatable else unsettled).extend(texts)
-    if off_watched and on_watched:
-        for rank, (one, other) in enumerate(
-            zip(off_watched["watch"], on_watched["watch"], strict=True)
-        ):
-            text = _digest_problem(one, other)
-            if text:
-                (problems["digests"] if is_repeatable else unsettled).append(
-                    f"{row.name}, rank {rank}: {text}"
+        if off[name] and on[name]:
+            for text in differing(off[name], on[name]):
+                yield (
+                    "unsettled" if differs else "outputs",
+                    f"{row.name}, {name}: {text}",
                 )
+    if vanilla and protected:
+        for rank, pair in enumerate(zip(vanilla, protected, strict=True)):
+            if text := _digest_problem(*pair):
+                check = "unsettled" if differs else "digests"
+                yield check, f"{row.name}, rank {rank}: {text}"
     for name in PASSES:
-        result = found(on, name)
-        if result:
-            problems["counters"] += [
-                f"{row.name}, {name}: {t}"
-                for t in _counter_problems(spec, on, row, result)
-            ]
+        if on[name]:
+            has_grammars = "structured" in row.needs
+            for text in counter_problems(spec, reports[ON], on[name], has_grammars):
+                yield "counters", f"{row.name}, {name}: {text}"
 
 
-def _judge_vanilla(where: str, seen: dict[str, Any], problems: list[str]) -> None:
+def _vanilla_problems(seen: dict[str, Any]) -> Iterator[str]:
     kinds = dict(seen["violations_by_kind"])
     not_restored = kinds.pop("not restored", 0)
     if kinds:
-        problems.append(f"{where}: {kinds}, first {seen['violations'][:3]}")
+        yield f"{kinds}, first {seen['violations'][:3]}"
     if not_restored != seen["num_dirty_slots"]:
-        problems.append(
-            f"{where}: {not_restored} slots reported, {seen['num_dirty_slots']} dirty"
-        )
+        yield f"{not_restored} slots reported, {seen['num_dirty_slots']} dirty"
 
 
-def _judge_needs(
-    spec: EngineSpec, row: Row, result: dict[str, Any], problems: list[str]
-) -> None:
+def needs_problems(spec: EngineSpec, row: Row, result: dict[str, Any]) -> Iterator[str]:
     """What has to be seen in this row for it to have meant anything."""
     steps = result["watch"][0]["steps"]
+    # A prompt is split if no step takes all long ones that arrived together.
+    longest = sum(len(r.prompt) for r in row.phases[0] if len(r.prompt) > 300)
+    ends = {end for name, end in result["finish"].items() if "grammar" in name}
     seen = {
-        "preempted": sum(step[_PREEMPTED] for step in steps) > 0,
-        "cached": max(result["cached"].values(), default=0) > 0,
-        "chunked": _is_chunked(row, steps),
-        "structured": _has_grammars(result),
+        "preempted": any(step[_PREEMPTED] for step in steps),
+        "cached": any(result["cached"].values()),
+        "chunked": 0 < max(step[1] for step in steps) < longest,
+        "structured": ends and ends <= {"stop", "length"},
         # Synchronous engines have nothing in flight when a request is aborted.
         "dropped": not spec.asynchronous
         or result["counters"].get("nwor_dropped_drafts", 0) > 0,
     }
     for need in sorted(row.needs):
         if not seen[need]:
-            problems.append(f"{row.name}: nothing was {need}")
-    if not sum(step[_DRAFTS] for step in steps):
-        problems.append(f"{row.name}: no drafts")
+            yield f"nothing was {need}"
+    if not any(step[_DRAFTS] for step in steps):
+        yield "no drafts"
 
 
-def _is_chunked(row: Row, steps: list[list[Any]]) -> bool:
-    """A prompt was split: no step took all long prompts that arrived together."""
-    longest = sum(len(r.prompt) for r in row.phases[0] if len(r.prompt) > 300)
-    return 0 < max(step[1] for step in steps) < longest
-
-
-def _has_grammars(result: dict[str, Any]) -> bool:
-    ends = [end for name, end in result["finish"].items() if "grammar" in name]
-    return bool(ends) and set(ends) <= {"stop", "length"}
-
-
-def _judge_whole(
-    spec: EngineSpec,
-    off: dict[str, Any],
-    on: dict[str, Any],
-    problems: dict[str, list[str]],
-) -> None:
+def _judge_whole(spec: EngineSpec, reports: dict[str, dict[str, Any]]) -> Found:
     """What holds for all rows together."""
-    watched = [row["watch"][0] for row in on.get("watched", {}).values()]
-    if watched:
-        if not sum(seen["num_dirty_slots"] for seen in watched):
-            problems["bytes"].append("the forward never changed a rejected slot")
-        if not sum(seen["num_accepted"] for seen in watched):
-            problems["rows"].append("no draft was ever accepted")
-        graphs = Counter(step[_GRAPH] for seen in watched for step in seen["steps"])
-        for wanted in spec.factors[2]:
-            if wanted != "EAGER" and not graphs[wanted]:
-                problems["rows"].append(f"no step ran in a {wanted} graph: {graphs}")
+    on = reports[ON]
+    watched = {
+        mode: [row["watch"][0] for row in report.get("watched", {}).values()]
+        for mode, report in reports.items()
+    }
+    for mode, check in ((OFF, "vanilla"), (ON, "bytes")):
+        if watched[mode] and not any(seen["num_dirty_slots"] for seen in watched[mode]):
+            yield check, "the forward never changed a rejected slot"
+    if watched[ON]:
+        if not any(seen["num_accepted"] for seen in watched[ON]):
+            yield "rows", "no draft was ever accepted"
+        graphs = Counter(step[_GRAPH] for seen in watched[ON] for step in seen["steps"])
+        for wanted in spec.factors[2] - {"EAGER"}:
+            if not graphs[wanted]:
+                yield "rows", f"no step ran in a {wanted} graph: {graphs}"
         if "EAGER" in spec.factors[2] and set(graphs) != {"NONE"}:
-            problems["rows"].append(f"an eager engine used graphs: {graphs}")
-    for mode, report in ((OFF, off), (ON, on)):
-        facts = report.get("facts")
-        if not facts:
+            yield "rows", f"an eager engine used graphs: {graphs}"
+    for mode, report in reports.items():
+        wanted_info = {ON} if mode == ON else set()
+        if (info := set(report.get("info", wanted_info))) != wanted_info:
+            yield "counters", f"nwor_info has {info}; expected {wanted_info}"
+        if not (facts := report.get("facts")):
             continue
         is_v2 = facts["runner"].startswith("vllm.v1.worker.gpu.model_runner")
         if is_v2 != (spec.runner == "v2"):
-            problems["rows"].append(f"{mode}: the runner is {facts['runner']}")
+            yield "rows", f"{mode}: the runner is {facts['runner']}"
         if facts["async_scheduling"] != spec.asynchronous:
-            problems["rows"].append(
-                f"{mode}: async_scheduling is {facts['async_scheduling']}"
-            )
-    for report, wanted in ((off, set()), (on, {ON})):
-        if (info := set(report.get("info", wanted))) != wanted:
-            problems["counters"].append(f"nwor_info has {info}; expected {wanted}")
-    resolved = set((on.get("facts") or {}).get("resolved") or (ON,))
-    if resolved != {ON}:
-        problems["bytes"].append(f"groups resolve to {sorted(resolved)}")
-    protected = (on.get("facts") or {}).get("protected")
-    if on.get("facts"):
-        targets = {n for n, layer in on["facts"]["layers"].items() if layer["target"]}
-        if protected is None or set(protected["layers"]) != targets:
-            problems["bytes"].append(
-                f"protected layers are {protected and protected['layers']}, the "
-                f"target's are {sorted(targets)}"
+            yield "rows", f"{mode}: async_scheduling is {facts['async_scheduling']}"
+    if facts := on.get("facts"):
+        if set(facts.get("resolved") or (ON,)) != {ON}:
+            yield "bytes", f"groups resolve to {sorted(set(facts['resolved']))}"
+        layers = facts["protected"] and facts["protected"]["layers"]
+        if layers is None or set(layers) != set(facts["targets"]):
+            yield (
+                "bytes",
+                f"protected layers are {layers}, the target's are {facts['targets']}",
             )
 
 
@@ -216,14 +194,11 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
             continue
         if isinstance(a, list):
             texts.append(f"{what} from number {first_other(a, b)} on")
-            continue
-        if not isinstance(a, dict):
+        elif isinstance(a, dict):
+            names = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
+            texts.append(f"{what} of {len(names)} requests, first {names[0]}")
+        else:
             texts.append(f"{what} {a} against {b}")
-            continue
-        names = [
-            name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)
-        ]
-        texts.append(f"{what} of {len(names)} requests, first {names[0]}")
     return texts
 
 
@@ -237,71 +212,64 @@ def _digest_problem(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     if one["steps"] != other["steps"]:
         first = first_other(one["steps"], other["steps"])
         return f"different steps from step {first} on"
-    pairs = list(zip(one["digests"], other["digests"], strict=True))
-    # Where requests got other blocks, only what was written can be compared.
-    moved = next((i for i, (a, b) in enumerate(pairs) if a[0] != b[0]), len(pairs))
-    for i, (a, b) in enumerate(pairs):
-        if a[2] != b[2] or (i < moved and a[1] != b[1]):
+    is_moved = False
+    for i, (a, b) in enumerate(zip(one["digests"], other["digests"], strict=True)):
+        # Where requests got other blocks, only what was written can be compared.
+        is_moved |= a[0] != b[0]
+        if a[2] != b[2] or (a[1] != b[1] and not is_moved):
             return f"caches differ from step {i} on"
     return None
 
 
-def _counter_problems(
-    spec: EngineSpec, on: dict[str, Any], row: Row, result: dict[str, Any]
+def counter_problems(
+    spec: EngineSpec,
+    report: dict[str, Any],
+    result: dict[str, Any],
+    has_grammars: bool = False,
 ) -> list[str]:
-    """The identities of guarantee 7 that do not hold in this row."""
-    found = {f"device_{k}": v for k, v in result["device_counters"].items()}
-    found |= result["counters"]
-    fallbacks = {k: v for k, v in found.items() if "fallbacks" in k and v}
-    is_structured = "structured" in row.needs
-    v = Counter(found)
+    """The identities of guarantee 7 that do not hold in a row's result, the oracle's
+    counts among them if it was watched. report: of its process."""
+    v = Counter({f"device_{k}": n for k, n in result["device_counters"].items()})
+    v.update(result["counters"])
+    judged = v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
+    drafted = v["spec_decode_num_draft_tokens"]
     claims = {
         "staged == committed + rejected + dropped": v["nwor_tokens_staged"]
-        == v["nwor_committed_tokens"]
-        + v["nwor_rejected_tokens"]
-        + v["nwor_dropped_drafts"],
+        == judged + v["nwor_dropped_drafts"],
         "committed == vLLM's accepted": v["nwor_committed_tokens"]
         == v["spec_decode_num_accepted_tokens"],
-        # vLLM does not count drafts that a grammar forbids.
-        "committed + rejected == vLLM's drafted": (
-            v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
-            == v["spec_decode_num_draft_tokens"]
-        )
-        or (
-            is_structured
-            and v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
-            > v["spec_decode_num_draft_tokens"]
-        )
-        # Nor does the worker run all that vLLM counts.
-        or (
-            spec.trims_drafts
-            and v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
-            < v["spec_decode_num_draft_tokens"]
-        ),
+        # vLLM does not count drafts that a grammar forbids, nor does the worker run
+        # all that vLLM counts.
+        "committed + rejected == vLLM's drafted": judged == drafted
+        or (has_grammars and judged > drafted)
+        or (spec.trims_drafts and judged < drafted),
         "something was staged": v["nwor_tokens_staged"] > 0,
         "no breach": v["nwor_breaches"] == 0,
         "no invalid slot": v["device_invalid_slots"] == 0,
-        "no fallback": not fallbacks,
+        "no fallback": not any(n for name, n in v.items() if "fallbacks" in name),
         # LLMEngine 0.26 drops the statistics of a last step without outputs.
         "metrics <= device": v["nwor_tokens_staged"] <= v["device_staged"],
     }
-    if "watch" in result:
-        seen = result["watch"][0]
-        protected = on["facts"]["protected"] or {"log_bytes_per_draft": 0}
+    for seen in result.get("watch", ())[:1]:
+        protected = report["facts"]["protected"] or {"log_bytes_per_draft": 0}
         num_rejected = seen["num_rejected_slots"] // seen["layers"]
         claims |= {
-            "device windows == oracle's": v["device_windows"] == seen["num_windows"],
-            "device staged == oracle's": v["device_staged"] == seen["num_drafts"],
-            "device committed == oracle's": v["device_committed"]
-            == seen["num_accepted"],
-            "restored bytes == rejected slots": v["device_restored_bytes"]
-            == num_rejected * protected["log_bytes_per_draft"]
-            or ON == "stage",
-            "staged, not logged": (
-                v["device_restored_bytes"] == 0 and v["device_committed_bytes"] > 0
+            f"device {ours} == oracle's": v[f"device_{ours}"] == seen[f"num_{theirs}"]
+            for ours, theirs in (
+                ("windows", "windows"),
+                ("staged", "drafts"),
+                ("committed", "accepted"),
             )
-            or ON != "stage",
         }
+        if ON == "stage":
+            claims["staged, not logged"] = (
+                v["device_restored_bytes"] == 0 < v["device_committed_bytes"]
+            )
+        else:
+            claims["restored bytes == rejected slots"] = (
+                v["device_restored_bytes"]
+                == num_rejected * protected["log_bytes_per_draft"]
+            )
     failed = [claim for claim, holds in claims.items() if not holds]
     return [f"not {'; not '.join(failed)}: {dict(v)}"] if failed else []
 

@@ -30,7 +30,7 @@ HOST_BYTES = 1 << 28
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 EXTENSION = "tests.gpu.worker.GpuTestExtension"
 
-MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
+MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "CPU_MLA")
 RUNNERS = {
     "ngram": "v1",
     "ngram_gpu": "v1",
@@ -201,251 +201,126 @@ class EngineSpec:
         return config
 
 
-def _spec(name: str, *values: Any, **more: Any) -> EngineSpec:
-    return EngineSpec(name, *values, **more)
+def _engines(table: str) -> tuple[EngineSpec, ...]:
+    """An engine a line: name (which ends with "-async" if it is), drafter, backend,
+    graphs, KV cache, and what else is not EngineSpec's default."""
+    specs = []
+    for line in table.strip().splitlines():
+        name, drafter, backend, graphs, kv_cache, *others = line.split()
+        values: dict[str, Any] = {}
+        for key, _, value in (other.partition("=") for other in others):
+            values[key] = int(value) if value.isdigit() else value or True
+        settled = (drafter, backend, graphs, kv_cache, name.endswith("-async"))
+        specs.append(EngineSpec(name, *settled, **values))
+    return tuple(specs)
 
 
-# name, drafter, backend, graphs, KV cache, asynchronous
-MATRIX = (
-    _spec("ngram-flash-piecewise", "ngram", "FLASH_ATTN", "PIECEWISE", "auto", False),
-    _spec(
-        "ngram-triton-full-int8",
-        *("ngram", "TRITON_ATTN", "FULL", "int8_per_token_head", False),
-        num_drafts=7,
-    ),
-    _spec("ngram-mla-eager", "ngram", "TRITON_MLA", "EAGER", "auto", False),
-    _spec(
-        "ngram-mla-piecewise-fp8",
-        *("ngram", "FLASHMLA", "PIECEWISE", "fp8", False),
-        block_size=64,
-        num_blocks=128,
-    ),
-    _spec(
-        "draft-flash-full-fp8-async",
-        *("draft_model", "FLASH_ATTN", "FULL", "fp8", True),
-    ),
-    _spec(
-        "draft-triton-piecewise-fp8",
-        *("draft_model", "TRITON_ATTN", "PIECEWISE", "fp8", False),
-        kv_layout="HND",
-    ),
-    _spec(
-        "draft-triton-eager-bf16",
-        *("draft_model", "TRITON_ATTN", "EAGER", "auto", False),
-        num_drafts=2,
-        block_size=32,
-        num_blocks=128,
-    ),
-    _spec(
-        "draft-triton-eager-fp8pth-async",
-        *("draft_model", "TRITON_ATTN", "EAGER", "fp8_per_token_head", True),
-    ),
-    _spec(
-        "eagle-flash-eager-fp8",
-        *("eagle", "FLASH_ATTN", "EAGER", "fp8", False),
-        kv_layout="HND",
-    ),
-    _spec(
-        "eagle-triton-piecewise-int8-async",
-        *("eagle", "TRITON_ATTN", "PIECEWISE", "int8_per_token_head", True),
-        num_drafts=3,
-    ),
-    _spec("mtp-mla-full-async", "mtp", "FLASH_ATTN_MLA", "FULL", "auto", True),
-    _spec(
-        "eagle-flash-default-async",
-        *("eagle", "FLASH_ATTN", "FULL_AND_PIECEWISE", "auto", True),
-        num_drafts=7,
-    ),
-)
+MATRIX = _engines("""
+ngram-flash-piecewise ngram FLASH_ATTN PIECEWISE auto
+ngram-triton-full-int8 ngram TRITON_ATTN FULL int8_per_token_head num_drafts=7
+ngram-mla-eager ngram TRITON_MLA EAGER auto
+ngram-mla-piecewise-fp8 ngram FLASHMLA PIECEWISE fp8 block_size=64 num_blocks=128
+draft-flash-full-fp8-async draft_model FLASH_ATTN FULL fp8
+draft-triton-piecewise-fp8 draft_model TRITON_ATTN PIECEWISE fp8 kv_layout=HND
+draft-triton-eager-bf16 draft_model TRITON_ATTN EAGER auto num_drafts=2 \
+    block_size=32 num_blocks=128
+draft-triton-eager-fp8pth-async draft_model TRITON_ATTN EAGER fp8_per_token_head
+eagle-flash-eager-fp8 eagle FLASH_ATTN EAGER fp8 kv_layout=HND
+eagle-triton-piecewise-int8-async eagle TRITON_ATTN PIECEWISE int8_per_token_head \
+    num_drafts=3
+mtp-mla-full-async mtp FLASH_ATTN_MLA FULL auto
+eagle-flash-default-async eagle FLASH_ATTN FULL_AND_PIECEWISE auto num_drafts=7
+""")
 
 # Engines whose synchronisation, launches and JIT compilation are watched.
-SYNC = (
-    _spec("sync-v1-ngram", "ngram", "FLASH_ATTN", "FULL", "auto", False),
-    _spec("sync-v1-draft-async", "draft_model", "FLASH_ATTN", "FULL", "auto", True),
-    _spec("sync-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
-    _spec("sync-v2-eagle", "eagle", "TRITON_ATTN", "FULL", "fp8", False),
-)
+SYNC = _engines("""
+sync-v1-ngram ngram FLASH_ATTN FULL auto
+sync-v1-draft-async draft_model FLASH_ATTN FULL auto
+sync-v2-eagle-async eagle FLASH_ATTN FULL auto
+sync-v2-eagle eagle TRITON_ATTN FULL fp8
+""")
 
 # Engines whose layouts are probed; they generate nothing.
-LAYOUTS = (
-    _spec("layout-flash", "ngram", "FLASH_ATTN", "EAGER", "auto", False),
-    _spec("layout-flash-fp8", "ngram", "FLASH_ATTN", "EAGER", "fp8", False),
-    _spec(
-        "layout-flash-hnd",
-        *("ngram", "FLASH_ATTN", "EAGER", "auto", False),
-        kv_layout="HND",
-    ),
-    _spec("layout-triton", "ngram", "TRITON_ATTN", "EAGER", "auto", False),
-    _spec(
-        "layout-triton-hnd",
-        *("ngram", "TRITON_ATTN", "EAGER", "auto", False),
-        kv_layout="HND",
-    ),
-    _spec(
-        "layout-triton-int8",
-        *("ngram", "TRITON_ATTN", "EAGER", "int8_per_token_head", False),
-    ),
-    _spec(
-        "layout-triton-fp8pth-hnd",
-        *("ngram", "TRITON_ATTN", "EAGER", "fp8_per_token_head", False),
-        kv_layout="HND",
-    ),
-    _spec(
-        "layout-triton-int4",
-        *("ngram", "TRITON_ATTN", "EAGER", "int4_per_token_head", False),
-    ),
-    _spec("layout-flex", "ngram", "FLEX_ATTENTION", "EAGER", "auto", False),
-    _spec("layout-mla", "ngram", "TRITON_MLA", "EAGER", "auto", False),
-    _spec(
-        "layout-mla-fp8",
-        *("ngram", "FLASHMLA", "EAGER", "fp8", False),
-        block_size=64,
-    ),
-)
+LAYOUTS = _engines("""
+layout-flash ngram FLASH_ATTN EAGER auto
+layout-flash-fp8 ngram FLASH_ATTN EAGER fp8
+layout-flash-hnd ngram FLASH_ATTN EAGER auto kv_layout=HND
+layout-triton ngram TRITON_ATTN EAGER auto
+layout-triton-hnd ngram TRITON_ATTN EAGER auto kv_layout=HND
+layout-triton-int8 ngram TRITON_ATTN EAGER int8_per_token_head
+layout-triton-fp8pth-hnd ngram TRITON_ATTN EAGER fp8_per_token_head kv_layout=HND
+layout-triton-int4 ngram TRITON_ATTN EAGER int4_per_token_head
+layout-flex ngram FLEX_ATTENTION EAGER auto
+layout-mla ngram TRITON_MLA EAGER auto
+layout-mla-fp8 ngram FLASHMLA EAGER fp8 block_size=64
+""")
 
 # Two GPUs: the oracle runs on both ranks.
-PARALLEL = (
-    _spec(
-        "tp2-v1-ngram",
-        *("ngram", "FLASH_ATTN", "PIECEWISE", "auto", False),
-        tensor_parallel=2,
-    ),
-    _spec(
-        "tp2-v2-eagle-async",
-        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
-        tensor_parallel=2,
-    ),
-)
+PARALLEL = _engines("""
+tp2-v1-ngram ngram FLASH_ATTN PIECEWISE auto tensor_parallel=2
+tp2-v2-eagle-async eagle FLASH_ATTN FULL auto tensor_parallel=2
+""")
 
 # Their worker is a Ray actor.
-RAY = (
-    _spec(
-        "ray-v2-eagle-async",
-        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
-        executor="ray",
-    ),
-    _spec(
-        "ray-compiled-v1-ngram",
-        *("ngram", "FLASH_ATTN", "FULL", "auto", False),
-        executor="ray-compiled",
-    ),
-)
+RAY = _engines("""
+ray-v2-eagle-async eagle FLASH_ATTN FULL auto executor=ray
+ray-compiled-v1-ngram ngram FLASH_ATTN FULL auto executor=ray-compiled
+""")
 
 # Engines that are put to sleep: one of each runner.
-SLEEP = (
-    _spec("sleep-v1-ngram", "ngram", "FLASH_ATTN", "FULL", "auto", False),
-    _spec("sleep-v2-eagle-async", "eagle", "FLASH_ATTN", "FULL", "auto", True),
-)
+SLEEP = _engines("""
+sleep-v1-ngram ngram FLASH_ATTN FULL auto
+sleep-v2-eagle-async eagle FLASH_ATTN FULL auto
+""")
 
 # Drafters that vLLM 0.33 brought to the V2 runner.
-NEWER = (
-    _spec(
-        "ngram-flash-v2-async",
-        *("ngram", "FLASH_ATTN", "FULL_AND_PIECEWISE", "auto", True),
-        on="v2",
-    ),
-    _spec(
-        "draft-flash-v2-async",
-        *("draft_model", "FLASH_ATTN", "FULL", "fp8", True),
-        on="v2",
-    ),
-)
+NEWER = _engines("""
+ngram-flash-v2-async ngram FLASH_ATTN FULL_AND_PIECEWISE auto on=v2
+draft-flash-v2-async draft_model FLASH_ATTN FULL fp8 on=v2
+""")
 
-# Drafters and rejection rules that no CPU can run.
-METHODS = (
-    _spec(
-        # The V1 drafter is compiled, which FULL alone turns off.
-        "ngram-gpu-flash-async",
-        *("ngram_gpu", "FLASH_ATTN", "PIECEWISE", "auto", True),
-    ),
-    _spec("dspark-flash-async", "dspark", "FLASH_ATTN", "FULL", "auto", True),
-    _spec(
-        "block-eagle-flash",
-        *("eagle", "FLASH_ATTN", "FULL", "auto", False),
-        rejection="block",
-    ),
-)
-NEWER_METHODS = (
-    _spec(
-        "ngram-gpu-flash-v2-async",
-        *("ngram_gpu", "FLASH_ATTN", "FULL", "auto", True),
-        on="v2",
-    ),
-    _spec(
-        "dspark-flash-adaptive-async",
-        *("dspark", "FLASH_ATTN", "FULL", "auto", True),
-        adaptive=True,
-    ),
-    _spec(
-        "eagle-flash-adaptive",
-        *("eagle", "FLASH_ATTN", "FULL", "auto", False),
-        adaptive=True,
-    ),
-    _spec(
-        "fly-draft-flash-v2-async",
-        *("draft_model", "FLASH_ATTN", "FULL", "auto", True),
-        rejection="fly",
-        on="v2",
-    ),
-    _spec(
-        "fly-draft-flash",
-        *("draft_model", "FLASH_ATTN", "FULL", "auto", False),
-        rejection="fly",
-    ),
-    _spec(
-        "eagle-flash-dynamic-async",
-        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
-        dynamic=True,
-    ),
-)
+# Drafters and rejection rules that no CPU can run. The first one's drafter is compiled,
+# which FULL alone turns off.
+METHODS = _engines("""
+ngram-gpu-flash-async ngram_gpu FLASH_ATTN PIECEWISE auto
+dspark-flash-async dspark FLASH_ATTN FULL auto
+block-eagle-flash eagle FLASH_ATTN FULL auto rejection=block
+""")
+NEWER_METHODS = _engines("""
+ngram-gpu-flash-v2-async ngram_gpu FLASH_ATTN FULL auto on=v2
+dspark-flash-adaptive-async dspark FLASH_ATTN FULL auto adaptive
+eagle-flash-adaptive eagle FLASH_ATTN FULL auto adaptive
+fly-draft-flash-v2-async draft_model FLASH_ATTN FULL auto rejection=fly on=v2
+fly-draft-flash draft_model FLASH_ATTN FULL auto rejection=fly
+eagle-flash-dynamic-async eagle FLASH_ATTN FULL auto dynamic
+""")
 
 # Its drafter reads a copy of the block table that was made while shadow pages were in
 # it: staged all the same, it would read a cache that nobody has written.
-COPYING = _spec("copying-flex", "eagle", "FLEX_ATTENTION", "EAGER", "auto", False)
+(COPYING,) = _engines("copying-flex eagle FLEX_ATTENTION EAGER auto")
 # Engines whose OffloadingConnector stores what was never written (vLLM 0.26.0); the
 # first one's drafter is left out.
-CORRUPTING = (
-    _spec(
-        "corrupting-v2",
-        *("eagle", "FLASH_ATTN", "EAGER", "auto", False),
-        offloads=True,
-    ),
-    _spec(
-        "corrupting-v1-ngram",
-        *("ngram", "FLASH_ATTN", "EAGER", "auto", False),
-        offloads=True,
-    ),
-)
+CORRUPTING = _engines("""
+corrupting-v2 eagle FLASH_ATTN EAGER auto offloads
+corrupting-v1-ngram ngram FLASH_ATTN EAGER auto offloads
+""")
 # Loads of the OffloadingConnector while a step runs; their drafters are left out.
-RACING = tuple(
-    _spec(
-        f"racing-{on}-async",
-        *("eagle", "FLASH_ATTN", "EAGER", "auto", True),
-        num_blocks=48,
-        offloads=True,
-        on=on,
-    )
-    for on in ("v1", "v2")
-)
+RACING = _engines("""
+racing-v1-async eagle FLASH_ATTN EAGER auto num_blocks=48 offloads on=v1
+racing-v2-async eagle FLASH_ATTN EAGER auto num_blocks=48 offloads on=v2
+""")
 # Beside the OffloadingConnector, so few blocks that prompts come back from the host.
-OFFLOADING = (
-    _spec(
-        "offload-v1-ngram",
-        *("ngram", "FLASH_ATTN", "FULL", "auto", False),
-        num_blocks=48,
-        offloads=True,
-    ),
-    _spec(
-        "offload-v2-eagle-async",
-        *("eagle", "FLASH_ATTN", "FULL", "auto", True),
-        num_blocks=48,
-        offloads=True,
-    ),
-)
+OFFLOADING = _engines("""
+offload-v1-ngram ngram FLASH_ATTN FULL auto num_blocks=48 offloads
+offload-v2-eagle-async eagle FLASH_ATTN FULL auto num_blocks=48 offloads
+""")
+
+# For tests of these tests: its cache has rows, as on a GPU.
+(CPU,) = _engines("cpu-mla ngram CPU_MLA EAGER auto num_blocks=64 rejection=standard")
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING),
+    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING, CPU),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.rows import Request, Row
+from tests.gpu.rows import Request, Row, warm_up
 
 # Steps that may still be in flight when the last request has ended.
 DRAIN_STEPS = 4
@@ -36,7 +37,8 @@ class Outcome:
 
     logprobs: for each token {token: logprob}, in the order vLLM gave them. cached:
     prompt tokens found in the prefix cache. batches: for each time that vLLM scheduled,
-    {request: tokens}, in the batch's order. num_steps: of the engine.
+    {request: tokens}, in the batch's order. num_steps: of the engine; num_windowed:
+    batches with drafts.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -45,6 +47,7 @@ class Outcome:
     cached: dict[str, int] = field(default_factory=dict)
     batches: list[list[tuple[str, int]]] = field(default_factory=list)
     num_steps: int = 0
+    num_windowed: int = 0
     seconds: float = 0.0
 
     def plain(self) -> dict[str, Any]:
@@ -64,16 +67,23 @@ class Engine:
             start_ray()
         started = time.perf_counter()
         arguments = spec.arguments(models) | more
-        if spec.offloads:
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                **arguments["kv_transfer_config"]
-            )
+        if transfer := arguments.get("kv_transfer_config"):
+            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.start_s = time.perf_counter() - started
         client: Any = self.llm.engine_core
         self.scheduler = client.engine_core.scheduler
-        self._batches: list[list[tuple[str, int]]] = []
-        note_batches(self.scheduler, self._batches)
+        self._outcome = Outcome()
+        schedule = self.scheduler.schedule
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            scheduled = output.num_scheduled_tokens.items()
+            self._outcome.batches.append(list(scheduled))
+            self._outcome.num_windowed += bool(output.scheduled_spec_decode_tokens)
+            return output
+
+        self.scheduler.schedule = noted
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         """A method of GpuTestExtension on all workers; their results by rank."""
@@ -82,8 +92,6 @@ class Engine:
 
     def prepare(self) -> None:
         """Random weights, and everything used once. Call before any row."""
-        from tests.gpu.rows import warm_up
-
         self.rpc("test_randomize", SEED, self.spec.rejection != "synthetic")
         self.rpc("test_fix_costs")
         self.run(warm_up())
@@ -105,15 +113,14 @@ class Engine:
     def play(self, row: Row) -> Outcome:
         """The same on what the prefix cache has."""
         self.rpc("nwor_reseed", SEED)
-        outcome = Outcome()
-        self._batches.clear()
+        outcome = self._outcome = Outcome()
         started = time.perf_counter()
         for phase in row.phases:
             self._play(phase, outcome)
             for _ in range(DRAIN_STEPS):
                 self.llm.step()
         outcome.seconds = time.perf_counter() - started
-        outcome.batches = list(self._batches)
+        self._outcome = Outcome()  # what comes between rows is none's
         return outcome
 
     def forget(self) -> None:
@@ -171,17 +178,14 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """vLLM's spec_decode and NWOR's counters so far, labels but reason dropped."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for metric in self.llm.get_metrics():
             name = metric.name.removeprefix("vllm:")
-            if not name.startswith(("spec_decode_num_", "nwor_")):
-                continue
             value = getattr(metric, "value", None)
-            if value is None or name.endswith("_info"):
-                continue
-            if "reason" in metric.labels:
-                name = f"{name}/{metric.labels['reason']}"
-            found[name] = found.get(name, 0) + int(value)
+            is_ours = name.startswith(("spec_decode_num_", "nwor_"))
+            if is_ours and value is not None and not name.endswith("_info"):
+                reason = metric.labels.get("reason")
+                found[name if reason is None else f"{name}/{reason}"] += int(value)
         return found
 
     def moved_bytes(self) -> dict[str, int]:
@@ -214,23 +218,9 @@ def start_ray() -> None:
 
     # vLLM asks for the node by the address it finds, which need not be Ray's.
     os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
-    ours = {name: os.environ[name] for name in os.environ if "NWOR" in name}
-    for name in ours:
-        del os.environ[name]
+    ours = {name: os.environ.pop(name) for name in list(os.environ) if "NWOR" in name}
     ray.init(include_dashboard=False, object_store_memory=RAY_BYTES)
     os.environ.update(ours)
-
-
-def note_batches(scheduler: Any, batches: list[list[tuple[str, int]]]) -> None:
-    """Appends what `scheduler` puts into each batch to `batches`, from now on."""
-    schedule = scheduler.schedule
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        batches.append(list(output.num_scheduled_tokens.items()))
-        return output
-
-    scheduler.schedule = noted
 
 
 def await_grammars(requests: Iterable[Any], limit_s: float = GRAMMAR_LIMIT_S) -> None:

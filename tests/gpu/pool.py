@@ -3,12 +3,13 @@
 they wrote.
 
 Each engine is a chain: off, then on, in this order, so that the second finds what the
-first compiled. A process that outlives its limit is stopped; one that dies leaves its
-report as far as it got, and the end of its log.
+first compiled. A process that outlives its limit is stopped with all that it started;
+one that dies leaves its report as far as it got, and the end of its log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,10 +20,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tests.gpu import models
-from tests.gpu.engines import EngineSpec
+import pytest
+
+from tests.gpu import models, results
+from tests.gpu.engines import BY_NAME, EngineSpec
+
+T = TypeVar("T")
 
 REPO = Path(__file__).resolve().parents[2]
 JOBS_VARIABLE = "NWOR_GPU_JOBS"
@@ -30,6 +35,8 @@ LIMIT_VARIABLE = "NWOR_GPU_ENGINE_LIMIT_S"
 DEFAULT_JOBS = 6
 DEFAULT_LIMIT_S = 240
 LOG_TAIL = 5000
+# NWOR_GPU_MODE=stage: the same engines with shadow pages.
+OFF, ON = "off", os.environ.get("NWOR_GPU_MODE", "cow")
 
 # What every engine's process has; NWOR's own variables are taken away first.
 ENVIRONMENT = {
@@ -65,12 +72,27 @@ class Finished:
 
     def trouble(self) -> str:
         """Why it is not complete, for people."""
+        what = f"exit status {self.status}"
         if self.status is None:
             what = f"stopped after {self.seconds:.0f} s"
-        else:
-            what = f"exit status {self.status}"
-        error = self.report.get("error") or self.log
-        return f"{what}\n{error}"
+        return f"{what}\n{self.report.get('error') or self.log}"
+
+    def entry(self, *keys: str) -> dict[str, Any]:
+        """For the results file: how it ended, and these keys of the report, None where
+        it has none. Of its facts not the layers, which gpu_layouts.json has."""
+        facts = self.report.get("facts") or {}
+        aside = ("targets", "protected")
+        return {
+            "complete": self.is_complete,
+            "trouble": "" if self.is_complete else self.trouble()[-2000:],
+            "seconds": self.seconds,
+            "facts": {name: facts[name] for name in facts if name not in aside},
+            **{key: self.report.get(key) for key in keys},
+        }
+
+
+Chain = dict[str, Finished]
+Runs = dict[str, Chain]
 
 
 class Pool:
@@ -85,14 +107,15 @@ class Pool:
         models.make(self.models)
 
     def map(
-        self,
-        chain: Callable[[EngineSpec], dict[str, Finished]],
-        specs: Sequence[EngineSpec],
-    ) -> dict[str, dict[str, Finished]]:
+        self, chain: Callable[[EngineSpec], T], specs: Sequence[EngineSpec]
+    ) -> dict[str, T]:
         """Runs `chain` for each engine, `jobs` of them at a time; by engine name."""
         with ThreadPoolExecutor(max_workers=self.jobs) as threads:
             futures = {spec.name: threads.submit(chain, spec) for spec in specs}
             return {name: future.result() for name, future in futures.items()}
+
+    def off_on(self, job: str, spec: EngineSpec, **more: str) -> Chain:
+        return {mode: self.run(job, spec, mode, **more) for mode in (OFF, ON)}
 
     def run(self, job: str, spec: EngineSpec, mode: str, **more: str) -> Finished:
         """One process, to its end. more: environment variables."""
@@ -103,31 +126,70 @@ class Pool:
         env |= ENVIRONMENT | spec.environment()
         env["NWOR_TEST_TRACE"] = str(self.folder / f"{label}.trace.json")
         env["VLLM_NWOR_MODE"] = mode
-        if mode != "off":
+        if mode != OFF:
             env["VLLM_NWOR_STRICT"] = "always"
-        env |= more
         command = [sys.executable, "-m", "tests.gpu.process", job, spec.name]
         command += [str(out), str(self.models)]
         started = time.perf_counter()
-        with log.open("w") as sink:
-            process = subprocess.Popen(
+        with (
+            log.open("w") as sink,
+            subprocess.Popen(
                 command,
                 cwd=REPO,
-                env=env,
+                env=env | more,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
-            status: int | None
-            try:
+            ) as process,
+        ):
+            status: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(self.limit_s)
-            except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):  # nothing is left of it
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                status = None
         seconds = time.perf_counter() - started
         print(f"{label}: status {status}, {seconds:.0f} s", flush=True)
         report = json.loads(out.read_text()) if out.exists() else {}
         tail = log.read_text(errors="replace")[-LOG_TAIL:]
         return Finished(report, status, seconds, tail)
+
+
+def engines_fixture(
+    kind: str,
+    chain: Callable[[Pool, EngineSpec], T],
+    entries: Callable[[EngineSpec, T], dict[str, Any]],
+    command: str = "make gpu-test",
+    by_mode: bool = False,
+    jobs: int | None = None,
+    can_run: Callable[[EngineSpec], bool] = lambda spec: True,
+) -> Any:
+    """A fixture: what `chain` gives for each engine that the selected tests name, by
+    engine. An engine's `entries` are saved as soon as it has ended.
+
+    by_mode: the file of results has the mode in its name, unless it is cow. jobs:
+    engines at a time, if not as many as the pool has. can_run: others are left out.
+    """
+
+    @pytest.fixture(scope="module")
+    def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, T]:
+        file = f"{kind}_{ON}.json" if by_mode and ON != "cow" else f"{kind}.json"
+
+        def saved(spec: EngineSpec) -> T:
+            found = chain(pool, spec)
+            results.save(file, kind, command, entries(spec, found))
+            return found
+
+        names = {
+            str(item.callspec.params["engine"])
+            for item in request.session.items
+            if isinstance(item, pytest.Function)
+            and item.path == request.path
+            and request.fixturename in item.fixturenames
+        }
+        specs = [BY_NAME[name] for name in sorted(names, key=list(BY_NAME).index)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pool, "jobs", jobs or pool.jobs)
+            return pool.map(saved, [spec for spec in specs if can_run(spec)])
+
+    return runs

@@ -10,27 +10,36 @@ what it found is right, the tests judge.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import os
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.harness import Engine, rise
+from tests.gpu.harness import SEED, Engine, Outcome, rise
 from tests.gpu.rows import Request, Row, offloaded, prompt, rows
 
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
+CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver")
+CATEGORIES += ("cpu_op",)
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
 # Of a device's clock, half a second: a load is through by then.
 DELAY_CYCLES = 1_000_000_000
+# What the engine is used in: awake, after sleeps of levels 1 and 2, and after one while
+# requests ran.
+PHASES = ("awake", "level 1", "live", "level 2")
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
@@ -42,6 +51,10 @@ def trace() -> str:
     for folder in sorted(folders - {"", "/"}, key=len, reverse=True):
         text = text.replace(f'"{folder}/', '"')
     return text
+
+
+def by_name(spec: EngineSpec) -> dict[str, Row]:
+    return {row.name: row for row in rows(spec)}
 
 
 class Report:
@@ -100,6 +113,20 @@ def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def before_step(engine: Engine, number: int, act: Callable[[], None]) -> Iterator[None]:
+    """Has `act` called before that engine step of those in the block, from 1."""
+    steps, step = itertools.count(1), engine.llm.step
+
+    def acting() -> Any:
+        if next(steps) == number:
+            act()
+        return step()
+
+    with mock.patch.object(engine.llm, "step", acting):
+        yield
+
+
 def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = start(spec, models, report)
     report.save(groups=engine.rpc("nwor_report")[0]["groups"])
@@ -115,22 +142,19 @@ def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
         staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
     engine = start(spec, models, report)
     engine.prepare()
-    (row,) = (row for row in rows(spec) if row.name == "batch 8")
-    before = engine.counters()
-    found = run_row(engine, row, watched=False)
-    report.save(counters=rise(before, engine.counters()))
+    found = run_row(engine, by_name(spec)["batch 8"], watched=False)
     groups = engine.rpc("nwor_report")[0]["groups"]
-    report.save(tokens=found["tokens"], groups=groups)
+    report.save(tokens=found["tokens"], counters=found["counters"], groups=groups)
 
 
 def offload(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row in which a prompt comes back from the host."""
     engine = start(spec, models, report)
     engine.prepare()
-    before, moved_before = engine.counters(), engine.moved_bytes()
-    report.save(row=engine.run(offloaded()).plain())
-    report.save(counters=rise(before, engine.counters()))
-    report.save(moved=rise(moved_before, engine.moved_bytes()))
+    before = engine.moved_bytes()
+    found = run_row(engine, offloaded(), watched=False)
+    moved = rise(before, engine.moved_bytes())
+    report.save(row=found, counters=found["counters"], moved=moved)
 
 
 # -- sleep -----------------------------------------------------------------------------
@@ -142,47 +166,36 @@ def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
     weights are loaded anew)."""
     engine = start(spec, models, report, enable_sleep_mode=True)
     engine.prepare()
-    by_name = {row.name: row for row in rows(spec)}
-    for phase in ("awake", "level 1", "live", "level 2"):
+    for phase in PHASES:
         results: dict[str, Any] = {}
         report.found[phase] = results
         if phase == "live":
-            results["interrupted"] = interrupted(engine, by_name["batch 8"])
+            results["interrupted"] = interrupted(engine, by_name(spec)["batch 8"])
         elif phase != "awake":
             nap(engine, int(phase[-1]))
         results["memory"] = engine.rpc("test_memory")[0]
         report.save()  # a step on memory that is gone ends the process
         for name in SLEEP_ROWS:
-            results[name] = run_row(engine, by_name[name], watched=True)
+            results[name] = run_row(engine, by_name(spec)[name], watched=True)
             report.save()
 
 
 def interrupted(engine: Engine, row: Row) -> dict[str, Any]:
     """A row in whose middle the engine sleeps and wakes up: vLLM preempts what runs,
     and computes it again."""
-    step = engine.llm.step
-    num_steps = num_live = 0
+    found: dict[str, Any] = {}
 
-    def step_or_sleep() -> Any:
-        nonlocal num_steps, num_live
-        num_steps += 1
-        if num_steps == NAP_BEFORE_STEP:
-            num_live = engine.llm.get_num_unfinished_requests()
-            engine.llm.sleep(level=1, mode="keep")
-            engine.llm.wake_up()
-        return step()
+    def sleep_and_wake_up() -> None:
+        found["num_live"] = engine.llm.get_num_unfinished_requests()
+        engine.llm.sleep(level=1, mode="keep")
+        engine.llm.wake_up()
 
-    engine.llm.step = step_or_sleep  # type: ignore[method-assign]
-    try:
-        return run_row(engine, row, watched=False) | {"num_live": num_live}
-    finally:
-        engine.llm.step = step  # type: ignore[method-assign]
+    with before_step(engine, NAP_BEFORE_STEP, sleep_and_wake_up):
+        return run_row(engine, row, watched=False) | found
 
 
 def nap(engine: Engine, level: int) -> None:
     """Sleeps and wakes up, in the order vLLM's documentation gives for each level."""
-    from tests.gpu.harness import SEED
-
     engine.forget()
     engine.llm.sleep(level=level)
     assert engine.llm.is_sleeping()
@@ -209,20 +222,11 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
         engine.run(row)
         clean[row.name] = engine.rpc("test_audit")
         report.save()
-    step = engine.llm.step
     flipped: list[Any] = []
-    num_steps = 0
-
-    def step_and_flip() -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == FLIP_BEFORE_STEP:
-            flipped.extend(engine.rpc("test_flip_bit"))
-        return step()
-
-    engine.llm.step = step_and_flip  # type: ignore[method-assign]
-    by_name = {row.name: row for row in rows(spec)}
-    engine.run(by_name["batch 8"])
+    with before_step(
+        engine, FLIP_BEFORE_STEP, lambda: flipped.extend(engine.rpc("test_flip_bit"))
+    ):
+        engine.run(by_name(spec)["batch 8"])
     report.save(flipped=flipped, found=engine.rpc("test_audit"))
 
 
@@ -236,7 +240,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     more = {"speculative_config": None} if spec.runner == "v2" else {}
     with final_slots(are_stored) as is_faulty:
         engine = start(spec, models, report, **more)
-        engine.rpc("test_randomize", 20)
+        engine.rpc("test_randomize", SEED)
         size = spec.block_size
         first = tuple(
             Request(f"first/{n}", prompt(f"o {n}", 40 + n), 4 * size - 40 - n)
@@ -256,27 +260,8 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             for n, request in enumerate(first)
         )
         loaded = engine.run(Row("later", (later, filler)))  # all from the host
-        fresh = tuple(
-            replace(
-                request,
-                name=f"fresh/{n}",
-                params={**request.params, "cache_salt": "fresh"},
-            )
-            for n, request in enumerate(later)
-        )
-        computed = engine.play(Row("fresh", (fresh,)))
-    report.save(
-        is_faulty=is_faulty,
-        cached=[loaded.cached[f"later/{n}"] for n in range(len(first))],
-        # Of the first token, which the loaded text alone decides.
-        differences=[
-            largest_difference(
-                loaded.logprobs[f"later/{n}"][0], computed.logprobs[f"fresh/{n}"][0]
-            )
-            for n in range(len(first))
-        ],
-        audit=engine.rpc("test_audit"),
-    )
+        computed = engine.play(Row("fresh", (fresh(later),)))
+    report.save(is_faulty=is_faulty, **against_fresh(engine, later, loaded, computed))
 
 
 def racing(spec: EngineSpec, models: Path, report: Report) -> None:
@@ -289,7 +274,7 @@ def racing(spec: EngineSpec, models: Path, report: Report) -> None:
     race = os.environ["NWOR_TEST_RACE"]
     with final_slots(are_stored=False), loads_wait(race == "waiting") as has_waited:
         engine = start(spec, models, report, speculative_config=None)
-        engine.rpc("test_randomize", 20)
+        engine.rpc("test_randomize", SEED)
         assert engine.scheduler.defer_block_free
         engine.scheduler.defer_block_free = race == "stock"
         # Whole blocks are loaded; no text here ends with one.
@@ -298,35 +283,48 @@ def racing(spec: EngineSpec, models: Path, report: Report) -> None:
         engine.run(Row("stored", ((Request("first/0", text, 4),), filler)))
         engine.rpc("test_delay_second_layer", DELAY_CYCLES, 300)
         engine.forget()
-        nothing = {"kv_transfer_params": {"max_offload_tokens": 0}}
-        params = {"logprobs": 5}
-        later = Request("later/0", (*text, 11, 12), 4, at=1, params=params)
+        later = Request("later/0", (*text, 11, 12), 4, at=1, params={"logprobs": 5})
         # Nothing of it is stored: vLLM waits for stores before it fills their blocks.
-        cut = Request(
-            "cut/0",
-            prompt("cut", 500),
-            4,
-            abort_at=1,
-            params={"extra_args": nothing},
-        )
+        nothing = {"extra_args": {"kv_transfer_params": {"max_offload_tokens": 0}}}
+        cut = Request("cut/0", prompt("cut", 500), 4, abort_at=1, params=nothing)
         loaded = engine.run(Row("racing", ((cut, later), filler)))
-        salted = {**params, "cache_salt": "fresh"}
-        fresh = replace(later, name="fresh/0", at=0, params=salted)
-        computed = engine.play(Row("fresh", ((fresh,),)))
+        computed = engine.play(Row("fresh", (fresh([later]),)))
+    planted = "" if race == "stock" else "blocks freed while a step writes them"
     report.save(
         has_waited=has_waited,
-        planted=""
-        if race == "stock"
-        else "blocks freed while a step writes them"
-        + (", loads that wait" if race == "waiting" else ""),
-        cached=[loaded.cached["later/0"]],
-        differences=[
-            largest_difference(
-                loaded.logprobs["later/0"][0], computed.logprobs["fresh/0"][0]
-            )
-        ],
-        audit=engine.rpc("test_audit"),
+        planted=planted + ", loads that wait" * (race == "waiting"),
+        **against_fresh(engine, [later], loaded, computed),
     )
+
+
+def fresh(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """The same again with a salt: nothing is found, and all is computed."""
+    return tuple(
+        replace(
+            request,
+            name=f"fresh/{request.name}",
+            params={**request.params, "cache_salt": "fresh"},
+        )
+        for request in requests
+    )
+
+
+def against_fresh(
+    engine: Engine, requests: Sequence[Request], loaded: Outcome, computed: Outcome
+) -> dict[str, Any]:
+    """What was found of each, how far its first token's logprobs, which the loaded text
+    alone decides, are from the computed ones, and what the audit found."""
+    names = [request.name for request in requests]
+    return {
+        "cached": [loaded.cached[name] for name in names],
+        "differences": [
+            largest_difference(
+                loaded.logprobs[name][0], computed.logprobs[f"fresh/{name}"][0]
+            )
+            for name in names
+        ],
+        "audit": engine.rpc("test_audit"),
+    }
 
 
 def largest_difference(
@@ -351,25 +349,26 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     compiled = [] if is_strict else record_jit()
     engine = start(spec, models, report, **more)
     sync_debug._sync_check_enabled = False
-    by_name = {row.name: row for row in rows(spec)}
-    engine.rpc("test_randomize", 20)
-    for name in CHECKED_ROWS:
-        engine.run(by_name[name])
+    engine.rpc("test_randomize", SEED)
+    checked_rows = [by_name(spec)[name] for name in CHECKED_ROWS]
+    for row in checked_rows:
+        engine.run(row)
     report.save(jit_mode="error" if is_strict else "recorded", compiled=compiled)
     # Those rows again: the first time may prepare what later steps only use.
     num_first = len(compiled)
-    for name in CHECKED_ROWS:
-        engine.run(by_name[name])
+    for row in checked_rows:
+        engine.run(row)
     report.save(compiled_again=compiled[num_first:])
-    report.save(profiles=[profile(engine, by_name[PROFILED_ROW]) for _ in range(2)])
+    profiled = by_name(spec)[PROFILED_ROW]
+    report.save(profiles=[profile(engine, profiled) for _ in range(2)])
     sync_debug._sync_check_enabled = True
     checked: dict[str, str | None] = {}
-    for name in CHECKED_ROWS:
+    for row in checked_rows:
         try:
-            engine.run(by_name[name])
-            checked[name] = None
+            engine.run(row)
+            checked[row.name] = None
         except RuntimeError:
-            checked[name] = trace()[-3000:]
+            checked[row.name] = trace()[-3000:]
             break
         finally:
             report.save(sync_check=checked)
@@ -394,65 +393,38 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
     import torch
     from torch.profiler import ProfilerActivity
 
-    steps = count_steps(engine)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        engine.run(row)
+        outcome = engine.run(row)
         torch.accelerator.synchronize()
     path = Path(os.environ["NWOR_TEST_TRACE"])
     profiler.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
     path.unlink()
-    names: dict[str, Counter[str]] = {}
+    names: dict[str, Counter[str]] = {category: Counter() for category in CATEGORIES}
     for event in events:
-        category = event.get("cat")
-        if event.get("ph") == "X" and category in CATEGORIES:
-            names.setdefault(category, Counter())[event["name"]] += 1
+        if event.get("ph") == "X" and event.get("cat") in names:
+            names[event["cat"]][event["name"]] += 1
     return {
-        "steps": steps["all"],
-        "windowed_steps": steps["windowed"],
-        **{c: dict(names.get(c, {})) for c in CATEGORIES},
+        "steps": sum(map(bool, outcome.batches)),
+        "windowed_steps": outcome.num_windowed,
+        **names,
     }
 
 
-CATEGORIES = (
-    "kernel",
-    "gpu_memcpy",
-    "gpu_memset",
-    "cuda_runtime",
-    "cuda_driver",
-    "cpu_op",
-)
-
-
-def count_steps(engine: Engine) -> Counter[str]:
-    """Counts steps of the runner from now on, and those with drafts."""
-    client: Any = engine.llm.engine_core
-    core = client.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    counts: Counter[str] = Counter()
-    original = runner.__dict__.get("_nwor_test_execute") or runner.execute_model
-
-    def counted(scheduler_output: Any, *args: Any, **kwargs: Any):
-        counts["all"] += scheduler_output.total_num_scheduled_tokens > 0
-        counts["windowed"] += bool(scheduler_output.scheduled_spec_decode_tokens)
-        return original(scheduler_output, *args, **kwargs)
-
-    runner._nwor_test_execute = original
-    runner.execute_model = counted
-    return counts
-
-
 JOBS = {
-    "matrix": matrix,
-    "sync": sync,
-    "layouts": layouts,
-    "sleep": sleep,
-    "outputs": outputs,
-    "audit": audit,
-    "corrupting": corrupting,
-    "racing": racing,
-    "offload": offload,
+    job.__name__: job
+    for job in (
+        matrix,
+        sync,
+        layouts,
+        sleep,
+        outputs,
+        audit,
+        corrupting,
+        racing,
+        offload,
+    )
 }
 
 

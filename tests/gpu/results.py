@@ -51,12 +51,3 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def facts(report: dict[str, Any]) -> dict[str, Any]:
-    """What an engine turned out to be, of its process's report: without what each layer
-    is, which gpu_layouts.json has."""
-    found = {**(report.get("facts") or {})}
-    for name in ("layers", "groups", "capture_sizes", "protected"):
-        found.pop(name, None)
-    return found

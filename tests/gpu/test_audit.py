@@ -15,13 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import results
-from tests.gpu.compare import ON
-from tests.gpu.engines import BY_NAME, CORRUPTING, MATRIX, RACING
-from tests.gpu.pool import Finished, Pool
-from tests.gpu.test_engine_matrix import selected
+from tests.gpu.engines import BY_NAME, CORRUPTING, MATRIX, RACING, EngineSpec
+from tests.gpu.pool import OFF, ON, Chain, Runs, engines_fixture
 
-FILE = "gpu_audit.json"
 COMMAND = "make gpu-test STEPS='build audit'"
 AUDIT = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_MIB": "4096"}
 STRICT = {"VLLM_NWOR_STRICT": "always"}
@@ -30,76 +26,40 @@ CELLS = pytest.mark.parametrize("engine", [spec.name for spec in CORRUPTING])
 RACES = pytest.mark.parametrize("engine", [spec.name for spec in RACING])
 FAULTY, MENDED = "faulty", "mended"
 STOCK, LATE, WAITING = "stock", "late", "waiting"
-Runs = dict[str, dict[str, Finished]]
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, pool: Pool) -> Runs:
-    specs = [BY_NAME[name] for name in selected(request, "runs")]
-    found = pool.map(lambda spec: {ON: pool.run("audit", spec, ON, **AUDIT)}, specs)
-    save({name: chain[ON] for name, chain in found.items()})
-    return found
+def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
+    keys = ("clean", "flipped", "found", "audit", "differences", "is_faulty")
+    keys += ("planted", "has_waited", "cached")
+    return {
+        spec.name if state == ON else f"{spec.name}-{state}": run.entry(
+            *(key for key in keys if key in run.report)
+        )
+        for state, run in chain.items()
+    }
 
 
-@pytest.fixture(scope="module")
-def corrupting(request: pytest.FixtureRequest, pool: Pool) -> Runs:
-    specs = [BY_NAME[name] for name in selected(request, "corrupting")]
-    found = pool.map(
-        lambda spec: {
-            state: pool.run(
-                "corrupting",
-                spec,
-                "off",
-                NWOR_TEST_FAULT=str(int(state == FAULTY)),
-                **AUDIT,
-                **STRICT,
-            )
-            for state in (FAULTY, MENDED)
+def chains(job: str, variable: str, states: dict[str, str]) -> Any:
+    """A fixture: that job with `variable` at each state's value, the audit alone."""
+    return engines_fixture(
+        "gpu_audit",
+        lambda pool, spec: {
+            state: pool.run(job, spec, OFF, **{variable: value}, **AUDIT, **STRICT)
+            for state, value in states.items()
         },
-        specs,
-    )
-    save_chains(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def racing(request: pytest.FixtureRequest, pool: Pool) -> Runs:
-    specs = [BY_NAME[name] for name in selected(request, "racing")]
-    found = pool.map(
-        lambda spec: {
-            race: pool.run(
-                "racing", spec, "off", NWOR_TEST_RACE=race, **AUDIT, **STRICT
-            )
-            for race in (STOCK, LATE, WAITING)
-        },
-        specs,
-    )
-    save_chains(found)
-    return found
-
-
-def save_chains(found: Runs) -> None:
-    save(
-        {
-            f"{name}-{state}": run
-            for name, chain in found.items()
-            for state, run in chain.items()
-        }
+        entries,
+        COMMAND,
     )
 
 
-def save(finished: dict[str, Finished]) -> None:
-    entries = {}
-    for name, run in finished.items():
-        keys = ("clean", "flipped", "found", "audit", "differences", "is_faulty")
-        keys += ("planted", "has_waited", "cached")
-        entries[name] = {key: run.report[key] for key in keys if key in run.report}
-        entries[name] |= {
-            "trouble": "" if run.is_complete else run.trouble()[-2000:],
-            "seconds": run.seconds,
-            "facts": results.facts(run.report),
-        }
-    results.save(FILE, "gpu_audit", COMMAND, entries)
+runs = engines_fixture(
+    "gpu_audit",
+    lambda pool, spec: {ON: pool.run("audit", spec, ON, **AUDIT)},
+    entries,
+    COMMAND,
+)
+corrupting = chains("corrupting", "NWOR_TEST_FAULT", {FAULTY: "1", MENDED: "0"})
+racing = chains("racing", "NWOR_TEST_RACE", {s: s for s in (STOCK, LATE, WAITING)})
 
 
 def findings(looks: list[dict[str, Any]]) -> list[dict[str, Any]]:

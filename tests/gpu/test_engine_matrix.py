@@ -13,15 +13,15 @@ machines lack.
 from __future__ import annotations
 
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from packaging.version import parse
 
 from tests.gpu import results
-from tests.gpu.compare import CHECKS, OFF, ON, judge
+from tests.gpu.compare import CHECKS, judge
 from tests.gpu.engines import (
-    BY_NAME,
     COPYING,
     MATRIX,
     METHODS,
@@ -31,75 +31,42 @@ from tests.gpu.engines import (
     RAY,
     EngineSpec,
 )
-from tests.gpu.pool import Finished, Pool
+from tests.gpu.pool import Pool, engines_fixture
 
 Verdict = dict[str, Any]
-FILE = "gpu_engines.json" if ON == "cow" else f"gpu_engines_{ON}.json"
 
 
-def is_newer() -> bool:
-    return parse(version("vllm")) >= parse("0.33")
+def can_run(spec: EngineSpec) -> bool:
+    """Whether the installed vLLM has such a method, on V2, or such an executor."""
+    is_newer = parse(version("vllm")) >= parse("0.33")
+    if spec in (*NEWER, *NEWER_METHODS):
+        return is_newer
+    if spec in RAY:
+        return find_spec("ray") is not None and (spec.executor == "ray" or not is_newer)
+    return True
 
 
-def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
-    return {mode: pool.run("matrix", spec, mode) for mode in (OFF, ON)}
+def verdicts_fixture(jobs: int | None = None) -> Any:
+    return engines_fixture(
+        "gpu_engines",
+        lambda pool, spec: judge(spec, pool.off_on("matrix", spec)),
+        lambda spec, verdict: {
+            spec.name: {"engine": vars(spec) | {"runner": spec.runner}} | verdict
+        },
+        by_mode=True,
+        jobs=jobs,
+        can_run=can_run,
+    )
 
 
-def judge_all(pool: Pool, names: list[str]) -> dict[str, Verdict]:
-    specs = [BY_NAME[name] for name in names]
-    finished = pool.map(lambda spec: run_chain(pool, spec), specs)
-    verdicts = {spec.name: judge(spec, finished[spec.name]) for spec in specs}
-    entries = {
-        spec.name: {"engine": vars(spec) | {"runner": spec.runner}}
-        | verdicts[spec.name]
-        | {"facts": results.facts(verdicts[spec.name])}
-        for spec in specs
-    }
-    results.save(FILE, "gpu_engines", "make gpu-test", entries)
-    return verdicts
+verdicts = verdicts_fixture()
+single_verdicts = verdicts_fixture(jobs=1)
 
 
-def selected(request: pytest.FixtureRequest, fixture: str) -> list[str]:
-    """Names of the engines that the selected tests of this session ask for."""
-    names = {
-        str(item.callspec.params["engine"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and fixture in item.fixturenames
-        and hasattr(item, "callspec")
-    }
-    return sorted(names, key=list(BY_NAME).index)
-
-
-@pytest.fixture(scope="session")
-def verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
-    return judge_all(pool, selected(request, "verdicts"))
-
-
-@pytest.fixture(scope="session")
-def newer_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
-    if not is_newer():
-        pytest.skip("this vLLM has no such method, or on V1 only")
-    return judge_all(pool, selected(request, "newer_verdicts"))
-
-
-@pytest.fixture(scope="session")
-def parallel_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
-    pool.jobs = 1
-    return judge_all(pool, selected(request, "parallel_verdicts"))
-
-
-@pytest.fixture(scope="session")
-def ray_verdicts(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Verdict]:
-    pytest.importorskip("ray")
-    pool.jobs = 1
-    names = selected(request, "ray_verdicts")
-    if is_newer():
-        names = [name for name in names if BY_NAME[name].executor == "ray"]
-    return judge_all(pool, names)
-
-
-def assert_check(verdict: Verdict, check: str) -> None:
+def assert_check(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
+    if engine not in verdicts:
+        pytest.skip("this vLLM has no such method or executor, or no Ray")
+    verdict = verdicts[engine]
     problems = verdict["problems"]
     if problems["started"] and not problems[check]:
         # What was not run proves nothing; what did run is judged all the same.
@@ -111,37 +78,31 @@ def assert_check(verdict: Verdict, check: str) -> None:
         pytest.skip("; ".join(verdict["unmet"])[:500])
 
 
+def engines_of(*specs: EngineSpec) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("engine", [spec.name for spec in specs])
+
+
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in (*MATRIX, *METHODS)])
+@engines_of(*MATRIX, *METHODS, *NEWER, *NEWER_METHODS)
 def test_matrix(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
-    assert_check(verdicts[engine], check)
+    assert_check(verdicts, engine, check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in (*NEWER, *NEWER_METHODS)])
-def test_matrix_of_newer_vllm(
-    newer_verdicts: dict[str, Verdict], engine: str, check: str
-) -> None:
-    assert_check(newer_verdicts[engine], check)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in PARALLEL])
+@engines_of(*PARALLEL)
 def test_two_ranks(
-    parallel_verdicts: dict[str, Verdict], engine: str, check: str
+    single_verdicts: dict[str, Verdict], engine: str, check: str
 ) -> None:
     """Each rank of a tensor parallel engine restores its own cache, without a word to
     the others."""
-    assert_check(parallel_verdicts[engine], check)
+    assert_check(single_verdicts, engine, check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("engine", [spec.name for spec in RAY])
-def test_ray(ray_verdicts: dict[str, Verdict], engine: str, check: str) -> None:
+@engines_of(*RAY)
+def test_ray(single_verdicts: dict[str, Verdict], engine: str, check: str) -> None:
     """NWOR is at work in a Ray actor, to which vLLM brings its variables."""
-    if engine not in ray_verdicts:
-        pytest.skip("this vLLM has no such executor")
-    assert_check(ray_verdicts[engine], check)
+    assert_check(single_verdicts, engine, check)
 
 
 def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:
@@ -158,12 +119,8 @@ def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:
     for run in runs.values():
         assert run.is_complete, run.trouble()
     entries = {
-        f"{COPYING.name}-{name}": {
-            "groups": run.report["groups"],
-            "counters": run.report["counters"],
-            "is_vanillas": run.report["tokens"] == off.report["tokens"],
-            "facts": results.facts(run.report),
-        }
+        f"{COPYING.name}-{name}": run.entry("groups", "counters")
+        | {"is_vanillas": run.report["tokens"] == off.report["tokens"]}
         for name, run in runs.items()
     }
     results.save("gpu_copied_table.json", "gpu_copied_table", "make gpu-test", entries)

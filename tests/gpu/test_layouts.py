@@ -13,41 +13,16 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import results
-from tests.gpu.compare import ON
 from tests.gpu.engines import BY_NAME, LAYOUTS
-from tests.gpu.pool import Finished, Pool
-from tests.gpu.test_engine_matrix import selected
+from tests.gpu.pool import ON, Finished, Runs, engines_fixture
 
-FILE = "gpu_layouts.json"
 ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in LAYOUTS])
-
-
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Finished]:
-    specs = [BY_NAME[name] for name in selected(request, "runs")]
+runs = engines_fixture(
+    "gpu_layouts",
     # Not strict: a refusal is to be seen here as an answer, not as a dead engine.
-    found = pool.map(
-        lambda spec: {ON: pool.run("layouts", spec, ON, VLLM_NWOR_STRICT="0")}, specs
-    )
-    results.save(
-        FILE,
-        "gpu_layouts",
-        "make gpu-test",
-        {name: shortened(chain[ON]) for name, chain in found.items()},
-    )
-    return {name: chain[ON] for name, chain in found.items()}
-
-
-def shortened(run: Finished) -> dict[str, Any]:
-    """For the results file."""
-    return {
-        "complete": run.is_complete,
-        "trouble": "" if run.is_complete else run.trouble()[-2000:],
-        "facts": results.facts(run.report),
-        "groups": run.report.get("groups"),
-        "layouts": run.report.get("layouts"),
-    }
+    lambda pool, spec: {ON: pool.run("layouts", spec, ON, VLLM_NWOR_STRICT="0")},
+    lambda spec, chain: {spec.name: chain[ON].entry("groups", "layouts")},
+)
 
 
 def layers(run: Finished) -> list[dict[str, Any]]:
@@ -59,33 +34,29 @@ def layers(run: Finished) -> list[dict[str, Any]]:
 
 
 @ENGINES
-def test_layers_are_protected_as_rows(runs: dict[str, Finished], engine: str) -> None:
-    for layer in layers(runs[engine]):
+def test_layers_are_protected_as_rows(runs: Runs, engine: str) -> None:
+    for layer in layers(runs[engine][ON]):
         assert layer["rows"], layer
-        assert layer["is_protected"], (layer, runs[engine].report["groups"])
+        assert layer["is_protected"], (layer, runs[engine][ON].report["groups"])
         assert layer["slot_bytes"] == layer["slot_bytes_expected"], layer
 
 
 @ENGINES
-def test_the_writer_writes_there_and_nowhere_else(
-    runs: dict[str, Finished], engine: str
-) -> None:
-    for layer in layers(runs[engine]):
+def test_the_writer_writes_there_and_nowhere_else(runs: Runs, engine: str) -> None:
+    for layer in layers(runs[engine][ON]):
         assert layer["missed_bytes"] == 0, layer
         assert layer["extra_bytes"] == 0, layer
 
 
 @ENGINES
-def test_probing_leaves_no_trace(runs: dict[str, Finished], engine: str) -> None:
-    for layer in layers(runs[engine]):
+def test_probing_leaves_no_trace(runs: Runs, engine: str) -> None:
+    for layer in layers(runs[engine][ON]):
         assert layer["impl_unchanged"], layer
         assert layer["cache_unchanged"], layer
 
 
 @ENGINES
-def test_backend_and_order_are_those_asked_for(
-    runs: dict[str, Finished], engine: str
-) -> None:
+def test_backend_and_order_are_those_asked_for(runs: Runs, engine: str) -> None:
     """A row that silently fell back to another backend or order would prove nothing."""
     spec = BY_NAME[engine]
     names = {
@@ -96,7 +67,7 @@ def test_backend_and_order_are_those_asked_for(
         "FLASHMLA": "FlashMLAImpl",
         "FLASH_ATTN_MLA": "FlashAttnMLAImpl",
     }
-    for layer in layers(runs[engine]):
+    for layer in layers(runs[engine][ON]):
         assert layer["impl"] == names[spec.backend], layer
         if not spec.is_mla:
             _, head_stride, slot_stride, _ = layer["strides"]

@@ -15,13 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import results
-from tests.gpu.compare import OFF, ON
-from tests.gpu.engines import BY_NAME, SYNC, EngineSpec
-from tests.gpu.pool import Finished, Pool
-from tests.gpu.test_engine_matrix import selected
+from tests.gpu.engines import SYNC, EngineSpec
+from tests.gpu.pool import OFF, ON, Chain, Finished, Pool, Runs, engines_fixture
 
-FILE = "gpu_sync.json" if ON == "cow" else f"gpu_sync_{ON}.json"
 # Calls of the CUDA runtime and driver that make the host wait.
 SYNCHRONISING = (
     "cudaDeviceSynchronize",
@@ -40,19 +36,9 @@ SYNCHRONISING = (
 # of pinned memory depends on how far the device is: vanilla's number varies.
 ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost")
 OURS = "nwor"
-Runs = dict[str, dict[str, Finished]]
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, pool: Pool) -> Runs:
-    specs = [BY_NAME[name] for name in selected(request, "runs")]
-    found = pool.map(lambda spec: run_chain(pool, spec), specs)
-    entries = {name: shortened(chain) for name, chain in found.items()}
-    results.save(FILE, "gpu_sync", "make gpu-test", entries)
-    return found
-
-
-def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
+def run_chain(pool: Pool, spec: EngineSpec) -> Chain:
     """Off, then on; on with the monitor's own errors if vanilla gives no cause."""
     check = {"VLLM_GPU_SYNC_CHECK": "error"}
     off = pool.run("sync", spec, OFF, **check)
@@ -60,41 +46,37 @@ def run_chain(pool: Pool, spec: EngineSpec) -> dict[str, Finished]:
     return {OFF: off, ON: pool.run("sync", spec, ON, NWOR_TEST_JIT=jit, **check)}
 
 
-def shortened(runs: dict[str, Finished]) -> dict[str, Any]:
+def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     """For the results file: what the tests compare, without the names of vLLM's own
     kernels and of the host's operators, which are many."""
-    entry: dict[str, Any] = {}
-    for mode, run in runs.items():
-        report = run.report
-        kept = ("jit_mode", "compiled", "compiled_again")
-        entry[mode] = {
-            "complete": run.is_complete,
-            "trouble": "" if run.is_complete else run.trouble()[-2000:],
-            "facts": results.facts(report),
-            **{name: report.get(name) for name in kept},
-            "sync_check": {
-                row: text and waiting_line(text)
-                for row, text in report.get("sync_check", {}).items()
-            },
-            "profiles": [
-                {
-                    "steps": profile["steps"],
-                    "windowed_steps": profile["windowed_steps"],
-                    "synchronising": calls_of(profile, SYNCHRONISING),
-                    "allocating": calls_of(profile, ALLOCATING),
-                    "pageable_copies": pageable_copies(profile),
-                    "device_work": device_work(profile).total(),
-                }
-                for profile in report.get("profiles", ())
-            ],
+    found: dict[str, Any] = {}
+    for mode, run in chain.items():
+        found[mode] = run.entry("jit_mode", "compiled", "compiled_again")
+        found[mode]["sync_check"] = {
+            row: text and waiting_line(text)
+            for row, text in run.report.get("sync_check", {}).items()
         }
+        found[mode]["profiles"] = [
+            {
+                "steps": profile["steps"],
+                "windowed_steps": profile["windowed_steps"],
+                "synchronising": calls_of(profile, SYNCHRONISING),
+                "allocating": calls_of(profile, ALLOCATING),
+                "pageable_copies": pageable_copies(profile),
+                "device_work": device_work(profile).total(),
+            }
+            for profile in run.report.get("profiles", ())
+        ]
     work = [
         device_work(run.report["profiles"][1])
-        for run in runs.values()
+        for run in chain.values()
         if len(run.report.get("profiles", ())) == 2
     ]
-    entry["added_work"] = difference(*work) if len(work) == 2 else None
-    return entry
+    found["added_work"] = difference(*work) if len(work) == 2 else None
+    return {spec.name: found}
+
+
+runs = engines_fixture("gpu_sync", run_chain, shortened, by_mode=True)
 
 
 def waiting_line(trace: str) -> str:

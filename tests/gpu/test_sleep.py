@@ -16,69 +16,49 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import results
-from tests.gpu.compare import OFF, ON, differing
+from tests.gpu.compare import counter_problems, differing
 from tests.gpu.engines import BY_NAME, SLEEP
-from tests.gpu.pool import Finished, Pool
-from tests.gpu.process import SLEEP_ROWS
-from tests.gpu.test_engine_matrix import selected
+from tests.gpu.pool import OFF, ON, Finished, Runs, engines_fixture
+from tests.gpu.process import PHASES, SLEEP_ROWS
 
-FILE = "gpu_sleep.json"
-PHASES = ("awake", "level 1", "live", "level 2")
 ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in SLEEP])
-Runs = dict[str, dict[str, Finished]]
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, pool: Pool) -> Runs:
-    pool.jobs = 1  # while one engine sleeps, others must not take its memory
-    specs = [BY_NAME[name] for name in selected(request, "runs")]
-    found = pool.map(
-        lambda spec: {mode: pool.run("sleep", spec, mode) for mode in (OFF, ON)}, specs
-    )
-    entries = {
-        name: {mode: shortened(run) for mode, run in chain.items()}
-        for name, chain in found.items()
-    }
-    results.save(FILE, "gpu_sleep", "make gpu-test STEPS='build sleep'", entries)
-    return found
-
-
-def shortened(run: Finished) -> dict[str, Any]:
-    """For the results file: how far it came, where memory lay, what was restored."""
-    report = run.report
+def phases(run: Finished) -> dict[str, Any]:
+    """For the results file: where memory lay, what was restored."""
     return {
-        "complete": run.is_complete,
-        "trouble": "" if run.is_complete else run.trouble()[-2000:],
-        "seconds": run.seconds,
-        "facts": results.facts(report),
-        "phases": {
-            phase: {
-                "pools": (report[phase]["memory"] or {}).get("pools"),
-                "rows": {
-                    row: report[phase][row]["device_counters"]
-                    for row in SLEEP_ROWS
-                    if row in report[phase]
-                },
-            }
-            for phase in PHASES
-            if phase in report
-        },
+        phase: {
+            "pools": (seen["memory"] or {}).get("pools"),
+            "rows": {
+                row: seen[row]["device_counters"] for row in SLEEP_ROWS if row in seen
+            },
+        }
+        for phase, seen in run.report.items()
+        if phase in PHASES and "memory" in seen
     }
 
 
-def phase_of(run: Finished, phase: str) -> dict[str, Any]:
-    found: dict[str, Any] | None = run.report.get(phase)
-    if found is None:
-        pytest.fail(f"no phase {phase!r}: {run.trouble()}")
-    return found
+runs = engines_fixture(
+    "gpu_sleep",
+    lambda pool, spec: pool.off_on("sleep", spec),
+    lambda spec, chain: {
+        spec.name: {
+            mode: run.entry() | {"phases": phases(run)} for mode, run in chain.items()
+        }
+    },
+    "make gpu-test STEPS='build sleep'",
+    jobs=1,  # while one engine sleeps, others must not take its memory
+)
 
 
-def row_of(run: Finished, phase: str, row: str) -> dict[str, Any]:
-    found: dict[str, Any] | None = phase_of(run, phase).get(row)
-    if found is None:
-        pytest.fail(f"{phase}: no row {row!r}: {run.trouble()}")
-    return found
+def found(run: Finished, *names: str) -> dict[str, Any]:
+    """What its report has there: a phase, or a phase's row."""
+    value = run.report
+    for name in names:
+        if name not in value:
+            pytest.fail(f"no {' of '.join(reversed(names))}: {run.trouble()}")
+        value = value[name]
+    return value
 
 
 @ENGINES
@@ -91,7 +71,7 @@ def test_vanilla_sleeps(runs: Runs, engine: str) -> None:
 def test_nothing_of_ours_is_in_the_pool_that_is_emptied(
     runs: Runs, engine: str
 ) -> None:
-    memory = phase_of(runs[engine][ON], "awake")["memory"]
+    memory = found(runs[engine][ON], "awake")["memory"]
     # What is told of addresses is true: the caches themselves are in it.
     assert set(memory["cache_pools"]) == {"kv_cache"}
     pools = memory["pools"]
@@ -105,10 +85,10 @@ def test_tables_hold_the_addresses_of_the_caches(
     runs: Runs, engine: str, phase: str
 ) -> None:
     run = runs[engine][ON]
-    memory = phase_of(run, phase)["memory"]
+    memory = found(run, phase)["memory"]
     for tables, addresses in zip(memory["tables"], memory["addresses"], strict=True):
         assert sorted(row[0] for table in tables for row in table) == addresses
-    assert memory["tables"] == phase_of(run, "awake")["memory"]["tables"]
+    assert memory["tables"] == found(run, "awake")["memory"]["tables"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -117,11 +97,11 @@ def test_bytes(runs: Runs, engine: str, phase: str) -> None:
     """Guarantees 1 and 2, by the byte oracle, which vanilla fails."""
     dirty = 0
     for row in SLEEP_ROWS:
-        on = row_of(runs[engine][ON], phase, row)
+        on = found(runs[engine][ON], phase, row)
         (seen,) = on["watch"]
         assert seen["violations"] == [], (row, seen["violations_by_kind"])
         dirty += seen["num_dirty_slots"]
-        (vanilla,) = row_of(runs[engine][OFF], phase, row)["watch"]
+        (vanilla,) = found(runs[engine][OFF], phase, row)["watch"]
         assert set(vanilla["violations_by_kind"]) <= {"not restored"}
     assert dirty > 0, "the forward never changed a rejected slot"
 
@@ -131,8 +111,8 @@ def test_bytes(runs: Runs, engine: str, phase: str) -> None:
 def test_outputs_are_vanillas(runs: Runs, engine: str, phase: str) -> None:
     """Guarantee 3; and what was asked before the sleep gets the same answer after."""
     for row in SLEEP_ROWS:
-        off, on = (row_of(runs[engine][mode], phase, row) for mode in (OFF, ON))
-        awake = row_of(runs[engine][OFF], "awake", row)
+        off, on = (found(runs[engine][mode], phase, row) for mode in (OFF, ON))
+        awake = found(runs[engine][OFF], "awake", row)
         if off["tokens"] != awake["tokens"]:
             pytest.skip(f"{phase}, {row}: vanilla answers otherwise after this sleep")
         assert differing(off, on) == [], row
@@ -141,7 +121,7 @@ def test_outputs_are_vanillas(runs: Runs, engine: str, phase: str) -> None:
 @ENGINES
 def test_requests_that_run_while_it_sleeps(runs: Runs, engine: str) -> None:
     """Nothing is lost: the same tokens as vanilla, and all of them counted."""
-    off, on = (row_of(runs[engine][mode], "live", "interrupted") for mode in (OFF, ON))
+    off, on = (found(runs[engine][mode], "live", "interrupted") for mode in (OFF, ON))
     assert off["num_live"] == on["num_live"] > 0
     assert differing(off, on) == []
     device, told = on["device_counters"], on["counters"]
@@ -155,13 +135,7 @@ def test_requests_that_run_while_it_sleeps(runs: Runs, engine: str) -> None:
 @ENGINES
 def test_counters(runs: Runs, engine: str, phase: str) -> None:
     """Guarantee 7; counters that were lost in a sleep would rise by nonsense."""
+    run = runs[engine][ON]
     for row in SLEEP_ROWS:
-        on = row_of(runs[engine][ON], phase, row)
-        (seen,) = on["watch"]
-        device, told = on["device_counters"], on["counters"]
-        assert device["windows"] == seen["num_windows"]
-        assert device["staged"] == seen["num_drafts"] > 0
-        assert device["committed"] == seen["num_accepted"]
-        assert device["invalid_slots"] == 0
-        assert told.get("nwor_breaches", 0) == 0
-        assert not any(n for name, n in told.items() if "nwor_fallbacks" in name)
+        on = found(run, phase, row)
+        assert counter_problems(BY_NAME[engine], run.report, on) == [], row

@@ -33,10 +33,15 @@ wrappers is certain. On vanilla vLLM the oracle must report "not restored".
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from tests.helpers.oracle import hash_rows
 
 MAX_REPORTED = 20
 
@@ -47,7 +52,7 @@ class Step:
 
     slots: for each layer, [num_tokens] int64, device, -1 for padding: as they are once
         the sampler has returned. verified: as the forward saw them.
-    rejected: batch rows of rejected drafts, [n] int64, device.
+    rejected: batch rows of rejected drafts.
     contradictions: where vLLM's own numbers do not agree.
     """
 
@@ -60,8 +65,27 @@ class Step:
     accepted: dict[str, int] = field(default_factory=dict)
     slots: dict[str, torch.Tensor] = field(default_factory=dict)
     verified: dict[str, torch.Tensor] = field(default_factory=dict)
-    rejected: torch.Tensor | None = None
+    rejected: list[int] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
+
+    def record(
+        self,
+        names: Sequence[str],
+        rows: list[int],
+        num_drafts: Sequence[int],
+        num_accepted: Sequence[int],
+    ) -> None:
+        """rows: those that get logits; of each request its target's, then its drafts'.
+        The others: by request."""
+        end = 0
+        for name, drafts, accepted in zip(
+            names, num_drafts, num_accepted, strict=False
+        ):
+            first, end = end + 1, end + 1 + drafts
+            if drafts:
+                self.drafted[name] = drafts
+                self.accepted[name] = accepted
+                self.rejected += rows[first + accepted : end]
 
     def summary(self) -> list[Any]:
         """[requests, tokens, drafts, accepted, graph mode, preempted requests]"""
@@ -80,11 +104,11 @@ class Watch:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.is_v2 = hasattr(runner, "prepare_attn")
         self.layers = target_layers(runner)
         if not self.layers:
             raise RuntimeError("no attention layer of the target model was found")
         self.storages = storages(runner)
+        self.device = self.storages[0].device
         pointers = [storage.data_ptr() for storage in self.storages]
         self.storage_of = {
             name: pointers.index(layer.kv_cache.untyped_storage().data_ptr())
@@ -99,33 +123,31 @@ class Watch:
         reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
         regions = reserved if isinstance(reserved, dict) else {}
         self.is_staged = bool(regions)
-        self.num_real = {
-            name: regions[self.group_of[name]].num_real_blocks
-            * regions[self.group_of[name]].block_size
-            if self.group_of[name] in regions
-            else slot_count(layer)
-            for name, layer in self.layers.items()
-        }
-        self.is_on = False
+        self.num_real = {name: slot_count(layer) for name, layer in self.layers.items()}
+        for name in self.layers:
+            if region := regions.get(self.group_of[name]):
+                self.num_real[name] = region.num_real_blocks * region.block_size
+        self.shadow = self._masks(
+            lambda name: torch.arange(
+                self.num_real[name], slot_count(self.layers[name]), device=self.device
+            )
+        )
         self._step: Step | None = None
-        self._graph = "NONE"
         self._before: list[torch.Tensor] = []
         self._after: list[torch.Tensor] = []
-        self._reset()
+        self._reset(is_on=False)
         self._install()
 
-    def _reset(self) -> None:
+    def _reset(self, is_on: bool) -> None:
+        self.is_on = is_on
         self.steps: list[list[Any]] = []
         self.digests: list[tuple[int, int, int]] = []
         self.violations: list[dict[str, Any]] = []
-        self.num_rejected = self.num_dirty = 0
-        self.num_windows = self.num_drafts = self.num_accepted = 0
-        device = self.storages[0].device
-        sizes = self.num_real
+        self.totals: Counter[str] = Counter()
         self.dirty, self.written = (
             {
-                name: torch.zeros(size, dtype=torch.bool, device=device)
-                for name, size in sizes.items()
+                name: torch.zeros(size, dtype=torch.bool, device=self.device)
+                for name, size in self.num_real.items()
             }
             for _ in range(2)
         )
@@ -142,206 +164,198 @@ class Watch:
             mixed = (place + number * 7919 + seed) * 0x9E3779B1
             # 0x00..0x3F in every byte: finite as bf16, fp8 and float32 scales.
             blocks.copy_(((mixed >> 15) & 0x3F).view(blocks.shape))
-        self._reset()
-        self.is_on = True
+        self._reset(is_on=True)
 
     def stop(self) -> dict[str, Any]:
         """What was seen, as plain data."""
         self.is_on = False
+        by_kind: Counter[str] = Counter()
+        for violation in self.violations:
+            by_kind[violation["kind"]] += violation["num_slots"]
+        counted = ("rejected_slots", "dirty_slots", "windows", "drafts", "accepted")
         return {
             "steps": self.steps,
             "digests": self.digests,
             "violations": self.violations[:MAX_REPORTED],
-            "violations_by_kind": self._by_kind(),
-            "num_rejected_slots": self.num_rejected,
-            "num_dirty_slots": self.num_dirty,
-            "num_windows": self.num_windows,
-            "num_drafts": self.num_drafts,
-            "num_accepted": self.num_accepted,
+            "violations_by_kind": dict(by_kind),
+            **{f"num_{name}": self.totals[name] for name in counted},
             "layers": len(self.layers),
         }
 
-    def _by_kind(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for violation in self.violations:
-            kind = violation["kind"]
-            found[kind] = found.get(kind, 0) + violation["num_slots"]
-        return found
+    @property
+    def step(self) -> Step:
+        assert self._step is not None
+        return self._step
 
     # -- moments -----------------------------------------------------------------------
 
     def _install(self) -> None:
-        runner = self.runner
-        execute_model = runner.execute_model
-
-        def observed_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any):
+        def begin(scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
             self._step = step_from(scheduler_output) if self.is_on else None
-            self._graph = "NONE"
-            return execute_model(scheduler_output, *args, **kwargs)
 
-        runner.execute_model = observed_execute_model
-        if self.is_v2:
+        self._wrap(self.runner, "execute_model", before=begin)
+        if hasattr(self.runner, "prepare_attn"):
             self._install_v2()
         else:
             self._install_v1()
+
+    def _wrap(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[..., None] = lambda *args, **kwargs: None,
+        after: Callable[..., None] = lambda result, *args, **kwargs: None,
+    ) -> None:
+        """Has `before` called with a method's arguments and `after` with its result and
+        them, within a step that is watched; `execute_model` begins one."""
+        original = getattr(owner, name)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if self._step is not None or name == "execute_model":
+                before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if self._step is not None:
+                after(result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, observed)
 
     def _install_v1(self) -> None:
         from vllm.forward_context import get_forward_context
 
         runner = self.runner
-        model_forward, sample = runner._model_forward, runner._sample
 
-        def observed_model_forward(*args: Any, **kwargs: Any):
-            step = self._step
-            if step is None:
-                return model_forward(*args, **kwargs)
+        def forward_begins(*args: Any, **kwargs: Any) -> None:
             context: Any = get_forward_context()
-            step.graph = context.cudagraph_runtime_mode.name
-            step.verified = {
-                name: context.slot_mapping[name].clone() for name in self.layers
-            }
+            self.step.graph = context.cudagraph_runtime_mode.name
+            self._note_verified(context.slot_mapping)
             self._before = self._copy()
-            output = model_forward(*args, **kwargs)
+
+        def forward_ended(output: Any, *args: Any, **kwargs: Any) -> None:
             self._after = self._copy()
-            return output
 
-        def observed_sample(logits: Any, metadata: Any):
-            output = sample(logits, metadata)
-            if self._step is not None:
-                tables = runner.input_batch.block_table
-                self._note_slots(
-                    {
-                        name: tables[group].slot_mapping.gpu
-                        for name, group in self.group_of.items()
-                    }
+        def sampled(output: Any, logits: Any, metadata: Any) -> None:
+            """A request has one valid token more than it accepted drafts."""
+            batch = runner.input_batch
+            if metadata is not None:
+                num_valid = [
+                    sum(0 <= token < batch.vocab_size for token in tokens)
+                    for tokens in output.sampled_token_ids.tolist()
+                ]
+                self.step.record(
+                    batch.req_ids,
+                    metadata.logits_indices.tolist(),
+                    metadata.num_draft_tokens,
+                    [max(num - 1, 0) for num in num_valid],
                 )
-                record_v1(self._step, runner, metadata, output.sampled_token_ids)
-                self._judge(self._step)
-            return output
+            tables = batch.block_table
+            self._judge(
+                {n: tables[g].slot_mapping.gpu for n, g in self.group_of.items()}
+            )
 
-        runner._model_forward = observed_model_forward
-        runner._sample = observed_sample
+        self._wrap(runner, "_model_forward", forward_begins, forward_ended)
+        self._wrap(runner, "_sample", after=sampled)
 
     def _install_v2(self) -> None:
         runner = self.runner
-        prepare_attn, sample = runner.prepare_attn, runner.sample
+        mappings: dict[str, torch.Tensor] = {}
 
-        def observed_prepare_attn(input_batch: Any):
-            if self._step is None:
-                return prepare_attn(input_batch)
+        def attention_begins(*args: Any, **kwargs: Any) -> None:
             self._before = self._copy()
-            result = prepare_attn(input_batch)
-            _, slot_mappings = result
-            mappings = {
-                name: slot_mappings[self.group_of[name]] for name in self.layers
-            }
-            self._mappings = mappings
-            self._step.verified = {
-                name: mapping.clone() for name, mapping in mappings.items()
-            }
-            return result
 
-        def observed_sample(hidden_states: Any, input_batch: Any, grammar_output: Any):
-            if self._step is None:
-                return sample(hidden_states, input_batch, grammar_output)
+        def attention_prepared(result: Any, *args: Any, **kwargs: Any) -> None:
+            mappings.update({n: result[1][g] for n, g in self.group_of.items()})
+            self._note_verified(mappings)
+
+        def forward_ended(*args: Any, **kwargs: Any) -> None:
             self._after = self._copy()
-            result = sample(hidden_states, input_batch, grammar_output)
-            self._step.graph = self._graph
-            self._note_slots(self._mappings)
-            record_v2(self._step, input_batch, *result[1:])
-            self._judge(self._step)
-            return result
 
-        runner.prepare_attn = observed_prepare_attn
-        runner.sample = observed_sample
+        def sampled(result: Any, hidden_states: Any, batch: Any, *args: Any) -> None:
+            """A request's last rows fell, as many as vLLM says."""
+            if batch.num_draft_tokens:
+                bounds = batch.cu_num_logits  # the host's may be upper bounds
+                drafts = (bounds[1:] - bounds[:-1] - 1).tolist()
+                num_sampled, fallen = result[1].tolist(), result[2].tolist()
+                accepted = [n - f for n, f in zip(drafts, fallen, strict=False)]
+                rows = batch.logits_indices.tolist()
+                self.step.record(batch.req_ids, rows, drafts, accepted)
+                self.step.contradictions += [
+                    f"{name}: {num} accepted, {one} sampled do not add up"
+                    for name, one in zip(batch.req_ids, num_sampled, strict=False)
+                    if (num := self.step.accepted.get(name, one - 1)) != one - 1
+                ]
+            self._judge(mappings)
+
+        self._wrap(runner, "prepare_attn", attention_begins, attention_prepared)
+        self._wrap(runner, "sample", forward_ended, sampled)
         manager = getattr(runner, "cudagraph_manager", None)
         if manager is not None:
-            self._note_graph(manager, "run_fullgraph", "FULL")
-            self._note_graph(manager, "run_pw_graph", "PIECEWISE")
+            for name, mode in (
+                ("run_fullgraph", "FULL"),
+                ("run_pw_graph", "PIECEWISE"),
+            ):
+                self._wrap(manager, name, functools.partial(self._note_graph, mode))
 
-    def _note_slots(self, mappings: dict[str, torch.Tensor]) -> None:
-        """The step's slots, after the sampler and before the drafter computes its own
-        into the same buffers."""
-        step = self._step
-        assert step is not None
-        step.slots = {
-            name: mappings[name][: len(verified)].clone()
-            for name, verified in step.verified.items()
-        }
+    def _note_graph(self, mode: str, *args: Any, **kwargs: Any) -> None:
+        self.step.graph = mode
 
-    def _note_graph(self, manager: Any, method: str, mode: str) -> None:
-        original = getattr(manager, method)
-
-        def noted(*args: Any, **kwargs: Any):
-            self._graph = mode
-            return original(*args, **kwargs)
-
-        setattr(manager, method, noted)
+    def _note_verified(self, mappings: dict[str, torch.Tensor]) -> None:
+        self.step.verified = {name: mappings[name].clone() for name in self.layers}
 
     # -- judging -----------------------------------------------------------------------
 
     def _copy(self) -> list[torch.Tensor]:
         return [storage.clone() for storage in self.storages]
 
-    def _judge(self, step: Step) -> None:
-        assert len(self._before) == len(self._after) == len(self.storages)
-        number = len(self.steps)
-        rejected_masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
-        mapped_masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
-        staged_masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
-        real_masks = [torch.ones_like(s, dtype=torch.bool) for s in self.storages]
+    def _masks(self, slots: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
+        """For each storage [bytes] bool: those of the slots that `slots` names of each
+        layer, [n] int64."""
+        masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
         for name, layer in self.layers.items():
-            index = self.storage_of[name]
-            slots = step.slots[name]
-            mark(mapped_masks[index], layer, slots[slots >= 0])
-            if self.is_staged:
-                num_real = self.num_real[name]
-                shadow = torch.arange(num_real, slot_count(layer), device=slots.device)
-                mark(real_masks[index], layer, shadow, False)
-                verified = step.verified[name]
-                mark(staged_masks[index], layer, slots[verified >= num_real])
-                if step.rejected is not None:
-                    early = step.rejected[verified[step.rejected] < num_real]
-                    if len(early):
-                        self._add(number, "not staged", name, slots[early].tolist())
-            if step.rejected is not None:
-                rejected = slots[step.rejected]
-                mark(rejected_masks[index], layer, rejected[rejected >= 0])
-        trouble = []
+            mark(masks[self.storage_of[name]], layer, slots(name))
+        return masks
+
+    def _judge(self, mappings: dict[str, torch.Tensor]) -> None:
+        """Once the sampler has returned, and before the drafter computes its own slots
+        into the same buffers: `mappings`."""
+        step, number, real = self.step, len(self.steps), self.num_real
+        assert len(self._before) == len(self._after) == len(self.storages)
+        slots, verified = step.slots, step.verified
+        fell = torch.tensor(step.rejected, dtype=torch.int64, device=self.device)
+        for name, of_forward in verified.items():
+            slots[name] = mappings[name][: len(of_forward)].clone()
+            early = slots[name][fell[of_forward[fell] < real[name]]].tolist()
+            if self.is_staged and early:
+                self._add(number, "not staged", name, early)
+        mapped = self._masks(slots.__getitem__)
+        rejected = self._masks(lambda name: slots[name][fell])
+        staged = self._masks(lambda name: slots[name][verified[name] >= real[name]])
+        wrote = self._masks(lambda name: verified[name][fell])
         for index, now in enumerate(self.storages):
             before, after = self._before[index], self._after[index]
-            rejected_mask, mapped_mask = rejected_masks[index], mapped_masks[index]
-            real, staged = real_masks[index], staged_masks[index]
-            commits = mapped_mask if self.is_staged else rejected_mask
-            trouble.append(
-                (
-                    index,
-                    ("not restored", (now != before) & rejected_mask),
-                    ("stray write", (now != after) & ~commits & real),
-                    ("unmapped write", (after != before) & ~mapped_mask & real),
-                    ("early write", (after != before) & staged),
-                )
-            )
-        if step.rejected is not None and len(step.rejected):
-            for name, layer in self.layers.items():
-                index = self.storage_of[name]
-                changed = self._before[index] != self._after[index]
-                wrote = torch.zeros_like(changed)
-                mark(wrote, layer, step.verified[name][step.rejected])
-                self.num_dirty += int(slots_with(changed & wrote, layer).sum())
-                self.num_rejected += len(step.rejected)
-        for index, *kinds in trouble:
-            for kind, mask in kinds:
+            commits = mapped[index] if self.is_staged else rejected[index]
+            wrote[index] &= before != after
+            outside = ~self.shadow[index]
+            for kind, mask in (
+                ("not restored", (now != before) & rejected[index]),
+                ("stray write", (now != after) & ~commits & outside),
+                ("unmapped write", (after != before) & ~mapped[index] & outside),
+                ("early write", (after != before) & staged[index]),
+            ):
                 if bool(mask.any()):
                     self._report(number, kind, index, mask)
+        for name, layer in self.layers.items():
+            dirty = slots_with(wrote[self.storage_of[name]], layer)
+            self.totals["dirty_slots"] += int(dirty.sum())
+            self.totals["rejected_slots"] += len(step.rejected)
         for text in step.contradictions:
             self._add(number, "contradiction", text, [-1])
-        self._track(step)
+        self._track(step, fell)
         self.digests.append(self._digest(step))
         self.steps.append(step.summary())
-        self.num_windows += len(step.drafted)
-        self.num_drafts += sum(step.drafted.values())
-        self.num_accepted += sum(step.accepted.values())
+        self.totals["windows"] += len(step.drafted)
+        self.totals["drafts"] += sum(step.drafted.values())
+        self.totals["accepted"] += sum(step.accepted.values())
         self._step = None
 
     def _report(self, number: int, kind: str, index: int, mask: torch.Tensor) -> None:
@@ -367,7 +381,7 @@ class Watch:
             }
         )
 
-    def _track(self, step: Step) -> None:
+    def _track(self, step: Step, fell: torch.Tensor) -> None:
         """Which slots hold what a rejected draft wrote last, were NWOR not there."""
         for name, layer in self.layers.items():
             dirty = self.dirty[name].view(-1, block_size_of(layer))
@@ -378,9 +392,8 @@ class Watch:
             slots = step.slots[name]
             self.dirty[name][slots[slots >= 0]] = False
             self.written[name][slots[slots >= 0]] = True
-            if step.rejected is not None:
-                rejected = slots[step.rejected]
-                self.dirty[name][rejected[rejected >= 0]] = True
+            rejected = slots[fell]
+            self.dirty[name][rejected[rejected >= 0]] = True
 
     def _digest(self, step: Step) -> tuple[int, int, int]:
         places = strict = anywhere = 0
@@ -409,64 +422,6 @@ def step_from(scheduler_output: Any) -> Step:
         zeroed_blocks=tuple(
             getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
         ),
-    )
-
-
-def record_v1(step: Step, runner: Any, metadata: Any, sampled: torch.Tensor) -> None:
-    """Request r's drafts are the rows after its first one among the rows that get
-    logits; it has one valid token more than it accepted drafts.
-
-    sampled: [num_requests, 1 + most drafts] int32, device, -1 where there is none.
-    """
-    if metadata is None:
-        return
-    rows = metadata.logits_indices.tolist()
-    tokens = sampled.tolist()
-    vocabulary = runner.input_batch.vocab_size
-    rejected: list[int] = []
-    start = 0
-    for index, num_drafts in enumerate(metadata.num_draft_tokens):
-        draft_rows = rows[start + 1 : start + 1 + num_drafts]
-        start += 1 + num_drafts
-        if not num_drafts:
-            continue
-        valid = [token for token in tokens[index] if 0 <= token < vocabulary]
-        num_accepted = max(len(valid) - 1, 0)
-        name = runner.input_batch.req_ids[index]
-        step.drafted[name] = num_drafts
-        step.accepted[name] = num_accepted
-        rejected += draft_rows[num_accepted:]
-    step.rejected = torch.tensor(rejected, dtype=torch.int64, device=sampled.device)
-
-
-def record_v2(
-    step: Step, batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
-) -> None:
-    """The same on the V2 runner: a request's last `num_rejected` rows fell.
-
-    num_sampled, num_rejected: [num_requests] int32, device.
-    """
-    if batch.num_draft_tokens == 0:
-        return
-    rows = batch.logits_indices.tolist()
-    bounds = batch.cu_num_logits.tolist()  # the host's may be upper bounds
-    sampled, fallen = num_sampled.tolist(), num_rejected.tolist()
-    rejected: list[int] = []
-    for index, name in enumerate(batch.req_ids):
-        draft_rows = rows[bounds[index] + 1 : bounds[index + 1]]
-        if not draft_rows:
-            continue
-        num_accepted = len(draft_rows) - fallen[index]
-        if num_accepted != sampled[index] - 1:
-            step.contradictions.append(
-                f"{name}: {len(draft_rows)} drafts, {sampled[index]} sampled, "
-                f"{fallen[index]} rejected do not add up"
-            )
-        step.drafted[name] = len(draft_rows)
-        step.accepted[name] = num_accepted
-        rejected += draft_rows[num_accepted:]
-    step.rejected = torch.tensor(
-        rejected, dtype=torch.int64, device=num_rejected.device
     )
 
 
@@ -526,12 +481,11 @@ def layer_view(buffer: torch.Tensor, layer: Any) -> torch.Tensor:
     return view if cache.dim() == 4 else view.unsqueeze(1)
 
 
-def mark(
-    mask: torch.Tensor, layer: Any, slots: torch.Tensor, value: bool = True
-) -> None:
-    """Sets `mask`, [storage bytes] bool, at the bytes of `slots`, [n] int64."""
-    size = block_size_of(layer)
-    layer_view(mask, layer)[slots // size, :, slots % size] = value
+def mark(mask: torch.Tensor, layer: Any, slots: torch.Tensor) -> None:
+    """Sets `mask`, [storage bytes] bool, at the bytes of `slots`, [n] int64, -1 for
+    none."""
+    slots, size = slots[slots >= 0], block_size_of(layer)
+    layer_view(mask, layer)[slots // size, :, slots % size] = True
 
 
 def slots_with(mask: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -545,19 +499,9 @@ def odd_numbers(like: torch.Tensor) -> torch.Tensor:
 
 
 def hash_slots(storage: torch.Tensor, layer: Any) -> torch.Tensor:
-    """[num_slots] int64: a hash of each slot's bytes, heads in order: odd random
-    multipliers modulo 2^64, after each word's high half was mixed into its low one."""
+    """[num_slots] int64: a hash of each slot's bytes, heads in order."""
     by_slot = layer_view(storage, layer).permute(0, 2, 1, 3)
-    rows = by_slot.reshape(slot_count(layer), -1).contiguous()
-    spare = -rows.shape[1] % 8
-    if spare:
-        rows = torch.nn.functional.pad(rows, (0, spare))
-    words = rows.view(torch.int64)
-    generator = torch.Generator().manual_seed(words.shape[-1])
-    bounds = torch.iinfo(torch.int64)
-    multipliers = torch.randint(
-        bounds.min, bounds.max, (2, words.shape[-1]), generator=generator
-    ).to(words.device)
-    mixed = (words ^ ((words >> 32) & 0xFFFFFFFF)) * (multipliers[0] | 1)
-    mixed ^= (mixed >> 29) & 0x7FFFFFFFF
-    return (mixed * (multipliers[1] | 1)).sum(-1)
+    rows = by_slot.reshape(slot_count(layer), -1)
+    return hash_rows(
+        torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).contiguous()
+    )

@@ -8,6 +8,7 @@ plain data. Nothing here is imported by the package under test.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import zlib
 from dataclasses import asdict
@@ -76,53 +77,33 @@ class GpuTestExtension(NworWorkerExtension):
         return report
 
     def test_facts(self) -> dict[str, Any]:
-        """What vLLM made of the engine's arguments."""
+        """What vLLM made of the engine's arguments, and NWOR of its layers."""
         runner = self.model_runner
         config = runner.vllm_config
-        layers = watching.cache_layers(runner)
-        targets = watching.target_layers(runner)
+        layers = watching.cache_layers(runner).values()
+        state, manager = getattr(runner, "nwor_state", None), manager_of(runner)
         return {
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
-            "backends": sorted(
-                {type(layer.impl).__name__ for layer in layers.values()}
-            ),
+            "backends": sorted({type(layer.impl).__name__ for layer in layers}),
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-            "capture_sizes": list(
-                config.compilation_config.cudagraph_capture_sizes or ()
-            ),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "max_scheduled_tokens": config.scheduler_config.max_num_scheduled_tokens
-            if hasattr(config.scheduler_config, "max_num_scheduled_tokens")
-            else None,
+            "max_scheduled_tokens": getattr(
+                config.scheduler_config, "max_num_scheduled_tokens", None
+            ),
             "num_blocks": runner.kv_cache_config.num_blocks,
-            "layers": {
-                name: {
-                    "target": name in targets,
-                    "shape": list(layer.kv_cache.shape),
-                    "strides": list(layer.kv_cache.stride()),
-                    "dtype": str(layer.kv_cache.dtype),
-                }
-                for name, layer in layers.items()
+            "targets": sorted(watching.target_layers(runner)),
+            "protected": manager
+            and {
+                "log_bytes_per_draft": manager.log_bytes_per_draft,
+                "layers": [layer.name for g in manager.groups for layer in g.layers],
             },
-            "groups": [
-                {
-                    "spec": type(group.kv_cache_spec).__name__,
-                    "layers": list(group.layer_names),
-                }
-                for group in runner.kv_cache_config.kv_cache_groups
-            ],
-            "protected": protected_layers(runner),
-            "resolved": [
-                info.resolved
-                for info in getattr(getattr(runner, "nwor_state", None), "infos", ())
-            ],
+            "resolved": [info.resolved for info in state.infos] if state else [],
         }
 
     def test_memory(self) -> dict[str, Any] | None:
         """Where NWOR's device memory lies and what its tables say; None without a
         manager. See `memory_of`."""
-        state = getattr(self.model_runner, "nwor_state", None)
-        manager = None if state is None else state.manager
+        manager = manager_of(self.model_runner)
         return None if manager is None else memory_of(manager)
 
     def test_audit(self) -> dict[str, Any]:
@@ -133,7 +114,8 @@ class GpuTestExtension(NworWorkerExtension):
             "findings": [asdict(finding) for finding in state.findings.last],
             "totals": dict(state.audit.totals()),
             "bytes": state.audit.num_bytes,
-            "is_reserved": self.model_runner.nwor_audit_storage is not None,
+            "is_reserved": vars(self.model_runner).get("nwor_audit_storage")
+            is not None,
             "pools": [
                 pool_tag(t.data_ptr()) for g in groups for t in (*g._own, g.contents)
             ],
@@ -217,23 +199,9 @@ def fill(name: str, parameter: torch.Tensor) -> None:
     parameter.copy_(values.to(parameter.dtype))
 
 
-def protected_layers(runner: Any) -> dict[str, Any] | None:
-    """The layers in NWOR's manager, by group; None without a manager."""
-    state = getattr(runner, "nwor_state", None)
-    manager = None if state is None else state.manager
-    if manager is None:
-        return None
-    return {
-        "capacity": manager.capacity,
-        "log_bytes_per_draft": manager.log_bytes_per_draft,
-        "layers": [layer.name for group in manager.groups for layer in group.layers],
-        "tables_per_group": [len(group.tables) for group in manager.groups],
-        "packed": any(
-            layer.layout.runs is not None
-            for group in manager.groups
-            for layer in group.layers
-        ),
-    }
+def manager_of(runner: Any) -> Any:
+    """NWOR's; None if nothing is protected."""
+    return getattr(getattr(runner, "nwor_state", None), "manager", None)
 
 
 def memory_of(manager: Any) -> dict[str, Any]:
@@ -295,31 +263,22 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
     before = dict(vars(layer.impl))
     caches = watching.storages(runner)
     caches_before = [storage.clone() for storage in caches]
+    answer: dict[str, Any] = {"layer": name, "impl": type(layer.impl).__name__}
     try:
         layout = probe_layout(layer, layer.kv_cache, dtype)
     except LayoutRefused as refused:
-        return {
-            "layer": name,
-            "impl": type(layer.impl).__name__,
-            "refused": str(refused),
-        }
+        return answer | {"refused": str(refused)}
     cache = layer.kv_cache
     slots = sorted({0, layout.block_size - 1, layout.block_size + 3})
     changed = written_bytes(layer, slots, dtype)
-    item = cache.element_size()
     expected = torch.zeros_like(changed)
-    for slot in slots:
-        for head in range(layout.num_heads):
-            start = (
-                (slot // layout.block_size) * layout.block_stride
-                + head * layout.head_stride
-                + (slot % layout.block_size) * layout.slot_stride
-            )
-            expected[start : start + layout.run_bytes] = True
-    protected = protected_layers(runner) or {"layers": []}
-    return {
-        "layer": name,
-        "impl": type(layer.impl).__name__,
+    for slot, head in itertools.product(slots, range(layout.num_heads)):
+        block, offset = divmod(slot, layout.block_size)
+        start = block * layout.block_stride + offset * layout.slot_stride
+        start += head * layout.head_stride
+        expected[start : start + layout.run_bytes] = True
+    groups = getattr(manager_of(runner), "groups", ())
+    return answer | {
         "dtype": str(cache.dtype),
         "shape": list(cache.shape),
         "strides": list(cache.stride()),
@@ -327,13 +286,13 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
         "slot_bytes": layout.slot_bytes,
         "run_bytes": layout.run_bytes,
         "num_runs": layout.num_heads,
-        "slot_bytes_expected": cache.shape[-1]
-        * item
-        * (cache.shape[1] if cache.dim() == 4 else 1),
-        "is_protected": name in protected["layers"],
+        "slot_bytes_expected": cache[0, ..., 0, :].nbytes,
+        "is_protected": name in {layer.name for g in groups for layer in g.layers},
         "missed_bytes": int((changed & ~expected).sum()),
         "extra_bytes": int((expected & ~changed).sum()),
-        "impl_unchanged": same_attributes(before, vars(layer.impl)),
+        # The same objects, not only equal ones.
+        "impl_unchanged": before.keys() == vars(layer.impl).keys()
+        and all(before[key] is value for key, value in vars(layer.impl).items()),
         "cache_unchanged": all(map(torch.equal, caches_before, caches)),
     }
 
@@ -343,74 +302,47 @@ def written_bytes(layer: Any, slots: list[int], dtype: torch.dtype) -> torch.Ten
     for `slots`. Raises if it wrote outside the scratch."""
     cache = layer.kv_cache
     item, guard = cache.element_size(), 4096
-    shape = (2, *cache.shape[1:])
     num_bytes = 2 * cache.stride(0) * item
+    inside = slice(guard, guard + num_bytes)
     changed = torch.zeros(num_bytes, dtype=torch.bool)
-    mapping = torch.tensor(slots, dtype=torch.int64, device=cache.device)
+    raw = torch.zeros(guard + num_bytes + guard, dtype=torch.uint8, device=cache.device)
+    scratch = raw[inside].view(cache.dtype)
+    scratch = scratch.as_strided((2, *cache.shape[1:]), cache.stride(), guard // item)
     for background in (0x00, 0xFF):
-        raw = torch.full(
-            (guard + num_bytes + guard,),
-            background,
-            dtype=torch.uint8,
-            device=cache.device,
-        )
-        inner = raw[guard : guard + num_bytes]
-        scratch = inner.view(cache.dtype).as_strided(
-            shape, cache.stride(), guard // item
-        )
         impl = copy.copy(layer.impl)
         for attribute in ("_k_scale_cache", "_v_scale_cache"):
             if hasattr(impl, attribute):
                 setattr(impl, attribute, None)
         # A first write makes an implementation prepare what it keeps (TRITON_ATTN
         # fills all scales with ones); then the background is put back.
-        write(layer, impl, scratch, mapping, dtype)
-        raw.fill_(background)
-        write(layer, impl, scratch, mapping, dtype)
+        for _ in range(2):
+            raw.fill_(background)
+            write(layer, impl, scratch, slots, dtype)
         differs = raw != background
-        if bool(differs[:guard].any()) or bool(differs[guard + num_bytes :].any()):
+        changed |= differs[inside].cpu()
+        differs[inside] = False
+        if bool(differs.any()):
             raise RuntimeError(f"{type(impl).__name__} wrote outside its cache")
-        changed |= differs[guard : guard + num_bytes].cpu()
     return changed
 
 
 def write(
-    layer: Any,
-    impl: Any,
-    scratch: torch.Tensor,
-    mapping: torch.Tensor,
-    dtype: torch.dtype,
+    layer: Any, impl: Any, scratch: torch.Tensor, slots: list[int], dtype: torch.dtype
 ) -> None:
-    """Random keys and values for the slots in `mapping`, by vLLM's own writer."""
-    generator = torch.Generator(device=scratch.device).manual_seed(7)
+    """Random keys and values for `slots`, by vLLM's own writer."""
+    device = scratch.device
+    generator = torch.Generator(device=device).manual_seed(7)
+    mapping = torch.tensor(slots, dtype=torch.int64, device=device)
 
     def payload(*shape: int) -> torch.Tensor:
-        values = torch.rand(
-            (len(mapping), *shape), generator=generator, device=scratch.device
-        )
+        values = torch.rand((len(slots), *shape), generator=generator, device=device)
         return (values + 0.5).to(dtype)
 
     if hasattr(layer, "kv_lora_rank"):
-        impl.do_kv_cache_update(
-            payload(layer.kv_lora_rank),
-            -payload(1, layer.qk_rope_head_dim),
-            scratch,
-            mapping,
-            impl.kv_cache_dtype,
-            layer._k_scale,
-        )
-        return
-    impl.do_kv_cache_update(
-        layer,
-        payload(layer.num_kv_heads, layer.head_size),
-        -payload(layer.num_kv_heads, layer.head_size),
-        scratch,
-        mapping,
-    )
-
-
-def same_attributes(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether an implementation has the same objects as attributes."""
-    return before.keys() == after.keys() and all(
-        before[name] is after[name] for name in before
-    )
+        key, value = payload(layer.kv_lora_rank), -payload(1, layer.qk_rope_head_dim)
+        scale = (impl.kv_cache_dtype, layer._k_scale)
+        impl.do_kv_cache_update(key, value, scratch, mapping, *scale)
+    else:
+        shape = (layer.num_kv_heads, layer.head_size)
+        key, value = payload(*shape), -payload(*shape)
+        impl.do_kv_cache_update(layer, key, value, scratch, mapping)

@@ -228,7 +228,7 @@ def hash_rows(rows: torch.Tensor) -> torch.Tensor:
     bounds = torch.iinfo(torch.int64)
     multipliers = torch.randint(
         bounds.min, bounds.max, (2, words.shape[-1]), generator=generator
-    )
+    ).to(words.device)
     mixed = (words ^ ((words >> 32) & 0xFFFFFFFF)) * (multipliers[0] | 1)
     mixed ^= (mixed >> 29) & 0x7FFFFFFFF
     return (mixed * (multipliers[1] | 1)).sum(-1)

@@ -1,40 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU tests' own parts, as far as a CPU can judge them: that their tables cover
-what they claim, that the byte oracle sees what it must on runners made up here (V1's
-and V2's ways of calling), and that a verdict follows from what two processes wrote.
+"""The GPU tests' own parts, as far as no engine is needed: that their tables cover what
+they claim, that the byte oracle sees what it must on a runner made up here, and that an
+engine which hangs or dies does not take the others with it.
+tests/integration/test_gpu_harness.py has a real engine, and verdicts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import os
 import sys
-from concurrent.futures import Future
-from dataclasses import replace
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from benchmarks import environment
 from benchmarks.arguments import parse
 from benchmarks.models import Model
 from benchmarks.settings import engine_arguments
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tests.gpu import (
-    compare,
     engines,
     harness,
+    results,
     rows,
     test_no_sync,
-    test_offloading,
     watch,
     worker,
 )
-from tests.gpu.pool import Finished
+from tests.gpu.pool import Finished, Pool
 from tests.unit import test_bench_vllm
 from tools.gpu import bench, cells
 
@@ -143,11 +148,8 @@ def bench_cell(monkeypatch, tmp_path):
 
 
 def test_results_of_another_vllm_have_it_in_their_names():
-    for version, name in (
-        ("0.26.0", "a"),
-        ("0.33.0", "a_v0.33"),
-        ("0.33.1", "a_v0.33"),
-    ):
+    names = {"0.26.0": "a", "0.33.0": "a_v0.33", "0.33.1": "a_v0.33"}
+    for version, name in names.items():
         assert environment.of_release("a", {"packages": {"vllm": version}}) == name
 
 
@@ -189,11 +191,8 @@ class Layer(torch.nn.Module):
     def __init__(self, hnd: bool) -> None:
         super().__init__()
         shape = (NUM_BLOCKS, HEADS, BLOCK, WIDTH)
-        if hnd:
-            self.kv_cache = torch.zeros(shape, dtype=torch.bfloat16)
-        else:
-            inner = (NUM_BLOCKS, BLOCK, HEADS, WIDTH)
-            self.kv_cache = torch.zeros(inner, dtype=torch.bfloat16).transpose(1, 2)
+        nhd = torch.zeros(NUM_BLOCKS, BLOCK, HEADS, WIDTH, dtype=torch.bfloat16)
+        self.kv_cache = nhd.view(shape) if hnd else nhd.transpose(1, 2)
 
     def write(self, slots: list[int], value: float) -> None:
         for slot in slots:
@@ -201,7 +200,8 @@ class Layer(torch.nn.Module):
 
 
 class Runner:
-    """What Watch needs of either model runner; `restore` is the NWOR of this test.
+    """What Watch needs of the V2 runner: slots, then the forward, then the sampler. V1
+    is in tests/integration/test_gpu_harness.py. `restore` is the NWOR of this test.
 
     A step has one request with three drafts, at slots 5 to 8 (its target token first),
     of which one is accepted.
@@ -210,23 +210,30 @@ class Runner:
     def __init__(self) -> None:
         self.layers = torch.nn.ModuleList([Layer(hnd=False), Layer(hnd=True)])
         self.drafter_layer = Layer(hnd=True)
-        context = {f"target.{i}": layer for i, layer in enumerate(self.layers)}
-        context["draft.0"] = self.drafter_layer
+        self.context = {f"target.{i}": layer for i, layer in enumerate(self.layers)}
+        self.context["draft.0"] = self.drafter_layer
         self.vllm_config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=context)
+            compilation_config=SimpleNamespace(static_forward_context=self.context)
         )
         self.kv_cache_config = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(layer_names=list(context))]
+            kv_cache_groups=[SimpleNamespace(layer_names=list(self.context))]
         )
-        self.old: list[torch.Tensor] = []
-        self.slots = torch.tensor([5, 6, 7, 8, -1])
         self.value = 1.0
+        self.slots = torch.tensor([[5, 6, 7, 8, -1]])
+        self.num_rejected = 2
+        self.batch = SimpleNamespace(
+            num_draft_tokens=3,
+            req_ids=["one"],
+            logits_indices=torch.tensor([0, 1, 2, 3]),
+            cu_num_logits=torch.tensor([0, 4]),
+            cu_num_logits_np=torch.tensor([0, 3]),  # vLLM's guess
+        )
+        self.cudagraph_manager = SimpleNamespace(
+            run_fullgraph=self.forward, run_pw_graph=None
+        )
 
     def get_model(self) -> torch.nn.Module:
         return self.layers
-
-    def execute_model(self, scheduler_output: Any) -> None:
-        self.forward()
 
     def log(self) -> None:
         self.old = [layer.kv_cache.clone() for layer in self.layers]
@@ -242,92 +249,30 @@ class Runner:
                 place = (slot // BLOCK, slice(None), slot % BLOCK)
                 layer.kv_cache[place] = old[place]
 
-
-class RunnerV2(Runner):
-    """Calls as V2 does: slots, then the forward, then the sampler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cudagraph_manager = SimpleNamespace(
-            run_fullgraph=self.forward, run_pw_graph=None
-        )
-        self.batch = SimpleNamespace(
-            num_draft_tokens=3,
-            req_ids=["one"],
-            logits_indices=torch.tensor([0, 1, 2, 3]),
-            cu_num_logits=torch.tensor([0, 4]),
-            cu_num_logits_np=torch.tensor([0, 3]),  # vLLM's guess
-        )
-
     def execute_model(self, scheduler_output: Any) -> None:
         self.prepare_attn(self.batch)
         self.cudagraph_manager.run_fullgraph()
 
     def prepare_attn(self, input_batch: Any) -> Any:
         self.log()
-        return (), self.slots[None]
+        return (), self.slots
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         self.restore()
-        return None, torch.tensor([2]), torch.tensor([2])
+        return None, torch.tensor([2]), torch.tensor([self.num_rejected])
 
     def step(self) -> None:
-        self.execute_model(scheduled())
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens={"one": 4}, preempted_req_ids=None
+        )
+        self.execute_model(scheduled)
         self.sample(None, self.batch, None)
         self.drafter_layer.write([5, 6], 9.0)
 
 
-class RunnerV1(Runner):
-    """Calls as V1 does: the forward within a forward context, then the sampler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=self.slots))
-        self.input_batch = SimpleNamespace(
-            req_ids=["one"], vocab_size=100, block_table=[table]
-        )
-        self.metadata = SimpleNamespace(
-            logits_indices=torch.tensor([0, 1, 2, 3]), num_draft_tokens=[3]
-        )
-
-    def execute_model(self, scheduler_output: Any) -> None:
-        self._model_forward()
-
-    def _model_forward(self) -> None:
-        self.log()
-        self.forward()
-
-    def _sample(self, logits: Any, metadata: Any) -> Any:
-        self.restore()
-        return SimpleNamespace(sampled_token_ids=torch.tensor([[4, 5, -1, -1]]))
-
-    def step(self) -> None:
-        self.execute_model(scheduled())
-        self._sample(None, self.metadata)
-        self.drafter_layer.write([5, 6], 9.0)
-
-
-def scheduled() -> SimpleNamespace:
-    return SimpleNamespace(
-        num_scheduled_tokens={"one": 4},
-        preempted_req_ids=None,
-        kv_cache_block_copies=None,
-        new_block_ids_to_zero=None,
-    )
-
-
-@pytest.fixture(params=[RunnerV1, RunnerV2])
-def runner(request, monkeypatch):
-    runner = request.param()
-    mapping = dict.fromkeys(
-        runner.vllm_config.compilation_config.static_forward_context, runner.slots
-    )
-    mode = SimpleNamespace(name="FULL")
-    context = SimpleNamespace(slot_mapping=mapping, cudagraph_runtime_mode=mode)
-    module = ModuleType("vllm.forward_context")
-    module.get_forward_context = lambda: context  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
-    return runner
+@pytest.fixture
+def runner():
+    return Runner()
 
 
 def watched(runner: Any, num_steps: int = 2) -> dict[str, Any]:
@@ -365,11 +310,10 @@ def test_oracle_reports_vanilla(runner):
 )
 def test_oracle_reports_a_write_that_nobody_ordered(runner, when, layer, slot, kind):
     plain = getattr(runner, when)
-    context = runner.vllm_config.compilation_config.static_forward_context
 
     def too_much():
         plain()
-        context[layer].write([slot], 0.25)
+        runner.context[layer].write([slot], 0.25)
 
     setattr(runner, when, too_much)
     seen = watched(runner, num_steps=1)
@@ -377,6 +321,36 @@ def test_oracle_reports_a_write_that_nobody_ordered(runner, when, layer, slot, k
     if layer != "draft.0":  # whose slots are not known
         (found,) = seen["violations"]
         assert (found["slots"], found["layer"]) == ([slot], layer)
+
+
+def test_oracle_reports_numbers_that_do_not_add_up(runner):
+    runner.num_rejected = 1
+    assert "contradiction" in watched(runner)["violations_by_kind"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "verified", "written"),
+    [
+        ("early write", [5, 17, 18, 19, -1], [5, 6, 18, 19]),
+        ("not staged", [5, 6, 7, 8, -1], [5]),
+        ("stray write", [5, 17, 18, 19, -1], [5, 17]),
+    ],
+)
+def test_oracle_knows_shadow_blocks(runner, kind, verified, written):
+    """Four blocks are real; drafts are verified in the fifth, at slots 17 to 19."""
+    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK)
+    runner.kv_cache_config.nwor_shadow = {0: region}
+    slots, runner.slots = runner.slots, torch.tensor([verified])
+    first = runner.layers[0]
+    runner.cudagraph_manager.run_fullgraph = lambda: first.write(written, 3.0)
+
+    def commit():
+        runner.slots.copy_(slots)
+        first.write([6] + [2] * (kind == "stray write"), 4.0)
+
+    runner.restore = commit
+    seen = watched(runner, num_steps=1)
+    assert set(seen["violations_by_kind"]) == {kind}
 
 
 def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
@@ -442,13 +416,18 @@ class DraftModel(torch.nn.Module):
         self.model._k_norm_weights = torch.ones(1)
 
 
+def extension_of(**runner: Any) -> worker.GpuTestExtension:
+    extension = worker.GpuTestExtension()
+    extension.model_runner = SimpleNamespace(**runner)
+    return extension
+
+
 @pytest.mark.parametrize("are_alike", [False, True])
 def test_weights_are_random_and_the_drafters_alike_where_they_have_to_be(are_alike):
     target = torch.nn.Module()
     target.model = torch.nn.Linear(4, 4, bias=False)
     drafter = DraftModel()
-    extension = worker.GpuTestExtension()
-    extension.model_runner = SimpleNamespace(
+    extension = extension_of(
         get_model=lambda: target, drafter=SimpleNamespace(model=drafter)
     )
     assert extension.test_randomize(20, are_alike) == 3
@@ -461,22 +440,14 @@ def test_weights_are_random_and_the_drafters_alike_where_they_have_to_be(are_ali
 
 
 def test_costs_of_adaptive_verification_are_the_same_in_every_process():
-    curves: list[Any] = []
-    estimator = SimpleNamespace(REFIT_INTERVAL=100)
-    manager = SimpleNamespace(set_cost_curves=lambda *both: curves.extend(both))
-    extension = worker.GpuTestExtension()
-    extension.model_runner = SimpleNamespace(
-        adaptive_verification=manager,
-        speculator=SimpleNamespace(acceptance_estimator=estimator),
-    )
-    extension.test_fix_costs()
-    draft, verify = curves
+    speculator, manager = Mock(), Mock()
+    extension_of(adaptive_verification=manager, speculator=speculator).test_fix_costs()
+    draft, verify = manager.set_cost_curves.call_args.args
     assert len(verify) == engines.MAX_NUM_BATCHED_TOKENS
     assert verify[-1][1] > verify[0][1] > 0
     assert draft[0][0] == 1
-    assert estimator.REFIT_INTERVAL > 10**9
-    extension.model_runner = SimpleNamespace()  # nothing adapts here
-    extension.test_fix_costs()
+    assert speculator.acceptance_estimator.REFIT_INTERVAL > 10**9
+    extension_of().test_fix_costs()  # nothing adapts here
 
 
 SPEC = engines.BY_NAME["eagle-flash-default-async"]
@@ -484,229 +455,74 @@ SPEC = engines.BY_NAME["eagle-flash-default-async"]
 # -- requests and the clock ------------------------------------------------------------
 
 
-def structured_request(name: str, grammar: Any) -> SimpleNamespace:
-    """A request of vLLM's scheduler; grammar: what its StructuredOutputManager put
-    there, None for a request without a grammar."""
-    from vllm.sampling_params import StructuredOutputsParams
-    from vllm.v1.structured_output.request import StructuredOutputRequest
-
-    if grammar is None:
-        return SimpleNamespace(request_id=name, structured_output_request=None)
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (None, r"is not compiled after 0\.01 s"),
+        (ValueError("no such rule"), "does not compile"),
+    ],
+)
+def test_a_grammar_that_is_not_there_is_named(failure, said):
+    grammar: Future[Any] = Future()
+    if failure:
+        grammar.set_exception(failure)
     structured = StructuredOutputRequest(StructuredOutputsParams(regex="a"))
     structured.grammar = grammar
-    return SimpleNamespace(request_id=name, structured_output_request=structured)
+    requests = [
+        SimpleNamespace(request_id="free", structured_output_request=None),
+        SimpleNamespace(request_id="grammar/7", structured_output_request=structured),
+    ]
+    with pytest.raises(RuntimeError, match=f"grammar/7 {said}") as raised:
+        harness.await_grammars(requests, 0.01)
+    assert raised.value.__cause__ is failure
 
 
-def test_a_grammar_that_takes_too_long_is_named():
-    waiting = structured_request("grammar/7", Future())
-    with pytest.raises(RuntimeError, match=r"grammar/7 is not compiled after 0\.01 s"):
-        harness.await_grammars([structured_request("free", None), waiting], 0.01)
+# -- processes -------------------------------------------------------------------------
+
+# In the place of Python, called with -m tests.gpu.process JOB ENGINE OUT MODELS.
+PROCESS = """#!/bin/sh
+echo "$VLLM_NWOR_MODE $VLLM_NWOR_STRICT $VLLM_NWOR_AUDIT"
+case $3 in
+hang) sleep 600 & echo $! >"$6/../pid"; wait ;;
+die) echo '{"finished": false}' >"$5"; echo worse; exit 3 ;;
+*) echo '{"finished": true}' >"$5" ;;
+esac
+"""
 
 
-def test_a_grammar_that_does_not_compile_is_named():
-    failed: Future[Any] = Future()
-    failed.set_exception(ValueError("no such rule"))
-    with pytest.raises(RuntimeError, match="grammar/8 does not compile") as raised:
-        harness.await_grammars([structured_request("grammar/8", failed)])
-    assert "no such rule" in str(raised.value.__cause__)
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
-# -- verdicts --------------------------------------------------------------------------
+def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
+    tmp_path, monkeypatch
+):
+    python = tmp_path / "python"
+    python.write_text(PROCESS)
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "not for the engines")
+    monkeypatch.setenv("NWOR_GPU_ENGINE_LIMIT_S", "3")
+    monkeypatch.setenv("NWOR_GPU_JOBS", "2")
+    pool = Pool(tmp_path)
+    jobs = dict(zip(engines.MATRIX[:3], ("hang", "die", "matrix"), strict=True))
+
+    runs = pool.map(lambda spec: pool.run(jobs[spec], spec, "stage"), list(jobs))
+
+    hung, dead, well = runs.values()
+    assert [run.status for run in runs.values()] == [None, 3, 0]
+    assert hung.trouble() == "stopped after 3 s\nstage always \n"
+    assert dead.trouble() == "exit status 3\nstage always \nworse\n"
+    assert well.is_complete
+    child, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    while is_running(child):  # it may still be on its way out
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
-def outcome(row: rows.Row, mode: str, name: str) -> dict[str, Any]:
-    """What a process writes of a row when all is well."""
-    names = [request.name for phase in row.phases for request in phase]
-    drafts = {"draft_tokens": 8, "accepted_tokens": 5}
-    counters = {f"spec_decode_num_{name}": num for name, num in drafts.items()}
-    of_device = {}
-    if mode == compare.ON:
-        ours = {"windows": 3, "tokens_staged": 10, "committed_tokens": 5}
-        ours |= {"rejected_tokens": 3, "dropped_drafts": 2, "breaches": 0}
-        counters |= {f"nwor_{name}": num for name, num in ours.items()}
-        of_device = {"windows": 3, "staged": 10, "committed": 6, "rejected": 4}
-        of_device |= {"restored_bytes": 4 * 100, "invalid_slots": 0}
-    found: dict[str, Any] = {
-        "tokens": {name: [1, 2, 3] for name in names},
-        "logprobs": {name: [[(1, -0.5)]] for name in names},
-        "finish": dict.fromkeys(names, "length"),
-        "cached": dict.fromkeys(names, 16),
-        "batches": [[[name, 5] for name in names], [[name, 1] for name in names]],
-        **{"num_steps": 9, "seconds": 1.0},
-        **{"counters": counters, "device_counters": of_device},
-    }
-    if name == "watched":
-        kinds = {"not restored": 7} if mode == compare.OFF else {}
-        watch = {
-            "steps": [[1, 9, 10, 6, "FULL", 1], [1, 700, 0, 0, "PIECEWISE", 0]],
-            "digests": [[1, 2, 3], [4, 5, 6]],
-            "violations": [{"kind": k} for k in kinds],
-            "violations_by_kind": kinds,
-        }
-        counts = {"rejected_slots": 4 * 3, "dirty_slots": 7, "windows": 3}
-        counts |= {"drafts": 10, "accepted": 6}
-        watch |= {f"num_{name}": num for name, num in counts.items()}
-        found["watch"] = [watch | {"layers": 3}]
-    return found
-
-
-def report(mode: str) -> dict[str, Any]:
-    names = [f"layer {i}" for i in range(4)]
-    protected = {"layers": names[:3], "log_bytes_per_draft": 100}
-    facts = {
-        "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-        "async_scheduling": True,
-        "layers": {name: {"target": name != "layer 3"} for name in names},
-        "protected": protected if mode == compare.ON else None,
-    }
-    passes = {
-        name: {row.name: outcome(row, mode, name) for row in rows.rows(SPEC)}
-        for name in compare.PASSES
-    }
-    info = [mode] if mode == compare.ON else []
-    return {"finished": True, "facts": facts, "info": info, **passes}
-
-
-@pytest.fixture
-def reports():
-    return {mode: report(mode) for mode in (compare.OFF, compare.ON)}
-
-
-def verdict(
-    reports: dict[str, dict[str, Any]], spec: engines.EngineSpec = SPEC
-) -> dict[str, Any]:
-    runs = {mode: Finished(found, 0, 1.0, "") for mode, found in reports.items()}
-    return compare.judge(spec, runs)
-
-
-def failed(
-    reports: dict[str, dict[str, Any]], spec: engines.EngineSpec = SPEC
-) -> set[str]:
-    found = verdict(reports, spec)["problems"]
-    return {check for check, problems in found.items() if problems}
-
-
-def test_verdict_of_a_healthy_engine(reports):
-    found = verdict(reports)
-    assert all(not problems for problems in found["problems"].values()), found
-    assert found["unsettled"] == []
-    assert found["rows"]["aborts"]["dropped"] == 2
-
-
-def change(reports: Any, mode: str, name: str, row: str, *path: Any) -> None:
-    """Sets a value; the last item of `path` is the value."""
-    *keys, last, value = path
-    target = reports[mode][name][row]
-    for key in keys:
-        target = target[key]
-    target[last] = value
-
-
-ON_WATCH = (compare.ON, "watched")
-BATCH_8 = ("batch 8", "watch", 0, "violations_by_kind")
-# What is changed, to its last item, and the check that must tell.
-TROUBLE = {
-    "a token": ((compare.ON, "plain", "batch 1", "tokens", "one/0", [1, 2]), "outputs"),
-    "a logprob": (
-        (*ON_WATCH, "batch 1", "logprobs", "one/0", [[(1, -0.5000001)]]),
-        "outputs",
-    ),
-    "a batch": (
-        (compare.ON, "plain", "batch 8", "batches", 1, [["eight/0", 1]]),
-        "outputs",
-    ),
-    "a byte": ((*ON_WATCH, "aborts", "watch", 0, "digests", 1, [4, 9, 6]), "digests"),
-    "vanilla strays": (
-        (compare.OFF, "watched", *BATCH_8, {"not restored": 7, "stray write": 1}),
-        "vanilla",
-    ),
-    "vanilla is clean": ((compare.OFF, "watched", *BATCH_8, {}), "vanilla"),
-    "a violation": (
-        (*ON_WATCH, "preemption", "watch", 0, "violations", [{"kind": "a"}]),
-        "bytes",
-    ),
-    "committed": ((*ON_WATCH, "batch 8", "counters", "nwor_breaches", 1), "counters"),
-    "dropped": (
-        (compare.ON, "plain", "aborts", "counters", "nwor_dropped_drafts", 1),
-        "counters",
-    ),
-    "restored": (
-        (*ON_WATCH, "batch 8", "device_counters", "restored_bytes", 300),
-        "counters",
-    ),
-    "no preemption": (
-        (*ON_WATCH, "preemption", "watch", 0, "steps", [[1, 9, 10, 6, "FULL", 0]]),
-        "rows",
-    ),
-}
-
-
-@pytest.mark.parametrize("trouble", TROUBLE)
-def test_verdict_names_the_trouble(reports, trouble):
-    path, check = TROUBLE[trouble]
-    change(reports, *path)
-    assert check in failed(reports)
-
-
-@pytest.mark.parametrize("mode", [compare.OFF, compare.ON])
-def test_verdict_on_what_the_gauge_says(reports, mode):
-    reports[mode]["info"] = ["native"]
-    assert failed(reports) == {"counters"}
-
-
-def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(reports):
-    trimming = replace(SPEC, adaptive=True)
-    for num_drafts, wrong in ((9, set()), (8, set()), (7, {"counters"})):
-        for mode in reports:
-            path = ("counters", "spec_decode_num_draft_tokens", num_drafts)
-            change(reports, mode, "plain", "batch 8", *path)
-        assert failed(reports, trimming) == wrong
-        assert failed(reports) == ({"counters"} if num_drafts != 8 else set())
-
-
-def test_verdict_without_one_row(reports):
-    del reports[compare.ON]["watched"]["aborts"]
-    assert failed(reports) == {"started"}
-
-
-def test_vanilla_that_differs_from_itself_settles_nothing(reports):
-    change(reports, compare.OFF, "plain", "batch 1", "tokens", "one/0", [7])
-    found = verdict(reports)
-    assert not found["problems"]["outputs"]
-    assert any("vanilla differs from itself" in text for text in found["unsettled"])
-
-
-def test_vanilla_that_batches_otherwise_differs_from_itself(reports):
-    """Alike outputs do not make alike caches: what a step writes depends on it."""
-    change(reports, compare.OFF, "plain", "batch 1", "batches", 1, [])
-    change(
-        reports, *ON_WATCH, "batch 1", "watch", 0, "steps", 0, [1, 8, 0, 0, "FULL", 0]
-    )
-    found = verdict(reports)
-    assert not found["problems"]["digests"]
-    assert found["unsettled"][0] == (
-        "batch 1: vanilla differs from itself: batches from number 1 on"
-    )
-    assert any("different steps from step 0" in text for text in found["unsettled"])
-
-
-def test_a_row_that_vanilla_ends_with_an_error_is_compared_all_the_same(reports):
-    row = "structured output"
-    for mode, name in itertools.product(reports, compare.PASSES):
-        change(reports, mode, name, row, "finish", "grammar/0", "error")
-    found = verdict(reports)
-    assert all(not problems for problems in found["problems"].values()), found
-    assert (found["unsettled"], len(found["unmet"])) == ([], 1)
-    change(reports, compare.ON, "plain", row, "tokens", "free/0", [7])
-    assert failed(reports) == {"outputs"}
-
-
-def test_other_blocks_are_compared_by_what_was_written(reports):
-    where = (*ON_WATCH, "batch 1", "watch", 0, "digests")
-    change(reports, *where, [[8, 9, 3], [8, 9, 6]])
-    assert failed(reports) == set()
-    change(reports, *where, [[8, 9, 3], [8, 9, 7]])
-    assert failed(reports) == {"digests"}
+# -- results ---------------------------------------------------------------------------
 
 
 def test_the_file_of_synchronising_calls_has_counts_and_what_was_added():
@@ -725,13 +541,12 @@ def test_the_file_of_synchronising_calls_has_counts_and_what_was_added():
         found = {"profiles": [profile] * 2, "sync_check": {"one": trace, "two": None}}
         return Finished(found | {"finished": True, "compiled": ["k"]}, 0, 1.0, "")
 
-    entry = test_no_sync.shortened({"off": run(), "cow": run(ours=2)})
+    runs = {"off": run(), "cow": run(ours=2)}
+    entry = test_no_sync.shortened(SPEC, runs)[SPEC.name]
 
     assert entry["added_work"] == {"ours": 2}
-    assert entry["cow"]["sync_check"] == {
-        "one": 'File "a.py", line 1, in f',
-        "two": None,
-    }
+    first_line = 'File "a.py", line 1, in f'
+    assert entry["cow"]["sync_check"] == {"one": first_line, "two": None}
     assert entry["cow"]["profiles"][1] == {
         "steps": 3,
         "windowed_steps": 2,
@@ -742,55 +557,18 @@ def test_the_file_of_synchronising_calls_has_counts_and_what_was_added():
     }
 
 
-# -- beside the OffloadingConnector ----------------------------------------------------
+def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
+    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(environment, "describe", lambda *_: {"packages": {}})
 
+    def save(number: int) -> None:
+        results.save("a.json", "k", "c", {f"engine {number}": {"n": number}})
 
-def offload_report(mode: str) -> dict[str, Any]:
-    """What the job writes, of an engine that does all right."""
-    ours = {"tokens_staged": 9, "committed_tokens": 4, "rejected_tokens": 5}
-    ours |= {"windows": 3, "dropped_drafts": 0, "breaches": 0}
-    drafts = {"spec_decode_num_draft_tokens": 9, "spec_decode_num_accepted_tokens": 4}
-    on = {f"nwor_{name}": num for name, num in ours.items()}
-    return {
-        "finished": True,
-        "facts": {"resolved": [mode]},
-        "row": harness.Outcome({"a": [1]}, {}, {}, {"a": 192}, [[["a", 1]]]).plain(),
-        "counters": drafts | (on if mode != compare.OFF else {}),
-        "moved": {"GPU_to_CPU": 64, "CPU_to_GPU": 0},
-    }
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(save, range(40)))
 
-
-def judge_offloading(found: dict[str, dict[str, Any]]) -> None:
-    runs = {"e": {mode: Finished(r, 0, 1.0, "") for mode, r in found.items()}}
-    test_offloading.test_outputs_are_vanillas(runs, "e")
-    test_offloading.test_the_connectors_metrics_are_beside_ours(runs, "e")
-    test_offloading.test_counters(runs, "e")
-
-
-def test_offloading_is_judged():
-    found = {mode: offload_report(mode) for mode in (compare.OFF, compare.ON)}
-    found[compare.OFF]["row"]["batches"] += [[], []]  # while it waited for a load
-    judge_offloading(found)
-    for path, value in (
-        (("facts", "resolved"), ["off"]),
-        (("row", "tokens"), {"a": [2]}),
-        (("row", "batches"), [[["a", 2]]]),
-        (("row", "cached"), {"a": 16}),
-        (("moved", "GPU_to_CPU"), 0),
-        (("counters", "nwor_breaches"), 1),
-        (("counters", "nwor_fallbacks/no_seat"), 1),
-        (("counters", "nwor_committed_tokens"), 3),
-        (("counters", "nwor_dropped_drafts"), 1),
-        (("counters", "spec_decode_num_draft_tokens"), 8),
-        (("finished",), False),
-    ):
-        broken = copy.deepcopy(found)
-        place = broken[compare.ON]
-        for name in path[:-1]:
-            place = place[name]
-        place[path[-1]] = value
-        with pytest.raises(AssertionError):
-            judge_offloading(broken)
+    found = json.loads((tmp_path / "a.json").read_text())["entries"]
+    assert {entry["n"] for entry in found.values()} == set(range(40))
 
 
 def test_the_offloaded_prompt_is_evicted_before_it_comes_back():

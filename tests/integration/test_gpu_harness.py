@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU tests' own parts on real engines: a CPU's with MLA, whose cache has rows as
+on a GPU. Off, cow and stage run in processes of their own, watched by the byte oracle;
+and a verdict is to tell if what they wrote were otherwise. The V2 runner, which needs a
+GPU, has a stand-in in tests/unit/test_gpu_harness.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.gpu import compare, test_offloading
+from tests.gpu.engines import CPU, OFFLOADING, EngineSpec
+from tests.gpu.pool import OFF, ON, Chain, Pool
+from tests.gpu.rows import Request, Row
+
+STAGE = "stage"
+V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+ROW, NAME = "batch 8", "eight/0"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    pool = Pool(tmp_path_factory.mktemp("engines"))
+    run = partial(pool.run, "matrix", CPU, OMP_NUM_THREADS="1")
+    modes = (OFF, ON, STAGE)
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(modes, threads.map(run, modes), strict=True))
+
+
+@pytest.fixture
+def changed(runs: Chain) -> Chain:
+    """What was found with NWOR off and on, to be changed."""
+    return {mode: copy.deepcopy(runs[mode]) for mode in (OFF, ON)}
+
+
+def told(runs: Chain, spec: EngineSpec = CPU) -> set[str]:
+    """The checks that found something, and what could not be judged."""
+    verdict = compare.judge(spec, runs)
+    kinds = verdict["problems"] | {k: verdict[k] for k in ("unsettled", "unmet")}
+    return {kind for kind, texts in kinds.items() if texts}
+
+
+@pytest.mark.parametrize("mode", [ON, STAGE])
+def test_verdict_of_a_healthy_engine(runs, mode, monkeypatch):
+    monkeypatch.setattr(compare, "ON", mode)
+    chain = {OFF: runs[OFF], mode: runs[mode]}
+    verdict = compare.judge(CPU, chain)
+    assert told(chain) == set(), verdict
+    assert verdict["rows"][ROW]["dirty_slots_restored"] > 0
+    assert verdict["facts"]["resolved"] == [mode]
+    assert not verdict["facts"].keys() & {"targets", "protected"}
+
+
+def change(found: Any, *path: Any) -> None:
+    """Sets a value: the last of `path`, or what that makes of the old one."""
+    *keys, last, value = path
+    for key in keys:
+        found = found[key]
+    found[last] = value(found[last]) if callable(value) else value
+
+
+def one_more(number: int) -> int:
+    return number + 1
+
+
+def others(positions: tuple[int, ...], digests: list[list[int]]) -> list[list[int]]:
+    """Other digests at these positions of each step's three."""
+    return [[n + (i in positions) for i, n in enumerate(step)] for step in digests]
+
+
+PLAIN, WATCHED, SEEN = ("plain", ROW), ("watched", ROW), ("watched", ROW, "watch", 0)
+DIGESTS, DEVICE = (ON, *SEEN, "digests"), (ON, *WATCHED, "device_counters")
+ERRORS = [
+    (mode, name, ROW, "finish", NAME, "error")
+    for mode in (OFF, ON)
+    for name in compare.PASSES
+]
+# What is changed, each to its last item, and what must tell.
+TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
+    "token": ([(ON, *PLAIN, "tokens", NAME, 0, one_more)], {"outputs"}),
+    "logprob": ([(ON, *WATCHED, "logprobs", NAME, 0, [[1, 0.5]])], {"outputs"}),
+    "batch": ([(ON, *PLAIN, "batches", 1, [[NAME, 1]])], {"outputs"}),
+    "byte": ([(*DIGESTS, partial(others, (1, 2)))], {"digests"}),
+    "other blocks": ([(*DIGESTS, partial(others, (0, 1)))], set()),
+    "other blocks, byte": ([(*DIGESTS, partial(others, (0, 1, 2)))], {"digests"}),
+    "vanilla strays": ([(OFF, *SEEN, "violations_by_kind", "stray", 1)], {"vanilla"}),
+    "vanilla is clean": ([(OFF, *SEEN, "violations_by_kind", {})], {"vanilla"}),
+    "violation": ([(ON, *SEEN, "violations", [{"kind": "a"}])], {"bytes"}),
+    "nothing dirty": ([(ON, *SEEN, "num_dirty_slots", 0)], {"bytes"}),
+    "nothing dirty, off": (
+        [
+            (OFF, *SEEN, "num_dirty_slots", 0),
+            (OFF, *SEEN, "violations_by_kind", {}),
+        ],
+        {"vanilla"},
+    ),
+    "nothing accepted": ([(ON, *SEEN, "num_accepted", 0)], {"rows", "counters"}),
+    "unprotected": ([(ON, "facts", "protected", "layers", [])], {"bytes"}),
+    "resolved": ([(ON, "facts", "resolved", ["native"])], {"bytes"}),
+    "breach": ([(ON, *WATCHED, "counters", "nwor_breaches", 1)], {"counters"}),
+    "fallback": ([(ON, *PLAIN, "counters", "nwor_fallbacks/a", 1)], {"counters"}),
+    "dropped": ([(ON, *PLAIN, "counters", "nwor_dropped_drafts", 1)], {"counters"}),
+    "accepted": (
+        [(ON, *PLAIN, "counters", "spec_decode_num_accepted_tokens", one_more)],
+        {"counters"},
+    ),
+    "restored": ([(*DEVICE, "restored_bytes", one_more)], {"counters"}),
+    "windows": ([(*DEVICE, "windows", one_more)], {"counters"}),
+    "drafts": ([(*DEVICE, "staged", one_more)], {"counters"}),
+    "committed": ([(*DEVICE, "committed", one_more)], {"counters"}),
+    "gauge, off": ([(OFF, "info", ["native"])], {"counters"}),
+    "gauge, on": ([(ON, "info", ["native"])], {"counters"}),
+    "runner": ([(OFF, "facts", "runner", V2)], {"rows"}),
+    "order": ([(ON, "facts", "async_scheduling", True)], {"rows"}),
+    "graph": ([(mode, *SEEN, "steps", 0, 4, "FULL") for mode in (OFF, ON)], {"rows"}),
+    "vanilla varies": ([(OFF, *PLAIN, "tokens", NAME, 0, one_more)], {"unsettled"}),
+    "vanilla's error": (ERRORS, {"unmet"}),
+    "vanilla's error, token": (
+        [*ERRORS, (ON, *PLAIN, "tokens", "eight/1", 0, one_more)],
+        {"unmet", "outputs"},
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_verdict_names_the_trouble(changed, trouble):
+    changes, wanted = TROUBLE[trouble]
+    for mode, *path in changes:
+        change(changed[mode].report, *path)
+    assert told(changed) == wanted
+
+
+def test_verdict_without_one_row(changed):
+    del changed[ON].report["watched"][ROW]
+    assert told(changed) == {"started"}
+
+
+def test_vanilla_that_batches_otherwise_differs_from_itself(changed):
+    """Alike outputs do not make alike caches: what a step writes depends on it."""
+    change(changed[OFF].report, *PLAIN, "batches", 1, [])
+    change(changed[ON].report, *SEEN, "steps", 0, 1, one_more)
+    assert told(changed) == {"unsettled"}
+    first, *_, last = compare.judge(CPU, changed)["unsettled"]
+    assert first == f"{ROW}: vanilla differs from itself: batches from number 1 on"
+    assert "different steps from step 0" in last
+
+
+def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(changed):
+    trimming = replace(CPU, adaptive=True)
+    for by, wrong in ((1, set()), (-2, {"counters"})):
+        for run in changed.values():
+            drafts = run.report["plain"][ROW]["counters"]
+            drafts["spec_decode_num_draft_tokens"] += by
+        assert told(changed, trimming) == wrong
+        assert told(changed) == {"counters"}
+
+
+@pytest.mark.parametrize(
+    ("need", "path", "missing", "there"),
+    [
+        ("preempted", ("watch", 0, "steps", 0, 5), 0, 1),
+        ("chunked", ("watch", 0, "steps", 0, 1), 400, 10),
+        ("cached", ("cached",), {}, {NAME: 16}),
+        ("structured", ("finish", "grammar/0"), "error", "stop"),
+        ("dropped", ("counters", "nwor_dropped_drafts"), 0, 1),
+    ],
+)
+def test_a_row_must_do_what_it_is_about(changed, need, path, missing, there):
+    long = Request("long", (0,) * 400, 1)
+    row = Row(ROW, ((long,),), frozenset({need}))
+    result = changed[ON].report["watched"][ROW]
+    for value, wanted in ((missing, [f"nothing was {need}"]), (there, [])):
+        change(result, *path, value)
+        spec = replace(CPU, asynchronous=True)
+        assert list(compare.needs_problems(spec, row, result)) == wanted
+
+
+def judge_offloading(chain: Chain) -> None:
+    runs = {OFFLOADING[0].name: chain}
+    test_offloading.test_outputs_are_vanillas(runs, OFFLOADING[0].name)
+    test_offloading.test_the_connectors_metrics_are_beside_ours(
+        runs, OFFLOADING[0].name
+    )
+    test_offloading.test_counters(runs, OFFLOADING[0].name)
+
+
+def test_offloading_is_judged(changed):
+    for run in changed.values():
+        row = run.report["plain"][ROW]
+        row["cached"][NAME] = 192
+        moved = {"GPU_to_CPU": 64, "CPU_to_GPU": 0}
+        run.report.update(row=row, counters=row["counters"], moved=moved)
+    changed[OFF].report["row"]["batches"] += [[], []]  # while it waited for a load
+    judge_offloading(changed)
+    for *path, value in (
+        ("facts", "resolved", ["off"]),
+        ("row", "tokens", {}),
+        ("row", "batches", [[NAME, 2]]),
+        ("row", "cached", {}),
+        ("moved", "GPU_to_CPU", 0),
+        ("counters", "nwor_breaches", 1),
+        ("counters", "spec_decode_num_draft_tokens", 0),
+        ("finished", False),
+    ):
+        broken = copy.deepcopy(changed)
+        change(broken[ON].report, *path, value)
+        with pytest.raises(AssertionError):
+            judge_offloading(broken)
