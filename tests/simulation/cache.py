@@ -8,8 +8,6 @@ to a slot says the reference of the kernel tests, not the package under test.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,28 +39,12 @@ class Violation(AssertionError):
         self.kind = kind
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer's cache in the allocation.
-
-    index: [num_slots, slot_bytes] int64: where the bytes of each slot lie.
-    cache: what the manager gets. protected: whether it does (a drafter's is not).
-    """
-
-    kind: str
-    index: Index
-    cache: LayerCache
-    protected: bool
-
-    @property
-    def name(self) -> str:
-        return self.cache.name
-
-
 class Group:
     """One KV-cache group: layers that share a block size and a block table.
 
     entry_tokens: positions for which an entry of the worker's block table stands.
+    layers: by name where the bytes of each slot lie, [num_slots, slot_bytes] int64.
+    protected: by name what the manager gets; a drafter's layer is not among them.
     index: [num_slots, bytes of all layers] int64, the layers' indices side by side.
     layer_of: [bytes of all layers]: the layer's name that a column belongs to.
     is_protected: [bytes of all layers] bool: whether that layer is.
@@ -73,18 +55,19 @@ class Group:
         self,
         block_size: int,
         entry_tokens: int,
-        layers: list[Layer],
+        layers: dict[str, Index],
+        protected: dict[str, LayerCache],
         region: ShadowRegion | None,
     ) -> None:
         self.block_size = block_size
         self.entry_tokens = entry_tokens
         self.layers = layers
-        self.protected = {layer.name: layer for layer in layers if layer.protected}
-        self.region = region if self.protected else None
-        self.index = np.concatenate([layer.index for layer in layers], axis=1)
-        sizes = [layer.index.shape[1] for layer in layers]
-        self.layer_of = np.repeat([layer.name for layer in layers], sizes)
-        self.is_protected = np.repeat([layer.protected for layer in layers], sizes)
+        self.protected = protected
+        self.region = region if protected else None
+        self.index = np.concatenate(list(layers.values()), axis=1)
+        sizes = [index.shape[1] for index in layers.values()]
+        self.layer_of = np.repeat(list(layers), sizes)
+        self.is_protected = np.isin(self.layer_of, list(protected))
 
     def entries(self, blocks: list[int]) -> Index:
         """The entries of the worker's table that stand for a request's blocks."""
@@ -95,16 +78,6 @@ class Group:
     def blocks_index(self, first: int, num_blocks: int = 1) -> Index:
         """[num_blocks * block_size, bytes of all layers]: where their bytes lie."""
         return self.index[first * self.block_size :][: num_blocks * self.block_size]
-
-
-class Plan(NamedTuple):
-    """Where a layer shall lie, in bytes. block_size, num_blocks: its kernel's."""
-
-    num_blocks: int
-    block_size: int
-    slot_bytes: int
-    block_stride: int
-    start: int
 
 
 class Cache:
@@ -132,7 +105,7 @@ class Cache:
         shares_memory = num_groups > 1 and draw.random() < 0.4
         shared_bytes = draw.choice((64, 128, 192))
         sizes = [draw.choice((2, 4, 8)) for _ in range(num_groups)]
-        num_staged = draw.choice((0, 1, num_groups, num_groups))
+        num_staged = draw.choice((0, 1, 1, num_groups, num_groups))
         num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
         regions: list[ShadowRegion | None] = [None] * num_groups
         for group, size in enumerate(sizes[:num_staged]):
@@ -141,7 +114,7 @@ class Cache:
                 num_blocks, num_seats, per_seat, self.num_blocks, size
             )
             num_blocks += num_seats * per_seat
-        plans: list[list[Plan]] = []
+        plans: list[list[tuple[int, ...]]] = []
         end = GUARD_BYTES
         for size in sizes:
             # A kernel's blocks may be smaller than the scheduler's.
@@ -160,7 +133,7 @@ class Cache:
             starts = [first + layer * apart for layer in range(num_layers)]
             end = max(end, starts[-1] + extent)
             form = (num_blocks * per_block, size // per_block, slot_bytes, stride)
-            plans.append([Plan(*form, start) for start in starts])
+            plans.append([(*form, start) for start in starts])
         random_bytes = np.random.default_rng(draw.randrange(1 << 32))
         self.real: Bytes = random_bytes.integers(0, 256, end, dtype=np.uint8)
         self.expected = self.real.copy()
@@ -170,17 +143,17 @@ class Cache:
         kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
         # The last layer may be the drafter's, or its whole group: vanilla.
         has_drafter = num_groups * num_layers > 1 and draw.random() < 0.3
-        drafter = plans[-1][-1] if has_drafter else None
         self.groups: list[Group] = []
         for gid, (size, region) in enumerate(zip(sizes, regions, strict=True)):
-            layers = [
-                self._layer(
-                    f"group {gid} layer {number}", plan, kinds, draw, plan is drafter
-                )
-                for number, plan in enumerate(plans[gid])
-            ]
-            entry_tokens = draw.choice((plans[gid][0].block_size, size))
-            group = Group(size, entry_tokens, layers, region)
+            layers, protected = {}, {}
+            for number, plan in enumerate(plans[gid]):
+                kind = draw.choice(kinds)
+                name = f"group {gid} layer {number} ({kind})"
+                layers[name], protected[name] = self._layer(name, kind, draw, *plan)
+            if has_drafter and gid == num_groups - 1:
+                del protected[name]
+            entry_tokens = draw.choice((plans[gid][0][1], size))
+            group = Group(size, entry_tokens, layers, protected, region)
             self.groups.append(group)
             if region := group.region:
                 index = group.blocks_index(region.first_block, region.num_blocks)
@@ -189,13 +162,16 @@ class Cache:
     def _layer(
         self,
         name: str,
-        plan: Plan,
-        kinds: tuple[str, ...],
+        kind: str,
         draw: random.Random,
-        is_drafter: bool,
-    ) -> Layer:
-        num_blocks, block_size, slot_bytes, block_stride, start = plan
-        kind = draw.choice(kinds)
+        num_blocks: int,
+        block_size: int,
+        slot_bytes: int,
+        block_stride: int,
+        start: int,
+    ) -> tuple[Index, LayerCache]:
+        """A layer's index, and its cache as the manager gets it; strides and `start` in
+        bytes, blocks as its kernel counts them."""
         heads = draw.choice((1, 2)) if kind in ("nhd", "hnd") else 1
         size = slot_bytes // heads
         by_slot, by_head = slot_bytes, size
@@ -222,8 +198,7 @@ class Cache:
             layout = packed_layout(runs, tensor)
         else:
             layout = row_layout(tensor)
-        layer_cache = LayerCache(f"{name} ({kind})", tensor, layout)
-        return Layer(kind, start + plain.index.numpy(), layer_cache, not is_drafter)
+        return start + plain.index.numpy(), LayerCache(name, tensor, layout)
 
     def write_step(self, at: Index, payload: Bytes, keep_mask: Mask) -> None:
         """A step's forward, in the models: `keep_mask` is False where NWOR puts the
@@ -240,9 +215,9 @@ class Cache:
     def where(self, wrong: Mask) -> str:
         """Layers and slots of the bytes that are wrong."""
         found = {
-            layer.name: np.flatnonzero(wrong[layer.index].any(axis=1)).tolist()
+            name: np.flatnonzero(wrong[index].any(axis=1)).tolist()
             for group in self.groups
-            for layer in group.layers
+            for name, index in group.layers.items()
         }
         slots = {name: slots for name, slots in found.items() if slots}
         return f"{int(wrong.sum())} bytes, slots {slots}"

@@ -25,7 +25,6 @@ Checked in every step, over the whole allocation and its guard bytes:
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -123,18 +122,6 @@ class FaultyOps:
             raise self.ERRORS[self.fault.moment](f"planted: {self.fault}")
 
 
-class LogLines(logging.Handler):
-    """Counts warnings by the fallback's reason: "NWOR <reason>: ..."."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reasons: Counter[str] = Counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING:  # a breach is an error
-            self.reasons[record.getMessage().split()[1].rstrip(":")] += 1
-
-
 class Settings(NamedTuple):
     """strict: under VLLM_NWOR_STRICT=always. has_indices: V2's runner. capacity: of the
     undo log, in drafts."""
@@ -158,7 +145,7 @@ class Engine:
     launches: for each row of the manager's counters the group and the layers' names.
     tables, slots: the worker's, that stage patches; own: copies as vLLM filled them.
     state, counters, fallbacks: what the manager's should be. told: what of the
-        fallbacks came to the metrics.
+        fallbacks came to the metrics. log_lines: warnings about them, by reason.
     seats: the step, the valid rows and their last entry that a commit left for a group
         and seat.
     """
@@ -168,16 +155,15 @@ class Engine:
         cache: Cache,
         settings: Settings,
         totals: Counter[Any],
-        log_lines: LogLines,
         breakage: Breakage | None,
     ) -> None:
         self.cache, self.groups, self.settings = cache, cache.groups, settings
         self.totals = totals
-        self.log_lines = log_lines
-        log_lines.reasons.clear()
+        self.log_lines: Counter[str] = Counter()
         self.seam = FaultyOps()
-        self.staged = {gid: group.region for gid, group in enumerate(self.groups)}
-        self.regions = {gid: it for gid, it in self.staged.items() if it is not None}
+        self.regions = {
+            gid: group.region for gid, group in enumerate(self.groups) if group.region
+        }
         self.manager = self._make_manager()
         self.launches = [
             (log.group_id, part.names)
@@ -185,9 +171,9 @@ class Engine:
             for part in log.tables
         ]
         self.slot_bytes = {
-            layer.name: layer.index.shape[1]
+            name: group.layers[name].shape[1]
             for group in self.groups
-            for layer in group.protected.values()
+            for name in group.protected
         }
         names = sorted(name for _, names in self.launches for name in names)
         require_same("layers", names, sorted(self.slot_bytes))
@@ -215,7 +201,7 @@ class Engine:
 
     def _make_manager(self) -> DraftCommitManager:
         groups = [
-            (gid, [layer.cache for layer in group.protected.values()])
+            (gid, list(group.protected.values()))
             for gid, group in enumerate(self.groups)
             if group.protected
         ]
@@ -272,15 +258,11 @@ class Engine:
             self._fail(step, payload, written, is_seen=fault.moment < 2)
         else:
             self.is_dead = self._commit(step, form, payload, is_missed)
-        self.manager_holds()
-        return fault.name not in ("forward", "sampler") and not self.is_dead
-
-    def manager_holds(self) -> None:
-        """The manager's own invariants."""
         try:
             self.manager.check_state()
         except AssertionError as error:
             raise Violation("state", str(error)) from error
+        return fault.name not in ("forward", "sampler") and not self.is_dead
 
     def _begin(self, step: Step, num_drafts: int, fault: Fault) -> bool:
         """Everything up to the forward; whether NWOR raised (STRICT)."""
@@ -318,7 +300,10 @@ class Engine:
                 self.manager.begin(windows)
 
         raised = self._attempt(enter, reasons)
-        self._check_calls(stage=step.staged, log=step.logged)
+        if step.staged:
+            self._check_calls("stage", step.staged)
+        if step.logged:
+            self._check_calls("log", step.logged)
         tables = self._staged_tables(step)
         self._check_tables(
             tables, step.slots(tables) if step.staged else self.own_slots
@@ -420,7 +405,8 @@ class Engine:
         raised = self._attempt(end, reasons, raises=True if is_lost else None)
         self._check_tables(self.own, self.own_slots)
         if not is_lost:
-            self._check_calls(commit=step.staged, restore=step.logged)
+            self._check_calls("commit", step.staged)
+            self._check_calls("restore", step.logged)
         if step.staged or step.logged:
             self.totals["commits"] += 1
             self.totals["staged_steps"] += bool(step.staged)
@@ -520,16 +506,14 @@ class Engine:
             reason for reason in self.fallbacks if reason == NO_SEAT or not strict
         }
         if not (raised and COMMIT_FAILED in reasons):
-            require_same("log lines", self.log_lines.reasons, Counter(logged))
+            require_same("log lines", self.log_lines, Counter(logged))
         require_same("state", self.manager.state, self.state)
         return raised
 
-    def _check_calls(self, **groups: set[int]) -> None:
-        """As many of an op as there are tables of layers in its groups."""
-        for op, of_op in groups.items():
-            if of_op:
-                expected = self._num_launches(of_op)
-                require_same(f"launches ({op})", self.seam.calls[op], expected)
+    def _check_calls(self, op: str, groups: set[int]) -> None:
+        """As many as there are tables of layers in these groups."""
+        expected = self._num_launches(groups)
+        require_same(f"launches ({op})", self.seam.calls[op], expected)
 
     def _check_tables(self, tables: Sequence[Table], slots: Index) -> None:
         for found, expected in zip(self.tables, tables, strict=True):

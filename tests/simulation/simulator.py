@@ -19,12 +19,13 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from tests.simulation.blocks import Blocks, Request, condense
 from tests.simulation.cache import MAX_REQUESTS, Cache
-from tests.simulation.engine import Breakage, Engine, Fault, LogLines, Settings
+from tests.simulation.engine import Breakage, Engine, Fault, Settings
 from tests.simulation.operations import FAULTS, Operation
 from tests.simulation.step import EMPTY, MAX_TOKENS, PADDED, PLAIN, Rows, Step
 
@@ -48,7 +49,6 @@ class Simulator:
         self.is_lifo = draw.random() < 0.7
         self.payloads = np.random.default_rng(draw.randrange(1 << 32))
         self.breakage = breakage
-        self.log_lines = LogLines()
         self.totals: Counter[Any] = Counter()
         self.num_operations = self.num_arrived = 0
         self.requests: list[Request] = []
@@ -56,9 +56,7 @@ class Simulator:
         self._start_engine()
 
     def _start_engine(self) -> None:
-        self.engine = Engine(
-            self.cache, self.settings, self.totals, self.log_lines, self.breakage
-        )
+        self.engine = Engine(self.cache, self.settings, self.totals, self.breakage)
         self.blocks = Blocks(self.cache, self.is_lifo, self.totals)
         self.rows: list[Request] = []
         self.indices = list(range(MAX_REQUESTS))
@@ -79,25 +77,28 @@ class Simulator:
             played, the failing one last, in the attribute `played`.
         """
         played: list[Operation] = []
-        LOGGER.addHandler(self.log_lines)
-        propagate, LOGGER.propagate = LOGGER.propagate, False
-        try:
-            for kind, numbers in operations:
-                if self.num_operations == limit:
-                    break
-                played.append((kind, numbers))
-                if getattr(self, kind.replace(" ", "_"))(*numbers):
-                    self.totals["operations", kind] += 1
-                    self.num_operations += 1
-            self.engine.check_bytes("the end")
-            self._end_engine()
-        except Exception as error:
-            error.played = played  # type: ignore[attr-defined]
-            raise
-        finally:
-            LOGGER.removeHandler(self.log_lines)
-            LOGGER.propagate = propagate
+        with (
+            # A fallback's warning begins with its reason; a breach is an error.
+            patch.object(LOGGER, "warning", lambda _, reason, *__: self._log(reason)),
+            patch.object(LOGGER, "disabled", True),
+        ):
+            try:
+                for kind, numbers in operations:
+                    if self.num_operations == limit:
+                        break
+                    played.append((kind, numbers))
+                    if getattr(self, kind.replace(" ", "_"))(*numbers):
+                        self.totals["operations", kind] += 1
+                        self.num_operations += 1
+                self.engine.check_bytes("the end")
+                self._end_engine()
+            except Exception as error:
+                error.played = played  # type: ignore[attr-defined]
+                raise
         return played
+
+    def _log(self, reason: str) -> None:
+        self.engine.log_lines[reason] += 1
 
     # Each of these is an operation, and returns whether it took effect.
 

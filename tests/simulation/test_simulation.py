@@ -75,13 +75,13 @@ def test_worlds_differ_in_what_matters() -> None:
         found[f"{len(engine.regions)} staged"] += 1
         found["logged beside"] += 0 < len(engine.regions) < len(engine.manager.groups)
         found["indices"] += simulator.settings.has_indices
-        starts = {group.layers[0].index.min() for group in groups}
+        starts = {min(group.index[0]) for group in groups}
         found["shared memory"] += len(starts) < len(groups)
         for group in groups:
             found["small entries"] += group.entry_tokens < group.block_size
-            for layer in group.layers:
-                found[layer.kind] += 1
-                found["protected" if layer.protected else "unprotected"] += 1
+            found.update(re.findall(r"\w+(?=\))", f"{list(group.layers)}"))
+            found["protected"] += len(group.protected)
+            found["unprotected"] += len(group.layers) - len(group.protected)
     assert found.keys() >= {"1 groups", "2 groups", "3 groups", "1 launches"}
     assert found.keys() >= {"nhd", "hnd", "mla", "columns", "pairs", "3 launches"}
     assert found.keys() >= {"0 staged", "1 staged", "2 staged", "3 staged"}

@@ -59,19 +59,19 @@ class World:
         self,
         *is_staged,
         fails=None,
-        call=0,
         num_seats=2,
         strict=Strict.STARTUP,
         capacity=NUM_DRAFTS,
         storage=None,
     ):
-        """is_staged: a kind. fails: the op of which a call raises."""
+        """is_staged: a kind. fails: an op that raises, or it and which of its calls."""
         torch.manual_seed(0)
         self.is_staged = is_staged
         self.groups = [self._layers() for _ in is_staged]
         region = replace(REGION, num_seats=num_seats)
         self.ops = FaultyOps()
-        self.ops.arm(Fault(fails, call, 0))
+        op, call = fails if isinstance(fails, tuple) else (fails, 0)
+        self.ops.arm(Fault(op, call, 0))
         self.manager = DraftCommitManager(
             NworConfig(mode=Mode.COW, strictness=strict),
             list(enumerate(self.groups)),
@@ -241,56 +241,53 @@ def test_a_step_without_drafts_does_nothing(kind):
 
 # The moves of a kind and what it was given; the fallbacks counted, each logged once;
 # and the rows that are in the cache at the end, or of each group.
+LOG = "open=logged forward commit=idle"
+STAGE = "open=staged forward commit=idle"
+ABORT = "open forward abort=idle"
 STALE = "open forward change open forward commit=idle"
-TOO_LARGE = "open=vanilla forward end=idle open=vanilla abort=idle"
-TWICE = "open forward commit=failed start=failed end=failed missed=failed change "
+FAIL = "open=logged forward commit=failed"
+LEAVE = "open=vanilla forward end=idle"
+VANILLA = f"{LEAVE} open=vanilla abort=idle"
+# FAILED lasts until a step has drafts again, which starts anew.
+AGAIN = f"{FAIL} start=failed end=failed missed=failed change {LOG}"
+RESTORE_2 = {"fails": ("restore", 1)}
 MOVES = [
-    (LOGGED, {}, "open=logged forward commit=idle", {}, [TARGETS]),
-    (STAGED, {}, "open=staged forward commit=idle", {}, [TARGETS]),
-    (MIXED, {}, "open=staged forward commit=idle", {}, [TARGETS]),
+    (LOGGED, {}, LOG, {}, [TARGETS]),
+    (STAGED, {}, STAGE, {}, [TARGETS]),
+    (MIXED, {}, STAGE, {}, [TARGETS]),
     # Windows that are never committed: the cache is as vLLM left it.
-    (LOGGED, {}, "open forward abort=idle", {"step_failed": 1}, [ALL_ROWS]),
-    (STAGED, {}, "open forward abort=idle", {"step_failed": 1}, [{}]),
-    (MIXED, {}, "open forward abort=idle", {"step_failed": 1}, [ALL_ROWS, {}]),
+    (LOGGED, {}, ABORT, {"step_failed": 1}, [ALL_ROWS]),
+    (STAGED, {}, ABORT, {"step_failed": 1}, [{}]),
+    (MIXED, {}, ABORT, {"step_failed": 1}, [ALL_ROWS, {}]),
     (LOGGED, {}, STALE, {"stale_log": 1}, [TARGETS]),
     (STAGED, {}, STALE, {"stale_log": 1}, [TARGETS]),
     (MIXED, {}, STALE, {"stale_log": 1}, [TARGETS]),
     (MIXED, {}, "open forward start=idle end", {"stale_log": 1}, [ALL_ROWS, {}]),
-    # An op that fails; behind what failed nothing else is lost.
-    *(
-        (TWO_LOGGED, {"fails": "log", "call": call}, *rest)
-        for call in (0, 1)
-        for rest in [("open=vanilla forward end=idle", {"begin_failed": 1}, [ALL_ROWS])]
-    ),
-    (
-        *(TWO_LOGGED, {"fails": "restore"}, "open forward commit=failed"),
-        *({"commit_failed": 1}, [ALL_ROWS, TARGETS]),
-    ),
-    (
-        *(TWO_LOGGED, {"fails": "restore", "call": 1}, "open forward commit=failed"),
-        *({"commit_failed": 1}, [TARGETS, ALL_ROWS]),
-    ),
-    (
-        *(STAGED, {"fails": "stage"}, "open=logged forward commit=idle"),
-        *({"stage_failed": 1}, [TARGETS]),
-    ),
-    # FAILED lasts until a step has drafts again, which starts anew.
-    (
-        *(LOGGED, {"fails": "restore"}, TWICE + "open=logged forward commit=idle"),
-        *({"commit_failed": 1, "begin_missed": 1}, [TARGETS]),
-    ),
     (LOGGED, {}, "missed=idle end=idle missed=idle", {"begin_missed": 2}, [{}]),
-    # A step is protected whole or not at all.
-    (LOGGED, {"capacity": 2}, TOO_LARGE, {"over_capacity": 2}, [ALL_ROWS]),
-    (MIXED, {"capacity": 2}, TOO_LARGE, {"over_capacity": 2}, [ALL_ROWS]),
-    (STAGED, {"capacity": 2}, "open=staged forward commit=idle", {}, [TARGETS]),
+    # An op that fails; behind what failed nothing else is lost.
+    (TWO_LOGGED, {"fails": "log"}, LEAVE, {"begin_failed": 1}, [ALL_ROWS]),
+    (TWO_LOGGED, {"fails": ("log", 1)}, LEAVE, {"begin_failed": 1}, [ALL_ROWS]),
+    (TWO_LOGGED, {"fails": "restore"}, FAIL, {"commit_failed": 1}, [ALL_ROWS, TARGETS]),
+    (TWO_LOGGED, RESTORE_2, FAIL, {"commit_failed": 1}, [TARGETS, ALL_ROWS]),
     (
-        *((True, True), {"num_seats": 1}, "open=logged forward commit=idle"),
-        *({"no_seat": 1}, [TARGETS]),
+        LOGGED,
+        {"fails": "restore"},
+        AGAIN,
+        {"commit_failed": 1, "begin_missed": 1},
+        [TARGETS],
     ),
+    (STAGED, {"fails": "stage"}, LOG, {"stage_failed": 1}, [TARGETS]),
+    # A step is protected whole or not at all.
+    (LOGGED, {"capacity": 2}, VANILLA, {"over_capacity": 2}, [ALL_ROWS]),
+    (MIXED, {"capacity": 2}, VANILLA, {"over_capacity": 2}, [ALL_ROWS]),
+    (STAGED, {"capacity": 2}, STAGE, {}, [TARGETS]),
+    ((True, True), {"num_seats": 1}, LOG, {"no_seat": 1}, [TARGETS]),
     (
-        *(MIXED, {"num_seats": 1, "capacity": 2}, TOO_LARGE),
-        *({"no_seat": 2, "over_capacity": 2}, [ALL_ROWS]),
+        MIXED,
+        {"num_seats": 1, "capacity": 2},
+        VANILLA,
+        {"no_seat": 2, "over_capacity": 2},
+        [ALL_ROWS],
     ),
 ]
 
