@@ -40,12 +40,12 @@ class Simulator:
 
     def __init__(self, seed: int, breakage: Breakage | None = None) -> None:
         draw = random.Random(seed)
-        self.cache = Cache(draw)
         self.settings = Settings(
             strict=draw.random() < 0.1,
             has_indices=draw.random() < 0.5,
             capacity=draw.choice((6, 24, 24)),
         )
+        self.cache = Cache(draw)
         self.is_lifo = draw.random() < 0.7
         self.payloads = np.random.default_rng(draw.randrange(1 << 32))
         self.breakage = breakage
