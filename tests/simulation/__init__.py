@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A seeded simulation of vLLM's paged KV cache around the real manager and CPU ops.
 
-    memory      one allocation with caches of several layouts, and its plain models
+    cache       one allocation with caches of several layouts, and its plain models
     blocks      vLLM's side: requests, block pool, prefix cache
-    faults      the op module with faults planted in it
-    operations  what can happen, drawn from a seed
-    simulator   lets it happen, and checks the guarantees at each step
-    shrink      cuts a failing run down to a few operations
+    step        a batch's rows, and what vLLM's tensors say about them
+    operations  what can happen, drawn from a seed, and cut down when it fails
+    engine      the manager around each step, with faults planted, and all checks
+    simulator   lets operations happen
     seats       the rule by which shadow rows are not copied anew, without tensors
 
 `python -m tests.simulation --help` runs and replays it. The real parts under test are

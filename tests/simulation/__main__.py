@@ -25,10 +25,16 @@ from benchmarks import environment
 from benchmarks.files import write_json
 
 from tests.simulation import seats
-from tests.simulation.memory import Violation
-from tests.simulation.operations import Operation, draw_operations, from_text, to_text
-from tests.simulation.shrink import shrink
-from tests.simulation.simulator import Breakage, Simulator, Totals
+from tests.simulation.cache import Violation
+from tests.simulation.engine import Breakage
+from tests.simulation.operations import (
+    Operation,
+    draw_operations,
+    from_text,
+    shrink,
+    to_text,
+)
+from tests.simulation.simulator import Simulator
 
 REPO = Path(__file__).resolve().parents[2]
 OPERATIONS_PER_SEED = 1000
@@ -47,7 +53,10 @@ class Failure(AssertionError):
 
 
 def run(
-    seed: int, num_operations: int, totals: Totals, breakage: Breakage | None = None
+    seed: int,
+    num_operations: int,
+    totals: Counter[Any],
+    breakage: Breakage | None = None,
 ) -> None:
     """Plays `num_operations` operations, OPERATIONS_PER_SEED a seed, from `seed` on.
 
@@ -56,34 +65,31 @@ def run(
     Raises:
         Failure: the first one found, already cut down.
     """
-    while num_operations > 0:
-        limit = min(OPERATIONS_PER_SEED, num_operations)
-        totals.add(run_seed(seed, limit, breakage))
-        num_operations -= limit
+    for first in range(0, num_operations, OPERATIONS_PER_SEED):
+        simulator = Simulator(seed, breakage)
+        limit = min(OPERATIONS_PER_SEED, num_operations - first)
+        try:
+            simulator.play(draw_operations(random.Random(seed)), limit)
+        except Exception as error:
+            raise _cut_down(seed, error, breakage) from error
+        totals += simulator.totals
         seed += 1
-
-
-def run_seed(seed: int, limit: int, breakage: Breakage | None = None) -> Totals:
-    """One world. Raises Failure."""
-    simulator = Simulator(seed, breakage)
-    try:
-        simulator.play(draw_operations(random.Random(seed)), limit)
-    except Exception as error:
-        raise _cut_down(seed, error, breakage) from error
-    return simulator.totals
 
 
 def _cut_down(seed: int, error: Exception, breakage: Breakage | None) -> Failure:
     """A failure counts as the same if its kind is."""
-    latest = error
+
+    def kind(error: Exception) -> tuple[type, str]:
+        return type(error), getattr(error, "kind", "")
+
+    found = []
 
     def fails(operations: list[Operation]) -> bool:
-        nonlocal latest
         try:
             Simulator(seed, breakage).play(operations)
-        except Exception as found:
-            if _kind(found) == _kind(error):
-                latest = found
+        except Exception as latest:
+            if kind(latest) == kind(error):
+                found.append(latest)
                 return True
         return False
 
@@ -91,33 +97,37 @@ def _cut_down(seed: int, error: Exception, breakage: Breakage | None) -> Failure
     if not fails(operations):
         return Failure(seed, RuntimeError(f"fails only now and then: {error}"), [])
     operations = shrink(operations, fails)
-    fails(operations)
-    return Failure(seed, latest, operations)
-
-
-def _kind(error: Exception) -> tuple[type, str]:
-    return type(error), getattr(error, "kind", "")
+    return Failure(seed, found[-1], operations)
 
 
 def record(
-    totals: Totals, args: argparse.Namespace, seconds: float, violations: list[str]
+    totals: Counter[Any],
+    args: argparse.Namespace,
+    seconds: float,
+    violations: list[str],
 ) -> Any:
     """What a result file holds."""
-    num_seeds = -(-totals.num_operations // OPERATIONS_PER_SEED)
+    nested: dict[str, Any] = {}
+    for name, number in totals.items():
+        if isinstance(name, str):
+            nested[name] = number
+        else:
+            nested.setdefault(name[0], {})[name[1]] = number
+    num_operations = sum(nested.get("operations", {}).values())
     return {
         "kind": "simulation",
         "schema": 1,
         "command": " ".join(["python -m tests.simulation", *sys.argv[1:]]),
         "environment": environment.describe("cpu", REPO),
-        "seeds": {"first": args.seed, "count": num_seeds},
+        "seeds": {
+            "first": args.seed,
+            "count": -(-num_operations // OPERATIONS_PER_SEED),
+        },
         "num_seat_steps": args.seat_steps,
-        "num_operations": totals.num_operations,
+        "num_operations": num_operations,
         "seconds": round(seconds, 1),
         "violations": violations,
-        "totals": {
-            name: dict(value) if isinstance(value, Counter) else value
-            for name, value in vars(totals).items()
-        },
+        "totals": nested,
     }
 
 
@@ -140,21 +150,21 @@ def main() -> int:
         return 0
     started = time.perf_counter()
     violations: list[str] = []
-    totals = Totals()
+    totals: Counter[Any] = Counter()
     try:
         run(args.seed, args.operations, totals)
         seats.run(args.seed, args.seat_steps)
     except (Failure, Violation) as failure:
         violations.append(str(failure))
-    seconds = time.perf_counter() - started
+    found = record(totals, args, time.perf_counter() - started, violations)
     if args.json is not None:
-        write_json(args.json, record(totals, args, seconds, violations))
+        write_json(args.json, found)
     for violation in violations:
         print(violation)
     print(
-        f"{totals.num_operations} operations from seed {args.seed} on, "
-        f"{totals.commits} commits of {totals.windows} windows, "
-        f"{args.seat_steps} steps of seats, in {seconds:.0f} s: "
+        f"{found['num_operations']} operations from seed {args.seed} on, "
+        f"{totals['commits']} commits of {totals['windows']} windows, "
+        f"{args.seat_steps} steps of seats, in {found['seconds']:.0f} s: "
         f"{len(violations)} violations"
     )
     return 1 if violations else 0

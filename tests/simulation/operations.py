@@ -3,104 +3,81 @@
 
 An operation is a kind and numbers that mean something in any state (a request is chosen
 by its number modulo those that live), so that a list from which some were removed can
-still be played. 0 is the plainest value of each number.
+still be played, and a failing one be cut down. 0 is the plainest value of each number.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS
+from tests.simulation.step import EMPTY, PADDED, PLAIN
 
 # Kind, then its numbers.
 Operation = tuple[str, tuple[int, ...]]
 
-ARRIVE = "arrive"  # family, tokens of its prompt - 1
-ADVANCE = "advance"  # request, prefill tokens - 1, drafts, accepted, PLAIN/PADDED/EMPTY
-RUN = "run"  # acceptance form, FAULT, which launch, moment, upper bound - drafts, pads
-ABORT = "abort"  # request, 1: in flight (between log and commit)
-PREEMPT = "preempt"  # request
-FINISH = "finish"  # request
-FORK = "fork"  # request, family, 1: another one of its length finishes before
-TAKE_BACK = "take back"  # request
-
-# Of a window: all as usual; its last rejected draft has slot -1; the sampler returns no
-# valid token at all.
-PLAIN, PADDED, EMPTY = range(3)
-
-# Of a run: none; an op raises; vLLM's forward or sampler raises; begin not called; NWOR
-# told to log all groups.
-NO_FAULT, LOG_FAULT, RESTORE_FAULT, FORWARD_FAULT, SAMPLER_FAULT = range(5)
-MISSED, STAGE_FAULT, COMMIT_FAULT, ALL_LOGGED = range(5, 9)
-OP_FAULTS = (LOG_FAULT, RESTORE_FAULT, STAGE_FAULT, COMMIT_FAULT)
-FAULT_NAMES = (
-    *("none", "log op", "restore op", "forward", "sampler"),
-    *("begin missed", "stage op", "commit op", "all logged"),
+# Of a run: none; an op raises; vLLM's forward or sampler raises; begin is not called;
+# NWOR is told to log all groups.
+FAULTS = (
+    *("none", "log", "restore", "stage", "commit"),
+    *("forward", "sampler", "missed", "all logged"),
 )
+# So often, if any: an op's is drawn in vain where no group is logged, or staged.
+_FAULT_WEIGHTS = (0, 3, 3, 3, 2, 2, 2, 2, 1)
 
-# More than a block of some groups.
-MAX_DRAFTS = 6
-MAX_REQUESTS = 6
-_WEIGHTS = {
-    ARRIVE: 5,
-    ADVANCE: 60,
-    RUN: 12,
-    ABORT: 2,
-    PREEMPT: 2,
-    FINISH: 3,
-    FORK: 5,
-    TAKE_BACK: 2,
+
+def _request(draw: random.Random) -> int:
+    return draw.randrange(16)
+
+
+def _advance(draw: random.Random) -> tuple[int, ...]:
+    num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS))
+    (special,) = draw.choices((PLAIN, PADDED, EMPTY), (20, 2, 1))
+    accepted = draw.randint(0, num_drafts)
+    return _request(draw), draw.randrange(24), num_drafts, accepted, special
+
+
+def _run(draw: random.Random) -> tuple[int, ...]:
+    fault = 0
+    if draw.random() > 0.85:
+        (fault,) = draw.choices(range(len(FAULTS)), _FAULT_WEIGHTS)
+    sizes = draw.choice((0, 0, 0, 1, 3)), draw.choice((0, 0, 3))
+    return draw.randrange(4), fault, draw.randrange(6), draw.randrange(3), *sizes
+
+
+# How often each kind happens, and how its numbers are drawn.
+_KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[int, ...]]]] = {
+    # family, tokens of its prompt - 1
+    "arrive": (5, lambda d: (d.randrange(3), d.choice((4, 6, d.randrange(24))))),
+    # request, prefill tokens - 1, drafts, accepted, PLAIN/PADDED/EMPTY
+    "advance": (60, _advance),
+    # form of the output, FAULTS, which call, moment, upper bound - drafts, pads
+    "run": (12, _run),
+    # request, 1: in flight (between log and commit)
+    "abort": (2, lambda d: (_request(d), d.choice((0, 1, 1)))),
+    "preempt": (2, lambda d: (_request(d),)),
+    "finish": (3, lambda d: (_request(d),)),
+    # request, family, 1: another one of its length finishes before
+    "fork": (5, lambda d: (_request(d), d.randrange(3), d.randrange(2))),
+    "take back": (2, lambda d: (_request(d),)),
 }
-
-KINDS = tuple(_WEIGHTS)
+KINDS = tuple(_KINDS)
 
 
 def draw_operations(draw: random.Random) -> Iterator[Operation]:
     """Operations without end."""
-    kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
+    weights = [weight for weight, _ in _KINDS.values()]
     while True:
-        for kind in draw.choices(kinds, weights, k=64):
-            yield kind, _numbers(kind, draw)
+        for kind in draw.choices(KINDS, weights, k=64):
+            yield kind, _KINDS[kind][1](draw)
             if draw.random() < 0.05:
-                yield from _round(draw)
-
-
-def _round(draw: random.Random) -> Iterator[Operation]:
-    """A step of all requests with the same numbers: those of one length stay so."""
-    _, *numbers = _numbers(ADVANCE, draw)
-    for request in range(MAX_REQUESTS):
-        yield ADVANCE, (request, *numbers)
-    yield RUN, _numbers(RUN, draw)
-
-
-def _numbers(kind: str, draw: random.Random) -> tuple[int, ...]:
-    request = draw.randrange(16)
-    if kind == ARRIVE:
-        return draw.randrange(3), draw.choice((4, 6, draw.randrange(24)))
-    if kind == ADVANCE:
-        num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS))
-        accepted = draw.randint(0, num_drafts)
-        special = draw.choices((PLAIN, PADDED, EMPTY), (20, 2, 1))[0]
-        return request, draw.randrange(24), num_drafts, accepted, special
-    if kind == RUN:
-        fault = NO_FAULT
-        if draw.random() > 0.85:
-            faults = (*OP_FAULTS, LOG_FAULT, STAGE_FAULT, FORWARD_FAULT, SAMPLER_FAULT)
-            fault = draw.choice((*range(1, len(FAULT_NAMES)), *faults, MISSED))
-        bound = draw.choice((0, 0, 0, 1, 3))
-        return (
-            draw.randrange(4),
-            fault,
-            draw.randrange(6),
-            draw.randrange(3),
-            bound,
-            draw.choice((0, 0, 3)),
-        )
-    if kind == ABORT:
-        return request, draw.choice((0, 1, 1))
-    if kind == FORK:
-        return request, draw.randrange(3), draw.randrange(2)
-    return (request,)
+                # All requests with the same numbers: those of one length stay so.
+                _, *numbers = _advance(draw)
+                for request in range(MAX_REQUESTS):
+                    yield "advance", (request, *numbers)
+                yield "run", _run(draw)
 
 
 def to_text(operations: list[Operation]) -> str:
@@ -110,14 +87,43 @@ def to_text(operations: list[Operation]) -> str:
 
 def from_text(text: str) -> list[Operation]:
     """Raises ValueError, naming the operation, if one is not of this module."""
-    known = random.Random(0)
+    sizes = {
+        kind: len(numbers(random.Random(0))) for kind, (_, numbers) in _KINDS.items()
+    }
     operations: list[Operation] = []
     for kind, *numbers in json.loads(text):
-        expected = len(_numbers(kind, known)) if kind in _WEIGHTS else None
-        if len(numbers) != expected or not all(type(n) is int for n in numbers):
+        if sizes.get(kind) != len(numbers) or not all(type(n) is int for n in numbers):
             raise ValueError(
                 f"operation {[kind, *numbers]} is not allowed: expected one of "
-                f"{', '.join(_WEIGHTS)} and its numbers"
+                f"{', '.join(KINDS)} and its numbers"
             )
         operations.append((kind, tuple(numbers)))
+    return operations
+
+
+def shrink(
+    operations: list[Operation], fails: Callable[[list[Operation]], bool]
+) -> list[Operation]:
+    """The smallest list found for which `fails` still holds, as it does for
+    `operations`: it does not without any one of them, or with any number smaller."""
+    before: list[Operation] = []
+    while before != operations:
+        before = operations
+        length = len(operations)
+        while length := length // 2:  # halves of them, quarters, ... single ones
+            start = 0
+            while start < len(operations):
+                fewer = operations[:start] + operations[start + length :]
+                if fails(fewer):
+                    operations = fewer
+                else:
+                    start += length
+        for at, (kind, numbers) in enumerate(operations):
+            for place, number in enumerate(numbers):
+                for smaller in range(number):
+                    plainer = (*numbers[:place], smaller, *numbers[place + 1 :])
+                    changed = [*operations[:at], (kind, plainer), *operations[at + 1 :]]
+                    if fails(changed):
+                        operations, numbers = changed, plainer
+                        break
     return operations

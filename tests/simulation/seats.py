@@ -37,7 +37,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from tests.simulation.blocks import condense
-from tests.simulation.memory import Violation
+from tests.simulation.cache import Violation
 
 STEPS_PER_SEED = 50
 
@@ -46,8 +46,9 @@ STEPS_PER_SEED = 50
 class Seat:
     """What its last commit left. step: when it was staged. valid: behind the last row
     that was kept, -1 before commit. entry: the real entry of that row, 0 if the row was
-    not staged."""
+    not staged. shadow: what was written to each of its rows."""
 
+    shadow: list[int]
     step: int = -1
     valid: int = -1
     entry: int = 0
@@ -66,24 +67,21 @@ class Rule:
 
     def counts(self, seat: Seat, first_position: int, entry: int) -> bool:
         """Whether the rows before `first_position` are in the shadow of `entry`."""
-        return (
-            seat.step == self.step - 1
-            and seat.valid == first_position
-            and seat.entry == entry
-        )
+        found = seat.step, seat.valid, seat.entry
+        return found == (self.step - 1, first_position, entry)
 
     def stage(self, seat: Seat) -> None:
         seat.step, seat.valid = self.step, -1
 
-    def commit(self, seat: Seat, valid: int, entry: int, is_staged: bool) -> None:
-        """is_staged: whether the last kept row was in a shadow block."""
-        seat.valid, seat.entry = valid, entry if is_staged else 0
+    def commit(self, seat: Seat, valid: int, entry: int) -> None:
+        seat.valid, seat.entry = valid, entry
 
 
 @dataclass(eq=False)
 class Request:
     """length: tokens known. blocks: its block ids. index: V2's, -1 without one. is_new:
-    no step yet since it got its first block."""
+    no step yet since it got its first block. end: of its rows in this step, which begin
+    at num_computed; the last num_drafts are drafts."""
 
     length: int
     blocks: list[int] = field(default_factory=list)
@@ -91,16 +89,8 @@ class Request:
     index: int = -1
     is_new: bool = True
     has_sampled: bool = False
-
-
-@dataclass(frozen=True)
-class Window:
-    """A request's rows in a step: [first, end), the last num_drafts are drafts."""
-
-    request: Request
-    first: int
-    end: int
-    num_drafts: int
+    end: int = 0
+    num_drafts: int = 0
 
     @property
     def first_draft(self) -> int:
@@ -111,9 +101,8 @@ class World:
     """Requests, blocks and seats of one KV-cache group, drawn from a seed."""
 
     def __init__(self, seed: int, rule: Rule) -> None:
-        self.seed = seed
+        self.seed, self.rule = seed, rule
         draw = self.draw = random.Random(seed)
-        self.rule = rule
         self.tokens = draw.choice((1, 2, 2, 3, 4))  # of an entry
         self.block_size = self.tokens * draw.choice((1, 1, 2))
         self.max_drafts = draw.choice((1, 2, self.tokens, 2 * self.tokens + 1))
@@ -123,28 +112,21 @@ class World:
         self.is_lifo = draw.random() < 0.7
         self.skips = draw.choice((0.1, 0.1, 0.5))
         self.fails = draw.choice((0.05, 0.3))
-        self.num_blocks = 1 + draw.randint(4, 10)
-        self.span = 1 - -(self.max_drafts - 1) // self.tokens
-        self.free = deque(range(1, self.num_blocks))
-        self.references = [0] * self.num_blocks
-        self.real = [0] * (self.num_blocks * self.block_size)
-        self.shadow = [[0] * (self.span * self.tokens) for _ in range(self.num_rows)]
-        self.seats = [Seat() for _ in range(self.num_rows)]
+        num_blocks = 1 + draw.randint(4, 10)
+        self.free = deque(range(1, num_blocks))
+        self.references = [0] * num_blocks
+        self.real = [0] * (num_blocks * self.block_size)
+        span = (1 - -(self.max_drafts - 1) // self.tokens) * self.tokens
+        self.seats = [Seat([0] * span) for _ in range(self.num_rows)]
         self.indices = list(range(self.num_rows))
         self.rows: list[Request] = []
         self.requests: list[Request] = []
         self.num_writes = 0
         self.happened: Counter[str] = Counter()
 
-    # -- blocks --------------------------------------------------------------------
-
-    def _entry(self, request: Request, position: int) -> int:
-        per_block = self.block_size // self.tokens
-        block = request.blocks[position // self.block_size]
-        return block * per_block + position % self.block_size // self.tokens
-
     def _slot(self, request: Request, position: int) -> int:
-        return self._entry(request, position) * self.tokens + position % self.tokens
+        block, offset = divmod(position, self.block_size)
+        return request.blocks[block] * self.block_size + offset
 
     def _take(self) -> int:
         block = self.free.popleft()
@@ -170,21 +152,17 @@ class World:
             return
         donor, size = self.draw.choice(donors), self.block_size
         most = min(donor.num_computed, request.length - 1)
-        for block in donor.blocks[: most // size]:
+        full, tail = divmod(most, size)
+        for block in donor.blocks[:full]:
             self.references[block] += 1
             request.blocks.append(block)
-        request.num_computed = len(request.blocks) * size
-        tail = most % size
-        if tail == 0 or not self.free or self.draw.random() < 0.5:
-            return
-        source = donor.blocks[len(request.blocks)] * size
-        to = self._take()
-        self.real[to * size : (to + 1) * size] = self.real[source : source + size]
-        request.blocks.append(to)
-        request.num_computed += tail
-        self.happened["copy"] += 1
-
-    # -- a step --------------------------------------------------------------------
+        request.num_computed = full * size
+        if tail and self.free and self.draw.random() < 0.5:
+            source, to = donor.blocks[full] * size, self._take()
+            self.real[to * size : (to + 1) * size] = self.real[source : source + size]
+            request.blocks.append(to)
+            request.num_computed += tail
+            self.happened["copy"] += 1
 
     def step(self) -> None:
         """What the scheduler does between two steps, and one step of the runner."""
@@ -202,25 +180,29 @@ class World:
                 self.happened["taken back"] += 1
         while len(self.requests) < self.num_rows and draw.random() < 0.7:
             self.requests.append(Request(draw.randint(1, self.max_length - 1)))
-        windows, begins = self._schedule()
-        self.rows = condense(self.rows, [window.request for window in windows])
-        has_drafts = any(window.num_drafts for window in windows)
+        batch, begins = self._schedule()
+        self.rows = condense(self.rows, batch)
+        has_drafts = any(request.num_drafts for request in batch)
         is_staged = has_drafts and draw.random() < 0.9
         self.rule.start(has_drafts, is_staged, begins)
-        staged = [window for window in windows if is_staged and window.num_drafts]
-        for window in staged:
-            self._stage(window)
-        for window in windows:
-            self._forward(window, window in staged)
+        seats = {
+            request: self.seats[request.index if self.has_indices else row]
+            for row, request in enumerate(self.rows)
+            if is_staged and request.num_drafts
+        }
+        for request, seat in seats.items():
+            self._stage(request, seat)
+        for request in batch:
+            self._forward(request, seats.get(request))
         if draw.random() < self.fails:
             self.happened["failed"] += 1
             return
-        for window in windows:
-            self._commit(window, window in staged)
-        self.happened["staged" if staged else "not staged"] += 1
+        for request in batch:
+            self._commit(request, seats.get(request))
+        self.happened["staged" if seats else "not staged"] += 1
 
-    def _schedule(self) -> tuple[list[Window], bool]:
-        draw, windows, begins = self.draw, list[Window](), False
+    def _schedule(self) -> tuple[list[Request], bool]:
+        draw, batch, begins = self.draw, list[Request](), False
         for request in self.requests:
             if draw.random() < self.skips:
                 continue
@@ -230,86 +212,72 @@ class World:
             num_rows = remaining
             if remaining > 1 and draw.random() < 0.3:
                 num_rows = draw.randint(1, remaining - 1)
-            num_drafts = 0
+            request.num_drafts = 0
             if num_rows == remaining and (remaining == 1 or request.has_sampled):
-                num_drafts = draw.choice((0, self.max_drafts, self.max_drafts, 1))
-            end = request.num_computed + num_rows + num_drafts
-            missing = -(-end // self.block_size) - len(request.blocks)
-            while missing > len(self.free) and self._preempt(request, windows):
-                self.happened["preempted"] += 1
+                most = self.max_drafts
+                request.num_drafts = draw.choice((0, most, most, 1))
+            request.end = request.num_computed + num_rows + request.num_drafts
+            missing = -(-request.end // self.block_size) - len(request.blocks)
+            for victim in self.requests:
+                idle = victim is not request and victim not in batch
+                if missing > len(self.free) and idle and victim.blocks:
+                    self._release(victim)
+                    self.happened["preempted"] += 1
             if missing > len(self.free):
                 continue
             request.blocks += [self._take() for _ in range(missing)]
             if self.has_indices and request.index < 0:
                 request.index = self.indices.pop()
-            windows.append(Window(request, request.num_computed, end, num_drafts))
-            begins |= request.is_new and num_drafts > 0
+            batch.append(request)
+            begins |= request.is_new and request.num_drafts > 0
             request.is_new = False
-        return windows, begins
+        return batch, begins
 
-    def _preempt(self, request: Request, windows: list[Window]) -> bool:
-        """Preempts a request that is not in the batch, if there is another."""
-        scheduled = [window.request for window in windows]
-        for victim in self.requests:
-            if victim is not request and victim.blocks and victim not in scheduled:
-                self._release(victim)
-                return True
-        return False
+    def _start_of_shadow(self, request: Request) -> int:
+        return request.first_draft // self.tokens * self.tokens
 
-    def _seat(self, request: Request) -> int:
-        return request.index if self.has_indices else self.rows.index(request)
-
-    def _place_in_shadow(self, position: int) -> int:
-        return position % (self.span * self.tokens)
-
-    def _stage(self, window: Window) -> None:
-        request, first = window.request, window.first
-        start = window.first_draft // self.tokens * self.tokens
-        number = self._seat(request)
-        seat, shadow = self.seats[number], self.shadow[number]
-        prefix = range(start, first)
+    def _stage(self, request: Request, seat: Seat) -> None:
+        first, span = request.num_computed, len(seat.shadow)
+        prefix = range(self._start_of_shadow(request), first)
         if prefix:
-            counts = self.rule.counts(seat, first, self._entry(request, first - 1))
+            entry = self._slot(request, first - 1) // self.tokens
+            counts = self.rule.counts(seat, first, entry)
             self.happened["kept" if counts else "copied"] += 1
             for position in prefix:
                 real = self.real[self._slot(request, position)]
-                place = self._place_in_shadow(position)
-                if not counts:
-                    shadow[place] = real
-                elif shadow[place] != real:
+                if counts and seat.shadow[position % span] != real:
                     raise Violation(
                         "stale shadow row",
-                        f"{window}, row {position}; replay:\n  python -m "
+                        f"{request}, row {position}; replay:\n  python -m "
                         f"tests.simulation --seed {self.seed} --operations 0 "
                         f"--seat-steps {STEPS_PER_SEED}",
                     )
+                seat.shadow[position % span] = real
         self.rule.stage(seat)
 
-    def _forward(self, window: Window, is_staged: bool) -> None:
+    def _forward(self, request: Request, seat: Seat | None) -> None:
         """Writes each row, to where the table says."""
-        start = window.first_draft // self.tokens * self.tokens
-        shadow = self.shadow[self._seat(window.request)]
-        for position in range(window.first, window.end):
+        start = self._start_of_shadow(request)
+        for position in range(request.num_computed, request.end):
             self.num_writes += 1
-            if is_staged and position >= start:
-                shadow[self._place_in_shadow(position)] = self.num_writes
+            if seat and position >= start:
+                seat.shadow[position % len(seat.shadow)] = self.num_writes
             else:
-                self.real[self._slot(window.request, position)] = self.num_writes
+                self.real[self._slot(request, position)] = self.num_writes
 
-    def _commit(self, window: Window, is_staged: bool) -> None:
-        request, first_draft = window.request, window.first_draft
-        accepted = self.draw.choice((0, window.num_drafts))
+    def _commit(self, request: Request, seat: Seat | None) -> None:
+        first, first_draft = request.num_computed, request.first_draft
+        accepted = self.draw.choice((0, request.num_drafts))
         valid = min(first_draft + accepted, self.max_length)
-        if is_staged:
-            number = self._seat(request)
-            start = first_draft // self.tokens * self.tokens
-            for position in range(max(start, window.first), valid):
-                row = self.shadow[number][self._place_in_shadow(position)]
+        if seat:
+            start = self._start_of_shadow(request)
+            for position in range(max(start, first), valid):
+                row = seat.shadow[position % len(seat.shadow)]
                 self.real[self._slot(request, position)] = row
-            entry = self._entry(request, valid - 1)
-            self.rule.commit(self.seats[number], valid, entry, valid > start)
+            entry = self._slot(request, valid - 1) // self.tokens
+            self.rule.commit(seat, valid, entry if valid > start else 0)
         if self.draw.random() < 0.05:  # the scheduler never saw the step's output
-            request.num_computed = self.draw.randint(window.first, valid)
+            request.num_computed = self.draw.randint(first, valid)
             request.length = max(request.length, request.num_computed + 1)
             return
         request.num_computed = valid

@@ -6,27 +6,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from msgspec import structs
 
-from tests.simulation.blocks import Blocks, Request
-from tests.simulation.memory import Group, Index, Mask
-from tests.simulation.operations import EMPTY, MAX_DRAFTS, PADDED, PLAIN
+from tests.simulation.blocks import Request
+from tests.simulation.cache import MAX_DRAFTS, Group, Index, Mask
 from vllm_nwor.metrics import Counted, Scheduled
 from vllm_nwor.window import Acceptance, NumRejected, SampledIds, VerificationWindows
 
+Table = npt.NDArray[np.int32]
+
+MAX_TOKENS = 64
 VOCAB_SIZE = 5000
 PAD_SLOT = -1
+
+# Of a window: all as usual; its last rejected draft has slot -1; the sampler returns no
+# valid token at all.
+PLAIN, PADDED, EMPTY = range(3)
 
 # How the sampler reports: invalid ids are -1; or beyond the vocabulary; or in a view
 # with strides of its own; or as V2 does, the number of rejected drafts.
 SAMPLED, PLACEHOLDER, STRIDED, REJECTED = range(4)
 
 
-@dataclass
+@dataclass(eq=False)
 class Rows:
     """A request's rows in the batch that is being put together.
 
@@ -43,9 +49,9 @@ class Rows:
     dropped: bool = False
 
     @property
-    def num_written(self) -> int:
-        """Rows that have a slot."""
-        return self.num_rows - (self.special == PADDED)
+    def end(self) -> int:
+        """The position behind the last row."""
+        return self.request.num_computed + self.num_rows
 
     @property
     def num_rejected(self) -> int:
@@ -56,209 +62,185 @@ class Rows:
         """Tokens that the sampler returns for these rows."""
         return 0 if self.special == EMPTY else self.num_accepted + 1
 
-
-@dataclass(frozen=True)
-class Pages:
-    """What of a step would be in shadow pages in one group.
-
-    is_staged: [rows with a slot] bool: True where the row goes to a shadow block.
-    windows: of the requests that have some, and the logical entry of the first draft.
-    num_invalid: drafts of windows that are left alone, because of a slot that is none.
-    """
-
-    is_staged: npt.NDArray[np.bool_]
-    windows: list[tuple[Rows, int]]
-    num_invalid: int
+    @property
+    def is_window(self) -> bool:
+        """Windows with a slot that is none are left alone."""
+        return self.num_drafts > 0 and self.special != PADDED
 
 
 class Step:
     """A batch, ready to run.
 
-    slot_mappings: [num_groups, num_rows + pads] int64, PAD_SLOT for padding: vLLM's.
-    is_written: [num_rows + pads] bool: rows that have a slot.
-    index: where the step's forward writes in vanilla, all groups and layers, flat.
+    tables: vLLM's own, for each group [num_requests, MAX_TOKENS / entry_tokens] int32.
+    own_slots: vLLM's slot mappings, [num_groups, num_rows + pads] int64, PAD_SLOT for
+        padding.
     begins: whether a request that is new or comes back has drafts.
+    index: where the step's forward writes in vanilla, flat (as `flat` has it).
     staged, logged: groups that are protected, and how; set before the forward.
     num_copied: committed rows that stage had to copy, for each group.
-    copied_bytes, committed_bytes: to and from shadow pages, of the launches that did
-        their work.
     """
 
     def __init__(
         self,
         rows: list[Rows],
         groups: Sequence[Group],
-        blocks: Blocks,
         pads: int,
         begins: bool,
     ) -> None:
-        self.rows = rows
-        self.begins = begins
-        self.groups = groups
+        self.rows, self.groups, self.begins = rows, groups, begins
         self.staged: set[int] = set()
         self.logged: set[int] = set()
         self.num_copied: dict[int, int] = {}
-        self.copied_bytes = self.committed_bytes = 0
-        self.num_drafts = sum(entry.num_drafts for entry in rows)
-        self.num_accepted = sum(entry.num_accepted for entry in rows)
-        self.num_windows = sum(entry.num_drafts > 0 for entry in rows)
-        self.num_restorable = sum(
-            entry.num_rejected - (entry.special == PADDED) for entry in rows
-        )
-        self.num_dropped_windows = sum(
-            entry.num_drafts > 0 for entry in rows if entry.dropped
-        )
-        self.num_dropped_drafts = sum(
-            entry.num_drafts for entry in rows if entry.dropped
-        )
-        mappings = [self._mapping(blocks, group, pads) for group in range(len(groups))]
-        self.slot_mappings = np.array(mappings, dtype=np.int64)
-        self.is_written = self.slot_mappings[0] != PAD_SLOT
-        self._is_rejected = self._rejected_rows(pads)[self.is_written]
-        self.index = self.index_by(self.slot_mappings)
-        self.pages = [self._pages(group.entry_tokens) for group in groups]
+        self.pads = pads
 
-    def index_by(self, slot_mappings: npt.NDArray[np.int64]) -> Index:
-        """As `index`, with these slots for the layers that are protected."""
-        parts = []
-        for group, real, slots in zip(
-            self.groups, self.slot_mappings, slot_mappings, strict=True
-        ):
-            part = group.index[real[self.is_written]]
-            protected = group.index[slots[self.is_written]]
-            part[:, group.is_protected] = protected[:, group.is_protected]
-            parts.append(part.ravel())
-        return np.concatenate(parts)
+        def column(values: list[int]) -> Index:
+            return np.array(values, dtype=np.int64)
 
-    def _pages(self, entry_tokens: int) -> Pages:
-        is_staged: list[bool] = []
-        windows: list[tuple[Rows, int]] = []
-        num_invalid = 0
-        for rows in self.rows:
-            first, count = rows.request.num_computed, rows.num_written
-            if rows.special == PADDED:
-                num_invalid += rows.num_drafts
-            if rows.special == PADDED or rows.num_drafts == 0:
-                is_staged += [False] * count
-                continue
-            entry = (first + rows.num_rows - rows.num_drafts) // entry_tokens
-            windows.append((rows, entry))
-            is_staged += [
-                position // entry_tokens >= entry
-                for position in range(first, first + count)
-            ]
-        return Pages(np.array(is_staged, dtype=bool), windows, num_invalid)
+        sizes = column([entry.num_rows for entry in rows])
+        self.ends = column([entry.end for entry in rows])
+        self.starts = np.concatenate([[0], sizes.cumsum()])
+        self.drafts = column([entry.num_drafts for entry in rows])
+        # Of each row: in which row of the batch it is, at which position.
+        self.request = np.repeat(np.arange(len(rows)), sizes)
+        within = np.arange(self.starts[-1]) - self.starts[:-1][self.request]
+        self.position = (self.ends - sizes)[self.request] + within
+        padded = column([entry.special == PADDED for entry in rows])
+        self.is_written = self.position < (self.ends - padded)[self.request]
+        rejected = column([entry.num_rejected for entry in rows])
+        self._is_rejected = (self.position >= (self.ends - rejected)[self.request])[
+            self.is_written
+        ]
+        self.tables = [self._table(gid, group) for gid, group in enumerate(groups)]
+        self.own_slots = self.slots(self.tables)
+        self.index = self.flat(lambda gid, group: group.index[self._written(gid)])
+        self.num_drafts = int(self.drafts.sum())
+        self.num_rejected = int(rejected.sum())
+        self.num_windows = int((self.drafts > 0).sum())
+        self.num_restorable = int((rejected - padded).sum())
+        self.num_invalid = int((self.drafts * padded).sum())
 
-    def num_committed(self, group: int) -> int:
-        """Rows that are kept, of those in shadow pages."""
-        return int((self.pages[group].is_staged & ~self._is_rejected).sum())
+    def _table(self, gid: int, group: Group) -> Table:
+        table = np.zeros((len(self.rows), MAX_TOKENS // group.entry_tokens), np.int32)
+        for row, rows in zip(table, self.rows, strict=True):
+            entries = group.entries(rows.request.blocks[gid])
+            row[: len(entries)] = entries
+        return table
 
-    def spread(self, rows: Callable[[int], npt.NDArray[np.bool_]]) -> Mask:
-        """For each byte of `index`: what `rows` of its group says of its row, as far as
-        its layer is protected."""
+    def slots(self, tables: Sequence[Table]) -> Index:
+        """The slot mappings that go with these tables."""
+        found = np.full((len(tables), len(self.request) + self.pads), PAD_SLOT)
+        for slots, table, group in zip(found, tables, self.groups, strict=True):
+            slots[: len(self.request)] = np.where(
+                self.is_written,
+                slots_of(table, self.request, self.position, group.entry_tokens),
+                PAD_SLOT,
+            )
+        return found
+
+    def _written(self, gid: int, slots: Index | None = None) -> Index:
+        """Of the rows that have a slot."""
+        mapping = (self.own_slots if slots is None else slots)[gid]
+        return mapping[: len(self.request)][self.is_written]
+
+    def flat(self, of_group: Callable[[int, Group], Any]) -> npt.NDArray[Any]:
+        """For each byte that the step writes, group after group: what `of_group` gives
+        for them, [rows with a slot, bytes of the group] or less with that shape."""
+        num_rows = len(self._is_rejected)
         return np.concatenate(
             [
-                (rows(gid)[:, None] & group.is_protected).ravel()
+                np.broadcast_to(of_group(gid, group), (num_rows, group.layer_of.size))
                 for gid, group in enumerate(self.groups)
-            ]
+            ],
+            axis=None,
         )
+
+    def index_by(self, slots: Index) -> Index:
+        """As `index`, with these slots for the layers that are protected."""
+        return self.flat(
+            lambda gid, group: np.where(
+                group.is_protected,
+                group.index[self._written(gid, slots)],
+                group.index[self._written(gid)],
+            )
+        )
+
+    def first_entries(self, gid: int) -> Index:
+        """Of each request: the logical entry of the first draft."""
+        return (self.ends - self.drafts) // self.groups[gid].entry_tokens
+
+    def _is_staged(self, gid: int) -> Mask:
+        """[rows with a slot, 1]: whether the row goes to a shadow block."""
+        entries = self.position // self.groups[gid].entry_tokens
+        is_behind = entries >= self.first_entries(gid)[self.request]
+        windows = np.array([rows.is_window for rows in self.rows])[self.request]
+        return (is_behind & windows & (gid in self.staged))[self.is_written, None]
 
     def staged_mask(self) -> Mask:
         """For each byte of `index`: whether the step writes it to a shadow block."""
-        return self.spread(lambda gid: self.pages[gid].is_staged & (gid in self.staged))
+        return self.flat(lambda gid, group: self._is_staged(gid) & group.is_protected)
 
-    def _mapping(self, blocks: Blocks, group: int, pads: int) -> list[int]:
-        mapping: list[int] = []
-        for rows in self.rows:
-            first = rows.request.num_computed
-            mapping += blocks.slots(rows.request, group, first, rows.num_written)
-            mapping += [PAD_SLOT] * (rows.num_rows - rows.num_written)
-        return mapping + [PAD_SLOT] * pads
+    def num_committed(self, gid: int) -> int:
+        """Rows that are kept, of those in shadow pages."""
+        return int((self._is_staged(gid)[:, 0] & ~self._is_rejected).sum())
 
-    def _rejected_rows(self, pads: int) -> npt.NDArray[np.bool_]:
-        """[num_rows + pads] bool: True at the rows of rejected drafts."""
-        found: list[bool] = []
-        for rows in self.rows:
-            kept = rows.num_rows - rows.num_rejected
-            found += [False] * kept + [True] * rows.num_rejected
-        return np.array(found + [False] * pads)
-
-    def keep_mask(self, failed: set[str]) -> Mask:
+    def keep_mask(self, failed: Sequence[str]) -> Mask:
         """For each byte of `index`: True if what the forward wrote there is in the real
         block after commit.
 
         failed: names of the layers for which commit did nothing.
         """
-        masks = []
-        for gid, group in enumerate(self.groups):
-            is_staged = self.pages[gid].is_staged & (gid in self.staged)
-            for_failed = ~is_staged
-            for_others = np.ones_like(is_staged)
-            if gid in self.staged:
-                for_others = ~(is_staged & self._is_rejected)
-            elif gid in self.logged:
-                for_others = ~self._is_rejected
-            has_failed = np.array([layer.name in failed for layer in group.layers])
-            mask = np.where(
-                has_failed[group.layer_of], for_failed[:, None], for_others[:, None]
-            )
-            masks.append((mask | ~group.is_protected).ravel())
-        return np.concatenate(masks)
+
+        def of_group(gid: int, group: Group) -> Mask:
+            is_staged = self._is_staged(gid)
+            is_undone = self._is_rejected[:, None] & (is_staged | (gid in self.logged))
+            has_failed = np.isin(group.layer_of, failed)
+            return ~(group.is_protected & np.where(has_failed, is_staged, is_undone))
+
+        return self.flat(of_group)
 
     def windows(
         self,
         num_drafts: int,
-        slot_mappings: torch.Tensor,
+        slots: torch.Tensor,
         tables: Sequence[torch.Tensor],
         as_v2: bool,
-        has_indices: bool,
+        has_seats: bool,
     ) -> VerificationWindows:
         """What the hooks hand to stage and begin. num_drafts: the host's upper bound.
-        slot_mappings, tables: the worker's, that stage patches. has_indices: the seats
-        are those of the requests' states."""
-        indices: list[int] = []
-        cumulative: list[int] = []
-        row = 0
-        for rows in self.rows:
-            row += rows.num_rows
-            indices += range(row - 1 - rows.num_drafts, row)
-            cumulative.append(len(indices))
+        slots, tables: the worker's, that stage patches. has_seats: those of the
+        requests' states."""
+        has_logits = self.position >= (self.ends - self.drafts - 1)[self.request]
         # V2 gives cumulative numbers that begin with 0, int64 indices and one tensor
-        # of mappings; V1 none of those.
-        zeros = [0] if as_v2 else []
-        dtype = torch.int64 if as_v2 else torch.int32
-        starts = np.cumsum([0] + [rows.num_rows for rows in self.rows])
-        seq_lens = [rows.request.num_computed + rows.num_rows for rows in self.rows]
-        windows = VerificationWindows(
-            num_drafts=num_drafts,
-            logits_indices=torch.tensor(indices, dtype=dtype),
-            cu_num_logits=torch.tensor(zeros + cumulative, dtype=torch.int32),
-            num_leading_zeros=len(zeros),
-            slot_mappings=slot_mappings if as_v2 else list(slot_mappings),
-            block_tables=tables,
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        )
-        if not has_indices:
-            return windows
+        # of mappings, which the hook takes apart; V1 none of those.
+        cumulative = [0] * as_v2 + (self.drafts + 1).cumsum().tolist()
         seats = [rows.request.index for rows in self.rows]
-        return structs.replace(windows, seats=torch.tensor(seats, dtype=torch.int32))
+        return VerificationWindows(
+            num_drafts=num_drafts,
+            logits_indices=torch.from_numpy(has_logits.nonzero()[0]).to(
+                torch.int64 if as_v2 else torch.int32
+            ),
+            cu_num_logits=torch.tensor(cumulative, dtype=torch.int32),
+            num_leading_zeros=int(as_v2),
+            slot_mappings=[slots] if as_v2 and len(slots) == 1 else list(slots),
+            block_tables=tables,
+            query_start_loc=torch.from_numpy(self.starts).int(),
+            seq_lens=torch.from_numpy(self.ends).int(),
+            seats=torch.tensor(seats, dtype=torch.int32) if has_seats else None,
+        )
 
     def acceptance(self, form: int) -> Acceptance:
         if form == REJECTED:
             counts = [rows.num_rejected for rows in self.rows]
             return NumRejected(torch.tensor(counts, dtype=torch.int32))
         fill = VOCAB_SIZE if form == PLACEHOLDER else -1
-        table = []
-        for rows in self.rows:
-            # Id 0 and the vocabulary's last one are valid.
-            ids = [0 if i % 2 else VOCAB_SIZE - 1 for i in range(rows.num_valid_ids)]
-            table.append(ids + [fill] * (MAX_DRAFTS + 1 - len(ids)))
-        sampled = torch.tensor(table, dtype=torch.int32)
+        place = torch.arange(MAX_DRAFTS + 1)
+        # Id 0 and the vocabulary's last one are valid.
+        valid = torch.where(place % 2 == 1, 0, VOCAB_SIZE - 1)
+        num_valid = torch.tensor([[rows.num_valid_ids] for rows in self.rows])
+        sampled = torch.where(place < num_valid, valid, fill).int()
         if form == STRIDED:
             wide = torch.full((2 * sampled.shape[1], sampled.shape[0]), 5).int()
-            view = wide.t()[:, ::2]
-            sampled = view.copy_(sampled)
+            sampled = wide.t()[:, ::2].copy_(sampled)
         return SampledIds(sampled, VOCAB_SIZE)
 
     def counted_and_scheduled(self) -> tuple[Counted, Scheduled]:
@@ -272,3 +254,9 @@ class Step:
         output = SimpleNamespace(req_id_to_index={n: i for i, n in enumerate(names)})
         num_ids = [rows.num_valid_ids for rows in self.rows]
         return counted, (dict(zip(names, drafts, strict=True)), output, num_ids)
+
+
+def slots_of(table: Table, row: Index, position: Index, entry_tokens: int) -> Index:
+    """The slots of these positions of these rows of a block table."""
+    entry = table[row, position // entry_tokens].astype(np.int64)
+    return entry * entry_tokens + position % entry_tokens

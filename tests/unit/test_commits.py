@@ -95,18 +95,19 @@ def hooked(monkeypatch):
     return module.Scheduler
 
 
-def test_a_step_is_told_with_the_blocks_of_its_rows(hooked):
-    told = []
-    vllm_nwor.on_commit(told.append)
+@pytest.fixture
+def told(hooked):
+    """What a callback is called with, call by call."""
+    found = []
+    vllm_nwor.on_commit(found.append)
+    return found
 
+
+def test_a_step_is_told_with_the_blocks_of_its_rows(hooked, told):
     step(hooked(request("a"), request("b", num_computed_tokens=25)))
 
-    assert told == [
-        [
-            Commit("a", 32, 35, 2, ((102,), ())),
-            Commit("b", 20, 23, 2, ((101,), ())),
-        ]
-    ]
+    of_a = Commit("a", 32, 35, 2, ((102,), ()))
+    assert told == [[of_a, Commit("b", 20, 23, 2, ((101,), ()))]]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +119,7 @@ def test_a_step_is_told_with_the_blocks_of_its_rows(hooked):
         {"num_computed_tokens": 0},  # preempted
     ],
 )
-def test_what_vllm_will_ignore_is_not_told(hooked, changes):
-    told = []
-    vllm_nwor.on_commit(told.append)
-
+def test_what_vllm_will_ignore_is_not_told(hooked, told, changes):
     step(hooked(request(**changes), request("b")))
     assert [commit.request_id for (commit,) in told] == ["b"]
     step(hooked(request(**changes)))  # nothing left: no call
@@ -130,22 +128,18 @@ def test_what_vllm_will_ignore_is_not_told(hooked, changes):
 
 @pytest.mark.parametrize(("ids", "num_computed"), [((), 37), ((5, 5, 9), 16)])
 def test_cleared_rows_and_those_whose_load_failed_are_not_told(
-    hooked, ids, num_computed
+    hooked, told, ids, num_computed
 ):
-    found, told = request(), []
-    vllm_nwor.on_commit(told.append)
+    found = request()
+    taken_in = {"num_computed_tokens": num_computed}
 
-    def take_in():
-        found.num_computed_tokens = num_computed
-
-    step(hooked(found, after=take_in), ids)
+    step(hooked(found, after=lambda: vars(found).update(taken_in)), ids)
 
     assert told == []
 
 
-def test_a_stop_within_the_drafts_takes_its_blocks_along(hooked):
-    found, told = request(num_computed_tokens=35, num_tokens=31), []
-    vllm_nwor.on_commit(told.append)
+def test_a_stop_within_the_drafts_takes_its_blocks_along(hooked, told):
+    found = request(num_computed_tokens=35, num_tokens=31)
 
     # Rows 30 to 33 are kept; the request ends with the token at 31.
     step(hooked(found, after=lambda: vars(found).update(num_tokens=32)), (5, 5, 5, 9))
@@ -175,9 +169,10 @@ def test_a_callback_that_raises_is_logged_once_counted_and_kept(hooked, caplog):
     assert (registration.num_errors, len(told)) == (3, 7)
 
 
-def test_a_failure_of_ours_loses_the_commits_and_nothing_else(hooked, monkeypatch):
-    scheduler, told, done = hooked(request(), after=lambda: done.append(1)), [], []
-    vllm_nwor.on_commit(told.append)
+def test_a_failure_of_ours_loses_the_commits_and_nothing_else(
+    hooked, told, monkeypatch
+):
+    scheduler, done = hooked(request(), after=lambda: done.append(1)), []
     monkeypatch.setattr(commits, "pending", None)
 
     step(scheduler)
@@ -189,10 +184,7 @@ def test_a_failure_of_ours_loses_the_commits_and_nothing_else(hooked, monkeypatc
 
 
 def test_without_a_callback_nothing_is_read(hooked, monkeypatch):
-    def unwanted(*arguments, **others):
-        pytest.fail("it was called")
-
-    monkeypatch.setattr(stats, "_telling", unwanted)
+    monkeypatch.setattr(stats, "_telling", None)
 
     step(hooked(request()))
 

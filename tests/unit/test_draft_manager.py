@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftCommitManager on small caches with the real CPU ops: the transaction, its
-states, and what becomes of a window when an op fails (guarantees 1, 2, 6 and 9).
+"""DraftCommitManager on small caches with the real CPU ops: each move between its
+states, each reason to fall back, and what is raised where (guarantees 1, 2, 6 and 9).
 
 tests/simulation does the same with drawn windows, layouts and faults.
 """
 
 import itertools
 import logging
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from msgspec import structs
 
+from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import (
@@ -40,7 +40,11 @@ SLOT_MAPPING = [5, 6, 7, 17, 18]
 TABLE = [[2, 1, 0], [4, 0, 0]]
 SHADOW_SLOT_MAPPING = [29, 30, 31, 33, 34]
 SHADOW_TABLE = [[2, 7, 0], [8, 0, 0]]
-NUM_DRAFTS, TARGETS = 3, {0, 3}
+NUM_DRAFTS, TARGETS, ALL_ROWS = 3, {0, 3}, {0, 1, 2, 3, 4}
+
+# Of each KV-cache group, whether it has shadow pages.
+LOGGED, TWO_LOGGED, STAGED, MIXED = (False,), (False, False), (True,), (False, True)
+KINDS = pytest.mark.parametrize("kind", [LOGGED, TWO_LOGGED, STAGED, MIXED], ids=str)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,52 +52,27 @@ def library():
     ops.load()
 
 
-class FailingOps:
-    """The real ops, with one call out of each kind made to raise."""
-
-    NAMES = {
-        "log_cache_slots": "log",
-        "restore_rejected_drafts": "restore",
-        "stage": "stage",
-        "commit_draft_layer": "commit",
-        "unstage": "unstage",
-    }
-
-    def __init__(self, **fails):
-        """fails: log, restore and so on: the call to raise, from 1."""
-        self.calls = Counter()
-        self.fails = fails
-
-    def __getattr__(self, name):
-        kind, op = self.NAMES[name], getattr(ops, name)
-
-        def run(*args):
-            self.calls[kind] += 1
-            if self.calls[kind] == self.fails.get(kind):
-                raise RuntimeError(f"planted failure in {kind} call {self.calls[kind]}")
-            op(*args)
-
-        return run
-
-
 class World:
     """A manager of groups with two layers each, heads outside slots and inside, and
-    the step above."""
+    the step above. Its methods without arguments are moves, for `play`."""
 
     def __init__(
         self,
         *is_staged,
+        fails=None,
         num_seats=2,
         strict=Strict.STARTUP,
         capacity=NUM_DRAFTS,
         storage=None,
-        **fails,
     ):
-        """is_staged: of each KV-cache group, whether it has shadow pages."""
+        """is_staged: a kind. fails: an op that raises, or it and which of its calls."""
         torch.manual_seed(0)
+        self.is_staged = is_staged
         self.groups = [self._layers() for _ in is_staged]
         region = replace(REGION, num_seats=num_seats)
-        self.ops = FailingOps(**fails)
+        self.ops = FaultyOps()
+        op, call = fails if isinstance(fails, tuple) else (fails, 0)
+        self.ops.arm(Fault(op, call, 0))
         self.manager = DraftCommitManager(
             NworConfig(mode=Mode.COW, strictness=strict),
             list(enumerate(self.groups)),
@@ -102,7 +81,6 @@ class World:
             self.ops,
             {gid: StagedGroup(region, SLOTS) for gid, it in enumerate(is_staged) if it},
         )
-        self.is_staged = is_staged
         self.step = VerificationWindows(
             num_drafts=NUM_DRAFTS,
             logits_indices=torch.arange(5, dtype=torch.int32),
@@ -124,9 +102,26 @@ class World:
         """[layers, blocks, heads, slots, dim] of each group."""
         return [torch.stack([layer.kv_cache for layer in g]) for g in self.groups]
 
+    def play(self, moves):
+        """Words: a move, and behind a = the state after it. Shadow blocks are in the
+        tables of staged groups in state STAGED, and only there."""
+        for move, _, state in (word.partition("=") for word in moves.split()):
+            getattr(self, move)()
+            is_staged = self.manager.state is State.STAGED
+            assert self.manager.state.value == (state or self.manager.state.value)
+            assert self.patched() == tuple(it and is_staged for it in self.is_staged)
+            self.manager.check_state()
+
+    def start(self):
+        """The runner starts a step."""
+        self.manager.start_step()
+
+    def stage(self):
+        return any(self.is_staged) and self.manager.stage(self.step)
+
     def open(self):
         """Before the forward. Returns whether all is staged."""
-        is_done = any(self.is_staged) and self.manager.stage(self.step)
+        is_done = self.stage()
         self.manager.begin(self.step)
         return is_done
 
@@ -137,16 +132,26 @@ class World:
                 for layer in layers:
                     layer.kv_cache[slot // SLOTS, :, slot % SLOTS] = 100 + row
 
-    def change_all(self):
+    def commit(self):
+        """All drafts were rejected."""
+        self.manager.commit(rejected(2, 1))
+
+    def abort(self):
+        self.manager.abort("step_failed")
+
+    def end(self):
+        """Of a step without drafts, or that was left to vLLM."""
+        self.manager.end_unlogged(0)
+
+    def missed(self):
+        """The end of a step with drafts that begin never saw."""
+        self.manager.end_unlogged(3)
+
+    def change(self):
         """Other requests write every byte; the next step finds that."""
         for layer in itertools.chain(*self.groups):
             layer.kv_cache.add_(1)
         self.before = self.snapshot()
-
-    def run(self, acceptance):
-        self.open()
-        self.forward()
-        self.manager.commit(acceptance)
 
     def holds(self, *kept_of_groups):
         """Whether the caches of each group are as before, but for those rows of the
@@ -165,7 +170,7 @@ class World:
                 return False
         return True
 
-    def is_patched(self):
+    def patched(self):
         """Of each group, whether shadow blocks are in its table, or None if it is
         neither that nor vLLM's own."""
         known = {
@@ -176,18 +181,8 @@ class World:
         return tuple(known.get(str((t.tolist(), s.tolist()))) for t, s in tables)
 
 
-@pytest.fixture
-def make():
-    """Makes a World; at the end of the test every invariant of it holds."""
-    made = []
-
-    def make(*is_staged, **arguments):
-        made.append(World(*is_staged, **arguments))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.manager.check_state()
+def rejected(first, second):
+    return NumRejected(torch.tensor([first, second], dtype=torch.int32))
 
 
 def accepted(first, second):
@@ -198,49 +193,24 @@ def accepted(first, second):
     return SampledIds(ids, 100)
 
 
-def rejected(first, second):
-    return NumRejected(torch.tensor([first, second], dtype=torch.int32))
-
-
-ALL_ROWS = {0, 1, 2, 3, 4}
-LOGGED, TWO_LOGGED, STAGED, MIXED = (False,), (False, False), (True,), (False, True)
-KINDS = pytest.mark.parametrize("kind", [LOGGED, TWO_LOGGED, STAGED, MIXED], ids=str)
-
-
-# --- steps that go well ---------------------------------------------------------------
-
-
 @KINDS
 @pytest.mark.parametrize(
     ("acceptance", "kept"),
-    [
-        (accepted(2, 1), ALL_ROWS),
-        (accepted(0, 0), TARGETS),
-        (accepted(1, 0), TARGETS | {1}),
-        (accepted(0, 1), TARGETS | {4}),
-        (rejected(1, 0), TARGETS | {1, 4}),
-        (rejected(2, 1), TARGETS),
-    ],
+    [(accepted(2, 0), {0, 1, 2, 3}), (rejected(1, 0), {0, 1, 3, 4})],
 )
 @pytest.mark.parametrize("publishes", [True, False])
 def test_guarantee_1_and_2_only_kept_rows_reach_a_requests_blocks(
-    make, kind, acceptance, kept, publishes
+    kind, acceptance, kept, publishes
 ):
-    world = make(*kind)
+    world = World(*kind)
     manager = world.manager
-    assert manager.state is State.IDLE
     to = torch.full_like(manager.counters, -1) if publishes else None
 
     assert world.open() is (kind == STAGED)
-    assert manager.state is (State.STAGED if any(kind) else State.LOGGED)
     assert manager.is_open
-    assert world.is_patched() == kind
-    manager.check_state()
     world.forward()
     assert manager.commit(acceptance, to) is publishes
 
-    assert manager.state is State.IDLE
-    assert world.is_patched() == (False,) * len(kind)
     assert world.holds(kept)
     num_accepted, num_rejected = len(kept) - 2, 5 - len(kept)
     windows = [2, 3, num_accepted, num_rejected]
@@ -255,229 +225,217 @@ def test_guarantee_1_and_2_only_kept_rows_reach_a_requests_blocks(
     # One launch a group and op, whatever the number of layers.
     logged, staged = kind.count(False), kind.count(True)
     expected = {"log": logged, "restore": logged, "stage": staged, "commit": staged}
-    assert world.ops.calls == Counter(expected)
+    assert {op: world.ops.calls[op] for op in expected} == expected
     assert not manager.fallbacks
 
 
-def test_drafts_are_verified_in_shadow_blocks_beside_the_rows_before_them(make):
-    world = make(True)
-
-    world.open()
-    world.forward()
-
-    assert world.holds([])
-    (verified,), (before,) = world.snapshot(), world.before
-    assert torch.equal(verified[:, 7, :, 0], before[:, 1, :, 0])
-    assert torch.equal(verified[:, 8, :, 0], before[:, 4, :, 0])
-
-
 @KINDS
-def test_a_step_without_drafts_does_nothing(make, kind):
-    world = make(*kind)
+def test_a_step_without_drafts_does_nothing(kind):
+    world = World(*kind)
     world.step = structs.replace(world.step, num_drafts=0)
 
-    world.run(accepted(0, 0))
-    world.manager.end_unlogged(0)
+    world.play("start=idle open=idle forward commit=idle end=idle")
 
-    assert world.manager.state is State.IDLE
     assert not world.ops.calls
     assert not world.manager.fallbacks
 
 
-# --- windows that are never committed -------------------------------------------------
+# The moves of a kind and what it was given; the fallbacks counted, each logged once;
+# and the rows that are in the cache at the end, or of each group.
+LOG = "open=logged forward commit=idle"
+STAGE = "open=staged forward commit=idle"
+ABORT = "open forward abort=idle"
+STALE = "open forward change open forward commit=idle"
+FAIL = "open=logged forward commit=failed"
+LEAVE = "open=vanilla forward end=idle"
+VANILLA = f"{LEAVE} open=vanilla abort=idle"
+# FAILED lasts until a step has drafts again, which starts anew.
+AGAIN = f"{FAIL} start=failed end=failed missed=failed change {LOG}"
+RESTORE_2 = {"fails": ("restore", 1)}
+MOVES = [
+    (LOGGED, {}, LOG, {}, [TARGETS]),
+    (STAGED, {}, STAGE, {}, [TARGETS]),
+    (MIXED, {}, STAGE, {}, [TARGETS]),
+    # Windows that are never committed: the cache is as vLLM left it.
+    (LOGGED, {}, ABORT, {"step_failed": 1}, [ALL_ROWS]),
+    (STAGED, {}, ABORT, {"step_failed": 1}, [{}]),
+    (MIXED, {}, ABORT, {"step_failed": 1}, [ALL_ROWS, {}]),
+    (LOGGED, {}, STALE, {"stale_log": 1}, [TARGETS]),
+    (STAGED, {}, STALE, {"stale_log": 1}, [TARGETS]),
+    (MIXED, {}, STALE, {"stale_log": 1}, [TARGETS]),
+    (MIXED, {}, "open forward start=idle end", {"stale_log": 1}, [ALL_ROWS, {}]),
+    (LOGGED, {}, "missed=idle end=idle missed=idle", {"begin_missed": 2}, [{}]),
+    # An op that fails; behind what failed nothing else is lost.
+    (TWO_LOGGED, {"fails": "log"}, LEAVE, {"begin_failed": 1}, [ALL_ROWS]),
+    (TWO_LOGGED, {"fails": ("log", 1)}, LEAVE, {"begin_failed": 1}, [ALL_ROWS]),
+    (TWO_LOGGED, {"fails": "restore"}, FAIL, {"commit_failed": 1}, [ALL_ROWS, TARGETS]),
+    (TWO_LOGGED, RESTORE_2, FAIL, {"commit_failed": 1}, [TARGETS, ALL_ROWS]),
+    (
+        LOGGED,
+        {"fails": "restore"},
+        AGAIN,
+        {"commit_failed": 1, "begin_missed": 1},
+        [TARGETS],
+    ),
+    (STAGED, {"fails": "stage"}, LOG, {"stage_failed": 1}, [TARGETS]),
+    # A step is protected whole or not at all.
+    (LOGGED, {"capacity": 2}, VANILLA, {"over_capacity": 2}, [ALL_ROWS]),
+    (MIXED, {"capacity": 2}, VANILLA, {"over_capacity": 2}, [ALL_ROWS]),
+    (STAGED, {"capacity": 2}, STAGE, {}, [TARGETS]),
+    ((True, True), {"num_seats": 1}, LOG, {"no_seat": 1}, [TARGETS]),
+    (
+        MIXED,
+        {"num_seats": 1, "capacity": 2},
+        VANILLA,
+        {"no_seat": 2, "over_capacity": 2},
+        [ALL_ROWS],
+    ),
+]
 
 
-@KINDS
-def test_aborted_windows_leave_the_cache_as_vllm_left_it(make, kind, caplog):
-    """The blocks of staged groups were not written to."""
-    world = make(*kind)
-    world.open()
-    world.forward()
+@pytest.mark.parametrize(("kind", "arguments", "moves", "fallbacks", "kept"), MOVES)
+def test_the_moves_between_states(kind, arguments, moves, fallbacks, kept, caplog):
+    world = World(*kind, **arguments)
 
     with caplog.at_level(logging.WARNING):
-        world.manager.abort("step_failed")
+        world.play(moves)
 
-    assert world.manager.state is State.IDLE
-    assert world.is_patched() == (False,) * len(kind)
-    assert world.holds(*([] if is_staged else ALL_ROWS for is_staged in kind))
-    assert world.manager.fallbacks == {"step_failed": 1}
-    assert not world.manager.counters.any()
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "NWOR step_failed: windows with 3 drafts were dropped; the step ran as vanilla "
-        "vLLM (further ones are counted in vllm:nwor_fallbacks)"
+    assert world.holds(*kept)
+    assert world.manager.fallbacks == fallbacks
+    messages = [record.getMessage() for record in caplog.records]
+    assert sorted(text.split()[1] for text in messages) == sorted(
+        f"{reason}:" for reason in fallbacks
     )
+    for text in messages:
+        assert text.endswith("(further ones are counted in vllm:nwor_fallbacks)")
 
 
-@KINDS
-def test_a_step_that_finds_windows_drops_and_counts_them(make, kind):
-    world = make(*kind)
-    world.open()
-    world.forward()
-    world.change_all()
-
-    world.run(accepted(0, 0))
-
-    assert world.is_patched() == (False,) * len(kind)
-    assert world.holds(TARGETS)
-    assert world.manager.fallbacks == {"stale_log": 1}
-
-
-def test_a_log_of_an_aborted_step_is_never_restored(make):
+def test_a_log_of_an_aborted_step_is_never_restored():
     """Nor by a step whose begin was missed."""
-    world = make(*MIXED)
-    world.open()
-    world.manager.abort("step_failed")
-    world.forward()
+    world = World(*MIXED)
+    world.play("open abort forward")
     written, _ = world.snapshot()
 
-    world.manager.stage(world.step)
-    world.manager.commit(accepted(0, 0))
+    world.play("stage=staged commit=idle")
 
     assert torch.equal(world.snapshot()[0], written)
 
 
-# --- failures -------------------------------------------------------------------------
+# --- failures beside staged groups, and of what is published --------------------------
 
 
-@pytest.mark.parametrize("call", [1, 2])
-def test_guarantee_6_a_failing_begin_turns_the_window_into_vanilla(make, call, caplog):
-    world = make(*TWO_LOGGED, log=call)
-
-    with caplog.at_level(logging.WARNING):
-        world.run(accepted(0, 0))
-
-    assert world.holds(ALL_ROWS)
-    assert world.manager.state is State.VANILLA
-    assert world.manager.fallbacks == {"begin_failed": 1}
-    assert [record.getMessage() for record in caplog.records] == [
-        f"NWOR begin_failed: log_cache_slots: planted failure in log call {call}; the "
-        "step ran as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
-    ]
-
-
-@pytest.mark.parametrize("call", [1, 2])
-def test_guarantee_6_a_failing_commit_leaves_old_or_new_bytes(make, call):
-    world = make(*TWO_LOGGED, restore=call)
-
-    world.run(accepted(0, 0))
-
-    kept = [TARGETS, TARGETS]
-    kept[call - 1] = ALL_ROWS
-    assert world.holds(*kept)
-    assert world.manager.fallbacks == {"commit_failed": 1}
-    assert world.manager.state is State.FAILED
-
-
-@pytest.mark.parametrize("op", ["log", "restore"])
+@pytest.mark.parametrize(
+    ("fails", "reason", "after"),
+    [
+        ("log", "begin_failed", State.IDLE),
+        ("restore", "commit_failed", State.FAILED),
+    ],
+)
 def test_an_undo_log_that_fails_beside_staged_groups_is_of_its_own_groups_only(
-    make, op
+    fails, reason, after
 ):
-    world = make(*MIXED, **{op: 1})
+    world = World(*MIXED, fails=fails)
     to = torch.zeros_like(world.manager.counters)
 
-    world.open()
-    assert world.manager.state is State.STAGED
-    world.forward()
+    world.play("open=staged forward")
     assert world.manager.commit(accepted(1, 0), to)
 
     assert world.holds(ALL_ROWS, TARGETS | {1})
-    name = {"log": "begin_failed", "restore": "commit_failed"}[op]
-    assert world.manager.fallbacks == {name: 1}
+    assert world.manager.fallbacks == {reason: 1}
     assert world.manager.counters[:, 1].tolist() == [3, 0]
     assert torch.equal(to, world.manager.counters)
-    assert world.manager.state is (State.IDLE if op == "log" else State.FAILED)
+    assert world.manager.state is after
 
 
-def test_counters_that_cannot_be_published_are_not_said_to_be(make):
-    world = make(*MIXED, restore=1)
-    world.manager._copy_counters = lambda *_: 1 // 0
+@pytest.mark.parametrize("kind", [TWO_LOGGED, MIXED], ids=str)
+@pytest.mark.parametrize("copies", [True, False])
+def test_counters_of_a_failed_restore_are_published_if_they_can_be(kind, copies):
+    world = World(*kind, fails="restore")
+    if not copies:
+        world.manager._copy_counters = lambda *_: 1 // 0
+    to = torch.full_like(world.manager.counters, -1)
     world.open()
 
-    to = torch.zeros_like(world.manager.counters)
-    assert not world.manager.commit(accepted(1, 0), to)
+    assert world.manager.commit(accepted(1, 0), to) is copies
+    assert not copies or torch.equal(to, world.manager.counters)
 
 
-def test_a_stage_that_fails_leaves_the_step_to_the_log(make, caplog):
-    world = make(True, stage=1)
+# --- what raises ----------------------------------------------------------------------
 
-    with caplog.at_level(logging.WARNING):
-        assert world.open() is False
-    assert world.manager.state is State.LOGGED
-    assert world.is_patched() == (False,)
-    world.forward()
-    world.manager.commit(accepted(0, 0))
 
-    assert world.holds(TARGETS)
-    assert world.manager.fallbacks == {"stage_failed": 1}
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "NWOR stage_failed: stage: planted failure in stage call 1; the step uses the "
-        "undo log"
-    )
+@pytest.mark.parametrize(
+    ("kind", "arguments", "moves", "message"),
+    [
+        (
+            *(LOGGED, {"capacity": 2}, "open"),
+            "over_capacity: 3 drafts do not fit the undo log of 2 rows",
+        ),
+        (LOGGED, {"fails": "log"}, "open", "begin_failed: log_cache_slots: planted"),
+        (STAGED, {"fails": "stage"}, "open", "stage_failed: stage: planted"),
+        (
+            *(LOGGED, {"fails": "restore"}, "open commit"),
+            "commit_failed: restore_rejected_drafts: planted",
+        ),
+        (LOGGED, {}, "open open", "stale_log: windows with 3 drafts were dropped"),
+        (LOGGED, {}, "missed", "begin_missed: 3 drafts were sampled that begin never"),
+    ],
+)
+def test_strict_raises_where_the_default_falls_back(kind, arguments, moves, message):
+    world = World(*kind, strict=Strict.ALWAYS, **arguments)
+
+    with pytest.raises(NworError, match=f"^NWOR {message}"):
+        world.play(moves)
+
+    assert world.patched() == (False,)
+    assert not world.manager.is_open
+
+
+def test_strict_steps_go_on_without_seats():
+    world = World(True, True, num_seats=1, strict=Strict.ALWAYS)
+
+    world.play("open=logged forward commit=idle")
+
+    assert world.manager.fallbacks == {"no_seat": 1}
 
 
 @pytest.mark.parametrize("strict", list(Strict))
-def test_a_commit_from_shadow_pages_that_fails_raises_always(make, strict):
+def test_a_commit_from_shadow_pages_that_fails_raises_always(strict):
     """Accepted tokens would not be in the cache: no step may go on from there."""
-    world = make(True, strict=strict, commit=1)
+    world = World(*STAGED, strict=strict, fails="commit")
 
     with pytest.raises(
         NworError,
-        match=r"^NWOR commit_failed: commit_draft_layer: planted failure in commit "
-        r"call 1; accepted tokens of this step are not in the KV cache$",
+        match=r"^NWOR commit_failed: commit_draft_layer: planted.*; accepted tokens of "
+        r"this step are not in the KV cache$",
     ):
-        world.run(accepted(2, 1))
+        world.play("open forward commit")
 
-    assert world.is_patched() == (False,)
+    assert world.patched() == (False,)
     assert world.holds([])
     assert world.manager.state is State.FAILED
     assert world.manager.fallbacks == {"commit_failed": 1}
     # The next step is staged again.
-    world.run(accepted(2, 1))
-    assert world.manager.state is State.IDLE
-    assert world.holds(ALL_ROWS)
+    world.play("open=staged forward commit=idle")
 
 
 @pytest.mark.parametrize("strict", list(Strict))
-def test_a_table_that_cannot_be_put_back_raises_always(make, strict):
-    world = make(True, strict=strict, unstage=1)
+def test_a_table_that_cannot_be_put_back_raises_always(strict):
+    world = World(*STAGED, strict=strict, fails="unstage")
     world.open()
 
     with pytest.raises(
-        NworError,
-        match=r"^NWOR stale_log: a block table cannot be put back: planted failure",
+        NworError, match=r"^NWOR step_failed: a block table cannot be put back: planted"
     ):
-        world.manager.abort("stale_log")
+        world.abort()
 
-    assert world.manager.fallbacks == {"stale_log": 1}
+    assert world.manager.fallbacks == {"step_failed": 1}
     assert world.manager.state is State.IDLE
 
 
-def test_after_a_failed_restore_the_next_begin_starts_anew(make):
-    world = make(False, restore=1)
-    manager = world.manager
-    world.run(accepted(0, 0))
-
-    manager.abort("test")  # the next step is entered; it has no drafts
-    manager.end_unlogged(0)
-    assert manager.state is State.FAILED
-    manager.end_unlogged(3)  # one that begin never saw
-    assert manager.state is State.FAILED
-    world.change_all()
-    world.run(accepted(0, 0))
-
-    assert world.holds(TARGETS)
-    assert manager.state is State.IDLE
-    assert manager.fallbacks == {"commit_failed": 1, "begin_missed": 1}
-
-
-def test_after_a_failed_restore_strict_steps_go_no_further(make):
-    world = make(False, strict=Strict.ALWAYS, restore=1)
-    with pytest.raises(
-        NworError, match=r"^NWOR commit_failed: restore_rejected_drafts"
-    ):
-        world.run(accepted(0, 0))
+def test_after_a_failed_restore_strict_steps_go_no_further():
+    world = World(*LOGGED, strict=Strict.ALWAYS, fails="restore")
+    with pytest.raises(NworError, match=r"^NWOR commit_failed: restore_rejected"):
+        world.play("open forward commit")
 
     for _ in range(2):
         with pytest.raises(NworError, match="the restore before this step failed"):
@@ -488,124 +446,18 @@ def test_after_a_failed_restore_strict_steps_go_no_further(make):
     assert world.manager.fallbacks == {"commit_failed": 1}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"capacity": 2}, "over_capacity: 3 drafts do not fit the undo log of 2 rows"),
-        ({"log": 1}, "begin_failed: log_cache_slots: planted failure in log"),
-        ({"stage": 1}, "stage_failed: stage: planted failure in stage"),
-    ],
-)
-def test_strict_raises_where_the_default_falls_back(make, arguments, message):
-    world = make("stage" in arguments, strict=Strict.ALWAYS, **arguments)
-
-    with pytest.raises(NworError, match=f"^NWOR {message}"):
-        world.open()
-
-    assert world.is_patched() == (False,)
-    assert not world.manager.is_open
-
-
-def test_strict_raises_on_windows_that_were_left_and_on_missed_ones(make):
-    world = make(False, strict=Strict.ALWAYS)
-    world.open()
-
-    with pytest.raises(NworError, match=r"^NWOR stale_log: windows with 3 drafts were"):
-        world.open()
-    with pytest.raises(NworError, match=r"^NWOR begin_missed: 3 drafts were sampled"):
-        world.manager.end_unlogged(3)
-
-
-def test_guarantee_9_drafts_that_begin_never_saw_are_counted(make, caplog):
-    manager = make(False).manager
-
-    with caplog.at_level(logging.WARNING):
-        manager.end_unlogged(3)
-        manager.end_unlogged(0)  # a step without drafts
-        manager.end_unlogged(4)
-
-    assert manager.state is State.IDLE
-    assert manager.fallbacks == {"begin_missed": 2}
-    assert [record.getMessage() for record in caplog.records] == [
-        "NWOR begin_missed: 3 drafts were sampled that begin never saw; the step ran "
-        "as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
-    ]
-
-
-# --- steps that are too large ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [LOGGED, MIXED], ids=str)
-def test_more_drafts_than_the_log_holds_run_as_vanilla(make, kind, caplog):
-    """A step is protected whole or not at all. It is logged once and counted always."""
-    world = make(*kind, capacity=2)
-    ends = [lambda: world.manager.end_unlogged(3), lambda: world.manager.abort("test")]
-
-    with caplog.at_level(logging.WARNING):
-        for end in ends:
-            world.run(accepted(0, 0))
-            assert world.manager.state is State.VANILLA
-            assert world.is_patched() == (False,) * len(kind)
-            end()
-            assert world.manager.state is State.IDLE
-
-    assert world.holds(ALL_ROWS)
-    assert not world.ops.calls
-    assert world.manager.fallbacks == {"over_capacity": 2}
-    assert len(caplog.records) == 1
-
-
-def test_a_step_without_seats_that_does_not_fit_the_log_counts_both(make):
-    world = make(*MIXED, capacity=2, num_seats=1)
-
-    world.open()
-
-    assert world.manager.state is State.VANILLA
-    assert world.manager.fallbacks == {"no_seat": 1, "over_capacity": 1}
-
-
-def test_a_log_too_small_is_no_limit_where_all_is_staged(make):
-    world = make(True, capacity=2)
-
-    world.open()
-
-    assert world.manager.state is State.STAGED
-
-
-@pytest.mark.parametrize("strict", [Strict.STARTUP, Strict.ALWAYS])
-def test_a_step_with_more_requests_than_seats_is_logged_whole(make, strict):
-    """Not a failure: strict steps go on."""
-    world = make(True, True, strict=strict, num_seats=1)
-
-    assert world.open() is False
-    assert world.manager.state is State.LOGGED
-    world.forward()
-    world.manager.commit(accepted(1, 0))
-
-    assert world.is_patched() == (False, False)
-    assert world.holds(TARGETS | {1})
-    assert world.manager.fallbacks == {"no_seat": 1}
-    assert world.ops.calls == {"log": 2, "restore": 2}
-
-
-def test_zeros_in_front_of_the_cumulative_numbers_need_no_seat(make):
-    world = make(True, num_seats=2)
-    zeros = torch.tensor([0, 3, 5], dtype=torch.int32)
-
-    assert world.manager.stage(
-        structs.replace(world.step, cu_num_logits=zeros, num_leading_zeros=1)
-    )
+# --- memory ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_given_storage_bounds_the_capacity(make, is_staged):
+def test_given_storage_bounds_the_capacity(is_staged):
     """Shadow pages keep their own things in it, too."""
     needed = num_bytes(5, ROW_BYTES, num_groups=1, num_layers=2)
     if is_staged:
         needed += StagedGroup(REGION, SLOTS).num_bytes
     storage = torch.zeros(needed + ROW_BYTES, dtype=torch.uint8)
 
-    manager = make(is_staged, capacity=16, storage=storage).manager
+    manager = World(is_staged, capacity=16, storage=storage).manager
 
     assert manager.capacity == 5
     assert manager.log_bytes == 5 * ROW_BYTES
@@ -661,8 +513,7 @@ def test_check_state_names_the_invariant_that_does_not_hold(
     number, is_staged, break_it
 ):
     world = World(is_staged)
-    world.open()
-    world.manager.check_state()
+    world.play("open")
 
     break_it(world.manager)
 
@@ -675,7 +526,6 @@ def test_debug_sync_checks_the_invariants_after_each_op():
     world.manager.config = NworConfig(mode=Mode.COW, debug_sync=True)
     world.manager.counters[0, 1] += 1
 
-    with pytest.raises(AssertionError, match=r"^NWOR invariant 6"):
-        world.open()
-    with pytest.raises(AssertionError, match=r"^NWOR invariant 6"):
-        world.manager.commit(accepted(0, 0))
+    for move in (world.open, world.commit):
+        with pytest.raises(AssertionError, match=r"^NWOR invariant 6"):
+            move()

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One allocation that holds the caches of all layers, and the plain models of it.
+
+The models are copies of the whole allocation, guard bytes included. Which bytes belong
+to a slot says the reference of the kernel tests, not the package under test.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tests.kernels import reference
+from vllm_nwor.draft_manager import LayerCache
+from vllm_nwor.kv_layout import packed_layout, row_layout, runs_of
+from vllm_nwor.shadow_pages import ShadowRegion
+
+Bytes = npt.NDArray[np.uint8]
+Index = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+# More drafts than a block of some groups has tokens.
+MAX_DRAFTS = 6
+MAX_REQUESTS = 6
+GUARD_BYTES = 64
+ALIGNMENT = 16
+ROW_KINDS = ("nhd", "hnd", "mla")
+PACKED_KINDS = ("columns", "pairs")
+
+
+class Violation(AssertionError):
+    """A guarantee did not hold. kind: which check found it, in a few words."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+
+
+class Group:
+    """One KV-cache group: layers that share a block size and a block table.
+
+    entry_tokens: positions for which an entry of the worker's block table stands.
+    layers: by name where the bytes of each slot lie, [num_slots, slot_bytes] int64.
+    protected: by name what the manager gets; a drafter's layer is not among them.
+    index: [num_slots, bytes of all layers] int64, the layers' indices side by side.
+    layer_of: [bytes of all layers]: the layer's name that a column belongs to.
+    is_protected: [bytes of all layers] bool: whether that layer is.
+    region: its shadow blocks, if it is staged; they lie behind the scheduler's.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        entry_tokens: int,
+        layers: dict[str, Index],
+        protected: dict[str, LayerCache],
+        region: ShadowRegion | None,
+    ) -> None:
+        self.block_size = block_size
+        self.entry_tokens = entry_tokens
+        self.layers = layers
+        self.protected = protected
+        self.region = region if protected else None
+        self.index = np.concatenate(list(layers.values()), axis=1)
+        sizes = [index.shape[1] for index in layers.values()]
+        self.layer_of = np.repeat(list(layers), sizes)
+        self.is_protected = np.isin(self.layer_of, list(protected))
+
+    def entries(self, blocks: list[int]) -> Index:
+        """The entries of the worker's table that stand for a request's blocks."""
+        per_block = self.block_size // self.entry_tokens
+        first = np.array(blocks, dtype=np.int64)[:, None] * per_block
+        return (first + np.arange(per_block)).ravel()
+
+    def blocks_index(self, first: int, num_blocks: int = 1) -> Index:
+        """[num_blocks * block_size, bytes of all layers]: where their bytes lie."""
+        return self.index[first * self.block_size :][: num_blocks * self.block_size]
+
+
+class Cache:
+    """The allocation as it is, and as the two models say it should be.
+
+    real: the bytes that the manager and its ops work on.
+    expected: what a transactional cache holds.
+    vanilla: what vLLM without NWOR would hold after the same events.
+    dirty: [bytes] bool: True where the last write of vanilla was a rejected draft, or
+        a copy of one; elsewhere `real` must equal `vanilla`.
+    is_shadow: [bytes] bool: of protected layers' shadow blocks.
+    num_blocks: the scheduler's.
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        """1 to 3 groups of 1 to 3 layers with layouts drawn from `draw`.
+
+        Groups have their own layers, or (as vLLM's hybrid caches) share the
+        allocations, each with its own view of the blocks that the common pool gave it.
+        No group is staged, or all, or the first one only.
+        """
+        self.num_blocks = num_blocks = draw.choice((16, 32, 48))
+        num_groups = draw.choice((1, 1, 2, 2, 3))
+        num_layers = draw.randint(1, 3)
+        shares_memory = num_groups > 1 and draw.random() < 0.4
+        shared_bytes = draw.choice((64, 128, 192))
+        sizes = [draw.choice((2, 4, 8)) for _ in range(num_groups)]
+        num_staged = draw.choice((0, 1, 1, num_groups, num_groups))
+        num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
+        regions: list[ShadowRegion | None] = [None] * num_groups
+        for group, size in enumerate(sizes[:num_staged]):
+            per_seat = 1 - -(MAX_DRAFTS - 1) // size
+            regions[group] = ShadowRegion(
+                num_blocks, num_seats, per_seat, self.num_blocks, size
+            )
+            num_blocks += num_seats * per_seat
+        plans: list[list[tuple[int, ...]]] = []
+        end = GUARD_BYTES
+        for size in sizes:
+            # A kernel's blocks may be smaller than the scheduler's.
+            per_block = draw.choice((1, 1, 2))
+            slot_bytes = draw.choice((8, 16, 24))
+            side_by_side = draw.random() < 0.3
+            gap = ALIGNMENT * draw.choice((0, 0, 1, 3))
+            first = end
+            if shares_memory:
+                slot_bytes, side_by_side, gap = shared_bytes // size, False, 0
+                first = GUARD_BYTES
+            page_bytes = size // per_block * slot_bytes
+            stride = page_bytes * (num_layers if side_by_side else 1) + gap
+            extent = num_blocks * per_block * stride + GUARD_BYTES
+            apart = page_bytes if side_by_side else extent
+            starts = [first + layer * apart for layer in range(num_layers)]
+            end = max(end, starts[-1] + extent)
+            form = (num_blocks * per_block, size // per_block, slot_bytes, stride)
+            plans.append([(*form, start) for start in starts])
+        random_bytes = np.random.default_rng(draw.randrange(1 << 32))
+        self.real: Bytes = random_bytes.integers(0, 256, end, dtype=np.uint8)
+        self.expected = self.real.copy()
+        self.vanilla = self.real.copy()
+        self.dirty = np.zeros(end, dtype=bool)
+        self.is_shadow = np.zeros(end, dtype=bool)
+        kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
+        # The last layer may be the drafter's, or its whole group: vanilla.
+        has_drafter = num_groups * num_layers > 1 and draw.random() < 0.3
+        self.groups: list[Group] = []
+        for gid, (size, region) in enumerate(zip(sizes, regions, strict=True)):
+            layers, protected = {}, {}
+            for number, plan in enumerate(plans[gid]):
+                kind = draw.choice(kinds)
+                name = f"group {gid} layer {number} ({kind})"
+                layers[name], protected[name] = self._layer(name, kind, draw, *plan)
+            if has_drafter and gid == num_groups - 1:
+                del protected[name]
+            entry_tokens = draw.choice((plans[gid][0][1], size))
+            group = Group(size, entry_tokens, layers, protected, region)
+            self.groups.append(group)
+            if region := group.region:
+                index = group.blocks_index(region.first_block, region.num_blocks)
+                self.is_shadow[index[:, group.is_protected]] = True
+
+    def _layer(
+        self,
+        name: str,
+        kind: str,
+        draw: random.Random,
+        num_blocks: int,
+        block_size: int,
+        slot_bytes: int,
+        block_stride: int,
+        start: int,
+    ) -> tuple[Index, LayerCache]:
+        """A layer's index, and its cache as the manager gets it; strides and `start` in
+        bytes, blocks as its kernel counts them."""
+        heads = draw.choice((1, 2)) if kind in ("nhd", "hnd") else 1
+        size = slot_bytes // heads
+        by_slot, by_head = slot_bytes, size
+        if kind == "hnd":
+            by_slot, by_head = size, block_size * size
+        if kind in PACKED_KINDS:
+            owner = _owner(kind, block_size, slot_bytes)
+            plain = reference.packed_layout(num_blocks, owner, block_stride)
+        else:
+            shape = (num_blocks, block_size, heads, size)
+            plain = reference.row_layout(*shape, block_stride, by_head, by_slot)
+        # As vLLM would bind it.
+        dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
+        item = dtype.itemsize
+        strides = (block_stride // item, by_head // item, by_slot // item, 1)
+        tensor = torch.from_numpy(self.real).view(dtype)
+        tensor = tensor.as_strided(
+            (num_blocks, heads, block_size, size // item), strides, start // item
+        )
+        if kind not in ("nhd", "hnd"):
+            tensor = tensor.select(1, 0)
+        if kind in PACKED_KINDS:
+            runs = [runs_of(offsets) for offsets in plain.index[:block_size]]
+            layout = packed_layout(runs, tensor)
+        else:
+            layout = row_layout(tensor)
+        return start + plain.index.numpy(), LayerCache(name, tensor, layout)
+
+    def write_step(self, at: Index, payload: Bytes, keep_mask: Mask) -> None:
+        """A step's forward, in the models: `keep_mask` is False where NWOR puts the
+        old bytes back. The real bytes are written by the step itself."""
+        self.vanilla[at] = payload
+        self.dirty[at] = ~keep_mask
+        self.expected[at[keep_mask]] = payload[keep_mask]
+
+    def copy(self, source: Index, to: Index) -> None:
+        """A copy within the cache: vLLM's block copies."""
+        for array in (self.real, self.expected, self.vanilla, self.dirty):
+            array[to] = array[source]
+
+    def where(self, wrong: Mask) -> str:
+        """Layers and slots of the bytes that are wrong."""
+        found = {
+            name: np.flatnonzero(wrong[index].any(axis=1)).tolist()
+            for group in self.groups
+            for name, index in group.layers.items()
+        }
+        slots = {name: slots for name, slots in found.items() if slots}
+        return f"{int(wrong.sum())} bytes, slots {slots}"
+
+
+def _owner(kind: str, block_size: int, slot_bytes: int) -> torch.Tensor:
+    """[block bytes]: the slot that owns each byte. `columns`: half of a slot's bytes in
+    columns of two-byte elements, then rows (CPU_ATTN's vec); `pairs`: pairs of
+    two-byte elements of all slots in turn (its amx, in small)."""
+    slots = torch.arange(block_size)
+    if kind == "columns":
+        keys = slots.repeat_interleave(2).repeat(slot_bytes // 4)
+        return torch.cat([keys, slots.repeat_interleave(slot_bytes // 2)])
+    return slots.repeat_interleave(4).repeat(slot_bytes // 4)
