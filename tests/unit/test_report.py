@@ -17,7 +17,7 @@ from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
-from vllm_nwor.report import Report
+from vllm_nwor.report import NOTHING, Report
 from vllm_nwor.shadow_pages import ShadowRegion
 from vllm_nwor.window import NumRejected, VerificationWindows
 
@@ -96,18 +96,33 @@ def test_a_step_reports_its_own_counts_and_the_groups_once():
     assert report.take_payload() is None  # a step without windows
 
 
+@pytest.mark.parametrize("audit", [[], [{"steps": 9}]])
 @pytest.mark.parametrize("travels", [False, True])
-def test_the_groups_are_told_again_until_somebody_reads_them(travels):
+def test_the_groups_are_told_again_until_somebody_reads_them(travels, audit):
     """vLLM throws its warm-up's outputs away. A refused engine has no manager."""
     report = Report(INFOS, None)
     for _ in range(3):
         payload = report.take_payload()
+        for found in audit:
+            payload = payload.with_audit(found)
 
     told = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
 
-    assert told == ((0,) * 8, {}, INFOS)
+    assert told == ((0,) * 8, {}, INFOS, *audit)
     assert {type(told), *map(type, told[2])} == {tuple}  # of no module of ours
     assert report.take_payload() is None
+
+
+def test_the_audits_counts_come_with_a_steps_own_or_alone():
+    manager, report = reporting_manager()
+    step(manager, report, 3)
+    payload = report.take_payload()
+
+    told = payload.with_audit({"steps": 9})
+
+    assert told.read() == ((1, 3, 2, 1, ROW_BYTES, 0, 0, 0), {}, [], {"steps": 9})
+    assert len(payload.read()) == 1  # a slot's payload serves many steps
+    assert NOTHING.with_audit({"steps": 9}).read() == ((0,) * 8, {}, [], {"steps": 9})
 
 
 def test_a_fallback_is_told_with_the_next_output():

@@ -20,6 +20,7 @@ import torch
 from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import State
 from ..hooks._wrap import HookTarget, argument, install_all
+from ..report import NOTHING
 from ..window import Acceptance
 from .findings import AuditError, Findings
 from .state import Audit, Scheduled
@@ -218,7 +219,9 @@ def tell(state: RunnerAudit, output: Any) -> None:
     now = time.monotonic()
     is_due = found.findings or now >= state.told_at + TELLING_SECONDS
     if is_due and getattr(output, "req_ids", None):
-        output.nwor_audit, state.untold = dict(state.untold), Counter()
+        payload = getattr(output, "nwor_stats", NOTHING)
+        output.nwor_stats = payload.with_audit(dict(state.untold))
+        state.untold = Counter()
         state.told_at = now
 
 
