@@ -150,9 +150,7 @@ def test_imports_of_others_cost_what_they_did(looks: dict[str, Any]) -> None:
     assert looks["alias"]["milliseconds"] < 10
 
 
-def test_the_audit_alone_wraps_its_own_ledger_and_the_way_of_numbers(
-    looks: dict[str, Any],
-) -> None:
+def test_the_audit_alone_wraps_its_own_ledger(looks: dict[str, Any]) -> None:
     changed = {name.rpartition(".")[2] for name in looks["audit"]["changed"]}
     assert set(looks["audited"]) <= set(looks["audit"]["changed"])
     assert changed == {name.rpartition(".")[2] for name in looks["audited"]}

@@ -7,7 +7,6 @@ the subject of tests/integration/test_stats_inprocess.py.
 """
 
 import array
-import dataclasses
 import logging
 import pickle
 import subprocess
@@ -725,37 +724,25 @@ def test_a_front_end_says_that_it_takes_reports_if_it_shows_them(
 ):
     """Each way from a front end to an engine: vLLM's own handshake and configs."""
 
-    @dataclasses.dataclass
-    class Handshake(utils.EngineHandshakeMetadata):
-        pass
-
     class Actors:
         def __init__(self, vllm_config):
             self.config = pickle.loads(pickle.dumps(vllm_config.parallel_config))
 
-    module = ModuleType(stats.ENGINES)
-    module.EngineHandshakeMetadata = Handshake
-    module.CoreEngineActorManager = Actors
-    stats.install(module)
+    metadata = utils.EngineHandshakeMetadata
+    classes = {"EngineHandshakeMetadata": metadata, "CoreEngineActorManager": Actors}
+    module = hooked(stats.ENGINES, **classes)
     for name, setting in (("MODE", mode), ("AUDIT", audit), ("EMIT_METRICS", emit)):
         monkeypatch.setenv(f"VLLM_NWOR_{name}", setting)
 
-    sent = Handshake(utils.EngineZmqAddresses([], []), {"data_parallel_size": 2})
+    addresses, parallel = utils.EngineZmqAddresses([], []), {"data_parallel_size": 2}
+    sent = msgspec.msgpack.encode(module.EngineHandshakeMetadata(addresses, parallel))
     engines, plain = ParallelConfig(), ParallelConfig()
-    core.EngineCoreProc.startup_handshake(
-        SimpleNamespace(
-            send=lambda message: None,
-            poll=lambda timeout: True,
-            recv=lambda: msgspec.msgpack.encode(sent),
-        ),
-        True,
-        False,
-        engines,
-    )
-    assert engines.data_parallel_size == 2
-    assert mark(engines) == says
+    socket = Mock(**{"recv.return_value": sent})
+    core.EngineCoreProc.startup_handshake(socket, True, False, engines)
     plain.data_parallel_size = 2
+    assert engines.data_parallel_size == 2
     assert engines.compute_hash() == plain.compute_hash()
+    assert mark(engines) == says
     assert mark(module.CoreEngineActorManager(VllmConfig()).config) == says
     manager = hooked_loggers().StatLoggerManager()
     assert mark(manager.vllm_config.parallel_config) == says
@@ -788,9 +775,7 @@ def test_an_engine_with_a_front_end_of_its_own_asks_that_one(
 ):
     """External and hybrid load balancing: an engine of a rank above 0 has its config
     from rank 0's front end, and reports to its own. None: there is only one."""
-    module = ModuleType(stats.ENGINE_CORE)
-    module.EngineCoreProc = type("EngineCoreProc", (core.EngineCoreProc,), {})
-    stats.install(module)
+    module = hooked(stats.ENGINE_CORE, EngineCoreProc=core.EngineCoreProc)
     engine = object.__new__(module.EngineCoreProc)
     config = SimpleNamespace(
         parallel_config=ParallelConfig(), __post_init__=lambda: None
