@@ -96,8 +96,9 @@ entry.load()()
 result["audit"] = look()
 from vllm_nwor.audit import runner as worker, runner_v1 as v1, runner_v2 as v2
 from vllm_nwor.audit import stats as audit_stats
-from vllm_nwor.hooks import _wrap
+from vllm_nwor.hooks import _wrap, stats
 audit_rows = [*worker.LEDGER, *v1.LEDGER, *v2.LEDGER, *audit_stats.LEDGER]
+audit_rows += [row for row in stats.LEDGER if row is not stats.COUNT]
 result["audited"] = sorted(row.name for row in audit_rows)
 _wrap.unhook()
 

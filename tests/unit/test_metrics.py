@@ -7,14 +7,15 @@ the subject of tests/integration/test_stats_inprocess.py.
 """
 
 import array
-import dataclasses
 import logging
 import pickle
 import subprocess
 import sys
 import threading
+from collections import Counter
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, call
 
 import msgspec
 import prometheus_client
@@ -22,7 +23,10 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.multiprocess import MultiProcessCollector
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+from vllm.v1.engine import core, utils
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -30,20 +34,24 @@ from vllm.v1.outputs import (
 )
 
 import vllm_nwor.metrics as metrics
+from vllm_nwor.audit.findings import CLASSES
+from vllm_nwor.audit.stats import COUNTERS as AUDIT_COUNTERS
 from vllm_nwor.hooks import stats
 from vllm_nwor.hooks._wrap import HostMismatch
 from vllm_nwor.metrics import COUNTERS, Counted, GroupInfo, NworPrometheus, NworStats
 from vllm_nwor.report import StepPayload
 
 BONUS = 7
+COUNTED = ("counted", "stops")
+ZEROS = (0,) * 8
 INFO = [GroupInfo(0, "stage", "cow", "no path")]
 OTHER_INFO = [INFO[0]._replace(resolved="off")]
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    for name in ("VLLM_NWOR_STRICT", "VLLM_NWOR_EMIT_METRICS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("STRICT", "EMIT_METRICS", "AUDIT"):
+        monkeypatch.delenv(f"VLLM_NWOR_{name}", raising=False)
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setattr(metrics, "_logged", set())
     monkeypatch.setattr(metrics, "_info", {})
@@ -69,33 +77,29 @@ class LateOutput(AsyncModelRunnerOutput):
         return getattr(self, self.name)
 
 
-def later_output(output):
-    return LateOutput(output, "_model_runner_output")
-
-
-@pytest.mark.parametrize("wrap", [lambda output: output, LateOutput, later_output])
-def test_an_output_carries_counts_that_are_read_when_it_is(wrap):
+@pytest.mark.parametrize("name", [None, "model_runner_output", "_model_runner_output"])
+def test_an_output_carries_counts_that_are_read_when_it_is(name):
     memory = array.array("q", [0] * 8)
     before, after = memoryview(array.array("q", range(8))), memoryview(memory)
-    output = wrap(plain_output())
+    output = plain_output()
 
-    stats.attach(output, lambda: StepPayload((before, after)))
+    result = LateOutput(output, name) if name else output
+    stats.attach(result, lambda: StepPayload((before, after)))
     memory[:] = array.array("q", range(10, 90, 10))
 
-    if not isinstance(output, ModelRunnerOutput):
-        output = output.get_output()
     risen = (10, 19, 28, 37, 46, 55, 64, 73)
     assert output.nwor_stats.read() == (risen,)
     assert pickle.loads(pickle.dumps(output)).nwor_stats == (risen,)
 
 
-@pytest.mark.parametrize("wrap", [lambda output: output, LateOutput])
-def test_the_shared_empty_output_is_never_touched_and_nothing_is_lost(wrap):
-    result = wrap(EMPTY_MODEL_RUNNER_OUTPUT)
+EMPTY = EMPTY_MODEL_RUNNER_OUTPUT
 
+
+@pytest.mark.parametrize("result", [EMPTY, LateOutput(EMPTY), None, 3])
+def test_the_shared_empty_output_is_never_touched_and_nothing_is_lost(result):
     stats.attach(result, lambda: pytest.fail("the payload was read, and is lost"))
 
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "nwor_stats")
+    assert not hasattr(EMPTY, "nwor_stats")
 
 
 @pytest.mark.parametrize(
@@ -106,8 +110,6 @@ def test_without_news_an_output_stays_as_it_was(take_payload, is_logged, caplog)
     output = plain_output()
 
     stats.attach(output, take_payload)
-    for strange in (None, 3, object()):
-        stats.attach(strange, take_payload)
 
     assert output.__dict__ == plain_output().__dict__
     told = "no statistics on a runner's output: ModelRunnerOutput" in caplog.text
@@ -153,79 +155,70 @@ class Step:
         rejected = sum(drafts) - accepted
         return counts(len(drafts), sum(drafts), accepted, restored=64 * rejected)
 
+    @property
+    def counted(self):
+        """Drafts and accepted drafts of the windows that vLLM counts."""
+        counted = [w for w in self.windows.values() if w[2] in COUNTED]
+        return sum(window[0] for window in counted), sum(w[1] for w in counted)
 
-def scheduler_module():
-    module = ModuleType(stats.SCHEDULER)
 
-    class Scheduler:
-        """Counts and skips as vLLM's scheduler does, in the fewest lines."""
+class Scheduler:
+    """Counts and skips as vLLM's scheduler does, in the fewest lines."""
 
-        num_sampled_tokens_per_step = 1
+    num_sampled_tokens_per_step, num_spec_tokens = 1, 8
+    make_spec_decoding_stats = VllmScheduler.make_spec_decoding_stats
 
-        def __init__(self, method="ngram"):
-            self.vllm_config = SimpleNamespace(
-                speculative_config=SimpleNamespace(method=method),
-                parallel_config=SimpleNamespace(nwor_front_end=1),
-            )
-            self.log_stats, self.num_spec_tokens = True, 8
-            self.counted = SimpleNamespace(windows=0, drafts=0, accepted=0)
-            self.connector_stats, self.unfinished = None, True
-            self.change_stats, self.form = (lambda found: None), dict
+    def __init__(self, method="ngram"):
+        self.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(method=method),
+            parallel_config=SimpleNamespace(nwor_front_end=stats.COUNTS),
+        )
+        self.log_stats = self.unfinished = True
+        self.connector_stats = None
+        self.change_stats, self.form = (lambda found: None), dict
 
-        def has_unfinished_requests(self):
-            return self.unfinished
+    def has_unfinished_requests(self):
+        return self.unfinished
 
-        def update_from_output(self, scheduler_output, model_runner_output):
-            outputs = []
-            spec_stats = None
-            for rid, (_, _, fate) in scheduler_output.step.windows.items():
-                row = model_runner_output.req_id_to_index[rid]
-                ids = model_runner_output.sampled_token_ids[row]
-                if fate == "gone":
-                    continue
-                drafts = scheduler_output.scheduled_spec_decode_tokens.get(rid)
-                if drafts and ids:
-                    spec_stats = self.make_spec_decoding_stats(
-                        spec_stats,
-                        num_draft_tokens=len(drafts),
-                        num_accepted_tokens=len(ids) - 1,
-                        num_invalid_spec_tokens=scheduler_output.num_invalid_spec_tokens,
-                        request_id=rid,
-                    )
-                if fate == "stops":
-                    del ids[1:]
-                outputs.append(rid)
-            found = SimpleNamespace(
-                kv_connector_stats=self.connector_stats, spec_decoding_stats=spec_stats
-            )
-            self.change_stats(found)
-            found = found if self.log_stats else None
-            other = SimpleNamespace(outputs=[], scheduler_stats=None)
-            carrier = SimpleNamespace(outputs=outputs, scheduler_stats=found)
-            return self.form({3: other, 0: carrier})
-
-        def make_spec_decoding_stats(
-            self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, **others
+    def update_from_output(self, scheduler_output, model_runner_output):
+        windows = scheduler_output.step.windows
+        outputs = [name for name, window in windows.items() if window[2] != "gone"]
+        spec_stats = None
+        rows = model_runner_output.sampled_token_ids
+        for ids, (name, (drafts, accepted, fate)) in zip(
+            rows, windows.items(), strict=True
         ):
-            self.counted.windows += 1
-            self.counted.drafts += num_draft_tokens
-            self.counted.accepted += num_accepted_tokens
-            return VllmScheduler.make_spec_decoding_stats(
-                self,
-                spec_decoding_stats,
-                num_draft_tokens,
-                num_accepted_tokens,
-                **others,
-            )
+            if drafts and fate in COUNTED:
+                spec_stats = self.make_spec_decoding_stats(
+                    spec_stats,
+                    num_draft_tokens=drafts,
+                    num_accepted_tokens=accepted,
+                    num_invalid_spec_tokens=scheduler_output.num_invalid_spec_tokens,
+                    request_id=name,
+                )
+            if fate == "stops":
+                del ids[1:]
+        found = SimpleNamespace(
+            kv_connector_stats=self.connector_stats, spec_decoding_stats=spec_stats
+        )
+        self.change_stats(found)
+        found = found if self.log_stats else None
+        other = SimpleNamespace(outputs=[], scheduler_stats=None)
+        carrier = SimpleNamespace(outputs=outputs, scheduler_stats=found)
+        return self.form({3: other, 0: carrier})
 
-    module.Scheduler = Scheduler
+
+def hooked(name, **classes):
+    """A module of vLLM's with classes like these, and NWOR's hooks on them."""
+    module = ModuleType(name)
+    for attribute, cls in classes.items():
+        setattr(module, attribute, type(attribute, (cls,), {}))
+    stats.install(module)
     return module
 
 
 def hooked_scheduler(**arguments):
-    module = scheduler_module()
-    stats.install(module)
-    return module.Scheduler(**arguments)
+    return hooked(stats.SCHEDULER, Scheduler=Scheduler).Scheduler(**arguments)
 
 
 def run(scheduler, step, payload="truth", invalid=None):
@@ -244,19 +237,15 @@ def run(scheduler, step, payload="truth", invalid=None):
         },
     )
     outputs = scheduler.update_from_output(scheduler_output, model_runner_output=output)
-    found = outputs[0].scheduler_stats
+    found = dict(outputs)[0].scheduler_stats if outputs != [3, 0] else None
     if found is None or "nwor" not in (found.kv_connector_stats or ()):
         return None
     report = {"fallbacks": {}} | found.kv_connector_stats["nwor"]
     report |= dict(zip(COUNTERS, report.pop("counts"), strict=True))
-    check_partition(report)
-    return report
-
-
-def check_partition(report):
     parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
     assert all(report[name] >= 0 for name in COUNTERS)
     assert report["tokens_staged"] == sum(report[part] for part in parts)
+    return report
 
 
 MIXED = Step(
@@ -267,99 +256,68 @@ MIXED = Step(
     e=(0, 0, "counted"),
 )
 IDLE = Step(e=(0, 0, "counted"))
+SILENT = Step(b=(4, 3, "gone"))
 ONE_GONE = Step(a=(4, 1, "counted"), b=(3, 2, "gone"))
 BOTH_COUNTED = Step(a=(4, 1, "counted"), b=(3, 2, "counted"))
-ZEROS = (0,) * 8
+# Its acceptance is open.
+ONE_CLEARED = Step(a=(4, 1, "counted"), b=(3, 0, "cleared"))
 
 
 # --- the identities -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("step", "parts"), [(BOTH_COUNTED, [3, 4, 0]), (ONE_GONE, [1, 3, 3])]
-)
-def test_a_dropped_window_is_neither_committed_nor_rejected(step, parts):
-    """It finished in flight: vLLM did not count it."""
-    report = run(hooked_scheduler(), step, (counts(2, 7, 3, restored=640),))
-
-    assert [report[name] for name in COUNTERS] == [2, 7, *parts, 640, 96, 48, 0]
-
-
-def test_a_row_that_vllm_cleared_leaves_its_acceptance_open():
-    step = Step(a=(4, 1, "counted"), b=(3, 0, "cleared"))
-
-    breaches = [
-        run(hooked_scheduler(), step, (counts(2, 7, accepted),))["breaches"]
-        for accepted in (0, 1, 4, 5)
-    ]
-
-    assert breaches == [1, 0, 0, 1]
+BREACHES = [
+    (counts(2, 7, 3), []),
+    (counts(2, 7, 3, rejected=5), ["split"]),
+    (counts(3, 7, 3), ["windows"]),
+    (counts(1, 7, 3), ["windows"]),
+    (counts(2, 8, 3), ["drafts"]),
+    (counts(2, 6, 3), ["drafts"]),
+    (counts(2, 7, 1), ["accepted"]),
+    (counts(2, 7, 2), ["accepted"]),
+    (counts(2, 7, 4), ["accepted"]),
+    (counts(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
+    (counts(2, 7, 3, invalid=2), ["worker"]),
+]
 
 
 @pytest.mark.parametrize(
-    ("found", "kinds"),
+    ("step", "found", "kinds"),
     [
-        (counts(2, 7, 3, rejected=5), ["split"]),
-        (counts(3, 7, 3), ["windows"]),
-        (counts(1, 7, 3), ["windows"]),
-        (counts(2, 8, 3), ["drafts"]),
-        (counts(2, 6, 3), ["drafts"]),
-        (counts(2, 7, 1), ["accepted"]),
-        (counts(2, 7, 2), ["accepted"]),
-        (counts(2, 7, 4), ["accepted"]),
-        (counts(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
-        (counts(2, 7, 3, invalid=2), ["worker"]),
+        *((step, *row) for step in (ONE_GONE, BOTH_COUNTED) for row in BREACHES),
+        *((ONE_CLEARED, counts(2, 7, accepted), []) for accepted in (1, 4)),
+        *((ONE_CLEARED, counts(2, 7, accepted), ["accepted"]) for accepted in (0, 5)),
     ],
 )
-@pytest.mark.parametrize("step", [ONE_GONE, BOTH_COUNTED])
-def test_each_identity_that_fails_is_a_breach_by_name(found, kinds, step):
-    scheduler = hooked_scheduler()
-
-    report = run(scheduler, step, (found,))
+def test_each_identity_that_fails_is_a_breach_by_name(step, found, kinds):
+    report = run(hooked_scheduler(), step, (found,))
 
     assert metrics._logged == {f"breach of the {kind} identity" for kind in kinds}
     assert report["breaches"] == (2 if kinds == ["worker"] else len(kinds))
     # What is too much counts as dropped.
-    most = scheduler.counted.drafts - scheduler.counted.accepted
-    assert report["rejected_tokens"] <= most
+    drafts, accepted = step.counted
+    assert report["rejected_tokens"] <= drafts - accepted
 
 
-SMALL = st.integers(0, 4)
-
-
-@settings(deadline=None)
-@given(
-    st.tuples(*[st.integers(0, 3)] + [st.integers(0, 8)] * 3 + [SMALL] * 4),
-    st.dictionaries(
-        st.sampled_from("ab"),
-        st.tuples(st.just(4), SMALL, st.sampled_from(["counted", "gone"])),
-    ),
+@pytest.mark.parametrize(
+    ("method", "found", "num_breaches"),
+    [
+        ("ngram_gpu", counts(1, 5, 1), 0),
+        ("ngram_gpu", counts(3, 9, 1), 2),  # windows and drafts
+        ("ngram", counts(1, 5, 1), 2),
+    ],
 )
-def test_counts_that_agree_are_added_as_those_that_are_looked_at(found, windows):
-    """A payload with room for news is looked at in any case."""
-    step = Step(**windows, e=(0, 0, "counted"))
-
-    reports = [
-        run(hooked_scheduler(), step, payload)
-        for payload in ((found,), (found, {}, []))
-    ]
-
-    assert reports[0] == reports[1]
-
-
-def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
-    # 8 scheduled and counted by vLLM, 5 run; all of window b went.
+def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims(
+    method, found, num_breaches
+):
+    # 8 scheduled and counted by vLLM; of 5 that ran, all of window b went.
     step = Step(a=(4, 1, "counted"), b=(4, 0, "counted"))
-    trimmed, too_many = (counts(1, 5, 1),), (counts(3, 9, 1),)
 
-    report = run(hooked_scheduler(method="ngram_gpu"), step, trimmed)
+    report = run(hooked_scheduler(method=method), step, (found,))
 
-    assert report["breaches"] == 0
-    assert (report["committed_tokens"], report["rejected_tokens"]) == (1, 4)
-    assert report["dropped_drafts"] == 0
-    report = run(hooked_scheduler(method="ngram_gpu"), step, too_many)
-    assert report["breaches"] == 2  # windows and drafts
-    assert run(hooked_scheduler(method="ngram"), step, trimmed)["breaches"] == 2
+    assert report["breaches"] == num_breaches
+    assert report["committed_tokens"] == 1
+    assert report["dropped_drafts"] == (found[1] == 9)
 
 
 @pytest.mark.parametrize(
@@ -371,6 +329,7 @@ def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims():
         ((ZEROS, 3), "`object`, got `int` - at `$[1]`"),
         ((ZEROS, {"over_capacity": -1}), "`int` >= 0 - at `$[1][...]`"),
         ((ZEROS, {}, [{"group": 0}]), "`array`, got `object` - at `$[2][0]`"),
+        ((ZEROS, {}, [], {"steps": -1}), "`int` >= 0 - at `$[3][...]`"),
     ],
 )
 def test_a_payload_of_another_version_is_named(payload, expected):
@@ -383,70 +342,81 @@ def test_a_payload_of_another_version_is_named(payload, expected):
 # --- the scheduler's hooks ------------------------------------------------------------
 
 
-def test_sums_that_are_missing_are_a_breach_and_lose_no_output():
-    scheduler = hooked_scheduler()
-    scheduler.change_stats = lambda found: vars(found).pop("spec_decoding_stats")
-
-    report = run(scheduler, MIXED)
-
-    assert report["breaches"] == 1
-    assert report["windows"] == 4
-    assert report["tokens_staged"] == report["dropped_drafts"] == 13
-    scheduler.change_stats = lambda found: None
-    assert run(scheduler, MIXED)["committed_tokens"] == 5
-
-
-def test_outputs_of_another_form_are_breaches_and_lose_no_counts():
-    scheduler = hooked_scheduler()
-    scheduler.form = list
-
-    with pytest.raises(AttributeError):  # when this test looks for its report
-        run(scheduler, MIXED)
-
-    scheduler.form = dict
-    report = run(scheduler, MIXED)
-    assert report["windows"] == 2 * 4
-    assert (report["committed_tokens"], report["dropped_drafts"]) == (5, 13 + 6)
-    assert report["breaches"] == 1
-
-
-def test_a_report_that_cannot_be_sent_is_a_breach_and_loses_no_output():
-    scheduler = hooked_scheduler()
-    del type(scheduler).has_unfinished_requests
-    silent = Step(b=(4, 3, "gone"))
-
-    assert run(scheduler, silent) is None
-
-    report = run(scheduler, MIXED)
-    assert report["breaches"] == 1
-    assert report["windows"] == 1 + 4
+NO_SUMS = {"change_stats": lambda found: vars(found).pop("spec_decoding_stats")}
 
 
 @pytest.mark.parametrize(
-    ("payload", "news"),
+    ("broken", "step", "payload", "kind", "windows", "parts"),
     [
-        ((ZEROS, {"over_capacity": 2}), {"fallbacks": {"over_capacity": 2}}),
-        ((ZEROS, {}, INFO), {"info": INFO}),
-        (((*ZEROS[:5], 1, 0, 0),), {"breaches": 1}),
+        (NO_SUMS, MIXED, "truth", "sums", 8, (5, 2, 19)),
+        ({"form": list}, MIXED, "truth", "sums", 8, (5, 2, 19)),
+        ({"has_unfinished_requests": None}, SILENT, "truth", "report", 5, (5, 2, 10)),
+        ({}, MIXED, ["counters"], "payload", 4, (5, 2, 6)),
     ],
 )
-def test_news_leave_with_the_step_that_has_them_and_once(payload, news):
-    """A step that ran as vanilla, whose windows are no breach, but for a slot."""
+def test_what_fails_here_is_a_breach_and_loses_no_output(
+    broken, step, payload, kind, windows, parts, monkeypatch, caplog
+):
+    """Nor counts, but of a payload that is none: windows of which vLLM says nothing are
+    dropped ones. They may leave with the next step only."""
     scheduler = hooked_scheduler()
+    before = vars(scheduler).copy()
+    vars(scheduler).update(broken)
 
-    report = run(scheduler, MIXED, payload)
+    found = [run(scheduler, step, payload)]
+    vars(scheduler).update(before)
+    found.append(run(scheduler, MIXED))
 
-    assert report == {**dict.fromkeys(COUNTERS, 0), "fallbacks": {}, **news}
+    total: Counter[str] = Counter()
+    for report in filter(None, found):
+        total.update({name: report[name] for name in COUNTERS})
+    names = ("committed_tokens", "rejected_tokens", "dropped_drafts")
+    assert (total["breaches"], total["windows"]) == (1, windows)
+    assert tuple(total[name] for name in names) == parts
+    assert metrics._logged == {f"breach of the {kind} identity"}
+    assert len([r for r in caplog.records if "breach" in r.message]) == 1
+
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
+    vars(scheduler).update(broken)
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        run(scheduler, step, payload)
+
+
+@pytest.mark.parametrize(
+    ("payload", "news", "twice"),
+    [
+        (
+            (ZEROS, {"over_capacity": 2}),
+            {"fallbacks": {"over_capacity": 2}},
+            {"fallbacks": {"over_capacity": 4}},
+        ),
+        (
+            (ZEROS, {}, [], {"steps": 9, "changed": 1}),
+            {"audit": {"steps": 9, "changed": 1}},
+            {"audit": {"steps": 18, "changed": 2}},
+        ),
+        ((ZEROS, {}, INFO), {"info": INFO}, {"info": INFO}),
+        (((*ZEROS[:5], 1, 0, 0),), {"breaches": 1}, {"breaches": 2}),
+    ],
+)
+def test_news_leave_with_the_step_that_has_them_and_once(payload, news, twice):
+    """A step that ran as vanilla, whose windows are no breach, but for a slot. Or with
+    the next one that has outputs, added up."""
+    scheduler = hooked_scheduler()
+    nothing = {**dict.fromkeys(COUNTERS, 0), "fallbacks": {}}
+
+    assert run(scheduler, MIXED, payload) == nothing | news
     assert run(scheduler, IDLE, None) is None
+    assert run(scheduler, SILENT, payload) is None
+    assert run(scheduler, MIXED, payload) == nothing | twice
 
 
 def test_a_report_does_not_leave_without_outputs_while_others_will_come():
     scheduler = hooked_scheduler()
-    silent = Step(b=(4, 3, "gone"))
 
-    assert run(scheduler, silent) is None
+    assert run(scheduler, SILENT) is None
     scheduler.unfinished = False
-    assert run(scheduler, silent)["dropped_drafts"] == 8
+    assert run(scheduler, SILENT)["dropped_drafts"] == 8
 
 
 def test_the_connectors_own_statistics_are_kept_and_not_written_to():
@@ -458,19 +428,6 @@ def test_the_connectors_own_statistics_are_kept_and_not_written_to():
     assert run(scheduler, MIXED)["windows"] == 4
     assert own == {"num_saved": 3}
     assert {**sent[0].kv_connector_stats, "nwor": 0} == {"num_saved": 3, "nwor": 0}
-
-
-def test_a_bad_payload_is_a_breach_or_raises_when_strict(monkeypatch, caplog):
-    scheduler, payload = hooked_scheduler(), ["counters"]
-
-    assert run(scheduler, MIXED, payload)["breaches"] == 1
-    assert run(scheduler, MIXED, payload)["breaches"] == 1
-    assert scheduler.counted.windows == 4
-    assert len([r for r in caplog.records if "breach" in r.message]) == 1
-
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
-    with pytest.raises(ValueError, match="payload is "):
-        run(scheduler, MIXED, payload)
 
 
 def test_a_step_that_vllm_fails_to_process_leaves_nothing_behind():
@@ -516,57 +473,56 @@ WINDOWS = st.dictionaries(
     )
 )
 def test_whatever_is_aborted_the_totals_add_up(steps):
+    """A window that is dropped is neither committed nor rejected."""
     scheduler = hooked_scheduler()
-    expected = dict.fromkeys(COUNTERS, 0)
-    found = dict.fromkeys(COUNTERS, 0)
+    expected, found = Counter(), Counter()
     for windows, log_stats, vanilla, forbids in [*steps, ({}, True, True, False)]:
         step = Step(**windows)
         scheduler.log_stats = log_stats
-        before = vars(scheduler.counted).copy()
         scheduler.unfinished = bool(windows)
         invalid = {rid: n - ok for rid, (n, ok, _) in windows.items()}
         payload = None if vanilla else "truth"
         report = run(scheduler, step, payload, invalid if forbids else None)
         if not vanilla:
-            drafts = scheduler.counted.drafts - before["drafts"]
-            accepted = scheduler.counted.accepted - before["accepted"]
-            windows, staged, _, _, restored, _, shadow_copied, kept = step.counts
+            drafts, accepted = step.counted
+            num_windows, staged, _, _, restored, _, shadow_copied, kept = step.counts
             parts = accepted, drafts - accepted, staged - drafts
-            rises = windows, staged, *parts, restored, shadow_copied, kept
-            for name, rise in zip(COUNTERS, rises, strict=False):
-                expected[name] += rise
-        for name in COUNTERS if report else ():
-            found[name] += report[name]
+            rises = num_windows, staged, *parts, restored, shadow_copied, kept, 0
+            expected.update(dict(zip(COUNTERS, rises, strict=True)))
+        found.update({name: report[name] for name in COUNTERS if report})
 
     assert "make_spec_decoding_stats" not in vars(scheduler)
     assert found == expected
-    check_partition(found)
 
 
 @settings(deadline=None)
 @given(
     WINDOWS.filter(lambda windows: any(window[0] for window in windows.values())),
-    st.integers(0, 3),  # windows, staged, accepted, rejected
-    st.sampled_from([-2, -1, 1, 2]),
+    st.integers(0, 7),
+    st.integers(-2, 2),
 )
 def test_one_wrong_number_of_the_worker_never_passes(windows, column, error):
-    step = Step(**windows)
-    wrong = list(step.counts)
-    wrong[column] = max(wrong[column] + error, 0)
-    if tuple(wrong) == step.counts or not any(wrong[:2]):
-        return  # zero less one is zero; nothing at all is a step run as vanilla
-
+    """Nor is it added otherwise where counts are looked at in any case: in a payload
+    with room for news."""
     step = Step(**windows, z=(0, 0, "counted"))
-    report = run(hooked_scheduler(), step, (tuple(wrong),))
+    wrong = list(step.counts)
+    wrong[column] = max(wrong[column] + error, 0)  # zero less one is zero
+    is_wrong = tuple(wrong) != step.counts and column in (0, 1, 2, 3, 5)
 
-    assert report["breaches"] >= 1
+    reports = [
+        run(hooked_scheduler(), step, payload)
+        for payload in ((tuple(wrong),), (tuple(wrong), {}, []))
+    ]
+
+    assert reports[0] == reports[1]
+    if any(wrong[:2]):  # nothing at all is a step run as vanilla
+        assert (reports[0]["breaches"] > 0) == is_wrong
 
 
 # --- the front end --------------------------------------------------------------------
 
 
-def loggers_module():
-    module = ModuleType(stats.LOGGERS)
+def hooked_loggers():
     registry = prometheus_client.CollectorRegistry()
 
     class PrometheusStatLogger:
@@ -576,17 +532,14 @@ def loggers_module():
         def __init__(self, vllm_config, engine_indexes=None):
             for collector in list(registry._collector_to_names):
                 registry.unregister(collector)
-            self.per_engine_labelvalues = {
-                engine: ["tiny", str(engine)] for engine in engine_indexes or [0]
-            }
+            labels = {engine: ["tiny", str(engine)] for engine in engine_indexes}
+            self.per_engine_labelvalues = labels
 
     class StatLoggerManager:
         def __init__(self, engine_indexes=(0,)):
             self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace())
-            self.stat_loggers = [
-                SimpleNamespace(),
-                module.PrometheusStatLogger(self.vllm_config, engine_indexes),
-            ]
+            logger = module.PrometheusStatLogger(self.vllm_config, engine_indexes)
+            self.stat_loggers = [SimpleNamespace(), logger]
             self.recorded = []
 
         def record(
@@ -594,15 +547,9 @@ def loggers_module():
         ):
             self.recorded.append(scheduler_stats and scheduler_stats.kv_connector_stats)
 
-    module.PrometheusStatLogger = PrometheusStatLogger
-    module.StatLoggerManager = StatLoggerManager
+    classes = (PrometheusStatLogger, StatLoggerManager)
+    module = hooked(stats.LOGGERS, **{cls.__name__: cls for cls in classes})
     module.registry = registry
-    return module
-
-
-def hooked_loggers():
-    module = loggers_module()
-    stats.install(module)
     return module
 
 
@@ -617,18 +564,21 @@ def recorded(manager, kv_connector_stats, **arguments):
     return manager.recorded[-1]
 
 
-def value(registry, name, engine=0, **labels):
+def value(module, name, engine=0, **labels):
     labels = {"model_name": "tiny", "engine": str(engine), **labels}
-    return registry.get_sample_value(f"vllm:nwor_{name}", labels)
+    return module.registry.get_sample_value(f"vllm:nwor_{name}", labels)
 
 
 def test_a_report_is_taken_out_and_counted_for_its_engine():
     module = hooked_loggers()
     manager = module.StatLoggerManager((0, 1))
-    report = report_of(windows=2, restored_bytes=10, fallbacks={"over_capacity": 3})
+    audit = {"steps": 7}  # nobody here shows it
+    report = report_of(
+        windows=2, restored_bytes=10, fallbacks={"over_capacity": 3}, audit=audit
+    )
     own = {"num_saved": 1}
     for name in COUNTERS:
-        assert value(module.registry, f"{name}_total", engine=1) == 0
+        assert value(module, f"{name}_total", engine=1) == 0
 
     assert recorded(manager, {"nwor": report}, engine_idx=1) is None
     assert recorded(manager, {"nwor": report, **own}, engine_idx=1) == own
@@ -636,24 +586,45 @@ def test_a_report_is_taken_out_and_counted_for_its_engine():
     manager.record(None, None)
     assert manager.recorded[-1] is None
 
-    assert value(module.registry, "windows_total", 1) == 4
-    assert value(module.registry, "restored_bytes_total", 1) == 20
-    assert value(module.registry, "windows_total", 0) == 0
-    assert value(module.registry, "fallbacks_total", 1, reason="over_capacity") == 6
+    assert value(module, "windows_total", 1) == 4
+    assert value(module, "restored_bytes_total", 1) == 20
+    assert value(module, "windows_total", 0) == 0
+    assert value(module, "fallbacks_total", 1, reason="over_capacity") == 6
+    assert value(module, "audit_steps_total", 1) is None
+
+
+@pytest.mark.parametrize("mode", ["off", "stage"])
+def test_the_audits_counts_are_shown_with_the_mode_and_without(mode, monkeypatch):
+    """All of them from the start."""
+    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "log")
+    module = hooked_loggers()
+    manager = module.StatLoggerManager()
+    expected = dict.fromkeys([*AUDIT_COUNTERS, *CLASSES], 0)
+
+    for rise in ({}, {"steps": 9, "changed": 1}, {"steps": 3, "unverified": 2}):
+        recorded(manager, {"nwor": report_of(windows=1, audit=rise)})
+        expected |= Counter(expected) + Counter(rise)
+        found = {name: value(module, f"audit_{name}_total") for name in AUDIT_COUNTERS}
+        for kind in CLASSES:
+            labels = {"class": kind}
+            found[kind] = value(module, "audit_findings_total", **labels)
+        assert found == expected
+    assert value(module, "windows_total") == (3 if mode == "stage" else None)
 
 
 def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(metrics, "MAX_WAITING", 5)
     module = hooked_loggers()
     manager = module.StatLoggerManager()
-    prometheus = manager.stat_loggers[1].nwor_prometheus
+    (prometheus,) = manager.stat_loggers[1].nwor_prometheus
 
     for _ in range(20):
         recorded(manager, {"nwor": report_of(windows=1)})
         assert len(prometheus._waiting[0]) <= 5
 
-    assert value(module.registry, "windows_total") == 20
-    assert value(module.registry, "windows_total") == 20
+    assert value(module, "windows_total") == 20
+    assert value(module, "windows_total") == 20
 
 
 def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
@@ -669,7 +640,7 @@ def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
 
 def info(module, resolved):
     labels = {**INFO[0]._asdict(), "group": "0", "resolved": resolved}
-    return value(module.registry, "info", **labels)
+    return value(module, "info", **labels)
 
 
 def test_info_is_shown_once_for_each_group_and_by_loggers_created_anew():
@@ -684,9 +655,9 @@ def test_info_is_shown_once_for_each_group_and_by_loggers_created_anew():
 
     for news, shown in (({}, (None, 1)), ({"info": INFO}, (1, None))):
         manager = module.StatLoggerManager()
-        assert value(module.registry, "windows_total") == 0
+        assert value(module, "windows_total") == 0
         recorded(manager, {"nwor": report_of(windows=1, **news)})
-        assert value(module.registry, "windows_total") == 1
+        assert value(module, "windows_total") == 1
         assert (info(module, "cow"), info(module, "off")) == shown
 
 
@@ -704,74 +675,83 @@ def test_emit_metrics_0_creates_nothing_and_still_protects_vllms_loggers(monkeyp
 
 
 def mark(parallel_config):
-    return getattr(parallel_config, "nwor_front_end", None)
-
-
-def test_an_engine_whose_front_end_said_nothing_sends_nothing_and_says_so_once(caplog):
-    """As one of a headless node does whose head has no NWOR."""
-    scheduler = hooked_scheduler()
-    del scheduler.vllm_config.parallel_config.nwor_front_end
-
-    for _ in range(3):
-        assert run(scheduler, MIXED) is None
-
-    assert scheduler.counted.accepted == 3 * 5
-    (record,) = caplog.records
-    assert record.message.startswith("NWOR metrics are off: the front end (LLM")
-    assert record.levelno == logging.WARNING
-    assert not scheduler.nwor_stats.report  # what nobody asked for is not kept
+    return getattr(parallel_config, "nwor_front_end", 0)
 
 
 @pytest.mark.parametrize(
-    ("mode", "emit", "says"), [("stage", "1", 1), ("stage", "0", 0), ("off", "1", 0)]
+    ("mode", "audit", "front_end", "lines"),
+    [
+        ("cow", "off", 0, ["NWOR metrics are off"]),
+        ("off", "log", 0, ["NWOR audit: no metrics"]),
+        ("cow", "log", stats.AUDIT, ["NWOR metrics are off"]),
+        ("cow", "log", stats.COUNTS, ["NWOR audit: no metrics"]),
+        ("off", "log", stats.AUDIT, []),
+        ("cow", "off", stats.COUNTS, []),
+    ],
+)
+@pytest.mark.parametrize("log_stats", [True, False])
+def test_an_engine_whose_front_end_does_not_show_what_it_tells_says_so_once(
+    mode, audit, front_end, lines, log_stats, monkeypatch, caplog
+):
+    """To one that said nothing it sends nothing: as in a headless node whose head has
+    no NWOR. Without statistics nobody would be told anything."""
+    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", audit)
+    scheduler = hooked_scheduler()
+    scheduler.vllm_config.parallel_config.nwor_front_end = front_end
+    scheduler.log_stats = log_stats
+
+    for _ in range(3):
+        report = run(scheduler, MIXED)
+        assert (report is not None) == (log_stats and front_end != 0)
+
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert [w.partition(": the front end ")[0] for w in warnings] == lines * log_stats
+    if log_stats:
+        assert not scheduler.nwor_stats.report  # what nobody asked for is not kept
+
+
+@pytest.mark.parametrize(
+    ("mode", "audit", "emit", "says"),
+    [
+        ("stage", "off", "1", stats.COUNTS),
+        ("stage", "log", "1", stats.COUNTS + stats.AUDIT),
+        ("off", "log", "1", stats.AUDIT),
+        ("stage", "log", "0", 0),
+        ("off", "off", "1", 0),
+    ],
 )
 def test_a_front_end_says_that_it_takes_reports_if_it_shows_them(
-    mode, emit, says, monkeypatch
+    mode, audit, emit, says, monkeypatch
 ):
     """Each way from a front end to an engine: vLLM's own handshake and configs."""
-    from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.engine import core, utils
-
-    @dataclasses.dataclass
-    class Handshake(utils.EngineHandshakeMetadata):
-        pass
 
     class Actors:
         def __init__(self, vllm_config):
             self.config = pickle.loads(pickle.dumps(vllm_config.parallel_config))
 
-    module = ModuleType(stats.ENGINES)
-    module.EngineHandshakeMetadata = Handshake
-    module.CoreEngineActorManager = Actors
-    stats.install(module)
-    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
-    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", emit)
+    metadata = utils.EngineHandshakeMetadata
+    classes = {"EngineHandshakeMetadata": metadata, "CoreEngineActorManager": Actors}
+    module = hooked(stats.ENGINES, **classes)
+    for name, setting in (("MODE", mode), ("AUDIT", audit), ("EMIT_METRICS", emit)):
+        monkeypatch.setenv(f"VLLM_NWOR_{name}", setting)
 
-    sent = Handshake(utils.EngineZmqAddresses([], []), {"data_parallel_size": 2})
+    addresses, parallel = utils.EngineZmqAddresses([], []), {"data_parallel_size": 2}
+    sent = msgspec.msgpack.encode(module.EngineHandshakeMetadata(addresses, parallel))
     engines, plain = ParallelConfig(), ParallelConfig()
-    core.EngineCoreProc.startup_handshake(
-        SimpleNamespace(
-            send=lambda message: None,
-            poll=lambda timeout: True,
-            recv=lambda: msgspec.msgpack.encode(sent),
-        ),
-        True,
-        False,
-        engines,
-    )
-    assert engines.data_parallel_size == 2
-    assert bool(mark(engines)) == says
+    socket = Mock(**{"recv.return_value": sent})
+    core.EngineCoreProc.startup_handshake(socket, True, False, engines)
     plain.data_parallel_size = 2
+    assert engines.data_parallel_size == 2
     assert engines.compute_hash() == plain.compute_hash()
-    assert bool(mark(module.CoreEngineActorManager(VllmConfig()).config)) == says
+    assert mark(engines) == says
+    assert mark(module.CoreEngineActorManager(VllmConfig()).config) == says
     manager = hooked_loggers().StatLoggerManager()
-    assert bool(mark(manager.vllm_config.parallel_config)) == says
+    assert mark(manager.vllm_config.parallel_config) == says
 
 
 def front_end_at(address, parallel_config):
     """Takes one engine's handshake there, as vLLM's front end does."""
-    from vllm.v1.engine import utils
-
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(address)
 
@@ -797,46 +777,38 @@ def test_an_engine_with_a_front_end_of_its_own_asks_that_one(
 ):
     """External and hybrid load balancing: an engine of a rank above 0 has its config
     from rank 0's front end, and reports to its own. None: there is only one."""
-    from vllm.config import ParallelConfig
-    from vllm.v1.engine import core
-
-    module = ModuleType(stats.ENGINE_CORE)
-    module.EngineCoreProc = type("EngineCoreProc", (core.EngineCoreProc,), {})
-    stats.install(module)
+    module = hooked(stats.ENGINE_CORE, EngineCoreProc=core.EngineCoreProc)
     engine = object.__new__(module.EngineCoreProc)
     config = SimpleNamespace(
         parallel_config=ParallelConfig(), __post_init__=lambda: None
     )
-    addresses = [f"ipc://{tmp_path}/{name}" for name in ("rank_0", "own")]
-    sizes = [{"data_parallel_size": 2}, {"data_parallel_size": 3}]
-    marks = [{stats.MARK: 1} if takes else {} for takes in (rank_0_takes, own_takes)]
-    several = 2 if own_takes is not None else 1
-    threads = [
-        front_end_at(address, size | said)
-        for address, size, said in zip(
-            *(column[:several] for column in (addresses, sizes, marks)), strict=True
-        )
-    ]
+    addresses, threads = [], []
+    for size, takes in ((2, rank_0_takes), (3, own_takes)):
+        if takes is not None:
+            addresses.append(f"ipc://{tmp_path}/{size}")
+            said = {"data_parallel_size": size} | ({stats.MARK: 1} if takes else {})
+            threads.append(front_end_at(addresses[-1], said))
 
     with engine._perform_handshakes(
-        addresses[0], b"\x01\x00", True, config, addresses[1] if several > 1 else None
+        addresses[0], b"\x01\x00", True, config, *(addresses[1:] or [None])
     ) as found:
-        assert found.inputs == [addresses[several - 1]]
+        assert found.inputs == addresses[-1:]
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
 
     expected = rank_0_takes if own_takes is None else own_takes
-    assert bool(mark(config.parallel_config)) == expected
+    assert mark(config.parallel_config) == expected
     assert config.parallel_config.data_parallel_size == 2  # rank 0's, always
 
 
 def test_a_scheduler_that_counts_otherwise_is_refused_by_name():
-    module = scheduler_module()
-    module.Scheduler.make_spec_decoding_stats = lambda self, num_drafts: None
+    class Other(Scheduler):
+        def make_spec_decoding_stats(self, num_drafts):
+            pass
 
     with pytest.raises(HostMismatch, match="make_spec_decoding_stats has parameters"):
-        stats.install(module)
+        hooked(stats.SCHEDULER, Scheduler=Other)
 
 
 API_SERVER = """
@@ -862,38 +834,27 @@ def test_several_api_servers_add_up(tmp_path):
             check=True,
             timeout=60,
         )
-    registry = prometheus_client.CollectorRegistry()
-    from prometheus_client.multiprocess import MultiProcessCollector
+    found = SimpleNamespace(registry=prometheus_client.CollectorRegistry())
+    MultiProcessCollector(found.registry, path=str(tmp_path))
 
-    MultiProcessCollector(registry, path=str(tmp_path))
-
-    assert value(registry, "windows_total") == 7
-    assert value(registry, "fallbacks_total", reason="over_capacity") == 2
-    assert info(SimpleNamespace(registry=registry), "cow") == 1
+    assert value(found, "windows_total") == 7
+    assert value(found, "fallbacks_total", reason="over_capacity") == 2
+    assert info(found, "cow") == 1
 
 
 def test_objects_need_nothing_but_classes_like_prometheus_clients():
-    made = []
+    """As Ray's stand-ins: nobody collects from them, and 0 is not added."""
+    metric = Mock(spec_set=["labels", "inc", "set"])
+    metric.labels.return_value = metric
+    made = Mock(return_value=metric)
 
-    class RayLike:
-        def __init__(self, name, documentation="", labelnames=None, **multiprocess):
-            self.name, self.labelnames = name, labelnames
-            made.append(name)
-
-        def labels(self, *values):
-            assert len(values) == len(self.labelnames)
-            return self
-
-        def inc(self, amount):
-            assert amount > 0
-
-        def set(self, amount):
-            assert amount in (0, 1)
-
-    prometheus = NworPrometheus(RayLike, RayLike, {0: ["tiny", "0"]})
+    prometheus = NworPrometheus(made, made, {0: ["tiny", "0"]})
     prometheus.add(report_of(windows=1, fallbacks={"over_capacity": 1}), 0)
     prometheus.add(report_of(info=INFO), 0)
 
-    assert sorted(made) == sorted(
+    assert metric.inc.call_args_list == [call(1), call(1)]
+    metric.set.assert_called_once_with(1)
+    names = [created.kwargs["name"] for created in made.call_args_list]
+    assert sorted(names) == sorted(
         f"vllm:nwor_{name}" for name in [*COUNTERS, "fallbacks", "info"]
     )

@@ -18,7 +18,7 @@ from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
-from vllm_nwor.report import Report
+from vllm_nwor.report import NOTHING, Report
 from vllm_nwor.shadow_pages import ShadowRegion
 from vllm_nwor.window import NumRejected, VerificationWindows
 
@@ -97,18 +97,33 @@ def test_a_step_reports_its_own_counts_and_the_groups_once():
     assert report.take_payload() is None  # a step without windows
 
 
+@pytest.mark.parametrize("audit", [[], [{"steps": 9}]])
 @pytest.mark.parametrize("travels", [False, True])
-def test_the_groups_are_told_again_until_somebody_reads_them(travels):
+def test_the_groups_are_told_again_until_somebody_reads_them(travels, audit):
     """vLLM throws its warm-up's outputs away. A refused engine has no manager."""
     report = Report(INFOS, None)
     for _ in range(3):
         payload = report.take_payload()
+        for found in audit:
+            payload = payload.with_audit(found)
 
     told = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
 
-    assert told == ((0,) * 8, {}, INFOS)
+    assert told == ((0,) * 8, {}, INFOS, *audit)
     assert {type(told), *map(type, told[2])} == {tuple}  # of no module of ours
     assert report.take_payload() is None
+
+
+def test_the_audits_counts_come_with_a_steps_own_or_alone():
+    manager, report = reporting_manager()
+    step(manager, report, 3)
+    payload = report.take_payload()
+
+    told = payload.with_audit({"steps": 9})
+
+    assert told.read() == ((1, 3, 2, 1, ROW_BYTES, 0, 0, 0), {}, [], {"steps": 9})
+    assert len(payload.read()) == 1  # a slot's payload serves many steps
+    assert NOTHING.with_audit({"steps": 9}).read() == ((0,) * 8, {}, [], {"steps": 9})
 
 
 def test_a_fallback_is_told_with_the_next_output():
@@ -393,18 +408,32 @@ class Stopped(BaseException):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
-@pytest.mark.parametrize("where", ["forward", "sampler"])
-def test_where_vllm_fails_tables_are_put_back_at_once(where, error):
-    """Before the next step they may be another request's."""
+@pytest.mark.parametrize(
+    ("where", "fallbacks"),
+    [
+        ("forward", {"step_failed": 1}),
+        ("forward, and the tables stay", {"step_failed": 1}),
+        ("sampler", {"step_failed": 1}),
+        ("drafter", {}),  # behind commit: there are only counts to drop
+    ],
+)
+def test_where_vllm_fails_tables_are_put_back_at_once(where, fallbacks, error):
+    """Before the next step they may be another request's. It is vLLM's own error that
+    is raised, whatever becomes of them."""
     runner = RunnerV1(Mode.STAGE)
 
     def fail():
-        assert runner.tables() == SHADOW
+        if where == "drafter":
+            runner.sample()
+        else:
+            assert runner.tables() == SHADOW
+        if where.endswith("the tables stay"):
+            runner.manager.shadow.ops = None
         raise error
 
     def forward():
         runner.prepare()
-        if where == "forward":
+        if where.startswith("forward"):
             fail()
 
     with pytest.raises(type(error)) as raised:
@@ -412,40 +441,14 @@ def test_where_vllm_fails_tables_are_put_back_at_once(where, error):
         hooks.sample_tokens(fail, runner, (), {})
 
     assert raised.value is error
+    assert runner.manager.fallbacks == fallbacks
+    if where.endswith("the tables stay"):
+        return
     assert runner.tables() == REAL
     assert runner.manager.state is State.IDLE
-    assert runner.manager.fallbacks == {"step_failed": 1}
-
-
-def test_a_table_that_cannot_be_put_back_does_not_hide_the_steps_own_error():
-    runner = RunnerV1(Mode.STAGE)
-
-    def forward():
-        runner.prepare()
-        runner.manager.shadow.ops = None
-        raise RuntimeError("vLLM's own")
-
-    with pytest.raises(RuntimeError, match=r"^vLLM's own$"):
-        runner.execute(forward)
-
-    assert runner.manager.fallbacks == {"step_failed": 1}
-
-
-def test_a_step_that_fails_behind_its_commit_has_only_counts_to_drop():
-    runner = RunnerV1(Mode.STAGE)
-    runner.execute(runner.prepare)
-
-    def sample_tokens():
-        runner.sample()
-        raise RuntimeError("the drafter's")
-
-    with pytest.raises(RuntimeError, match=r"^the drafter's$"):
-        hooks.sample_tokens(sample_tokens, runner, (), {})
-    assert runner.tables() == REAL
-
     runner.execute(lambda: None)
-    assert runner.nwor_state.report.take_payload() is None
-    assert not runner.manager.fallbacks
+    payload = runner.nwor_state.report.take_payload()
+    assert not any(payload.read()[0]) if fallbacks else payload is None
 
 
 def test_a_step_that_was_left_staged_is_put_back_by_the_next():

@@ -28,7 +28,7 @@ import logging
 import operator
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -83,12 +83,13 @@ class StepRecord(NamedTuple):
 
     counts: by how much the step raised each of ops.COUNTER_COLUMNS; missed begins are
     among the invalid slots. fallbacks: new ones, by reason. info: of all groups, unless
-    somebody has read it before.
+    somebody has read it before. audit: steps, unverified slots, findings by class.
     """
 
     counts: tuple[Count, Count, Count, Count, Count, Count, Count, Count]
     fallbacks: dict[str, Count] = {}
     info: list[GroupInfo] = []
+    audit: dict[str, Count] = {}
 
 
 class Counted:
@@ -121,7 +122,7 @@ class NworStats:
     """One scheduler's counts.
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
-        order of COUNTERS and, if there are any, "fallbacks" by reason and "info".
+        order of COUNTERS and, if there are any, the other fields of a StepRecord.
     """
 
     def __init__(
@@ -175,9 +176,10 @@ class NworStats:
             except msgspec.ValidationError as error:
                 raise ValueError(f"payload is {payload!r}: {error}") from None
             windows, staged, _, _, restored, invalid, copied, kept = record.counts
-            for reason, num in record.fallbacks.items():
-                known = self.report.setdefault("fallbacks", {})
-                known[reason] = known.get(reason, 0) + num
+            for name in ("fallbacks", "audit"):
+                if risen := getattr(record, name):
+                    sums = Counter(self.report.get(name)) + Counter(risen)
+                    self.report[name] = dict(sums)
             if record.info:
                 self.report["info"] = record.info
             if invalid:
@@ -255,13 +257,16 @@ def log_once(what: str, found: str, level: int = logging.ERROR) -> None:
 _info: dict[int, Sequence[Sequence[Any]]] = {}
 
 
-class NworPrometheus:
-    """vLLM's Prometheus objects for our counters, for one stat logger.
+def create(cls: Any, name: str, text: str, *labels: str, **more: str) -> Any:
+    """A metric with vLLM's labels and these. cls: prometheus_client's, or Ray's
+    stand-in. One of the same name must have been unregistered before (vLLM does)."""
+    names = [*ENGINE_LABELS, *labels]
+    return cls(name=f"vllm:nwor_{name}", documentation=text, labelnames=names, **more)
 
-    counter_cls, gauge_cls: prometheus_client's, or Ray's stand-ins for them.
-    label_values: engine index -> values of ENGINE_LABELS.
-    Objects of the same names must have been unregistered before (vLLM does).
-    """
+
+class NworPrometheus:
+    """Our counters of one stat logger. label_values: engine index -> values of
+    ENGINE_LABELS."""
 
     def __init__(
         self,
@@ -269,21 +274,17 @@ class NworPrometheus:
         gauge_cls: Any,
         label_values: Mapping[int, Sequence[Any]],
     ) -> None:
-        def create(cls: Any, name: str, text: str, *labels: str, **more: str) -> Any:
-            name, names = f"vllm:nwor_{name}", [*ENGINE_LABELS, *labels]
-            return cls(name=name, documentation=text, labelnames=names, **more)
-
         counters = [create(counter_cls, *counter) for counter in COUNTERS.items()]
         self._fallbacks = create(counter_cls, "fallbacks", FALLBACKS_HELP, "reason")
         mode = {"multiprocess_mode": "mostrecent"}
         self._gauge = create(gauge_cls, "info", INFO_HELP, *GroupInfo._fields, **mode)
         self._label_values = label_values
-        self._increase: dict[int, list[Callable[[int], None]]] = {}
-        self._waiting: dict[int, deque[Sequence[int]]] = {}
         self._shown: dict[int, Sequence[Sequence[Any]]] = {}
-        for engine, values in label_values.items():
-            self._increase[engine] = [c.labels(*values).inc for c in counters]
-            self._waiting[engine] = deque()
+        self._increase = {
+            engine: [counter.labels(*values).inc for counter in counters]
+            for engine, values in label_values.items()
+        }
+        self._waiting = {engine: deque[Sequence[int]]() for engine in label_values}
         # Another process collects from a file, or Ray from a push: nobody asks here.
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         nobody_asks = several or not hasattr(counters[0], "collect")

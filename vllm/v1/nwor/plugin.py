@@ -44,9 +44,10 @@ AUDIT_HOOKS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
         ".audit.offloading:install"
     ),
-    "vllm.v1.core.sched.scheduler": ".audit.stats:install_scheduler",
-    "vllm.v1.metrics.loggers": ".audit.stats:install_loggers",
-    "vllm.v1.engine.utils": ".audit.stats:install_engines",
+    "vllm.v1.core.sched.scheduler": ".audit.stats:install",
+    "vllm.v1.metrics.loggers": ".hooks.stats:install",
+    "vllm.v1.engine.utils": ".hooks.stats:install",
+    "vllm.v1.engine.core": ".hooks.stats:install",
 }
 
 # Of the two, those that vLLM has been arranged to get.

@@ -42,7 +42,7 @@ class StepPayload:
     slots: what the counters were and became, each [num_launches * 8] int64. The memory
         may be used again once the step's output was processed.
     news: nothing, or fallbacks by reason and the list of infos, which reading empties:
-        vLLM throws the outputs of its warm-up away.
+        vLLM throws the outputs of its warm-up away; and the audit's counts, if any.
     """
 
     __slots__ = ("news", "slots")
@@ -59,15 +59,21 @@ class StepPayload:
             rose = (*rose[: _OF_ONE_LAUNCH.start], *sums)
         if not self.news:
             return (rose,)
-        fallbacks, infos = self.news
+        fallbacks, infos, *audit = self.news
         counts = list(rose)
         counts[_INVALID_SLOTS] += fallbacks.get(BEGIN_MISSED, 0)
         told = [tuple(info) for info in infos]
         infos.clear()
-        return tuple(counts), fallbacks, told
+        return tuple(counts), fallbacks, told, *audit
+
+    def with_audit(self, counts: dict[str, int]) -> StepPayload:
+        return StepPayload(self.slots, *(self.news or ({}, [])), counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (self.read(),)
+
+
+NOTHING = StepPayload(_NO_COUNTS)
 
 
 class Report:

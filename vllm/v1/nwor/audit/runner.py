@@ -21,6 +21,7 @@ import torch
 from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, Wrapped, Wrapper, argument, install_all
+from ..report import NOTHING
 from ..window import Acceptance
 from . import offloading, startup
 from .findings import AuditError, Findings
@@ -248,7 +249,9 @@ def _tell(state: RunnerAudit, output: Any) -> None:
     now = time.monotonic()
     is_due = found.findings or now >= state.told_at + TELLING_SECONDS
     if is_due and getattr(output, "req_ids", None):
-        output.nwor_audit, state.untold = dict(state.untold), Counter()
+        payload = getattr(output, "nwor_stats", NOTHING)
+        output.nwor_stats = payload.with_audit(dict(state.untold))
+        state.untold = Counter()
         state.told_at = now
 
 

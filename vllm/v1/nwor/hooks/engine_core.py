@@ -11,7 +11,7 @@ fault in between costs blocks and never correctness.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,14 +24,14 @@ logger = logging.getLogger("vllm.v1.nwor")
 MODULE = "vllm.v1.engine.core"
 # Part of all blocks that shadow blocks may take, unless VLLM_NWOR_SHADOW_BLOCKS says.
 DEFAULT_SHARE = 0.05
+RESERVED = "vLLM lets plugins reserve KV blocks"
 
 CONFIGS = HookTarget(
     MODULE,
     "get_kv_cache_configs",
     ("vllm_config", "kv_cache_specs", "available_memory"),
-    why="its vllm_config and the workers' layers are remembered for the call that "
-    "follows",
-    delete_when="vLLM lets plugins reserve KV blocks",
+    why="its vllm_config and the workers' layers are kept for the call that follows",
+    delete_when=RESERVED,
 )
 SCHEDULER_CONFIG = HookTarget(
     MODULE,
@@ -39,7 +39,7 @@ SCHEDULER_CONFIG = HookTarget(
     ("kv_cache_configs",),
     why="the one place that has the workers' configs and makes the scheduler's: shadow "
     "blocks are taken from the scheduler's number of blocks",
-    delete_when="vLLM lets plugins reserve KV blocks",
+    delete_when=RESERVED,
 )
 LEDGER = (CONFIGS, SCHEDULER_CONFIG)
 
@@ -117,24 +117,18 @@ def config_refusal(vllm_config: Any) -> str | None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return "no speculative decoding is configured"
-    if speculative.method in REFUSED_METHODS:
-        return (
-            f"the speculative method is {speculative.method}, which "
-            f"{REFUSED_METHODS[speculative.method]}"
-        )
+    method = speculative.method
+    if method in REFUSED_METHODS:
+        return f"the speculative method is {method}, which {REFUSED_METHODS[method]}"
     return parallel_refusal(vllm_config)
 
 
 def parallel_refusal(vllm_config: Any) -> str | None:
     """What kind of parallelism splits requests over ranks, or None."""
-    parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    ):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name} is {getattr(parallel, name)}; only 1 is supported"
+    for kind in ("pipeline", "prefill_context", "decode_context"):
+        size = getattr(vllm_config.parallel_config, f"{kind}_parallel_size", 1)
+        if size > 1:
+            return f"{kind}_parallel_size is {size}; only 1 is supported"
     return None
 
 
@@ -163,11 +157,9 @@ def _not_allowed(transfer: Mapping[str, Any]) -> list[str]:
 
 def stage_refusal(vllm_config: Any) -> str | None:
     """Why this configuration cannot have shadow pages, or None. The worker asks too."""
-    refusal = config_refusal(vllm_config)
-    if refusal is not None:
+    if (refusal := config_refusal(vllm_config)) is not None:
         return refusal
-    connectors = connectors_in_forward(vllm_config)
-    if connectors:
+    if connectors := connectors_in_forward(vllm_config):
         return (
             f"the KV connector {connectors} may read or write blocks while their "
             f"drafts are in shadow blocks; allowed are vLLM's own "
@@ -188,18 +180,14 @@ def stage_refusal(vllm_config: Any) -> str | None:
 _starting: list[tuple[Any, Sequence[Mapping[str, Any]]]] = []
 
 
-def _get_kv_cache_configs(
-    wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any
-) -> Any:
+def _get_kv_cache_configs(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     names = ("vllm_config", "kv_cache_specs")
     vllm_config, specs = (argument(CONFIGS, name, args, kwargs) for name in names)
     _starting[:] = [(vllm_config, specs)]
     return wrapped(*args, **kwargs)
 
 
-def _scheduler_config(
-    wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any
-) -> Any:
+def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     scheduler_config = wrapped(*args, **kwargs)
     workers = argument(SCHEDULER_CONFIG, "kv_cache_configs", args, kwargs)
     vllm_config, specs = _starting.pop() if _starting else (None, ())
@@ -209,16 +197,14 @@ def _scheduler_config(
     num_blocks = scheduler_config.num_blocks
     try:
         verdicts = {
-            name: verdict
+            name: getattr(spec, VERDICT)
             for of_worker in specs
             for name, spec in of_worker.items()
-            if (verdict := getattr(spec, VERDICT, None)) is not None
+            if hasattr(spec, VERDICT)
         }
         found = plan(vllm_config, workers[0], config, verdicts)
         if not isinstance(found, str):
-            _lower(
-                scheduler_config, sum(region.num_blocks for region in found.values())
-            )
+            _lower(scheduler_config, sum(r.num_blocks for r in found.values()))
     except Exception as error:
         scheduler_config.num_blocks = num_blocks
         found = f"the reservation failed: {type(error).__name__}: {error}"
@@ -248,48 +234,41 @@ def plan(
     A seat for each sequence that a step can hold, if all fit in the budget; otherwise
     as many as fit. What is left must hold one request of max_model_len.
     """
-    refusal = stage_refusal(vllm_config)
-    if refusal is not None:
+    if (refusal := stage_refusal(vllm_config)) is not None:
         return refusal
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         return (
             "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
         )
-    num_drafts = vllm_config.speculative_config.num_speculative_tokens
-    sizes = block_sizes(kv_cache_config.kv_cache_groups)
-    if not sizes:
-        return "no KV-cache group is slot based"
-    refusals = []
+    groups = kv_cache_config.kv_cache_groups
+    sizes, refusals = block_sizes(groups), []
     for gid in list(sizes):
-        names = kv_cache_config.kv_cache_groups[gid].layer_names
-        why = group_refusal([verdicts[name] for name in names if name in verdicts])
-        if why is not None:
-            refusals.append(why)
+        known = [verdicts[name] for name in groups[gid].layer_names if name in verdicts]
+        if (refusal := group_refusal(known)) is not None:
+            refusals.append(refusal)
             del sizes[gid]
     if not sizes:
-        return "; ".join(dict.fromkeys(refusals))
+        return "; ".join(dict.fromkeys(refusals)) or "no KV-cache group is slot based"
+    num_drafts = vllm_config.speculative_config.num_speculative_tokens
     num_blocks = kv_cache_config.num_blocks
     budget = config.max_shadow_blocks
     if budget is None:
         budget = int(num_blocks * DEFAULT_SHARE)
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     # Block 0 is the scheduler's null block.
     of_one_request = 1 + sum(
         -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
-        for spec in specs
+        for spec in (group.kv_cache_spec for group in groups)
     )
     a_seat = {gid: blocks_per_seat(num_drafts, size) for gid, size in sizes.items()}
+    of_all = sum(a_seat.values())
     available = min(budget, num_blocks - of_one_request)
-    num_seats = min(
-        vllm_config.scheduler_config.max_num_seqs, available // sum(a_seat.values())
-    )
+    num_seats = min(vllm_config.scheduler_config.max_num_seqs, available // of_all)
     if num_seats < 1:
         return (
             f"{max(available, 0)} of {num_blocks} KV blocks may be shadow blocks, and "
-            f"a request needs {sum(a_seat.values())} (VLLM_NWOR_SHADOW_BLOCKS raises "
-            "the number)"
+            f"a request needs {of_all} (VLLM_NWOR_SHADOW_BLOCKS raises the number)"
         )
-    first = num_real = num_blocks - num_seats * sum(a_seat.values())
+    first = num_real = num_blocks - num_seats * of_all
     regions: dict[int, ShadowRegion] = {}
     for gid, size in sizes.items():
         regions[gid] = ShadowRegion(first, num_seats, a_seat[gid], num_real, size)

@@ -205,14 +205,11 @@ v1.worker.gpu.block_table:BlockTables has input_block_tables
 """,
     "audit.stats": """
 v1.core.sched.scheduler:Scheduler
-    has vllm_config requests does request.prefill_stats.set()
+    has requests does request.prefill_stats.set()
 v1.core.sched.output:SchedulerOutput has scheduled_new_reqs:list
 v1.core.sched.output:NewRequestData has req_id:str
 v1.request:Request has cache_salt prefill_stats num_preemptions
 v1.metrics.stats:PrefillStats has num_local_cached_tokens:int
-v1.metrics.stats:SchedulerStats has kv_connector_stats:dict
-v1.metrics.loggers:PrometheusStatLogger has _counter_cls per_engine_labelvalues
-v1.metrics.loggers:StatLoggerManager has stat_loggers
 """,
     "audit.offloading": """
 distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of the counters: worker -> scheduler -> front end -> Prometheus.
 
-    worker     `attach` puts a payload on the step's own ModelRunnerOutput
+    worker     `attach` puts a payload on the step's own ModelRunnerOutput; the KV
+               audit's counts come with it, once a second
     scheduler  update_from_output: payload and scheduler's counts meet (`NworStats`);
                the increments leave in kv_connector_stats["nwor"] of the SchedulerStats,
                the only free-form field that reaches the front end in all versions
@@ -12,7 +13,8 @@
 Each may be another process; with several API servers a report goes to one of them. A
 front end without NWOR would hand a report to vLLM's KV connector logging, which fails
 on it. So an engine sends nothing before its front end has said that it takes reports: a
-mark on the engine's ParallelConfig, which is neither a field of it nor hashed.
+mark on the engine's ParallelConfig, which is neither a field of it nor hashed. With the
+mode off and the audit on all of this is there, too, and shows the audit's counters.
 
     EngineHandshakeMetadata          every engine process asks the front end it belongs
                                      to how to run (those of a headless node the head's)
@@ -40,7 +42,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from .. import commits
-from ..config import Mode, NworConfig
+from ..config import AuditMode, Mode, NworConfig
 from ..metrics import NOTHING_COUNTED, Counted, NworPrometheus, NworStats, log_once
 from ._wrap import HookTarget, HostMismatch, Wrapper, argument, check, install_all
 from .engine_core import block_sizes
@@ -50,12 +52,21 @@ LOGGERS = "vllm.v1.metrics.loggers"
 ENGINES = "vllm.v1.engine.utils"
 ENGINE_CORE = "vllm.v1.engine.core"
 REPORT_KEY = "nwor"
+# A front end that takes reports marks its engines with what it shows of them.
 MARK = "nwor_front_end"
-NO_FRONT_END = (
-    "the front end (LLM, AsyncLLM, vllm serve or the head of a headless node) does not "
-    "take them. Set VLLM_NWOR_MODE in its environment before it loads vLLM's plugins, "
-    "which it does once"
-)
+COUNTS, AUDIT = 1, 2
+NOT_SHOWN = {
+    COUNTS: (
+        "metrics are off",
+        "the front end (LLM, AsyncLLM, vllm serve or the head of a headless node) does "
+        "not take them. Set VLLM_NWOR_MODE in its environment before it loads vLLM's "
+        "plugins, which it does once",
+    ),
+    AUDIT: (
+        "audit: no metrics",
+        "the front end does not take them. Set VLLM_NWOR_AUDIT in its environment, too",
+    ),
+}
 NO_FIELD = "SchedulerStats has a field for extensions"
 
 UPDATE = HookTarget(
@@ -209,8 +220,6 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
                 others = carrier.scheduler_stats.kv_connector_stats
                 report = {**others, **report} if others else report
                 carrier.scheduler_stats.kv_connector_stats = report
-            else:
-                log_once("metrics are off", NO_FRONT_END, logging.WARNING)
     except Exception as error:
         _failed("report", error, stats)
     return engine_outputs
@@ -239,36 +248,42 @@ def _new_stats(scheduler: Any) -> NworStats:
         speculative, "enable_adaptive_verification", False
     )
     # A step runs: whoever started this engine has marked its config.
-    mark = getattr(getattr(config, "parallel_config", None), MARK, False)
+    mark = getattr(getattr(config, "parallel_config", None), MARK, 0)
+    for part, told in NOT_SHOWN.items():
+        if scheduler.log_stats and _told() & part & ~mark:
+            log_once(*told, logging.WARNING)
     num_sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
     stats = scheduler.nwor_stats = NworStats(num_sampled, trims, bool(mark))
     return stats
 
 
+def _told() -> int:
+    """COUNTS, AUDIT, both or neither, as the environment is now."""
+    config = NworConfig.from_env()
+    has_mode, has_audit = config.mode is not Mode.OFF, config.audit is not AuditMode.OFF
+    return config.emit_metrics and COUNTS * has_mode + AUDIT * has_audit
+
+
 # --- front end ------------------------------------------------------------------------
 
 
-def _takes_reports() -> bool:
-    """Whether this process takes reports out of vLLM's statistics and shows them, as
-    its environment is now."""
-    config = NworConfig.from_env()
-    if config.mode is not Mode.OFF and config.emit_metrics:
-        with contextlib.suppress(HostMismatch):  # its hook has said so
+def _shown() -> int:
+    """What this process takes out of vLLM's statistics and shows."""
+    with contextlib.suppress(HostMismatch):  # its hook has said so
+        if told := _told():
             check(RECORD, import_module(LOGGERS))
-            return True
-    return False
+            return told
+    return 0
 
 
 def _handshake(wrapped: Any, metadata: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
-    if _takes_reports():
-        # 1: the message has room for numbers, not for True.
-        metadata.parallel_config = {**metadata.parallel_config, MARK: 1}
+    metadata.parallel_config = {**metadata.parallel_config, MARK: _shown()}
 
 
 def _start_actors(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> None:
     config = argument(ACTORS, "vllm_config", args, kwargs)
-    setattr(config.parallel_config, MARK, _takes_reports())
+    setattr(config.parallel_config, MARK, _shown())
     wrapped(*args, **kwargs)
 
 
@@ -287,16 +302,22 @@ def _perform_handshake(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Iterator
 
 def _create_prometheus(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
-    if not _takes_reports():
+    shown = _shown()
+    if not shown:
         return
     try:
-        stat_logger.nwor_prometheus = NworPrometheus(
-            stat_logger._counter_cls,
-            stat_logger._gauge_cls,
-            stat_logger.per_engine_labelvalues,
-        )
+        classes = stat_logger._counter_cls, stat_logger._gauge_cls
+        label_values = stat_logger.per_engine_labelvalues
+        created: list[Any] = []
+        if shown & COUNTS:
+            created.append(NworPrometheus(*classes, label_values))
+        if shown & AUDIT:
+            from ..audit.stats import AuditPrometheus
+
+            created.append(AuditPrometheus(classes[0], label_values))
+        stat_logger.nwor_prometheus = created
         config = argument(CREATE, "vllm_config", args, kwargs)
-        setattr(config.parallel_config, MARK, True)
+        setattr(config.parallel_config, MARK, shown)
     except Exception as error:
         _failed("no vllm:nwor metrics", error)
 
@@ -311,8 +332,7 @@ def _record(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:
         try:
             engine = (args[3] if len(args) > 3 else kwargs.get("engine_idx")) or 0
             for stat_logger in manager.stat_loggers:
-                prometheus = getattr(stat_logger, "nwor_prometheus", None)
-                if prometheus is not None:
+                for prometheus in getattr(stat_logger, "nwor_prometheus", ()):
                     prometheus.add(report, engine)
         except Exception as error:
             _failed("a report was lost", error)
