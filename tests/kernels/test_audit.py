@@ -510,13 +510,13 @@ def test_a_write_to_a_wrong_slot(slot, kinds):
 # --- wrong_prefix ---------------------------------------------------------------------
 
 
+def swap(table: torch.Tensor) -> None:
+    table.copy_(table.flip(0))
+
+
 @pytest.mark.parametrize("budget", [0, EVERYTHING])
 def test_swapped_tables(budget):
     world = prefilled(budget=budget)
-
-    def swap(table):
-        table.copy_(table.flip(0))
-
     assert told(world.step(a=0, b=0, table=swap), "kind slot owner writer") == [
         ("wrong_prefix", 4 * N + 3, "a", "b"),
         ("wrong_prefix", 5 * N + 3, "a", "b"),
@@ -525,6 +525,18 @@ def test_swapped_tables(budget):
     ]
     # Each block is reported once.
     assert world.step(a=0, b=0, table=swap) == []
+
+
+def test_swapped_tables_of_the_same_tokens_in_another_order():
+    world = World()
+    world.add("a", TEXT[:4], [1])
+    world.add("b", TEXT[3::-1], [2])
+    assert world.step(a=4, b=4) == []
+    found = world.step(a=0, b=0, table=swap)
+    assert told(found, "kind slot owner") == [
+        ("wrong_prefix", 2 * N + 3, "a"),
+        ("wrong_prefix", 1 * N + 3, "b"),
+    ]
 
 
 def test_a_hit_on_another_text_names_its_first_wrong_slot():

@@ -48,6 +48,13 @@ def mla(num_blocks=3, block_size=16, run_bytes=1152):
     return nhd(num_blocks, block_size, 1, run_bytes)
 
 
+def padded(num_blocks=3, block_size=16, run_bytes=24):
+    """MLA's, with bytes behind each slot and each block that are nobody's."""
+    slot = run_bytes + 16
+    sizes = (num_blocks, block_size, 1, run_bytes)
+    return row_layout(*sizes, block_size * slot + 8, 0, slot)
+
+
 def column_major(num_blocks=3, block_size=16, dims=8):
     """K in columns of two-byte elements, then V in rows: CPU_ATTN's `vec`."""
     slots = torch.arange(block_size)
@@ -74,7 +81,7 @@ NOTHING = Batch(slots=((), ()), accepted=(0, 0))
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("form", AcceptanceForm)
-@pytest.mark.parametrize("layout", [nhd, hnd, mla])
+@pytest.mark.parametrize("layout", [nhd, hnd, mla, padded])
 def test_rejected_slots_get_their_bytes_back(device, layout, form):
     CowStep(device, [[layout()] * 3], MIXED, form=form).run()
 

@@ -19,7 +19,7 @@ from tests.kernels.strategies import (
     paged_batches,
     row_layouts,
 )
-from tests.kernels.test_log_restore import CPU, hnd, mla, nhd
+from tests.kernels.test_log_restore import CPU, hnd, mla, nhd, padded
 from tests.kernels.transaction import (
     NUM_COUNTERS,
     STAGE,
@@ -104,7 +104,7 @@ def test_the_worked_example(device):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("form", AcceptanceForm)
-@pytest.mark.parametrize("layout", [nhd, hnd, mla])
+@pytest.mark.parametrize("layout", [nhd, hnd, mla, padded])
 def test_only_accepted_drafts_reach_real_entries(device, layout, form):
     layouts = [[layout_for(PAGES, layout)] * 3]
     one_step(device, EXAMPLE, layouts=layouts, form=form)

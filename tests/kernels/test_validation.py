@@ -250,6 +250,9 @@ OFFSETS = [
 for seats, said in SEATS:
     for op in PAGED:
         VALUES.append((op, "seats", lambda _, s=seats: torch.tensor(s), said))
+for op in (STAGE, COMMIT):
+    said = "entry_tokens is 6; must be a multiple of the block size 4 of table row 0"
+    VALUES.append((op, "entry_tokens", lambda n: 6, said))
 for column, value, said in ROWS:
     for op in TABLES:
         change = put((1, ops.TABLE_COLUMNS.index(column)), value)
