@@ -267,13 +267,13 @@ void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   const Call call = call_of("audit_plan", tables);
   const TensorArgs& tensors = call.tensors;
   const auto* const at = values_of<int64_t>(tensors, "positions", positions);
-  const auto* const slots = values_of<int64_t>(tensors, "slot_mapping", slot_mapping);
+  int64_t num_slots = 0;
+  const int64_t* const slots = tensors.slot_mapping(slot_mapping, &num_slots);
   NWOR_CHECK(num_tokens >= 0 && num_tokens <= positions.size(0) &&
-                 num_tokens <= slot_mapping.size(0) &&
-                 num_tokens <= call.group.max_tokens,
+                 num_tokens <= num_slots && num_tokens <= call.group.max_tokens,
              tensors.op(), "num_tokens is ", num_tokens,
              "; positions, slot_mapping and plan have ", positions.size(0), ", ",
-             slot_mapping.size(0), " and ", call.group.max_tokens, " rows");
+             num_slots, " and ", call.group.max_tokens, " rows");
   const AuditPlanArgs args{
       step_of(call, row_seats, query_start_loc, block_table, num_reqs, step),
       tokens_of(tensors, tokens, num_tokens, num_tokens), at, slots, num_tokens};

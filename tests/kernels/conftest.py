@@ -29,10 +29,3 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """[cpu] and, where there is a GPU, [cuda]; the ops are loaded for it."""
     ops.load(request.param)
     return torch.device(request.param)
-
-
-def current(device: torch.device) -> torch.device:
-    """With its index, if it is a GPU: the current one."""
-    if device.type == "cpu":
-        return device
-    return torch.device("cuda", torch.cuda.current_device())

@@ -255,7 +255,7 @@ class World:
             input_ids=batch.tokens,
             **batch._asdict(),
         )
-        given = batch.block_tables, batch.slot_mappings
+        given = batch.block_tables, torch.stack(batch.slot_mappings)
         runner_v2._prepare_attn(lambda _: given, self.runner, (self.v2_batch,), {})
 
     def _resolve(
@@ -920,7 +920,7 @@ def test_numbers_of_stores_that_make_no_sense_are_refused(num_stored, numbers, m
     tables = World(num_stored=num_stored).audit.groups[0].tables
     blocks = torch.tensor([1], dtype=torch.int32)
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        ops.audit_op("hand_on")(tables, blocks, torch.tensor(numbers), 1, False)
+        ops.audit_hand_on(tables, blocks, torch.tensor(numbers), 1, False)
 
 
 @pytest.mark.parametrize("is_undone", [False, True])
@@ -1061,7 +1061,7 @@ def test_what_is_no_description_of_tables_is_refused():
         (no_layers, "lacks its layers 0"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.audit_op("snapshot")(wrong, False)
+            ops.audit_snapshot(wrong, False)
 
 
 @pytest.mark.parametrize("budget", [0, EVERYTHING])

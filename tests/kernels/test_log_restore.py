@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.conftest import current
 from tests.kernels.reference import PAD, Layer, packed_layout, row_layout
 from tests.kernels.strategies import (
     ANY_EXAMPLE,
@@ -142,7 +141,7 @@ def test_rejected_slots_are_poisoned(device, layouts):
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     launches = Launches(
         [Launch(group, part, counters) for part in group.tables],
-        builtin_ops.load(current(device)),
+        builtin_ops.load(device),
     )
     slots, rows, cu_num_logits, _ = batch.metadata(device).values()
 

@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 
-from tests.kernels.conftest import current
 from tests.kernels.reference import PAD, whole
 from tests.kernels.test_log_restore import CPU, column_major, nhd
 from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
@@ -55,7 +54,7 @@ class Calls:
     """
 
     def __init__(self, device, layout=nhd):
-        self.builtins = builtin_ops.load(current(device))
+        self.builtins = builtin_ops.load(device)
         batch = Batch(slots=((3, 4), (20,)), accepted=(1, 0))
         cow = CowStep(device, [[layout()] * 2], batch, spare_rows=2)
         self.layers = cow.layers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nwor.audit import runner_v2 as audit_runner_v2
-from vllm_nwor.hooks import runner, runner_v1, runner_v2
+from vllm_nwor.hooks import runner, runner_v1, runner_v2, stats
 from vllm_nwor.hooks._wrap import check
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS

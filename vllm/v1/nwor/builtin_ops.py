@@ -69,8 +69,8 @@ class _MethodDef(Structure):
 
 
 def load(device: torch.device) -> SimpleNamespace:
-    """The builtins by the names of the ops. On CUDA, a device with its index, also the
-    kernels of log, restore, stage and commit, which a step should not wait for.
+    """The builtins by the names of the ops. On CUDA also the kernels of log, restore,
+    stage and commit, which a step should not wait for.
 
     Raises:
         NworOpsUnavailable: no library, one of another version, or not the one whose ops
@@ -80,7 +80,8 @@ def load(device: torch.device) -> SimpleNamespace:
     ops.load(device.type)
     library = _loaded_library()
     if device.type == "cuda":
-        missing = library.nwor_load_kernels(c_int64(device.index))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        missing = library.nwor_load_kernels(c_int64(index))
         if missing is not None:
             raise ops.NworOpsUnavailable(f"{ops.LIBRARY}: {missing.decode()}")
     return SimpleNamespace(**_builtins())

@@ -158,11 +158,6 @@ def __getattr__(name: str) -> OpOverload:
     return op
 
 
-def audit_op(name: str) -> OpOverload:
-    """An op of the KV audit (audit/state.py calls them), without its "audit_"."""
-    return globals().get(f"audit_{name}") or __getattr__(f"audit_{name}")
-
-
 # The ops, once loaded; arguments are in the order of csrc/nwor/bindings.h.
 
 log_cache_slots: OpOverload

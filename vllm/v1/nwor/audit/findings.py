@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..ops import audit_op
+from .. import builtin_ops
 
 if TYPE_CHECKING:
     from .tables import AuditedGroup
@@ -168,7 +168,9 @@ class Outbox:
         self, groups: Sequence[AuditedGroup], name_of: Callable[[int], str | None]
     ) -> None:
         self._groups, self._name_of = groups, name_of
-        is_cuda = groups[0].findings.device.type == "cuda"
+        device = groups[0].findings.device
+        self._ops = builtin_ops.load(device)
+        is_cuda = device.type == "cuda"
         shape = (len(groups), 1 + MAX_KEPT, len(COLUMNS))
         slots = [
             _Slot(
@@ -206,7 +208,7 @@ class Outbox:
         """Sends what was found to the host. Call at the end of a step, if `resolve` did
         not."""
         for group, to in zip(self._groups, self.claim(), strict=True):
-            audit_op("publish")(group.tables, to)
+            self._ops.audit_publish(group.tables, to)
         self.sent()
 
     def _arrive(self, waits: bool) -> bool:

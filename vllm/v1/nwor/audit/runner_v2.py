@@ -52,7 +52,8 @@ def _plan(
             batch.input_ids,
             batch.positions,
             batch.query_start_loc,
-            slot_mappings,
+            # [groups, tokens]: to take a row out of it costs more than to pass it.
+            (slot_mappings,) if len(block_tables) == 1 else slot_mappings,
             block_tables,
             batch.idx_mapping,
         ),

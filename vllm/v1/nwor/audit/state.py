@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import builtin_ops
 from ..device_memory import DeviceMemory
-from ..ops import audit_op
 from ..window import Acceptance, accepted
 from .findings import Outbox
 from .requests import Loads, Request, Requests
@@ -123,6 +123,7 @@ class Audit:
         self.groups = tuple(groups)
         self.loads = loads
         self.device = memory.device
+        self._ops = builtin_ops.load(self.device)
         self.requests = Requests(num_seats)
         self.outbox = Outbox(self.groups, self.requests.name_of)
         self.step = 0
@@ -223,7 +224,7 @@ class Audit:
 
     def _hand_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
         if owners:
-            audit_op("hand_out")(
+            self._ops.audit_hand_out(
                 group.tables,
                 torch.tensor(list(owners), dtype=torch.int32),
                 torch.tensor(list(owners.values()), dtype=torch.int32),
@@ -237,7 +238,7 @@ class Audit:
         too. again: only of those that have the checksums of the snapshot before. Reads
         the whole cache."""
         for group in self.groups:
-            audit_op("snapshot")(group.tables, again)
+            self._ops.audit_snapshot(group.tables, again)
 
     def forget_cache(self) -> None:
         """The cache's content is gone, as after a wake-up: what its slots hold now is
@@ -261,7 +262,7 @@ class Audit:
             if places is not None:
                 numbers_of = group.stored if fills else group.store
                 numbers = numbers_of(places[group_id])
-            audit_op("hand_on")(
+            self._ops.audit_hand_on(
                 group.tables,
                 torch.tensor(blocks[group_id], dtype=torch.int32),
                 torch.tensor(numbers, dtype=torch.int64),
@@ -296,7 +297,7 @@ class Audit:
         if self.requests.is_changed or is_moved:
             self._seat_rows(step, row_ids, text_of)
         for group in self.groups:
-            audit_op("plan")(
+            self._ops.audit_plan(
                 *self._rows(group, batch),
                 batch.tokens,
                 batch.positions,
@@ -347,7 +348,7 @@ class Audit:
         is_opaque = text.is_opaque or (request.was_seated and self._is_async)
         request.was_seated = True
         for group in self.groups:
-            audit_op("seat")(
+            self._ops.audit_seat(
                 group.tables,
                 tokens,
                 length,
@@ -385,7 +386,7 @@ class Audit:
             places = self.outbox.claim()
         for group, findings_to in zip(self.groups, places, strict=True):
             rows = self._rows(group, step.batch)
-            audit_op("resolve")(
+            self._ops.audit_resolve(
                 *rows,
                 cu_num_logits,
                 *kept,
@@ -397,9 +398,9 @@ class Audit:
             )
             for row, length, tokens in step.fresh:
                 hit_blocks = HIT_BUDGETS * num_blocks
-                audit_op("adopt")(*rows, tokens, length, row, self.step, hit_blocks)
+                self._ops.audit_adopt(*rows, tokens, length, row, self.step, hit_blocks)
             if step.fresh:
-                audit_op("scan")(*rows, num_blocks, self.step)
+                self._ops.audit_scan(*rows, num_blocks, self.step)
         if publishes and is_one_call:
             self.outbox.sent()
         elif publishes:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import ops
 from ..device_memory import ALIGNMENT, DeviceMemory
 from ..launches import LayerCache, copy_tables
-from ..ops import TABLE_COLUMNS, audit_op
+from ..ops import TABLE_COLUMNS
 from .findings import COLUMNS, MAX_KEPT
 
 # Columns of int64 tables.
@@ -122,12 +123,12 @@ class AuditedGroup:
             *(self.records, self.seats, self.expected),
             *(self.owners, self.plan, self.findings, self.stores),
         )
-        audit_op("describe")(
+        ops.audit_describe(
             self.tables, *self._own, shape.block_size, shape.entry_tokens, shape.window
         )
         column = 0  # each part's checksums follow the others'
         for index, part in enumerate(self.parts):
-            audit_op("describe_layers")(
+            ops.audit_describe_layers(
                 self.tables, index, part.table, part.runs, self.contents, column
             )
             column += len(part.names)
