@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from tests.unit import test_packaging
 from tests.unit.test_check_vllm import SITE, files_read, laid_out
 from tools import apply_to_vllm as tool
 from tools import check_vllm, native
@@ -94,10 +93,15 @@ def checkout(sources, tmp_path):
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of all but git's files and libraries."""
-    return test_packaging.digests(
-        folder, lambda path: ".git" not in path.parts and path.suffix != ".so"
-    )
+    """Relative path -> SHA-256 of each file, "" for each folder; of all but git's files
+    and libraries."""
+    return {
+        str(path.relative_to(folder)): ""
+        if path.is_dir()
+        else hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if ".git" not in path.parts and path.suffix != ".so"
+    }
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from .. import commits
-from ..config import AuditMode, Mode, NworConfig
+from ..config import AuditMode, Mode, NworConfig, NworConfigError
 from ..metrics import NOTHING_COUNTED, Counted, NworPrometheus, NworStats, log_once
 from ._wrap import HookTarget, HostMismatch, Wrapper, argument, check, install_all
 from .engine_core import block_sizes
@@ -249,9 +249,10 @@ def _new_stats(scheduler: Any) -> NworStats:
     )
     # A step runs: whoever started this engine has marked its config.
     mark = getattr(getattr(config, "parallel_config", None), MARK, 0)
-    for part, told in NOT_SHOWN.items():
-        if scheduler.log_stats and _told() & part & ~mark:
-            log_once(*told, logging.WARNING)
+    with contextlib.suppress(NworConfigError):  # the environment is another by now
+        for part, told in NOT_SHOWN.items():
+            if scheduler.log_stats and _told() & part & ~mark:
+                log_once(*told, logging.WARNING)
     num_sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
     stats = scheduler.nwor_stats = NworStats(num_sampled, trims, bool(mark))
     return stats
