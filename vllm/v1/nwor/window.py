@@ -77,14 +77,3 @@ class NumRejected(Struct, frozen=True, gc=False):
 
 # The fields of both together are what the ops take.
 Acceptance = SampledIds | NumRejected
-
-
-def accepted(
-    acceptance: Acceptance,
-) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
-    """An acceptance as the ops take it: sampled_token_ids, vocab_size, num_rejected."""
-    return (
-        acceptance.sampled_token_ids,
-        acceptance.vocab_size,
-        acceptance.num_rejected,
-    )

@@ -27,7 +27,7 @@ import torch
 
 from .. import builtin_ops
 from ..device_memory import DeviceMemory
-from ..window import Acceptance, accepted
+from ..window import Acceptance
 from .findings import Outbox
 from .requests import Loads, Request, Requests
 from .tables import AuditedGroup
@@ -377,7 +377,9 @@ class Audit:
         """
         step, self._open = self._open, None
         assert step is not None
-        kept = (None, 0, None) if acceptance is None else accepted(acceptance)
+        kept: tuple[Any, ...] = (None, 0, None)
+        if (of := acceptance) is not None:
+            kept = of.sampled_token_ids, of.vocab_size, of.num_rejected
         num_blocks = self._num_scanned
         # One call, unless requests came with something in the cache.
         is_one_call = not step.fresh
