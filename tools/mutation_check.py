@@ -46,6 +46,7 @@ TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_shadow_pages.py",
     "tests/kernels/test_shadow_pages.py",
+    "tests/kernels/test_builtin_ops.py",
     "tests/kernels/test_log_restore.py",
     "tests/kernels/test_large_offsets.py",
     "tests/kernels/test_audit.py",
