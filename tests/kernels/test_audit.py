@@ -267,7 +267,7 @@ class World:
                 row[: 1 + work.accepted] = 9
             accepted = SampledIds(sampled.to(self.device), 100)
             rows = cu_num_logits[1:]
-            self.audit.resolve(rows, accepted, self.is_undone, publishes=True)
+            self.audit.resolve(rows, accepted, self.is_undone)
             return
         rejected = [len(work.drafts) - work.accepted for work in works]
         num_rejected = torch.tensor(rejected, dtype=torch.int32, device=self.device)
@@ -1205,7 +1205,7 @@ def test_texts_longer_than_a_thread_block(device):
         found = torch.tensor(text[:hit], dtype=torch.int32)
         audit.begin_step(Scheduled([], [(name, hit, [blocks])], []))
         audit.plan(batch, [name], lambda row: Text(found, 0, False))
-        audit.resolve(None, None, False, publishes=True)
+        audit.resolve(None, None, False)
         return audit.outbox.take(waits=True).findings
 
     text = [(7 * i) % 120 for i in range(length)]

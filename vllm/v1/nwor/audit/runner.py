@@ -207,7 +207,7 @@ def sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any, kept: Kept) ->
                 and manager.config.on_reject is OnReject.RESTORE
             )
             found = kept(runner, result, args, kwargs)
-            state.audit.resolve(*found, is_undone, publishes=True)
+            state.audit.resolve(*found, is_undone)
 
     guarded(runner, resolve)
     return result

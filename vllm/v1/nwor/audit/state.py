@@ -367,24 +367,24 @@ class Audit:
         cu_num_logits: torch.Tensor | None,
         acceptance: Acceptance | None,
         is_undone: bool,
-        publishes: bool = False,
     ) -> None:
         """Call after sampling and commit, before anything else writes to the caches.
 
         cu_num_logits: [num_reqs] int32, as in VerificationWindows; None without drafts,
         as acceptance. is_undone: whether rejected slots hold what they held before the
-        step. publishes: outbox.publish, too, at the end.
+        step. What was found is sent to the host at the end.
         """
         step, self._open = self._open, None
         assert step is not None
         kept: tuple[Any, ...] = (None, 0, None)
-        if (of := acceptance) is not None:
-            kept = of.sampled_token_ids, of.vocab_size, of.num_rejected
+        if acceptance is not None:
+            kept = acceptance.sampled_token_ids, acceptance.vocab_size
+            kept = *kept, acceptance.num_rejected
         num_blocks = self._num_scanned
         # One call, unless requests came with something in the cache.
         is_one_call = not step.fresh
         places: Sequence[torch.Tensor | None] = [None] * len(self.groups)
-        if publishes and is_one_call:
+        if is_one_call:
             places = self.outbox.claim()
         for group, findings_to in zip(self.groups, places, strict=True):
             rows = self._rows(group, step.batch)
@@ -403,9 +403,9 @@ class Audit:
                 self._ops.audit_adopt(*rows, tokens, length, row, self.step, hit_blocks)
             if step.fresh:
                 self._ops.audit_scan(*rows, num_blocks, self.step)
-        if publishes and is_one_call:
+        if is_one_call:
             self.outbox.sent()
-        elif publishes:
+        else:
             self.outbox.publish()
 
     def totals(self) -> Mapping[str, int]:
