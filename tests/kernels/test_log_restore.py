@@ -145,7 +145,10 @@ def test_rejected_slots_are_poisoned(device, layouts):
     )
     slots, rows, cu_num_logits, _ = batch.metadata(device).values()
 
-    launches.log(VerificationWindows(num_drafts, rows, cu_num_logits, [slots]))
+    num_reqs = cu_num_logits.numel()
+    launches.log(
+        VerificationWindows(num_drafts, num_reqs, rows, cu_num_logits, [slots])
+    )
     for number, layer in enumerate(layers):
         layer.write([0, 1, 2, 3, 47, 45, 17], 1000 + number)
     wanted = [layer.memory.clone() for layer in layers]

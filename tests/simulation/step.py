@@ -216,6 +216,7 @@ class Step:
         seats = [rows.request.index for rows in self.rows]
         return VerificationWindows(
             num_drafts=num_drafts,
+            num_reqs=len(self.drafts),
             logits_indices=torch.from_numpy(has_logits.nonzero()[0]).to(
                 torch.int64 if as_v2 else torch.int32
             ),

@@ -543,7 +543,7 @@ def worker(monkeypatch):
         is_open=False,
         stage=calls.append,
         begin=calls.append,
-        commit=lambda acceptance: calls.append(acceptance) is None,
+        commit=lambda acceptance, counters_to: calls.append(acceptance) is None,
         start_step=lambda: calls.append("start_step"),
         counters=torch.tensor([[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]),
         log_bytes_per_draft=75,
@@ -559,8 +559,8 @@ def worker(monkeypatch):
 def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     """And none for what protected nothing; what was reported is forgotten."""
     manager = worker.model_runner.nwor_state.manager
-    # Around stage, begin and commit, the last of which has no end if none is open.
-    ticks = itertools.accumulate([0, 100, 1, 10, 1, *(0, 100, 1, 10, 1, 1000, 0, 0)])
+    # Around stage, begin and commit.
+    ticks = itertools.accumulate([0, 100, 1, 10, 1, 5, *(0, 100, 1, 10, 1, 1000)])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     assert worker.nwor_set_hooked(False) is False
     for _ in range(2):

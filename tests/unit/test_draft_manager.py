@@ -83,6 +83,7 @@ class World:
         )
         self.step = VerificationWindows(
             num_drafts=NUM_DRAFTS,
+            num_reqs=2,
             logits_indices=torch.arange(5, dtype=torch.int32),
             cu_num_logits=torch.tensor([3, 5], dtype=torch.int32),
             slot_mappings=[torch.tensor(SLOT_MAPPING) for _ in is_staged],

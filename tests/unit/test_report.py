@@ -66,6 +66,7 @@ def step(manager, report, num_drafts):
     manager.begin(
         VerificationWindows(
             num_drafts,
+            1,
             torch.arange(num_drafts + 1),
             torch.tensor([num_drafts + 1], dtype=torch.int32),
             [torch.arange(num_drafts + 1)],
@@ -306,6 +307,7 @@ class RunnerV2(RunnerV1):
     def _set_up(self, starts):
         self.batch = SimpleNamespace(
             num_draft_tokens=self.num_drafts,
+            num_reqs=1,
             logits_indices=self.logits_indices,
             cu_num_logits=starts,
             query_start_loc=starts,

@@ -268,18 +268,19 @@ class DraftCommitManager:
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if it fails.
         """
-        if self.state.is_open:
+        if self.state is not _IDLE and self.state.is_open:
             self.abort(STALE_LOG)
         shadow = self.shadow
         num_drafts = windows.num_drafts
         if shadow is None or num_drafts == 0:
             return False
+        if windows.num_reqs > shadow.num_seats:
+            self._count_no_seat(windows.num_reqs, shadow.num_seats)
+            return False
         if self._beside is not None and num_drafts > self.capacity:
-            if not shadow.has_seats(windows):
-                self._count_no_seat(windows, shadow.num_seats)
             return False
         try:
-            has_seats = shadow.stage(windows)
+            shadow.stage(windows)
             if self._debug_sync:
                 self._wait()
         except Exception as error:
@@ -289,22 +290,19 @@ class DraftCommitManager:
                 STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
             )
             return False
-        if not has_seats:
-            self._count_no_seat(windows, shadow.num_seats)
-            return False
         self._num_drafts = num_drafts
         self._is_logged_beside = False
         self.state = _STAGED
         return self._stages_all
 
-    def _count_no_seat(self, windows: VerificationWindows, num_seats: int) -> None:
+    def _count_no_seat(self, num_reqs: int, num_seats: int) -> None:
         self.fallbacks[NO_SEAT] += 1
         if self.fallbacks[NO_SEAT] == 1:
             logger.warning(
                 "NWOR %s: a step of %d requests, shadow blocks for %d; it uses the "
                 "undo log (further ones are counted in vllm:nwor_fallbacks)",
                 NO_SEAT,
-                windows.cu_num_logits.numel() - windows.num_leading_zeros,
+                num_reqs,
                 num_seats,
             )
 

@@ -139,21 +139,19 @@ class ShadowPages:
         rows = iter(counters)
         self._stages = []
         self._commits = []
-        for number, group in enumerate(self.groups, 1):
+        for group in self.groups:
             saved = group.saved
             constants = saved, *group.entries, group.entry_tokens
             last = len(group.tables) - 1
             for index, part in enumerate(group.tables):
                 of_table = group.group_id, part.table, part.runs
-                self._stages.append((number, *of_table, constants, index == 0))
+                self._stages.append((*of_table, constants, index == 0))
                 counted = saved, next(rows), group.entry_tokens, index == last
                 self._commits.append((*of_table, *counted))
         # Of the runner, with drafts or without, whoever protects them.
         self.step = 1
         # The step's, between stage and commit or abort.
         self._windows: VerificationWindows | None = None
-        self._num_reqs = 0
-        self._num_patched = 0  # groups in whose tables shadow entries may be
 
     @property
     def is_open(self) -> bool:
@@ -169,34 +167,20 @@ class ShadowPages:
         if self.step > _MAX_STEP:
             self.step = 1
 
-    def has_seats(self, windows: VerificationWindows) -> bool:
-        """Whether there is one for each request of the step."""
-        num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
-        return num_reqs <= self.num_seats
-
-    def stage(self, windows: VerificationWindows) -> bool:
+    def stage(self, windows: VerificationWindows) -> None:
         """Enqueues the copies and puts the shadow blocks in place. Call when block
-        tables and slot mappings are final, before attention metadata is built.
-
-        Returns whether each request has a seat; if not, nothing was done.
+        tables and slot mappings are final, before attention metadata is built. Requires
+        that there are not more requests than num_seats.
 
         Raises:
             Exception: table, slots and cache are as they were.
         """
-        self._windows = None
-        num_reqs = windows.cu_num_logits.numel() - windows.num_leading_zeros
-        if num_reqs > self.num_seats:
-            return False
+        self._windows = windows
         slot_mappings = windows.slot_mappings
         block_tables = windows.block_tables
         assert block_tables is not None
-        self._windows = windows
-        self._num_reqs = num_reqs
-        self._num_patched = 0
         try:
-            for number, group_id, table, runs, constants, patches in self._stages:
-                # Before the call: it may fail behind its patching.
-                self._num_patched = number
+            for group_id, table, runs, constants, patches in self._stages:
                 self.ops.stage(
                     table,
                     runs,
@@ -214,7 +198,6 @@ class ShadowPages:
         except Exception:
             self.abort()
             raise
-        return True
 
     def commit(
         self,
@@ -248,7 +231,7 @@ class ShadowPages:
                     acceptance.vocab_size,
                     acceptance.num_rejected,
                     counters,
-                    self._num_reqs,
+                    windows.num_reqs,
                     tokens,
                     undoes,
                     None if counters_to is None else counters_to[row],
@@ -269,14 +252,14 @@ class ShadowPages:
             return
         assert windows.block_tables is not None
         failure: Exception | None = None
-        for group in self.groups[: self._num_patched]:
+        for group in self.groups:
             try:
                 self.ops.unstage(
                     windows.block_tables[group.group_id],
                     windows.slot_mappings[group.group_id],
                     windows.seats,
                     group.saved,
-                    self._num_reqs,
+                    windows.num_reqs,
                     group.entry_tokens,
                 )
             except Exception as error:

@@ -25,9 +25,11 @@ class VerificationWindows(Struct, frozen=True, gc=False):
     costs a step a function that is in no cache of the processor.)
 
     num_drafts: upper bound, known to the host, of the number of drafts in the step.
+    num_reqs: requests of the step, with drafts or without.
     logits_indices: [num_logits] int32 or int64, device: batch rows that get logits,
         1 + k for each request, in request order.
-    cu_num_logits: [num_reqs] int32, device: inclusive cumulative number of them.
+    cu_num_logits: [num_leading_zeros + num_reqs] int32, device: inclusive cumulative
+        number of them.
     slot_mappings: for each KV-cache group id, [>= num_tokens] or [1, >= num_tokens]
         int64, device: the slot of each batch row, -1 for padding.
     num_leading_zeros: entries in front of the first request's in cu_num_logits, as the
@@ -42,6 +44,7 @@ class VerificationWindows(Struct, frozen=True, gc=False):
     """
 
     num_drafts: int
+    num_reqs: int
     logits_indices: torch.Tensor
     cu_num_logits: torch.Tensor
     slot_mappings: Sequence[torch.Tensor]

@@ -76,6 +76,7 @@ def _calc_spec_decode_metadata(
         is_staged = state.manager.shadow is not None
         state.windows = VerificationWindows(
             sum(metadata.num_draft_tokens),
+            len(metadata.num_draft_tokens),
             metadata.logits_indices,
             metadata.cu_num_sampled_tokens,
             slot_mappings=[table.slot_mapping.gpu for table in tables],

@@ -68,6 +68,7 @@ def _prepare_attn(
             is_one = len(block_tables) == 1
             windows = VerificationWindows(
                 batch.num_draft_tokens,
+                batch.num_reqs,
                 batch.logits_indices,
                 batch.cu_num_logits,
                 # [groups, tokens]: to take a row out of it costs more than to pass it.
