@@ -315,12 +315,17 @@ offload-v1-ngram ngram FLASH_ATTN FULL auto num_blocks=48 offloads
 offload-v2-eagle-async eagle FLASH_ATTN FULL auto num_blocks=48 offloads
 """)
 
+# FLASHMLA without fp8.
+(FLASHMLA,) = _engines("""
+flashmla-bf16 ngram FLASHMLA EAGER auto block_size=64 num_blocks=128
+""")
+
 # For tests of these tests: its cache has rows, as on a GPU.
 (CPU,) = _engines("cpu-mla ngram CPU_MLA EAGER auto num_blocks=64 rejection=standard")
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING, CPU),
+    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING, FLASHMLA, CPU),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

@@ -40,6 +40,15 @@ DELAY_CYCLES = 1_000_000_000
 # What the engine is used in: awake, after sleeps of levels 1 and 2, and after one while
 # requests ran.
 PHASES = ("awake", "level 1", "live", "level 2")
+# What slots that nobody has written hold, and whether one that is written does, too.
+PASSES = {
+    "plain": None,
+    "again": None,
+    "poison": ("poison", False),
+    "taken": ("poison", True),
+    "nan": ("nan", False),
+}
+FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill")
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
@@ -206,6 +215,68 @@ def nap(engine: Engine, level: int) -> None:
         engine.rpc("test_randomize", SEED)  # the weights come back, in place
         engine.llm.wake_up(tags=["kv_cache"])
     assert not engine.llm.is_sleeping()
+
+
+# -- poison ----------------------------------------------------------------------------
+
+
+def poison(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Rows as they are, twice, and with what PASSES has in all slots that nobody has
+    written. NaN is last: it may end the engine."""
+    engine = start(spec, models, report)
+    engine.prepare()
+    known = by_name(spec)
+    for name, filling in PASSES.items():
+        results: dict[str, Any] = {}
+        report.found[name] = results
+        for row in (known[row] for row in FILLED_ROWS if row in known):
+            results[row.name] = run_filled(engine, row, filling)
+            report.save()
+
+
+def run_filled(
+    engine: Engine, row: Row, filling: tuple[str, bool] | None
+) -> dict[str, Any]:
+    """Outputs and, unless `filling` is None, how much was filled."""
+    if filling is None:
+        return engine.run(row).plain()
+    engine.forget()  # what is cached may not be filled
+    engine.rpc("test_fill", *filling)
+    with unwritten_told(engine):
+        found = engine.run(row).plain()
+    return found | {"filled": engine.rpc("test_unfill")[0]}
+
+
+@contextmanager
+def unwritten_told(engine: Engine) -> Iterator[None]:
+    """Before a step runs, its worker is told of the blocks that nobody has written any
+    more: those given out for it, and those that are neither in use nor cached."""
+    scheduler = engine.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    schedule, get_new_blocks = scheduler.schedule, pool.get_new_blocks
+    given: set[int] = set()
+
+    def giving(*args: Any, **kwargs: Any) -> Any:
+        blocks = get_new_blocks(*args, **kwargs)
+        given.update(block.block_id for block in blocks)
+        return blocks
+
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        unwritten = given.union(
+            block.block_id
+            for block in pool.blocks
+            if block.ref_cnt == 0 and block.block_hash is None
+        )
+        engine.rpc("test_forget", sorted(unwritten))
+        given.clear()
+        return output
+
+    with (
+        mock.patch.object(scheduler, "schedule", telling),
+        mock.patch.object(pool, "get_new_blocks", giving),
+    ):
+        yield
 
 
 # -- audit -----------------------------------------------------------------------------
@@ -424,6 +495,7 @@ JOBS = {
         corrupting,
         racing,
         offload,
+        poison,
     )
 }
 

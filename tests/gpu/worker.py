@@ -76,6 +76,21 @@ class GpuTestExtension(NworWorkerExtension):
         report: dict[str, Any] = self._test_watch.stop()
         return report
 
+    def test_fill(self, contents: str, takes_one: bool) -> None:
+        """Begins to fill slots that nobody has written: see watch.Filler."""
+        filler = self.__dict__.get("_test_filler")
+        if filler is None:
+            filler = self._test_filler = watching.Filler(self.model_runner)
+        filler.fill(contents, takes_one)
+
+    def test_forget(self, blocks: list[int]) -> None:
+        self._test_filler.forget(blocks)
+
+    def test_unfill(self) -> dict[str, Any]:
+        """Ends it, and returns how much was filled."""
+        report: dict[str, Any] = self._test_filler.stop()
+        return report
+
     def test_facts(self) -> dict[str, Any]:
         """What vLLM made of the engine's arguments, and NWOR of its layers."""
         runner = self.model_runner
