@@ -304,11 +304,6 @@ CORRUPTING = _engines("""
 corrupting-v2 eagle FLASH_ATTN EAGER auto offloads
 corrupting-v1-ngram ngram FLASH_ATTN EAGER auto offloads
 """)
-# Loads of the OffloadingConnector while a step runs; their drafters are left out.
-RACING = _engines("""
-racing-v1-async eagle FLASH_ATTN EAGER auto num_blocks=48 offloads on=v1
-racing-v2-async eagle FLASH_ATTN EAGER auto num_blocks=48 offloads on=v2
-""")
 # Beside the OffloadingConnector, so few blocks that prompts come back from the host.
 OFFLOADING = _engines("""
 offload-v1-ngram ngram FLASH_ATTN FULL auto num_blocks=48 offloads
@@ -325,7 +320,7 @@ flashmla-bf16 ngram FLASHMLA EAGER auto block_size=64 num_blocks=128
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING, FLASHMLA, CPU),
+    *(*METHODS, *NEWER_METHODS, *RAY, COPYING, FLASHMLA, CPU),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

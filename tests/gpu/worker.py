@@ -136,17 +136,6 @@ class GpuTestExtension(NworWorkerExtension):
             ],
         }
 
-    def test_delay_second_layer(self, cycles: int, num_tokens: int) -> None:
-        """Has the device idle in front of the second layer in steps of at least so many
-        tokens: the first layer has written its slots, the others have not."""
-        second = self.model_runner.get_model().model.layers[1]
-
-        def delay(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if args[0].shape[-1] >= num_tokens:
-                torch.cuda._sleep(cycles)
-
-        second.register_forward_pre_hook(delay)
-
     def test_flip_bit(self) -> dict[str, Any]:
         """Flips one bit of the second slot of the batch's first request, in the first
         key of the second layer; where it was."""
