@@ -11,8 +11,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines sync layouts sleep audit offload parallel ray sanitizer"
-STEPS="$STEPS bench-kernels host-profile bench soak "
+STEPS=" build kernels engines sync layouts sleep audit poison offload parallel ray"
+STEPS="$STEPS sanitizer bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
@@ -91,6 +91,7 @@ step_engines() {
 step_sync() { gpu_tests no_sync "$@"; }
 step_layouts() { gpu_tests layouts "$@"; }
 step_audit() { gpu_tests audit "$@"; }
+step_poison() { gpu_tests poison "$@"; }
 step_offload() { gpu_tests offloading "$@"; }
 step_parallel() { run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks; }
 step_ray() { run_tests -s tests/gpu/test_engine_matrix.py -k test_ray; }

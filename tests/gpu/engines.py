@@ -304,15 +304,15 @@ CORRUPTING = _engines("""
 corrupting-v2 eagle FLASH_ATTN EAGER auto offloads
 corrupting-v1-ngram ngram FLASH_ATTN EAGER auto offloads
 """)
-# Loads of the OffloadingConnector while a step runs; their drafters are left out.
-RACING = _engines("""
-racing-v1-async eagle FLASH_ATTN EAGER auto num_blocks=48 offloads on=v1
-racing-v2-async eagle FLASH_ATTN EAGER auto num_blocks=48 offloads on=v2
-""")
 # Beside the OffloadingConnector, so few blocks that prompts come back from the host.
 OFFLOADING = _engines("""
 offload-v1-ngram ngram FLASH_ATTN FULL auto num_blocks=48 offloads
 offload-v2-eagle-async eagle FLASH_ATTN FULL auto num_blocks=48 offloads
+""")
+
+# FLASHMLA without fp8.
+(FLASHMLA,) = _engines("""
+flashmla-bf16 ngram FLASHMLA EAGER auto block_size=64 num_blocks=128
 """)
 
 # For tests of these tests: its cache has rows, as on a GPU.
@@ -320,7 +320,7 @@ offload-v2-eagle-async eagle FLASH_ATTN FULL auto num_blocks=48 offloads
 
 _ALL = (
     *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, *RAY, *RACING, COPYING, CPU),
+    *(*METHODS, *NEWER_METHODS, *RAY, COPYING, FLASHMLA, CPU),
 )
 BY_NAME = {spec.name: spec for spec in _ALL}
 

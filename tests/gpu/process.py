@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.harness import SEED, Engine, Outcome, rise
+from tests.gpu.harness import SEED, Engine, rise
 from tests.gpu.rows import Request, Row, offloaded, prompt, rows
 
 POISON_SEED = 3
@@ -35,11 +35,18 @@ CATEGORIES += ("cpu_op",)
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
-# Of a device's clock, half a second: a load is through by then.
-DELAY_CYCLES = 1_000_000_000
 # What the engine is used in: awake, after sleeps of levels 1 and 2, and after one while
 # requests ran.
 PHASES = ("awake", "level 1", "live", "level 2")
+# What slots that nobody has written hold, and whether one that is written does, too.
+PASSES = {
+    "plain": None,
+    "again": None,
+    "poison": ("poison", False),
+    "taken": ("poison", True),
+    "nan": ("nan", False),
+}
+FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill")
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
@@ -208,6 +215,68 @@ def nap(engine: Engine, level: int) -> None:
     assert not engine.llm.is_sleeping()
 
 
+# -- poison ----------------------------------------------------------------------------
+
+
+def poison(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Rows as they are, twice, and with what PASSES has in all slots that nobody has
+    written. NaN is last: it may end the engine."""
+    engine = start(spec, models, report)
+    engine.prepare()
+    known = by_name(spec)
+    for name, filling in PASSES.items():
+        results: dict[str, Any] = {}
+        report.found[name] = results
+        for row in (known[row] for row in FILLED_ROWS if row in known):
+            results[row.name] = run_filled(engine, row, filling)
+            report.save()
+
+
+def run_filled(
+    engine: Engine, row: Row, filling: tuple[str, bool] | None
+) -> dict[str, Any]:
+    """Outputs and, unless `filling` is None, how much was filled."""
+    if filling is None:
+        return engine.run(row).plain()
+    engine.forget()  # what is cached may not be filled
+    engine.rpc("test_fill", *filling)
+    with unwritten_told(engine):
+        found = engine.run(row).plain()
+    return found | {"filled": engine.rpc("test_unfill")[0]}
+
+
+@contextmanager
+def unwritten_told(engine: Engine) -> Iterator[None]:
+    """Before a step runs, its worker is told of the blocks that nobody has written any
+    more: those given out for it, and those that are neither in use nor cached."""
+    scheduler = engine.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    schedule, get_new_blocks = scheduler.schedule, pool.get_new_blocks
+    given: set[int] = set()
+
+    def giving(*args: Any, **kwargs: Any) -> Any:
+        blocks = get_new_blocks(*args, **kwargs)
+        given.update(block.block_id for block in blocks)
+        return blocks
+
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        unwritten = given.union(
+            block.block_id
+            for block in pool.blocks
+            if block.ref_cnt == 0 and block.block_hash is None
+        )
+        engine.rpc("test_forget", sorted(unwritten))
+        given.clear()
+        return output
+
+    with (
+        mock.patch.object(scheduler, "schedule", telling),
+        mock.patch.object(pool, "get_new_blocks", giving),
+    ):
+        yield
+
+
 # -- audit -----------------------------------------------------------------------------
 
 
@@ -259,72 +328,29 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             )
             for n, request in enumerate(first)
         )
-        loaded = engine.run(Row("later", (later, filler)))  # all from the host
-        computed = engine.play(Row("fresh", (fresh(later),)))
-    report.save(is_faulty=is_faulty, **against_fresh(engine, later, loaded, computed))
-
-
-def racing(spec: EngineSpec, models: Path, report: Report) -> None:
-    """A request is aborted while its prompt is being computed, and its blocks go to one
-    whose text a load brings. NWOR_TEST_RACE: "stock": as vLLM is; "late": its scheduler
-    frees blocks that the step in flight writes; "waiting": the same, and loads wait for
-    the compute stream."""
-    from tests.helpers.offloading_fault import final_slots, loads_wait
-
-    race = os.environ["NWOR_TEST_RACE"]
-    with final_slots(are_stored=False), loads_wait(race == "waiting") as has_waited:
-        engine = start(spec, models, report, speculative_config=None)
-        engine.rpc("test_randomize", SEED)
-        assert engine.scheduler.defer_block_free
-        engine.scheduler.defer_block_free = race == "stock"
-        # Whole blocks are loaded; no text here ends with one.
-        text = prompt("racing", 30 * spec.block_size)
-        filler = (Request("filler/0", prompt("filler", 20), 7),)
-        engine.run(Row("stored", ((Request("first/0", text, 4),), filler)))
-        engine.rpc("test_delay_second_layer", DELAY_CYCLES, 300)
-        engine.forget()
-        later = Request("later/0", (*text, 11, 12), 4, at=1, params={"logprobs": 5})
-        # Nothing of it is stored: vLLM waits for stores before it fills their blocks.
-        nothing = {"extra_args": {"kv_transfer_params": {"max_offload_tokens": 0}}}
-        cut = Request("cut/0", prompt("cut", 500), 4, abort_at=1, params=nothing)
-        loaded = engine.run(Row("racing", ((cut, later), filler)))
-        computed = engine.play(Row("fresh", (fresh([later]),)))
-    planted = "" if race == "stock" else "blocks freed while a step writes them"
-    report.save(
-        has_waited=has_waited,
-        planted=planted + ", loads that wait" * (race == "waiting"),
-        **against_fresh(engine, [later], loaded, computed),
-    )
-
-
-def fresh(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """The same again with a salt: nothing is found, and all is computed."""
-    return tuple(
-        replace(
-            request,
-            name=f"fresh/{request.name}",
-            params={**request.params, "cache_salt": "fresh"},
-        )
-        for request in requests
-    )
-
-
-def against_fresh(
-    engine: Engine, requests: Sequence[Request], loaded: Outcome, computed: Outcome
-) -> dict[str, Any]:
-    """What was found of each, how far its first token's logprobs, which the loaded text
-    alone decides, are from the computed ones, and what the audit found."""
-    names = [request.name for request in requests]
-    return {
-        "cached": [loaded.cached[name] for name in names],
-        "differences": [
-            largest_difference(
-                loaded.logprobs[name][0], computed.logprobs[f"fresh/{name}"][0]
+        fresh = tuple(
+            replace(
+                request,
+                name=f"fresh/{request.name}",
+                params={**request.params, "cache_salt": "fresh"},
             )
-            for name in names
-        ],
-        "audit": engine.rpc("test_audit"),
-    }
+            for request in later
+        )
+        loaded = engine.run(Row("later", (later, filler)))  # all from the host
+        computed = engine.play(Row("fresh", (fresh,)))
+    # Of each one's first token, which the loaded text alone decides.
+    differences = [
+        largest_difference(
+            loaded.logprobs[one.name][0], computed.logprobs[f"fresh/{one.name}"][0]
+        )
+        for one in later
+    ]
+    report.save(
+        is_faulty=is_faulty,
+        cached=[loaded.cached[request.name] for request in later],
+        differences=differences,
+        audit=engine.rpc("test_audit"),
+    )
 
 
 def largest_difference(
@@ -422,8 +448,8 @@ JOBS = {
         outputs,
         audit,
         corrupting,
-        racing,
         offload,
+        poison,
     )
 }
 

@@ -229,10 +229,10 @@ class Watch:
             context: Any = get_forward_context()
             self.step.graph = context.cudagraph_runtime_mode.name
             self._note_verified(context.slot_mapping)
-            self._before = self._copy()
+            self._before_forward()
 
         def forward_ended(output: Any, *args: Any, **kwargs: Any) -> None:
-            self._after = self._copy()
+            self._after_forward()
 
         def sampled(output: Any, logits: Any, metadata: Any) -> None:
             """A request has one valid token more than it accepted drafts."""
@@ -261,14 +261,14 @@ class Watch:
         mappings: dict[str, torch.Tensor] = {}
 
         def attention_begins(*args: Any, **kwargs: Any) -> None:
-            self._before = self._copy()
+            self._before_forward()
 
         def attention_prepared(result: Any, *args: Any, **kwargs: Any) -> None:
             mappings.update({n: result[1][g] for n, g in self.group_of.items()})
             self._note_verified(mappings)
 
         def forward_ended(*args: Any, **kwargs: Any) -> None:
-            self._after = self._copy()
+            self._after_forward()
 
         def sampled(result: Any, hidden_states: Any, batch: Any, *args: Any) -> None:
             """A request's last rows fell, as many as vLLM says."""
@@ -303,6 +303,12 @@ class Watch:
         self.step.verified = {name: mappings[name].clone() for name in self.layers}
 
     # -- judging -----------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        self._before = self._copy()
+
+    def _after_forward(self) -> None:
+        self._after = self._copy()
 
     def _copy(self) -> list[torch.Tensor]:
         return [storage.clone() for storage in self.storages]
@@ -408,6 +414,82 @@ class Watch:
             hashes = hashes.masked_fill(~self.written[name], 0)
             anywhere += weight * int(hashes.sum())
         return places % 2**64, strict % 2**64, anywhere % 2**64
+
+
+class Filler(Watch):
+    """Instead of watching, fills before each forward all slots of the target's layers
+    that no request has written, those of rejected drafts among them: `written` has the
+    others. Of blocks that lost what they held it is told (`forget`). NWOR is off."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        caches = cache_layers(runner).values()
+        if len({layer.kv_cache.data_ptr() for layer in caches}) < len(caches):
+            raise RuntimeError("layers share a cache: who has written it is not known")
+
+    def fill(self, contents: str, takes_one: bool) -> None:
+        """Begins to. contents: "poison", as NWOR would leave it, or "nan". takes_one:
+        each step's first slot is filled as well, although it is written."""
+        self._reset(is_on=True)
+        self.takes_one = takes_one
+        self.patterns = {
+            name: pattern_of(layer, contents) for name, layer in self.layers.items()
+        }
+
+    def forget(self, blocks: list[int]) -> None:
+        """Nobody has written `blocks`."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        for name, written in self.written.items():
+            size = groups[self.group_of[name]].kv_cache_spec.block_size
+            written.view(-1, size)[blocks] = False
+
+    def _before_forward(self) -> None:
+        for name, layer in self.layers.items():
+            slots = layer_view(self.storages[self.storage_of[name]], layer)
+            is_free = ~self.written[name].view(len(slots), 1, -1, 1)
+            slots.copy_(torch.where(is_free, self.patterns[name], slots))
+            self.totals["filled"] += int(is_free.sum())
+
+    def _after_forward(self) -> None:
+        pass
+
+    def _judge(self, mappings: dict[str, torch.Tensor]) -> None:
+        step = self.step
+        fell = torch.tensor(step.rejected, dtype=torch.int64, device=self.device)
+        for name, slots in step.verified.items():
+            rejected = slots[fell]
+            self.written[name][slots[slots >= 0]] = True
+            self.written[name][rejected[rejected >= 0]] = False
+            if self.takes_one:
+                self.written[name][slots[0]] = False
+        self.steps.append(step.summary())
+        self.totals["rejected_slots"] += len(step.rejected) * len(self.layers)
+        self._step = None
+
+    def stop(self) -> dict[str, Any]:
+        """Slots that were filled, and those of rejected drafts, summed over layers and
+        steps; steps by graph mode."""
+        self.is_on = False
+        return {
+            "num_filled": self.totals["filled"],
+            "num_rejected": self.totals["rejected_slots"],
+            "graphs": dict(Counter(step[4] for step in self.steps)),
+        }
+
+
+def pattern_of(layer: Any, contents: str) -> torch.Tensor:
+    """[bytes of a head's slot] uint8, device. See `Filler.fill`."""
+    from vllm_nwor.hooks.layers import _poison
+
+    cache = layer.kv_cache
+    # As bf16, as fp8 and as the fp32 scales beside integers; these have no NaN.
+    pattern = (0xFF, 0x7F)
+    if contents == "poison":
+        pattern = (_poison(layer.impl, cache),) * 2
+    num_pairs = cache.shape[-1] * cache.element_size() // 2
+    return torch.tensor(pattern, dtype=torch.uint8, device=cache.device).repeat(
+        num_pairs
+    )
 
 
 # -- what vLLM says --------------------------------------------------------------------

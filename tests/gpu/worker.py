@@ -76,6 +76,21 @@ class GpuTestExtension(NworWorkerExtension):
         report: dict[str, Any] = self._test_watch.stop()
         return report
 
+    def test_fill(self, contents: str, takes_one: bool) -> None:
+        """Begins to fill slots that nobody has written: see watch.Filler."""
+        filler = self.__dict__.get("_test_filler")
+        if filler is None:
+            filler = self._test_filler = watching.Filler(self.model_runner)
+        filler.fill(contents, takes_one)
+
+    def test_forget(self, blocks: list[int]) -> None:
+        self._test_filler.forget(blocks)
+
+    def test_unfill(self) -> dict[str, Any]:
+        """Ends it, and returns how much was filled."""
+        report: dict[str, Any] = self._test_filler.stop()
+        return report
+
     def test_facts(self) -> dict[str, Any]:
         """What vLLM made of the engine's arguments, and NWOR of its layers."""
         runner = self.model_runner
@@ -120,17 +135,6 @@ class GpuTestExtension(NworWorkerExtension):
                 pool_tag(t.data_ptr()) for g in groups for t in (*g._own, g.contents)
             ],
         }
-
-    def test_delay_second_layer(self, cycles: int, num_tokens: int) -> None:
-        """Has the device idle in front of the second layer in steps of at least so many
-        tokens: the first layer has written its slots, the others have not."""
-        second = self.model_runner.get_model().model.layers[1]
-
-        def delay(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if args[0].shape[-1] >= num_tokens:
-                torch.cuda._sleep(cycles)
-
-        second.register_forward_pre_hook(delay)
 
     def test_flip_bit(self) -> dict[str, Any]:
         """Flips one bit of the second slot of the batch's first request, in the first

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from benchmarks import views
 
-from tests.gpu import compare, test_offloading
+from tests.gpu import compare, test_offloading, test_poison
 from tests.gpu.engines import CPU, OFFLOADING, EngineSpec
-from tests.gpu.pool import OFF, ON, Chain, Pool
+from tests.gpu.pool import OFF, ON, Chain, Finished, Pool
 from tests.gpu.rows import Request, Row
 
 STAGE = "stage"
@@ -213,3 +214,45 @@ def test_offloading_is_judged(changed):
         change(broken[ON].report, *path, value)
         with pytest.raises(AssertionError):
             judge_offloading(broken)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    pool = Pool(tmp_path_factory.mktemp("filled"))
+    return pool.run("poison", CPU, OFF, OMP_NUM_THREADS="1")
+
+
+def told_of(run: Finished) -> dict[str, str]:
+    entry = test_poison.judge(CPU, run)
+    return {name: entry[name]["verdict"] for name in ("poison", "taken", "nan")}
+
+
+def test_what_slots_that_nobody_has_written_may_hold(filled):
+    """CPU_MLA minds no NaN, as tests/integration/test_poison.py has it."""
+    assert filled.is_complete, filled.trouble()
+    runs = {CPU.name: test_poison.judge(CPU, filled)}
+    test_poison.test_poison_changes_no_output(runs, CPU.name)
+    test_poison.test_poison_in_a_written_slot_shows(runs, CPU.name)
+    assert runs[CPU.name]["nan"]["verdict"] == test_poison.UNCHANGED
+    runs[CPU.name] |= {"environment": {"date": "today UTC", "commit": "abc"}}
+    shown = views.rendered("poisoned", result={"entries": runs}).splitlines()[-1]
+    assert [cell.strip() for cell in shown.split("|")[1:-1]] == [
+        *("cpu-mla", "CPU_MLA, bf16", "EAGER", "V1", "outputs unchanged"),
+        *("outputs unchanged", "outputs differ", "today", "abc"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "wanted"),
+    [
+        (("poison", ROW, "tokens", NAME, 0, one_more), "poison", "DIFFER"),
+        (("nan", ROW, "logprobs", NAME, 0, [[1, float("nan")]]), "nan", "NAN"),
+        (("again", ROW, "tokens", NAME, 0, one_more), "poison", "UNSETTLED"),
+        (("nan", {}), "nan", "FAILED"),
+        (("plain", {}), "poison", "FAILED"),
+    ],
+)
+def test_what_filled_slots_changed_is_told(filled, path, name, wanted):
+    run = copy.deepcopy(filled)
+    change(run.report, *path)
+    assert told_of(run)[name] == getattr(test_poison, wanted)

@@ -193,6 +193,7 @@ class Layer(torch.nn.Module):
         shape = (NUM_BLOCKS, HEADS, BLOCK, WIDTH)
         nhd = torch.zeros(NUM_BLOCKS, BLOCK, HEADS, WIDTH, dtype=torch.bfloat16)
         self.kv_cache = nhd.view(shape) if hnd else nhd.transpose(1, 2)
+        self.impl = SimpleNamespace(kv_cache_dtype="auto")
 
     def write(self, slots: list[int], value: float) -> None:
         for slot in slots:
@@ -216,7 +217,12 @@ class Runner:
             compilation_config=SimpleNamespace(static_forward_context=self.context)
         )
         self.kv_cache_config = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(layer_names=list(self.context))]
+            kv_cache_groups=[
+                SimpleNamespace(
+                    layer_names=list(self.context),
+                    kv_cache_spec=SimpleNamespace(block_size=BLOCK),
+                )
+            ]
         )
         self.value = 1.0
         self.slots = torch.tensor([[5, 6, 7, 8, -1]])
@@ -365,6 +371,42 @@ def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
     assert all(
         a[1] != b[1] and a[2] != b[2] for a, b in zip(found, restored, strict=True)
     )
+
+
+@pytest.mark.parametrize("takes_one", [False, True])
+@pytest.mark.parametrize("contents", ["poison", "nan"])
+def test_slots_that_no_request_has_written_are_filled(runner, contents, takes_one):
+    """Slot 5 is the target token's, 6 the accepted draft's."""
+    found = []
+    runner.restore = lambda: None
+
+    def forward():
+        for layer in runner.layers:
+            by_slot = layer.kv_cache.transpose(1, 2).flatten(0, 1).flatten(1)
+            is_filled = by_slot.isnan() if contents == "nan" else by_slot > 5e4
+            found.append((~is_filled.all(1)).nonzero().flatten().tolist())
+            assert torch.equal(is_filled.all(1), is_filled.any(1))
+        runner.forward()
+
+    runner.cudagraph_manager.run_fullgraph = forward
+    filler = watch.Filler(runner)
+    filler.fill(contents, takes_one)
+    runner.step()
+    runner.step()
+    filler.forget([1])  # slots 4 to 7
+    runner.step()
+    seen = filler.stop()
+    runner.step()
+    spared = [6] if takes_one else [5, 6]
+    of_steps = [[], spared, [], [5, 6, 7, 8]]
+    assert found == [slots for slots in of_steps for _ in runner.layers]
+    num_filled = sum(NUM_BLOCKS * BLOCK - len(slots) for slots in of_steps[:3])
+    assert seen == {
+        "num_filled": num_filled * len(runner.layers),
+        "num_rejected": 2 * 3 * len(runner.layers),
+        "graphs": {"FULL": 3},
+    }
+    assert runner.drafter_layer.kv_cache.abs().max() == 9.0
 
 
 def test_hash_sees_every_byte_of_a_slot():

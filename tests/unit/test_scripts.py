@@ -336,6 +336,7 @@ STEPS = {
     "sync a b": [f"{RUN}-s tests/gpu/test_no_sync.py -k test_ and (a] or b])"],
     "layouts": [f"{RUN}-s tests/gpu/test_layouts.py -k test_"],
     "audit": [f"{RUN}-s tests/gpu/test_audit.py -k test_"],
+    "poison a": [f"{RUN}-s tests/gpu/test_poison.py -k test_ and (a])"],
     "offload": [f"{RUN}-s tests/gpu/test_offloading.py -k test_"],
     "sleep a": [f"{RUN}-s tests/gpu/test_sleep.py -k test_ and (a] or a-)"],
     "sanitizer memcheck": ["asked: - planted=9 memcheck=0"],
