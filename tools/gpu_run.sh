@@ -108,7 +108,7 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
     print(models.find("--model", name, models.TARGET).location)') || return
     local mode=${2:-stage} json=soak_gpu.json
     local args="--load-format dummy --skip-tokenizer-init --served-model-name llama-8b"
-    args="$args --max-model-len 2048 --max-num-seqs 64"
+    args="$args --max-model-len 2048 --max-num-seqs 64 --gpu-memory-utilization 0.5"
     local drafts='{"method": "ngram", "num_speculative_tokens": 4,
         "prompt_lookup_min": 1, "prompt_lookup_max": 4}'
     local more=()
