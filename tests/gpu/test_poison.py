@@ -108,10 +108,10 @@ def test_poison_changes_no_output(runs: dict[str, Any], engine: str) -> None:
     if found["verdict"] == UNSETTLED:
         pytest.skip(f"{engine} differs from itself: {entry['again']['rows']}")
     assert found["verdict"] == UNCHANGED, (found["rows"], entry["trouble"])
-    graphs: set[str] = set()
-    for filled in found["filled"].values():
-        assert filled["num_filled"] > filled["num_rejected"] > 0
-        graphs |= filled["graphs"].keys()
+    filled = found["filled"].values()
+    assert all(one["num_filled"] > one["num_rejected"] for one in filled)
+    assert any(one["num_rejected"] for one in filled)
+    graphs = {mode for one in filled for mode in one["graphs"]}
     assert (spec.graphs == "FULL") == ("FULL" in graphs)
 
 

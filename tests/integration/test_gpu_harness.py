@@ -237,8 +237,8 @@ def test_what_slots_that_nobody_has_written_may_hold(filled):
     runs[CPU.name] |= {"environment": {"date": "today UTC", "commit": "abc"}}
     shown = views.rendered("poisoned", result={"entries": runs}).splitlines()[-1]
     assert [cell.strip() for cell in shown.split("|")[1:-1]] == [
-        *("cpu-mla", "CPU_MLA, bf16", "EAGER", "V1", "outputs unchanged"),
-        *("outputs unchanged", "outputs differ", "today", "abc"),
+        *("cpu-mla", "CPU_MLA, bf16", "EAGER", "V1", "1 of 1"),
+        *("outputs unchanged", "outputs unchanged", "outputs differ", "today", "abc"),
     ]
 
 
