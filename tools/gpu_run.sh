@@ -106,7 +106,8 @@ step_soak() {
 from benchmarks import models
 for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
     print(models.find("--model", name, models.TARGET).location)') || return
-    local mode=${2:-stage} json=soak_gpu.json
+    local mode=${2:-stage} json=soak_gpu.json log=$NWOR_GPU_TEST_DIR/soak.log
+    mkdir -p "$NWOR_GPU_TEST_DIR"
     local args="--load-format dummy --skip-tokenizer-init --served-model-name llama-8b"
     args="$args --max-model-len 2048 --max-num-seqs 64 --gpu-memory-utilization 0.5"
     local drafts='{"method": "ngram", "num_speculative_tokens": 4,
@@ -133,12 +134,13 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
     # the batch, so the probe is alone. The C library gives freed memory back at once,
     # as in `make soak`, so that what is kept can be told from what lies about.
     "$PYTHON" tools/soak/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
-        --mode "$mode" --json "$RESULTS/$json" --log "$WORK/soak.log" \
+        --mode "$mode" --json "$RESULTS/$json" --log "$log" \
         --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \
         --vocab-size 120000 --probe quiet --probe-seconds 20 --concurrency 32 \
         --speculative-config "$drafts" --serve-args "$args" "${more[@]}"
     local status=$?
-    [ $status = 0 ] || tail -30 "$WORK/soak.log"
+    # What ended an engine stands before what its API servers say of it.
+    [ $status = 0 ] || { grep -m 40 ERROR "$log"; tail -30 "$log"; }
     return $status
 }
 
