@@ -14,6 +14,7 @@ PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep audit offload parallel ray sanitizer"
 STEPS="$STEPS bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
+mkdir -p "$WORK"
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
 elif [ -n "${OUT:-}" ]; then

@@ -366,6 +366,7 @@ def test_each_step_asks_for_its_tests_and_tools(steps, gpu_checkout):
         PYTHON=str(gpu_checkout / "python"),
         TMPDIR=str(gpu_checkout),
         NWOR_RESULTS=str(gpu_checkout / "results"),
+        NWOR_WORK=str(gpu_checkout / "work"),  # not there yet
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.replace(str(gpu_checkout), "").splitlines()
