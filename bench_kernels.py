@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parent
 MIN_SIZE, SIZE_STEP = 4 << 10, 4
 DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
 DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
-LAYOUTS = ("nhd", "hnd")
 OURS = ("log", "restore")
 WARM_UP_SAMPLES = 3
 # What stands for the last cache where the system does not say: larger than most.
@@ -99,17 +98,16 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
     # Twice the cache; read, so that no write-back is left to the next sample.
     flush = torch.ones(cache_bytes // 2, dtype=torch.int32, device=device)
 
-    def make(name: str, num_bytes: int) -> kernel_cases.Case:
-        layout = kernel_cases.layout(name)
+    def make(layout: str, num_bytes: int) -> kernel_cases.Case:
         case = kernel_cases.Case(layout, num_bytes, device, cache_bytes)
         case.check()
         return case
 
-    for layout in LAYOUTS:
+    for layout in kernel_cases.LAYOUTS:
         make(layout, 1 << 20)
     print("check: every byte of a log and a restore is right, in each layout")
     found: dict[str, Any] = {"check": "passed", "results": []}
-    for layout in LAYOUTS:
+    for layout in kernel_cases.LAYOUTS:
         for num_bytes in sizes(options.max_size):
             case = make(layout, num_bytes)
             timers = {name: case.timer(name, flush) for name in kernel_cases.OPERATIONS}

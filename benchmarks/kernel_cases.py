@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from torch import Tensor
 from vllm_nwor import ops
 
 OPERATIONS = ("copy", "log", "restore")
+# Heads of a slot that lie apart: 8 of K and V of 128 bfloat16 each, as in an 8B model.
+LAYOUTS = {"nhd": 1, "hnd": 8}
 DRAFTS_PER_WINDOW = 4
 BLOCK_SIZE, SLOT_BYTES = 16, 4096
 MAX_LAYERS = 32
@@ -29,29 +30,6 @@ POISON = 0xA5
 
 class CheckFailed(Exception):
     """An op copied wrongly: no number is worth printing. The message says where."""
-
-
-class Layout(NamedTuple):
-    """How a slot lies in its block: rows, as all CUDA backends have them.
-
-    index: [BLOCK_SIZE, SLOT_BYTES] int64, cpu: offsets in the block of a slot's bytes.
-    columns: slot_stride, head_stride, num_heads, run_bytes of a table row.
-    """
-
-    name: str
-    index: Tensor
-    columns: tuple[int, int, int, int]
-
-
-def layout(name: str) -> Layout:
-    """ "nhd" or "hnd": 8 heads of K and V of 128 bfloat16 each, as in an 8B model."""
-    num_heads = {"nhd": 1, "hnd": 8}[name]
-    run_bytes = SLOT_BYTES // num_heads
-    head_stride = BLOCK_SIZE * run_bytes
-    slots = torch.arange(BLOCK_SIZE)[:, None, None] * run_bytes
-    heads = torch.arange(num_heads)[:, None] * head_stride
-    index = (slots + heads + torch.arange(run_bytes)).flatten(1)
-    return Layout(name, index, (run_bytes, head_stride, num_heads, run_bytes))
 
 
 def random_bytes(*shape: int, device: torch.device) -> Tensor:
@@ -71,13 +49,14 @@ class DraftSet:
 
 
 class Case:
-    """num_layers x num_drafts slots of a layout, in several sets, on a device."""
+    """num_layers x num_drafts slots of a layout, in several sets, on a device: rows, as
+    all CUDA backends have them."""
 
     def __init__(
-        self, layout: Layout, num_bytes: int, device: torch.device, cache_bytes: int
+        self, layout: str, num_bytes: int, device: torch.device, cache_bytes: int
     ) -> None:
-        """num_bytes: to be saved by one log; the nearest whole number of drafts is
-        taken. cache_bytes: size of the device's last cache."""
+        """layout: one of LAYOUTS. num_bytes: to be saved by one log; the nearest whole
+        number of drafts is taken. cache_bytes: size of the device's last cache."""
         torch.manual_seed(0)
         self.layout, self.device = layout, device
         self.num_layers = max(1, min(MAX_LAYERS, num_bytes // SLOT_BYTES))
@@ -88,12 +67,15 @@ class Case:
         self.num_sets = max(MIN_SETS, min(MAX_SETS, num_sets))
         windows = -(-self.num_drafts // DRAFTS_PER_WINDOW)
         num_blocks = windows * self.num_sets
-        shape = (self.num_layers, num_blocks, layout.index.numel())
-        # [layer, block, byte]
+        num_heads = LAYOUTS[layout]
+        run_bytes = SLOT_BYTES // num_heads
+        shape = (self.num_layers, num_blocks, num_heads, BLOCK_SIZE, run_bytes)
+        # [layer, block, head, slot of the block, byte]
         self.cache = random_bytes(*shape, device=device)
-        columns = (*layout.columns, BLOCK_SIZE, num_blocks)
+        strides = (BLOCK_SIZE * SLOT_BYTES, run_bytes, BLOCK_SIZE * run_bytes)
+        columns = (*strides, num_heads, run_bytes, BLOCK_SIZE, num_blocks)
         rows = [
-            [layer.data_ptr(), shape[2], *columns, number * SLOT_BYTES]
+            [layer.data_ptr(), *columns, number * SLOT_BYTES]
             for number, layer in enumerate(self.cache)
         ]
         self.table = torch.tensor(rows, device=device)
@@ -155,19 +137,18 @@ class Case:
             CheckFailed: a byte differs.
         """
         for number, of in enumerate(self.sets):
-            block = (of.slots // BLOCK_SIZE).to(self.device)[:, None]
-            index = self.layout.index[of.slots % BLOCK_SIZE].to(self.device)
-            # [layer, draft, byte]
-            old = self.cache[:, block, index]
-            where = f"{self.layout.name}, {self.num_bytes} bytes, set {number}"
+            slots = of.slots.to(self.device)
+            index = (slice(None), slots // BLOCK_SIZE, slice(None), slots % BLOCK_SIZE)
+            # [draft, layer, head, byte]
+            old = self.cache[index]
+            where = f"{self.layout}, {self.num_bytes} bytes, set {number}"
             self.call("log", number)
-            logged = of.log[0].view(self.num_drafts, self.num_layers, -1)
-            if not torch.equal(logged.transpose(0, 1), old):
+            if not torch.equal(of.log[0], old.flatten(1)):
                 raise CheckFailed(f"log_cache_slots saved other bytes ({where})")
             wanted = self.cache.clone() if number == 0 else None
-            self.cache[:, block, index] = 255 - old
+            self.cache[index] = 255 - old
             self.call("restore", number)
-            if not torch.equal(self.cache[:, block, index], old):
+            if not torch.equal(self.cache[index], old):
                 raise CheckFailed(f"a rejected draft's bytes are not back ({where})")
             if wanted is not None and not torch.equal(self.cache, wanted):
                 raise CheckFailed(f"a byte of another slot changed ({where})")
