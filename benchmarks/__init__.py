@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench_vllm.py, one noun a file.
 
-    arguments, device           what was asked, and whether it can be done here
+    arguments                   what was asked
     prompts, models, settings   what vLLM is given
     engine                      runs of the same requests on one engine
     worker_extension            what the benches do inside vLLM's worker

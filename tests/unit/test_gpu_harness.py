@@ -109,13 +109,9 @@ def bench_cell(monkeypatch, tmp_path):
     the results, by batch size, and the engines."""
     started, off = [], []
 
-    class Engine(test_bench_vllm.FakeEngine):
-        def __init__(self, options, on):
-            started.append((options.batch_size, options.max_num_seqs, on))
-            super().__init__(options, on)
-
-        def _encode(self, texts):
-            return self.waves
+    def start(options, on):
+        started.append((options.batch_size, options.max_num_seqs, on))
+        return test_bench_vllm.fake_engine()
 
     def run_true_off(argv):
         off.append(
@@ -128,9 +124,9 @@ def bench_cell(monkeypatch, tmp_path):
         )
         return off[-1]
 
-    monkeypatch.setattr(bench, "Engine", Engine)
+    monkeypatch.setattr(bench, "Engine", start)
     monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)
-    monkeypatch.setattr(bench.device, "resolve", lambda options: "cuda")
+    monkeypatch.setattr(bench, "device_for", lambda options: "cuda")
     monkeypatch.setattr(bench.environment, "PACKAGES", ())
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(bench.report, "text", lambda result: "")

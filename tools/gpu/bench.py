@@ -25,11 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ab, device, environment, prompts, report  # noqa: E402
+from benchmarks import ab, environment, prompts, report  # noqa: E402
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import recorded, write_json  # noqa: E402
-from benchmarks.settings import leave, prepare_process  # noqa: E402
+from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
 from tools.gpu import cells  # noqa: E402
@@ -49,7 +49,7 @@ def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
 def prepare(cell: cells.Cell, options: Options) -> str:
     """Sets the environment for the cell's engine; its device."""
     os.environ.update(cell.variables())
-    on = device.resolve(options)
+    on = device_for(options)
     prepare_process(options, on)
     return on
 
