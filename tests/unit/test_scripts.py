@@ -8,7 +8,7 @@ it was asked. Rebuilds are of a copy of the sources.
 from __future__ import annotations
 
 import fnmatch
-import itertools
+import getpass
 import json
 import os
 import shlex
@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,8 +71,6 @@ with open({record!r}, "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 sys.exit(sys.argv[1] == {fail!r})
 """
-
-
 Shell = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
 
 
@@ -96,34 +94,30 @@ def shell(tmp_path) -> Shell:
     return run_shell
 
 
-def values(command: Sequence[str], option: str) -> list[str]:
-    return [b for a, b in itertools.pairwise(command) if a == option]
+def asked_of_docker(device: str, *command: str) -> list[list[str]]:
+    """To build the image, and to run that command: as oneself, caches in volumes apart
+    for each image; without a terminal, for these tests have none."""
+    dockerfile = {"gpu": "Dockerfile", "cpu": "Dockerfile.cpu"}[device]
+    gpus = {"gpu": "--gpus all ", "cpu": ""}[device]
+    user = f"{os.getuid()}:{os.getgid()}"
+    run = (
+        f"run --rm --interactive --init --user {user} {gpus}--ipc host "
+        f"--mount type=bind,source={ROOT},target=/src --workdir /src "
+        f"--mount type=volume,source=vllm-nwor-cache-{device},target=/cache "
+        f"--mount type=volume,source=vllm-nwor-venv-{device},target=/src/.venv "
+        f"--mount type=volume,source=vllm-nwor-build-{device},target=/src/build "
+        "--env HOME=/cache --env XDG_CACHE_HOME=/cache --env NWOR_CACHE=/cache/nwor "
+        f"--env USER={getpass.getuser()} --entrypoint env vllm-nwor:dev-{device}"
+    )
+    image = f"--target build -f {ROOT}/docker/{dockerfile} -t vllm-nwor:dev-{device}"
+    return [f"build {image} {ROOT}".split(), [*run.split(), *command]]
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_shell_is_of_the_image_for_this_machine(shell, device):
-    result, (build, command) = shell(gpu=device == "gpu")
+    result, asked = shell(gpu=device == "gpu")
     assert result.returncode == 0, result.stderr
-    dockerfile = ROOT / "docker" / f"Dockerfile{'.cpu' if device == 'cpu' else ''}"
-    assert build == [
-        *("build", "--target", "build", "-f", str(dockerfile)),
-        *("-t", f"vllm-nwor:dev-{device}", str(ROOT)),
-    ]
-    assert command[:2] == ["run", "--rm"]
-    assert command[-2:] == [f"vllm-nwor:dev-{device}", "bash"]
-    assert values(command, "--gpus") == ["all"] * (device == "gpu")
-    assert "--tty" not in command  # this test has no terminal
-    assert values(command, "--user") == [f"{os.getuid()}:{os.getgid()}"]
-    assert values(command, "--workdir") == ["/src"]
-    assert values(command, "--entrypoint") == ["env"]
-    assert "HOME=/cache" in values(command, "--env")
-    assert sorted(values(command, "--mount")) == [
-        f"type=bind,source={ROOT},target=/src",
-        # Caches, apart for each image.
-        f"type=volume,source=vllm-nwor-build-{device},target=/src/build",
-        f"type=volume,source=vllm-nwor-cache-{device},target=/cache",
-        f"type=volume,source=vllm-nwor-venv-{device},target=/src/.venv",
-    ]
+    assert asked == asked_of_docker(device, "bash")
 
 
 def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
@@ -133,7 +127,7 @@ def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
     printed = [shlex.split(line)[1:] for line in shown.stdout.splitlines()]
     done, asked = shell("--", *words, gpu=True)
     assert (done.returncode, asked) == (0, printed)
-    assert asked[1][-5:] == ["vllm-nwor:dev-gpu", *words]
+    assert asked == asked_of_docker("gpu", *words)
 
 
 @pytest.mark.parametrize("fail", ["build", "run"])

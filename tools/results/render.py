@@ -106,7 +106,7 @@ def run(readme: Path, results: Path, check: bool) -> int:
         print(f"{said}python tools/results/render.py", file=sys.stderr)
         return 1
     if stale:
-        write_whole(readme, lambda path: path.write_text(new, encoding="utf-8"))
+        write_whole(readme, new.encode())
     print(f"{shown} is up to date with results/; blocks rendered anew: {len(stale)}")
     return 0
 
