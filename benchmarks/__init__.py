@@ -8,8 +8,7 @@
     ab                          what a run gives; arms in pairs with a baseline, and how
                                 sure a median is
     environment, summary        what goes to the JSON file
-    report                      the text that is made from the JSON file
-    views, templates, reach     Markdown of this and other results
+    report, templates, reach    text and Markdown of this and other results
     files                       writing whole or not at all
 
 Not installed with the package; nothing in `vllm_nwor` imports it.

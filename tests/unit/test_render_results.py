@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import picture, reach, views
+from benchmarks import picture, reach, report
 from PIL import Image
 
 from tests.gpu import results
@@ -88,14 +88,14 @@ def test_bytes_are_held_against_the_shapes(lost):
         "environment": {"gpu": "NVIDIA GeForce RTX 4090"},
         "summary": {"nwor": {"cow": done}},
     }
-    assert cells(views.rendered("bytes", results=[result]).splitlines()[-1]) == [
+    assert cells(report.rendered("bytes", results=[result]).splitlines()[-1]) == [
         *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "cow", "0.75"),
         *("4.0", "0.50 MiB", "0.12 MiB", "0", "-64" if lost else "0"),
     ]
-    with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
-        views.rendered("bytes", results=[result | {"model": "smol"}])
-    with pytest.raises(views.BadBlock, match="needs mode compare, not cow"):
-        views.rendered("cells", results=[{"mode": "cow"}])
+    with pytest.raises(report.BadBlock, match="needs a named shape, not smol"):
+        report.rendered("bytes", results=[result | {"model": "smol"}])
+    with pytest.raises(report.BadBlock, match="needs mode compare, not cow"):
+        report.rendered("cells", results=[{"mode": "cow"}])
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
@@ -103,7 +103,7 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     name, entry = next(iter(json.loads(path.read_text())["entries"].items()))
     entry["problems"] = {"bytes": ["a slot"], "outputs": []}
     entry["unsettled"] = ["aborts: tokens", "aborts, plain: tokens"]
-    markdown = views.rendered("engines", result={"entries": {name: entry}})
+    markdown = report.rendered("engines", result={"entries": {name: entry}})
     row = cells(markdown.splitlines()[-1])
     assert (row[0], row[7:9]) == (name, ["bytes", "aborts"])
 
@@ -123,7 +123,9 @@ def test_extremes_are_chosen_by_the_median_ratio():
         found["ratio"] = {**ratio, "control": control}
         found["nwor"] = {name: {"host": host} for name in medians}
         results.append(result)
-    _, _, *rows, _, cow, stage = views.rendered("extremes", results=results).split("\n")
+    _, _, *rows, _, cow, stage = report.rendered("extremes", results=results).split(
+        "\n"
+    )
     assert cow.startswith("- cow: median of the ratios 0.9750; budget of through")
     assert cow.endswith(" 31.0 to 34.0 us, over its budget of 40 us in 0.")
     assert stage.endswith("31.0 to 31.0 us, over its budget of 30 us in 1.")
