@@ -192,7 +192,7 @@ step_host-profile() {
 }
 
 step_bench() {
-    local failed=0 budgeted='from tools.gpu.cells import BUDGETED; print(*BUDGETED)'
+    local failed=0 budgeted='from tools.gpu.bench import BUDGETED; print(*BUDGETED)'
     # shellcheck disable=SC2046 # a name is a word
     [ $# -gt 0 ] || set -- $("$PYTHON" -c "$budgeted")
     for cell in "$@"; do

@@ -499,7 +499,8 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
         return make_run(arm.hooked)
 
     engine.run.side_effect = run
-    monkeypatch.setattr(host_profile.bench, "prepare", lambda cell, options: "cpu")
+    monkeypatch.setattr(host_profile, "device_for", lambda options: "cpu")
+    monkeypatch.setattr(host_profile, "prepare_process", lambda options, on: None)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
     monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: arm.name)
     path = tmp_path / "a.json"

@@ -41,7 +41,7 @@ from tests.gpu import (
 )
 from tests.gpu.pool import Finished, Pool
 from tests.unit import test_bench_vllm
-from tools.gpu import bench, cells
+from tools.gpu import bench
 
 # -- tables ----------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ LLAMA = Model("somewhere", "shape:llama-8b", True)
 
 def test_cells_are_commands_that_bench_vllm_takes():
     budgeted = set()
-    for cell in cells.CELLS:
+    for cell in bench.CELLS:
         for batch in cell.batches:
             options = parse(cell.arguments(batch))
             assert options.nwor_mode == ("off" if options.audits else "stage")
@@ -97,7 +97,7 @@ def test_cells_are_commands_that_bench_vllm_takes():
             assert engine.get("block_size", 0) == cell.block_size
             mean = sum(options.acceptance) / len(options.acceptance)
             assert mean == pytest.approx(cell.acceptance / 100)
-            if cell.name in cells.BUDGETED:
+            if cell.name in bench.BUDGETED:
                 budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
     assert len(budgeted) == 5 * 3
     assert ("v2", 8, 50, 64) in budgeted
