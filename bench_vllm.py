@@ -89,8 +89,7 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise EngineFailed(f"{what} ended with status {done.returncode}")
-        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        return result
+        return json.loads(output.read_text(encoding="utf-8"))
 
 
 def arms_of(options: Options) -> list[ab.Arm]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jinja2
 
-from benchmarks import environment, models, summary
+from benchmarks import environment, settings, summary
 from benchmarks.ab import CONTROL
 
 Result = dict[str, Any]
@@ -170,10 +170,10 @@ def host_us(result: Result, name: str) -> float:
 
 def slot_bytes(result: Result) -> int:
     """Bytes of a slot in all layers, as they follow from the shape. Raises BadBlock."""
-    name = result["model"].removeprefix(models.SHAPE)
-    if name not in models.SHAPES:
+    name = result["model"].removeprefix(settings.SHAPE)
+    if name not in settings.SHAPES:
         raise BadBlock(f"the view bytes needs a named shape, not {name}")
-    shape = models.SHAPES[name]
+    shape = settings.SHAPES[name]
     of_layer = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
     return of_layer * shape["num_hidden_layers"]
 

@@ -269,13 +269,12 @@ class Graft:
 
     def grafted(self, path: str, subjects: Collection[str] | None = None) -> str:
         """A file of vLLM's with our lines, or with those of some commits."""
+        result = self.texts[path].split("\n")
         wanted = [line for line in self.lines if line.path == path]
-        result: list[str] = []
-        for number, other in enumerate([*self.texts[path].split("\n"), None]):
-            for line in wanted:
-                if line.above == number and (not subjects or line.subject in subjects):
-                    result.append(line.text)
-            result += [] if other is None else [other]
+        # From the last on, so that those above stay where they are.
+        for line in sorted(wanted, key=lambda line: line.above)[::-1]:
+            if not subjects or line.subject in subjects:
+                result.insert(line.above, line.text)
         return "\n".join(result)
 
     # --- what is there ---
@@ -284,11 +283,8 @@ class Graft:
         """What is not as it is to be. Raises Refused if that cannot be said."""
         told = []
         for path in self.texts:
-            wanted = split_marked(self.grafted(path))[1]
-            for verb, lines in (
-                ("lacks", wanted - self.marked[path]),
-                ("has", self.marked[path] - wanted),
-            ):
+            marked, wanted = self.marked[path], split_marked(self.grafted(path))[1]
+            for verb, lines in ("lacks", wanted - marked), ("has", marked - wanted):
                 told += [f"{path} {verb}, below line {n}: {x}" for n, x in lines]
         there = [*self.copies, *([] if self.builds else [LIBRARY])]
         told += [f"{p} is missing" for p in there if not (self.root / p).is_file()]

@@ -14,7 +14,6 @@ PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep audit offload parallel ray sanitizer"
 STEPS="$STEPS bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
-mkdir -p "$WORK"
 if [ -n "${NWOR_RESULTS:-}" ]; then
     RESULTS=$NWOR_RESULTS
 elif [ -n "${OUT:-}" ]; then
@@ -22,7 +21,7 @@ elif [ -n "${OUT:-}" ]; then
 else
     RESULTS=results
 fi
-mkdir -p "$RESULTS"
+mkdir -p "$WORK" "$RESULTS"
 RESULTS=$(cd "$RESULTS" && pwd)
 
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
@@ -103,9 +102,9 @@ step_sleep() { # parameters end with the engine's name, or go on with the phase'
 step_soak() {
     local model head
     { read -r model && read -r head; } < <("$PYTHON" -c '
-from benchmarks import models
+from benchmarks import settings
 for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
-    print(models.find("--model", name, models.TARGET).location)') || return
+    print(settings.find_model("--model", name, settings.TARGET).location)') || return
     local mode=${2:-stage} json=soak_gpu.json
     local args="--load-format dummy --skip-tokenizer-init --served-model-name llama-8b"
     args="$args --max-model-len 2048 --max-num-seqs 64"

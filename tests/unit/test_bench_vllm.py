@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from benchmarks import ab, files, models, prompts, report, settings, summary
+from benchmarks import ab, files, prompts, report, settings, summary
 from benchmarks.ab import NworDone, Run
 from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import Engine, EngineFailed
@@ -54,7 +54,7 @@ def fake_engine() -> Mock:
     """An engine whose runs are make_run's."""
     group = {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
-    target, waves = models.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
+    target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
     engine = Mock(spec=Engine, target=target, drafter=None, waves=waves, start_s=0.1)
     engine.run.side_effect = lambda arm: make_run(arm.hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
@@ -123,11 +123,11 @@ def test_bad_argument_is_one_sentence_and_status_2(argv, engine, capsys, tmp_pat
 def test_models_that_are_not_there_are_named(value, said, tmp_path, monkeypatch):
     monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
     with pytest.raises(BadArgument, match=said):
-        models.find("--model", value, models.TARGET)
-    shape = models.find("--model", "shape:tiny", models.TARGET)
+        settings.find_model("--model", value, settings.TARGET)
+    shape = settings.find_model("--model", "shape:tiny", settings.TARGET)
     written = json.loads((Path(shape.location) / "config.json").read_text())
-    assert (shape.random_weights, written) == (True, models.SHAPES["tiny"])
-    assert models.find("--model", "owner/name", "").location == "owner/name"
+    assert (shape.random_weights, written) == (True, settings.SHAPES["tiny"])
+    assert settings.find_model("--model", "owner/name", "").location == "owner/name"
 
 
 def test_mission_command_is_understood():

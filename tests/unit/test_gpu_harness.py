@@ -25,8 +25,7 @@ import pytest
 import torch
 from benchmarks import environment
 from benchmarks.arguments import parse
-from benchmarks.models import Model
-from benchmarks.settings import engine_arguments
+from benchmarks.settings import Model, engine_arguments
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import StructuredOutputRequest
 

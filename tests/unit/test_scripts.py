@@ -310,7 +310,7 @@ def test_a_build_that_fails_leaves_a_folder_of_packages_as_it_was(gpu_checkout):
 NOTING = """#!/bin/sh
 case "$*" in
 *BUDGETED*) echo cell-1 cell-2 ;;
-*models.find*) echo /target && echo /head ;;
+*settings.find_model*) echo /target && echo /head ;;
 *) echo "asked: $(echo "$*" | tr -s ' \\n' ' ')" ;;
 esac
 """
