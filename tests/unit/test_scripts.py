@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell scripts for developers: the container's shell and the quick rebuild.
+"""The shell scripts: the container's shell, and what runs on a GPU's host.
 
 No container engine is needed: a program named docker stands for it and writes down what
-it was asked. Rebuilds are of a copy of the sources.
+it was asked.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tools import native
-
 ROOT = Path(__file__).resolve().parents[2]
 DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"
-REBUILD = ROOT / "tools" / "rebuild_nwor_extension.sh"
 NEEDED = ("bash", "dirname", "env", "id", "sed")
 
 
@@ -142,94 +137,6 @@ def test_bad_arguments_of_the_shell(shell, bad):
     done, asked = shell(*bad.split())
     assert (done.returncode, done.stdout, asked) == (2, "", [])
     assert f"'{bad}' is not allowed; allowed are --device gpu," in done.stderr
-
-
-# --- rebuild_nwor_extension.sh ---
-
-
-def rebuild(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    env = {"PATH": path, "PYTHON": sys.executable, "HOME": str(checkout)}
-    return run(checkout / "tools" / REBUILD.name, *arguments, **env)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """What the rebuild needs of this checkout, with the sources as they are here, built
-    for the CPU."""
-    folder = tmp_path_factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("csrc", "vllm/v1/nwor"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    (folder / "tools").mkdir()
-    shutil.copy(ROOT / "CMakeLists.txt", folder)
-    for name in (REBUILD.name, "native.py"):
-        shutil.copy(ROOT / "tools" / name, folder / "tools")
-    result = rebuild(folder, "--cuda", "off")
-    assert result.returncode == 0, result.stderr
-    assert "check: the library is up to date, with all ops for cpu" in result.stdout
-    return folder
-
-
-@pytest.fixture
-def edit(built):
-    """Edits a file of csrc/nwor until the end of the test."""
-    originals = {}
-
-    def apply(name: str, change: Callable[[str], str]) -> None:
-        path = built / "csrc" / "nwor" / name
-        originals[path] = path.read_text()
-        changed = change(originals[path])
-        assert changed != originals[path]
-        path.write_text(changed)
-
-    yield apply
-    for path, text in originals.items():
-        path.write_text(text)
-
-
-def test_rebuild_compiles_only_what_changed(built, edit):
-    library = built / "vllm" / "v1" / "nwor" / native.LIBRARY
-    before = library.read_bytes()
-    objects = {path: path.stat().st_mtime_ns for path in built.rglob("*.o")}
-    # An exported symbol: what is linked is another library.
-    change = 'extern "C" __attribute__((visibility("default"))) int nwor_changed = 7;'
-    edit("cow_cpu.cpp", lambda text: f"{text}\n{change}\n")
-    started = time.monotonic()
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 0, result.stderr
-    assert time.monotonic() - started < 30
-    assert library.read_bytes() != before
-    changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
-    assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
-
-
-def test_rebuild_stops_at_a_source_that_does_not_compile(built, edit):
-    edit("cow_cpu.cpp", lambda text: text + "this is no C++\n")
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 1
-    assert "native build: `cmake` failed" in result.stderr
-    assert "up to date" not in result.stdout
-
-
-def test_rebuild_names_the_op_that_is_missing(built, edit):
-    """All compiles, and is of no use."""
-    others = "ops.def(#name", "if (#name[0] != 'c') ops.def(#name"
-    edit("torch_bindings.cpp", lambda text: text.replace(*others))
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 1
-    assert "commit_draft_layer" in result.stderr
-    assert "up to date" not in result.stdout
-
-
-def test_bad_arguments_of_the_rebuild():
-    env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
-    result = run(REBUILD, "--cuda", "maybe", **env)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "argument --cuda: invalid choice: 'MAYBE'" in result.stderr
-    result = run(REBUILD, PATH=os.environ["PATH"], PYTHON="python9")
-    assert result.returncode == 1
-    assert "PYTHON is 'python9', which is not there" in result.stderr
 
 
 # --- gpu_run.sh -----------------------------------------------------------------------
