@@ -181,5 +181,5 @@ print(*{{line for line in lines if not line.startswith("INFO")}}, sep="\\n")
         'nwor_hook("GPUModelRunner._sample") as its outermost decorator; '
         "tools/apply_to_vllm.py --check names all of these"
     )
-    told = f"WARNING NWOR is off for {RUNNER}: {said}"
+    told = f"ERROR NWOR is off for {RUNNER}: {said}"
     assert printed[-2:] == [f"HostMismatch {said}", told]
