@@ -31,11 +31,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ab, device, environment, prompts, report, summary
+from benchmarks import ab, environment, prompts, report, summary
 from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.files import recorded, write_json
-from benchmarks.settings import find_models, leave, prepare_process
+from benchmarks.settings import device_for, find_models, leave, prepare_process
 
 ROOT = Path(__file__).resolve().parent
 TRUE_OFF_RUNS = 7
@@ -89,8 +89,7 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise EngineFailed(f"{what} ended with status {done.returncode}")
-        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        return result
+        return json.loads(output.read_text(encoding="utf-8"))
 
 
 def arms_of(options: Options) -> list[ab.Arm]:
@@ -208,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         options = parse(argv)
-        on = device.resolve(options)
+        on = device_for(options)
         find_models(options)
         prompts.read(options.prompts)
         result = bench(options, argv, on)

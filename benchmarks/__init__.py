@@ -1,16 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench_vllm.py, one noun a file.
-
-    arguments, device           what was asked, and whether it can be done here
-    prompts, models, settings   what vLLM is given
-    engine                      runs of the same requests on one engine
-    worker_extension            what the benches do inside vLLM's worker
-    ab                          what a run gives; arms in pairs with a baseline, and how
-                                sure a median is
-    environment, summary        what goes to the JSON file
-    report                      the text that is made from the JSON file
-    views, templates, reach     Markdown of this and other results
-    files                       writing whole or not at all
-
-Not installed with the package; nothing in `vllm_nwor` imports it.
-"""
+"""The parts of bench_vllm.py, one noun a file, and what renders its and other results.
+Not installed with the package; nothing in `vllm_nwor` imports it."""

@@ -102,8 +102,7 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """NworWorkerExtension.nwor_report of the first worker."""
-        report: dict[str, Any] = self.rpc("nwor_report")
-        return report
+        return self.rpc("nwor_report")
 
     def run(self, arm: Arm) -> Run:
         """Runs all requests once, with NWOR's hooks on vLLM or not. Raises EngineFailed
@@ -223,6 +222,6 @@ def _done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
 
 def _sentence(error: BaseException) -> str:
     """The last line of an error that says something, without pydantic's appendix."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if "pydantic.dev" not in line]
-    return lines[-1] if lines else type(error).__name__
+    lines = filter(None, map(str.strip, str(error).splitlines()))
+    said = [line for line in lines if "pydantic.dev" not in line]
+    return said[-1] if said else type(error).__name__

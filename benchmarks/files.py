@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,33 +39,25 @@ def recorded(content: Any, digits: int = SIGNIFICANT_DIGITS) -> Any:
     return content
 
 
-def write_whole(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Makes `path` hold what `fill` writes to the path it is given, or leaves it as it
-    was if anything raises. Creates the parent directory.
-
-    fill: gets a temporary path in the same directory, with the suffix of `path`.
-    """
+def write_whole(path: Path, content: bytes) -> None:
+    """Makes `path` hold `content`, or leaves it as it was if anything raises. Creates
+    the parent directory; a file that is there keeps its mode, and what it links to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(
-        prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent
-    )
-    os.close(handle)
-    temporary = Path(name)
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
     try:
-        fill(temporary)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.chmod(name, mode)
+        os.replace(name, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        os.unlink(name)
         raise
 
 
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` as JSON, whole or not at all, as `recorded` has it."""
-    text = json_text(recorded(content)) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_whole(path, f"{json_text(recorded(content))}\n".encode())
 
 
 def json_text(content: Any, indent: str = "") -> str:

@@ -10,6 +10,7 @@ slot is read from the bytes of all layers, before and after each step. Which byt
 slot's is NWOR's layout, found by writing through vLLM's own writer (kv_probe.py).
 """
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def play(engine: Any, layers: Layers, prompt: list[int]) -> dict[str, Any]:
     return {"tokens": tokens, "first_slot": first, "steps": steps, "slots": slots}
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes the picture of slots over steps to `path`, a PNG."""
+def drawn(result: dict[str, Any]) -> bytes:
+    """The picture of slots over steps, a PNG."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -108,7 +109,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         Patch(fc=one, ec="#b0b0b0", label=what) for one, what in SLOT_STATES.values()
     ]
     figure.legend(handles=shown, loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(picture := io.BytesIO(), format="png", dpi=110)
+    return picture.getvalue()
 
 
 def main() -> None:
@@ -149,8 +151,7 @@ def main() -> None:
         "runs": runs,
     }
     write_json(ROOT / "results" / "picture.json", result)
-    shown = ROOT / "docs" / "picture.png"
-    write_whole(shown, lambda path: draw(result, path))
+    write_whole(ROOT / "docs" / "picture.png", drawn(result))
 
 
 if __name__ == "__main__":

@@ -43,13 +43,10 @@ def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     it has one."""
     if tokenizer.chat_template is None:
         return [list(tokenizer.encode(text)) for text in texts]
-    found = []
-    for text in texts:
-        chat = [{"role": "user", "content": text}]
-        options = {"tokenize": False, "add_generation_prompt": True}
-        form = tokenizer.apply_chat_template(chat, **options)
-        found.append(list(tokenizer.encode(form, add_special_tokens=False)))
-    return found
+    options = {"tokenize": False, "add_generation_prompt": True}
+    chats = ([{"role": "user", "content": text}] for text in texts)
+    forms = (tokenizer.apply_chat_template(chat, **options) for chat in chats)
+    return [list(tokenizer.encode(form, add_special_tokens=False)) for form in forms]
 
 
 def random_ids(num_prompts: int, vocab_size: int, seed: int) -> list[list[int]]:

@@ -35,11 +35,12 @@ def entries(result: dict[str, Any]) -> Iterator[Entry]:
             continue
         spec = entry["engine"]
         ranks, executor = spec["tensor_parallel"], spec.get("executor")
-        workers = RAY[executor] if executor else ""
-        if ranks > 1:
-            workers = f"tensor parallel {ranks}"
+        workers = (
+            f"tensor parallel {ranks}" if ranks > 1 else executor and RAY[executor]
+        )
         (mode,) = set(entry["seconds"]) - {"off"}
-        bad = {check for check, problems in entry["problems"].items() if problems}
+        bad = [check for check, problems in entry["problems"].items() if problems]
+        is_stopped = bad == ["started"]  # and nothing else is wrong
         yield {
             "kind": "parallelism" if workers else "method",
             "name": workers or _method(spec),
@@ -47,7 +48,7 @@ def entries(result: dict[str, Any]) -> Iterator[Entry]:
             "runner": spec["runner"].upper(),
             "backend": spec["backend"],
             "mode": mode,
-            "verdict": _verdict(bad),
+            "verdict": "incomplete" if is_stopped else "failed" if bad else "exact",
         }
 
 
@@ -60,11 +61,6 @@ def _method(spec: dict[str, Any]) -> str:
     if spec.get("adaptive"):
         name += ", adaptive verification"
     return f"{name}, dynamic k" if spec.get("dynamic") else name
-
-
-def _verdict(bad: set[str]) -> str:
-    """By the checks that found something; "started": that it was stopped."""
-    return "exact" if not bad else "incomplete" if bad == {"started"} else "failed"
 
 
 def tables(kind: str, results: Sequence[dict[str, Any]]) -> str:

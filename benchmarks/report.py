@@ -1,26 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_vllm.py prints (templates/report.md): from the result, the content of its
-JSON file. The same text is what tools/results/render.py puts into results/README.md.
-Also the environment of all templates, with numbers as they stand in texts.
+"""What is shown of results: the text that bench_vllm.py prints, and Markdown for
+tools/results/render.py, a template a view (views.yml).
+
+templates/VIEW.md gets `result`, the content of a file in results/, or `results`, of
+several, and nothing else; the functions below are its filters. report.md is what
+bench_vllm.py prints; two views are of that text: `everything` and `short`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from benchmarks import summary
+from benchmarks import environment, settings, summary
+from benchmarks.ab import CONTROL
 
+Result = dict[str, Any]
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
+
+
+class BadBlock(Exception):
+    """A block or a file cannot be used; the message is a whole sentence."""
+
+
+# -- numbers and columns --------------------------------------------------------------
 
 
 def columns(text: str, left: bool = False) -> str:
@@ -73,11 +88,171 @@ def speed(side: dict[str, float]) -> str:
     return f"{side['tokens_per_second']:.1f} | {latencies} | {side['num_runs']:.0f}"
 
 
+# -- of any result ---------------------------------------------------------------------
+
+
+def device(result: Result) -> str:
+    """The GPU, or the processor where there was none."""
+    env = result["environment"]
+    return env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
+
+
+def short_device(result: Result) -> str:
+    """A GPU's name up to its number: "H100" of "NVIDIA H100 80GB HBM3"."""
+    name = device(result).removeprefix("NVIDIA ")
+    found = re.match(r"[^\d]*\d\S*", name)
+    return found.group() if found else name
+
+
+def measured(entry: Result) -> str:
+    """Date and commit of an entry, two cells."""
+    env = entry["environment"]
+    return f"{env['date'].removesuffix(' UTC')} | {str(env['commit'])[:8]}"
+
+
+def cell(text: str) -> str:
+    """A text without what ends a cell. Older files say otherwise what checks.py says of
+    a probe now."""
+    probed = r"(\d+) different in (\d+ runs of \d+ tokens)"
+    return re.sub(probed, r"\2, distinct outputs: \1", text).replace("|", "/")
+
+
+# -- of an engine on a GPU -------------------------------------------------------------
+
+
+def failed_checks(entry: Result) -> str:
+    return ", ".join(filter(entry["problems"].get, entry["problems"])) or "none"
+
+
+def unsettled_rows(entry: Result) -> str:
+    unclear = {re.split("[:,]", what)[0] for what in entry["unsettled"]}
+    return ", ".join(sorted(unclear)) or "none"
+
+
+# -- of a comparison -------------------------------------------------------------------
+
+
+def tested(result: Result) -> list[str]:
+    """The arms that a comparison tested. Raises BadBlock if it is none."""
+    if result["mode"] != "compare":
+        raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
+    return summary.tested(result)
+
+
+def runner(result: Result) -> str:
+    env = result["environment"]
+    v2 = env["variables"].get("VLLM_USE_V2_MODEL_RUNNER")
+    name = {"0": "V1", "1": "V2"}.get(v2, "default")
+    release = env["packages"].get("vllm", environment.GPU_RELEASE)
+    if not release.startswith(environment.GPU_RELEASE):
+        name += f", vLLM {release}"
+    if block_size := result["arguments"].get("block_size"):
+        name += f", blocks of {block_size}"
+    has_metrics = env["variables"].get("VLLM_NWOR_EMIT_METRICS") != "0"
+    return name if has_metrics else f"{name}, no metrics"
+
+
+def log_size(result: Result) -> str:
+    return f"{result['engine']['log_bytes'] / 2**20:.0f} MiB"
+
+
+def verdict(result: Result, name: str) -> str:
+    ratio = result["summary"]["ratio"]
+    found = summary.verdict(ratio[name], ratio[CONTROL])
+    return found.replace("missed", "**missed**")
+
+
+def host_us(result: Result, name: str) -> float:
+    """begin + commit."""
+    host = result["summary"]["nwor"][name]["host"]
+    return host["begin_us_median"] + host["commit_us_median"]
+
+
+def slot_bytes(result: Result) -> int:
+    """Bytes of a slot in all layers, as they follow from the shape. Raises BadBlock."""
+    name = result["model"].removeprefix(settings.SHAPE)
+    if name not in settings.SHAPES:
+        raise BadBlock(f"the view bytes needs a named shape, not {name}")
+    shape = settings.SHAPES[name]
+    of_layer = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    return of_layer * shape["num_hidden_layers"]
+
+
+# -- of several comparisons ------------------------------------------------------------
+
+
+def hooks_idle_last(results: Sequence[Result]) -> list[Result]:
+    return sorted(results, key=lambda one: one.get("baseline") == summary.IDLE)
+
+
+def by_mode(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results in which an arm was tested, by its name; the best ratio first."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        for name in tested(result):
+            found.setdefault(name, []).append(result)
+    return {
+        name: sorted(ones, key=lambda one: -one["summary"]["ratio"][name]["median"])
+        for name, ones in found.items()
+    }
+
+
+def budgets(results: Sequence[Result], name: str) -> str:
+    """How many of them hold the budgets of throughput and of host time."""
+    verdicts = Counter(verdict(one, name).strip("*").split(",")[0] for one in results)
+    ratios = [one["summary"]["ratio"][name]["median"] for one in results]
+    spent = [host_us(one, name) for one in results]
+    budget = summary.host_budget_us(name)
+    return (
+        f"{name}: median of the ratios {statistics.median(ratios):.4f}; budget of "
+        f"throughput met in {verdicts['met']} of {len(results)} lines, not resolved in "
+        f"{verdicts['not resolved']}, missed in {verdicts['missed']}; begin + commit "
+        f"{min(spent):.1f} to {max(spent):.1f} us, over its budget of {budget:.0f} us "
+        f"in {sum(us > budget for us in spent)}."
+    )
+
+
+def once_an_engine(results: Sequence[Result]) -> list[Result]:
+    """One for all batch sizes of an engine: that which has more to tell."""
+    rows: dict[tuple[object, ...], Result] = {}
+    for result in results:
+        args, start_s = result["arguments"], result["engine"]["start_s"]
+        engine = (short_device(result), args["runner"], args["context"], start_s)
+        if "true_off" in result or engine not in rows:
+            rows[engine] = result
+    return list(rows.values())
+
+
 _OURS = (columns, number, size, percent, spread, alike, speed, summary.own_process)
+_OURS += (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
+_OURS += (runner, log_size, verdict, host_us, slot_bytes, by_mode, hooks_idle_last)
+_OURS += (budgets, once_an_engine)
 TEMPLATES.filters |= {one.__name__: one for one in _OURS}
 TEMPLATES.globals["summary"] = summary
 
 
-def text(result: dict[str, Any]) -> str:
-    """The whole report."""
-    return TEMPLATES.get_template("report.md").render(result=result).rstrip("\n")
+def rendered(view: str, **content: Any) -> str:
+    """templates/VIEW.md with `result` or `results`. Raises BadBlock."""
+    try:
+        return TEMPLATES.get_template(f"{view}.md").render(content).rstrip("\n")
+    except jinja2.UndefinedError as error:
+        raise BadBlock(f"a file lacks what the view {view} shows: {error}") from error
+
+
+def text(result: Result) -> str:
+    """What bench_vllm.py prints."""
+    return rendered("report", result=result)
+
+
+def everything(result: Result) -> str:
+    """What bench_vllm.py printed."""
+    return f"```\n{text(result)}\n```"
+
+
+def short(result: Result) -> str:
+    """Four of the lines that bench_vllm.py printed: of the check of the outputs, both
+    ratios of a comparison, and its last one, of host time."""
+    lines = text(result).splitlines()
+    check, ratios = lines.index("check") + 1, lines.index("tokens/s, ratio") + 2
+    shown = [lines[check].strip(), *lines[ratios : ratios + 2], lines[-1].strip()]
+    return "\n".join(["```", *shown, "```"])

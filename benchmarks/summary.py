@@ -37,10 +37,10 @@ def pair_samples(pairs: Sequence[Pair]) -> dict[str, dict[str, list[float]]]:
     second of the reference and of the test."""
     found: dict[str, dict[str, list[float]]] = {}
     for pair in pairs:
-        rates = (pair.ratio, pair.reference_rate, pair.test.tokens_per_second)
         lists = found.setdefault(pair.name, {"ratio": [], "reference": [], "test": []})
-        for samples, rate in zip(lists.values(), rates, strict=True):
-            samples.append(rate)
+        lists["ratio"].append(pair.ratio)
+        lists["reference"].append(pair.reference_rate)
+        lists["test"].append(pair.test.tokens_per_second)
     return found
 
 

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
 if "vllm_nwor" not in sys.modules:
     # This checkout's, whichever is installed: it is what is copied.
@@ -49,6 +50,8 @@ if "vllm_nwor" not in sys.modules:
     assert spec.loader is not None
     sys.modules["vllm_nwor"] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
+
+from benchmarks.files import write_whole  # noqa: E402
 
 from vllm_nwor.config import ENV_NAMES  # noqa: E402
 from vllm_nwor.hooks._wrap import HookTarget  # noqa: E402
@@ -138,16 +141,6 @@ def files_in(root: Path, folder: str) -> Iterator[str]:
     for path in sorted((root / folder).rglob("*")):
         if path.is_file() and path.suffix not in (".pyc", ".so"):
             yield str(path.relative_to(root))
-
-
-def write(path: Path, content: bytes) -> None:
-    """By a rename: what a link points to stays as it is, as does a file's mode."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    Path(file.name).chmod(mode)
-    Path(file.name).replace(path)
 
 
 class Graft:
@@ -276,13 +269,12 @@ class Graft:
 
     def grafted(self, path: str, subjects: Collection[str] | None = None) -> str:
         """A file of vLLM's with our lines, or with those of some commits."""
+        result = self.texts[path].split("\n")
         wanted = [line for line in self.lines if line.path == path]
-        result: list[str] = []
-        for number, other in enumerate([*self.texts[path].split("\n"), None]):
-            for line in wanted:
-                if line.above == number and (not subjects or line.subject in subjects):
-                    result.append(line.text)
-            result += [] if other is None else [other]
+        # From the last on, so that those above stay where they are.
+        for line in sorted(wanted, key=lambda line: line.above)[::-1]:
+            if not subjects or line.subject in subjects:
+                result.insert(line.above, line.text)
         return "\n".join(result)
 
     # --- what is there ---
@@ -291,11 +283,8 @@ class Graft:
         """What is not as it is to be. Raises Refused if that cannot be said."""
         told = []
         for path in self.texts:
-            wanted = split_marked(self.grafted(path))[1]
-            for verb, lines in (
-                ("lacks", wanted - self.marked[path]),
-                ("has", self.marked[path] - wanted),
-            ):
+            marked, wanted = self.marked[path], split_marked(self.grafted(path))[1]
+            for verb, lines in ("lacks", wanted - marked), ("has", marked - wanted):
                 told += [f"{path} {verb}, below line {n}: {x}" for n, x in lines]
         there = [*self.copies, *([] if self.builds else [LIBRARY])]
         told += [f"{p} is missing" for p in there if not (self.root / p).is_file()]
@@ -315,11 +304,11 @@ class Graft:
         """Raises Refused before anything was changed, or if what was written is not
         read again as it should."""
         for path in self.texts:
-            write(self.root / path, self.grafted(path).encode())
+            write_whole(self.root / path, self.grafted(path).encode())
         for path in self.copies:
-            write(self.root / path, (ROOT / path).read_bytes())
+            write_whole(self.root / path, (ROOT / path).read_bytes())
         if (ROOT / LIBRARY).is_file() and not (self.root / LIBRARY).exists():
-            write(self.root / LIBRARY, (ROOT / LIBRARY).read_bytes())
+            write_whole(self.root / LIBRARY, (ROOT / LIBRARY).read_bytes())
         told = Graft(self.root, facts=()).drift()
         tree = Tree(files_of(self.root))
         for row in (row for rows in self.places.values() for row in rows):
@@ -335,7 +324,7 @@ class Graft:
         if told := self.foreign():
             raise Refused([*told, "nothing was changed: the version it came with can"])
         for path in filter(self.marked.get, self.texts):
-            write(self.root / path, self.texts[path].encode())
+            write_whole(self.root / path, self.texts[path].encode())
         for folder in FOLDERS:
             shutil.rmtree(self.root / folder, ignore_errors=True)
 
@@ -376,10 +365,10 @@ class Graft:
                 done.append(subject)
                 for path in self.texts:
                     copy = Path(scratch, path)
-                    write(copy, self.grafted(path, done).encode())
+                    write_whole(copy, self.grafted(path, done).encode())
                     copy.chmod((self.root / path).stat().st_mode & 0o777)
                 for path in (path for path, of in self.copies.items() if of == subject):
-                    write(Path(scratch, path), (ROOT / path).read_bytes())
+                    write_whole(Path(scratch, path), (ROOT / path).read_bytes())
                 git(scratch, "add", "-A", "-f")
                 git(scratch, "commit", "-q", "-m", subject, "-m", body)
             options = ["--zero-commit", "--no-signature", f"-{len(commits)}"]

@@ -87,7 +87,7 @@ class Release:
         if not kept.is_file():
             if path not in self.names:
                 return None
-            self._keep(path, self._archive.read(path))
+            write_whole(kept, self._archive.read(path))
         return kept.read_text(encoding="utf-8")
 
     @cached_property
@@ -96,7 +96,7 @@ class Release:
         kept = self.folder / "names.json"
         if not kept.is_file():
             names = [n for n in self._archive.namelist() if n.endswith(".py")]
-            self._keep(kept.name, json.dumps(names).encode())
+            write_whole(kept, json.dumps(names).encode())
         return frozenset(json.loads(kept.read_text()))
 
     @cached_property
@@ -120,9 +120,6 @@ class Release:
             with tempfile.TemporaryDirectory() as folder:
                 # Read until closed; it needs no name any more.
                 return zipfile.ZipFile(download(requirement, Path(folder)).open("rb"))
-
-    def _keep(self, path: str, content: bytes) -> None:
-        write_whole(self.folder / path, lambda to: to.write_bytes(content))
 
 
 def check(name: str, read: Callable[[str], str | None]) -> bool:

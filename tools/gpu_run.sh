@@ -21,7 +21,7 @@ elif [ -n "${OUT:-}" ]; then
 else
     RESULTS=results
 fi
-mkdir -p "$RESULTS"
+mkdir -p "$WORK" "$RESULTS"
 RESULTS=$(cd "$RESULTS" && pwd)
 
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
@@ -103,9 +103,9 @@ step_sleep() { # parameters end with the engine's name, or go on with the phase'
 step_soak() {
     local model head
     { read -r model && read -r head; } < <("$PYTHON" -c '
-from benchmarks import models
+from benchmarks import settings
 for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
-    print(models.find("--model", name, models.TARGET).location)') || return
+    print(settings.find_model("--model", name, settings.TARGET).location)') || return
     local mode=${2:-stage} json=soak_gpu.json log=$NWOR_GPU_TEST_DIR/soak.log
     mkdir -p "$NWOR_GPU_TEST_DIR"
     local args="--load-format dummy --skip-tokenizer-init --served-model-name llama-8b"
@@ -194,7 +194,7 @@ step_host-profile() {
 }
 
 step_bench() {
-    local failed=0 budgeted='from tools.gpu.cells import BUDGETED; print(*BUDGETED)'
+    local failed=0 budgeted='from tools.gpu.bench import BUDGETED; print(*BUDGETED)'
     # shellcheck disable=SC2046 # a name is a word
     [ $# -gt 0 ] || set -- $("$PYTHON" -c "$budgeted")
     for cell in "$@"; do

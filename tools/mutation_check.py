@@ -64,11 +64,10 @@ class Mutation(NamedTuple):
     new: str
 
 
+_READ = yaml.safe_load(Path(__file__).with_name("mutations.yml").read_text("utf-8"))
 MUTATIONS = tuple(
     Mutation(name, file, **change)
-    for file, changes in yaml.safe_load(
-        Path(__file__).with_name("mutations.yml").read_text("utf-8")
-    ).items()
+    for file, changes in _READ.items()
     for name, change in changes.items()
 )
 

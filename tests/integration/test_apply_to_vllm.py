@@ -19,6 +19,7 @@ from tools import apply_to_vllm as tool
 
 SITE = Path(pytest.__file__).parents[1]
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+COUNTED = "Scheduler.make_spec_decoding_stats"
 
 
 @pytest.fixture(scope="module")
@@ -31,68 +32,61 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(tree: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own that finds that vLLM."""
-    paths = os.pathsep.join([str(tree), str(REPO)])
-    settings = {"VLLM_PLUGINS": "", "PYTHONPATH": paths, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", LOOK + code],
-        cwd=tree,
-        env=subprocess_env(**settings),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-
-
-LOOK = """
+# Each function that LEDGERs name -> how many wrappers lie over it once all are on: one
+# for each row, but for what is counted in an object of its class.
+ROWS = {
+    (place.module, place.name): len(rows) * (place.name != COUNTED)
+    for place, rows in tool.places().items()
+}
+LOOK = f"""
 import os, sys
 from importlib import import_module
 import wrapt
 from vllm import envs, plugins
 from vllm.v1.nwor import plugin
 
-def layers():
-    '''Each hooked function -> how many wrappers lie over it.'''
-    found = {}
-    modules = {**plugin.HOOKS, **plugin.AUDIT_HOOKS}
-    for hook in (*plugin.HOOKS.values(), *plugin.AUDIT_HOOKS.values()):
-        for row in import_module(hook.split(":")[0], "vllm.v1.nwor").LEDGER:
-            if row.module in modules:
-                host = import_module(module := row.module)
-                owner, _, name = row.qualname.rpartition(".")
-                value = vars(getattr(host, owner) if owner else host)[name]
-                count = 0
-                while isinstance(value, wrapt.FunctionWrapper):
-                    value, count = value.__wrapped__, count + 1
-                found[module, row.qualname] = count
+def layers():  # how many wrappers lie over each of them now
+    found = {{}}
+    for module, qualname in {list(ROWS)}:
+        owner, _, name = qualname.rpartition(".")
+        host = import_module(module)
+        value = vars(getattr(host, owner) if owner else host)[name]
+        found[module, qualname] = 0
+        while isinstance(value, wrapt.FunctionWrapper):
+            value = value.__wrapped__
+            found[module, qualname] += 1
     return found
 
-def hosts():
-    return [import_module(name) for name in {**plugin.HOOKS, **plugin.AUDIT_HOOKS}]
-
 """
-# Rows of the ledgers about a function: each has a wrapper, but COUNT.
-NUM_ROWS = {
-    (place.module, place.name): len(rows)
-    for place, rows in tool.places().items()
-    if place.name != "Scheduler.make_spec_decoding_stats"
-}
+
+
+def run(tree: Path, code: str, **variables: str) -> list[str]:
+    """What it prints in a process of its own that finds that vLLM."""
+    paths = os.pathsep.join([str(tree), str(REPO)])
+    settings = {"VLLM_PLUGINS": "", "PYTHONPATH": paths, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK + code],
+        cwd=tree,
+        env=subprocess_env(**settings),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout.splitlines()
 
 
 def test_off_is_what_was_there(patched: Path) -> None:
     """Nothing is wrapped, and nothing of ours imported but the readers of the modes;
     what is set later, the plugin sees to."""
-    done = run(
+    run(
         patched,
         """
-hosts()
+assert set(layers().values()) == {0}
 ours = {n for n in sys.modules if n.startswith(("vllm.v1.nwor", "vllm_nwor"))}
 assert {n.removeprefix("vllm.v1.nwor") for n in ours} == {
     "", ".config", ".graft", ".plugin"
 }, ours
-assert set(layers().values()) == {0}
 assert envs.environment_variables["VLLM_NWOR_MODE"]() is None
 os.environ["VLLM_NWOR_MODE"] = "cow"
 del os.environ["VLLM_PLUGINS"]
@@ -101,7 +95,6 @@ assert "vllm_nwor.plugin" in sys.modules
 assert max(layers().values()) == 1
 """,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -110,14 +103,12 @@ def test_on_all_is_wrapped_once_and_the_byte_oracle_passes_without_the_plugin(
 ) -> None:
     """Taken off and put on again, as what the plugin puts on; modes off, cow and stage
     by decorators alone, with the library in the tree; then the plugin is loaded."""
-    done = run(
+    printed = run(
         patched,
         f"""
-hosts()
-assert not [name for name in sys.modules if name.startswith("vllm_nwor")]
 found = layers()
-wanted = {NUM_ROWS!r}
-assert {{k: v for k, v in found.items() if v}} == wanted, found
+assert not [name for name in sys.modules if name.startswith("vllm_nwor")]
+assert found == {ROWS}, found
 from vllm.v1.nwor.hooks import _wrap
 for _ in range(2):
     _wrap.unhook()
@@ -151,13 +142,12 @@ assert import_module("vllm.v1.nwor.hooks._wrap") is _wrap
         VLLM_NWOR_MODE="stage",
         VLLM_NWOR_AUDIT="log",
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert " 3 passed" in f" {done.stdout.splitlines()[-1]}"
+    assert " 3 passed" in f" {printed[-1]}"
 
 
-@pytest.fixture
-def merged_badly(patched: Path, tmp_path: Path) -> Path:
-    """A merge lost the decorator of `_sample`."""
+def test_a_decorator_that_a_merge_lost_is_named_and_no_other_of_its_module_is_put_on(
+    patched: Path, tmp_path: Path
+) -> None:
     shutil.copytree(patched / "vllm", tmp_path / "vllm", copy_function=os.symlink)
     file = tmp_path / f"{RUNNER.replace('.', '/')}.py"
     text = file.read_text()
@@ -165,44 +155,31 @@ def merged_badly(patched: Path, tmp_path: Path) -> Path:
     assert line in text
     file.unlink()
     file.write_text(text.replace(line, ""))
-    return tmp_path
-
-
-def test_a_lost_decorator_is_named_and_no_other_of_its_module_is_put_on(
-    merged_badly: Path,
-) -> None:
     code = f"""
-import logging
-lines = []
-handler = logging.Handler()
-handler.emit = lambda record: lines.append(record.getMessage())
-logging.getLogger("vllm.v1.nwor").addHandler(handler)
-hosts()
-# The same again where it is an error.
-first = sys.modules.pop({RUNNER!r})
-os.environ["VLLM_NWOR_STRICT"] = "1"
-try:
-    import_module({RUNNER!r})
-except RuntimeError as error:
-    print(type(error).__name__, error)
-del os.environ["VLLM_NWOR_STRICT"]
-sys.modules[{RUNNER!r}] = first
-del os.environ["VLLM_PLUGINS"]
-plugins.load_general_plugins()
+from tests.helpers.logs import nwor_log
+with nwor_log() as lines:
+    layers()
+    # The same again where it is an error.
+    first = sys.modules.pop({RUNNER!r})
+    os.environ["VLLM_NWOR_STRICT"] = "1"
+    try:
+        import_module({RUNNER!r})
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+    del os.environ["VLLM_NWOR_STRICT"]
+    sys.modules[{RUNNER!r}] = first
+    del os.environ["VLLM_PLUGINS"]
+    plugins.load_general_plugins()
 found = {{name: n for (module, name), n in layers().items() if module == {RUNNER!r}}}
 assert {{name for name, n in found.items() if n}} == {{"GPUModelRunner.sample_tokens"}}
 assert max(layers().values()) == 1
-assert len(set(lines)) == 1, lines
-print(lines[0])
+print(*{{line for line in lines if not line.startswith("INFO")}}, sep="\\n")
 """
-    done = run(merged_badly, code, VLLM_NWOR_MODE="cow")
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = run(tmp_path, code, VLLM_NWOR_MODE="cow")
     said = (
         f"{RUNNER}.GPUModelRunner._sample does not have "
         'nwor_hook("GPUModelRunner._sample") as its outermost decorator; '
         "tools/apply_to_vllm.py --check names all of these"
     )
-    assert done.stdout.splitlines()[-2:] == [
-        f"HostMismatch {said}",
-        f"NWOR is off for {RUNNER}: {said}",
-    ]
+    told = f"ERROR NWOR is off for {RUNNER}: {said}"
+    assert printed[-2:] == [f"HostMismatch {said}", told]

@@ -1,44 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench_vllm.py, its parts, the worker extension and tools/results/render.py.
+"""bench_vllm.py, its parts, the worker extension and tools/gpu/host_profile.py.
 
-No engine runs here: a stand-in gives runs with known tokens and times. That a real
-engine makes such runs is for the e2e tests.
+No engine runs here: a stand-in gives runs with known tokens and times.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
 import random
-import re
 import time
-import types
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from benchmarks import (
-    ab,
-    device,
-    files,
-    models,
-    prompts,
-    report,
-    summary,
-    worker_extension,
-)
+from benchmarks import ab, files, prompts, report, settings, summary
 from benchmarks.ab import NworDone, Run
 from benchmarks.arguments import BadArgument, parse
-from benchmarks.engine import EngineFailed
+from benchmarks.engine import Engine, EngineFailed
+from benchmarks.worker_extension import NworWorkerExtension
 
-import bench_kernels
 import bench_vllm
 from tools.gpu import host_profile
-from tools.results import render
 from vllm_nwor import ops
 from vllm_nwor.hooks import _wrap
 from vllm_nwor.metrics import GroupInfo
@@ -63,51 +50,35 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
     )
 
 
-class FakeEngine:
-    """Stands in for benchmarks.engine.Engine; `run_with` makes each run."""
-
-    run_with: Callable[[bool], Run] = staticmethod(make_run)  # of whether it is hooked
-
-    def __init__(self, options, on) -> None:
-        self.target = models.Model("somewhere", "fake-model", False)
-        self.drafter = None
-        self.waves = [[[1, 2], [3, 4, 5]]]
-        self.start_s = 0.1
-
-    def run(self, arm: ab.Arm) -> Run:
-        return type(self).run_with(arm.hooked)
-
-    def report(self):
-        return {
-            "kv_blocks": 64,
-            "groups": [
-                {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
-            ],
-            "log_bytes_per_draft": 100,
-            "log_bytes": 1600,
-            "fallbacks": {},
-        }
-
-    def close(self) -> None:
-        pass
+def fake_engine() -> Mock:
+    """An engine whose runs are make_run's."""
+    group = {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
+    found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
+    target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
+    engine = Mock(spec=Engine, target=target, drafter=None, waves=waves, start_s=0.1)
+    engine.run.side_effect = lambda arm: make_run(arm.hooked)
+    engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
+    engine._encode.return_value = waves
+    return engine
 
 
 @pytest.fixture
-def fake_engine(monkeypatch, tmp_path):
-    """main() with a stand-in engine on the device cpu, in an empty directory."""
-
-    class Engine(FakeEngine):
-        pass
-
-    monkeypatch.setattr(device, "built_for", lambda: "cpu")
-    monkeypatch.setattr(bench_vllm, "Engine", Engine)
-    monkeypatch.setattr(bench_vllm, "find_models", lambda options: None)
-    monkeypatch.setattr(bench_vllm, "prepare_process", lambda options, on: None)
+def engine(monkeypatch, tmp_path):
+    """What programs get for an engine, on the device cpu, in an empty directory."""
+    engine = fake_engine()
+    for module, name, stand_in in (
+        (settings, "built_for", lambda: "cpu"),
+        (bench_vllm, "find_models", lambda options: None),
+        (bench_vllm, "prepare_process", lambda options, on: None),
+        (bench_vllm, "Engine", lambda options, on: engine),
+        (host_profile, "Engine", lambda options, on: engine),
+    ):
+        monkeypatch.setattr(module, name, stand_in)
     monkeypatch.chdir(tmp_path)
-    return Engine
+    return engine
 
 
-# --- arguments
+# --- what it is asked for
 
 
 BAD_ARGUMENTS = {
@@ -131,7 +102,7 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("argv", BAD_ARGUMENTS)
-def test_bad_argument_is_one_sentence_and_status_2(argv, fake_engine, capsys, tmp_path):
+def test_bad_argument_is_one_sentence_and_status_2(argv, engine, capsys, tmp_path):
     output = [] if "--json" in argv else ["--json", "out.json"]
     assert bench_vllm.main([*argv.split(), *output]) == 2
     printed = capsys.readouterr()
@@ -141,31 +112,38 @@ def test_bad_argument_is_one_sentence_and_status_2(argv, fake_engine, capsys, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_models_that_are_not_there_are_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, r"make_models\.py --only smollm2-135m"),
+        ("shape:x", r"'shape:x' .* shape:llama-8b, shape:llama"),
+        ("./x", r"'\./x' holds no config\.json"),
+    ],
+)
+def test_models_that_are_not_there_are_named(value, said, tmp_path, monkeypatch):
     monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
-    with pytest.raises(BadArgument, match=r"make_models\.py --only smollm2-135m"):
-        models.find("--model", None, models.TARGET)
-    with pytest.raises(BadArgument, match=r"'shape:x' .* shape:llama-8b, shape:llama"):
-        models.find("--model", "shape:x", models.TARGET)
-    with pytest.raises(BadArgument, match=r"'\./x' holds no config\.json"):
-        models.find("--model", "./x", models.TARGET)
-    shape = models.find("--model", "shape:tiny", models.TARGET)
+    with pytest.raises(BadArgument, match=said):
+        settings.find_model("--model", value, settings.TARGET)
+    shape = settings.find_model("--model", "shape:tiny", settings.TARGET)
     written = json.loads((Path(shape.location) / "config.json").read_text())
-    assert shape.random_weights
-    assert written == models.SHAPES["tiny"]
-    assert models.find("--model", "owner/name", "").location == "owner/name"
+    assert (shape.random_weights, written) == (True, settings.SHAPES["tiny"])
+    assert settings.find_model("--model", "owner/name", "").location == "owner/name"
 
 
 def test_mission_command_is_understood():
-    options = parse(
-        ["--mode", "nwor", "--batch-size", "1", "--num-speculative-tokens", "48"]
-    )
+    words = "--mode nwor --batch-size 1 --num-speculative-tokens 48"
+    options = parse(words.split())
     assert (options.nwor_mode, options.batch_size) == ("stage", 1)
     assert (options.num_speculative_tokens, options.repeats) == (48, 3)
     assert parse(["--against", "cow"]).nwor_mode == "cow"
 
 
-# --- prompts
+def test_true_off_gets_the_same_requests():
+    words = "--pairs-until-ci 0.1 --json=b.json --batch-size 2 --max-tokens=9"
+    options = parse(bench_vllm.true_off_arguments(words.split(), Path("off.json")))
+    assert (options.batch_size, options.max_tokens) == (2, 9)
+    assert (options.mode, options.nwor_mode) == ("off", "off")
+    assert (options.json, options.pairs_until_ci) == (Path("off.json"), None)
 
 
 def test_prompt_files(tmp_path):
@@ -192,60 +170,37 @@ def test_requests_fill_whole_batches():
     assert ids[0] != ids[1]
 
 
-# --- statistics
+# --- what it writes
 
 
-def test_interval_of_thirteen_values_is_the_known_one():
-    """The bootstrap median of 13 ordered values is at most the j-th with probability
-    P(Binomial(13, j / 13) >= 7): 0.016 for j = 3 and 0.071 for j = 4, so that the 5th
-    percentile is the fourth value (the 10th is not) and, by symmetry, the 95th the
-    tenth."""
-    found = ab.median_interval([13, 7, 3, 1, 5, 2, 6, 4, 12, 8, 11, 9, 10])
-    assert (found.low, found.median, found.high) == (4, 7, 10)
-    assert found.reach == 3
-    constant = ab.median_interval([2.5] * 7)
-    assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
-
-
-# --- writing
-
-
-def test_interrupted_write_leaves_the_old_file(tmp_path):
+def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "new" / "out.json"
     files.write_json(path, {"a": [1, 2]})
     old = path.read_bytes()
-
-    def interrupted(temporary: Path) -> None:
-        temporary.write_text('{"half": ')
-        raise KeyboardInterrupt
-
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        files.write_whole(path, interrupted)
+        files.write_json(path, {"a": [1, 2, 3]})
     assert path.read_bytes() == old
     assert os.listdir(path.parent) == ["out.json"]
 
 
-def test_recorded_floats_are_rounded_and_stay_so():
+def test_a_result_has_rounded_floats_and_no_folder_of_the_machine():
     count = 8_931_508_224.0  # Prometheus' counters are floats
-    content = {"a": 1.00144999987, "b": [1 / 3, 1e-5, count], "c": count}
-    found = files.recorded(content)
-    assert found == {"a": 1.00145, "b": [0.333333, 1e-5, count], "c": count}
-    assert files.recorded(found) == found
-
-
-def test_a_result_file_gets_no_folder_of_the_machine(tmp_path):
-    path = tmp_path / "out.json"
-    content = {
-        "command": "python a.py --json=/root/out/b.json /x/y results/c.json",
-        "/tmp/key": ['File "/usr/lib/d.py", line 1', "a/b/c", "https://e/f/g", 0.5],
-        "rates": "(begin + commit) / step, tokens/s, ~/.cache/x",
-    }
-    files.write_json(path, content)
-    assert json.loads(path.read_text()) == {
+    found = files.recorded(
+        {
+            "command": "python a.py --json=/root/out/b.json /x/y results/c.json",
+            "/tmp/key": ['File "/usr/lib/d.py", line 1', "a/b/c", "https://e/f/g"],
+            "rates": "(begin + commit) / step, tokens/s, ~/.cache/x",
+            "floats": [1.00144999987, {"samples": (1 / 3, 1e-5, count)}],
+        }
+    )
+    assert found == {
         "command": "python a.py --json=b.json y results/c.json",
-        "key": ['File "d.py", line 1', "a/b/c", "https://e/f/g", 0.5],
+        "key": ['File "d.py", line 1', "a/b/c", "https://e/f/g"],
         "rates": "(begin + commit) / step, tokens/s, ~/.cache/x",
+        "floats": [1.00145, {"samples": [0.333333, 1e-5, count]}],
     }
+    assert files.recorded(found) == found
 
 
 def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
@@ -262,7 +217,26 @@ def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
             assert files.recorded(text) == text, path.name
 
 
-# --- pairs
+def test_every_committed_file_of_the_bench_can_be_read():
+    for path in sorted((ROOT / "results").glob("bench_[cg]*.json")):
+        result = json.loads(path.read_text())
+        modes = set(summary.tested(result)) - {"audit", "audit-100"}  # mode off
+        assert set(result["summary"]["nwor"]) == modes, path
+        assert report.text(result)
+
+
+# --- pairs, and how sure a ratio is
+
+
+def test_interval_of_thirteen_values_is_the_known_one():
+    """The bootstrap median of 13 ordered values is at most the j-th with probability
+    P(Binomial(13, j / 13) >= 7): 0.016 for j = 3 and 0.071 for j = 4, so that the 5th
+    percentile is the fourth value (the 10th is not) and, by symmetry, the 95th the
+    tenth."""
+    found = ab.median_interval([13, 7, 3, 1, 5, 2, 6, 4, 12, 8, 11, 9, 10])
+    assert (found.low, found.median, found.high, found.reach) == (4, 7, 10, 3)
+    constant = ab.median_interval([2.5] * 7)
+    assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
 
 
 def test_each_tested_arm_has_pairs_with_the_baseline():
@@ -290,14 +264,11 @@ def test_each_tested_arm_has_pairs_with_the_baseline():
 @pytest.mark.parametrize(("noise", "num_pairs"), [(0.0, 7), (0.5, 12)])
 def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
     draw = random.Random(1)
-    pairs = ab.compare(
-        lambda arm: make_run(arm.hooked, 1 + noise * draw.random()),
-        ARMS,
-        7,
-        0.005,
-        12,
-        lambda what: None,
-    )
+
+    def run(arm: ab.Arm) -> Run:
+        return make_run(arm.hooked, 1 + noise * draw.random())
+
+    pairs = ab.compare(run, ARMS, 7, 0.005, 12, lambda what: None)
     assert len(pairs) == 2 * num_pairs
     found = summary.comparison(pairs, "unhooked", 0.005)
     assert found["until_reached"] is (num_pairs == 7)
@@ -320,17 +291,8 @@ def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
 def test_met_goes_by_the_low_end_and_never_by_the_control(
     median, low, control, verdict
 ):
-    ratio = {"median": median, "low": low, "high": 1.01}
-    noise = {"median": 1.0, "low": control[0], "high": control[1]}
-    assert summary.verdict(ratio, noise) == verdict
-
-
-def test_an_output_that_ends_is_a_difference():
-    said = (
-        r"request 1 .* at output token 2: off gave token 6, nwor gave its end after 2"
-    )
-    with pytest.raises(ab.OutputsDiffer, match=said):
-        ab.check_outputs([[1, 2], [4, 5, 6]], [[1, 2], [4, 5]], "off", "nwor")
+    noise = dict(zip(("low", "high"), control, strict=True))
+    assert summary.verdict({"median": median, "low": low}, noise) == verdict
 
 
 # --- the whole command
@@ -339,10 +301,10 @@ def test_an_output_that_ends_is_a_difference():
 COMPARE = ["--no-true-off", "--json", "results/a.json"]
 
 
-def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
+def test_compare_writes_and_prints(engine, capsys, tmp_path):
     # The warm-ups; then a round, in turned order every second time.
     seconds = iter([9.0, 9.0, *[1.0, 1.0, 4.0, 3.0] * 7])
-    fake_engine.run_with = staticmethod(lambda a: make_run(a, next(seconds)))
+    engine.run.side_effect = lambda arm: make_run(arm.hooked, next(seconds))
     assert bench_vllm.main(COMPARE) == 0
     printed = capsys.readouterr().out
     heads = ["environment", "warnings", "check", "acceptance", "speed", "what nwor"]
@@ -361,119 +323,31 @@ def test_compare_writes_and_prints(fake_engine, capsys, tmp_path):
     found = result["summary"]
     assert found["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
     assert list(found["speed"]) == ["unhooked", "nwor"]
-    assert found["nwor"]["nwor"]["staged"] == 7 * 20
-    assert found["nwor"]["nwor"]["logged_bytes"] == 7 * 2000
+    did = found["nwor"]["nwor"]
+    assert (did["staged"], did["logged_bytes"]) == (7 * 20, 7 * 2000)
     # Medians of (10, 30) and (5, 15) us are 20 and 10; half-second and second steps.
-    host = found["nwor"]["nwor"]["host"]
+    host = did["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
     assert os.listdir(tmp_path / "results") == ["a.json"]
 
 
-def test_differing_outputs_print_no_speed(fake_engine, capsys, tmp_path):
-    num_runs = 0
-
-    def run(active: bool) -> Run:
-        nonlocal num_runs
-        num_runs += 1
-        changed = [[11, 12, 13], [21, 22, 99, 24]]
-        return make_run(active, tokens=changed if num_runs == 9 else TOKENS)
-
-    fake_engine.run_with = staticmethod(run)
-    assert bench_vllm.main(COMPARE) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines()[-1] == (
-        "bench_vllm.py: no speed is printed, outputs differ: request 1 differs at "
-        "output token 2: unhooked gave token 23, nwor of round 2 gave token 99"
-    )
-    assert num_runs == 9
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_difference_from_a_true_off_engine_is_refused(fake_engine, capsys, monkeypatch):
-    other = {"outputs": {"tokens": [[11, 12, 13], [21, 22, 23, 7]]}}
-    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: other)
-    assert bench_vllm.main([]) == 1
-    said = "an engine without NWOR gave token 7, the warm-up of unhooked gave token 24"
-    assert said in capsys.readouterr().err
-
-
-def test_engine_that_does_not_start_is_status_1(fake_engine, capsys, tmp_path):
-    def run(hooked: bool) -> Run:
-        raise EngineFailed("NWOR is not active in this engine: because")
-
-    fake_engine.run_with = staticmethod(run)
-    assert bench_vllm.main(["--mode", "cow", "--json", "a.json"]) == 1
-    assert "bench_vllm.py: NWOR is not active" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_true_off_gets_the_same_requests():
-    argv = ["--pairs-until-ci", "0.1", "--json=b.json", "--batch-size", "2"]
-    argv.append("--max-tokens=9")
-    found = bench_vllm.true_off_arguments(argv, Path("off.json"))
-    options = parse(found)
-    assert (options.batch_size, options.max_tokens) == (2, 9)
-    assert (options.mode, options.nwor_mode) == ("off", "off")
-    assert options.json == Path("off.json")
-    assert options.pairs_until_ci is None
-
-
-# --- the README
-
-
-def test_readme_is_rendered_and_checked(fake_engine, capsys, tmp_path):
-    assert bench_vllm.main(COMPARE) == 0
-    readme, results = tmp_path / "README.md", tmp_path / "results"
-    arguments = ["--readme", str(readme), "--results", str(results)]
-    blocks = "".join(
-        f"text\n<!-- results: {what} -->\n<!-- /results -->\n"
-        for what in ("a.json all", "*.json cells")
-    )
-    readme.write_text(blocks)
-    assert render.main([*arguments, "--check"]) == 1
-    assert readme.read_text() == blocks
-    assert render.main(arguments) == 0
-    assert render.main([*arguments, "--check"]) == 0
-    rendered = readme.read_text()
-    changed, number = re.subn("(drafts logged  +)140", r"\g<1>141", rendered)
-    assert number == 1
-
-    readme.write_text(changed)
-    capsys.readouterr()
-    assert render.main([*arguments, "--check"]) == 1
-    said = "README.md is not what results/ says: block 'a.json all'; run: python "
-    assert capsys.readouterr().err == f"{said}tools/results/render.py\n"
-
-
-def test_every_committed_file_of_the_bench_can_be_read():
-    for path in sorted((ROOT / "results").glob("bench_[cg]*.json")):
-        result = json.loads(path.read_text())
-        modes = set(summary.tested(result)) - {"audit", "audit-100"}  # mode off
-        assert set(result["summary"]["nwor"]) == modes, path
-        assert report.text(result)
+TRUE_OFF = {
+    "outputs": {"tokens": TOKENS},
+    "engine": {"kv_blocks": 70},
+    "samples": [10.0, 5.0, 7.0],
+    "summary": {"speed": {"off": summary.speed([make_run(False)])}},
+}
 
 
 def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
-    fake_engine, monkeypatch, capsys, tmp_path
+    engine, monkeypatch, capsys, tmp_path
 ):
     """7 tokens a second unhooked; 10, 5 and 7 in the other process."""
-    off = {
-        "outputs": {"tokens": TOKENS},
-        "engine": {"kv_blocks": 70},
-        "samples": [10.0, 5.0, 7.0],
-        "summary": {"speed": {"off": summary.speed([make_run(False)])}},
-    }
-    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: off)
+    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: TRUE_OFF)
     assert bench_vllm.main(["--json", "a.json"]) == 0
     result = json.loads((tmp_path / "a.json").read_text())
-
-    assert summary.own_process(result) == {
-        "median": 1.0,
-        "low": 0.7,
-        "high": 1.4,
-        "num_runs": 3,
-    }
+    wanted = {"median": 1.0, "low": 0.7, "high": 1.4, "num_runs": 3}
+    assert summary.own_process(result) == wanted
     printed = capsys.readouterr().out
     assert "unhooked / off (own process)  1.0000  0.7000 to 1.4000 (its fas" in printed
     assert "KV blocks that NWOR costs: 6" in printed
@@ -484,96 +358,99 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
     assert summary.own_process(result) is None
 
 
-def test_rates_of_kernels_are_beside_the_copys():
-    """2 MiB in 2 ms are 1.05 GB/s; the log takes twice as long in the median sample."""
-    times = {"copy": [1e-3, 2e-3, 2e-3], "log": [4e-3] * 3, "restore": [2e-3] * 3}
-    found = bench_kernels.statistics_of(times, num_bytes=1 << 20)
-    rates = {"copy": 1.048576, "log": 0.524288, "restore": 1.048576}
-    assert found["gb_per_s"] == pytest.approx(rates)
-    assert found["log_of_copy"] == pytest.approx([0.5, 0.3, 0.5])
-    assert found["restore_of_copy"] == pytest.approx([1.0, 0.6, 1.0])
-
-
-OPEN, END = "<!-- results: a.json {} -->\n", "<!-- /results -->"
-UNUSABLE = {
-    OPEN.format("all"): f"has no '{END}' after it",
-    END: "or the other way round",
-    OPEN.format("pie") + END: "block 'a.json pie': expected FILE and a view",
-    OPEN.format("all") + END: "block 'a.json all': a.json cannot be read",
+CHANGED, SHORTER = [[11, 12, 13], [21, 22, 99, 24]], [[11, 12, 13], [21, 22]]
+DIFFER = "no speed is printed, outputs differ: request 1 differs at output token 2: "
+# Arguments, runs, what a process without NWOR gave, and what is said.
+NO_RESULT = {
+    "one run of many": (
+        *(COMPARE, [*[make_run(True)] * 8, make_run(True, tokens=CHANGED)], None),
+        f"{DIFFER}unhooked gave token 23, nwor of round 2 gave token 99",
+    ),
+    "an output that ends": (
+        *(COMPARE, [make_run(False), make_run(True, tokens=SHORTER)], None),
+        f"{DIFFER}unhooked gave token 23, the warm-up of nwor gave its end after 2",
+    ),
+    "another process": (
+        *(["--json", "a.json"], [make_run(False)], {"outputs": {"tokens": CHANGED}}),
+        f"{DIFFER}an engine without NWOR gave token 99, the warm-up of unhooked gave t",
+    ),
+    "an engine that does not start": (
+        *(["--mode", "cow", "--json", "a.json"], EngineFailed("not active: why"), None),
+        "not active: why",
+    ),
 }
 
 
-@pytest.mark.parametrize("block", UNUSABLE)
-def test_unusable_block_is_named(block, capsys, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(block)
-    assert render.main(["--readme", str(readme), "--results", str(tmp_path)]) == 2
-    assert UNUSABLE[block] in capsys.readouterr().err
-    assert readme.read_text() == block
+@pytest.mark.parametrize("name", NO_RESULT)
+def test_no_speed_without_equal_outputs(name, engine, monkeypatch, capsys, tmp_path):
+    argv, runs, true_off, said = NO_RESULT[name]
+    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: true_off)
+    engine.run.side_effect = runs
+    assert bench_vllm.main(argv) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"bench_vllm.py: {said}")
+    assert list(tmp_path.iterdir()) == []
+    assert engine.run.call_count == (len(runs) if isinstance(runs, list) else 1)
 
 
 # --- the worker extension, beside what tests/integration/test_stats_inprocess.py shows
 
 
-def worker_of(manager, infos=()) -> worker_extension.NworWorkerExtension:
-    """The extension on a runner of plain objects."""
-    worker = worker_extension.NworWorkerExtension()
-    worker.model_runner = types.SimpleNamespace(
-        kv_cache_config=types.SimpleNamespace(num_blocks=64),
-        nwor_state=types.SimpleNamespace(manager=manager, infos=infos),
+@pytest.fixture
+def worker(monkeypatch):
+    """The extension on a runner of plain objects, with a manager of plain numbers;
+    `calls` of that notes what is called, hooks included."""
+    calls = Mock(**{"stage.return_value": False, "commit.return_value": True})
+    counters = [[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]
+    manager = SimpleNamespace(
+        **{name: getattr(calls, name) for name in ("stage", "begin", "commit")},
+        **{"calls": calls, "is_open": False, "start_step": calls.start_step},
+        **{"counters": torch.tensor(counters), "fallbacks": {"stale_log": 1}},
+        **{"log_bytes_per_draft": 75, "log_bytes": 750},
     )
+    for name in ("unhook", "rehook"):
+        monkeypatch.setattr(_wrap, name, getattr(calls, name))
+    worker = NworWorkerExtension()
+    state = SimpleNamespace(manager=manager, infos=())
+    config = SimpleNamespace(num_blocks=64)
+    worker.model_runner = SimpleNamespace(kv_cache_config=config, nwor_state=state)
     return worker
 
 
-def test_extension_where_nwor_was_refused():
-    worker = worker_of(None, [GroupInfo(0, "cow", "off", "unknown layout")])
+def called(worker: NworWorkerExtension) -> list[str]:
+    calls = worker.model_runner.nwor_state.manager.calls
+    return [name for name, *_ in calls.method_calls]
+
+
+def test_extension_where_nwor_was_refused(worker):
+    info = GroupInfo(0, "cow", "off", "unknown layout")
+    vars(worker.model_runner.nwor_state).update(manager=None, infos=[info])
     assert worker.nwor_set_hooked(True) is False
     found = worker.nwor_report()
     assert (found["kv_blocks"], found["counters"]) == (64, {})
     assert found["groups"][0]["reason"] == "unknown layout"
 
 
-@pytest.fixture
-def worker(monkeypatch):
-    """A worker with a manager of plain numbers, which notes what it is called for;
-    nothing is hooked."""
-    calls: list[str] = []
-    manager = types.SimpleNamespace(
-        calls=calls,
-        is_open=False,
-        stage=calls.append,
-        begin=calls.append,
-        commit=lambda acceptance, counters_to: calls.append(acceptance) is None,
-        start_step=lambda: calls.append("start_step"),
-        counters=torch.tensor([[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]),
-        log_bytes_per_draft=75,
-        log_bytes=750,
-        fallbacks={"stale_log": 1},
-    )
-    for name in ("unhook", "rehook"):
-        noted = functools.partial(calls.append, name)
-        monkeypatch.setattr(_wrap, name, noted)
-    return worker_of(manager)
-
-
 def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     """And none for what protected nothing; what was reported is forgotten."""
     manager = worker.model_runner.nwor_state.manager
-    # Around stage, begin and commit.
-    ticks = itertools.accumulate([0, 100, 1, 10, 1, 5, *(0, 100, 1, 10, 1, 1000)])
+    # Around stage, begin and commit; in the end around a stage that is all.
+    ticks = [0, 100, 1, 10, 1, 5, *(0, 100, 1, 10, 1, 1000), 0, 70]
+    ticks = itertools.accumulate(ticks)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     assert worker.nwor_set_hooked(False) is False
     for _ in range(2):
         assert worker.nwor_set_hooked(True) is True
     for manager.is_open in (False, True):
-        manager.stage("stage")
-        manager.begin("begin")
-        assert manager.commit("commit") is True
+        assert manager.stage("windows") is False
+        manager.begin("windows")
+        assert manager.commit("acceptance") is True
     worker.nwor_set_stages(False)
-    manager.stage("not staged")
+    assert manager.stage("windows") is False
     # A step that was not hooked was a step all the same.
     hooked = ["start_step", "rehook"] * 2
-    assert manager.calls == ["unhook", *hooked, *["stage", "begin", "commit"] * 2]
+    assert called(worker) == ["unhook", *hooked, *["stage", "begin", "commit"] * 2]
     found = worker.nwor_report()
     assert (found["begin_ns"], found["commit_ns"]) == ([110], [1000])
     assert worker.nwor_report()["begin_ns"] == []
@@ -583,16 +460,10 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
     assert found["fallbacks"] == {"stale_log": 1}
-
-
-def test_host_times_of_a_step_that_is_all_staged(worker, monkeypatch):
-    ticks = itertools.accumulate([0, 100])
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
-    manager = worker.model_runner.nwor_state.manager
-    manager.stage = lambda windows: True
-    worker.nwor_set_hooked(True)
+    worker.nwor_set_stages(True)
+    manager.calls.stage.return_value = True
     assert manager.stage("windows") is True
-    assert worker.nwor_report()["begin_ns"] == [100]
+    assert worker.nwor_report()["begin_ns"] == [70]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -600,7 +471,7 @@ def test_extension_switches_nothing_in_the_middle_of_a_step(worker, hooked):
     worker.model_runner.execute_model_state = object()
     with pytest.raises(RuntimeError, match=r"in the middle of a step; .* in flight"):
         worker.nwor_set_hooked(hooked)
-    assert worker.model_runner.nwor_state.manager.calls == []
+    assert called(worker) == []
 
 
 def test_extension_reseeds_every_generator(worker):
@@ -614,24 +485,21 @@ def test_extension_reseeds_every_generator(worker):
 # --- tools/gpu/host_profile.py
 
 
-def test_host_profile_has_begin_and_commit_of_each_kind(monkeypatch, tmp_path):
+def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp_path):
     """Two rounds, the second in turned order; every run's ops are those of its kind."""
-    launches, shadow = types.SimpleNamespace(ops="ours"), types.SimpleNamespace(ops="")
-    manager = types.SimpleNamespace(device="cpu", launches=launches, shadow=shadow)
-    state = types.SimpleNamespace(manager=manager)
+    launches, shadow = SimpleNamespace(ops="ours"), SimpleNamespace(ops="")
+    manager = SimpleNamespace(device="cpu", launches=launches, shadow=shadow)
+    runner = SimpleNamespace(nwor_state=SimpleNamespace(manager=manager))
+    engine.rpc.side_effect = lambda ask: ask(SimpleNamespace(model_runner=runner))
     ran = []
 
-    class Engine(FakeEngine):
-        def rpc(self, function):
-            runner = types.SimpleNamespace(nwor_state=state)
-            return function(types.SimpleNamespace(model_runner=runner))
+    def run(arm: ab.Arm) -> Run:
+        ran.append((arm.stages, launches.ops, shadow.ops))
+        return make_run(arm.hooked)
 
-        def run(self, arm):
-            ran.append((arm.stages, launches.ops, shadow.ops))
-            return super().run(arm)
-
-    monkeypatch.setattr(host_profile, "Engine", Engine)
-    monkeypatch.setattr(host_profile.bench, "prepare", lambda cell, options: "cpu")
+    engine.run.side_effect = run
+    monkeypatch.setattr(host_profile, "device_for", lambda options: "cpu")
+    monkeypatch.setattr(host_profile, "prepare_process", lambda options, on: None)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
     monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: arm.name)
     path = tmp_path / "a.json"

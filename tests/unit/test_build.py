@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native library builds, for the CPU and for CUDA, and loads where it should.
+"""The native library builds, for the CPU and for CUDA, and loads where it should; the
+quick rebuild, of a copy of the sources.
 
 Compiling the CUDA sources here, where there may be no GPU, catches what breaks them
 before a machine with one sees them. What the ops do is tested in tests/kernels.
@@ -7,9 +8,12 @@ before a machine with one sees them. What the ops do is tested in tests/kernels.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -17,10 +21,11 @@ import pytest
 from tools import native
 
 ROOT = Path(__file__).resolve().parents[2]
+REBUILD = "rebuild_nwor_extension.sh"
 LOAD = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
-print(hasattr(torch.ops._C_cache_ops, "log_cache_slots"))
+torch.ops._C_cache_ops.log_cache_slots
 """
 
 # The builtins of a library with CUDA code, where there may be no GPU.
@@ -53,29 +58,105 @@ def undefined_symbols(library: Path) -> list[str]:
     return result.stdout.split()
 
 
-def loads(library: Path) -> bool:
-    """Whether a fresh process gets the ops from this file."""
-    command = [sys.executable, "-c", LOAD, str(library)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip() == "True"
-
-
-def check(library: Path) -> None:
+def check(library: Path, checkout: Path) -> None:
     """What holds for every build: no Python in it, no path of this machine, loads."""
     symbols = undefined_symbols(library)
     assert symbols
     assert [name for name in symbols if name.startswith(("Py", "_Py"))] == []
-    assert str(ROOT).encode() not in library.read_bytes()
-    assert loads(library)
+    assert str(checkout).encode() not in library.read_bytes()
+    command = [sys.executable, "-c", LOAD, str(library)]
+    subprocess.run(command, check=True)
 
 
-def test_cpu_library(monkeypatch, tmp_path):
-    monkeypatch.setenv("NWOR_CUDA", "OFF")
-    assert native.build(tmp_path)
-    check(tmp_path / native.LIBRARY)
-    # Nothing changed, so nothing is written.
-    assert not native.build(tmp_path)
+def rebuild(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script of a checkout."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    env = {"PATH": path, "PYTHON": sys.executable, "HOME": str(checkout)}
+    command = [checkout / "tools" / REBUILD, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What the rebuild needs of this checkout, with the sources as they are here, built
+    for the CPU."""
+    folder = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("csrc", "vllm/v1/nwor"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    (folder / "tools").mkdir()
+    for name in ("CMakeLists.txt", f"tools/{REBUILD}", "tools/native.py"):
+        shutil.copy(ROOT / name, folder / name)
+    result = rebuild(folder, "--cuda", "off")
+    assert result.returncode == 0, result.stderr
+    assert "check: the library is up to date, with all ops for cpu" in result.stdout
+    return folder
+
+
+@pytest.fixture
+def edit(built):
+    """Changes a file of csrc/nwor until the end of the test."""
+    with contextlib.ExitStack() as undo:
+
+        def apply(name: str, old: str, new: str) -> None:
+            path = built / "csrc" / "nwor" / name
+            text = path.read_text()
+            assert old in text
+            path.write_text(text.replace(old, new, 1))
+            undo.callback(path.write_text, text)
+
+        yield apply
+
+
+def test_rebuild_compiles_only_what_changed(built, edit):
+    library = built / "vllm" / "v1" / "nwor" / native.LIBRARY
+    check(library, built)
+    before = library.stat().st_mtime_ns, library.read_bytes()
+    assert rebuild(built, "--cuda", "off").returncode == 0
+    assert (library.stat().st_mtime_ns, library.read_bytes()) == before
+    objects = {path: path.stat().st_mtime_ns for path in built.rglob("*.o")}
+    # An exported symbol: what is linked is another library.
+    change = 'extern "C" __attribute__((visibility("default"))) int nwor_changed = 7;'
+    edit("cow_cpu.cpp", "", f"{change}\n")
+    result = rebuild(built, "--cuda", "off")
+    assert result.returncode == 0, result.stderr
+    assert library.read_bytes() != before[1]
+    changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
+    assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
+
+
+DEFINE = "ops.def(#name"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("cow_cpu.cpp", "", "this is no C++\n", "native build: `cmake` failed"),
+        # All compiles, and is of no use.
+        (
+            "torch_bindings.cpp",
+            DEFINE,
+            f"if (#name[0] != 'c') {DEFINE}",
+            "commit_draft",
+        ),
+    ],
+)
+def test_rebuild_says_why_it_is_of_no_use(name, old, new, said, built, edit):
+    edit(name, old, new)
+    result = rebuild(built, "--cuda", "off")
+    assert result.returncode == 1
+    assert said in result.stderr
+    assert "up to date" not in result.stdout
+
+
+def test_bad_arguments_of_the_rebuild(monkeypatch):
+    result = rebuild(ROOT, "--cuda", "maybe")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "argument --cuda: invalid choice: 'MAYBE'" in result.stderr
+    monkeypatch.setattr(sys, "executable", "python9")
+    result = rebuild(ROOT)
+    assert result.returncode == 1
+    assert "PYTHON is 'python9', which is not there" in result.stderr
 
 
 @pytest.mark.slow
@@ -88,7 +169,7 @@ def test_cuda_library(monkeypatch, tmp_path):
     library = tmp_path / native.LIBRARY
     assert b".nv_fatbin" in library.read_bytes()
     # It must load where torch is a CPU build, too: one file serves both.
-    check(library)
+    check(library, ROOT)
     command = [sys.executable, "-c", BUILTINS, str(library)]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     assert found.stdout.strip() == REFUSED

@@ -25,8 +25,7 @@ import pytest
 import torch
 from benchmarks import environment
 from benchmarks.arguments import parse
-from benchmarks.models import Model
-from benchmarks.settings import engine_arguments
+from benchmarks.settings import Model, engine_arguments
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
@@ -41,7 +40,7 @@ from tests.gpu import (
 )
 from tests.gpu.pool import Finished, Pool
 from tests.unit import test_bench_vllm
-from tools.gpu import bench, cells
+from tools.gpu import bench
 
 # -- tables ----------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ LLAMA = Model("somewhere", "shape:llama-8b", True)
 
 def test_cells_are_commands_that_bench_vllm_takes():
     budgeted = set()
-    for cell in cells.CELLS:
+    for cell in bench.CELLS:
         for batch in cell.batches:
             options = parse(cell.arguments(batch))
             assert options.nwor_mode == ("off" if options.audits else "stage")
@@ -97,7 +96,7 @@ def test_cells_are_commands_that_bench_vllm_takes():
             assert engine.get("block_size", 0) == cell.block_size
             mean = sum(options.acceptance) / len(options.acceptance)
             assert mean == pytest.approx(cell.acceptance / 100)
-            if cell.name in cells.BUDGETED:
+            if cell.name in bench.BUDGETED:
                 budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
     assert len(budgeted) == 5 * 3
     assert ("v2", 8, 50, 64) in budgeted
@@ -109,13 +108,9 @@ def bench_cell(monkeypatch, tmp_path):
     the results, by batch size, and the engines."""
     started, off = [], []
 
-    class Engine(test_bench_vllm.FakeEngine):
-        def __init__(self, options, on):
-            started.append((options.batch_size, options.max_num_seqs, on))
-            super().__init__(options, on)
-
-        def _encode(self, texts):
-            return self.waves
+    def start(options, on):
+        started.append((options.batch_size, options.max_num_seqs, on))
+        return test_bench_vllm.fake_engine()
 
     def run_true_off(argv):
         off.append(
@@ -128,9 +123,9 @@ def bench_cell(monkeypatch, tmp_path):
         )
         return off[-1]
 
-    monkeypatch.setattr(bench, "Engine", Engine)
+    monkeypatch.setattr(bench, "Engine", start)
     monkeypatch.setattr(bench, "prepare_process", lambda options, on: None)
-    monkeypatch.setattr(bench.device, "resolve", lambda options: "cuda")
+    monkeypatch.setattr(bench, "device_for", lambda options: "cuda")
     monkeypatch.setattr(bench.environment, "PACKAGES", ())
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(bench.report, "text", lambda result: "")

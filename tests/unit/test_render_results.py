@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The views of GPU results: what a row is made of, and that a difference shows."""
+"""Blocks of documents and their views: what a row is made of; a difference shows."""
 
-import copy
+import io
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import picture, reach, views
+from benchmarks import picture, reach, report
 from PIL import Image
 
 from tests.gpu import results
@@ -23,6 +23,60 @@ def cells(row):
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
+# --- blocks of documents
+
+
+def test_a_block_is_rendered_checked_and_named(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    arguments = ["--readme", str(readme)]
+    blocks = "".join(
+        f"text\n<!-- results: {what} -->\n<!-- /results -->\n"
+        for what in ("bench_cpu.json all", "bench_gpu_v1-k4*.json cells")
+    )
+    readme.write_text(blocks)
+    assert render.main([*arguments, "--check"]) == 1
+    assert readme.read_text() == blocks
+    assert render.main(arguments) == 0
+    assert render.main([*arguments, "--check"]) == 0
+    text = readme.read_text()
+    assert text.count("drafts logged  ") == 1
+    readme.write_text(text.replace("drafts logged  ", "drafts logged  1"))
+    capsys.readouterr()
+    assert render.main([*arguments, "--check"]) == 1
+    said = "README.md is not what results/ says: block 'bench_cpu.json all'; run: "
+    assert capsys.readouterr().err == f"{said}python tools/results/render.py\n"
+
+
+OPEN, END = "<!-- results: {} -->\n", "<!-- /results -->"
+UNUSABLE = {
+    OPEN.format("bench_cpu.json all"): f"has no '{END}' after it",
+    END: "or the other way round",
+    OPEN.format("a.json pie") + END: "block 'a.json pie': expected FILE and a view",
+    OPEN.format("a.json all") + END: "block 'a.json all': a.json cannot be read",
+    OPEN.format("bench_cpu.json engines") + END: "not a file of kind gpu_engines",
+}
+
+
+@pytest.mark.parametrize("block", UNUSABLE)
+def test_unusable_block_is_named(block, capsys, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(block)
+    assert render.main(["--readme", str(readme)]) == 2
+    assert UNUSABLE[block] in capsys.readouterr().err
+    assert readme.read_text() == block
+
+
+def test_what_the_documents_show_is_what_the_views_make_of_the_files():
+    """All of VIEWS, over the committed files: their rows, verdicts and order."""
+    assert render.main(["--check"]) == 0
+    shown = "".join(path.read_text() for path in render.READMES)
+    views_shown = {what.split()[-1] for _, what, _ in render.BLOCK.findall(shown)}
+    assert views_shown == set(render.VIEWS)
+
+
+# --- views
+
+
 @pytest.mark.parametrize("lost", [0, 64])
 def test_bytes_are_held_against_the_shapes(lost):
     done = {"staged": 8, "committed": 6, "rejected": 2, "host": {"num_begins": 2}}
@@ -34,12 +88,14 @@ def test_bytes_are_held_against_the_shapes(lost):
         "environment": {"gpu": "NVIDIA GeForce RTX 4090"},
         "summary": {"nwor": {"cow": done}},
     }
-    assert cells(views.rendered("bytes", results=[result]).splitlines()[-1]) == [
+    assert cells(report.rendered("bytes", results=[result]).splitlines()[-1]) == [
         *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "cow", "0.75"),
         *("4.0", "0.50 MiB", "0.12 MiB", "0", "-64" if lost else "0"),
     ]
-    with pytest.raises(views.BadBlock, match="needs a named shape, not smol"):
-        views.rendered("bytes", results=[result | {"model": "smol"}])
+    with pytest.raises(report.BadBlock, match="needs a named shape, not smol"):
+        report.rendered("bytes", results=[result | {"model": "smol"}])
+    with pytest.raises(report.BadBlock, match="needs mode compare, not cow"):
+        report.rendered("cells", results=[{"mode": "cow"}])
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
@@ -47,54 +103,33 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     name, entry = next(iter(json.loads(path.read_text())["entries"].items()))
     entry["problems"] = {"bytes": ["a slot"], "outputs": []}
     entry["unsettled"] = ["aborts: tokens", "aborts, plain: tokens"]
-    markdown = views.rendered("engines", result={"entries": {name: entry}})
+    markdown = report.rendered("engines", result={"entries": {name: entry}})
     row = cells(markdown.splitlines()[-1])
     assert (row[0], row[7:9]) == (name, ["bytes", "aborts"])
 
 
-def test_what_the_documents_show_is_what_the_views_make_of_the_files(capsys):
-    """All of VIEWS, over the committed files: their rows, verdicts and order."""
-    assert render.main(["--check"]) == 0
-    shown = "".join(path.read_text() for path in render.READMES)
-    views_shown = {what.split()[-1] for _, what, _ in render.BLOCK.findall(shown)}
-    assert views_shown == set(render.VIEWS)
-
-
-def test_a_file_of_another_kind_or_mode_is_refused():
-    with pytest.raises(views.BadBlock, match="not a file of kind gpu_engines"):
-        render.load(ROOT / "results" / "bench_cpu.json", kind="gpu_engines")
-    with pytest.raises(views.BadBlock, match="needs mode compare, not cow"):
-        views.rendered("cells", results=[{"mode": "cow"}])
-
-
 def test_extremes_are_chosen_by_the_median_ratio():
     path = next((ROOT / "results").glob("bench_gpu_*.json"))
-    result = json.loads(path.read_text())
-
-    def of(batch, **medians):
-        changed = copy.deepcopy(result)
-        changed["arguments"]["batch_size"] = batch
-        found = changed["summary"]
+    results = []
+    for batch, medians in enumerate(
+        ({"cow": 0.99, "stage": 0.7}, {"cow": 0.97}, {"cow": 0.98}, {"cow": 0.96}), 1
+    ):
+        result = json.loads(path.read_text())
+        result["arguments"]["batch_size"] = batch
+        found = result["summary"]
         control = found["ratio"]["control"]
         ratio = {name: control | {"median": one} for name, one in medians.items()}
-        found["ratio"] = {**ratio, "control": control}
         host = {"begin_us_median": 20.0, "commit_us_median": 10.0 + batch}
+        found["ratio"] = {**ratio, "control": control}
         found["nwor"] = {name: {"host": host} for name in medians}
-        return changed
-
-    results = [
-        *(of(1, cow=0.99, stage=0.7), of(2, cow=0.97)),
-        *(of(3, cow=0.98), of(4, cow=0.96)),
-    ]
-    rows = views.rendered("extremes", results=results).splitlines()[2:]
-    cow, stage = rows[-2:]
+        results.append(result)
+    _, _, *rows, _, cow, stage = report.rendered("extremes", results=results).split(
+        "\n"
+    )
     assert cow.startswith("- cow: median of the ratios 0.9750; budget of through")
     assert cow.endswith(" 31.0 to 34.0 us, over its budget of 40 us in 0.")
     assert stage.endswith("31.0 to 31.0 us, over its budget of 30 us in 1.")
-    del rows[-3:]
-    found = list(map(cells, rows))
-
-    assert [(row[0], row[4], row[7][:6]) for row in found] == [
+    assert [(row[0], row[4], row[7][:6]) for row in map(cells, rows)] == [
         ("cow, best of 4", "1", "0.9900"),
         ("cow, median", "2", "0.9700"),
         ("cow, worst", "4", "0.9600"),
@@ -105,92 +140,96 @@ def test_extremes_are_chosen_by_the_median_ratio():
 # --- the tables of docs/reach.md
 
 
-def cpu_entry(name, mode, verdict, kind="method", **more):
-    where = {"vllm": "0.32.0", "runner": "V1", "backend": "CPU_ATTN"}
-    entry = {"kind": kind, "name": name, "mode": mode, "verdict": verdict}
-    return where | entry | more
-
-
 def cpu_result(*entries):
-    return {"kind": "cpu_engines", "entries": dict(enumerate(entries))}
+    """entries: (kind, name, mode, verdict, reason or None)."""
+    where = {"vllm": "0.32.0", "runner": "V1", "backend": "CPU_ATTN"}
+    names = ("kind", "name", "mode", "verdict", "reason")
+    found = [where | dict(zip(names, entry, strict=True)) for entry in entries]
+    return {"kind": "cpu_engines", "entries": dict(enumerate(found))}
 
 
-def gpu_result(mode, *specs):
-    """specs: (name, runner, drafter, backend, ranks, problems)."""
-    names = ("runner", "drafter", "backend", "tensor_parallel")
-    return {
-        "kind": "gpu_engines",
-        "entries": {
-            name: {
-                "engine": dict(zip(names, spec, strict=True)),
-                "problems": {
-                    "started": [one for one in problems if one == "stopped"],
-                    "bytes": [one for one in problems if one != "stopped"],
-                    "outputs": [],
-                },
-                "seconds": {"off": 1.0, mode: 1.0},
-                "environment": {"packages": {"vllm": "0.26.0"}},
-            }
-            for name, *spec, problems in specs
-        },
-    }
+def gpu_result(*specs, **more):
+    """Of mode stage. specs: name, drafter, backend, ranks, checks that found something.
+    more: what else the engine of a name has."""
+
+    def entry(name, drafter, backend, ranks, bad):
+        engine = {"runner": "v2", "drafter": drafter, "backend": backend}
+        return {
+            "engine": engine | {"tensor_parallel": ranks, **more.get(name, {})},
+            "problems": {"outputs": [], **{check: ["what"] for check in bad.split()}},
+            "seconds": {"off": 1.0, "stage": 1.0},
+            "environment": {"packages": {"vllm": "0.26.0"}},
+        }
+
+    return {"kind": "gpu_engines", "entries": {one[0]: entry(*one) for one in specs}}
 
 
-def tables(results, kind="method"):
-    return reach.tables(kind, results)
+CPU = cpu_result(
+    ("method", "eagle", "cow", "exact", None),
+    ("method", "custom_class", "cow", "refused", "it may"),
+    ("method", "custom_class", "stage", "refused", "it may"),
+    ("method", "mtp", "cow", "exact", None),
+    ("method", "mtp", "stage", "failed", None),
+    ("model", "a hybrid", "stage", "refused", "zeroes"),
+)
+GPU = gpu_result(
+    ("one", "eagle", "FLASH_ATTN", 1, ""),
+    ("other", "eagle", "FLASH_ATTN", 1, "bytes"),
+    ("third", "eagle", "TRITON_ATTN", 1, ""),
+    ("two ranks", "eagle", "FLASH_ATTN", 2, ""),
+    ("fourth", "mtp", "FLASH_ATTN", 1, ""),
+    ("fifth", "mtp", "FLASH_ATTN", 1, "started"),
+    ("sixth", "mtp", "TRITON_ATTN", 1, "started bytes"),
+)
+ALL, OTHERS = ", ".join(reach.VERSIONS), "0.26.0, 0.29.0, 0.33.0"
+REFUSED = "refused (1): CPU_ATTN"
+# A result, and the first lines that a table has of a name.
+LINES = [
+    (CPU, "method", "dspark", f"{ALL} | | untested | untested"),
+    (CPU, "method", "eagle", "0.32.0 | V1 | exact: CPU_ATTN | untested"),
+    (CPU, "method", "eagle", f"{OTHERS} | | untested | untested"),
+    (CPU, "method", "custom_class", f"0.32.0 | V1 | {REFUSED} | {REFUSED}"),
+    (CPU, "method", "mtp", "0.32.0 | V1 | exact: CPU_ATTN | **failed**: CPU_ATTN"),
+    (CPU, "model", "a hybrid", f"0.32.0 | V1 | untested | {REFUSED}"),
+    # One engine of several that fails takes its backend along; one that was stopped
+    # proves nothing of it.
+    (
+        *(GPU, "method", "eagle"),
+        "0.26.0 | V2 | untested | exact: TRITON_ATTN; **failed**: FLASH_ATTN",
+    ),
+    (
+        *(GPU, "method", "mtp"),
+        "0.26.0 | V2 | untested | **failed**: TRITON_ATTN; incomplete: FLASH_ATTN",
+    ),
+    (
+        *(GPU, "parallelism", "tensor parallel 2"),
+        "0.26.0 | V2 | untested | exact: FLASH_ATTN",
+    ),
+]
 
 
-def rows_of(markdown, name):
-    """The lines of a name in a table of methods, and what stands below the table."""
-    table, _, notes = markdown.partition("\n\n")
-    rows = map(cells, table.split("\n"))
-    return [row[1:] for row in rows if row[0] == name], notes
-
-
-def test_what_no_result_names_is_untested():
-    result = cpu_result(cpu_entry("eagle", "cow", "exact"))
-    (row,), notes = rows_of(tables([result]), "dspark")
-    assert row == [", ".join(reach.VERSIONS), "", "untested", "untested"]
-    assert notes == ""
-    rows, _ = rows_of(tables([result]), "eagle")
-    assert rows == [
-        ["0.32.0", "V1", "exact: CPU_ATTN", "untested"],
-        ["0.26.0, 0.29.0, 0.33.0", "", "untested", "untested"],
-    ]
-
-
-def test_a_refusal_is_told_with_its_sentence_and_a_failure_as_such():
-    result = cpu_result(
-        cpu_entry("custom_class", "cow", "refused", reason="it may"),
-        cpu_entry("custom_class", "stage", "refused", reason="it may"),
-        cpu_entry("mtp", "cow", "exact"),
-        cpu_entry("mtp", "stage", "failed"),
-        cpu_entry("a hybrid", "stage", "refused", kind="model", reason="zeroes"),
-    )
-    markdown = tables([result])
-    (row, _), notes = rows_of(markdown, "custom_class")
-    assert row[2:] == ["refused (1): CPU_ATTN", "refused (1): CPU_ATTN"]
-    assert notes == "1. it may"
-    (row, _), _ = rows_of(markdown, "mtp")
-    assert row[2:] == ["exact: CPU_ATTN", "**failed**: CPU_ATTN"]
-    assert "a hybrid" not in markdown
-    (row, _), notes = rows_of(tables([result], "model"), "a hybrid")
-    assert (row[2:], notes) == (["untested", "refused (1): CPU_ATTN"], "1. zeroes")
+@pytest.mark.parametrize(("result", "kind", "name", "line"), LINES)
+def test_a_line_of_the_tables_of_reach(result, kind, name, line):
+    table, _, notes = reach.tables(kind, [result]).partition("\n\n")
+    rows = [row[1:] for row in map(cells, table.split("\n")) if row[0] == name]
+    assert rows.count(cells(line)) == 1
+    assert len(rows) == 1 + (name != "dspark")  # and one of the other versions
+    reasons = {"method": "1. it may", "model": "1. zeroes"}
+    assert notes == (reasons[kind] if result is CPU else "")
 
 
 def test_what_an_engine_of_a_gpu_is_about_has_a_line_of_its_own():
     result = gpu_result(
-        "cow",
-        ("one", "v2", "dspark", "FLASH_ATTN", 1, []),
-        ("two", "v2", "dspark", "FLASH_ATTN", 1, []),
-        ("three", "v1", "draft_model", "FLASH_ATTN", 1, []),
-        ("four", "v2", "eagle", "FLASH_ATTN", 1, ["a slot"]),
-        ("five", "v2", "eagle", "FLASH_ATTN", 1, []),
+        ("one", "dspark", "FLASH_ATTN", 1, ""),
+        ("two", "dspark", "FLASH_ATTN", 1, ""),
+        ("three", "draft_model", "FLASH_ATTN", 1, ""),
+        ("four", "eagle", "FLASH_ATTN", 1, "bytes"),
+        ("five", "eagle", "FLASH_ATTN", 1, ""),
+        two={"adaptive": True},
+        three={"rejection": "fly"},
+        four={"dynamic": True},
+        five={"executor": "ray"},
     )
-    engines = {name: entry["engine"] for name, entry in result["entries"].items()}
-    engines["two"]["adaptive"] = engines["four"]["dynamic"] = True
-    engines["three"]["rejection"] = "fly"
-    engines["five"]["executor"] = "ray"
     found = {one["name"]: one["verdict"] for one in reach.entries(result)}
     assert found == {
         "dspark": "exact",
@@ -200,27 +239,6 @@ def test_what_an_engine_of_a_gpu_is_about_has_a_line_of_its_own():
         "Ray": "exact",
     }
     assert found.keys() <= {name for names in reach.NAMES.values() for name in names}
-
-
-def test_one_engine_of_several_that_fails_takes_its_backend_along():
-    """One that was stopped proves nothing of its backend."""
-    result = gpu_result(
-        "stage",
-        ("one", "v2", "eagle", "FLASH_ATTN", 1, []),
-        ("other", "v2", "eagle", "FLASH_ATTN", 1, ["a slot"]),
-        ("third", "v2", "eagle", "TRITON_ATTN", 1, []),
-        ("two ranks", "v2", "eagle", "FLASH_ATTN", 2, []),
-        ("fourth", "v2", "mtp", "FLASH_ATTN", 1, []),
-        ("fifth", "v2", "mtp", "FLASH_ATTN", 1, ["stopped"]),
-        ("sixth", "v2", "mtp", "TRITON_ATTN", 1, ["stopped", "a slot"]),
-    )
-    for kind, name, wanted in (
-        ("method", "eagle", "exact: TRITON_ATTN; **failed**: FLASH_ATTN"),
-        ("method", "mtp", "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN"),
-        ("parallelism", "tensor parallel 2", "exact: FLASH_ATTN"),
-    ):
-        (row, *_), _ = rows_of(tables([result], kind), name)
-        assert row == ["0.26.0", "V2", "untested", wanted]
 
 
 def test_the_tables_of_the_documents_have_every_result():
@@ -254,11 +272,10 @@ def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
 # --- documents
 
 
-def test_the_picture_is_drawn_from_its_file_and_shows_no_trace(tmp_path):
+def test_the_picture_is_drawn_from_its_file_and_shows_no_trace():
     result = json.loads((ROOT / "results" / "picture.json").read_text())
-    picture.draw(result, tmp_path / "drawn.png")
-    paths = (tmp_path / "drawn.png", ROOT / "docs" / "picture.png")
-    drawn, shown = (np.asarray(Image.open(path)) for path in paths)
+    pictures = (io.BytesIO(picture.drawn(result)), ROOT / "docs" / "picture.png")
+    drawn, shown = (np.asarray(Image.open(one)) for one in pictures)
     assert np.array_equal(drawn, shown)
     vanilla, nwor = result["runs"]["vllm"], result["runs"]["nwor"]
     assert (vanilla["tokens"], vanilla["steps"]) == (nwor["tokens"], nwor["steps"])

@@ -1,33 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell scripts for developers: the container's shell and the quick rebuild.
+"""The shell scripts: the container's shell, and what runs on a GPU's host.
 
 No container engine is needed: a program named docker stands for it and writes down what
-it was asked. Rebuilds are of a copy of the sources.
+it was asked.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import itertools
+import getpass
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
-import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tools import native
-
 ROOT = Path(__file__).resolve().parents[2]
 DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"
-REBUILD = ROOT / "tools" / "rebuild_nwor_extension.sh"
 NEEDED = ("bash", "dirname", "env", "id", "sed")
 
 
@@ -71,8 +66,6 @@ with open({record!r}, "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 sys.exit(sys.argv[1] == {fail!r})
 """
-
-
 Shell = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
 
 
@@ -96,34 +89,30 @@ def shell(tmp_path) -> Shell:
     return run_shell
 
 
-def values(command: Sequence[str], option: str) -> list[str]:
-    return [b for a, b in itertools.pairwise(command) if a == option]
+def asked_of_docker(device: str, *command: str) -> list[list[str]]:
+    """To build the image, and to run that command: as oneself, caches in volumes apart
+    for each image; without a terminal, for these tests have none."""
+    dockerfile = {"gpu": "Dockerfile", "cpu": "Dockerfile.cpu"}[device]
+    gpus = {"gpu": "--gpus all ", "cpu": ""}[device]
+    user = f"{os.getuid()}:{os.getgid()}"
+    run = (
+        f"run --rm --interactive --init --user {user} {gpus}--ipc host "
+        f"--mount type=bind,source={ROOT},target=/src --workdir /src "
+        f"--mount type=volume,source=vllm-nwor-cache-{device},target=/cache "
+        f"--mount type=volume,source=vllm-nwor-venv-{device},target=/src/.venv "
+        f"--mount type=volume,source=vllm-nwor-build-{device},target=/src/build "
+        "--env HOME=/cache --env XDG_CACHE_HOME=/cache --env NWOR_CACHE=/cache/nwor "
+        f"--env USER={getpass.getuser()} --entrypoint env vllm-nwor:dev-{device}"
+    )
+    image = f"--target build -f {ROOT}/docker/{dockerfile} -t vllm-nwor:dev-{device}"
+    return [f"build {image} {ROOT}".split(), [*run.split(), *command]]
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_shell_is_of_the_image_for_this_machine(shell, device):
-    result, (build, command) = shell(gpu=device == "gpu")
+    result, asked = shell(gpu=device == "gpu")
     assert result.returncode == 0, result.stderr
-    dockerfile = ROOT / "docker" / f"Dockerfile{'.cpu' if device == 'cpu' else ''}"
-    assert build == [
-        *("build", "--target", "build", "-f", str(dockerfile)),
-        *("-t", f"vllm-nwor:dev-{device}", str(ROOT)),
-    ]
-    assert command[:2] == ["run", "--rm"]
-    assert command[-2:] == [f"vllm-nwor:dev-{device}", "bash"]
-    assert values(command, "--gpus") == ["all"] * (device == "gpu")
-    assert "--tty" not in command  # this test has no terminal
-    assert values(command, "--user") == [f"{os.getuid()}:{os.getgid()}"]
-    assert values(command, "--workdir") == ["/src"]
-    assert values(command, "--entrypoint") == ["env"]
-    assert "HOME=/cache" in values(command, "--env")
-    assert sorted(values(command, "--mount")) == [
-        f"type=bind,source={ROOT},target=/src",
-        # Caches, apart for each image.
-        f"type=volume,source=vllm-nwor-build-{device},target=/src/build",
-        f"type=volume,source=vllm-nwor-cache-{device},target=/cache",
-        f"type=volume,source=vllm-nwor-venv-{device},target=/src/.venv",
-    ]
+    assert asked == asked_of_docker(device, "bash")
 
 
 def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
@@ -133,7 +122,7 @@ def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
     printed = [shlex.split(line)[1:] for line in shown.stdout.splitlines()]
     done, asked = shell("--", *words, gpu=True)
     assert (done.returncode, asked) == (0, printed)
-    assert asked[1][-5:] == ["vllm-nwor:dev-gpu", *words]
+    assert asked == asked_of_docker("gpu", *words)
 
 
 @pytest.mark.parametrize("fail", ["build", "run"])
@@ -148,94 +137,6 @@ def test_bad_arguments_of_the_shell(shell, bad):
     done, asked = shell(*bad.split())
     assert (done.returncode, done.stdout, asked) == (2, "", [])
     assert f"'{bad}' is not allowed; allowed are --device gpu," in done.stderr
-
-
-# --- rebuild_nwor_extension.sh ---
-
-
-def rebuild(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    env = {"PATH": path, "PYTHON": sys.executable, "HOME": str(checkout)}
-    return run(checkout / "tools" / REBUILD.name, *arguments, **env)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """What the rebuild needs of this checkout, with the sources as they are here, built
-    for the CPU."""
-    folder = tmp_path_factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("csrc", "vllm/v1/nwor"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    (folder / "tools").mkdir()
-    shutil.copy(ROOT / "CMakeLists.txt", folder)
-    for name in (REBUILD.name, "native.py"):
-        shutil.copy(ROOT / "tools" / name, folder / "tools")
-    result = rebuild(folder, "--cuda", "off")
-    assert result.returncode == 0, result.stderr
-    assert "check: the library is up to date, with all ops for cpu" in result.stdout
-    return folder
-
-
-@pytest.fixture
-def edit(built):
-    """Edits a file of csrc/nwor until the end of the test."""
-    originals = {}
-
-    def apply(name: str, change: Callable[[str], str]) -> None:
-        path = built / "csrc" / "nwor" / name
-        originals[path] = path.read_text()
-        changed = change(originals[path])
-        assert changed != originals[path]
-        path.write_text(changed)
-
-    yield apply
-    for path, text in originals.items():
-        path.write_text(text)
-
-
-def test_rebuild_compiles_only_what_changed(built, edit):
-    library = built / "vllm" / "v1" / "nwor" / native.LIBRARY
-    before = library.read_bytes()
-    objects = {path: path.stat().st_mtime_ns for path in built.rglob("*.o")}
-    # An exported symbol: what is linked is another library.
-    change = 'extern "C" __attribute__((visibility("default"))) int nwor_changed = 7;'
-    edit("cow_cpu.cpp", lambda text: f"{text}\n{change}\n")
-    started = time.monotonic()
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 0, result.stderr
-    assert time.monotonic() - started < 30
-    assert library.read_bytes() != before
-    changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
-    assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
-
-
-def test_rebuild_stops_at_a_source_that_does_not_compile(built, edit):
-    edit("cow_cpu.cpp", lambda text: text + "this is no C++\n")
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 1
-    assert "native build: `cmake` failed" in result.stderr
-    assert "up to date" not in result.stdout
-
-
-def test_rebuild_names_the_op_that_is_missing(built, edit):
-    """All compiles, and is of no use."""
-    others = "ops.def(#name", "if (#name[0] != 'c') ops.def(#name"
-    edit("torch_bindings.cpp", lambda text: text.replace(*others))
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 1
-    assert "commit_draft_layer" in result.stderr
-    assert "up to date" not in result.stdout
-
-
-def test_bad_arguments_of_the_rebuild():
-    env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
-    result = run(REBUILD, "--cuda", "maybe", **env)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "argument --cuda: invalid choice: 'MAYBE'" in result.stderr
-    result = run(REBUILD, PATH=os.environ["PATH"], PYTHON="python9")
-    assert result.returncode == 1
-    assert "PYTHON is 'python9', which is not there" in result.stderr
 
 
 # --- gpu_run.sh -----------------------------------------------------------------------
@@ -316,7 +217,7 @@ def test_a_build_that_fails_leaves_a_folder_of_packages_as_it_was(gpu_checkout):
 NOTING = """#!/bin/sh
 case "$*" in
 *BUDGETED*) echo cell-1 cell-2 ;;
-*models.find*) echo /target && echo /head ;;
+*settings.find_model*) echo /target && echo /head ;;
 *) echo "asked: $(echo "$*" | tr -s ' \\n' ' ')" ;;
 esac
 """
@@ -367,6 +268,7 @@ def test_each_step_asks_for_its_tests_and_tools(steps, gpu_checkout):
         PYTHON=str(gpu_checkout / "python"),
         TMPDIR=str(gpu_checkout),
         NWOR_RESULTS=str(gpu_checkout / "results"),
+        NWOR_WORK=str(gpu_checkout / "work"),  # not there yet
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.replace(str(gpu_checkout), "").splitlines()

@@ -282,45 +282,30 @@ def test_interrupted_model_leaves_nothing_half_written(cache, tiny_recipe):
 
 
 def test_draft_keeps_the_other_layers_in_order():
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    target = make_models.model_path("smollm2-135m")
-    draft = make_models.model_path("smollm2-draft-26")
+    target, draft = map(make_models.model_path, ("smollm2-135m", "smollm2-draft-26"))
     config = json.loads((draft / "config.json").read_text())
     assert config["num_hidden_layers"] == 26
-    names = ("mlp.up_proj.weight", "self_attn.q_proj.weight")
-    with (
-        safe_open(target / "model.safetensors", framework="pt") as whole,
-        safe_open(draft / "model.safetensors", framework="pt") as part,
-    ):
-        # Layers 5, 7, 12 and 27 are left out.
-        for new, old in ((4, 4), (5, 6), (6, 8), (10, 13), (23, 26), (25, 29)):
-            for name in names:
-                ours = part.get_tensor(f"model.layers.{new}.{name}")
-                theirs = whole.get_tensor(f"model.layers.{old}.{name}")
-                assert ours.equal(theirs)
+    whole, part = (load_file(path / "model.safetensors") for path in (target, draft))
+    # Layers 5, 7, 12 and 27 are left out.
+    for new, old in ((4, 4), (5, 6), (6, 8), (10, 13), (23, 26), (25, 29)):
+        for name in ("mlp.up_proj.weight", "self_attn.q_proj.weight"):
+            ours = part[f"model.layers.{new}.{name}"]
+            assert ours.equal(whole[f"model.layers.{old}.{name}"])
 
 
 @pytest.mark.slow
 def test_converted_model_speaks_english():
-    code = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
-chat = [{"role": "user", "content": "What is the capital of France?"}]
-inputs = tokenizer.apply_chat_template(
-    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-print(tokenizer.decode(tokens[0][inputs["input_ids"].shape[1]:]))
-"""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     path = make_models.model_path("smollm2-135m")
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "The capital of France is Paris.<|im_end|>"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    options = {"add_generation_prompt": True, "return_dict": True}
+    inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", **options)
+    (tokens,) = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    said = tokenizer.decode(tokens[inputs["input_ids"].shape[1] :])
+    assert said == "The capital of France is Paris.<|im_end|>"

@@ -10,29 +10,103 @@ each: an 8B engine takes longer to start than to measure. Pairs are added until 
 intervals are narrow enough or `--seconds` are over; the file says which it was. No
 batch size has fewer than the fewest pairs that bench_vllm.py allows.
 
+A cell is a list of arguments of bench_vllm.py, and for one cell a variable, so that any
+of its results can be had again by that program alone. vLLM fixes the synthetic
+acceptance of an engine when it starts: two acceptances are two cells. Drafts come from
+an EAGLE head with random weights, which proposes all k of them in every step, on both
+model runners, unless a cell says otherwise.
+
 Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ab, device, environment, prompts, report  # noqa: E402
+from benchmarks import ab, environment, prompts, report  # noqa: E402
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import recorded, write_json  # noqa: E402
-from benchmarks.settings import leave, prepare_process  # noqa: E402
+from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
-from tools.gpu import cells  # noqa: E402
+
+_READ = yaml.safe_load(
+    Path(__file__).with_name("cells.yml").read_text(encoding="utf-8")
+)
+RATES = _READ["rates"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One engine. name: of its results' files. batches: batch sizes, run in this order.
+    true_off: how often an engine that never loaded NWOR is started before it, at its
+    first batch size; the last is compared. Whoever compiles first gets fewer KV blocks:
+    only after a second start is their number compared too.
+    metrics: whether NWOR counts for Prometheus (VLLM_NWOR_EMIT_METRICS). block_size:
+    tokens a KV block; 0 for vLLM's choice. against: what is compared with an unhooked
+    engine."""
+
+    name: str
+    runner: str
+    num_drafts: int
+    acceptance: int
+    method: str = "eagle"
+    batches: Sequence[int] = (1, 16, 64)
+    context: int = 256
+    max_tokens: int = 128
+    max_num_seqs: int = 64
+    true_off: int = 0
+    metrics: bool = True
+    block_size: int = 0
+    against: str = "stage"
+
+    def variables(self) -> dict[str, str]:
+        """What the environment must have, beside what bench_vllm.py sets."""
+        return {} if self.metrics else {"VLLM_NWOR_EMIT_METRICS": "0"}
+
+    def arguments(self, batch_size: int) -> list[str]:
+        """Arguments of bench_vllm.py for one batch size."""
+        options = {
+            "--against": self.against,
+            "--runner": self.runner,
+            "--num-speculative-tokens": self.num_drafts,
+            "--acceptance": RATES[self.num_drafts][self.acceptance],
+            "--batch-size": batch_size,
+            "--max-num-seqs": self.max_num_seqs,
+            "--context": self.context,
+            "--max-tokens": self.max_tokens,
+        }
+        options |= {"--block-size": self.block_size} if self.block_size else {}
+        words = [_READ["common"], _READ["drafters"][self.method]]
+        words += [f"{name} {value}" for name, value in options.items()]
+        words.append("--true-off" if self.true_off else "--no-true-off")
+        return " ".join(words).split()
+
+
+CELLS = tuple(Cell(name, **fields) for name, fields in _READ["cells"].items())
+BY_NAME = {cell.name: cell for cell in CELLS}
+BUDGETED = tuple(cell.name for cell in CELLS[:5])
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Of a program with this docstring, whose argument CELL is a name in BY_NAME."""
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    text = ", ".join(BY_NAME)
+    made.add_argument("cell", choices=BY_NAME, metavar="CELL", help=text)
+    return made
 
 
 def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
@@ -46,25 +120,17 @@ def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
     return max(MIN_PAIRS, min(int(seconds / round_s), options.max_pairs))
 
 
-def prepare(cell: cells.Cell, options: Options) -> str:
-    """Sets the environment for the cell's engine; its device."""
-    os.environ.update(cell.variables())
-    on = device.resolve(options)
-    prepare_process(options, on)
-    return on
-
-
-def run_cell(cell: cells.Cell, results: Path, seconds: float) -> None:
+def run_cell(cell: Cell, results: Path, seconds: float) -> None:
     """Starts the cell's engine and measures each batch size: the results' files."""
     argvs = {batch: cell.arguments(batch) for batch in cell.batches}
     first, *_ = options = {batch: parse(argv) for batch, argv in argvs.items()}
-    os.environ.update(cell.variables())
     true_off: dict[str, Any] | None = None
     for _ in range(cell.true_off):
         true_off = bench_vllm.run_true_off(argvs[first])
     if true_off is not None and cell.true_off == 1:
         true_off["engine"]["kv_blocks"] = None
-    on = prepare(cell, options[first])
+    on = device_for(options[first])
+    prepare_process(options[first], on)
     largest = Options(**vars(options[first]) | {"batch_size": max(cell.batches)})
     engine = Engine(largest, on)
     bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
@@ -88,8 +154,9 @@ def run_cell(cell: cells.Cell, results: Path, seconds: float) -> None:
         print(report.text(result), flush=True)
 
 
-def run_of(cell: cells.Cell, measure: Callable[[], None]) -> int:
-    """Calls `measure`; the exit status."""
+def run_of(cell: Cell, measure: Callable[[], None]) -> int:
+    """Calls `measure` with the cell's variables set; the exit status."""
+    os.environ.update(cell.variables())
     try:
         measure()
     except (BadArgument, ab.OutputsDiffer, EngineFailed) as error:
@@ -99,12 +166,12 @@ def run_of(cell: cells.Cell, measure: Callable[[], None]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = cells.parser(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"))
     text = "for each batch size (70)"
     parser.add_argument("--seconds", type=float, default=70.0, help=text)
     arguments = parser.parse_args(argv)
-    cell = cells.BY_NAME[arguments.cell]
+    cell = BY_NAME[arguments.cell]
     return run_of(cell, lambda: run_cell(cell, arguments.results, arguments.seconds))
 
 

@@ -44,10 +44,10 @@ from benchmarks import ab, environment  # noqa: E402
 from benchmarks.arguments import parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
-from benchmarks.settings import leave  # noqa: E402
+from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 from benchmarks.summary import percentile_95  # noqa: E402
 
-from tools.gpu import bench, cells  # noqa: E402
+from tools.gpu import bench  # noqa: E402
 
 STAGE = "stage"
 BATCH = 16
@@ -167,10 +167,11 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
+def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     """Runs all kinds `rounds` times; times by kind, and what they were measured on."""
     options = parse(cell.arguments(BATCH))
-    on = bench.prepare(cell, options)
+    on = device_for(options)
+    prepare_process(options, on)
     hooks = HookTimes()
     hooks.watch()
     engine = Engine(options, on)
@@ -220,11 +221,11 @@ def profile(cell: cells.Cell, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = cells.parser(__doc__)
+    parser = bench.parser_of(__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write")
     parser.add_argument("--rounds", type=whole(1), default=4, help="of all kinds (4)")
     arguments = parser.parse_args(argv)
-    cell = cells.BY_NAME[arguments.cell]
+    cell = bench.BY_NAME[arguments.cell]
 
     def measure() -> None:
         result = profile(cell, arguments.rounds)

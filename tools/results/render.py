@@ -31,16 +31,16 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import reach, summary, views  # noqa: E402
+from benchmarks import reach, report, summary  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
-from benchmarks.views import BadBlock, Result  # noqa: E402
+from benchmarks.report import BadBlock, Result  # noqa: E402
 
 # Of each view the kinds of its files, and whether it takes several. Those that are not
 # in MAKERS are templates (benchmarks/templates).
-VIEWS = yaml.safe_load(views.LIST.read_text(encoding="utf-8"))
+VIEWS = yaml.safe_load((ROOT / "benchmarks" / "views.yml").read_text("utf-8"))
 MAKERS: dict[str, Callable[[Any], str]] = {
-    "all": views.everything,
-    "short": views.short,
+    "all": report.everything,
+    "short": report.short,
     "methods": functools.partial(reach.tables, "method"),
     "models": functools.partial(reach.tables, "model"),
     "parallelism": functools.partial(reach.tables, "parallelism"),
@@ -79,7 +79,7 @@ def block(what: str, results: Path) -> str:
     found = [load(path, VIEWS[view]["kind"]) for path in paths]
     if view in MAKERS:
         return MAKERS[view](found if of_several else found[0])
-    return views.rendered(view, results=found, result=found[0])
+    return report.rendered(view, results=found, result=found[0])
 
 
 def run(readme: Path, results: Path, check: bool) -> int:
@@ -106,7 +106,7 @@ def run(readme: Path, results: Path, check: bool) -> int:
         print(f"{said}python tools/results/render.py", file=sys.stderr)
         return 1
     if stale:
-        write_whole(readme, lambda path: path.write_text(new, encoding="utf-8"))
+        write_whole(readme, new.encode())
     print(f"{shown} is up to date with results/; blocks rendered anew: {len(stale)}")
     return 0
 

@@ -80,8 +80,8 @@ def make_smollm2(recipe: Recipe, out: Path, models: Path) -> None:
     config.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(**gguf)
     tokenizer.save_pretrained(out, save_jinja_files=False)
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    write_json(out / "generation_config.json", {i: getattr(config, i) for i in ids})
+    ids = {name: getattr(config, name) for name in SHARED if name != "vocab_size"}
+    write_json(out / "generation_config.json", ids)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -185,13 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     env = environment.describe(args.device, ROOT)
     env["variables"]["VLLM_NWOR_MODE"] = args.mode
-    arguments = {k: v for k, v in vars(args).items() if k not in NOT_RECORDED}
-    record: dict[str, Any] = {"kind": "soak", "schema": 1}
-    record["command"] = shlex.join(["python", PROGRAM, *argv])
-    record |= {
+    record: dict[str, Any] = {
+        "kind": "soak",
+        "schema": 1,
+        "command": shlex.join(["python", PROGRAM, *argv]),
         "environment": env,
         "warnings": warnings,
-        "arguments": arguments,
+        "arguments": {k: v for k, v in vars(args).items() if k not in NOT_RECORDED},
         **found,
     }
     record["checks"] = checks.judge(record)
