@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests.kernels.reference import PAD, Layout, packed_layout, row_layout
-from tests.kernels.transaction import AcceptanceForm, Batch, Pages, Request
+from tests.kernels.transaction import AcceptanceForm, Pages, Request, drafts_in
 
 ANY_EXAMPLE = settings(
     max_examples=150,
@@ -67,14 +67,14 @@ def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
 
 
 @st.composite
-def batches(draw: st.DrawFn, num_slots: int) -> Batch:
+def batches(draw: st.DrawFn, num_slots: int) -> list[Request]:
     """Windows of 0 to 5 drafts; slots anywhere, also the same one twice (requests that
     share blocks), and padding; any number of them accepted."""
     slot = st.one_of(st.integers(0, num_slots - 1), st.just(PAD))
     window = st.lists(slot, max_size=5)
     slots = draw(st.lists(window, max_size=40 if draw(st.booleans()) else 4))
     accepted = [draw(st.integers(0, len(drafts))) for drafts in slots]
-    return Batch(tuple(map(tuple, slots)), tuple(accepted))
+    return drafts_in(*slots, accepted=accepted)
 
 
 @st.composite

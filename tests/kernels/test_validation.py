@@ -6,13 +6,20 @@ device knows is left alone and counted."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.kernels.reference import PAD, whole
-from tests.kernels.test_log_restore import CPU, column_major, nhd
-from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
+from tests.kernels.test_transaction import (
+    CPU,
+    EXAMPLE,
+    PAGES,
+    column_major,
+    layout_for,
+    nhd,
+)
 from tests.kernels.transaction import (
     COMMIT,
     LOG,
@@ -21,10 +28,9 @@ from tests.kernels.transaction import (
     STAGE,
     UNSTAGE,
     AcceptanceForm,
-    Batch,
-    CowStep,
-    ShadowStep,
+    Step,
     acceptance,
+    drafts_in,
 )
 from vllm_nwor import builtin_ops, ops
 
@@ -55,18 +61,20 @@ class Calls:
 
     def __init__(self, device, layout=nhd):
         self.builtins = builtin_ops.load(device)
-        batch = Batch(slots=((3, 4), (20,)), accepted=(1, 0))
-        cow = CowStep(device, [[layout()] * 2], batch, spare_rows=2)
-        self.layers = cow.layers
-        self.undo_log = cow.logs[0]["undo_log"]
-        self.log_slots = cow.logs[0]["log_slots"]
-        self.side = side = ShadowStep(PAGES, [[layout_for(PAGES, layout)] * 2], device)
-        side.load(EXAMPLE)
-        accepted = AcceptanceForm.SAMPLED.arguments(side.num_drafts, [1, 0, 0], device)
-        self.arguments = {LOG: cow.logs[0], RESTORE: cow.restores[0]}
-        for op in PAGED:
-            self.arguments[op] = side.arguments(op, **accepted)
-        cow.restores[0]["counters"].zero_()
+        logged = Step(device, [[layout()] * 2], capacity=5)
+        logged.load(drafts_in((3, 4), (20,), accepted=(1, 0)))
+        self.layers = logged.layers
+        self.undo_log, self.log_slots = logged.undo_log, logged.log_slots
+        self.side = side = Step(device, [[layout_for(PAGES, layout)] * 2], PAGES)
+        side.load([replace(EXAMPLE[0], accepted=1), *EXAMPLE[1:]])
+        self.arguments = {}
+        for step, known in ((logged, (LOG, RESTORE)), (side, PAGED)):
+            step.counters.zero_()
+            accepted = AcceptanceForm.SAMPLED.arguments(
+                step.drafts, step.accepted, device
+            )
+            for op in known:
+                self.arguments[op] = step.arguments(op, **accepted)
         self.call(LOG)
         self.call(STAGE)
 
@@ -202,8 +210,8 @@ def put(place, value):
 
 
 def with_slot(slot):
-    """Spoils the slot of the last draft, behind which is padding."""
-    return lambda mapping: put(int((mapping != PAD).nonzero()[-1]), slot)(mapping)
+    """Spoils the slot of the last draft: only drafts have any."""
+    return lambda mapping: put(int((mapping < 48).nonzero()[-1]), slot)(mapping)
 
 
 NO_SLOT = "; must be -1 (padding) or between 0 and 47"
