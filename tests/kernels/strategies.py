@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.kernels.reference import PAD, Layout, packed_layout, row_layout
+from tests.kernels.reference import PAD, Layout, columns, packed_layout, row_layout
 from tests.kernels.transaction import AcceptanceForm, Pages, Request, drafts_in
 
 ANY_EXAMPLE = settings(
@@ -52,10 +52,8 @@ def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
     kind = draw(st.sampled_from(["columns", "interleaved", "permutation"]))
     slot_of = torch.arange(block_size)
     if kind == "columns":
-        element = draw(st.sampled_from([1, 2, 4]))
-        dims, tail = draw(st.integers(1, 6)), draw(st.integers(1, 20))
-        keys = slot_of.repeat_interleave(element).repeat(dims)
-        owner = torch.cat([keys, slot_of.repeat_interleave(tail)])
+        dims, element = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
+        owner = columns(block_size, dims, element, tail=draw(st.integers(1, 20)))
     elif kind == "interleaved":
         unit, times = draw(st.sampled_from([4, 8, 16])), draw(st.integers(1, 4))
         owner = slot_of.repeat_interleave(unit).repeat(times)

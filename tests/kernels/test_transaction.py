@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.reference import PAD, packed_layout, row_layout
+from tests.kernels.reference import PAD, columns, packed_layout, row_layout
 from tests.kernels.strategies import (
     ANY_EXAMPLE,
     FORMS,
@@ -70,12 +70,9 @@ def padded(num_blocks=3, block_size=16, run_bytes=24):
     return row_layout(*sizes, block_size * slot + 8, 0, slot)
 
 
-def column_major(num_blocks=3, block_size=16, dims=8):
-    """K in columns of two-byte elements, then V in rows: CPU_ATTN's `vec`."""
-    slots = torch.arange(block_size)
-    keys = slots.repeat_interleave(2).repeat(dims)
-    values = slots.repeat_interleave(2 * dims)
-    return packed_layout(num_blocks, torch.cat([keys, values]))
+def column_major(num_blocks=3, block_size=16):
+    owner = columns(block_size, dims=8, element=2, tail=16)
+    return packed_layout(num_blocks, owner)
 
 
 def interleaved(num_blocks=3, block_size=16):

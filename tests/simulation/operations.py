@@ -92,19 +92,7 @@ def to_text(operations: list[Operation]) -> str:
 
 
 def from_text(text: str) -> list[Operation]:
-    """Raises ValueError, naming the operation, if one is not of this module."""
-    sizes = {
-        kind: len(numbers(random.Random(0))) for kind, (_, numbers) in _KINDS.items()
-    }
-    operations: list[Operation] = []
-    for kind, *numbers in json.loads(text):
-        if sizes.get(kind) != len(numbers) or not all(type(n) is int for n in numbers):
-            raise ValueError(
-                f"operation {[kind, *numbers]} is not allowed: expected one of "
-                f"{', '.join(KINDS)} and its numbers"
-            )
-        operations.append((kind, tuple(numbers)))
-    return operations
+    return [(kind, tuple(numbers)) for kind, *numbers in json.loads(text)]
 
 
 def shrink(

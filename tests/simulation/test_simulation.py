@@ -299,10 +299,3 @@ def test_the_printed_command_replays_a_failure(
         program.main()
     monkeypatch.setattr(ops, "restore_rejected_drafts", restore)
     assert program.main() == 0
-
-
-@pytest.mark.parametrize("text", ['[["jump", 1]]', '[["arrive", 1]]'])
-def test_an_unknown_operation_is_refused_by_name(text: str) -> None:
-    kind = text.split('"')[1]
-    with pytest.raises(ValueError, match=rf"operation \['{kind}', 1\] is not allowed"):
-        from_text(text)
