@@ -45,9 +45,8 @@ from benchmarks.files import write_json  # noqa: E402
 TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_shadow_pages.py",
-    "tests/kernels/test_shadow_pages.py",
+    "tests/kernels/test_transaction.py",
     "tests/kernels/test_builtin_ops.py",
-    "tests/kernels/test_log_restore.py",
     "tests/kernels/test_large_offsets.py",
     "tests/kernels/test_audit.py",
     "tests/simulation",

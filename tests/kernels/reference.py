@@ -117,6 +117,14 @@ def packed_layout(
     return Layout(index, columns, torch.tensor(padded, dtype=torch.int32))
 
 
+def columns(block_size: int, dims: int, element: int, tail: int) -> Tensor:
+    """An owner: of each slot `dims` elements in columns, then a row of `tail` bytes, as
+    CPU_ATTN's `vec` packs K and V. element, tail: in bytes."""
+    slots = torch.arange(block_size)
+    keys = slots.repeat_interleave(element).repeat(dims)
+    return torch.cat([keys, slots.repeat_interleave(tail)])
+
+
 def runs_of(offsets: Sequence[int]) -> list[tuple[int, int]]:
     """Sorted offsets as (offset, length) of maximal runs."""
     runs: list[tuple[int, int]] = []

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.kernels.reference import PAD, Layout, packed_layout, row_layout
-from tests.kernels.transaction import AcceptanceForm, Batch, Pages, Request
+from tests.kernels.reference import PAD, Layout, columns, packed_layout, row_layout
+from tests.kernels.transaction import AcceptanceForm, Pages, Request, drafts_in
 
 ANY_EXAMPLE = settings(
     max_examples=150,
@@ -52,10 +52,8 @@ def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
     kind = draw(st.sampled_from(["columns", "interleaved", "permutation"]))
     slot_of = torch.arange(block_size)
     if kind == "columns":
-        element = draw(st.sampled_from([1, 2, 4]))
-        dims, tail = draw(st.integers(1, 6)), draw(st.integers(1, 20))
-        keys = slot_of.repeat_interleave(element).repeat(dims)
-        owner = torch.cat([keys, slot_of.repeat_interleave(tail)])
+        dims, element = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
+        owner = columns(block_size, dims, element, tail=draw(st.integers(1, 20)))
     elif kind == "interleaved":
         unit, times = draw(st.sampled_from([4, 8, 16])), draw(st.integers(1, 4))
         owner = slot_of.repeat_interleave(unit).repeat(times)
@@ -67,35 +65,50 @@ def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
 
 
 @st.composite
-def batches(draw: st.DrawFn, num_slots: int) -> Batch:
+def batches(draw: st.DrawFn, num_slots: int) -> list[Request]:
     """Windows of 0 to 5 drafts; slots anywhere, also the same one twice (requests that
     share blocks), and padding; any number of them accepted."""
     slot = st.one_of(st.integers(0, num_slots - 1), st.just(PAD))
     window = st.lists(slot, max_size=5)
     slots = draw(st.lists(window, max_size=40 if draw(st.booleans()) else 4))
     accepted = [draw(st.integers(0, len(drafts))) for drafts in slots]
-    return Batch(tuple(map(tuple, slots)), tuple(accepted))
+    return drafts_in(*slots, accepted=accepted)
 
 
 @st.composite
 def paged_batches(
-    draw: st.DrawFn, entry_tokens: int, num_steps: int = 1
-) -> tuple[Pages, list[list[Request]]]:
-    """Steps of up to four requests whose windows begin anywhere, with rows before the
-    target or without; some must be left alone."""
+    draw: st.DrawFn, entry_tokens: int
+) -> tuple[Pages, list[tuple[list[int], list[Request]]]]:
+    """Steps, each with the names of its requests, that might be their seats. Windows
+    begin anywhere, with rows before the target or without; some must be left alone.
+    Some requests go on where they were, and some find their blocks given away."""
     span = draw(st.integers(1, 4))
     width = draw(st.integers(1, 6))
     num_seats = draw(st.integers(1, 4))
     num_real = 1 + num_seats * width + draw(st.integers(0, 2))
     first = num_real + draw(st.integers(0, 2))
     pages = Pages(entry_tokens, num_real, first, span, num_seats, width)
-    steps = []
-    for _ in range(num_steps):
-        generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
-        ids = (1 + torch.randperm(num_real - 1, generator=generator)).tolist()
-        rows = [ids[width * row :][:width] for row in range(num_seats)]
-        num_reqs = draw(st.integers(0, num_seats))
-        steps.append([draw(paged_requests(pages, row)) for row in rows[:num_reqs]])
+    steps: list[tuple[list[int], list[Request]]] = []
+    last: dict[int, Request] = {}
+    for _ in range(draw(st.integers(1, 4))):
+        if not steps or draw(st.integers(0, 3)) == 0:
+            generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+            ids = (1 + torch.randperm(num_real - 1, generator=generator)).tolist()
+        names = draw(st.permutations(range(num_seats)))
+        names = names[: draw(st.integers(0, num_seats))]
+        batch = []
+        for name in names:
+            row = ids[width * name :][:width]
+            request = draw(paged_requests(pages, row))
+            if name in last and draw(st.booleans()):
+                before = draw(st.sampled_from([0, 0, 2]))
+                sizes = request.num_drafts, request.accepted, before
+                after = replace(last[name].following(*sizes), entries=tuple(row))
+                if after.seq_len <= width * entry_tokens:
+                    request = after
+            batch.append(request)
+            last[name] = replace(request, wrong_slots=())
+        steps.append((names, batch))
     return pages, steps
 
 

@@ -39,7 +39,7 @@ from vllm_nwor.audit.tables import (
 from vllm_nwor.config import AuditMode, OnReject
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import State
-from vllm_nwor.kv_layout import KVLayout, row_layout
+from vllm_nwor.kv_layout import packed_layout, row_layout
 from vllm_nwor.launches import LayerCache
 from vllm_nwor.window import SampledIds
 
@@ -85,9 +85,10 @@ class Work:
 
 @dataclass
 class World:
-    """is_undone: rejected slots are restored, as in mode cow. On the CPU the last layer
-    is packed (its slots are columns of a block), and in a table of its own. is_v2: the
-    V2 runner's hooks see its steps, and its requests have numbers, which are seats."""
+    """is_undone: rejected slots are restored, as in mode cow. On the CPU the last of
+    several layers is packed (its slots are columns of a block), and in a table of its
+    own. is_v2: the V2 runner's hooks see its steps, and its requests have numbers,
+    which are seats. slot_size: heads, and bytes of each."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
@@ -97,27 +98,41 @@ class World:
     loads: Loads = Loads.NONE
     num_groups: int = 1
     num_stored: int = 0
+    num_blocks: int = NUM_BLOCKS
+    num_layers: int = NUM_LAYERS
+    slot_size: tuple[int, int] = (HEADS, WIDTH)
+    max_tokens: int = 64
     requests: dict[str, Request] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(7)
-        size = (NUM_LAYERS, NUM_BLOCKS, HEADS, N, WIDTH)
+        heads, width = self.slot_size
+        size = (self.num_layers, self.num_blocks, heads, N, width)
         caches = torch.randint(0, 256, size, generator=draw, dtype=torch.uint8)
         self.caches = list(caches.to(self.device))
         layouts = [row_layout(cache) for cache in self.caches]
         if self.has_packed:
-            layouts[-1] = packed(layouts[-1])
+            columns = self.caches[-1].view(self.num_blocks, heads * width, N)
+            starts = torch.arange(heads * width) * N
+            runs = [
+                torch.stack([starts + o, torch.ones_like(starts)], 1) for o in range(N)
+            ]
+            layouts[-1] = packed_layout(runs, columns)
+            self.caches[-1] = columns.unflatten(1, self.slot_size).transpose(2, 3)
         layers = [
             LayerCache(f"layer{i}", cache, layout)
             for i, (cache, layout) in enumerate(zip(self.caches, layouts, strict=True))
         ]
         memory = DeviceMemory(self.device, None)
         shapes = [
-            GroupShape(gid, N, N, NUM_BLOCKS, 8, self.window, self.num_stored)
+            GroupShape(
+                *(gid, N, N, self.num_blocks, self.max_tokens // N),
+                *(self.window, self.num_stored),
+            )
             for gid in range(self.num_groups)
         ]
         groups = [
-            AuditedGroup(shape, layers, 4, 64, self.budget > 0, memory)
+            AuditedGroup(shape, layers, 4, self.max_tokens, self.budget > 0, memory)
             for shape in shapes
         ]
         sizes = [N] * self.num_groups
@@ -133,7 +148,9 @@ class World:
             state=State.IDLE,
             config=SimpleNamespace(on_reject=OnReject.RESTORE),
         )
-        tokens = torch.zeros((4, 64), dtype=torch.int32, device=self.device)
+        tokens = torch.zeros(
+            (4, self.max_tokens), dtype=torch.int32, device=self.device
+        )
         self.runner = SimpleNamespace(
             nwor_audit=RunnerAudit(self.audit, config, ""),
             nwor_state=SimpleNamespace(manager=manager),
@@ -144,7 +161,7 @@ class World:
 
     @property
     def has_packed(self) -> bool:
-        return self.device.type == "cpu"
+        return self.device.type == "cpu" and self.num_layers > 1
 
     def counts(self, names: str = "unverified returned") -> tuple[int, ...]:
         totals = self.audit.totals()
@@ -194,7 +211,7 @@ class World:
         self.audit.begin_step(Scheduled(*scheduled, has_drafts))
         self.finished, self.news, self.copied = [], [], []
         tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
-        blocks = torch.zeros((len(works), 8), dtype=torch.int32)
+        blocks = torch.zeros((len(works), self.max_tokens // N), dtype=torch.int32)
         for row, (name, work) in enumerate(works.items()):
             request = self.requests[name]
             blocks[row, : len(request.blocks)] = torch.tensor(request.blocks)
@@ -221,7 +238,7 @@ class World:
         )
         self._plan(batch, list(works))
         before = [cache.clone() for cache in self.caches]
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.num_layers):
             for token, position, slot in zip(
                 tokens, positions, slot_mapping.tolist(), strict=True
             ):
@@ -232,7 +249,7 @@ class World:
             first = starts[row] + work.num + work.accepted
             rejected = slot_mapping[first : starts[row + 1]].tolist()
             for slot in rejected if self.is_undone and restores else ():
-                for layer in range(NUM_LAYERS):
+                for layer in range(self.num_layers):
                     self.slot(layer, slot)[:] = self.slot(layer, slot, before)
             request.computed += work.num + work.accepted
             if work.accepted:
@@ -296,38 +313,26 @@ class World:
     def slot(
         self, layer: int, slot: int, caches: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """[HEADS, WIDTH]: a view of a slot's bytes; what the layouts say, once more."""
-        cache = (caches or self.caches)[layer]
+        """[heads, width]: a view of a slot's bytes; what the layouts say, once more."""
         block, offset = divmod(slot, N)
-        if layer < NUM_LAYERS - 1 or not self.has_packed:
-            return cache[block, :, offset]
-        columns = cache.view(NUM_BLOCKS, HEADS * WIDTH, N)
-        return columns[block, :, offset].unflatten(0, (HEADS, WIDTH))
+        return (caches or self.caches)[layer][block, :, offset]
 
     def write(self, layer: int, slot: int, token: int, position: int) -> None:
         seed = zlib.crc32(f"{layer} {token} {position}".encode())
         draw = torch.Generator().manual_seed(seed)
         self.slot(layer, slot)[:] = torch.randint(
-            0, 256, (HEADS, WIDTH), generator=draw, dtype=torch.uint8
+            0, 256, self.slot_size, generator=draw, dtype=torch.uint8
         )
 
     def fill(self, text: Sequence[int], first: int = 0, blocks: Any = (1, 2)) -> None:
         """A load writes a text from position `first` on."""
         for position, token in enumerate(text[first:], first):
             slot = blocks[position // N] * N + position % N
-            for layer in range(NUM_LAYERS):
+            for layer in range(self.num_layers):
                 self.write(layer, slot, token, position)
 
     def spoil(self, layer: int, slot: int, byte: Any = (0, 0), bits: int = 1) -> None:
         self.slot(layer, slot)[byte] ^= bits
-
-
-def packed(rows: KVLayout) -> KVLayout:
-    """As many bytes a slot, each a run of its own."""
-    starts = torch.arange(HEADS * WIDTH) * N
-    runs = [torch.stack([starts + o, torch.ones_like(starts)], 1) for o in range(N)]
-    sizes = (N, NUM_BLOCKS, rows.block_stride, 0, 0, 0, 0)
-    return KVLayout(*sizes, torch.stack(runs).to(torch.int32))
 
 
 def told(found: list[Finding], names: str = "kind") -> list[Any]:
@@ -1163,58 +1168,23 @@ def checksum(data: bytes) -> int:
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("width", [9, 6, 12, 8, 24, 16, 48, 2064])
-def test_checksums_of_every_width(device, heads, width):
-    draw = torch.Generator().manual_seed(width)
-    size = (3, heads, N, width)
-    cache = torch.randint(0, 256, size, generator=draw, dtype=torch.uint8)
-    on_device = cache.to(device)
-    memory = DeviceMemory(device, None)
-    layer = LayerCache("layer", on_device, row_layout(on_device))
-    group = AuditedGroup(GroupShape(0, N, N, 3, 8), [layer], 4, 64, True, memory)
-    Audit([group], EVERYTHING, 4, [N], memory)
-    rows = cache.transpose(1, 2).reshape(3 * N, heads * width)
+def test_checksums_of_every_width(heads, width):
+    world = World(num_blocks=3, num_layers=1, slot_size=(heads, width))
+    rows = world.caches[0].transpose(1, 2).reshape(3 * N, heads * width).cpu()
     expected = [checksum(bytes(row.tolist())) for row in rows]
-    assert group.contents[:, 0].tolist() == expected
+    assert world.audit.groups[0].contents[:, 0].tolist() == expected
 
 
-def test_texts_longer_than_a_thread_block(device):
-    length, num_blocks = 1300, 700
-    memory = DeviceMemory(device, None)
-    cache = torch.zeros((num_blocks, 1, N, 8), dtype=torch.uint8, device=device)
-    layer = LayerCache("layer", cache, row_layout(cache))
-    shape = GroupShape(0, N, N, num_blocks, 400)
-    group = AuditedGroup(shape, [layer], 4, length, False, memory)
-    audit = Audit([group], 0, 4, [N], memory)
-
-    def step(name, text, blocks, hit):
-        """One request's rows behind its hit; what was found."""
-        positions = torch.arange(hit, len(text))
-        table = torch.tensor([blocks])
-        slots = table[0, positions // N] * N + positions % N
-        counts = torch.tensor([0, len(positions)])
-        tokens = torch.tensor(text[hit:])
-        batch = Batch(
-            1,
-            len(positions),
-            tokens.int().to(device),
-            positions.to(device),
-            counts.int().to(device),
-            [slots.to(device)],
-            [table.int().to(device)],
-        )
-        found = torch.tensor(text[:hit], dtype=torch.int32)
-        audit.begin_step(Scheduled([], [(name, hit, [blocks])], []))
-        audit.plan(batch, [name], lambda row: Text(found, 0, False))
-        audit.resolve(None, None, False)
-        return audit.outbox.take(waits=True).findings
-
+def test_texts_longer_than_a_thread_block():
+    length = 1300
+    world = World(budget=0, num_blocks=700, num_layers=1, max_tokens=1600)
     text = [(7 * i) % 120 for i in range(length)]
     blocks = list(range(1, length // N + 1))
-    assert step("a", text, blocks, 0) == []
-    assert step("b", text, [*blocks[:-1], 400], length - N) == []
+    assert world.runs("a", text, blocks) == []
+    assert world.runs("b", text, [*blocks[:-1], 400], length - N) == []
     # Rows, what was found, and the ends of blocks that were not just found.
-    assert audit.totals()["identities"] == 2 * length + length // N + 1
+    assert world.counts("identities") == (2 * length + length // N + 1,)
     other = [*text[:900], *[125] * (length - 900)]
-    found = step("c", other, [*blocks[:-1], 401], length - N)
+    found = world.runs("c", other, [*blocks[:-1], 401], length - N)
     assert told(found) == ["wrong_prefix"] * ((length - N - 900) // N)
     assert told(found, "position") == list(range(900, length - N, N))

@@ -16,8 +16,8 @@ import os
 import pytest
 import torch
 
-from tests.kernels.test_log_restore import nhd
-from tests.kernels.transaction import Batch, CowStep
+from tests.kernels.test_transaction import nhd
+from tests.kernels.transaction import LOG, Step, drafts_in
 from vllm_nwor import ops
 
 
@@ -26,10 +26,10 @@ from vllm_nwor import ops
     os.environ.get("NWOR_PLANTED") != "1", reason="NWOR_PLANTED=1 is not set"
 )
 def test_a_table_that_lies_about_its_blocks(device):
-    batch = Batch(slots=((16 * 4096 - 1,),), accepted=(0,))
-    step = CowStep(device, [[nhd(num_blocks=1)]], batch)
+    step = Step(device, [[nhd(num_blocks=1)]], capacity=1)
+    step.load(drafts_in([16 * 4096 - 1], accepted=[0]))
     # The table says 4096 blocks; the allocation has one.
     step.tables[0].rows[0, ops.TABLE_COLUMNS.index("num_blocks")] = 4096
-    ops.log_cache_slots(**step.logs[0])
+    ops.log_cache_slots(**step.arguments(LOG))
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.environment import REPO
 from tests.kernels.reference import PAD
-from tests.kernels.test_shadow_pages import EXAMPLE
+from tests.kernels.test_transaction import EXAMPLE
 from tests.kernels.test_validation import ON_CUDA, Calls
 from tests.kernels.transaction import COMMIT, LOG, RESTORE, STAGE, UNSTAGE
 from vllm_nwor import ops

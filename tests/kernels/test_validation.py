@@ -6,13 +6,20 @@ device knows is left alone and counted."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.kernels.reference import PAD, whole
-from tests.kernels.test_log_restore import CPU, column_major, nhd
-from tests.kernels.test_shadow_pages import EXAMPLE, PAGES, layout_for
+from tests.kernels.test_transaction import (
+    CPU,
+    EXAMPLE,
+    PAGES,
+    column_major,
+    layout_for,
+    nhd,
+)
 from tests.kernels.transaction import (
     COMMIT,
     LOG,
@@ -21,10 +28,9 @@ from tests.kernels.transaction import (
     STAGE,
     UNSTAGE,
     AcceptanceForm,
-    Batch,
-    CowStep,
-    ShadowStep,
+    Step,
     acceptance,
+    drafts_in,
 )
 from vllm_nwor import builtin_ops, ops
 
@@ -55,18 +61,20 @@ class Calls:
 
     def __init__(self, device, layout=nhd):
         self.builtins = builtin_ops.load(device)
-        batch = Batch(slots=((3, 4), (20,)), accepted=(1, 0))
-        cow = CowStep(device, [[layout()] * 2], batch, spare_rows=2)
-        self.layers = cow.layers
-        self.undo_log = cow.logs[0]["undo_log"]
-        self.log_slots = cow.logs[0]["log_slots"]
-        self.side = side = ShadowStep(PAGES, [[layout_for(PAGES, layout)] * 2], device)
-        side.load(EXAMPLE)
-        accepted = AcceptanceForm.SAMPLED.arguments(side.num_drafts, [1, 0, 0], device)
-        self.arguments = {LOG: cow.logs[0], RESTORE: cow.restores[0]}
-        for op in PAGED:
-            self.arguments[op] = side.arguments(op, **accepted)
-        cow.restores[0]["counters"].zero_()
+        logged = Step(device, [[layout()] * 2], capacity=5)
+        logged.load(drafts_in((3, 4), (20,), accepted=(1, 0)))
+        self.layers = logged.layers
+        self.undo_log, self.log_slots = logged.undo_log, logged.log_slots
+        self.side = side = Step(device, [[layout_for(PAGES, layout)] * 2], PAGES)
+        side.load([replace(EXAMPLE[0], accepted=1), *EXAMPLE[1:]])
+        self.arguments = {}
+        for step, known in ((logged, (LOG, RESTORE)), (side, PAGED)):
+            step.counters.zero_()
+            accepted = AcceptanceForm.SAMPLED.arguments(
+                step.drafts, step.accepted, device
+            )
+            for op in known:
+                self.arguments[op] = step.arguments(op, **accepted)
         self.call(LOG)
         self.call(STAGE)
 
@@ -149,6 +157,7 @@ REFUSED = [
     ("block_table", every_second, "has stride 2 in dimension 1; must be 1"),
     ("block_table", lambda t: t[:2], "has 2 rows; must have one for each of 3"),
     ("saved", lambda t: t[:, :14].contiguous(), "dimension 1 must be 11 + 2 * span"),
+    ("saved", lambda t: t[:2], "has 2 rows; must be between 0 and"),
     ("seats", lambda t: t[:2], "has shape [2]; dimension 0 must be 3, one for each"),
     ("query_start_loc", lambda t: t[:3], "has 3 entries; must have 4, one more than"),
     ("seq_lens", lambda t: t[:2], "has 2 entries; must have 3, as many as"),
@@ -202,10 +211,11 @@ def put(place, value):
 
 
 def with_slot(slot):
-    """Spoils the slot of the last draft, behind which is padding."""
-    return lambda mapping: put(int((mapping != PAD).nonzero()[-1]), slot)(mapping)
+    """Spoils the slot of the last draft: only drafts have any."""
+    return lambda mapping: put(int((mapping < 48).nonzero()[-1]), slot)(mapping)
 
 
+NOT_NEGATIVE = "offset and length must not be negative"
 NO_SLOT = "; must be -1 (padding) or between 0 and 47"
 # Values that only the CPU sees; what is said begins with what is spoiled.
 VALUES = [
@@ -261,60 +271,35 @@ for value, said in OFFSETS:
         VALUES.append((op, "table", put((1, -1), value), f"table row 1: {said}"))
 
 
+# Of the first drafts' slots; and of the slot of a row that is copied both ways.
+RUNS = [
+    (LOG, (3, 0), (-2, 2), f"runs[3][0] is (-2, 2); {NOT_NEGATIVE}"),
+    (LOG, (3, 0), (0, -2), f"runs[3][0] is (0, -2); {NOT_NEGATIVE}"),
+    (LOG, (3, 1), (511, 2), "runs[3] end at byte 513; must lie in a block of table"),
+    (LOG, (3, 1), (0, 60), "runs[3] are 90 bytes long; at log_offset 0 of table row 0"),
+    (LOG, (4, 1), (0, 1), "runs of draft 1's slot 4 are 31 bytes long; must be 32, as"),
+]
+for op in (STAGE, COMMIT):
+    RUNS += [
+        (op, (0, 0), (-2, 2), f"runs[0][0] is (-2, 2); {NOT_NEGATIVE}"),
+        (op, (0, 0), (0, -2), f"runs[0][0] is (0, -2); {NOT_NEGATIVE}"),
+        (op, (0, 0), (1 << 20, 2), "runs[0] end at byte 1048578; must lie in a block"),
+        (op, (0, 0), (0, 1), "runs[1] are 32 bytes long; must be 31, as in runs[0]"),
+    ]
+VALUES += [(op, "runs", put(place, run), said) for op, place, run, said in RUNS]
+for op, size in ((LOG, 16), (STAGE, 4), (COMMIT, 4)):
+    said = f"table row 0: block_size is {size}; must be {size - 1}, as in runs"
+    VALUES.append((op, "runs", lambda runs: runs[:-1].contiguous(), said))
+
+
 @pytest.mark.parametrize(("op", "name", "change", "said"), VALUES)
 def test_values_on_the_cpu(op, name, change, said):
-    calls = Calls(CPU)
+    calls = Calls(CPU, column_major if name == "runs" else nhd)
     calls.refuses_exactly(op, said, **{name: change(calls.arguments[op][name])})
-
-
-RUNS = [
-    ((3, 0), (-2, 2), "runs[3][0] is (-2, 2); offset and length must not be negative"),
-    ((3, 0), (0, -2), "runs[3][0] is (0, -2); offset and length must not be negative"),
-    ((3, 1), (511, 2), "runs[3] end at byte 513; must lie in a block of table row 0"),
-    ((3, 1), (0, 60), "runs[3] are 90 bytes long; at log_offset 0 of table row 0 they"),
-    ((4, 1), (0, 1), "runs of draft 1's slot 4 are 31 bytes long; must be 32, as for"),
-]
-
-
-@pytest.mark.parametrize(("place", "run", "message"), RUNS)
-def test_runs_on_the_cpu(place, run, message):
-    calls = Calls(CPU, column_major)
-    if "90 bytes" in message:
-        calls.arguments[LOG]["undo_log"] = calls.undo_log[:, :64]
-    runs = put(place, run)(calls.arguments[LOG]["runs"])
-    calls.refuses_exactly(LOG, message, runs=runs)
-
-
-@pytest.mark.parametrize("op", [STAGE, COMMIT])
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        ((-2, 2), "runs[0][0] is (-2, 2); offset and length must not be negative"),
-        ((0, -2), "runs[0][0] is (0, -2); offset and length must not be negative"),
-        ((1 << 20, 2), "runs[0] end at byte 1048578; must lie in a block of table row"),
-        ((0, 1), "runs[1] are 32 bytes long; must be 31, as in runs[0]"),
-    ],
-)
-def test_runs_of_shadow_pages_on_the_cpu(op, run, message):
-    """Of the slot of a row that is copied both ways."""
-    calls = Calls(CPU, column_major)
-    runs = put((0, 0), run)(calls.arguments[op]["runs"])
-    calls.refuses_exactly(op, message, runs=runs)
-
-
-@pytest.mark.parametrize(("op", "size"), [(LOG, 15), (STAGE, 3), (COMMIT, 3)])
-def test_runs_of_another_block_size(op, size):
-    calls = Calls(CPU, column_major)
-    runs = calls.arguments[op]["runs"]
-    said = f"table row 0: block_size is {len(runs)}; must be {size}, as in runs"
-    calls.refuses_exactly(op, said, runs=runs[:size].contiguous())
 
 
 def test_sizes_that_do_not_agree(device):
     calls = Calls(device)
-    saved = calls.arguments[STAGE]["saved"][:2]
-    for op in PAGED:
-        calls.refuses_exactly(op, "num_reqs is 3 and saved has 2 rows", saved=saved)
     fewer = calls.arguments[COMMIT]["sampled_token_ids"][:2]
     said = "sampled_token_ids has 2 rows; must have 3, num_reqs"
     calls.refuses_exactly(COMMIT, said, sampled_token_ids=fewer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One verification step through the real ops, every byte of it checked.
+"""Verification steps through the real ops, every byte of them checked.
 
 Log, a forward that overwrites all draft slots, restore; or stage, a forward through the
 shadow pages, commit. Each call is compared with the reference's, whole allocations,
@@ -20,13 +20,11 @@ from torch import Tensor
 
 from tests.kernels.reference import (
     PAD,
-    Layer,
     Layout,
     StagedWindow,
     Table,
     check,
     guarded,
-    poison_of,
     seats_of,
 )
 from vllm_nwor import ops
@@ -35,6 +33,11 @@ VOCAB_SIZE = 1000
 NUM_COUNTERS = len(ops.COUNTER_COLUMNS)
 LOG, RESTORE = "log_cache_slots", "restore_rejected_drafts"
 STAGE, COMMIT, UNSTAGE = "stage", "commit_draft_layer", "unstage"
+# By which a draft's rejected bytes stay out of the cache: they are put back, or were in
+# shadow pages.
+FAMILIES = (LOG, RESTORE), (STAGE, COMMIT)
+# What the counters are before the first step: they are added to.
+FIRST_COUNTS = torch.arange(10, 10 + NUM_COUNTERS)
 Arguments = dict[str, Any]
 
 
@@ -90,125 +93,6 @@ def published(num_rows: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Windows of one step: each request has its draft slots (PAD allowed) and the
-    number of accepted drafts."""
-
-    slots: tuple[tuple[int, ...], ...]
-    accepted: tuple[int, ...]
-
-    @property
-    def flat_slots(self) -> list[int]:
-        return [slot for window in self.slots for slot in window]
-
-    def metadata(
-        self,
-        device: torch.device,
-        index_dtype: torch.dtype = torch.int32,
-        seed: int = 0,
-    ) -> Arguments:
-        """As vLLM would give it, with tokens that have no logits in between, and target
-        tokens whose slots nobody may touch (they are out of every range). By the seed,
-        with zeros in front, and slots as one row."""
-        draw = random.Random(seed)
-        mapping: list[int] = []
-        indices: list[int] = []
-        num_leading_zeros = seed % 3
-        cumulative = [0] * num_leading_zeros
-        for window in self.slots:
-            mapping += [1 << 40] * draw.randint(1, 3)
-            indices += range(len(mapping) - 1, len(mapping) + len(window))
-            mapping += window
-            cumulative.append(len(indices))
-        mapping += [PAD] * draw.randint(1, 3)
-        slots = torch.tensor(mapping, dtype=torch.int64, device=device)
-        return {
-            "slot_mapping": slots[None] if seed % 2 else slots,
-            "logits_indices": torch.tensor(indices, dtype=index_dtype, device=device),
-            "cu_num_logits": torch.tensor(cumulative, dtype=torch.int32, device=device),
-            "num_leading_zeros": num_leading_zeros,
-        }
-
-
-class CowStep:
-    """A step of log_cache_slots and restore_rejected_drafts, on one device.
-
-    layouts: of the layers of each table; the tables share a log. extra_drafts: how far
-    the host's bound of the number of drafts is off. spare_rows: of the log. gap, slack,
-    padding, misalignment: bytes between layers, at the end of a log's row, between its
-    rows, and before them.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        layouts: Sequence[Sequence[Layout]],
-        batch: Batch,
-        *,
-        form: AcceptanceForm = AcceptanceForm.SAMPLED,
-        index_dtype: torch.dtype = torch.int32,
-        extra_drafts: int = 0,
-        spare_rows: int = 1,
-        seed: int = 0,
-        gap: int = 0,
-        slack: int = 0,
-        padding: int = 0,
-        misalignment: int = 0,
-    ) -> None:
-        self.batch, self.seed = batch, seed
-        self.tables: list[Table] = []
-        end = 0
-        for of_table in layouts:
-            first = seed + 100 * len(self.tables)
-            self.tables.append(Table(of_table, device, first, end and end + gap, gap))
-            end = self.tables[-1].log_end
-        num_drafts = len(batch.flat_slots) + extra_drafts
-        capacity = num_drafts + spare_rows
-        size = (capacity, end + slack)
-        undo_log = guarded(size, torch.uint8, device, padding, misalignment)
-        log = {
-            "undo_log": undo_log,
-            "log_slots": guarded((capacity,), torch.int64, device),
-            "log_windows": guarded((capacity, 3), torch.int32, device),
-        }
-        metadata = batch.metadata(device, index_dtype, seed)
-        zeros = {"num_leading_zeros": metadata.pop("num_leading_zeros")}
-        num_drafts_of = [len(window) for window in batch.slots]
-        accepted = form.arguments(num_drafts_of, batch.accepted, device)
-        counters = torch.arange(10, 10 + NUM_COUNTERS, device=device)
-        self.logs: list[Arguments] = []
-        self.restores: list[Arguments] = []
-        for table in self.tables:
-            layers = {"table": table.rows, "runs": table.runs}
-            self.logs.append(
-                layers | metadata | log | {"num_drafts": num_drafts} | zeros
-            )
-            counted = {
-                "counters": counters.clone(),
-                "num_drafts": num_drafts,
-                "counters_to": published(1, device)[0],
-            }
-            self.restores.append(layers | log | accepted | counted)
-
-    @property
-    def layers(self) -> list[Layer]:
-        return [layer for table in self.tables for layer in table.layers]
-
-    def forward(self) -> None:
-        """Overwrites every draft slot of every layer, as the target's would."""
-        slots = [slot for slot in self.batch.flat_slots if slot != PAD]
-        for number, layer in enumerate(self.layers):
-            layer.write(slots, self.seed + 1000 + number)
-
-    def run(self) -> None:
-        for arguments in self.logs:
-            check(LOG, self.layers, arguments)
-        self.forward()
-        for arguments in self.restores:
-            check(RESTORE, self.layers, arguments)
-
-
-@dataclass(frozen=True)
 class Pages:
     """How a group's block table stands for slots, and where its shadow entries lie.
 
@@ -255,81 +139,131 @@ class Request:
             slots[row] = slot
         return slots
 
+    def following(
+        self, num_drafts: int = 3, accepted: int = 0, before: int = 0
+    ) -> Request:
+        """In the step after the one in which it was committed; before: rows besides the
+        target's."""
+        num_rows = before + 1 + num_drafts
+        seq_len = self.seq_len - self.num_drafts + self.accepted + num_rows
+        return Request(self.entries, seq_len, num_rows, num_drafts, accepted)
 
-class ShadowStep:
-    """Steps of stage, commit_draft_layer and unstage, for one group on one device. What
-    it means for a forward that they are right, tests/simulation shows.
 
-    layouts: of the layers of each table of the group.
+def drafts_in(*slots: Sequence[int], accepted: Sequence[int]) -> list[Request]:
+    """Requests whose drafts have these slots, PAD allowed, whatever their entries. The
+    slots of their other rows, one to three of each, nobody may touch: they are out of
+    every range."""
+    requests = []
+    for number, (of_drafts, count) in enumerate(zip(slots, accepted, strict=True)):
+        of_rows = [1 << 40] * (1 + number % 3) + [*of_drafts]
+        sizes = len(of_rows), len(of_rows), len(of_drafts)
+        requests.append(Request((), *sizes, count, tuple(enumerate(of_rows))))
+    return requests
+
+
+NO_PAGES = Pages(1, 1, 1, 1, num_seats=0, width=0)
+
+
+class Step:
+    """Steps of requests with drafts through the ops, for one KV-cache group on one
+    device. What it means for a forward that they are right, tests/simulation shows.
+
+    layouts: of the layers of each table of the group; the tables share an undo log.
+    pages: without them there is nothing to stage.
+    capacity: of the log, in drafts. gap, slack, padding, misalignment: bytes between
+    its layers, at the end of a row, between its rows, and before them.
     """
 
     def __init__(
         self,
-        pages: Pages,
-        layouts: Sequence[Sequence[Layout]],
         device: torch.device,
+        layouts: Sequence[Sequence[Layout]],
+        pages: Pages = NO_PAGES,
+        *,
         seed: int = 0,
+        capacity: int = 0,
+        gap: int = 0,
+        slack: int = 0,
+        padding: int = 0,
+        misalignment: int = 0,
     ) -> None:
         self.pages, self.device, self.seed = pages, device, seed
-        self.tables = [
-            Table(of_table, device, seed + 100 * number)
-            for number, of_table in enumerate(layouts)
-        ]
-        for table in self.tables:
-            # The column that these ops do not use holds nonsense.
-            table.rows[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
-        int32, int64 = torch.int32, torch.int64
-        size = (pages.num_seats + 1, pages.width)
-        self.block_table = guarded(size, int32, device, padding=3)
-        num_slots = pages.num_seats * pages.width * pages.entry_tokens + 1
-        self.slot_mapping = guarded((num_slots,), int64, device)
+        self.tables: list[Table] = []
+        end = 0
+        for of_table in layouts:
+            first = seed + 100 * len(self.tables)
+            self.tables.append(Table(of_table, device, first, end and end + gap, gap))
+            end = self.tables[-1].log_end
+        self.layers = [layer for table in self.tables for layer in table.layers]
+        size = (capacity, end + slack)
+        self.undo_log = guarded(size, torch.uint8, device, padding, misalignment)
+        self.log_slots = guarded((capacity,), torch.int64, device)
+        self.log_windows = guarded((capacity, 3), torch.int32, device)
         size = (pages.num_seats, ops.SAVED_COLUMNS + 2 * pages.span)
-        self.saved = guarded(size, int32, device).zero_()
-        self.step = 1
-        self.counters = guarded((len(layouts), NUM_COUNTERS), int64, device).zero_()
+        self.saved = guarded(size, torch.int32, device).zero_()
+        self.step = 1 + seed
+        size = (len(layouts), NUM_COUNTERS)
+        self.counters = guarded(size, torch.int64, device)
+        self.counters[:] = FIRST_COUNTS.to(device)
         self.published = published(len(layouts), device)
 
-    @property
-    def layers(self) -> list[Layer]:
-        return [layer for table in self.tables for layer in table.layers]
+    def counted(self) -> list[list[int]]:
+        """By each table's launches."""
+        return (self.counters.cpu() - FIRST_COUNTS).tolist()
 
     def load(
-        self, requests: Sequence[Request], seats: Sequence[int] | None = None
+        self,
+        requests: Sequence[Request],
+        seats: Sequence[int] | None = None,
+        extra_drafts: int = 0,
+        index_dtype: torch.dtype = torch.int32,
     ) -> None:
         """The metadata of a batch; behind it the arrays hold what nobody may use.
 
-        seats: of each request; None: its number.
+        seats: of each request; None: its number. extra_drafts: how far the host's bound
+        of the number of drafts is off.
         """
-        self.num_reqs = len(requests)
+        device, self.num_reqs = self.device, len(requests)
         self.seats = None
         if seats is not None:
             dtype = torch.int64 if self.step % 2 else torch.int32
-            self.seats = torch.tensor(seats, dtype=dtype, device=self.device)
-        self.num_drafts = [request.num_drafts for request in requests]
+            self.seats = torch.tensor(seats, dtype=dtype, device=device)
+        self.drafts = [request.num_drafts for request in requests]
+        self.num_drafts = sum(self.drafts) + extra_drafts
         self.accepted = [request.accepted for request in requests]
-        for array in (self.block_table, self.slot_mapping):
-            array.fill_(poison_of(array.dtype))
+        size = (self.num_reqs + 1, self.pages.width)
+        self.block_table = guarded(size, torch.int32, device, padding=3)
         for row, request in enumerate(requests):
             self.block_table[row] = torch.tensor(request.entries)
         slots = [s for r in requests for s in r.slots(self.pages.entry_tokens)]
         self.num_tokens = len(slots)
-        self.slot_mapping[: len(slots)] = torch.tensor(slots, dtype=torch.int64)
+        self.slot_mapping = guarded((len(slots) + 1,), torch.int64, device)
+        self.slot_mapping[:-1] = torch.tensor(slots, dtype=torch.int64)
 
         def int32(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
+            return torch.tensor(values, dtype=torch.int32, device=device)
 
-        starts = itertools.accumulate((r.num_rows for r in requests), initial=0)
+        sizes = (request.num_rows for request in requests)
+        starts = [*itertools.accumulate(sizes, initial=0)]
+        ends = zip(starts[1:], self.drafts, strict=True)
+        indices = [row for end, k in ends for row in range(end - 1 - k, end)]
+        self.logits_indices = torch.tensor(indices, dtype=index_dtype, device=device)
         self.query_start_loc = int32([*starts, -1, 1 << 30])
         self.seq_lens = int32([*(r.seq_len for r in requests), -1, 1 << 30])
-        logits = itertools.accumulate(1 + k for k in self.num_drafts)
         self.num_leading_zeros = (self.step - 1) % 3
+        logits = itertools.accumulate(1 + k for k in self.drafts)
         self.cu_num_logits = int32([0] * self.num_leading_zeros + list(logits))
 
     def arguments(self, op: str, table: int = 0, **more: Any) -> Arguments:
         """As the op's parameters are named. The first call of stage patches, the last
         one of commit_draft_layer undoes."""
+        rows = self.tables[table].rows
+        if op not in (LOG, RESTORE):
+            # The column that these ops do not use holds nonsense.
+            rows = rows.clone()
+            rows[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
         of_table = {
-            "table": self.tables[table].rows,
+            "table": rows,
             "runs": self.tables[table].runs,
             "counters": self.counters[table],
             "counters_to": self.published[table],
@@ -345,18 +279,26 @@ class ShadowStep:
     def check(self, op: str, table: int = 0, **more: Any) -> None:
         check(op, self.layers, self.arguments(op, table, **more))
 
+    def check_tables(
+        self, op: str, form: AcceptanceForm = AcceptanceForm.SAMPLED
+    ) -> None:
+        accepted = form.arguments(self.drafts, self.accepted, self.device)
+        for table in range(len(self.tables)):
+            self.check(op, table, **accepted)
+
     def stage(
         self, requests: Sequence[Request], seats: Sequence[int] | None = None
     ) -> None:
         self.step += 1
         self.load(requests, seats)
-        for table in range(len(self.tables)):
-            self.check(STAGE, table)
+        self.check_tables(STAGE)
 
     def forward(self) -> None:
-        """Writes the rows of all tokens, wherever their slots are by now."""
+        """Writes the rows of all tokens, wherever their slots are by now; those that
+        have none are left out."""
         slots = self.slot_mapping[: self.num_tokens].tolist()
-        self.write([slot for slot in slots if 0 <= slot < self.pages.num_slots])
+        num_slots = self.layers[0].layout.num_slots
+        self.write([slot for slot in slots if 0 <= slot < num_slots])
 
     def write(self, slots: Sequence[int]) -> None:
         self.seed += 1000
@@ -389,9 +331,31 @@ class ShadowStep:
                     self.slot_mapping[row] = draw.choice(values) * tokens + offset
 
     def commit(self, form: AcceptanceForm = AcceptanceForm.SAMPLED) -> None:
-        accepted = form.arguments(self.num_drafts, self.accepted, self.device)
-        for table in range(len(self.tables)):
-            self.check(COMMIT, table, **accepted)
+        self.check_tables(COMMIT, form)
 
     def unstage(self) -> None:
         self.check(UNSTAGE)
+
+
+def run_step(
+    family: tuple[str, str],
+    device: torch.device,
+    layouts: Sequence[Sequence[Layout]],
+    requests: Sequence[Request],
+    pages: Pages = NO_PAGES,
+    *,
+    form: AcceptanceForm = AcceptanceForm.SAMPLED,
+    spare_rows: int = 1,
+    extra_drafts: int = 0,
+    index_dtype: torch.dtype = torch.int32,
+    **memory: int,
+) -> Step:
+    """One step through the ops of a family. spare_rows: of the log."""
+    before, after = family
+    capacity = sum(r.num_drafts for r in requests) + extra_drafts + spare_rows
+    step = Step(device, layouts, pages, capacity=capacity, **memory)
+    step.load(requests, None, extra_drafts, index_dtype)
+    step.check_tables(before)
+    step.forward()
+    step.check_tables(after, form)
+    return step

@@ -7,7 +7,8 @@
 
 Seeds follow each other from --seed on, each a world of its own with up to 1000
 operations. The first violation is cut down to a short list and printed with the command
-that plays it; the exit status is 1. Then the same for the model of the seats' rule.
+that plays it; the exit status is 1. Then the same with the model of the seats' rule for
+an engine (--replay plays there if --of-seats is given, too).
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ import torch
 from benchmarks import environment
 from benchmarks.files import write_json
 
-from tests.simulation import seats
-from tests.simulation.cache import Violation
-from tests.simulation.engine import Breakage
 from tests.simulation.operations import (
     Operation,
     draw_operations,
@@ -39,44 +37,54 @@ from tests.simulation.simulator import Simulator
 REPO = Path(__file__).resolve().parents[2]
 OPERATIONS_PER_SEED = 1000
 
+# What the simulator makes one of: seed, breakage, of_seats.
+World = tuple[int, Any, bool]
+
 
 class Failure(AssertionError):
     """A seed's failure, cut down. operations: the short list."""
 
-    def __init__(self, seed: int, error: Exception, operations: list[Operation]):
+    def __init__(
+        self, world: World, error: Exception | str, operations: list[Operation]
+    ) -> None:
+        seed, _, of_seats = world
         super().__init__(
             f"{error}\nseed {seed} fails with {len(operations)} operations; replay:\n"
             f"  python -m tests.simulation --seed {seed} --replay "
-            f"'{to_text(operations)}'"
+            f"'{to_text(operations)}'{' --of-seats' * of_seats}"
         )
         self.operations = operations
 
 
 def run(
     seed: int,
-    num_operations: int,
+    wanted: int,
     totals: Counter[Any],
-    breakage: Breakage | None = None,
+    breakage: Any = None,
+    of_seats: bool = False,
 ) -> None:
-    """Plays `num_operations` operations, OPERATIONS_PER_SEED a seed, from `seed` on.
+    """Plays `wanted` operations (with of_seats as many steps, if not a few more),
+    OPERATIONS_PER_SEED a seed, from `seed` on.
 
     totals: what happened is added to it.
 
     Raises:
         Failure: the first one found, already cut down.
     """
-    for first in range(0, num_operations, OPERATIONS_PER_SEED):
-        simulator = Simulator(seed, breakage)
-        limit = min(OPERATIONS_PER_SEED, num_operations - first)
+    while wanted > 0:
+        world = seed, breakage, of_seats
+        simulator = Simulator(*world)
+        limit = OPERATIONS_PER_SEED if of_seats else min(OPERATIONS_PER_SEED, wanted)
         try:
             simulator.play(draw_operations(random.Random(seed)), limit)
         except Exception as error:
-            raise _cut_down(seed, error, breakage) from error
+            raise _cut_down(world, error) from error
         totals += simulator.totals
+        wanted -= simulator.totals["operations", "run"] if of_seats else limit
         seed += 1
 
 
-def _cut_down(seed: int, error: Exception, breakage: Breakage | None) -> Failure:
+def _cut_down(world: World, error: Exception) -> Failure:
     """A failure counts as the same if its kind is."""
 
     def kind(error: Exception) -> tuple[type, str]:
@@ -86,7 +94,7 @@ def _cut_down(seed: int, error: Exception, breakage: Breakage | None) -> Failure
 
     def fails(operations: list[Operation]) -> bool:
         try:
-            Simulator(seed, breakage).play(operations)
+            Simulator(*world).play(operations)
         except Exception as latest:
             if kind(latest) == kind(error):
                 found.append(latest)
@@ -95,9 +103,9 @@ def _cut_down(seed: int, error: Exception, breakage: Breakage | None) -> Failure
 
     operations: list[Operation] = error.played  # type: ignore[attr-defined]
     if not fails(operations):
-        return Failure(seed, RuntimeError(f"fails only now and then: {error}"), [])
+        return Failure(world, f"fails only now and then: {error}", [])
     operations = shrink(operations, fails)
-    return Failure(seed, found[-1], operations)
+    return Failure(world, found[-1], operations)
 
 
 def record(
@@ -141,11 +149,12 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=20_000)
     parser.add_argument("--seat-steps", type=int, default=0, help="of seats.py")
     parser.add_argument("--replay", help="operations as JSON, for --seed's world")
+    parser.add_argument("--of-seats", action="store_true", help="--replay there")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
     torch.set_num_threads(1)  # copies this small gain nothing from more
     if args.replay is not None:
-        Simulator(args.seed).play(from_text(args.replay))
+        Simulator(args.seed, None, args.of_seats).play(from_text(args.replay))
         print("no violation")
         return 0
     started = time.perf_counter()
@@ -153,8 +162,8 @@ def main() -> int:
     totals: Counter[Any] = Counter()
     try:
         run(args.seed, args.operations, totals)
-        seats.run(args.seed, args.seat_steps)
-    except (Failure, Violation) as failure:
+        run(args.seed, args.seat_steps, Counter(), of_seats=True)
+    except Failure as failure:
         violations.append(str(failure))
     found = record(totals, args, time.perf_counter() - started, violations)
     if args.json is not None:

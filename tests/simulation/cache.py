@@ -178,7 +178,9 @@ class Cache:
         if kind == "hnd":
             by_slot, by_head = size, block_size * size
         if kind in PACKED_KINDS:
-            owner = _owner(kind, block_size, slot_bytes)
+            # As CPU_ATTN packs: `vec`, and `amx` in small, pairs of two-byte elements.
+            sizes = (2, slot_bytes // 2) if kind == "columns" else (4, 0)
+            owner = reference.columns(block_size, slot_bytes // 4, *sizes)
             plain = reference.packed_layout(num_blocks, owner, block_stride)
         else:
             shape = (num_blocks, block_size, heads, size)
@@ -221,14 +223,3 @@ class Cache:
         }
         slots = {name: slots for name, slots in found.items() if slots}
         return f"{int(wrong.sum())} bytes, slots {slots}"
-
-
-def _owner(kind: str, block_size: int, slot_bytes: int) -> torch.Tensor:
-    """[block bytes]: the slot that owns each byte. `columns`: half of a slot's bytes in
-    columns of two-byte elements, then rows (CPU_ATTN's vec); `pairs`: pairs of
-    two-byte elements of all slots in turn (its amx, in small)."""
-    slots = torch.arange(block_size)
-    if kind == "columns":
-        keys = slots.repeat_interleave(2).repeat(slot_bytes // 4)
-        return torch.cat([keys, slots.repeat_interleave(slot_bytes // 2)])
-    return slots.repeat_interleave(4).repeat(slot_bytes // 4)

@@ -234,17 +234,21 @@ class Engine:
 
     def run(
         self,
-        step: Step,
+        batch: list[Rows],
+        pads: int,
+        begins: bool,
         payloads: np.random.Generator,
         form: int,
         fault: Fault,
         bound: int,
     ) -> bool:
-        """The runner's step. payloads: gives what the forward writes. form: of the
-        sampler's output. bound: the host knows of so many drafts more.
+        """The runner's step. pads, begins: as in Step. payloads: gives what the forward
+        writes. form: of the sampler's output. bound: the host knows of so many drafts
+        more.
 
         Returns whether the output reaches the scheduler; if NWOR raised, `is_dead`.
         """
+        step = Step(batch, self.groups, pads, begins)
         payload = np.frombuffer(payloads.bytes(step.index.size), np.uint8)
         is_missed = fault.name == "missed"
         num_drafts = step.num_drafts and step.num_drafts + bound

@@ -25,9 +25,10 @@ import numpy as np
 
 from tests.simulation.blocks import Blocks, Request, condense
 from tests.simulation.cache import MAX_REQUESTS, Cache
-from tests.simulation.engine import Breakage, Engine, Fault, Settings
+from tests.simulation.engine import Engine, Fault, Settings
 from tests.simulation.operations import FAULTS, Operation
-from tests.simulation.step import EMPTY, MAX_TOKENS, PADDED, PLAIN, Rows, Step
+from tests.simulation.seats import SeatCache, SeatEngine
+from tests.simulation.step import EMPTY, MAX_TOKENS, PADDED, PLAIN, Rows
 
 LOGGER = logging.getLogger("vllm.v1.nwor")
 
@@ -38,14 +39,15 @@ class Simulator:
     totals: what happened, by name or by (what, which).
     """
 
-    def __init__(self, seed: int, breakage: Breakage | None = None) -> None:
+    def __init__(self, seed: int, breakage: Any = None, of_seats: bool = False) -> None:
         draw = random.Random(seed)
         self.settings = Settings(
             strict=draw.random() < 0.1,
             has_indices=draw.random() < 0.5,
             capacity=draw.choice((6, 24, 24)),
         )
-        self.cache = Cache(draw)
+        self.cache: Any = SeatCache(draw) if of_seats else Cache(draw)
+        self.make_engine: Any = SeatEngine if of_seats else Engine
         self.is_lifo = draw.random() < 0.7
         self.payloads = np.random.default_rng(draw.randrange(1 << 32))
         self.breakage = breakage
@@ -56,7 +58,8 @@ class Simulator:
         self._start_engine()
 
     def _start_engine(self) -> None:
-        self.engine = Engine(self.cache, self.settings, self.totals, self.breakage)
+        args = self.cache, self.settings, self.totals, self.breakage
+        self.engine = self.make_engine(*args)
         self.blocks = Blocks(self.cache, self.is_lifo, self.totals)
         self.rows: list[Request] = []
         self.indices = list(range(MAX_REQUESTS))
@@ -208,19 +211,20 @@ class Simulator:
         has_indices = self.settings.has_indices
         self.rows = batch if has_indices else condense(self.rows, batch)
         in_order = [self.batch.pop(request.name) for request in self.rows]
-        step = Step(in_order, self.cache.groups, pads, begins)
         planted = Fault(FAULTS[fault], call, moment)
-        if self.engine.run(step, self.payloads, form, planted, bound):
-            self._update(step)
+        if self.engine.run(
+            *(in_order, pads, begins, self.payloads, form, planted, bound)
+        ):
+            self._update(in_order)
         if self.engine.is_dead:
             self.totals["restarts"] += 1
             self._end_engine()
             self._start_engine()
         return True
 
-    def _update(self, step: Step) -> None:
+    def _update(self, batch: list[Rows]) -> None:
         """The scheduler takes in a step's output."""
-        for rows in step.rows:
+        for rows in batch:
             request = rows.request
             if rows.dropped:
                 self.totals["dropped_windows"] += rows.num_drafts > 0

@@ -12,24 +12,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.kernels.transaction import AcceptanceForm
 from tests.simulation.blocks import Request
-from tests.simulation.cache import MAX_DRAFTS, Group, Index, Mask
+from tests.simulation.cache import Group, Index, Mask
 from vllm_nwor.metrics import Counted, Scheduled
 from vllm_nwor.window import Acceptance, NumRejected, SampledIds, VerificationWindows
 
 Table = npt.NDArray[np.int32]
 
 MAX_TOKENS = 64
-VOCAB_SIZE = 5000
 PAD_SLOT = -1
 
 # Of a window: all as usual; its last rejected draft has slot -1; the sampler returns no
 # valid token at all.
 PLAIN, PADDED, EMPTY = range(3)
 
-# How the sampler reports: invalid ids are -1; or beyond the vocabulary; or in a view
-# with strides of its own; or as V2 does, the number of rejected drafts.
-SAMPLED, PLACEHOLDER, STRIDED, REJECTED = range(4)
+# How the sampler reports.
+FORMS = tuple(AcceptanceForm)
 
 
 @dataclass(eq=False)
@@ -230,19 +229,16 @@ class Step:
         )
 
     def acceptance(self, form: int) -> Acceptance:
-        if form == REJECTED:
-            counts = [rows.num_rejected for rows in self.rows]
-            return NumRejected(torch.tensor(counts, dtype=torch.int32))
-        fill = VOCAB_SIZE if form == PLACEHOLDER else -1
-        place = torch.arange(MAX_DRAFTS + 1)
-        # Id 0 and the vocabulary's last one are valid.
-        valid = torch.where(place % 2 == 1, 0, VOCAB_SIZE - 1)
-        num_valid = torch.tensor([[rows.num_valid_ids] for rows in self.rows])
-        sampled = torch.where(place < num_valid, valid, fill).int()
-        if form == STRIDED:
-            wide = torch.full((2 * sampled.shape[1], sampled.shape[0]), 5).int()
-            sampled = wide.t()[:, ::2].copy_(sampled)
-        return SampledIds(sampled, VOCAB_SIZE)
+        """form: a place in FORMS."""
+        is_v2 = FORMS[form] is AcceptanceForm.NUM_REJECTED
+        accepted = [
+            rows.num_accepted if is_v2 else rows.num_valid_ids - 1 for rows in self.rows
+        ]
+        drafts = self.drafts.tolist()
+        known = FORMS[form].arguments(drafts, accepted, torch.device("cpu"))
+        if is_v2:
+            return NumRejected(known["num_rejected"])
+        return SampledIds(known["sampled_token_ids"], known["vocab_size"])
 
     def counted_and_scheduled(self) -> tuple[Counted, Scheduled]:
         """The windows as vLLM's scheduler counts and knows them."""

@@ -1,0 +1,594 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops against the reference, byte for byte (guarantees 1 to 3, as far as the
+kernels can give them), and in numbers where the numbers say something by themselves."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.reference import PAD, columns, packed_layout, row_layout
+from tests.kernels.strategies import (
+    ANY_EXAMPLE,
+    FORMS,
+    SMALL,
+    batches,
+    packed_layouts,
+    paged_batches,
+    row_layouts,
+)
+from tests.kernels.transaction import (
+    FAMILIES,
+    NO_PAGES,
+    NUM_COUNTERS,
+    STAGE,
+    UNSTAGE,
+    AcceptanceForm,
+    Pages,
+    Request,
+    Step,
+    drafts_in,
+    run_step,
+)
+from vllm_nwor import builtin_ops
+from vllm_nwor.device_memory import DeviceMemory
+from vllm_nwor.kv_layout import KVLayout
+from vllm_nwor.launches import GroupLog, Launch, Launches, LayerCache
+from vllm_nwor.window import NumRejected, VerificationWindows
+
+CPU = torch.device("cpu")
+LOGGED, STAGED = FAMILIES
+families = pytest.mark.parametrize("family", FAMILIES, ids=["log", "stage"])
+
+
+def nhd(num_blocks=3, block_size=16, num_heads=4, run_bytes=64):
+    slot = num_heads * run_bytes
+    sizes = (num_blocks, block_size, num_heads, run_bytes)
+    return row_layout(*sizes, block_size * slot, run_bytes, slot)
+
+
+def hnd(num_blocks=3, block_size=16, num_heads=4, run_bytes=64):
+    head = block_size * run_bytes
+    sizes = (num_blocks, block_size, num_heads, run_bytes)
+    return row_layout(*sizes, num_heads * head, head, run_bytes)
+
+
+def mla(num_blocks=3, block_size=16, run_bytes=1152):
+    return nhd(num_blocks, block_size, 1, run_bytes)
+
+
+def padded(num_blocks=3, block_size=16, run_bytes=24):
+    """MLA's, with bytes behind each slot and each block that are nobody's."""
+    slot = run_bytes + 16
+    sizes = (num_blocks, block_size, 1, run_bytes)
+    return row_layout(*sizes, block_size * slot + 8, 0, slot)
+
+
+def column_major(num_blocks=3, block_size=16):
+    owner = columns(block_size, dims=8, element=2, tail=16)
+    return packed_layout(num_blocks, owner)
+
+
+def interleaved(num_blocks=3, block_size=16):
+    """Runs of 1, 2, 4, 8, 16 and 5 bytes in turn, then one that touches its end."""
+    slots = torch.arange(block_size)
+    units = [slots.repeat_interleave(unit) for unit in (4, 1, 16, 2, 8, 5)]
+    return packed_layout(num_blocks, torch.cat([*units, slots.flip(0)]))
+
+
+# The worked example: entries of 4 tokens, two for the shadow of each row.
+PAGES = Pages(
+    entry_tokens=4, num_real_entries=10, first_entry=10, span=2, num_seats=4, width=4
+)
+# Two rows before the first draft, of which position 5 and the target at 6 lie in the
+# first staged entry, as position 4 of an earlier step does; drafts in two entries.
+CROSSING = Request((3, 5, 7, 0), seq_len=10, num_rows=5, num_drafts=3, accepted=2)
+# The target is the last row of an entry that no draft is in.
+TARGET_ALONE = Request((2, 4, 0, 0), seq_len=7, num_rows=4, num_drafts=3)
+NO_DRAFTS = Request((1, 0, 0, 0), seq_len=2, num_rows=2, num_drafts=0)
+EXAMPLE = [CROSSING, NO_DRAFTS, TARGET_ALONE]
+
+
+# Without pages. The worked example of ops.py, with a padded slot: k = [2, 0, 1].
+PADDED = drafts_in((20, 21), (), (PAD,), accepted=(1, 0, 0))
+# Neighbours, also across blocks; padding; all, some and none accepted.
+MIXED = drafts_in(
+    *((0, 1, 2, 3), (31, 32), (47, PAD, 45), (), (17,)), accepted=(2, 1, 0, 0, 1)
+)
+# Two requests of one prefix draft into the same slots; one of them accepts.
+SHARED = drafts_in((5, 6), (5, 6), accepted=(2, 0))
+NOTHING = drafts_in((), (), accepted=(0, 0))
+FEW = {"num_heads": 2, "run_bytes": 8}
+
+
+def layout_for(pages, layout=nhd, block_size=None, **kwargs):
+    block_size = block_size or pages.entry_tokens
+    return layout(pages.num_slots // block_size, block_size, **kwargs)
+
+
+def run_example(family, device, *tables, **kwargs):
+    """tables: the kinds of their layers."""
+    layouts = [[layout_for(PAGES, kind) for kind in kinds] for kinds in tables]
+    return run_step(family, device, layouts, EXAMPLE, PAGES, **kwargs)
+
+
+# --- log and restore, stage and commit ------------------------------------------------
+
+
+@families
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("form", AcceptanceForm)
+@pytest.mark.parametrize("kind", [nhd, hnd, mla, padded])
+def test_what_is_rejected_leaves_no_byte(device, family, kind, form):
+    run_example(family, device, [kind] * 3, form=form)
+
+
+@families
+@pytest.mark.parametrize("kind", [column_major, interleaved])
+def test_what_is_rejected_leaves_no_byte_of_a_packed_slot(family, kind):
+    run_example(family, CPU, [kind] * 3)
+
+
+@families
+@pytest.mark.sanitizer
+def test_tables_of_one_group(device, family):
+    """Each has its part of a row of the log. The first call of stage patches and the
+    last one of commit undoes; each copies its own layers."""
+    run_example(family, device, [nhd] * 2, [partial(hnd, num_heads=3)], [mla])
+
+
+@families
+@pytest.mark.parametrize("run_bytes", [1, 2, 3, 4, 8, 16, 24, 33, 130, 272])
+@pytest.mark.parametrize(
+    "misalignment", [pytest.param(0, marks=pytest.mark.sanitizer), 1, 8]
+)
+def test_every_access_width(device, family, run_bytes, misalignment):
+    def misaligned(kind, *sizes):
+        return replace(kind(*sizes, run_bytes=run_bytes), misalignment=misalignment)
+
+    run_example(family, device, [partial(misaligned, kind) for kind in (nhd, hnd)])
+
+
+@families
+@pytest.mark.parametrize(
+    ("num_requests", "num_layers"),
+    [(31, 1), (32, 1), (33, 1), (64, 1), (1025, 1), (40, 61)],
+)
+def test_large_batches(device, family, num_requests, num_layers):
+    """Windows of 0 to 4 drafts in tables of three entries. All layers copy from the
+    entries that were there before the tables are patched, whichever is first."""
+    pages = Pages(4, 1 + 3 * num_requests, 2 + 3 * num_requests, 2, num_requests, 3)
+    requests = []
+    for number in range(num_requests):
+        num_drafts = number % 5
+        num_rows = 1 + num_drafts + number % 2
+        seq_len = num_rows + number % (13 - num_rows)
+        entries = tuple(range(1 + 3 * number, 4 + 3 * number))
+        accepted = num_drafts // 2
+        requests.append(Request(entries, seq_len, num_rows, num_drafts, accepted))
+    layouts = [[layout_for(pages, **FEW)] * num_layers]
+    step = run_step(family, device, layouts, requests, pages)
+    (counted,) = step.counted()
+    assert counted[1] == sum(request.num_drafts for request in requests)
+    assert counted[5] == 0
+
+
+# --- log and restore alone ------------------------------------------------------------
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    ("requests", "extra_drafts"),
+    [
+        *((PADDED, 0), (PADDED, 1), (PADDED, 40), (SHARED, 0), (MIXED, 0)),
+        *((NOTHING, 0), (NOTHING, 3), ([], 2)),
+    ],
+)
+def test_num_drafts_is_an_upper_bound(device, requests, extra_drafts):
+    layouts = [[nhd()] * 2, [hnd()]]
+    run_step(LOGGED, device, layouts, requests, extra_drafts=extra_drafts)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    "kinds",
+    [[nhd, hnd], [mla] * 2, [column_major, nhd, interleaved]],
+    ids=["rows", "mla", "packed"],
+)
+def test_rejected_slots_are_poisoned(device, kinds):
+    """What the manager launches under VLLM_NWOR_ON_REJECT=poison, each layer with a
+    byte of its own."""
+    if column_major in kinds and device.type != "cpu":
+        pytest.skip("packed layouts are for the CPU")
+    slots = (0, 1, 2, 3), (47, PAD, 45), (), (17,)
+    step = Step(device, [[kind() for kind in kinds]])
+    step.load(drafts_in(*slots, accepted=(2, 0, 0, 1)))
+    caches = []
+    for number, layer in enumerate(step.layers):
+        *strides, block_size, num_blocks = layer.layout.columns
+        layout = KVLayout(block_size, num_blocks, *strides, layer.layout.runs)
+        cache = layer.memory[layer.start :]
+        caches.append(LayerCache(f"{number}", cache, layout, 0x40 + number))
+    memory = DeviceMemory(device, None)
+    group = GroupLog(0, caches, step.num_drafts, memory, poisons=True)
+    launches = Launches(
+        [Launch(group, part, step.counters[0]) for part in group.tables],
+        builtin_ops.load(device),
+    )
+
+    rows = len(slots), step.logits_indices, step.cu_num_logits
+    launches.log(VerificationWindows(step.num_drafts, *rows, [step.slot_mapping]))
+    step.forward()
+    wanted = [layer.memory.clone() for layer in step.layers]
+    num_rejected = torch.tensor([2, 3, 0, 0], dtype=torch.int32, device=device)
+    launches.restore(NumRejected(num_rejected), step.num_drafts, None)
+
+    for number, (layer, expected) in enumerate(zip(step.layers, wanted, strict=True)):
+        expected[layer.index([2, 3, 47, 45])] = 0x40 + number
+        assert torch.equal(layer.memory, expected), f"layer {number}"
+
+
+# Along one axis at a time from the first value of each, and some corners: MLA with many
+# layers; small heads and fp8; 8B at batch 64 with k = 4.
+AXES = {
+    "element_bytes": [2, 1, 4],
+    "block_size": [16, 32, 64, 128],
+    "head_size": [128, 64, 80, 96, 192, 256, 512, 576],
+    "num_heads": [8, 1, 2, 3, 4, 16, 32],
+    "num_layers": [4, 1, 2, 31, 32, 61, 80],
+    "num_drafts": [24, 0, 1, 4, 31, 129, 256, 1024, 4096],
+    "accepted": ["mixed", "none", "all"],
+}
+FIRST = [values[0] for values in AXES.values()]
+SHAPES = [
+    *(
+        (*FIRST[:i], x, *FIRST[i + 1 :])
+        for i, xs in enumerate(AXES.values())
+        for x in xs
+    ),
+    (2, 16, 576, 1, 61, 256, "mixed"),
+    (1, 128, 64, 1, 80, 33, "none"),
+    (2, 16, 128, 8, 32, 256, "mixed"),
+    (4, 16, 576, 32, 2, 64, "none"),
+    *(
+        (size, block, 64, 2, 3, drafts, "mixed")
+        for size in (1, 2, 4)
+        for block in (16, 128)
+        for drafts in (7, 500)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "shape", dict.fromkeys(SHAPES), ids=lambda shape: "-".join(map(str, shape))
+)
+@pytest.mark.parametrize("layout", [nhd, hnd])
+def test_shapes_of_real_models(device, shape, layout):
+    """Whole on a GPU; on the CPU the smaller ones."""
+    size, block_size, head_size, num_heads, num_layers, num_drafts, accepted = shape
+    num_blocks = -(-max(num_drafts, 1) * 5 // 4 // block_size) + 1
+    num_slots, run_bytes = num_blocks * block_size, head_size * size
+    cache_bytes = num_layers * num_slots * num_heads * run_bytes
+    if device.type == "cpu" and cache_bytes >= 2 << 20:
+        num_layers = num_heads = 1
+    draw = random.Random(num_drafts)
+    slots = draw.sample(range(num_slots), num_drafts)
+    windows = []
+    while slots or len(windows) < 2:
+        length = min(draw.randrange(6), len(slots))
+        windows.append(tuple(slots.pop() for _ in range(length)))
+    shares = {"none": 0, "all": 1}
+    counts = [round(shares.get(accepted, draw.random()) * len(w)) for w in windows]
+    layouts = [layout(num_blocks, block_size, num_heads, run_bytes)] * num_layers
+    requests = drafts_in(*windows, accepted=counts)
+    run_step(LOGGED, device, [layouts], requests, extra_drafts=2)
+
+
+# --- stage and commit alone -----------------------------------------------------------
+
+
+@pytest.mark.sanitizer
+def test_the_worked_example(device):
+    """In numbers, without the reference."""
+    step = Step(device, [[layout_for(PAGES)] * 2], PAGES)
+    layer = step.layers[0]
+
+    def slot(number):
+        return layer.memory[layer.index([number])[0]]
+
+    committed = slot(20).clone()  # position 4 of the first request
+
+    step.stage(EXAMPLE)
+
+    entries = [[3, 11, 10, 0], [1, 0, 0, 0], [2, 15, 0, 0]]
+    assert step.block_table[:3].tolist() == entries
+    slots = [*(45, 46, 47, 40, 41), *(4, 5), *(11, 60, 61, 62)]
+    assert step.slot_mapping[:11].tolist() == slots
+    assert step.saved.tolist() == [
+        [3, 0, 5, 10, 1, 2, 1, 0, 2, -1, 0, 5, 7, 11, 10],
+        [0] * 15,
+        [3, 7, 3, 7, 1, 1, 0, 0, 2, -1, 0, 4, 0, 15, 0],
+        [0] * 15,
+    ]
+    assert torch.equal(slot(44), committed)
+
+    layer.memory[layer.index(slots)] = 7
+    step.commit()
+
+    assert step.block_table[:3].tolist() == [list(r.entries) for r in EXAMPLE]
+    slots = [*(21, 22, 23, 28, 29), *(4, 5), *(11, 16, 17, 18)]
+    assert step.slot_mapping[:11].tolist() == slots
+    is_seven = [
+        bool((slot(number) == 7).all()) for number in (20, *slots[:5], *slots[7:])
+    ]
+    assert is_seven == [False, *[True] * 4, False, True, *[False] * 3]
+    row_bytes = 2 * 256
+    assert step.counted() == [[2, 6, 2, 4, 0, 0, row_bytes, 4 * row_bytes]]
+    assert step.published.tolist() == step.counters.tolist()
+
+
+LONG_PAGES = Pages(
+    entry_tokens=32, num_real_entries=9, first_entry=11, span=2, num_seats=3, width=3
+)
+LONG = [
+    Request((1, 2, 3), seq_len=66, num_rows=40, num_drafts=5, accepted=3),
+    Request((4, 5, 0), seq_len=50, num_rows=3, num_drafts=2, accepted=2),
+]
+
+
+@pytest.mark.sanitizer
+def test_an_entry_of_several_blocks(device):
+    layouts = [
+        layout_for(LONG_PAGES, nhd, 16, num_heads=1, run_bytes=48),
+        layout_for(LONG_PAGES, hnd, 8, num_heads=3, run_bytes=16),
+    ]
+    run_step(STAGED, device, [layouts], LONG, LONG_PAGES)
+
+
+def test_no_drafts_touch_nothing(device):
+    nowhere = replace(NO_DRAFTS, entries=(0,) * 4)
+    for requests in ([], [NO_DRAFTS], [NO_DRAFTS, nowhere]):
+        step = run_step(STAGED, device, [[layout_for(PAGES)]], requests, PAGES)
+        assert step.counted() == [[0] * NUM_COUNTERS]
+        published = step.counters.tolist() if requests else [[-3] * NUM_COUNTERS]
+        assert step.published.tolist() == published
+
+
+LEFT_ALONE = {
+    "fewer rows than logits": replace(CROSSING, num_rows=3),
+    "begins before 0": replace(CROSSING, num_rows=11),
+    "more entries than the span": replace(CROSSING, num_rows=9, num_drafts=7),
+    "more entries than the table is wide": Request((3, 5, 6, 7), 18, 4, 3),
+    "a null entry": replace(CROSSING, entries=(3, 5, 0, 0)),
+    "a negative entry": replace(CROSSING, entries=(3, -5, 7, 0)),
+    "the first id that is not real": replace(CROSSING, entries=(3, 5, 10, 0)),
+    "a shadow entry": replace(CROSSING, entries=(3, 11, 7, 0)),
+    "a draft's padded slot": replace(CROSSING, wrong_slots=((4, PAD),)),
+    "a draft's slot in another entry": replace(CROSSING, wrong_slots=((3, 21),)),
+    "a target's slot": replace(CROSSING, wrong_slots=((1, 21),)),
+    "the slot of a row before the target": replace(CROSSING, wrong_slots=((0, 22),)),
+}
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("why", LEFT_ALONE)
+def test_windows_left_alone(device, why):
+    """They keep their entries and slots, are written in place, and are counted; their
+    neighbours are staged."""
+    odd = LEFT_ALONE[why]
+    step = Step(device, [[layout_for(PAGES)] * 2], PAGES)
+    step.stage([TARGET_ALONE, odd, NO_DRAFTS])
+    assert step.saved[:3, 0].tolist() == [3, -odd.num_drafts, 0]
+    assert step.block_table[1].tolist() == list(odd.entries)
+    assert step.slot_mapping[4 : 4 + odd.num_rows].tolist() == odd.slots(4)
+    step.forward()
+    step.commit()
+    windows = [2, 3 + odd.num_drafts, odd.accepted, 3 + odd.num_drafts - odd.accepted]
+    assert step.counted()[0][:6] == [*windows, 0, odd.num_drafts]
+
+
+@pytest.mark.parametrize("num_accepted", [-2, -1, 4, 70])
+@pytest.mark.parametrize("form", AcceptanceForm)
+def test_acceptance_outside_the_window(device, num_accepted, form):
+    """More valid tokens than rows, or none, as for a request whose prompt is not
+    done: the target and what is before it are committed all the same."""
+    requests = [replace(request, accepted=num_accepted) for request in EXAMPLE[::2]]
+    layouts = [[layout_for(PAGES)]]
+    step = run_step(STAGED, device, layouts, requests, PAGES, form=form)
+    accepted = 2 * min(max(num_accepted, 0), 3)
+    assert step.counted()[0][:4] == [2, 6, accepted, 6 - accepted]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("with_forward", [False, True])
+def test_unstage_puts_tables_and_slots_back(device, with_forward):
+    step = Step(device, [[layout_for(PAGES)] * 2], PAGES)
+    step.stage(EXAMPLE)
+    if with_forward:
+        step.forward()
+    step.unstage()
+    step.unstage()
+    assert step.block_table[:3].tolist() == [list(r.entries) for r in EXAMPLE]
+    assert step.counted() == [[0] * NUM_COUNTERS]
+
+
+def test_a_call_that_does_not_patch_reads_saved_alone(device):
+    """The table and the slots are patched by then, and might be anything."""
+    step = Step(device, [[layout_for(PAGES)], [layout_for(PAGES, hnd)]], PAGES)
+    step.load(EXAMPLE)
+    step.check(STAGE, 0)
+    step.block_table.fill_(-7)
+    step.slot_mapping.fill_(-7)
+    step.check(STAGE, 1)
+
+
+LIFE_PAGES = replace(PAGES, num_real_entries=31, first_entry=32, num_seats=3, width=8)
+# Rows 5 to 8, of which 5 is kept: the next step begins at 6, and drafts from 7 on are
+# in the entry of rows 4 and 5.
+FIRST = Request(tuple(range(1, 9)), seq_len=9, num_rows=4, num_drafts=3)
+OTHER = replace(FIRST, entries=tuple(range(11, 19)))
+
+
+class Life(Step):
+    """Steps of requests that go on, and what is copied to their shadows."""
+
+    def __init__(self, device, layouts=None):
+        layouts = layouts or [[layout_for(LIFE_PAGES, **FEW)] * 2]
+        super().__init__(device, layouts, LIFE_PAGES)
+
+    def run(self, requests, seats=None):
+        """One step; returns how many rows were copied to shadow pages."""
+        self.stage(requests, seats)
+        copied = sum(window.num_copied for window in self.windows().values())
+        self.forward()
+        self.commit()
+        return copied
+
+    def fail(self, requests, seats=None):
+        self.stage(requests, seats)
+        self.unstage()
+
+    def fail_between_tables(self, request):
+        """The first table's launch was made, the second one's was not."""
+        self.step += 1
+        self.load([request])
+        self.check(STAGE, 0)
+        self.check(UNSTAGE)
+
+    def without_drafts(self):
+        """A step that protects nothing, in which vLLM writes to any block."""
+        self.step += 1
+        self.write(range(4, 4 * LIFE_PAGES.num_real_entries))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("accepted", range(4))
+def test_a_request_that_goes_on_is_copied_once(device, accepted):
+    """Whatever is accepted, in every place of an entry, with rows before the target
+    and entries that only the target is in."""
+    life = Life(device)
+    request = replace(FIRST, accepted=accepted)
+    assert life.run([request]) == 1
+    for before in (0, 0, 2, 0, 0):
+        request = request.following(accepted=accepted, before=before)
+        if request.seq_len > 32:
+            break
+        assert life.run([request]) == 0
+
+
+@pytest.mark.sanitizer
+def test_a_seat_goes_with_its_request(device):
+    requests = [FIRST, OTHER]
+    life = Life(device)
+    assert life.run(requests, [2, 0]) == 2
+    requests = [request.following(accepted=2) for request in requests]
+    assert life.run(requests[::-1], [0, 2]) == 0
+    requests = [request.following() for request in requests]
+    assert life.run(requests[1:], [0]) == 0
+    assert life.run(requests[:1], [2]) == 1
+    # Rows without seats, which changed: the other's blocks are not the row's.
+    requests = [request.following() for request in requests]
+    assert life.run(requests) == 2 * 2
+
+
+AGAIN = FIRST.following()
+MOVED = replace(AGAIN, entries=(1, 20, *AGAIN.entries[2:]))
+NO_DRAFTS_HERE = replace(FIRST, seq_len=7, num_rows=1, num_drafts=0)
+# What happens between two steps of a request; then its shadow does not count.
+BETWEEN = {
+    "a step without drafts": Life.without_drafts,
+    # In which its seat is another's, and without one.
+    "others alone": lambda life: life.run([OTHER], [1]),
+    "its own without drafts": lambda life: life.run([NO_DRAFTS_HERE, OTHER]),
+    "another in its seat": lambda life: life.run([OTHER]),
+    "left alone": lambda life: life.run([replace(FIRST, wrong_slots=((1, PAD),))]),
+    "a failed step": lambda life: life.fail([AGAIN]),
+    "a failed step of a copy": lambda life: life.fail_between_tables(MOVED),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_only_the_step_before_counts(device, between):
+    life = Life(device, [[layout_for(LIFE_PAGES)], [layout_for(LIFE_PAGES, hnd)]])
+    life.run([FIRST])
+    BETWEEN[between](life)
+    assert life.run([AGAIN]) == 2
+
+
+EARLIER = replace(FIRST, seq_len=8)
+
+
+@pytest.mark.parametrize(
+    ("first", "request_", "copied"),
+    [
+        (FIRST, AGAIN, 0),
+        (FIRST, MOVED, 2),
+        (FIRST, replace(AGAIN, entries=(20, *AGAIN.entries[1:])), 0),
+        (FIRST, replace(AGAIN, seq_len=AGAIN.seq_len - 1), 1),
+        (EARLIER, EARLIER.following(), 0),
+        (EARLIER, AGAIN, 2),
+    ],
+)
+def test_only_the_same_entry_and_the_next_row_count(device, first, request_, copied):
+    life = Life(device)
+    life.run([first])
+    assert life.run([request_]) == copied
+
+
+# --- anything: last, as a failure takes minutes to shrink -----------------------------
+
+
+@families
+@pytest.mark.parametrize("is_packed", [False, True])
+@ANY_EXAMPLE
+@given(data=st.data())
+def test_any_steps(device, data, family, is_packed):
+    """Requests come and go on, steps fail, and somebody else writes to the tables."""
+    if is_packed and device.type != "cpu":
+        pytest.skip("packed layouts are for the CPU")
+    block_size = data.draw(st.sampled_from([1, 4, 16 if is_packed else 8]))
+    if family is LOGGED:
+        pages, num_blocks = NO_PAGES, data.draw(st.integers(1, 4))
+        batch = st.tuples(st.none(), batches(num_blocks * block_size))
+        steps = data.draw(st.lists(batch, max_size=2))
+    else:
+        per_entry = data.draw(st.integers(1, 2 if is_packed else 3))
+        pages, steps = data.draw(paged_batches(block_size * per_entry))
+        num_blocks = pages.num_slots // block_size
+    layers = st.lists(row_layouts(block_size, num_blocks), min_size=1, max_size=3)
+    layouts = data.draw(st.lists(layers, min_size=not is_packed, max_size=2))
+    if is_packed:
+        packing = data.draw(packed_layouts(block_size, num_blocks))
+        layouts = [[packing] * 2, *layouts[1:]]
+    num_drafts = max((sum(r.num_drafts for r in step) for _, step in steps), default=0)
+    extra_drafts = data.draw(st.integers(0, 3))
+    small = {name: data.draw(SMALL) for name in ("gap", "slack", "padding")}
+    step = Step(
+        *(device, layouts, pages),
+        seed=data.draw(st.integers(0, 1000)),
+        capacity=num_drafts + extra_drafts + data.draw(st.integers(0, 2)),
+        misalignment=data.draw(SMALL),
+        **small,
+    )
+    index_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    has_seats = family is STAGED and data.draw(st.booleans())
+    before, after = family
+    for seats, requests in steps:
+        # Now and then there is a step without drafts in between.
+        step.step += data.draw(st.sampled_from([1, 1, 1, 2]))
+        seats = seats if has_seats else None
+        step.load(requests, seats, extra_drafts, index_dtype)
+        step.check_tables(before)
+        if family is STAGED and data.draw(st.integers(0, 4)) == 0:
+            step.check(UNSTAGE)
+            continue
+        step.forward()
+        if family is STAGED and data.draw(st.integers(0, 2)) == 0:
+            step.meddle(data.draw(st.integers(0, 1 << 16)))
+        step.check_tables(after, data.draw(FORMS))
