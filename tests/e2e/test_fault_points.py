@@ -209,26 +209,6 @@ def test_an_op_may_fail_at_every_call(
     cow.run(ALL)
 
 
-def test_a_copy_of_the_counters_that_fails(
-    off: Baseline, cow: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A commit fails late, and its counters cannot be copied out either: one fallback
-    like any other. That step is missing from the totals, and no other: the ring that
-    they are written to has been used once over by then."""
-    manager, before = cow.manager, counters(cow)
-    copy = failing(manager._copy_counters, 0)
-    monkeypatch.setattr(manager, "_copy_counters", copy)
-    with failing_op(manager.launches, "restore_rejected_drafts", 9, late=True):
-        found = cow.run(ALL)
-    assert_same(found, off.result)
-    assert manager.fallbacks == {"commit_failed": 1}
-    rise = risen(cow, before)
-    assert rise["nwor_fallbacks/commit_failed"] == 1
-    assert rise["nwor_breaches"] == 0
-    lost = num_drafts_of_steps(found)[9 // NUM_GROUPS]
-    assert rise["nwor_tokens_staged"] == found.num_drafted - lost
-
-
 def num_drafts_of_steps(result: Result) -> list[int]:
     return [sum(step.drafted.values()) for step in result.steps if step.drafted]
 
@@ -250,26 +230,6 @@ def vllm_failing(engine: Engine, where: str, state: State) -> Iterator[None]:
     with pytest.raises(RuntimeError, match=r"^injected into vLLM$"):
         yield
     handle.remove()
-
-
-@pytest.mark.parametrize("where", ["forward", "sampler"])
-def test_vllm_fails_between_begin_and_commit(where: str, cow: Engine) -> None:
-    """The next step finds a log that nobody committed, drops it (it never reaches the
-    cache) and counts it."""
-    manager = cow.manager
-    with vllm_failing(cow, where, State.LOGGED):
-        cow.run(ALL)
-    assert manager.state is State.LOGGED
-    logged = manager._num_drafts
-    cow.llm.abort_request([request.name for request in ALL])
-    oracle = SnapshotOracle(cow.probe)
-    with nwor_log() as lines:
-        cow.run([Request("next", prompt(9, 20), 12)], [oracle])
-    assert manager.fallbacks == {"stale_log": 1}
-    assert lines == [
-        f"WARNING NWOR stale_log: windows with {logged} drafts were dropped{VANILLA}"
-    ]
-    assert oracle.violations == []
 
 
 def lose_begin(engine: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -456,13 +416,12 @@ def stage(off: Baseline, staged: Engine) -> Iterator[Engine]:
     assert staged.manager.state is State.IDLE
 
 
-AT_A_CALL = pytest.mark.parametrize("call", [0, NUM_GROUPS + 1])
-BEFORE_OR_AFTER = pytest.mark.parametrize(
-    "late", [False, True], ids=["before", "after"]
+# Of the first group and of the second one, before and after the call did its work.
+AT_A_CALL = pytest.mark.parametrize(
+    ("call", "late"), [(0, True), (NUM_GROUPS + 1, False)]
 )
 
 
-@BEFORE_OR_AFTER
 @AT_A_CALL
 def test_a_step_that_cannot_be_staged_is_logged(
     call: int, late: bool, off: Baseline, stage: Engine
@@ -484,7 +443,6 @@ def test_a_step_that_cannot_be_staged_is_logged(
     assert (counts(stage)["restored_bytes"] > before) == rejects
 
 
-@BEFORE_OR_AFTER
 @AT_A_CALL
 def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
     call: int, late: bool, stage: Engine
@@ -529,25 +487,6 @@ def test_tables_are_put_back_as_soon_as_vllm_fails(
         assert stage.manager.state is State.IDLE
         (line,) = lines
         assert re.match(r"WARNING NWOR step_failed: windows with \d drafts were", line)
-
-
-def test_steps_with_more_requests_than_seats_are_logged(
-    off: Baseline, stage: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = counts(stage)
-    with monkeypatch.context() as patch:
-        patch.setattr(stage.manager.shadow, "num_seats", 1)
-        found = stage.run(ALL)
-    assert_same(found, off.result)
-    drafting = [step for step in found.steps if step.drafted]
-    crowded = [step for step in drafting if len(step.scheduled) > 1]
-    assert 0 < len(crowded) < len(drafting)
-    assert stage.manager.fallbacks == {"no_seat": len(crowded)}
-    rise = {name: n - before[name] for name, n in counts(stage).items()}
-    assert rise["staged"] == found.num_drafted * NUM_GROUPS
-    assert rise["committed"] == found.num_accepted * NUM_GROUPS
-    assert rise["restored_bytes"] > 0
-    assert rise["committed_bytes"] > 0
 
 
 def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:

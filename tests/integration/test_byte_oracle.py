@@ -53,6 +53,8 @@ from tests.helpers.oracle import (
 from tests.helpers.runner_probe import Step
 from vllm_nwor.kv_probe import probe_layout
 
+# The KV audit, of all bytes.
+EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 # So few blocks that requests are preempted, and blocks are soon used again.
 FEW_BLOCKS: dict[str, Any] = {
@@ -210,6 +212,18 @@ def check_on(off: Run, on: Run, case: Case) -> None:
     assert differences([off.hashes.start, *committed], found) == []
 
 
+def check_clean(run: Run) -> None:
+    """The audit compared nearly all committed slots of all steps, and found nothing."""
+    engine = run.engine
+    assert list(engine.audit.findings.last) == []
+    totals = engine.audit.audit.totals()
+    assert totals["unverified"] == 0
+    assert totals["contents"] > 20_000
+    assert totals["identities"] > 4000
+    audited = {x.name for group in engine.audit.audit.groups for x in group.layers}
+    assert audited == set(engine.probe.target_layers())
+
+
 @pytest.fixture(scope="module", params=CACHES)
 def off(request: pytest.FixtureRequest) -> tuple[Run, Case]:
     """vLLM's own run of a case."""
@@ -231,8 +245,13 @@ def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_bytes_and_outputs_are_exact(mode: str, off: tuple[Run, Case]) -> None:
+    """In mode stage beside the audit."""
     run, case = off
-    check_on(run, watch(case.engine(mode), REQUESTS, run.truth, case), case)
+    engine = case.engine(mode, EVERYTHING if mode == "stage" else None)
+    on = watch(engine, REQUESTS, run.truth, case)
+    check_on(run, on, case)
+    if mode == "stage":
+        check_clean(on)
 
 
 @pytest.mark.parametrize(
