@@ -11,18 +11,21 @@ do); CUDA; sleep and weight reload (tests/gpu).
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 import torch
+from vllm.v1.worker import gpu_model_runner
 
 from tests.e2e.conftest import ARGUMENTS as SERVE_ARGUMENTS
 from tests.e2e.conftest import SPECULATION
@@ -38,13 +41,14 @@ from tests.helpers.engine import (
     prompt,
     risen,
 )
-from tests.helpers.environment import REPO, result_of
-from tests.helpers.faults import At, failing, failing_op
+from tests.helpers.environment import REPO, nwor_settings
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
+from vllm_nwor import plugin
 from vllm_nwor.config import Strict
 from vllm_nwor.draft_manager import NworError, State
+from vllm_nwor.hooks import _wrap
 
 pytestmark = pytest.mark.e2e
 
@@ -110,6 +114,36 @@ def cow(cow_engine: Engine) -> Iterator[Engine]:
 
 # --- ops ------------------------------------------------------------------------------
 
+At = Callable[[int], bool] | int
+
+
+def failing(
+    op: Callable[..., None],
+    at: At,
+    late: bool = False,
+    error: Exception | None = None,
+) -> Callable[..., None]:
+    """`op`, raising at a call (numbered from 0), or at those that `at` selects, before
+    it did anything or (late) after it did its work."""
+    calls = itertools.count()
+
+    def run(*args: Any) -> None:
+        call = next(calls)
+        fails = at(call) if callable(at) else call == at
+        if late or not fails:
+            op(*args)
+        if fails:
+            raise error or RuntimeError("injected")
+
+    return run
+
+
+def failing_op(engine: Engine, name: str, *how: Any) -> AbstractContextManager[Any]:
+    """That op of the engine's fails as `failing` says."""
+    ops = engine.manager.launches.ops
+    return mock.patch.object(ops, name, failing(getattr(ops, name), *how))
+
+
 REASONS = {
     "log_cache_slots": "begin_failed",
     "restore_rejected_drafts": "commit_failed",
@@ -132,7 +166,7 @@ def run_with_fault(
     cache: rejected slots hold old or new bytes, all else is as vanilla."""
     forget_fallbacks(engine)
     oracle, before = SnapshotOracle(engine.probe), counters(engine)
-    with failing_op(engine.manager.launches, op, at, late, error):
+    with failing_op(engine, op, at, late, error):
         found = engine.run(ALL, [oracle])
     assert_same(found, wanted)
     assert set(engine.manager.fallbacks) == {REASONS[op]}
@@ -429,7 +463,7 @@ def test_a_step_that_cannot_be_staged_is_logged(
     before = counts(stage)["restored_bytes"]
     with (
         nwor_log() as lines,
-        failing_op(stage.manager.shadow, "stage", call, late),
+        failing_op(stage, "stage", call, late),
     ):
         found = stage.run(ALL)
     assert_same(found, off.result)
@@ -454,7 +488,7 @@ def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
         "in the KV cache"
     )
     with (
-        failing_op(stage.manager.shadow, name, call, late),
+        failing_op(stage, name, call, late),
         pytest.raises(NworError, match=f"^{re.escape(expected)}$"),
     ):
         stage.run(ALL)
@@ -472,7 +506,7 @@ def test_tables_are_put_back_as_soon_as_vllm_fails(
     put back all the same."""
     with (
         nwor_log() as lines,
-        failing_op(stage.manager.shadow, "unstage", lambda call: fails and call == 0),
+        failing_op(stage, "unstage", lambda call: fails and call == 0),
         vllm_failing(stage, where, State.STAGED),
     ):
         stage.run(ALL)
@@ -531,62 +565,42 @@ def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
 # --- a vLLM that is not as expected ---------------------------------------------------
 
 
-RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 MISMATCH = (
-    f"{RUNNER_MODULE}.GPUModelRunner._sample has parameters (self, hidden, "
+    f"{gpu_model_runner.__name__}.GPUModelRunner._sample has parameters (self, hidden, "
     "spec_decode_metadata); expected it to begin with (self, logits, "
     "spec_decode_metadata)"
 )
-# In a process of its own: a mode that there is not, then an engine in mode cow whose
-# vLLM renamed a parameter.
-CHANGED_VLLM = """
-import json, os
-from tests.helpers import environment
-environment.prepare()
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.worker import gpu_model_runner
-os.environ["VLLM_NWOR_MODE"] = "bogus"
-try:
-    EngineArgs(model="none")
-except Exception as error:
-    said = f"{type(error).__name__}: {error}"
-original = gpu_model_runner.GPUModelRunner._sample
-def _sample(self, hidden, spec_decode_metadata):
-    return original(self, hidden, spec_decode_metadata)
-gpu_model_runner.GPUModelRunner._sample = _sample
-from tests.e2e.test_fault_points import ARGUMENTS, about
-from tests.helpers.engine import Engine
-from tests.helpers.logs import nwor_log
-with nwor_log() as lines:
-    engine = Engine("cow", **ARGUMENTS)
-print("RESULT " + json.dumps(about(engine, lines) | {"said": said}))
-"""
-BAD_MODE = (
-    "NworConfigError: VLLM_NWOR_MODE='bogus' is not allowed; allowed values: off, "
-    "stage, cow"
-)
+NO_MEMORY = "injected: no memory for the log"
+NO_SPECULATION = "no speculative decoding is configured"
 # vLLM's own ngram drafter has something to propose.
 REPEATING = [Request("repeating", tuple(range(10, 40)) * 2, 20)]
 
 
-def about(engine: Engine, lines: list[str]) -> dict[str, Any]:
-    """An engine that has refused mode cow. lines: what NWOR logged meanwhile."""
-    found = engine.run(REPEATING)
-    info, *_ = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
-    return {
-        "outputs": repr((found.tokens, found.logprobs)),
-        "drafted": found.num_drafted,
-        "is_vanilla": engine.manager is None,
-        "lines": lines,
-        "info": [info.labels[name] for name in ("requested", "resolved", "reason")],
-    }
+@contextmanager
+def renamed_parameter() -> Iterator[None]:
+    """NWOR meets a vLLM with another name in a signature of the V1 runner."""
+    runner = gpu_model_runner.GPUModelRunner
+    hooks = [hook for hook in _wrap._hooks if hook.module is gpu_model_runner]
+    with ExitStack() as afterwards:
+        afterwards.callback(_wrap.rehook)
+        patch = afterwards.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_wrap, "_hooks", hooks)
+        _wrap.unhook()
+        original = runner._sample
+
+        def _sample(self: Any, hidden: Any, spec_decode_metadata: Any) -> Any:
+            return original(self, hidden, spec_decode_metadata)
+
+        patch.setattr(runner, "_sample", _sample)
+        patch.setattr(_wrap, "_hooks", [])
+        with nwor_settings({"MODE": "cow"}):
+            plugin._guarded(plugin.HOOKS[gpu_model_runner.__name__])(gpu_model_runner)
+        afterwards.callback(_wrap.unhook)
+        yield
 
 
-NO_MEMORY = "injected: no memory for the log"
-NO_SPECULATION = "no speculative decoding is configured"
-
-
-def no_memory(patch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def no_memory() -> Iterator[None]:
     empty = torch.empty
 
     def failing_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -594,16 +608,24 @@ def no_memory(patch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError(NO_MEMORY)
         return empty(*args, **kwargs)
 
-    patch.setattr(torch, "empty", failing_empty)
+    with mock.patch.object(torch, "empty", failing_empty):
+        yield
 
 
 @pytest.mark.parametrize(
-    "reason",
-    [MISMATCH, NO_MEMORY, NO_SPECULATION],
+    ("reason", "refusing"),
+    [
+        (MISMATCH, renamed_parameter),
+        (NO_MEMORY, no_memory),
+        (NO_SPECULATION, nullcontext),
+    ],
     ids=["another vLLM", "no memory", "no speculation"],
 )
 def test_an_engine_that_is_refused_runs_as_vanilla(
-    reason: str, off: Baseline, monkeypatch: pytest.MonkeyPatch
+    reason: str,
+    refusing: Callable[[], AbstractContextManager[None]],
+    off: Baseline,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By name: one line in the log, and a row of the gauge, which is there also when
     NWOR was asked for and refused; an error under STRICT."""
@@ -615,23 +637,19 @@ def test_an_engine_that_is_refused_runs_as_vanilla(
         else:
             patch.setattr(drafter, "propose", type(drafter).propose.__get__(drafter))
         vanilla = off.engine.run(REPEATING)
-    if reason is MISMATCH:
-        found = result_of(CHANGED_VLLM)
-        assert found["said"] == BAD_MODE
-    else:
-        with nwor_log() as lines, monkeypatch.context() as patch:
-            if reason is NO_MEMORY:
-                no_memory(patch)
-            found = about(Engine("cow", **ARGUMENTS | none), lines)
-    assert found["outputs"] == repr((vanilla.tokens, vanilla.logprobs))
-    assert found["drafted"] == vanilla.num_drafted
+    with nwor_log() as lines, refusing():
+        engine = Engine("cow", **ARGUMENTS | none)
+        found = engine.run(REPEATING)
+    assert found.tokens == vanilla.tokens
+    assert found.logprobs == vanilla.logprobs
+    assert found.num_drafted == vanilla.num_drafted
     assert (vanilla.num_drafted > 0) == (not none)
-    assert found["is_vanilla"]
-    (line,) = found["lines"]
+    assert engine.manager is None
+    (line,) = lines
     assert reason in line
-    requested, resolved, told = found["info"]
-    assert (requested, resolved) == ("cow", "off")
-    assert reason in told
+    info, *_ = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
+    assert (info.labels["requested"], info.labels["resolved"]) == ("cow", "off")
+    assert reason in info.labels["reason"]
     if none:
         groups = "; ".join(f"group {n}: off ({reason})" for n in range(NUM_GROUPS))
         assert line == f"WARNING NWOR cow requested; {groups}"

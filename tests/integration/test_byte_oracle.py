@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,6 @@ from tests.helpers.engine import (
     prompt,
     shared,
 )
-from tests.helpers.faults import replaced_ops
 from tests.helpers.oracle import (
     HashRecorder,
     ShadowOracle,
@@ -307,7 +307,8 @@ SABOTAGE = {
 @pytest.mark.parametrize("fault", SABOTAGE)
 def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     """The oracle sees each wrong way to restore, so its silence means something."""
-    ops = cow.manager.launches.ops
+    patched = cow.manager.launches.ops
+    ops = copy.copy(patched)
 
     def restore(table, runs, undo_log, log_slots, log_windows, sampled, *rest):
         if fault == "no_restore":
@@ -329,8 +330,8 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
         scratch = undo_log.clone() if fault == "log_not_taken" else undo_log
         ops.log_cache_slots(table, runs, slot_mapping, logits, cu, scratch, *rest)
 
-    with replaced_ops(
-        cow.manager.launches, restore_rejected_drafts=restore, log_cache_slots=log
+    with mock.patch.multiple(
+        patched, restore_rejected_drafts=restore, log_cache_slots=log
     ):
         sick = watch(cow, FEW_REQUESTS, is_counted=False)
     assert SABOTAGE[fault] in {violation.kind for violation in sick.oracle.violations}
