@@ -148,8 +148,7 @@ def watch(
 
     def script(texts: dict[str, list[int]], plan: Plan) -> ScriptedDrafter:
         drafter = ScriptedDrafter(texts, plan)
-        attach = drafter.attach_over if case.keeps_drafter else drafter.attach
-        attach(engine.runner)
+        drafter.attach(engine.runner, case.keeps_drafter)
         return drafter
 
     script({}, all_wrong)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """register(): what a process gets in each mode, and what an unknown host is told. A
-whole process: tests/e2e/test_off_is_vanilla.py."""
-
-from types import ModuleType
+whole process: tests/e2e/test_off_is_vanilla.py; a vLLM with another signature:
+tests/e2e/test_fault_points.py."""
 
 import pytest
 import vllm
@@ -12,7 +11,6 @@ from vllm import envs
 from tests.helpers.logs import nwor_log
 from vllm_nwor import plugin
 from vllm_nwor.config import ENV_NAMES, NworConfigError
-from vllm_nwor.hooks._wrap import HostMismatch
 
 
 @pytest.fixture
@@ -102,42 +100,3 @@ def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):
     )
 
     assert pending == []
-
-
-MODULE = "vllm.v1.worker.gpu_model_runner"
-MISMATCH = (
-    f"{MODULE}.GPUModelRunner.initialize_kv_cache has parameters (self, config); "
-    "expected it to begin with (self, kv_cache_config, is_profiling)"
-)
-
-
-@pytest.mark.parametrize("strict", ["0", "1"])
-def test_an_unknown_signature_is_refused_by_name_and_nothing_is_wrapped(
-    strict, monkeypatch
-):
-    monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
-    host = ModuleType(MODULE)
-
-    class GPUModelRunner:
-        def get_kv_cache_spec(self): ...
-
-        def initialize_kv_cache(self, config): ...
-
-        def execute_model(self, scheduler_output): ...
-
-    host.GPUModelRunner = GPUModelRunner
-    before = dict(vars(GPUModelRunner))
-    install = plugin._guarded(plugin.HOOKS[MODULE])
-
-    with nwor_log() as lines:
-        if strict == "1":
-            with pytest.raises(HostMismatch) as error:
-                install(host)
-            assert str(error.value) == MISMATCH
-        else:
-            install(host)
-
-    assert lines == (
-        [] if strict == "1" else [f"ERROR NWOR is off for {MODULE}: {MISMATCH}"]
-    )
-    assert dict(vars(GPUModelRunner)) == before
