@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, StagedGroup, State
@@ -31,33 +32,18 @@ INFOS = [GroupInfo(0, "stage", "cow", "because")]
 ONE_REJECTED = NumRejected(torch.tensor([1], dtype=torch.int32))
 
 
-class LateFailure:
-    """Launches that do their work; restore raises behind it while `fails`."""
-
-    def __init__(self, launches):
-        self.log = launches.log
-        self._restore = launches.restore
-        self.fails = False
-
-    def restore(self, *arguments):
-        self._restore(*arguments)
-        if self.fails:
-            raise RuntimeError("planted")
-
-
 def manager_of(mode=Mode.COW, strictness=Strict.NEVER):
     """Of one group with one layer."""
     cache = torch.zeros(6, 2, 16, 8, dtype=torch.uint8)
     layers = [LayerCache("layer", cache, row_layout(cache))]
     staged = {0: StagedGroup(ShadowRegion(2, 2, 2, 2, 16), 16)}
-    manager = DraftCommitManager(
+    return DraftCommitManager(
         NworConfig(mode=mode, strictness=strictness),
         [(0, layers)],
         capacity=8,
+        ops=FaultyOps(),
         staged=staged if mode is Mode.STAGE else None,
     )
-    manager.launches = LateFailure(manager.launches)
-    return manager
 
 
 def reporting_manager(strictness=Strict.NEVER, infos=(), **arguments):
@@ -145,7 +131,8 @@ def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight
     in_flight = deque()
 
     for num_drafts, fate in steps:
-        manager.launches.fails = fate in ("raises", "not copied", "fails late")
+        fails = fate in ("raises", "not copied", "fails late")
+        manager.launches.ops.arm(Fault("restore" if fails else "none", 0, 2))
         manager._copy_counters = None if fate == "not copied" else copy
         raises = replace(config, strictness=Strict.ALWAYS)
         manager.config = raises if fate == "raises" else config
