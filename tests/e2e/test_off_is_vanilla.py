@@ -9,11 +9,14 @@ what the others do. Before that, what a process is without the plugin.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers.environment import REPO, result_of
+from tests.helpers.environment import REPO, subprocess_env
 
 pytestmark = pytest.mark.e2e
 
@@ -144,13 +147,25 @@ from vllm_nwor.hooks import engine_core, runner_v1, runner_v2, stats
 rows = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
 result["ledger"] = sorted(row.name for row in rows)
 result["seen"] = sorted(set(result["ledger"]) & set(before))
-print("RESULT " + json.dumps(result))
+print(json.dumps(result))
 """
 
 
 @pytest.fixture(scope="module")
 def looks() -> dict[str, Any]:
-    return result_of(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=REPO,
+        env=subprocess_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, last = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(last)
+    return found
 
 
 @pytest.mark.parametrize("mode", ["unset", "off"])
