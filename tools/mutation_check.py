@@ -44,7 +44,6 @@ from benchmarks.files import write_json  # noqa: E402
 # No engine among them: a minute or two in all.
 TESTS = (
     "tests/unit/test_draft_manager.py",
-    "tests/unit/test_shadow_pages.py",
     "tests/kernels/test_transaction.py",
     "tests/kernels/test_builtin_ops.py",
     "tests/kernels/test_large_offsets.py",

@@ -11,18 +11,21 @@ do); CUDA; sleep and weight reload (tests/gpu).
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 import torch
+from vllm.v1.worker import gpu_model_runner
 
 from tests.e2e.conftest import ARGUMENTS as SERVE_ARGUMENTS
 from tests.e2e.conftest import SPECULATION
@@ -38,13 +41,15 @@ from tests.helpers.engine import (
     prompt,
     risen,
 )
-from tests.helpers.environment import REPO, result_of
-from tests.helpers.faults import At, failing, failing_op
+from tests.helpers.environment import REPO, nwor_settings
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.server import Server, serve
+from vllm_nwor import plugin
 from vllm_nwor.config import Strict
 from vllm_nwor.draft_manager import NworError, State
+from vllm_nwor.hooks import _wrap
+from vllm_nwor.hooks._wrap import HostMismatch
 
 pytestmark = pytest.mark.e2e
 
@@ -110,6 +115,36 @@ def cow(cow_engine: Engine) -> Iterator[Engine]:
 
 # --- ops ------------------------------------------------------------------------------
 
+At = Callable[[int], bool] | int
+
+
+def failing(
+    op: Callable[..., None],
+    at: At,
+    late: bool = False,
+    error: Exception | None = None,
+) -> Callable[..., None]:
+    """`op`, raising at a call (numbered from 0), or at those that `at` selects, before
+    it did anything or (late) after it did its work."""
+    calls = itertools.count()
+
+    def run(*args: Any) -> None:
+        call = next(calls)
+        fails = at(call) if callable(at) else call == at
+        if late or not fails:
+            op(*args)
+        if fails:
+            raise error or RuntimeError("injected")
+
+    return run
+
+
+def failing_op(engine: Engine, name: str, *how: Any) -> AbstractContextManager[Any]:
+    """That op of the engine's fails as `failing` says."""
+    ops = engine.manager.launches.ops
+    return mock.patch.object(ops, name, failing(getattr(ops, name), *how))
+
+
 REASONS = {
     "log_cache_slots": "begin_failed",
     "restore_rejected_drafts": "commit_failed",
@@ -132,7 +167,7 @@ def run_with_fault(
     cache: rejected slots hold old or new bytes, all else is as vanilla."""
     forget_fallbacks(engine)
     oracle, before = SnapshotOracle(engine.probe), counters(engine)
-    with failing_op(engine.manager.launches, op, at, late, error):
+    with failing_op(engine, op, at, late, error):
         found = engine.run(ALL, [oracle])
     assert_same(found, wanted)
     assert set(engine.manager.fallbacks) == {REASONS[op]}
@@ -209,30 +244,6 @@ def test_an_op_may_fail_at_every_call(
     cow.run(ALL)
 
 
-def test_a_copy_of_the_counters_that_fails(
-    off: Baseline, cow: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A commit fails late, and its counters cannot be copied out either: one fallback
-    like any other. That step is missing from the totals, and no other: the ring that
-    they are written to has been used once over by then."""
-    manager, before = cow.manager, counters(cow)
-    copy = failing(manager._copy_counters, 0)
-    monkeypatch.setattr(manager, "_copy_counters", copy)
-    with failing_op(manager.launches, "restore_rejected_drafts", 9, late=True):
-        found = cow.run(ALL)
-    assert_same(found, off.result)
-    assert manager.fallbacks == {"commit_failed": 1}
-    rise = risen(cow, before)
-    assert rise["nwor_fallbacks/commit_failed"] == 1
-    assert rise["nwor_breaches"] == 0
-    lost = num_drafts_of_steps(found)[9 // NUM_GROUPS]
-    assert rise["nwor_tokens_staged"] == found.num_drafted - lost
-
-
-def num_drafts_of_steps(result: Result) -> list[int]:
-    return [sum(step.drafted.values()) for step in result.steps if step.drafted]
-
-
 # --- vLLM fails, a hook is gone -------------------------------------------------------
 
 
@@ -252,26 +263,6 @@ def vllm_failing(engine: Engine, where: str, state: State) -> Iterator[None]:
     handle.remove()
 
 
-@pytest.mark.parametrize("where", ["forward", "sampler"])
-def test_vllm_fails_between_begin_and_commit(where: str, cow: Engine) -> None:
-    """The next step finds a log that nobody committed, drops it (it never reaches the
-    cache) and counts it."""
-    manager = cow.manager
-    with vllm_failing(cow, where, State.LOGGED):
-        cow.run(ALL)
-    assert manager.state is State.LOGGED
-    logged = manager._num_drafts
-    cow.llm.abort_request([request.name for request in ALL])
-    oracle = SnapshotOracle(cow.probe)
-    with nwor_log() as lines:
-        cow.run([Request("next", prompt(9, 20), 12)], [oracle])
-    assert manager.fallbacks == {"stale_log": 1}
-    assert lines == [
-        f"WARNING NWOR stale_log: windows with {logged} drafts were dropped{VANILLA}"
-    ]
-    assert oracle.violations == []
-
-
 def lose_begin(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """The running engine's forward is vLLM's own; the other hooks are there."""
     runner = engine.runner
@@ -284,32 +275,6 @@ def lose_begin(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
     assert forward is not hooked
     patch.setattr(runner, "_model_forward", vanilla)
-
-
-def test_a_missed_begin_is_counted_and_a_breach(
-    off: Baseline, cow: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guarantee 9. The windows that _calc_spec_decode_metadata announced go nowhere:
-    the tokens are vanilla's, and it is not silent."""
-    before = counters(cow)
-    with nwor_log() as lines, monkeypatch.context() as patch:
-        lose_begin(cow, patch)
-        found = cow.run(ALL)
-    assert_same(found, off.result)
-    sizes = num_drafts_of_steps(found)
-    assert cow.manager.fallbacks == {"begin_missed": len(sizes)}
-    rise = risen(cow, before)
-    assert rise["nwor_breaches"] == len(sizes)
-    assert rise["nwor_fallbacks/begin_missed"] == len(sizes)
-    assert rise["nwor_tokens_staged"] == 0
-    assert lines[0] == (
-        f"WARNING NWOR begin_missed: {sizes[0]} drafts were sampled that begin never "
-        f"saw{VANILLA}"
-    )
-    assert len([line for line in lines if "begin_missed" in line]) == 1
-    forget_fallbacks(cow)
-    assert_same(cow.run(ALL), off.result)
-    assert cow.manager.fallbacks == {}
 
 
 # The state in which a strict engine stops, and what it says behind the reason.
@@ -456,13 +421,12 @@ def stage(off: Baseline, staged: Engine) -> Iterator[Engine]:
     assert staged.manager.state is State.IDLE
 
 
-AT_A_CALL = pytest.mark.parametrize("call", [0, NUM_GROUPS + 1])
-BEFORE_OR_AFTER = pytest.mark.parametrize(
-    "late", [False, True], ids=["before", "after"]
+# Of the first group and of the second one, before and after the call did its work.
+AT_A_CALL = pytest.mark.parametrize(
+    ("call", "late"), [(0, True), (NUM_GROUPS + 1, False)]
 )
 
 
-@BEFORE_OR_AFTER
 @AT_A_CALL
 def test_a_step_that_cannot_be_staged_is_logged(
     call: int, late: bool, off: Baseline, stage: Engine
@@ -470,7 +434,7 @@ def test_a_step_that_cannot_be_staged_is_logged(
     before = counts(stage)["restored_bytes"]
     with (
         nwor_log() as lines,
-        failing_op(stage.manager.shadow, "stage", call, late),
+        failing_op(stage, "stage", call, late),
     ):
         found = stage.run(ALL)
     assert_same(found, off.result)
@@ -484,7 +448,6 @@ def test_a_step_that_cannot_be_staged_is_logged(
     assert (counts(stage)["restored_bytes"] > before) == rejects
 
 
-@BEFORE_OR_AFTER
 @AT_A_CALL
 def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
     call: int, late: bool, stage: Engine
@@ -496,7 +459,7 @@ def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
         "in the KV cache"
     )
     with (
-        failing_op(stage.manager.shadow, name, call, late),
+        failing_op(stage, name, call, late),
         pytest.raises(NworError, match=f"^{re.escape(expected)}$"),
     ):
         stage.run(ALL)
@@ -505,49 +468,15 @@ def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
     assert stage.manager.state is State.FAILED
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["put back", "not put back"])
 @pytest.mark.parametrize("where", ["forward", "sampler"])
-def test_tables_are_put_back_as_soon_as_vllm_fails(
-    where: str, fails: bool, stage: Engine
-) -> None:
-    """One that cannot be put back does not hide vLLM's failure; the other group's is
-    put back all the same."""
-    with (
-        nwor_log() as lines,
-        failing_op(stage.manager.shadow, "unstage", lambda call: fails and call == 0),
-        vllm_failing(stage, where, State.STAGED),
-    ):
+def test_tables_are_put_back_as_soon_as_vllm_fails(where: str, stage: Engine) -> None:
+    with nwor_log() as lines, vllm_failing(stage, where, State.STAGED):
         stage.run(ALL)
-    first, second = shadow_entries(stage)
-    assert (first > 0) == fails
-    assert second == 0
+    assert shadow_entries(stage) == [0, 0]
     assert stage.manager.fallbacks == {"step_failed": 1}
-    if fails:
-        table = stage.runner.input_batch.block_table.block_tables[0].block_table.gpu
-        table[table >= num_scheduler_blocks(stage)] = 0
-    else:
-        assert stage.manager.state is State.IDLE
-        (line,) = lines
-        assert re.match(r"WARNING NWOR step_failed: windows with \d drafts were", line)
-
-
-def test_steps_with_more_requests_than_seats_are_logged(
-    off: Baseline, stage: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = counts(stage)
-    with monkeypatch.context() as patch:
-        patch.setattr(stage.manager.shadow, "num_seats", 1)
-        found = stage.run(ALL)
-    assert_same(found, off.result)
-    drafting = [step for step in found.steps if step.drafted]
-    crowded = [step for step in drafting if len(step.scheduled) > 1]
-    assert 0 < len(crowded) < len(drafting)
-    assert stage.manager.fallbacks == {"no_seat": len(crowded)}
-    rise = {name: n - before[name] for name, n in counts(stage).items()}
-    assert rise["staged"] == found.num_drafted * NUM_GROUPS
-    assert rise["committed"] == found.num_accepted * NUM_GROUPS
-    assert rise["restored_bytes"] > 0
-    assert rise["committed_bytes"] > 0
+    assert stage.manager.state is State.IDLE
+    (line,) = lines
+    assert re.match(r"WARNING NWOR step_failed: windows with \d drafts were", line)
 
 
 def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
@@ -592,62 +521,43 @@ def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
 # --- a vLLM that is not as expected ---------------------------------------------------
 
 
-RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 MISMATCH = (
-    f"{RUNNER_MODULE}.GPUModelRunner._sample has parameters (self, hidden, "
+    f"{gpu_model_runner.__name__}.GPUModelRunner._sample has parameters (self, hidden, "
     "spec_decode_metadata); expected it to begin with (self, logits, "
     "spec_decode_metadata)"
 )
-# In a process of its own: a mode that there is not, then an engine in mode cow whose
-# vLLM renamed a parameter.
-CHANGED_VLLM = """
-import json, os
-from tests.helpers import environment
-environment.prepare()
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.worker import gpu_model_runner
-os.environ["VLLM_NWOR_MODE"] = "bogus"
-try:
-    EngineArgs(model="none")
-except Exception as error:
-    said = f"{type(error).__name__}: {error}"
-original = gpu_model_runner.GPUModelRunner._sample
-def _sample(self, hidden, spec_decode_metadata):
-    return original(self, hidden, spec_decode_metadata)
-gpu_model_runner.GPUModelRunner._sample = _sample
-from tests.e2e.test_fault_points import ARGUMENTS, about
-from tests.helpers.engine import Engine
-from tests.helpers.logs import nwor_log
-with nwor_log() as lines:
-    engine = Engine("cow", **ARGUMENTS)
-print("RESULT " + json.dumps(about(engine, lines) | {"said": said}))
-"""
-BAD_MODE = (
-    "NworConfigError: VLLM_NWOR_MODE='bogus' is not allowed; allowed values: off, "
-    "stage, cow"
-)
+NO_MEMORY = "injected: no memory for the log"
+NO_SPECULATION = "no speculative decoding is configured"
 # vLLM's own ngram drafter has something to propose.
 REPEATING = [Request("repeating", tuple(range(10, 40)) * 2, 20)]
 
 
-def about(engine: Engine, lines: list[str]) -> dict[str, Any]:
-    """An engine that has refused mode cow. lines: what NWOR logged meanwhile."""
-    found = engine.run(REPEATING)
-    info, *_ = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
-    return {
-        "outputs": repr((found.tokens, found.logprobs)),
-        "drafted": found.num_drafted,
-        "is_vanilla": engine.manager is None,
-        "lines": lines,
-        "info": [info.labels[name] for name in ("requested", "resolved", "reason")],
-    }
+@contextmanager
+def renamed_parameter(strict: str = "0") -> Iterator[None]:
+    """NWOR meets a vLLM with another name in a signature of the V1 runner. Raises
+    HostMismatch if strict."""
+    runner = gpu_model_runner.GPUModelRunner
+    hooks = [hook for hook in _wrap._hooks if hook.module is gpu_model_runner]
+    with ExitStack() as afterwards:
+        afterwards.callback(_wrap.rehook)
+        patch = afterwards.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_wrap, "_hooks", hooks)
+        _wrap.unhook()
+        original = runner._sample
+
+        def _sample(self: Any, hidden: Any, spec_decode_metadata: Any) -> Any:
+            return original(self, hidden, spec_decode_metadata)
+
+        patch.setattr(runner, "_sample", _sample)
+        patch.setattr(_wrap, "_hooks", [])
+        afterwards.callback(_wrap.unhook)
+        with nwor_settings({"MODE": "cow", "STRICT": strict}):
+            plugin._guarded(plugin.HOOKS[gpu_model_runner.__name__])(gpu_model_runner)
+        yield
 
 
-NO_MEMORY = "injected: no memory for the log"
-NO_SPECULATION = "no speculative decoding is configured"
-
-
-def no_memory(patch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def no_memory() -> Iterator[None]:
     empty = torch.empty
 
     def failing_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -655,44 +565,51 @@ def no_memory(patch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError(NO_MEMORY)
         return empty(*args, **kwargs)
 
-    patch.setattr(torch, "empty", failing_empty)
+    with mock.patch.object(torch, "empty", failing_empty):
+        yield
 
 
 @pytest.mark.parametrize(
-    "reason",
-    [MISMATCH, NO_MEMORY, NO_SPECULATION],
+    ("reason", "refusing"),
+    [
+        (MISMATCH, renamed_parameter),
+        (NO_MEMORY, no_memory),
+        (NO_SPECULATION, nullcontext),
+    ],
     ids=["another vLLM", "no memory", "no speculation"],
 )
 def test_an_engine_that_is_refused_runs_as_vanilla(
-    reason: str, off: Baseline, monkeypatch: pytest.MonkeyPatch
+    reason: str,
+    refusing: Callable[[], AbstractContextManager[None]],
+    off: Baseline,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By name: one line in the log, and a row of the gauge, which is there also when
     NWOR was asked for and refused; an error under STRICT."""
     none = {"speculative_config": None} if reason is NO_SPECULATION else {}
-    drafter = off.engine.runner.drafter
     with monkeypatch.context() as patch:
+        patch.delattr(off.engine.runner, "propose_draft_token_ids")
         if none:
-            patch.setattr(drafter, "propose", lambda *_, **__: [[]])
-        else:
-            patch.setattr(drafter, "propose", type(drafter).propose.__get__(drafter))
+            patch.setattr(off.engine.runner.drafter, "propose", lambda *_, **__: [[]])
         vanilla = off.engine.run(REPEATING)
-    if reason is MISMATCH:
-        found = result_of(CHANGED_VLLM)
-        assert found["said"] == BAD_MODE
-    else:
-        with nwor_log() as lines, monkeypatch.context() as patch:
-            if reason is NO_MEMORY:
-                no_memory(patch)
-            found = about(Engine("cow", **ARGUMENTS | none), lines)
-    assert found["outputs"] == repr((vanilla.tokens, vanilla.logprobs))
-    assert found["drafted"] == vanilla.num_drafted
+    with nwor_log() as lines, refusing():
+        engine = Engine("cow", **ARGUMENTS | none)
+        found = engine.run(REPEATING)
+    assert found.tokens == vanilla.tokens
+    assert found.logprobs == vanilla.logprobs
+    assert found.num_drafted == vanilla.num_drafted
     assert (vanilla.num_drafted > 0) == (not none)
-    assert found["is_vanilla"]
-    (line,) = found["lines"]
+    assert engine.manager is None
+    (line,) = lines
     assert reason in line
-    requested, resolved, told = found["info"]
-    assert (requested, resolved) == ("cow", "off")
-    assert reason in told
+    info, *_ = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
+    assert (info.labels["requested"], info.labels["resolved"]) == ("cow", "off")
+    assert reason in info.labels["reason"]
+    if reason is MISMATCH:
+        assert line == f"ERROR NWOR is off for {gpu_model_runner.__name__}: {MISMATCH}"
+        message = f"^{re.escape(MISMATCH)}$"
+        with pytest.raises(HostMismatch, match=message), renamed_parameter("1"):
+            pass
     if none:
         groups = "; ".join(f"group {n}: off ({reason})" for n in range(NUM_GROUPS))
         assert line == f"WARNING NWOR cow requested; {groups}"

@@ -4,16 +4,19 @@
 A process of its own loads vLLM's modules, then runs the installed entry point as vLLM
 does, first without VLLM_NWOR_MODE and VLLM_NWOR_AUDIT, then with off, then with the
 audit, then with cow: the same look that finds nothing changed by the first two must see
-what the others do.
+what the others do. Before that, what a process is without the plugin.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers.environment import result_of
+from tests.helpers.environment import REPO, subprocess_env
 
 pytestmark = pytest.mark.e2e
 
@@ -31,8 +34,34 @@ HOSTS = (
     "vllm.v1.engine.core",
     "vllm.v1.engine.utils",
 )
+import vllm.envs, vllm.plugins
+from vllm.platforms import current_platform
+
+def complaint():
+    '''Of vLLM about an environment that asks for us.'''
+    os.environ["VLLM_NWOR_MODE"] = "off"
+    try:
+        current_platform.validate_environ(hard_fail=True)
+    except ValueError as error:
+        return str(error)
+    finally:
+        del os.environ["VLLM_NWOR_MODE"]
+
+def gives_alias(name):
+    try:
+        return importlib.import_module(name).__name__
+    except ModuleNotFoundError as error:
+        assert "nwor" in error.name, error
+
+names = ["vllm.v1.nwor" + more for more in ("", ".config", ".hooks._wrap", ".none")]
+without = {}
+for plugins in ("", "other"):
+    os.environ["VLLM_PLUGINS"] = plugins
+    vllm.plugins.plugins_loaded = False
+    vllm.plugins.load_general_plugins()
+    without[plugins] = [complaint(), *map(gives_alias, names)]
+del os.environ["VLLM_PLUGINS"]
 assert "vllm_nwor" not in sys.modules
-import vllm.envs
 hosts = [importlib.import_module(name) for name in HOSTS]
 (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "nwor"]
 
@@ -65,12 +94,21 @@ def look():
     }
 
 before, finders, modules = functions(), list(sys.meta_path), set(sys.modules)
-result = {"unset": None, "off": None}
-for mode in result:
+result = {}
+for mode in ("unset", "off"):
     if mode != "unset":
         os.environ["VLLM_NWOR_MODE"] = os.environ["VLLM_NWOR_AUDIT"] = mode
     entry.load()()
     result[mode] = look()
+result["without"] = without
+result["with"] = [complaint(), *map(gives_alias, names)]
+modules = [importlib.import_module(name) for name in names[:3]]
+for module in modules:
+    assert module is sys.modules[module.__name__]
+    assert module.__spec__.name == module.__name__, module.__spec__
+    assert module.__spec__.loader is module.__loader__
+assert importlib.reload(modules[1]) is modules[1]
+assert names[3] not in sys.modules
 
 milliseconds = []
 for _ in range(15):
@@ -82,12 +120,12 @@ for _ in range(15):
 result["milliseconds"] = statistics.median(milliseconds)
 
 (alias,) = [f for f in sys.meta_path if f not in finders][-1:]
-names = [name for name in sys.modules if not name.startswith("vllm.v1.nwor")]
+others = [name for name in sys.modules if not name.startswith("vllm.v1.nwor")]
 started = time.process_time()
-found = [name for name in names if alias.find_spec(name) is not None]
+found = [name for name in others if alias.find_spec(name) is not None]
 result["alias"] = {
     "found": found,
-    "names": len(names),
+    "names": len(others),
     "milliseconds": (time.process_time() - started) * 1e3,
 }
 
@@ -109,13 +147,25 @@ from vllm_nwor.hooks import engine_core, runner_v1, runner_v2, stats
 rows = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
 result["ledger"] = sorted(row.name for row in rows)
 result["seen"] = sorted(set(result["ledger"]) & set(before))
-print("RESULT " + json.dumps(result))
+print(json.dumps(result))
 """
 
 
 @pytest.fixture(scope="module")
 def looks() -> dict[str, Any]:
-    return result_of(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=REPO,
+        env=subprocess_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, last = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(last)
+    return found
 
 
 @pytest.mark.parametrize("mode", ["unset", "off"])
@@ -136,6 +186,19 @@ def test_every_function_of_vllm_is_the_same_object(
         "vllm_nwor.config",
         "vllm_nwor.plugin",
     ]
+
+
+def test_the_name_in_vllm_gives_the_same_modules_where_the_plugin_ran(
+    looks: dict[str, Any],
+) -> None:
+    """Where vLLM's list of plugins leaves us out it does not know our variables, as
+    docs/variables.md says."""
+    warning = "Unknown vLLM environment variable detected: VLLM_NWOR_MODE"
+    nothing = [warning, None, None, None, None]
+    assert looks["without"] == {"": nothing, "other": nothing}
+    modules = ["vllm_nwor", "vllm_nwor.config", "vllm_nwor.hooks._wrap"]
+    assert looks["with"] == [None, *modules, None]
+    assert warning in (REPO / "docs" / "variables.md").read_text()
 
 
 def test_costs_a_process_less_than_5_ms(looks: dict[str, Any]) -> None:

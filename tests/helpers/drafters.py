@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters with a script: which drafts are right is decided by the test.
 
-They stand in for `NgramProposer.propose` on one runner. What the target would say is
+They stand in for one runner's `propose_draft_token_ids`. What the target would say is
 known from an earlier run without drafts; a plan says, for a request and the number of
 tokens it has, how many drafts to make and how many of them to get right.
 """
@@ -52,45 +52,25 @@ class ScriptedDrafter:
 
     truth: for each request its whole text, prompt included, as the target would write
     it. Past its end every draft is wrong. own: of each step that proposed drafts, what
-    the drafter below `attach_over` proposed itself.
+    the runner's drafter proposed itself.
     """
 
     def __init__(self, truth: Mapping[str, Sequence[int]], plan: Plan) -> None:
         self.truth = truth
         self.plan = plan
-        self.num_proposed = 0
         self.own: list[Any] = []
 
-    def attach(self, runner: Any) -> None:
-        """Makes `runner` use these drafts in place of its ngram proposer's."""
-        batch = runner.input_batch
-
-        def propose(
-            num_speculative_tokens: int,
-            sampled_token_ids: list[list[int]],
-            num_tokens_no_spec: Any,
-            token_ids_cpu: Any,
-            slot_mappings: Any = None,
-        ) -> list[list[int]]:
-            drafts = []
-            for index, sampled in enumerate(sampled_token_ids):
-                num_tokens = int(num_tokens_no_spec[index])
-                name = request_name(batch.req_ids[index])
-                drafts.append(self.draft(name, num_tokens) if sampled else [])
-            self.num_proposed += sum(map(len, drafts))
-            return drafts
-
-        runner.drafter.propose = propose
-
-    def attach_over(self, runner: Any) -> None:
-        """Lets `runner`'s own drafter run, whatever its method, then puts these drafts
-        in the place of its own: as many as it made; the plan says how many are right.
-        """
+    def attach(self, runner: Any, keeps_own: bool = False) -> None:
+        """Puts these drafts in the place of `runner`'s own. keeps_own: its drafter runs
+        in each step, whatever its method, and there are as many drafts as it made; the
+        plan says how many are right."""
         batch = runner.input_batch
         propose = type(runner).propose_draft_token_ids.__get__(runner)
 
         def scripted(scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
-            own = propose(scheduler_output, sampled, *rest)
+            own: Any = [[] for _ in sampled]
+            if keeps_own:
+                own = propose(scheduler_output, sampled, *rest)
             # Drafters that need no host sampling run before the batch counts it.
             is_early = isinstance(sampled, torch.Tensor)
             drafts = own.tolist() if isinstance(own, torch.Tensor) else own
@@ -102,7 +82,9 @@ class ScriptedDrafter:
                     num_tokens += sum(
                         0 <= t < batch.vocab_size for t in tokens.tolist()
                     )
-                row[:] = self.draft(request_name(name), num_tokens, len(row))
+                is_given = keeps_own or len(tokens) == 0
+                num_drafts = len(row) if is_given else None
+                row[:] = self.draft(request_name(name), num_tokens, num_drafts)
             if isinstance(own, torch.Tensor):
                 return torch.tensor(drafts, dtype=own.dtype).view(own.shape)
             return drafts

@@ -7,14 +7,10 @@ Imports neither torch nor vLLM: variables must be set before those are imported.
 from __future__ import annotations
 
 import gc
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tools.setup import make_models
 
@@ -87,20 +83,3 @@ def model_path(name: str) -> str:
             f"no model {name!r} in {path}; run: python tools/setup/make_models.py"
         )
     return str(path)
-
-
-def result_of(script: str) -> dict[str, Any]:
-    """What `script` prints as JSON behind "RESULT ", in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPO,
-        env=subprocess_env(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return found

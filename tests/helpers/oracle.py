@@ -274,22 +274,15 @@ def committed_hashes(
     return result, num_dirty
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Slots of a layer whose bytes are not what was expected after a step."""
-
-    step: int
-    layer: str
-    slots: tuple[int, ...]
-
-
-def differences(expected: list[Hashes], found: list[Hashes]) -> list[Difference]:
-    """Where two runs' hashes differ, step by step, layer by layer."""
+def differences(
+    expected: list[Hashes], found: list[Hashes]
+) -> list[tuple[int, str, list[int]]]:
+    """Where two runs' hashes differ: step, layer, slots."""
     result = []
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert one.keys() == other.keys()
         for name in one:
             slots = (one[name] != other[name]).flatten().nonzero().flatten()
             if len(slots):
-                result.append(Difference(number, name, tuple(slots.tolist())))
+                result.append((number, name, slots.tolist()))
     return result

@@ -17,8 +17,8 @@ from tests.helpers.drafters import ScriptedDrafter, all_wrong
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.host_offloading import CONNECTOR, HostSpec, HostWorker
 from tests.helpers.offloading_fault import final_slots
-from tests.integration.test_audit import EVERYTHING, found
-from tests.integration.test_byte_oracle import prompt
+from tests.integration.test_audit import found
+from tests.integration.test_byte_oracle import EVERYTHING, prompt
 from vllm_nwor.audit import offloading
 
 # Prompt and answer fill two blocks; the last slot is the final token's.

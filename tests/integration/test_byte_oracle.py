@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,6 @@ from tests.helpers.engine import (
     prompt,
     shared,
 )
-from tests.helpers.faults import replaced_ops
 from tests.helpers.oracle import (
     HashRecorder,
     ShadowOracle,
@@ -53,6 +53,8 @@ from tests.helpers.oracle import (
 from tests.helpers.runner_probe import Step
 from vllm_nwor.kv_probe import probe_layout
 
+# The KV audit, of all bytes.
+EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 # So few blocks that requests are preempted, and blocks are soon used again.
 FEW_BLOCKS: dict[str, Any] = {
@@ -146,8 +148,7 @@ def watch(
 
     def script(texts: dict[str, list[int]], plan: Plan) -> ScriptedDrafter:
         drafter = ScriptedDrafter(texts, plan)
-        attach = drafter.attach_over if case.keeps_drafter else drafter.attach
-        attach(engine.runner)
+        drafter.attach(engine.runner, case.keeps_drafter)
         return drafter
 
     script({}, all_wrong)
@@ -210,6 +211,18 @@ def check_on(off: Run, on: Run, case: Case) -> None:
     assert differences([off.hashes.start, *committed], found) == []
 
 
+def check_clean(run: Run) -> None:
+    """The audit compared nearly all committed slots of all steps, and found nothing."""
+    engine = run.engine
+    assert list(engine.audit.findings.last) == []
+    totals = engine.audit.audit.totals()
+    assert totals["unverified"] == 0
+    assert totals["contents"] > 20_000
+    assert totals["identities"] > 4000
+    audited = {x.name for group in engine.audit.audit.groups for x in group.layers}
+    assert audited == set(engine.probe.target_layers())
+
+
 @pytest.fixture(scope="module", params=CACHES)
 def off(request: pytest.FixtureRequest) -> tuple[Run, Case]:
     """vLLM's own run of a case."""
@@ -231,8 +244,13 @@ def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_bytes_and_outputs_are_exact(mode: str, off: tuple[Run, Case]) -> None:
+    """In mode stage beside the audit."""
     run, case = off
-    check_on(run, watch(case.engine(mode), REQUESTS, run.truth, case), case)
+    engine = case.engine(mode, EVERYTHING if mode == "stage" else None)
+    on = watch(engine, REQUESTS, run.truth, case)
+    check_on(run, on, case)
+    if mode == "stage":
+        check_clean(on)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +306,8 @@ SABOTAGE = {
 @pytest.mark.parametrize("fault", SABOTAGE)
 def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     """The oracle sees each wrong way to restore, so its silence means something."""
-    ops = cow.manager.launches.ops
+    patched = cow.manager.launches.ops
+    ops = copy.copy(patched)
 
     def restore(table, runs, undo_log, log_slots, log_windows, sampled, *rest):
         if fault == "no_restore":
@@ -310,8 +329,8 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
         scratch = undo_log.clone() if fault == "log_not_taken" else undo_log
         ops.log_cache_slots(table, runs, slot_mapping, logits, cu, scratch, *rest)
 
-    with replaced_ops(
-        cow.manager.launches, restore_rejected_drafts=restore, log_cache_slots=log
+    with mock.patch.multiple(
+        patched, restore_rejected_drafts=restore, log_cache_slots=log
     ):
         sick = watch(cow, FEW_REQUESTS, is_counted=False)
     assert SABOTAGE[fault] in {violation.kind for violation in sick.oracle.violations}

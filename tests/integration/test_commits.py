@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_commit on vLLM's own schedulers, against a worker that is simulated here.
+"""on_commit on vLLM's own schedulers, against a worker that is simulated here; who may
+register, what callbacks may do, and the steps that are not told.
 
 The worker knows what the scheduler does not tell our code: how many rows of each
 request really are in the cache, and in which blocks, as it was told them. Asynchronous
@@ -10,11 +11,14 @@ a KV connector makes of it, on real engines: test_connectors.py.
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -38,6 +42,8 @@ import vllm_nwor
 from tests.helpers.engine import DEFAULTS, NUM_DRAFTS
 from tests.helpers.environment import model_path, nwor_settings
 from vllm_nwor import Commit, commits, plugin
+from vllm_nwor.config import NworConfigError
+from vllm_nwor.hooks import _wrap, stats
 
 BLOCK = 16
 NUM_BLOCKS = 24
@@ -170,13 +176,15 @@ def add(scheduler: Scheduler, draw: random.Random, name: str) -> int:
     prompt = [draw.randint(100, 900) for _ in range(length)]
     if draw.random() < 0.3:
         prompt = [*SHARED, *prompt]
-    params = SamplingParams(
-        max_tokens=draw.choice([1, 9, 40, 70]), stop_token_ids=[STOP], temperature=0
-    )
+    submit(scheduler, name, prompt, draw.choice([1, 9, 40, 70]))
+    return len(prompt)
+
+
+def submit(scheduler: Scheduler, name: str, prompt: list[int], max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP], temperature=0)
     params.update_from_generation_config({}, eos_token_id=None)
     hasher = get_request_block_hasher(BLOCK, sha256)
     scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
-    return len(prompt)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -238,3 +246,131 @@ def test_each_commit_is_what_the_worker_did(kind, is_v2, seed):
     assert worker.num_rejected > 100
     assert min(seen[what] for what in ("cut", "cached", "chunk")) > 0
     assert depth == 1 or min(seen.values()) > 0
+
+
+class Alone:
+    """A scheduler with one request, of which every step from now on verifies drafts."""
+
+    def __init__(self) -> None:
+        init_none_hash(sha256)
+        self.scheduler = make_scheduler(Scheduler, False)
+        self.worker = Worker(random.Random(0))
+        submit(self.scheduler, "a", [*SHARED], 99)
+        self.step()
+
+    def step(self, change: Callable[[Any, Any], None] = lambda *_: None) -> Commit:
+        """Plays one; change: what becomes of the request and the runner's output before
+        the scheduler takes it in. Returns what was committed without that."""
+        step = self.scheduler.schedule()
+        output, expected = self.worker.run(self.scheduler, step)
+        change(self.scheduler.requests["a"], output)
+        self.scheduler.update_from_output(step, output)
+        self.scheduler.update_draft_token_ids(DraftTokenIds(["a"], [[1] * NUM_DRAFTS]))
+        return expected["a"]
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    yield Alone()
+    commits.registered.clear()
+
+
+def will_be_computed_again(request: Any, output: ModelRunnerOutput) -> None:
+    """As a request whose KV load failed: it has less when the step was taken in."""
+    request.append_output_token_ids = lambda ids: vars(request).update(
+        num_computed_tokens=BLOCK
+    )
+
+
+def test_what_vllm_ignores_is_not_told(alone: Alone) -> None:
+    """Beside what the runs above meet."""
+    changes = (
+        lambda request, output: vars(request).update(num_stale_output_tokens=5),
+        lambda request, output: vars(request).update(async_tokens_to_discard=5),  # 0.26
+        lambda request, output: vars(request).update(num_computed_tokens=0),
+        lambda request, output: output.sampled_token_ids[0].clear(),
+        # Its blocks wait for a KV connector.
+        lambda request, output: vars(request).update(is_finished=lambda: True),
+    )
+    for change in (*changes, will_be_computed_again):
+        alone = Alone()
+        with told() as found:
+            expected = alone.step()
+            assert found == [[expected]]
+            assert alone.step(change).num_rejected < NUM_DRAFTS
+        assert found == [[expected]], change
+
+
+def test_a_callback_that_raises_is_logged_once_counted_and_kept(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commits, "logger", logger := Mock())
+    steps: list[Any] = []
+
+    def failing(step: Any) -> None:
+        steps.append(step)
+        raise KeyError("mine")
+
+    registration = vllm_nwor.on_commit(failing)
+    after = vllm_nwor.on_commit(steps.append)
+    for _ in range(3):
+        alone.step()
+
+    assert (registration.num_errors, after.num_errors, len(steps)) == (3, 0, 6)
+    logger.exception.assert_called_once_with(ANY, failing)
+    registration.remove()
+    registration.remove()
+    alone.step()
+    assert (registration.num_errors, len(steps)) == (3, 7)
+
+
+def test_a_failure_of_ours_loses_the_commits_and_nothing_else(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commits, "pending", None)
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "0")
+    with told() as found:
+        before = alone.scheduler.requests["a"].num_tokens
+        alone.step()
+        assert found == []
+        assert alone.scheduler.requests["a"].num_tokens > before
+        assert alone.scheduler.nwor_stats.report["counts"][-1] == 1  # a breach
+        monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
+        with pytest.raises(TypeError):
+            alone.step()
+
+
+def test_without_a_callback_nothing_is_read(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "_telling", None)
+
+    alone.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"MODE": "off"}, "VLLM_NWOR_MODE is off; allowed are cow and stage"),
+        ({"EMIT_METRICS": "0"}, "VLLM_NWOR_EMIT_METRICS is 0; allowed is 1"),
+    ],
+)
+def test_where_no_step_is_counted_it_is_refused(
+    settings: dict[str, str], sentence: str
+) -> None:
+    with (
+        nwor_settings({"MODE": "stage"} | settings),
+        pytest.raises(NworConfigError, match=sentence),
+    ):
+        vllm_nwor.on_commit(pytest.fail)
+
+
+def test_a_scheduler_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_PLUGINS that leaves nwor out, for one."""
+    monkeypatch.setattr(_wrap, "_hooks", [])
+    monkeypatch.setitem(sys.modules, stats.SCHEDULER, ModuleType(stats.SCHEDULER))
+
+    with pytest.raises(RuntimeError, match="imported without NWOR's hook"):
+        vllm_nwor.on_commit(print)
+    monkeypatch.delitem(sys.modules, stats.SCHEDULER)
+    vllm_nwor.on_commit(print).remove()  # it will be hooked when it is imported

@@ -19,8 +19,12 @@ from tests.helpers.drafters import ScriptedDrafter, mixture_of_four, truth_of
 from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.runner_probe import Observer, Step
-from tests.integration.test_audit import EVERYTHING
-from tests.integration.test_byte_oracle import CACHES, HAS_AVX512, prompt
+from tests.integration.test_byte_oracle import (
+    CACHES,
+    EVERYTHING,
+    HAS_AVX512,
+    prompt,
+)
 
 MLA = {"model": "tiny-deepseek", "attention_backend": "CPU_MLA", "block_size": 16}
 # What is served, the poison that NWOR takes, and whether a NaN (of two bytes; CPU code
@@ -105,19 +109,11 @@ def test_masked_rows_may_hold_poison(row: str) -> None:
     assert run(off, Filler(off, (poison,), num_taken=1)) != expected
 
     cow = Engine("cow", EVERYTHING | {"ON_REJECT": "poison"}, **arguments | ROOM)
-    oracle = SnapshotOracle(cow.probe, poison)
-    assert run(cow, oracle) == expected
+    oracle, of_old_bytes = SnapshotOracle(cow.probe, poison), SnapshotOracle(cow.probe)
+    assert run(cow, oracle, of_old_bytes) == expected
     assert oracle.violations == []
+    assert {v.kind for v in of_old_bytes.violations} >= {"not restored"}
     assert oracle.num_dirty > 100
     assert not cow.manager.fallbacks
     # To the audit such a slot is one that was rejected, and not undone.
     assert list(cow.audit.findings.last) == []
-
-
-def test_the_oracle_tells_poison_from_old_bytes() -> None:
-    engine = Engine("cow")
-    truth = truth_of(engine, REQUESTS)
-    ScriptedDrafter(truth, mixture_of_four).attach(engine.runner)
-    oracle = SnapshotOracle(engine.probe, 0x47)
-    engine.run(REQUESTS, [oracle])
-    assert {violation.kind for violation in oracle.violations} >= {"not restored"}

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import vllm_nwor
-from tests.helpers.environment import subprocess_env
 from tests.unit.test_check_vllm import SITE, files_read, laid_out
 from vllm_nwor import doctor, ops
 from vllm_nwor.hooks.source import FACTS, files_of
@@ -20,18 +19,23 @@ from vllm_nwor.hooks.source import FACTS, files_of
 pytestmark = pytest.mark.usefixtures("parsed_once")
 
 
-def test_where_all_is_in_order():
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_nwor.doctor"],
-        env=subprocess_env(
-            VLLM_PLUGINS=None, VLLM_NWOR_MODE="stage", VLLM_NWOR_STRICT="1"
-        ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """Runs the doctor with these variables; gives its exit status and its lines."""
+    monkeypatch.setattr(sys, "argv", ["doctor"])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+    def run(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(f"VLLM_NWOR_{name}", value)
+        return doctor.main(), capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_where_all_is_in_order(told):
+    status, lines = told(MODE="stage", STRICT="1")
+    assert status == 0
     assert [line for line in lines if line.startswith("!")] == []
     topics = [line[2:].split()[0] for line in lines[:-1]]
     assert topics == [
@@ -50,14 +54,9 @@ def test_where_all_is_in_order():
     assert lines[-1] == "problems: 0"
 
 
-def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch, capsys):
+def test_what_would_not_work_is_marked_and_changes_the_status(told):
     """vLLM's processes do not start with a bad value, and the doctor does."""
-    monkeypatch.setattr(sys, "argv", ["doctor"])
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setenv("VLLM_NWOR_MODE", "on")
-    monkeypatch.setenv("VLLM_NWOR_STRIKT", "1")
-    status = doctor.main()
-    lines = capsys.readouterr().out.splitlines()
+    status, lines = told(MODE="on", STRIKT="1")
     said = "VLLM_NWOR_MODE='on' is not allowed; allowed values: off, stage, cow"
     assert [line for line in lines if line.startswith("!")] == [
         f"! variable   {said}",
@@ -68,15 +67,17 @@ def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch, capsy
     assert (status, lines[-1]) == (1, "problems: 3")
 
 
-@pytest.mark.parametrize("mode", ["cow", "off"])
-def test_a_plugin_that_vllm_leaves_out(mode, monkeypatch):
+def test_a_plugin_that_vllm_leaves_out(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
-    is_fine = mode == "off"
-    assert list(doctor.processes()) == [
-        (is_fine, "plugin", "not loaded by vLLM: VLLM_PLUGINS='other'"),
-        (is_fine, "mode", f"off everywhere ({mode} is set)"),
-    ]
+    command = [sys.executable, "-P", "-c", doctor.CHILD]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+    for mode, is_fine in (("cow", False), ("off", True)):
+        monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+        assert list(doctor.processes()) == [
+            (is_fine, "plugin", "not loaded by vLLM: VLLM_PLUGINS='other'"),
+            (is_fine, "mode", f"off everywhere ({mode} is set)"),
+        ]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 """The ledger against the installed vLLM: every place that is wrapped still exists with
 the parameters relied on.
 
-Does not cover: what those functions do. The integration tests do.
+Does not cover: what those functions do, which the integration tests do, and that each
+row is installed, and no other wrapper: tests/e2e/test_off_is_vanilla.py.
 """
 
 from importlib import import_module
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nwor.audit import runner_v2 as audit_runner_v2
-from vllm_nwor.hooks import runner, runner_v1, runner_v2, stats
+from vllm_nwor.hooks import stats
 from vllm_nwor.hooks._wrap import check
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
@@ -58,17 +59,3 @@ def test_the_audits_wrappers_lie_over_the_others():
     below = audit_runner_v2.PREPARE
     assert {row.layer for row in OF_THE_AUDIT if row is not below} == {1}
     assert below.layer == -1
-
-
-@pytest.mark.parametrize(
-    ("hooks", "module"), [(runner_v1, runner_v1.MODULE), (runner_v2, runner_v2.MODULE)]
-)
-def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
-    installed = []
-    monkeypatch.setattr(
-        runner, "install_all", lambda host, wrappers: installed.extend(wrappers)
-    )
-
-    hooks.install(import_module(module))
-
-    assert tuple(installed) == hooks.LEDGER

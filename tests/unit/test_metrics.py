@@ -11,8 +11,8 @@ import logging
 import pickle
 import subprocess
 import sys
-import threading
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock, call
@@ -20,7 +20,6 @@ from unittest.mock import Mock, call
 import msgspec
 import prometheus_client
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -750,30 +749,10 @@ def test_a_front_end_says_that_it_takes_reports_if_it_shows_them(
     assert mark(manager.vllm_config.parallel_config) == says
 
 
-def front_end_at(address, parallel_config):
-    """Takes one engine's handshake there, as vLLM's front end does."""
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.bind(address)
-
-    def serve():
-        engine, _ = socket.recv_multipart()
-        sent = utils.EngineHandshakeMetadata(
-            utils.EngineZmqAddresses([address], [address]), parallel_config
-        )
-        sent.parallel_config = parallel_config  # whoever has hooked it in this process
-        socket.send_multipart((engine, msgspec.msgpack.encode(sent)))
-        socket.recv_multipart()
-        socket.close()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("rank_0_takes", [True, False])
 @pytest.mark.parametrize("own_takes", [True, False, None])
 def test_an_engine_with_a_front_end_of_its_own_asks_that_one(
-    rank_0_takes, own_takes, tmp_path
+    rank_0_takes, own_takes, monkeypatch
 ):
     """External and hybrid load balancing: an engine of a rank above 0 has its config
     from rank 0's front end, and reports to its own. None: there is only one."""
@@ -782,20 +761,23 @@ def test_an_engine_with_a_front_end_of_its_own_asks_that_one(
     config = SimpleNamespace(
         parallel_config=ParallelConfig(), __post_init__=lambda: None
     )
-    addresses, threads = [], []
+    sent = {}
     for size, takes in ((2, rank_0_takes), (3, own_takes)):
         if takes is not None:
-            addresses.append(f"ipc://{tmp_path}/{size}")
             said = {"data_parallel_size": size} | ({stats.MARK: 1} if takes else {})
-            threads.append(front_end_at(addresses[-1], said))
+            addresses = utils.EngineZmqAddresses([str(size)], [str(size)])
+            metadata = utils.EngineHandshakeMetadata(addresses, said)
+            metadata.parallel_config = said  # whoever has hooked it in this process
+            sent[str(size)] = msgspec.msgpack.encode(metadata)
 
-    with engine._perform_handshakes(
-        addresses[0], b"\x01\x00", True, config, *(addresses[1:] or [None])
-    ) as found:
-        assert found.inputs == addresses[-1:]
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    @contextmanager
+    def make_zmq_socket(context, address, *_, **__):
+        yield Mock(**{"recv.return_value": sent[address]})
+
+    monkeypatch.setattr(core, "make_zmq_socket", make_zmq_socket)
+    rank_0, own = (*sent, None)[:2]
+    with engine._perform_handshakes(rank_0, b"\x01\x00", True, config, own) as found:
+        assert found.inputs == [own or rank_0]
 
     expected = rank_0_takes if own_takes is None else own_takes
     assert mark(config.parallel_config) == expected

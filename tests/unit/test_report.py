@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report, and the hooks of both runners around a step: each step's counts are its own,
+"""Report, and the hooks around a step of the V2 runner: each step's counts are its own,
 and block tables are vLLM's own again, also where steps fail half-way."""
 
+import contextlib
 import pickle
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, StagedGroup, State
 from vllm_nwor.hooks import runner as hooks
-from vllm_nwor.hooks import runner_v1, runner_v2
+from vllm_nwor.hooks import runner_v2
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import GroupInfo
@@ -27,33 +32,18 @@ INFOS = [GroupInfo(0, "stage", "cow", "because")]
 ONE_REJECTED = NumRejected(torch.tensor([1], dtype=torch.int32))
 
 
-class LateFailure:
-    """Launches that do their work; restore raises behind it while `fails`."""
-
-    def __init__(self, launches):
-        self.log = launches.log
-        self._restore = launches.restore
-        self.fails = False
-
-    def restore(self, *arguments):
-        self._restore(*arguments)
-        if self.fails:
-            raise RuntimeError("planted")
-
-
 def manager_of(mode=Mode.COW, strictness=Strict.NEVER):
     """Of one group with one layer."""
     cache = torch.zeros(6, 2, 16, 8, dtype=torch.uint8)
     layers = [LayerCache("layer", cache, row_layout(cache))]
     staged = {0: StagedGroup(ShadowRegion(2, 2, 2, 2, 16), 16)}
-    manager = DraftCommitManager(
+    return DraftCommitManager(
         NworConfig(mode=mode, strictness=strictness),
         [(0, layers)],
         capacity=8,
+        ops=FaultyOps(),
         staged=staged if mode is Mode.STAGE else None,
     )
-    manager.launches = LateFailure(manager.launches)
-    return manager
 
 
 def reporting_manager(strictness=Strict.NEVER, infos=(), **arguments):
@@ -82,20 +72,6 @@ def counts(payload):
 
 
 # --- the report -----------------------------------------------------------------------
-
-
-def test_a_step_reports_its_own_counts_and_the_groups_once():
-    manager, report = reporting_manager(infos=INFOS)
-    found = []
-    for num_drafts in (3, 2):
-        step(manager, report, num_drafts)
-        found.append(report.take_payload().read())
-
-    assert found == [
-        ((1, 3, 2, 1, ROW_BYTES, 0, 0, 0), {}, INFOS),
-        ((1, 2, 1, 1, ROW_BYTES, 0, 0, 0),),
-    ]
-    assert report.take_payload() is None  # a step without windows
 
 
 @pytest.mark.parametrize("audit", [[], [{"steps": 9}]])
@@ -138,64 +114,41 @@ def test_a_fallback_is_told_with_the_next_output():
     assert report.take_payload() is None
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2, 5, 12])
-@pytest.mark.parametrize("uncounted", ["", "3", "34", "0124578"])
-def test_each_step_has_its_own_counts_until_the_last_moment(max_in_flight, uncounted):
-    """The oldest is read when as many as may be in flight have made their commit.
-    uncounted: last digits of the steps whose counts could not be copied."""
+# What becomes of a step's counts: read as late as may be; never; dropped with the step;
+# lost with a commit that raises, or that fails where they cannot be copied either. A
+# restore that fails behind its counting leaves them to be copied.
+FATES = ("read", "unread", "dropped", "raises", "not copied", "fails late")
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.sampled_from(FATES)), max_size=40),
+    st.integers(1, 12),
+)
+def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight):
+    """The oldest is read when as many as may be in flight have made their commit."""
     manager, report = reporting_manager(max_in_flight=max_in_flight)
-    copy = manager._copy_counters
+    copy, config = manager._copy_counters, manager.config
     in_flight = deque()
 
-    for number in range(60):
-        num_drafts = 1 + number % 7
-        manager.launches.fails = fails = str(number % 10) in uncounted
-        # A restore that fails behind its counting leaves them to be copied.
-        manager._copy_counters = None if fails else copy
-        step(manager, report, num_drafts)
-        in_flight.append((report.take_payload(), num_drafts))
+    for num_drafts, fate in steps:
+        fails = fate in ("raises", "not copied", "fails late")
+        manager.launches.ops.arm(Fault("restore" if fails else "none", 0, 2))
+        manager._copy_counters = None if fate == "not copied" else copy
+        raises = replace(config, strictness=Strict.ALWAYS)
+        manager.config = raises if fate == "raises" else config
+        with contextlib.suppress(NworError):
+            step(manager, report, num_drafts)
+            assert fate != "raises"
+        if fate in ("dropped", "raises"):
+            report.drop_step()
+        in_flight.append((report.take_payload(), num_drafts, fate))
         if len(in_flight) == max_in_flight:
-            taken, num_drafts = in_flight.popleft()
-            if taken is not None and any(taken.read()[0]):
+            taken, num_drafts, fate = in_flight.popleft()
+            if fate in ("read", "fails late"):
                 assert counts(taken) == (num_drafts, 1)
-
-
-@pytest.mark.parametrize("forget", [Report.take_payload, Report.drop_step])
-def test_a_step_that_nobody_reads_is_not_in_the_next(forget):
-    manager, report = reporting_manager()
-    step(manager, report, 5)
-    forget(report)
-
-    step(manager, report, 2)
-
-    assert counts(report.take_payload()) == (2, 1)
-
-
-def test_a_commit_that_raises_is_not_in_the_next_step():
-    manager, report = reporting_manager(Strict.ALWAYS)
-    step(manager, report, 1)
-    report.drop_step()
-    manager.launches.fails = True
-    with pytest.raises(NworError, match="planted"):
-        step(manager, report, 5)
-    manager.launches.fails = False
-    manager.config = NworConfig(mode=Mode.COW)  # strict steps would go no further
-
-    step(manager, report, 2)
-
-    assert counts(report.take_payload()) == (2, 1)
-
-
-def test_a_commit_that_fails_late_still_counts():
-    """What it enqueued is done; the counters are copied behind it."""
-    manager, report = reporting_manager()
-    manager.launches.fails = True
-
-    step(manager, report, 3)
-
-    found, fallbacks, _ = report.take_payload().read()
-    assert found[1] == 3
-    assert fallbacks == {"commit_failed": 1}
+            elif fate != "unread":
+                assert taken is None or counts(taken) == (0, 0)
 
 
 def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
@@ -239,40 +192,27 @@ def scheduled(drafts=(), new=(), resumed=()):
     )
 
 
-class RunnerV1:
-    """What the hooks of a step need, with one request at positions 0 to 3 of block 1:
-    three drafts, of which one is accepted, or none."""
+class Runner:
+    """What V2's hooks of a step need, with one request at positions 0 to 3 of block 1:
+    three drafts, of which one is accepted, or none. V1 is what all engines here run."""
 
     def __init__(self, mode=Mode.COW, num_drafts=3, max_num_reqs=2):
         manager = manager_of(mode)
-        self.max_num_reqs = max_num_reqs
-        report = Report([], manager)
         self.nwor_state = hooks.RunnerState(
-            manager, [], report, max_num_reqs=self.max_num_reqs
+            manager, [], Report([], manager), max_num_reqs=max_num_reqs
         )
-        self.num_drafts = num_drafts
         self.table = torch.tensor([[1]], dtype=torch.int32)
         self.slots = torch.arange(16, 20)
-        self.logits_indices = torch.arange(4)
-        self.seq_lens = torch.tensor([4], dtype=torch.int32)
-        self._set_up(torch.tensor([0, 4], dtype=torch.int32))
-
-    def _set_up(self, starts):
-        table = SimpleNamespace(
-            slot_mapping=SimpleNamespace(gpu=self.slots),
-            block_table=SimpleNamespace(gpu=self.table),
+        starts = torch.tensor([0, 4], dtype=torch.int32)
+        self.batch = SimpleNamespace(
+            num_draft_tokens=num_drafts,
+            num_reqs=1,
+            logits_indices=torch.arange(4),
+            cu_num_logits=starts,
+            query_start_loc=starts,
+            seq_lens=torch.tensor([4], dtype=torch.int32),
+            idx_mapping=torch.tensor([0]),
         )
-        self.input_batch = SimpleNamespace(
-            vocab_size=100, block_table=SimpleNamespace(block_tables=[table])
-        )
-        self.query_start_loc = SimpleNamespace(gpu=starts)
-        self.metadata = None
-        if self.num_drafts:
-            self.metadata = SimpleNamespace(
-                num_draft_tokens=[self.num_drafts],
-                logits_indices=self.logits_indices,
-                cu_num_sampled_tokens=starts[1:],
-            )
 
     @property
     def manager(self):
@@ -291,31 +231,6 @@ class RunnerV1:
         self.sample()
 
     def prepare(self):
-        if self.metadata:
-            hook = runner_v1._calc_spec_decode_metadata
-            assert hook(lambda: self.metadata, self, (), {}) is self.metadata
-        assert runner_v1._model_forward(lambda: 7, self, (), {}) == 7
-
-    def sample(self):
-        ids = torch.tensor([[1, 2, -1, -1]], dtype=torch.int32)
-        output = SimpleNamespace(sampled_token_ids=ids)
-        arguments = None, self.metadata
-        assert runner_v1._sample(lambda *_: output, self, arguments, {}) is output
-
-
-class RunnerV2(RunnerV1):
-    def _set_up(self, starts):
-        self.batch = SimpleNamespace(
-            num_draft_tokens=self.num_drafts,
-            num_reqs=1,
-            logits_indices=self.logits_indices,
-            cu_num_logits=starts,
-            query_start_loc=starts,
-            seq_lens=self.seq_lens,
-            idx_mapping=torch.tensor([0]),
-        )
-
-    def prepare(self):
         prepared = (self.table,), self.slots[None]
         hook = runner_v2._prepare_attn
         assert hook(lambda _: prepared, self, (self.batch,), {}) is prepared
@@ -326,12 +241,8 @@ class RunnerV2(RunnerV1):
         assert runner_v2._sample(lambda *_: found, self, arguments, {}) is found
 
 
-BOTH = pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
-
-
-@BOTH
-def test_a_staged_step_is_patched_before_metadata_is_built_and_committed(kind):
-    runner = kind(Mode.STAGE)
+def test_a_staged_step_is_patched_before_metadata_is_built_and_committed():
+    runner = Runner(Mode.STAGE)
     runner.manager.begin = None  # all is staged: it need not be called
 
     runner.execute(runner.prepare)
@@ -346,7 +257,7 @@ def test_a_staged_step_is_patched_before_metadata_is_built_and_committed(kind):
 @pytest.mark.parametrize(("max_num_reqs", "block"), [(2, 4), (3, 2)])
 def test_v2s_seats_are_the_request_states_if_there_are_as_many(max_num_reqs, block):
     """Else those of the batch's rows."""
-    runner = RunnerV2(Mode.STAGE, max_num_reqs=max_num_reqs)
+    runner = Runner(Mode.STAGE, max_num_reqs=max_num_reqs)
     runner.batch.idx_mapping = torch.tensor([1])
 
     runner.prepare()
@@ -354,10 +265,9 @@ def test_v2s_seats_are_the_request_states_if_there_are_as_many(max_num_reqs, blo
     assert runner.tables()[0] == [[block]]
 
 
-@BOTH
 @pytest.mark.parametrize("begins", [True, False])
-def test_guarantee_9_a_missed_begin_is_counted_and_told_as_a_breach(kind, begins):
-    runner = kind()
+def test_guarantee_9_a_missed_begin_is_counted_and_told_as_a_breach(begins):
+    runner = Runner()
 
     for _ in range(2):
         runner.step(begins)
@@ -371,15 +281,14 @@ def test_guarantee_9_a_missed_begin_is_counted_and_told_as_a_breach(kind, begins
     assert runner.manager.state is State.IDLE
 
 
-@BOTH
-def test_what_was_left_to_vanilla_is_not_missed(kind):
+def test_what_was_left_to_vanilla_is_not_missed():
     """No drafts, too many of them, and an op that fails."""
-    runner = kind(num_drafts=0)
+    runner = Runner(num_drafts=0)
     for begins in (True, False):
         runner.step(begins)
     assert not runner.manager.fallbacks
 
-    runner = kind()
+    runner = Runner()
     runner.manager.capacity = 2
     runner.step()
     runner.manager.capacity = 8
@@ -392,7 +301,7 @@ def test_what_was_left_to_vanilla_is_not_missed(kind):
 
 @pytest.mark.parametrize("emits", [True, False])
 def test_an_output_carries_counts_unless_nobody_wants_them(emits):
-    runner = RunnerV1()
+    runner = Runner()
     runner.nwor_state.emits = emits
     output = SimpleNamespace(req_ids=["a"])
     runner.execute(runner.prepare)
@@ -422,7 +331,7 @@ class Stopped(BaseException):
 def test_where_vllm_fails_tables_are_put_back_at_once(where, fallbacks, error):
     """Before the next step they may be another request's. It is vLLM's own error that
     is raised, whatever becomes of them."""
-    runner = RunnerV1(Mode.STAGE)
+    runner = Runner(Mode.STAGE)
 
     def fail():
         if where == "drafter":
@@ -455,7 +364,7 @@ def test_where_vllm_fails_tables_are_put_back_at_once(where, fallbacks, error):
 
 def test_a_step_that_was_left_staged_is_put_back_by_the_next():
     """As after an exception that no hook of ours saw."""
-    runner = RunnerV1(Mode.STAGE)
+    runner = Runner(Mode.STAGE)
     runner.execute(runner.prepare)
     seen = []
 
@@ -479,7 +388,7 @@ def test_every_step_counts_for_the_seats_unless_a_request_begins_with_drafts(
     who, keeps
 ):
     """Its rows may be a copy of another's block, which it got just now."""
-    runner = RunnerV1(Mode.STAGE)
+    runner = Runner(Mode.STAGE)
     before = runner.manager.shadow.step
 
     runner.execute(lambda: None, **who)

@@ -272,21 +272,18 @@ def test_the_workers_verdicts_come_with_their_specs(mode):
     assert workers[0].nwor_shadow == "packed"
 
 
-def start(workers, found_config=None, calls=None, specs=()):
+def start(workers, found_config=None, specs=()):
     """What vLLM's engine core calls, through our wrappers; the scheduler's config."""
 
     def get_kv_cache_configs(*arguments):
         return workers
 
-    def generate(configs):
-        if calls is not None:
-            calls.append(configs)
-        return generate_scheduler_kv_cache_config(configs)
-
     arguments = (found_config or vllm_config(), specs, [])
     got = engine_core._get_kv_cache_configs(get_kv_cache_configs, None, arguments, {})
     assert got is workers
-    return engine_core._scheduler_config(generate, None, (workers,), {})
+    return engine_core._scheduler_config(
+        generate_scheduler_kv_cache_config, None, (workers,), {}
+    )
 
 
 @pytest.fixture
@@ -342,19 +339,6 @@ def refused(workers, sentence):
     return scheduler
 
 
-def test_a_refusal_is_told_and_is_the_mark(mode):
-    mode("stage", SHADOW_BLOCKS="0")
-    workers = workers_of()
-
-    scheduler = refused(
-        workers,
-        "0 of 1000 KV blocks may be shadow blocks, and a request needs 4 "
-        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)",
-    )
-
-    assert scheduler == generate_scheduler_kv_cache_config(workers)
-
-
 @pytest.mark.parametrize("place", ["plan", "_lower", "block_sizes", "config_refusal"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monkeypatch):
@@ -381,21 +365,6 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
     scheduler = refused(workers, f"the reservation failed: {told}")
 
     assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
-
-
-@pytest.mark.parametrize("name", ["off", "cow"])
-def test_other_modes_leave_everything(mode, name):
-    mode(name)
-    workers = workers_of()
-    calls = []
-
-    with nwor_log() as lines:
-        scheduler = start(workers, calls=calls)
-
-    assert calls == [workers]
-    assert scheduler == generate_scheduler_kv_cache_config(workers)
-    assert not any(hasattr(worker, "nwor_shadow") for worker in workers)
-    assert lines == []
 
 
 def test_a_call_that_no_engine_start_led_to_leaves_everything(mode):
