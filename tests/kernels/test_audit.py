@@ -23,9 +23,9 @@ from tests.helpers.environment import REPO
 from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
-from vllm_nwor.audit import runner_v2, startup
+from vllm_nwor.audit import startup
 from vllm_nwor.audit.findings import CLASSES, COLUMNS, AuditError, Finding, Found
-from vllm_nwor.audit.runner import RunnerAudit
+from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
 from vllm_nwor.audit.tables import (
     PLAN_COLUMNS,
@@ -129,13 +129,12 @@ class World:
         self.numbers: dict[str, int] = {}
         config: Any = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
         manager = SimpleNamespace(
-            is_open=self.is_undone,
             state=State.IDLE,
             config=SimpleNamespace(on_reject=OnReject.RESTORE),
         )
         tokens = torch.zeros((4, 64), dtype=torch.int32, device=self.device)
         self.runner = SimpleNamespace(
-            nwor_audit=RunnerAudit(self.audit, config, ""),
+            nwor_audit=RunnerAuditV2(self.audit, config, ""),
             nwor_state=SimpleNamespace(manager=manager),
             req_states=SimpleNamespace(
                 req_id_to_index=self.numbers, all_token_ids=SimpleNamespace(gpu=tokens)
@@ -256,7 +255,7 @@ class World:
             **batch._asdict(),
         )
         given = batch.block_tables, torch.stack(batch.slot_mappings)
-        runner_v2._prepare_attn(lambda _: given, self.runner, (self.v2_batch,), {})
+        self.runner.nwor_audit.plan(self.runner, self.v2_batch, *given)
 
     def _resolve(
         self, batch: Batch, works: list[Work], cu_num_logits: torch.Tensor
@@ -274,8 +273,8 @@ class World:
         self.v2_batch.cu_num_logits = cu_num_logits
         self.v2_batch.num_draft_tokens = sum(len(work.drafts) for work in works)
         result = (None, None, num_rejected)
-        args = (None, self.v2_batch, None)
-        runner_v2._sample(lambda *_: result, self.runner, args, {})
+        of_runner = self.runner.nwor_audit
+        of_runner.resolve(self.runner, result, self.v2_batch, self.is_undone)
 
     def _text(self, name: str) -> Text:
         request = self.requests[name]
@@ -1129,7 +1128,7 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     step = SimpleNamespace(get_output=lambda: output) if is_async else output
 
     def sample_tokens():
-        return audit_runner.sample_tokens(lambda: step, world.runner, (), {})
+        return world.runner.nwor_audit.attach(world.runner, step)
 
     given = sample_tokens() if is_async else None
     with pytest.raises(AuditError, match=r"\d+ findings, the first: changed"):

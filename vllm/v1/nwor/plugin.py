@@ -36,18 +36,13 @@ HOOKS = {
     "vllm.v1.engine.utils": ".hooks.stats:install",
 }
 
-# What the KV audit hooks besides, or alone; its wrappers lie over the others.
+# What the KV audit hooks besides.
 AUDIT_HOOKS = {
-    "vllm.v1.worker.gpu_model_runner": ".audit.runner_v1:install",
-    "vllm.v1.worker.gpu.model_runner": ".audit.runner_v2:install",
     "vllm.v1.worker.gpu_worker": ".audit.runner:install",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
         ".audit.offloading:install"
     ),
     "vllm.v1.core.sched.scheduler": ".audit.stats:install",
-    "vllm.v1.metrics.loggers": ".hooks.stats:install",
-    "vllm.v1.engine.utils": ".hooks.stats:install",
-    "vllm.v1.engine.core": ".hooks.stats:install",
 }
 
 # Of the two, those that vLLM has been arranged to get.
@@ -56,8 +51,9 @@ _registered: list[dict[str, str]] = []
 
 def hooks_of(config: NworConfig) -> list[dict[str, str]]:
     """HOOKS, AUDIT_HOOKS, as the modes ask for them."""
-    of_nwor = [HOOKS] if config.mode is not Mode.OFF else []
-    return [*of_nwor, AUDIT_HOOKS] if config.audit is not AuditMode.OFF else of_nwor
+    if config.audit is not AuditMode.OFF:
+        return [HOOKS, AUDIT_HOOKS]
+    return [] if config.mode is Mode.OFF else [HOOKS]
 
 
 def register() -> None:

@@ -19,8 +19,7 @@ from .facts import FACTS
 # Those with a LEDGER; "audit.": of the package of that name.
 HOOKED = (
     *("runner_v1", "runner_v2", "engine_core", "stats"),
-    *("audit.runner", "audit.runner_v1", "audit.runner_v2"),
-    *("audit.stats", "audit.offloading"),
+    *("audit.runner", "audit.stats", "audit.offloading"),
 )
 KINDS = ("has", "made", "does", "only", "returns", "takes")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
