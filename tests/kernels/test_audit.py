@@ -284,8 +284,13 @@ class World:
     def hand_on(self, *args: Any, **kwargs: Any) -> list[Finding]:
         """A KV connector takes or fills blocks; what is found until the next step."""
         self.audit.hand_on(*args, **kwargs)
-        self.audit.outbox.publish()
+        self.publish()
         return self.found()
+
+    def publish(self) -> None:
+        for group, to in zip(self.audit.groups, self.audit.outbox.claim(), strict=True):
+            ops.audit_publish(group.tables, to)
+        self.audit.outbox.sent()
 
     def found(self) -> list[Finding]:
         return self.audit.outbox.take(waits=True).findings
@@ -982,13 +987,12 @@ def test_more_findings_than_the_table_holds_are_counted(monkeypatch):
     world = prefilled()
     outbox = world.audit.outbox
     with monkeypatch.context() as patch:
-        patch.setattr(outbox, "publish", lambda: None)
         patch.setattr(outbox, "claim", lambda: [None])
         patch.setattr(outbox, "sent", lambda: None)
         # 8 slots in each table, 320 in all.
         without_host(world, 20 if world.has_packed else 40, 1, 4)
     assert world.counts("findings") == (320,)
-    outbox.publish()
+    world.publish()
     kept = outbox.take(waits=True)
     assert (len(kept.findings), kept.num_lost) == (256, 64)
     assert kept.findings[0].step == 2  # the first ones are kept
@@ -1085,8 +1089,10 @@ def eight_b(**cache):
     scheduler = SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192)
     specs = {f"layer{i}": spec for i in range(32)}
     return SimpleNamespace(
+        device=torch.device("cpu"),
         get_kv_cache_spec=lambda: specs,
         vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(),
             cache_config=SimpleNamespace(**settings | cache),
             model_config=SimpleNamespace(max_model_len=8192),
             scheduler_config=scheduler,
@@ -1096,7 +1102,7 @@ def eight_b(**cache):
 
 def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     config = SimpleNamespace(audit_mib=32)
-    size = startup._reserved_bytes(eight_b(), config)
+    size = startup.reserved_bytes(eight_b(), config)
     assert 0.0012 * (100 << 30) < size <= 0.0015 * (100 << 30)
     offloads = eight_b()
     offloads.vllm_config.kv_transfer_config = SimpleNamespace(
@@ -1104,18 +1110,18 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     )
     # An engine of an earlier test may have hooked the connector in this process.
     monkeypatch.setattr(startup.offloading, "tells", lambda: False)
-    assert startup._reserved_bytes(offloads, config) == size
+    assert startup.reserved_bytes(offloads, config) == size
     monkeypatch.setattr(startup.offloading, "tells", lambda: True)
-    more = startup._reserved_bytes(offloads, config)
+    more = startup.reserved_bytes(offloads, config)
     assert 1.1 * size < more <= 0.0015 * (100 << 30)
     fewer = eight_b(num_gpu_blocks_override=1000)
-    assert startup._reserved_bytes(fewer, config) < size / 10
+    assert startup.reserved_bytes(fewer, config) < size / 10
     # Layers of several kinds: refused.
     sizes = {"block_size": 16, "num_kv_heads": 8, "head_size": 128}
     other = SlidingWindowSpec(**sizes, dtype=torch.bfloat16, sliding_window=64)
     fewer.get_kv_cache_spec()["other"] = other
     with pytest.raises(ValueError, match="2 kinds of layers"):
-        startup._reserved_bytes(fewer, config)
+        startup.reserved_bytes(fewer, config)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

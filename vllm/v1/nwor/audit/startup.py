@@ -33,23 +33,12 @@ MAX_ROWS = 4096
 STORED_SHARE = 6
 
 
-def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
-    """[num_bytes] uint8, on the runner's device: for the cache that there would be if
-    all that is free now went to it. None if nothing is audited, or vLLM cannot be asked
-    (`build` allocates then). Raises nothing."""
-    try:
-        if _refusal(runner) is not None:
-            return None
-        size = _reserved_bytes(runner, config)
-        return torch.empty(size, dtype=torch.uint8, device=runner.device)
-    except Exception as error:
-        logger.debug("NWOR audit: no memory reserved: %s", told(error))
-        return None
-
-
-def _reserved_bytes(runner: Any, config: NworConfig) -> int:
-    """Raises ValueError where layers differ in more than their size: what blocks there
-    will be then is vLLM's to say."""
+def reserved_bytes(runner: Any, config: NworConfig) -> int:
+    """For the cache that there would be if all that is free now went to it. Raises
+    ValueError if nothing is audited, or where layers differ in more than their size:
+    what blocks there will be then is vLLM's to say."""
+    if (refusal := _refusal(runner)) is not None:
+        raise ValueError(refusal)
     vllm_config = runner.vllm_config
     cache = vllm_config.cache_config
     specs = list(runner.get_kv_cache_spec().values())

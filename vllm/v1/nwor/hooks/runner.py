@@ -9,13 +9,11 @@ profiles, when the caches are bound.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ..config import AuditMode, Mode, NworConfig
 from ..draft_manager import STEP_FAILED, DraftCommitManager, NworError, State
@@ -25,26 +23,27 @@ from ..report import Report
 from ..window import VerificationWindows
 from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
 
-logger = logging.getLogger("vllm.v1.nwor")
 
-
-def common_rows(module: str, *initialize_params: str) -> tuple[HookTarget, ...]:
-    """Rows of both runners' LEDGERs: SPEC, INITIALIZE, PROFILE, EXECUTE, OUTPUT."""
-    return (
+def common(
+    module: str, *initialize_params: str, reuses_metadata: bool
+) -> dict[HookTarget, Wrapper]:
+    """What is wrapped on both runners; sample_tokens is the last. reuses_metadata: as
+    staging.mark_layers."""
+    return {
         HookTarget(
             module,
             "GPUModelRunner.get_kv_cache_spec",
             ("self",),
             why="no shadow blocks are reserved for layers that are known to be refused",
             delete_when="vLLM lets plugins reserve KV blocks",
-        ),
+        ): partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
         HookTarget(
             module,
             "GPUModelRunner.initialize_kv_cache",
             ("self", "kv_cache_config", *initialize_params),
             why="the caches are bound here: probe them, fill the tables",
             delete_when="vLLM offers a callback once KV caches are bound",
-        ),
+        ): initialize_kv_cache,
         HookTarget(
             module,
             "GPUModelRunner.profile_run",
@@ -52,22 +51,22 @@ def common_rows(module: str, *initialize_params: str) -> tuple[HookTarget, ...]:
             why="the log's memory is taken while vLLM measures what is left for the KV "
             "cache",
             delete_when="vLLM lets plugins announce memory they need",
-        ),
+        ): profile_run,
         HookTarget(
             module,
             "GPUModelRunner.execute_model",
             ("self", "scheduler_output"),
             why="a step starts: a log left by a failed step is dropped",
             delete_when="vLLM tells a runner that a step was abandoned",
-        ),
+        ): execute_model,
         HookTarget(
             module,
             "GPUModelRunner.sample_tokens",
             ("self", "grammar_output"),
             why="the step's output carries the counts to the scheduler",
             delete_when="ModelRunnerOutput has a field for extensions",
-        ),
-    )
+        ): sample_tokens,
+    }
 
 
 @dataclass(eq=False)
@@ -98,51 +97,36 @@ class RunnerState:
 
 def install(
     module: ModuleType,
-    common: tuple[HookTarget, ...],
+    common: Mapping[HookTarget, Wrapper],
     others: Mapping[HookTarget, Wrapper],
-    reuses_metadata: bool,
 ) -> None:
     """Wraps a model runner in `module`. If it is not as expected, but what gives out a
     step's output is, its outputs still tell the front end that NWOR was refused.
 
-    common: its common_rows. reuses_metadata: as staging.mark_layers.
-
     Raises:
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
     """
-    of_both = (
-        partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
-        *(initialize_kv_cache, profile_run, execute_model, sample_tokens),
-    )
-    wrappers: dict[HookTarget, Wrapper] = dict(zip(common, of_both, strict=True))
-    wrappers |= others
     try:
-        install_all(module, wrappers)
+        install_all(module, {**common, **others})
     except HostMismatch as mismatch:
         mode = NworConfig.from_env().mode
         if mode is not Mode.OFF:
             # Without that target only the log tells, as it does in any case.
-            teller = _telling_of_refusal(mode.value, str(mismatch))
+            teller = partial(_sample_tokens_refused, mode.value, str(mismatch))
             with contextlib.suppress(HostMismatch):
-                install_all(module, {common[-1]: teller})
+                install_all(module, {[*common][-1]: teller})
         raise
 
 
-def _telling_of_refusal(mode: str, reason: str) -> Wrapper:
-    """A wrapper of sample_tokens on a runner without any other hook."""
-    reports: WeakKeyDictionary[Any, Report] = WeakKeyDictionary()
-
-    def wrapper(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-        output = wrapped(*args, **kwargs)
-        report = reports.get(runner)
-        if report is None:
-            groups = range(len(runner.kv_cache_config.kv_cache_groups))
-            infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
-            report = reports[runner] = Report(infos, None)
-        stats.attach(output, report.take_payload)
-        return output
-
-    return wrapper
+def _sample_tokens_refused(
+    mode: str, reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
+) -> Any:
+    """sample_tokens, on a runner without any other hook."""
+    if "nwor_state" not in vars(runner):
+        groups = range(len(runner.kv_cache_config.kv_cache_groups))
+        infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
+        runner.nwor_state = RunnerState(None, infos, Report(infos, None))
+    return sample_tokens(wrapped, runner, args, kwargs)
 
 
 def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
@@ -177,7 +161,7 @@ def get_kv_cache_spec(
     wrapped: Wrapped, runner: Any, args: Any, kwargs: Any, reuses_metadata: bool
 ) -> Any:
     """Wrapper: layers that cannot be staged are told to the engine core, on their
-    specs. reuses_metadata: as staging.mark_layers."""
+    specs."""
     specs = wrapped(*args, **kwargs)
     if NworConfig.from_env().mode is Mode.STAGE:
         from .staging import mark_layers
@@ -191,17 +175,16 @@ def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     left for the KV cache."""
     config = NworConfig.from_env()
     if runner.device.type != "cpu":
+        from .discovery import reserve
+
         # That of an earlier run goes first.
-        if config.mode is not Mode.OFF:
-            from .discovery import reserve
-
-            runner.nwor_log_storage = None
-            runner.nwor_log_storage = reserve(runner, config)
+        runner.nwor_log_storage = runner.nwor_audit_storage = None
         if config.audit is not AuditMode.OFF:
-            from ..audit import startup
+            from ..audit.startup import reserved_bytes
 
-            runner.nwor_audit_storage = None
-            runner.nwor_audit_storage = startup.reserve(runner, config)
+            runner.nwor_audit_storage = reserve(runner, config, reserved_bytes)
+        if config.mode is not Mode.OFF:
+            runner.nwor_log_storage = reserve(runner, config)
     return wrapped(*args, **kwargs)
 
 

@@ -30,8 +30,7 @@ from ._wrap import HookTarget, Wrapped, argument
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
 
-COMMON = shared.common_rows(MODULE, "is_profiling")
-_, INITIALIZE, PROFILE, EXECUTE, OUTPUT = COMMON
+COMMON = shared.common(MODULE, "is_profiling", reuses_metadata=False)
 METADATA = HookTarget(
     MODULE,
     "GPUModelRunner._calc_spec_decode_metadata",
@@ -64,7 +63,7 @@ def install(module: ModuleType) -> None:
         FORWARD: _model_forward,
         SAMPLE: _sample,
     }
-    shared.install(module, COMMON, own, reuses_metadata=False)
+    shared.install(module, COMMON, own)
 
 
 def _calc_spec_decode_metadata(

@@ -30,8 +30,7 @@ from ._wrap import HookTarget, Wrapped, argument
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 
-COMMON = shared.common_rows(MODULE)
-_, INITIALIZE, PROFILE, EXECUTE, OUTPUT = COMMON
+COMMON = shared.common(MODULE, reuses_metadata=True)
 PREPARE = HookTarget(
     MODULE,
     "GPUModelRunner.prepare_attn",
@@ -52,7 +51,7 @@ LEDGER = (*COMMON, PREPARE, SAMPLE)
 def install(module: ModuleType) -> None:
     """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
     own = {PREPARE: _prepare_attn, SAMPLE: _sample}
-    shared.install(module, COMMON, own, reuses_metadata=True)
+    shared.install(module, COMMON, own)
 
 
 def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
