@@ -118,21 +118,17 @@ def _build(runner: Any, config: NworConfig) -> Audit | str:
     audited: list[tuple[GroupShape, list[LayerCache]]] = []
     of_groups = []
     for gid, layers in enumerate(target_layers(runner)):
-        if isinstance(layers, str) or not layers:
-            of_groups.append(
-                f"group {gid}: off ({layers or 'it has no target layers'})"
-            )
-            continue
-        shape = _shape_of(runner, config, gid)
-        num_slots = shape.num_blocks * shape.block_size
-        layouts = [layer.layout for layer in layers]
-        if {of.num_blocks * of.block_size for of in layouts} == {num_slots}:
-            audited.append((shape, layers))
-            of_groups.append(f"group {gid}: {len(layers)} layers")
-        else:
-            of_groups.append(
-                f"group {gid}: off (its layers do not have {num_slots} slots)"
-            )
+        reason: Any = layers or "it has no target layers"
+        if layers and not isinstance(layers, str):
+            shape = _shape_of(runner, config, gid)
+            num_slots = shape.num_blocks * shape.block_size
+            layouts = [layer.layout for layer in layers]
+            if {of.num_blocks * of.block_size for of in layouts} == {num_slots}:
+                audited.append((shape, layers))
+                of_groups.append(f"group {gid}: {len(layers)} layers")
+                continue
+            reason = f"its layers do not have {num_slots} slots"
+        of_groups.append(f"group {gid}: off ({reason})")
     if not audited:
         return "; ".join(of_groups)
     try:

@@ -11,6 +11,7 @@ import ast
 from collections.abc import Callable, Iterator
 from functools import cache, partial, reduce
 from importlib import import_module
+from importlib.util import resolve_name
 from pathlib import Path
 
 from ._wrap import HookTarget
@@ -68,9 +69,8 @@ class Source:
 
     def imported(self, statement: ast.ImportFrom) -> Source | None:
         """The module of vLLM that a statement imports from."""
-        parts = self.name.split(".")[: -statement.level + self.is_package or None]
-        base = ".".join(parts) if statement.level else ""
-        name = ".".join(filter(None, (base, statement.module)))
+        package = self.name if self.is_package else self.name.rpartition(".")[0]
+        name = resolve_name("." * statement.level + (statement.module or ""), package)
         return self.tree.module(name) if name.startswith("vllm.") else None
 
 
