@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.helpers.environment import REPO
+from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
@@ -1142,6 +1144,22 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     if is_async:
         assert given.get_output() is output
     assert sample_tokens() is step
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
+    runner = prefilled().runner
+    audit = runner.nwor_state.audit = runner.nwor_audit
+    audit.strict = strict
+    with (
+        nwor_log() as lines,
+        pytest.raises(AttributeError) if strict else nullcontext(),
+    ):
+        audit.begin_step(runner, None)  # no SchedulerOutput
+    told = "ERROR NWOR audit: off from here on, because it failed"
+    assert lines == ([] if strict else [told])
+    left = audit if strict else None
+    assert (runner.nwor_audit, runner.nwor_state.audit) == (left, left)
 
 
 @pytest.mark.parametrize(
