@@ -57,7 +57,7 @@ def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     says: how much of what a request found was not in the cache."""
     if request.param == "none":
         monkeypatch.setattr(offloading, "tells", lambda: False)
-        monkeypatch.setattr(offloading, "watch", lambda runner, watcher: None)
+        monkeypatch.setattr(offloading, "watch", lambda runner: None)
     return str(request.param)
 
 

@@ -127,7 +127,7 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         register()
         make_vllm_reusable()
         bench = BenchEngine(options, "cpu")
-        hooks = [hook for hook in _wrap._hooks if {*hook.layers} & {*LEDGER}]
+        hooks = [hook for hook in _wrap._hooks if hook.target in LEDGER]
         shown = SimpleNamespace(llm=bench._engine)
         bench.run(
             UNHOOKED
@@ -148,13 +148,13 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
 
     assert outputs == outputs[:1] * 4
     # That one is checked, and replaced on a scheduler for some steps.
-    targets = {target for hook in hooks for target in hook.layers}
-    assert targets & {*LEDGER} == {*LEDGER} - {stats.COUNT}
+    assert {hook.target for hook in hooks} == {*LEDGER} - {stats.COUNT}
     for unhooked in (0, 2):
         assert ours[unhooked] == set()
         assert {type(found) for found in installed[unhooked]} == {FunctionType}
         assert all(
-            found is hook.function and found.__module__ == hook.owner.__module__
+            found is hook.wrapper.__wrapped__
+            and found.__module__ == hook.owner.__module__
             for found, hook in zip(installed[unhooked], hooks, strict=True)
         )
         rise = rises[unhooked]

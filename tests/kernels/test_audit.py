@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,12 +21,13 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.helpers.environment import REPO
+from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
-from vllm_nwor.audit import runner_v2, startup
+from vllm_nwor.audit import startup
 from vllm_nwor.audit.findings import CLASSES, COLUMNS, AuditError, Finding, Found
-from vllm_nwor.audit.runner import RunnerAudit
+from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
 from vllm_nwor.audit.tables import (
     PLAN_COLUMNS,
@@ -144,7 +146,6 @@ class World:
         self.numbers: dict[str, int] = {}
         config: Any = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
         manager = SimpleNamespace(
-            is_open=self.is_undone,
             state=State.IDLE,
             config=SimpleNamespace(on_reject=OnReject.RESTORE),
         )
@@ -152,7 +153,7 @@ class World:
             (4, self.max_tokens), dtype=torch.int32, device=self.device
         )
         self.runner = SimpleNamespace(
-            nwor_audit=RunnerAudit(self.audit, config, ""),
+            nwor_audit=RunnerAuditV2(self.audit, config, ""),
             nwor_state=SimpleNamespace(manager=manager),
             req_states=SimpleNamespace(
                 req_id_to_index=self.numbers, all_token_ids=SimpleNamespace(gpu=tokens)
@@ -273,7 +274,7 @@ class World:
             **batch._asdict(),
         )
         given = batch.block_tables, torch.stack(batch.slot_mappings)
-        runner_v2._prepare_attn(lambda _: given, self.runner, (self.v2_batch,), {})
+        self.runner.nwor_audit.plan(self.runner, self.v2_batch, *given)
 
     def _resolve(
         self, batch: Batch, works: list[Work], cu_num_logits: torch.Tensor
@@ -291,8 +292,8 @@ class World:
         self.v2_batch.cu_num_logits = cu_num_logits
         self.v2_batch.num_draft_tokens = sum(len(work.drafts) for work in works)
         result = (None, None, num_rejected)
-        args = (None, self.v2_batch, None)
-        runner_v2._sample(lambda *_: result, self.runner, args, {})
+        of_runner = self.runner.nwor_audit
+        of_runner.resolve(self.runner, result, self.v2_batch, self.is_undone)
 
     def _text(self, name: str) -> Text:
         request = self.requests[name]
@@ -302,8 +303,13 @@ class World:
     def hand_on(self, *args: Any, **kwargs: Any) -> list[Finding]:
         """A KV connector takes or fills blocks; what is found until the next step."""
         self.audit.hand_on(*args, **kwargs)
-        self.audit.outbox.publish()
+        self.publish()
         return self.found()
+
+    def publish(self) -> None:
+        for group, to in zip(self.audit.groups, self.audit.outbox.claim(), strict=True):
+            ops.audit_publish(group.tables, to)
+        self.audit.outbox.sent()
 
     def found(self) -> list[Finding]:
         return self.audit.outbox.take(waits=True).findings
@@ -988,13 +994,12 @@ def test_more_findings_than_the_table_holds_are_counted(monkeypatch):
     world = prefilled()
     outbox = world.audit.outbox
     with monkeypatch.context() as patch:
-        patch.setattr(outbox, "publish", lambda: None)
         patch.setattr(outbox, "claim", lambda: [None])
         patch.setattr(outbox, "sent", lambda: None)
         # 8 slots in each table, 320 in all.
         without_host(world, 20 if world.has_packed else 40, 1, 4)
     assert world.counts("findings") == (320,)
-    outbox.publish()
+    world.publish()
     kept = outbox.take(waits=True)
     assert (len(kept.findings), kept.num_lost) == (256, 64)
     assert kept.findings[0].step == 2  # the first ones are kept
@@ -1091,8 +1096,10 @@ def eight_b(**cache):
     scheduler = SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192)
     specs = {f"layer{i}": spec for i in range(32)}
     return SimpleNamespace(
+        device=torch.device("cpu"),
         get_kv_cache_spec=lambda: specs,
         vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(),
             cache_config=SimpleNamespace(**settings | cache),
             model_config=SimpleNamespace(max_model_len=8192),
             scheduler_config=scheduler,
@@ -1102,7 +1109,7 @@ def eight_b(**cache):
 
 def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     config = SimpleNamespace(audit_mib=32)
-    size = startup._reserved_bytes(eight_b(), config)
+    size = startup.reserved_bytes(eight_b(), config)
     assert 0.0012 * (100 << 30) < size <= 0.0015 * (100 << 30)
     offloads = eight_b()
     offloads.vllm_config.kv_transfer_config = SimpleNamespace(
@@ -1110,18 +1117,18 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     )
     # An engine of an earlier test may have hooked the connector in this process.
     monkeypatch.setattr(startup.offloading, "tells", lambda: False)
-    assert startup._reserved_bytes(offloads, config) == size
+    assert startup.reserved_bytes(offloads, config) == size
     monkeypatch.setattr(startup.offloading, "tells", lambda: True)
-    more = startup._reserved_bytes(offloads, config)
+    more = startup.reserved_bytes(offloads, config)
     assert 1.1 * size < more <= 0.0015 * (100 << 30)
     fewer = eight_b(num_gpu_blocks_override=1000)
-    assert startup._reserved_bytes(fewer, config) < size / 10
+    assert startup.reserved_bytes(fewer, config) < size / 10
     # Layers of several kinds: refused.
     sizes = {"block_size": 16, "num_kv_heads": 8, "head_size": 128}
     other = SlidingWindowSpec(**sizes, dtype=torch.bfloat16, sliding_window=64)
     fewer.get_kv_cache_spec()["other"] = other
     with pytest.raises(ValueError, match="2 kinds of layers"):
-        startup._reserved_bytes(fewer, config)
+        startup.reserved_bytes(fewer, config)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -1134,7 +1141,7 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     step = SimpleNamespace(get_output=lambda: output) if is_async else output
 
     def sample_tokens():
-        return audit_runner.sample_tokens(lambda: step, world.runner, (), {})
+        return world.runner.nwor_audit.attach(world.runner, step)
 
     given = sample_tokens() if is_async else None
     with pytest.raises(AuditError, match=r"\d+ findings, the first: changed"):
@@ -1142,6 +1149,22 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     if is_async:
         assert given.get_output() is output
     assert sample_tokens() is step
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
+    runner = prefilled().runner
+    audit = runner.nwor_state.audit = runner.nwor_audit
+    audit.strict = strict
+    with (
+        nwor_log() as lines,
+        pytest.raises(AttributeError) if strict else nullcontext(),
+    ):
+        audit.begin_step(runner, None)  # no SchedulerOutput
+    told = "ERROR NWOR audit: off from here on, because it failed"
+    assert lines == ([] if strict else [told])
+    left = audit if strict else None
+    assert (runner.nwor_audit, runner.nwor_state.audit) == (left, left)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nwor.audit import runner_v2 as audit_runner_v2
-from vllm_nwor.hooks import stats
+from vllm_nwor.hooks import runner, runner_v1, runner_v2
 from vllm_nwor.hooks._wrap import check
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
@@ -47,15 +46,23 @@ def test_the_page_for_vllms_maintainers_has_every_row():
 
 def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
     assert set(HOOKS) == {row.module for row in OURS}
-    of_both = [row.module for row in stats.LEDGER]
-    assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT} | {*of_both}
+    assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT}
 
 
-def test_the_audits_wrappers_lie_over_the_others():
-    """Its plan comes before shadow pages are put in place, its resolve after commit.
-    V2's tables come out of the very call behind which both are done: there the plan
-    lies below."""
-    assert {row.layer for row in OURS} == {0}
-    below = audit_runner_v2.PREPARE
-    assert {row.layer for row in OF_THE_AUDIT if row is not below} == {1}
-    assert below.layer == -1
+def test_a_function_has_one_row():
+    """install_all wraps a place once."""
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "module"), [(runner_v1, runner_v1.MODULE), (runner_v2, runner_v2.MODULE)]
+)
+def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
+    installed = []
+    monkeypatch.setattr(
+        runner, "install_all", lambda host, wrappers: installed.extend(wrappers)
+    )
+
+    hooks.install(import_module(module))
+
+    assert tuple(installed) == hooks.LEDGER

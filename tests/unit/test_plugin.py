@@ -44,7 +44,7 @@ OURS = [
         ({"MODE": "off"}, []),
         ({"MODE": "cow"}, OURS),
         ({"MODE": "stage", "AUDIT": "log"}, [*OURS, *plugin.AUDIT_HOOKS]),
-        ({"AUDIT": "raise"}, list(plugin.AUDIT_HOOKS)),
+        ({"AUDIT": "raise"}, [*OURS, *plugin.AUDIT_HOOKS]),
     ],
 )
 def test_each_mode_hooks_its_modules_once(modes, hooked, pending, monkeypatch):

@@ -254,6 +254,44 @@ def test_a_staged_step_is_patched_before_metadata_is_built_and_committed():
     assert counts(runner.nwor_state.report.take_payload()) == (3, 2)
 
 
+class Looking:
+    """An audit that sees what block tables and slots are when a hook calls it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def _look(self, called, runner, more):
+        self.seen.append((called, runner.tables(), *more))
+
+    def begin_step(self, runner, scheduled):
+        self._look("begin_step", runner, ())
+
+    def plan(self, runner, *of_v2):
+        self._look("plan", runner, ())
+
+    def resolve(self, runner, output, about, was_open):
+        self._look("resolve", runner, (was_open, runner.manager.state))
+
+    def attach(self, runner, output):
+        return self.seen.append(output) or output
+
+
+@pytest.mark.parametrize("num_drafts", [3, 0])
+def test_the_audit_plans_before_shadow_pages_are_there_and_resolves_behind_commit(
+    num_drafts,
+):
+    runner = Runner(Mode.STAGE, num_drafts)
+    runner.nwor_state.audit = audit = Looking()
+    output = SimpleNamespace(req_ids=["a"])
+
+    runner.execute(runner.prepare)
+    assert hooks.sample_tokens(lambda: runner.sample() or output, runner, (), {})
+
+    resolved = "resolve", REAL, num_drafts > 0, State.IDLE
+    assert audit.seen == [("begin_step", REAL), ("plan", REAL), resolved, output]
+    assert hasattr(output, "nwor_stats") is (num_drafts > 0)
+
+
 @pytest.mark.parametrize(("max_num_reqs", "block"), [(2, 4), (3, 2)])
 def test_v2s_seats_are_the_request_states_if_there_are_as_many(max_num_reqs, block):
     """Else those of the batch's rows."""

@@ -154,26 +154,3 @@ def test_what_somebody_put_over_a_hook_stays_and_so_do_all_hooks(switch, monkeyp
 
     assert vars(module.Runner)["step"] is before
     assert vars(module.Runner)["finish"] is len
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_higher_layer_lies_over_a_lower_one_whichever_came_first(order):
-    module = host()
-    original = module.Runner.step
-
-    def named(name):
-        return lambda wrapped, _, args, kwargs: (name, wrapped(*args, **kwargs))
-
-    targets = {
-        layer: HookTarget("host", "Runner.step", ("self",), "test", "never", layer)
-        for layer in order
-    }
-    for layer in order:
-        install_all(module, {targets[layer]: named(layer)})
-        install_all(module, {targets[layer]: named(layer)})  # once is enough
-
-    assert module.Runner().step(3) == (1, (0, ("step", 3, False)))
-    unhook()
-    assert getattr_static(module.Runner, "step") is original
-    rehook()
-    assert module.Runner().step(3) == (1, (0, ("step", 3, False)))

@@ -70,27 +70,17 @@ class NworConfigError(ValueError):
     """A `VLLM_NWOR_*` variable holds a value that is not allowed."""
 
 
-MODE = "VLLM_NWOR_MODE"
-EMIT_METRICS = "VLLM_NWOR_EMIT_METRICS"
-STRICT = "VLLM_NWOR_STRICT"
-DEBUG_SYNC = "VLLM_NWOR_DEBUG_SYNC"
-MAX_LOG_ROWS = "VLLM_NWOR_MAX_LOG_ROWS"
-SHADOW_BLOCKS = "VLLM_NWOR_SHADOW_BLOCKS"
-ON_REJECT = "VLLM_NWOR_ON_REJECT"
-AUDIT = "VLLM_NWOR_AUDIT"
-AUDIT_MIB = "VLLM_NWOR_AUDIT_MIB"
-AUDIT_FILE = "VLLM_NWOR_AUDIT_FILE"
 ENV_NAMES = (
-    MODE,
-    EMIT_METRICS,
-    STRICT,
-    DEBUG_SYNC,
-    MAX_LOG_ROWS,
-    SHADOW_BLOCKS,
-    ON_REJECT,
-    AUDIT,
-    AUDIT_MIB,
-    AUDIT_FILE,
+    MODE := "VLLM_NWOR_MODE",
+    EMIT_METRICS := "VLLM_NWOR_EMIT_METRICS",
+    STRICT := "VLLM_NWOR_STRICT",
+    DEBUG_SYNC := "VLLM_NWOR_DEBUG_SYNC",
+    MAX_LOG_ROWS := "VLLM_NWOR_MAX_LOG_ROWS",
+    SHADOW_BLOCKS := "VLLM_NWOR_SHADOW_BLOCKS",
+    ON_REJECT := "VLLM_NWOR_ON_REJECT",
+    AUDIT := "VLLM_NWOR_AUDIT",
+    AUDIT_MIB := "VLLM_NWOR_AUDIT_MIB",
+    AUDIT_FILE := "VLLM_NWOR_AUDIT_FILE",
 )
 # MiB of cache whose bytes the audit compares in a step, unless AUDIT_MIB says.
 DEFAULT_AUDIT_MIB = 32
@@ -129,25 +119,20 @@ class NworConfig:
             NworConfigError: naming the variable, its value and the allowed ones.
         """
         env = os.environ if env is None else env
-        audit_mib = _number(
-            env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", least=0
-        )
+        blocks = "5 % of the blocks", "KV blocks"
+        audit_mib = _number(env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", 0)
         config = cls(
             # Empty, as templates of containers leave what is not chosen: off.
-            mode=_choice(MODE, env.get(MODE) or Mode.OFF.value, Mode),
+            mode=_choice(MODE, env.get(MODE) or "off", Mode),
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
-            strictness=_choice(STRICT, env.get(STRICT, Strict.NEVER.value), Strict),
+            strictness=_choice(STRICT, env.get(STRICT, "0"), Strict),
             debug_sync=_switch(env, DEBUG_SYNC, default=False),
-            max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", least=1),
-            max_shadow_blocks=_number(
-                env, SHADOW_BLOCKS, "5 % of the blocks", "KV blocks", least=0
-            ),
-            audit=_choice(AUDIT, env.get(AUDIT) or AuditMode.OFF.value, AuditMode),
+            max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", 1),
+            max_shadow_blocks=_number(env, SHADOW_BLOCKS, *blocks, 0),
+            audit=_choice(AUDIT, env.get(AUDIT) or "off", AuditMode),
             audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
             audit_file=env.get(AUDIT_FILE, ""),
-            on_reject=_choice(
-                ON_REJECT, env.get(ON_REJECT) or OnReject.RESTORE.value, OnReject
-            ),
+            on_reject=_choice(ON_REJECT, env.get(ON_REJECT) or "restore", OnReject),
         )
         if config.on_reject is OnReject.POISON and config.mode is not Mode.COW:
             raise NworConfigError(

@@ -134,9 +134,8 @@ def hooks(vllm: Path) -> Iterator[Line]:
         gone = [name for name, path in RUNNERS.items() if read(path) is None]
         for module in FACTS:
             told = mismatches(module, Tree(read))
-            runner = module.removeprefix("audit.")
-            if gone == [runner]:  # the other one is enough
-                yield True, "hooks", f"{module}: there is no {RUNNERS[runner]}"
+            if gone == [module]:  # the other one is enough
+                yield True, "hooks", f"{module}: there is no {RUNNERS[module]}"
             elif not told:
                 yield True, "hooks", f"{module}: all that is relied on is there"
             else:

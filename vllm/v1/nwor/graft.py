@@ -74,13 +74,12 @@ def _unfinished(module: str) -> UnfinishedModule:
 def _hooked(module: UnfinishedModule, name: str, function: Any) -> Any:
     from .hooks._wrap import hook_function
 
-    wrappers = {t: w for t, w in module.wrappers.items() if t.qualname == name}
-    if not wrappers:
-        return function
     host = sys.modules[module.__name__]
-    if isinstance(function, type):  # a dataclass, whose __init__ it is
-        attribute = name.rpartition(".")[2]
-        init = vars(function)[attribute]
-        setattr(function, attribute, hook_function(host, name, init, wrappers))
-        return function
-    return hook_function(host, name, function, wrappers)
+    for target, wrapper in module.wrappers.items():
+        if target.qualname == name:
+            if not isinstance(function, type):
+                return hook_function(host, target, function, wrapper)
+            attribute = name.rpartition(".")[2]  # __init__, of a dataclass
+            init = vars(function)[attribute]
+            setattr(function, attribute, hook_function(host, target, init, wrapper))
+    return function

@@ -25,29 +25,24 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 TRIED_VLLM_VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
 
-# Module of vLLM -> the function of ours that hooks it, "module:function", the module
-# relative to this package.
+# Module of vLLM -> the module of ours, relative to this package, whose `install` hooks
+# it.
 HOOKS = {
-    "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1:install",
-    "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2:install",
-    "vllm.v1.engine.core": ".hooks.engine_core:install",
-    "vllm.v1.core.sched.scheduler": ".hooks.stats:install",
-    "vllm.v1.metrics.loggers": ".hooks.stats:install",
-    "vllm.v1.engine.utils": ".hooks.stats:install",
+    "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1",
+    "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2",
+    "vllm.v1.engine.core": ".hooks.engine_core",
+    "vllm.v1.core.sched.scheduler": ".hooks.stats",
+    "vllm.v1.metrics.loggers": ".hooks.stats",
+    "vllm.v1.engine.utils": ".hooks.stats",
 }
 
-# What the KV audit hooks besides, or alone; its wrappers lie over the others.
+# What the KV audit hooks besides.
 AUDIT_HOOKS = {
-    "vllm.v1.worker.gpu_model_runner": ".audit.runner_v1:install",
-    "vllm.v1.worker.gpu.model_runner": ".audit.runner_v2:install",
-    "vllm.v1.worker.gpu_worker": ".audit.runner:install",
+    "vllm.v1.worker.gpu_worker": ".audit.runner",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
-        ".audit.offloading:install"
+        ".audit.offloading"
     ),
-    "vllm.v1.core.sched.scheduler": ".audit.stats:install",
-    "vllm.v1.metrics.loggers": ".hooks.stats:install",
-    "vllm.v1.engine.utils": ".hooks.stats:install",
-    "vllm.v1.engine.core": ".hooks.stats:install",
+    "vllm.v1.core.sched.scheduler": ".audit.stats",
 }
 
 # Of the two, those that vLLM has been arranged to get.
@@ -56,8 +51,9 @@ _registered: list[dict[str, str]] = []
 
 def hooks_of(config: NworConfig) -> list[dict[str, str]]:
     """HOOKS, AUDIT_HOOKS, as the modes ask for them."""
-    of_nwor = [HOOKS] if config.mode is not Mode.OFF else []
-    return [*of_nwor, AUDIT_HOOKS] if config.audit is not AuditMode.OFF else of_nwor
+    if config.audit is not AuditMode.OFF:
+        return [HOOKS, AUDIT_HOOKS]
+    return [] if config.mode is Mode.OFF else [HOOKS]
 
 
 def register() -> None:
@@ -173,14 +169,12 @@ def _check_host() -> None:
 def _guarded(hook: str) -> Callable[[ModuleType], None]:
     """A post-import hook that refuses an unknown host with one line, or raises under
     VLLM_NWOR_STRICT."""
-    module_name, function_name = hook.split(":")
 
     def run(module: ModuleType) -> None:
         from .hooks._wrap import HostMismatch
 
         try:
-            hooks = import_module(module_name, __package__)
-            getattr(hooks, function_name)(module)
+            import_module(hook, __package__).install(module)
         except HostMismatch as mismatch:
             if NworConfig.from_env().strict:
                 raise

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .. import builtin_ops
-
 if TYPE_CHECKING:
     from .tables import AuditedGroup
 
@@ -169,7 +167,6 @@ class Outbox:
     ) -> None:
         self._groups, self._name_of = groups, name_of
         device = groups[0].findings.device
-        self._ops = builtin_ops.load(device)
         is_cuda = device.type == "cuda"
         shape = (len(groups), 1 + MAX_KEPT, len(COLUMNS))
         slots = [
@@ -203,13 +200,6 @@ class Outbox:
             if self._claimed.arrival is not None:
                 self._claimed.arrival.record()
             self._on_their_way.append(self._claimed)
-
-    def publish(self) -> None:
-        """Sends what was found to the host. Call at the end of a step, if `resolve` did
-        not."""
-        for group, to in zip(self._groups, self.claim(), strict=True):
-            self._ops.audit_publish(group.tables, to)
-        self.sent()
 
     def _arrive(self, waits: bool) -> bool:
         """Reads the oldest slot that is on its way; whether it could."""

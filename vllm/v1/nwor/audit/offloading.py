@@ -14,12 +14,11 @@ from there, unless others fill it, too: then nothing is known (`_places`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from ..hooks._wrap import HookTarget, Wrapped, argument, install_all, is_installed
 
@@ -31,7 +30,6 @@ PREEMPTIONS = HookTarget(
     ("self", "kv_connector_metadata"),
     why="audit: stores decided in the last step are submitted here, or below",
     delete_when="KV connectors tell which blocks they are about to read",
-    layer=1,
 )
 LOADS = HookTarget(
     MODULE,
@@ -39,19 +37,14 @@ LOADS = HookTarget(
     ("self", "forward_context"),
     why="audit: stores decided in the last step are submitted here",
     delete_when="KV connectors tell which blocks they are about to read",
-    layer=1,
 )
 LEDGER = (PREEMPTIONS, LOADS)
 
 NAME = "OffloadingConnector"
 
-# Called with a runner, what tells a transfer's blocks by KV-cache group and where the
-# connector holds them (None: that does not say what they must hold), and whether they
-# are filled.
-Blocks = list[list[int]]
-Watcher = Callable[[Any, Callable[[], tuple[Blocks, Blocks | None]], bool], None]
+Blocks = list[list[int]]  # by KV-cache group
 # Model runners of this process that are audited.
-_audited: WeakKeyDictionary[Any, Watcher] = WeakKeyDictionary()
+_audited: WeakSet[Any] = WeakSet()
 
 
 def install(module: ModuleType) -> None:
@@ -64,9 +57,9 @@ def tells() -> bool:
     return is_installed(LOADS)
 
 
-def watch(runner: Any, watcher: Watcher) -> None:
-    """Has `watcher` called for what this runner's connector will read or fill."""
-    _audited[runner] = watcher
+def watch(runner: Any) -> None:
+    """Has the audit of `runner` told what its connector will read or fill."""
+    _audited.add(runner)
 
 
 def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
@@ -96,18 +89,21 @@ def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
 
 def _tell(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None:
     """transfers: the blocks of each, and the connector's chunks."""
-    for runner, watcher in list(_audited.items()):
+    for runner in list(_audited):
         # A process may have several engines, each with its own configuration.
         if runner.vllm_config is connector._vllm_config:
             read = partial(_read, runner.kv_cache_config, connector)
             for blocks, chunks in transfers:
-                watcher(runner, partial(read, blocks, chunks), fills)
+                if (audit := runner.nwor_audit) is not None:
+                    audit.hand_on(runner, partial(read, blocks, chunks), fills)
 
 
 def _read(
     kv_cache_config: Any, connector: Any, blocks: Any, chunks: Any
 ) -> tuple[Blocks, Blocks | None]:
-    """Raises ValueError: a transfer is not of the groups that vLLM offloads."""
+    """A transfer's blocks, and where the connector holds them; None: that does not say
+    what they must hold. Raises ValueError: it is not of the groups that vLLM
+    offloads."""
     ends = [0, *accumulate(blocks.group_sizes)]
     ids = list(map(int, blocks.block_ids))
     found = [ids[a:b] for a, b in pairwise(ends)]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the audit's hooks of both model runners share.
+"""The audit on a model runner: what the hooks of both runners (hooks/runner_v1.py,
+hooks/runner_v2.py) call.
 
 A failure of the audit ends the audit, with one line, and never the engine
 (VLLM_NWOR_STRICT=always raises).
@@ -12,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -20,12 +21,12 @@ import torch
 
 from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import NworError, State
-from ..hooks._wrap import HookTarget, Wrapped, Wrapper, argument, install_all
+from ..hooks._wrap import HookTarget, Wrapped, argument, install_all
 from ..report import NOTHING
-from ..window import Acceptance
+from ..window import Acceptance, NumRejected, SampledIds
 from . import offloading, startup
 from .findings import AuditError, Findings
-from .state import Audit, Scheduled
+from .state import Audit, Batch, Scheduled, Text
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -35,7 +36,6 @@ WAKE_UP = HookTarget(
     ("self", "tags"),
     why="audit: the caches' content is another one",
     delete_when="vLLM tells plugins that a KV cache lost its content",
-    layer=1,
 )
 LEDGER = (WAKE_UP,)
 
@@ -43,8 +43,47 @@ LEDGER = (WAKE_UP,)
 TELLING_SECONDS = 1.0
 
 
+def install(module: ModuleType) -> None:
+    """Wraps the worker in `module`. Raises HostMismatch if it is not as expected."""
+    install_all(module, {WAKE_UP: _wake_up})
+
+
+def start(runner: Any, config: NworConfig) -> RunnerAudit | None:
+    """The audit of a runner whose caches were just bound; None if it is refused. Raises
+    NworError then, under VLLM_NWOR_STRICT."""
+    audit = startup.build(runner, config)
+    if isinstance(audit, Audit):
+        kind = RunnerAuditV2 if hasattr(runner, "block_tables") else RunnerAuditV1
+        offloading.watch(runner)
+        return kind(audit, config, startup.path_of(runner, config))
+    runner.nwor_audit_storage = None
+    if config.strict:
+        raise NworError(f"NWOR audit requested, refused: {audit}")
+    logger.warning("NWOR audit: off: %s", audit)
+    return None
+
+
+def guarded(part: Callable[..., None]) -> Callable[..., None]:
+    """A part of a step, of a runner's audit: what fails in it ends the audit."""
+
+    @wraps(part)
+    def run(self: RunnerAudit, runner: Any, *args: Any) -> None:
+        try:
+            part(self, runner, *args)
+        except AuditError:
+            raise
+        except Exception:
+            if self.strict:
+                raise
+            runner.nwor_audit = runner.nwor_state.audit = None
+            logger.exception("NWOR audit: off from here on, because it failed")
+
+    return run
+
+
 class RunnerAudit:
-    """What the audit keeps on a runner, as its attribute `nwor_audit`."""
+    """What the audit keeps on a runner, as its attribute `nwor_audit`. What begins with
+    `runner` is called by hooks, and only while there is an audit."""
 
     def __init__(self, audit: Audit, config: NworConfig, path: str) -> None:
         """path: as Findings."""
@@ -63,120 +102,106 @@ class RunnerAudit:
         self.audit.restart(budget_bytes)
         self.about.clear()
 
+    @guarded
+    def begin_step(self, runner: Any, scheduled: Any) -> None:
+        """scheduled: vLLM's SchedulerOutput."""
+        finished = scheduled.finished_req_ids
+        for name in finished:
+            self.about.pop(name, None)
+        known = getattr(scheduled, "nwor_audit", {})
+        new, grown, local = [], [], {}
+        for request in scheduled.scheduled_new_reqs:
+            name = request.req_id
+            new.append((name, request.num_computed_tokens, request.block_ids))
+            salt, num_local = known.get(name, (None, None))
+            self.about[name] = _about(request, salt)
+            if num_local is not None:
+                local[name] = num_local
+        cached = scheduled.scheduled_cached_reqs
+        for name, num_computed, blocks in zip(
+            cached.req_ids,
+            cached.num_computed_tokens,
+            cached.new_block_ids,
+            strict=True,
+        ):
+            if name in cached.resumed_req_ids:
+                new.append((name, num_computed, blocks))
+            elif blocks is not None:
+                grown.append((name, blocks))
+        copied = getattr(scheduled, "kv_cache_block_copies", None) or ()
+        zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
+        has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
+        self.audit.begin_step(
+            Scheduled(finished, new, grown, copied, zeroed, local, has_drafts)
+        )
 
-def install(module: ModuleType) -> None:
-    """Wraps the worker in `module`. Raises HostMismatch if it is not as expected."""
-    install_all(module, {WAKE_UP: _wake_up})
+    def _resolve(
+        self,
+        runner: Any,
+        cu_num_logits: torch.Tensor | None,
+        acceptance: Acceptance | None,
+        was_open: bool,
+    ) -> None:
+        """The end of a step, behind NWOR's commit. was_open: NWOR had windows."""
+        if self.audit.is_open:
+            manager = runner.nwor_state.manager
+            is_undone = (
+                was_open
+                and manager.state is State.IDLE
+                and manager.config.on_reject is OnReject.RESTORE
+            )
+            self.audit.resolve(cu_num_logits, acceptance, is_undone)
 
+    def attach(self, runner: Any, output: Any) -> Any:
+        """The output of a step, which findings leave with, or which they keep from
+        leaving; an asynchronous one has them when vLLM reads it."""
 
-def over(target: HookTarget, why: str, **others: Any) -> HookTarget:
-    """The audit's row for what a hook of NWOR's wraps; its wrapper lies over that."""
-    return replace(target, why=f"audit: {why}", **{"layer": 1} | others)
+        def told(found: Any) -> Any:
+            if runner.nwor_audit is not None:
+                self.tell(runner, found)
+            return found
 
+        get_output = getattr(output, "get_output", None)
+        if get_output is None:
+            return told(output)
+        output.get_output = lambda: told(get_output())
+        return output
 
-def wrappers(rows: ModuleType, sample: Wrapper) -> dict[HookTarget, Wrapper]:
-    """What the audit wraps on either runner, by NWOR's rows of that one."""
-    handed_out = "which blocks were handed out to which requests"
-    hears = "vLLM tells plugins of blocks that it hands out"
-    taken = "its memory is taken while vLLM measures what is left"
-    kept = "what is kept is known, and the drafter has not run"
-    leaves = "findings leave with the step's output, or keep it from leaving"
-    return {
-        over(rows.INITIALIZE, "the caches are bound here"): initialize_kv_cache,
-        over(rows.PROFILE, taken): profile_run,
-        over(rows.EXECUTE, handed_out, delete_when=hears): execute_model,
-        over(rows.SAMPLE, kept): sample,
-        over(rows.OUTPUT, leaves): sample_tokens,
-    }
+    @guarded
+    def tell(self, runner: Any, output: Any) -> None:
+        """Logs what a step found, and has its output carry the numbers.
 
+        Raises:
+            AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
+        """
+        found = self.audit.outbox.take(waits=True)
+        self.untold["steps"] += found.num_steps
+        self.untold["unverified"] += found.num_unverified
+        if found.findings:
+            self.untold.update(finding.kind for finding in found.findings)
+            self.findings.add(found.findings, found.num_lost)
+            if self.raises:
+                first = found.findings[0].line()
+                raise AuditError(f"{len(found.findings)} findings, the first: {first}")
+        now = time.monotonic()
+        is_due = found.findings or now >= self.told_at + TELLING_SECONDS
+        if is_due and getattr(output, "req_ids", None):
+            payload = getattr(output, "nwor_stats", NOTHING)
+            output.nwor_stats = payload.with_audit(dict(self.untold))
+            self.untold = Counter()
+            self.told_at = now
 
-def audit_of(runner: Any) -> RunnerAudit | None:
-    """What `initialize_kv_cache` left on a runner; None if nothing is audited."""
-    found: RunnerAudit | None = runner.__dict__.get("nwor_audit")
-    return found
+    @guarded
+    def hand_on(self, runner: Any, read: Callable[[], Any], fills: bool) -> None:
+        """A KV connector is about to read or fill blocks: those that `read` gives
+        (offloading.py)."""
+        blocks, places = read()
+        self.audit.hand_on(blocks, fills, places)
 
-
-def guarded(runner: Any, run: Callable[[RunnerAudit], None]) -> None:
-    """Runs a part of a step, if there is an audit; what fails ends it."""
-    state = audit_of(runner)
-    if state is None:
-        return
-    try:
-        run(state)
-    except AuditError:
-        raise
-    except Exception:
-        if state.strict:
-            raise
-        runner.nwor_audit = None
-        logger.exception("NWOR audit: off from here on, because it failed")
-
-
-def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: builds the audit once the real caches are bound. vLLM also calls this
-    with a throw-away cache while profiling."""
-    runner.nwor_audit = None
-    result = wrapped(*args, **kwargs)
-    config = NworConfig.from_env()
-    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
-    if config.audit is AuditMode.OFF or is_profiling:
-        return result
-    audit = startup.build(runner, config)
-    if isinstance(audit, Audit):
-        path = startup.path_of(runner, config)
-        runner.nwor_audit = RunnerAudit(audit, config, path)
-        offloading.watch(runner, hand_on)
-        return result
-    runner.nwor_audit_storage = None
-    if config.strict:
-        raise NworError(f"NWOR audit requested, refused: {audit}")
-    logger.warning("NWOR audit: off: %s", audit)
-    return result
-
-
-def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: takes the audit's memory while vLLM measures what is left."""
-    config = NworConfig.from_env()
-    if config.audit is not AuditMode.OFF and runner.device.type != "cpu":
-        runner.nwor_audit_storage = None  # that of an earlier run goes first
-        runner.nwor_audit_storage = startup.reserve(runner, config)
-    return wrapped(*args, **kwargs)
-
-
-def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: what the scheduler says of requests and blocks."""
-    scheduled = args[0] if args else kwargs["scheduler_output"]
-    guarded(runner, lambda state: _begin_step(state, scheduled))
-    return wrapped(*args, **kwargs)
-
-
-def _begin_step(state: RunnerAudit, scheduled: Any) -> None:
-    finished = scheduled.finished_req_ids
-    for name in finished:
-        state.about.pop(name, None)
-    known = getattr(scheduled, "nwor_audit", {})
-    new, grown, local = [], [], {}
-    for request in scheduled.scheduled_new_reqs:
-        name = request.req_id
-        new.append((name, request.num_computed_tokens, request.block_ids))
-        salt, num_local = known.get(name, (None, None))
-        state.about[name] = _about(request, salt)
-        if num_local is not None:
-            local[name] = num_local
-    cached = scheduled.scheduled_cached_reqs
-    for name, num_computed, blocks in zip(
-        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-    ):
-        if name in cached.resumed_req_ids:
-            new.append((name, num_computed, blocks))
-        elif blocks is not None:
-            grown.append((name, blocks))
-    copied = getattr(scheduled, "kv_cache_block_copies", None) or ()
-    zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
-    has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
-    state.audit.begin_step(
-        Scheduled(finished, new, grown, copied, zeroed, local, has_drafts)
-    )
+    @guarded
+    def forget_cache(self, runner: Any) -> None:
+        """As Audit.forget_cache."""
+        self.audit.forget_cache()
 
 
 def _about(request: Any, salt: str | None) -> tuple[int, bool]:
@@ -189,86 +214,97 @@ def _about(request: Any, salt: str | None) -> tuple[int, bool]:
     )
 
 
-# What a runner's sampler was given and returned -> cu_num_logits and acceptance.
-Kept = Callable[[Any, Any, Any, Any], tuple[torch.Tensor | None, Acceptance | None]]
+class RunnerAuditV1(RunnerAudit):
+    """Of the V1 model runner."""
+
+    @guarded
+    def plan(self, runner: Any) -> None:
+        """Tables and slots are final. A second call in a step does nothing."""
+        if self.audit.is_open:
+            return
+        batch = runner.input_batch
+        num_reqs = batch.num_reqs
+        query_start_loc = runner.query_start_loc
+        tables = batch.block_table.block_tables
+        self.audit.plan(
+            Batch(
+                num_reqs,
+                int(query_start_loc.np[num_reqs]),
+                runner.input_ids.gpu,
+                runner.positions,
+                query_start_loc.gpu,
+                [table.slot_mapping.gpu for table in tables],
+                [table.block_table.gpu for table in tables],
+            ),
+            batch.req_ids,
+            lambda row: self._text_of(batch, row),
+        )
+
+    def _text_of(self, batch: Any, row: int) -> Text:
+        length = int(batch.num_computed_tokens_cpu[row])
+        tokens = torch.from_numpy(batch.token_ids_cpu[row, :length].copy())
+        return Text(tokens, *self.about[batch.req_ids[row]])
+
+    @guarded
+    def resolve(self, runner: Any, output: Any, metadata: Any, was_open: bool) -> None:
+        """output: of the sampler. metadata: vLLM's SpecDecodeMetadata, or None."""
+        rows = acceptance = None
+        if metadata is not None:
+            rows = metadata.cu_num_sampled_tokens
+            vocab_size = runner.input_batch.vocab_size
+            acceptance = SampledIds(output.sampled_token_ids, vocab_size)
+        self._resolve(runner, rows, acceptance, was_open)
 
 
-def sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any, kept: Kept) -> Any:
-    """Wrapper: the end of a step, behind NWOR's commit."""
-    manager: Any = getattr(runner.__dict__.get("nwor_state"), "manager", None)
-    was_open = manager is not None and manager.is_open
-    result = wrapped(*args, **kwargs)
+class RunnerAuditV2(RunnerAudit):
+    """Of the V2 model runner.
 
-    def resolve(state: RunnerAudit) -> None:
-        if state.audit.is_open:
-            is_undone = (
-                was_open
-                and manager.state is State.IDLE
-                and manager.config.on_reject is OnReject.RESTORE
-            )
-            found = kept(runner, result, args, kwargs)
-            state.audit.resolve(*found, is_undone)
-
-    guarded(runner, resolve)
-    return result
-
-
-def sample_tokens(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: findings leave with the step's output, or keep it from leaving. An
-    asynchronous output has them when vLLM reads it."""
-    output = wrapped(*args, **kwargs)
-    if audit_of(runner) is None:
-        return output
-
-    def told(found: Any) -> Any:
-        guarded(runner, lambda state: _tell(state, found))
-        return found
-
-    get_output = getattr(output, "get_output", None)
-    if get_output is None:
-        return told(output)
-    output.get_output = lambda: told(get_output())
-    return output
-
-
-def _tell(state: RunnerAudit, output: Any) -> None:
-    """Logs what a step found, and has its output carry the numbers.
-
-    Raises:
-        AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
+    A request has a number there, its state's index, which it keeps until it is
+    finished, preempted or streams more input: that is its seat. What it found is hashed
+    from vLLM's own copy of its tokens, host memory that the device sees.
     """
-    found = state.audit.outbox.take(waits=True)
-    state.untold["steps"] += found.num_steps
-    state.untold["unverified"] += found.num_unverified
-    if found.findings:
-        state.untold.update(finding.kind for finding in found.findings)
-        state.findings.add(found.findings, found.num_lost)
-        if state.raises:
-            first = found.findings[0].line()
-            raise AuditError(f"{len(found.findings)} findings, the first: {first}")
-    now = time.monotonic()
-    is_due = found.findings or now >= state.told_at + TELLING_SECONDS
-    if is_due and getattr(output, "req_ids", None):
-        payload = getattr(output, "nwor_stats", NOTHING)
-        output.nwor_stats = payload.with_audit(dict(state.untold))
-        state.untold = Counter()
-        state.told_at = now
 
+    @guarded
+    def plan(
+        self, runner: Any, batch: Any, block_tables: Any, slot_mappings: Any
+    ) -> None:
+        """Tables and slots are final: what prepare_attn returned."""
+        self.audit.plan(
+            Batch(
+                batch.num_reqs,
+                batch.num_tokens,
+                batch.input_ids,
+                batch.positions,
+                batch.query_start_loc,
+                # [groups, tokens]: to take a row out of it costs more than to pass it.
+                (slot_mappings,) if len(block_tables) == 1 else slot_mappings,
+                block_tables,
+                batch.idx_mapping,
+            ),
+            batch.req_ids,
+            lambda row: self._text_of(runner, batch.req_ids[row]),
+        )
 
-def hand_on(runner: Any, read: Callable[[], Any], fills: bool) -> None:
-    """A Watcher (offloading.py): a KV connector is about to read or fill blocks."""
+    def _text_of(self, runner: Any, name: str) -> Text:
+        seat = runner.req_states.req_id_to_index[name]
+        length = self.audit.requests[name].num_found
+        tokens = runner.req_states.all_token_ids.gpu[seat, :length]
+        return Text(tokens, *self.about[name], seat)
 
-    def tell_audit(state: RunnerAudit) -> None:
-        blocks, places = read()
-        state.audit.hand_on(blocks, fills, places)
-
-    guarded(runner, tell_audit)
+    @guarded
+    def resolve(self, runner: Any, result: Any, batch: Any, was_open: bool) -> None:
+        """result: what vLLM's sample returned."""
+        rows = acceptance = None
+        if batch.num_draft_tokens > 0:
+            rows, acceptance = batch.cu_num_logits[1:], NumRejected(result[2])
+        self._resolve(runner, rows, acceptance, was_open)
 
 
 def _wake_up(wrapped: Wrapped, worker: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     tags = argument(WAKE_UP, "tags", args, kwargs)
     runner = getattr(worker, "model_runner", None)
-    if runner is not None and (tags is None or "kv_cache" in tags):
-        guarded(runner, lambda state: state.audit.forget_cache())
+    audit = getattr(runner, "nwor_audit", None)
+    if audit is not None and (tags is None or "kv_cache" in tags):
+        audit.forget_cache(runner)
     return result

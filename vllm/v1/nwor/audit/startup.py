@@ -18,7 +18,7 @@ from .. import ops
 from ..config import NworConfig
 from ..device_memory import DeviceMemory
 from ..hooks.engine_core import parallel_refusal
-from ..hooks.layers import sleeps, target_layers
+from ..hooks.layers import entry_tokens, sleeps, target_layers, told
 from ..launches import LayerCache
 from . import offloading
 from .state import Audit, Loads
@@ -33,23 +33,12 @@ MAX_ROWS = 4096
 STORED_SHARE = 6
 
 
-def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
-    """[num_bytes] uint8, on the runner's device: for the cache that there would be if
-    all that is free now went to it. None if nothing is audited, or vLLM cannot be asked
-    (`build` allocates then). Raises nothing."""
-    try:
-        if _refusal(runner) is not None:
-            return None
-        size = _reserved_bytes(runner, config)
-        return torch.empty(size, dtype=torch.uint8, device=runner.device)
-    except Exception as error:
-        logger.debug("NWOR audit: no memory reserved: %s", error, exc_info=True)
-        return None
-
-
-def _reserved_bytes(runner: Any, config: NworConfig) -> int:
-    """Raises ValueError where layers differ in more than their size: what blocks there
-    will be then is vLLM's to say."""
+def reserved_bytes(runner: Any, config: NworConfig) -> int:
+    """For the cache that there would be if all that is free now went to it. Raises
+    ValueError if nothing is audited, or where layers differ in more than their size:
+    what blocks there will be then is vLLM's to say."""
+    if (refusal := _refusal(runner)) is not None:
+        raise ValueError(refusal)
     vllm_config = runner.vllm_config
     cache = vllm_config.cache_config
     specs = list(runner.get_kv_cache_spec().values())
@@ -118,8 +107,7 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
     try:
         return _refusal(runner) or _build(runner, config)
     except Exception as error:
-        logger.debug("NWOR audit: at start-up", exc_info=True)
-        return f"vLLM is not as expected: {type(error).__name__}: {error}"
+        return f"vLLM is not as expected: {told(error)}"
 
 
 def _build(runner: Any, config: NworConfig) -> Audit | str:
@@ -128,21 +116,21 @@ def _build(runner: Any, config: NworConfig) -> Audit | str:
     if storage is None and sleeps(runner):
         return "no memory was reserved, and sleep mode would lose what is taken now"
     audited: list[tuple[GroupShape, list[LayerCache]]] = []
-    told = []
+    of_groups = []
     for gid, layers in enumerate(target_layers(runner)):
-        if isinstance(layers, str) or not layers:
-            told.append(f"group {gid}: off ({layers or 'it has no target layers'})")
-            continue
-        shape = _shape_of(runner, config, gid)
-        num_slots = shape.num_blocks * shape.block_size
-        layouts = [layer.layout for layer in layers]
-        if {of.num_blocks * of.block_size for of in layouts} == {num_slots}:
-            audited.append((shape, layers))
-            told.append(f"group {gid}: {len(layers)} layers")
-        else:
-            told.append(f"group {gid}: off (its layers do not have {num_slots} slots)")
+        reason: Any = layers or "it has no target layers"
+        if layers and not isinstance(layers, str):
+            shape = _shape_of(runner, config, gid)
+            num_slots = shape.num_blocks * shape.block_size
+            layouts = [layer.layout for layer in layers]
+            if {of.num_blocks * of.block_size for of in layouts} == {num_slots}:
+                audited.append((shape, layers))
+                of_groups.append(f"group {gid}: {len(layers)} layers")
+                continue
+            reason = f"its layers do not have {num_slots} slots"
+        of_groups.append(f"group {gid}: off ({reason})")
     if not audited:
-        return "; ".join(told)
+        return "; ".join(of_groups)
     try:
         audit = _audit_of(runner, config, audited, storage)
     except ValueError:  # what was reserved is too small
@@ -155,7 +143,7 @@ def _build(runner: Any, config: NworConfig) -> Audit | str:
     logger.info(
         "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
         config.audit.value,
-        "; ".join(told),
+        "; ".join(of_groups),
         audit.num_bytes / 2**20,
         ", beyond what vLLM has counted" if is_late else "",
         f"{config.audit_mib} MiB a step, all of a full cache in {num_steps} steps"
@@ -203,23 +191,20 @@ def path_of(runner: Any, config: NworConfig) -> str:
 def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
     kv_config = runner.kv_cache_config
     spec = kv_config.kv_cache_groups[gid].kv_cache_spec
-    tables = getattr(runner, "block_tables", None)
-    if tables is None:  # V1
-        table = runner.input_batch.block_table[gid]
-        entry_tokens, width = table.block_size, table.block_table.gpu.shape[1]
+    if hasattr(runner, "block_tables"):  # V2
+        table = runner.block_tables.input_block_tables[gid]
     else:
-        sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
-        entry_tokens = sizes[gid]
-        width = tables.input_block_tables[gid].shape[1]
+        table = runner.input_batch.block_table[gid].block_table.gpu
+    table_tokens = entry_tokens(runner, gid)
     window = getattr(spec, "sliding_window", None) or 0
     if getattr(spec, "attention_chunk_size", None):
         window = 1  # what is behind the last block may be gone
     return GroupShape(
         gid,
         spec.block_size,
-        entry_tokens,
+        table_tokens,
         kv_config.num_blocks,
-        -(-width * entry_tokens // spec.block_size),
+        -(-table.shape[1] * table_tokens // spec.block_size),
         window,
         _num_stored(runner, config, kv_config.num_blocks),
     )

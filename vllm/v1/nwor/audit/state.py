@@ -383,10 +383,7 @@ class Audit:
         num_blocks = self._num_scanned
         # One call, unless requests came with something in the cache.
         is_one_call = not step.fresh
-        places: Sequence[torch.Tensor | None] = [None] * len(self.groups)
-        if is_one_call:
-            places = self.outbox.claim()
-        for group, findings_to in zip(self.groups, places, strict=True):
+        for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
             rows = self._rows(group, step.batch)
             self._ops.audit_resolve(
                 *rows,
@@ -396,17 +393,15 @@ class Audit:
                 self.step,
                 is_undone,
                 num_blocks if is_one_call else 0,
-                findings_to,
+                findings_to if is_one_call else None,
             )
             for row, length, tokens in step.fresh:
                 hit_blocks = HIT_BUDGETS * num_blocks
                 self._ops.audit_adopt(*rows, tokens, length, row, self.step, hit_blocks)
-            if step.fresh:
+            if not is_one_call:
                 self._ops.audit_scan(*rows, num_blocks, self.step)
-        if is_one_call:
-            self.outbox.sent()
-        else:
-            self.outbox.publish()
+                self._ops.audit_publish(group.tables, findings_to)
+        self.outbox.sent()
 
     def totals(self) -> Mapping[str, int]:
         """How much was compared so far: identities, and slots' bytes; returned: slots

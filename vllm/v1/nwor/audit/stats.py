@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..hooks import stats
-from ..hooks._wrap import HookTarget, install_all
+from ..hooks._wrap import HookTarget, Wrapped, install_all
+from ..hooks.stats import SCHEDULER
 from ..metrics import create
 from .findings import CLASSES
 
@@ -25,12 +25,11 @@ COUNTERS = {
     "unverified": "Slots that a request took over and that cannot be audited.",
 }
 SCHEDULE = HookTarget(
-    stats.SCHEDULER,
+    SCHEDULER,
     "Scheduler.schedule",
     ("self",),
     why="audit: a request's cache_salt and what it found in the cache are known here",
     delete_when="NewRequestData has both",
-    layer=1,
 )
 LEDGER = (SCHEDULE,)
 
@@ -38,12 +37,9 @@ LEDGER = (SCHEDULE,)
 def install(module: ModuleType) -> None:
     """Wraps the scheduler in `module`. Raises HostMismatch if it is not as expected."""
     install_all(module, {SCHEDULE: _schedule})
-    stats.install(module)
 
 
-def _schedule(
-    wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any
-) -> Any:
+def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     output = wrapped(*args, **kwargs)
     if output.scheduled_new_reqs:
         output.nwor_audit = {

@@ -38,8 +38,6 @@ class HookTarget:
     params: its first parameters, in order, `self` included: those that the wrapper
         reads. Further ones are passed through unseen.
     why, delete_when: for the people who maintain this.
-    layer: where several wrap one function, those of a higher layer lie over the others,
-        whichever came first.
     """
 
     module: str
@@ -47,7 +45,6 @@ class HookTarget:
     params: tuple[str, ...]
     why: str
     delete_when: str
-    layer: int = 0
 
     @property
     def name(self) -> str:
@@ -106,42 +103,32 @@ _INHERITED = object()
 
 @dataclass
 class _Hook:
-    """Wrappers in their place. module, qualname: where that is. original: what the
-    class or module itself had there, _INHERITED if only a base had it. function: what
-    is wrapped. layers: our wrappers of it. wrapper: what is put on, all of them.
+    """A wrapper in its place, `target` in `module`. original: what the class or module
+    itself had there, _INHERITED if only a base had it. wrapper: what is put on.
     """
 
     module: ModuleType
-    qualname: str
-    original: Any
-    function: Any
-    layers: dict[HookTarget, Wrapper]
+    target: HookTarget
+    original: Any = None
     wrapper: Any = None
 
     @property
     def owner(self) -> Any:
         """The class or module whose attribute `name` it is."""
-        name = self.qualname.rpartition(".")[0]
+        name = self.target.qualname.rpartition(".")[0]
         return getattr(self.module, name) if name else self.module
 
     @property
     def name(self) -> str:
-        return self.qualname.rpartition(".")[2]
-
-    def add(self, target: HookTarget, wrapper: Wrapper) -> None:
-        """To be put on again. Whoever already holds the old wrapper keeps that."""
-        self.layers[target] = wrapper
-        self.wrapper = self.function
-        for layer in sorted(self.layers, key=lambda target: target.layer):
-            self.wrapper = wrapt.FunctionWrapper(self.wrapper, self.layers[layer])
+        return self.target.qualname.rpartition(".")[2]
 
     def is_on(self) -> bool:
         """Raises HostMismatch if something that is not ours is in the place."""
         found = vars(self.owner).get(self.name, _INHERITED)
         if found is not self.wrapper and found is not self.original:
             raise HostMismatch(
-                f"{next(iter(self.layers)).name} is {found!r}, which somebody put over "
-                "NWOR's hook or in its place; it must go first"
+                f"{self.target.name} is {found!r}, which somebody put over NWOR's hook "
+                "or in its place; it must go first"
             )
         return found is self.wrapper
 
@@ -161,8 +148,7 @@ _hooks: list[_Hook] = []
 
 def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> None:
     """Wraps each target found in `module`; a second call changes nothing, or puts on
-    again what `unhook` took off. Another target in a place that is wrapped already
-    joins it, by its layer.
+    again what `unhook` took off.
 
     Raises:
         HostMismatch: before anything was wrapped.
@@ -174,37 +160,32 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
         return
     for target, wrapper in wrappers.items():
         place = (module, target.qualname)
-        known = [hook for hook in _hooks if (hook.module, hook.qualname) == place]
-        hook = known[0] if known else _Hook(*place, None, None, {})
-        if not known:
-            hook.function = inspect.getattr_static(hook.owner, hook.name)
-            hook.original = vars(hook.owner).get(hook.name, _INHERITED)
-            _hooks.append(hook)
+        for hook in _hooks:
+            if (hook.module, hook.target.qualname) == place:
+                hook.is_on()
+                break
         else:
-            hook.is_on()
-        if target not in hook.layers:
-            hook.add(target, wrapper)
+            hook = _Hook(module, target)
+            function = inspect.getattr_static(hook.owner, hook.name)
+            hook.original = vars(hook.owner).get(hook.name, _INHERITED)
+            hook.wrapper = wrapt.FunctionWrapper(function, wrapper)
+            _hooks.append(hook)
         hook.put_on()
 
 
 def hook_function(
-    module: ModuleType,
-    qualname: str,
-    function: Any,
-    wrappers: Mapping[HookTarget, Wrapper],
+    module: ModuleType, target: HookTarget, function: Any, wrapper: Wrapper
 ) -> Any:
-    """What to put in the place of `function`, which becomes the attribute `qualname` of
-    `module` later; as if install_all had wrapped it there."""
-    hook = _Hook(module, qualname, function, function, {})
-    for target, wrapper in wrappers.items():
-        hook.add(target, wrapper)
-    _hooks.append(hook)
-    return hook.wrapper
+    """What to put in the place of `function`, which becomes `target` in `module` later;
+    as if install_all had wrapped it there."""
+    wrapped = wrapt.FunctionWrapper(function, wrapper)
+    _hooks.append(_Hook(module, target, function, wrapped))
+    return wrapped
 
 
 def is_installed(target: HookTarget) -> bool:
     """Whether install_all has wrapped `target` in this process."""
-    return any(target in hook.layers for hook in _hooks)
+    return any(hook.target == target for hook in _hooks)
 
 
 def unhook() -> None:

@@ -8,6 +8,7 @@ than none; what is refused is refused by name (layers.py, staging.py).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..report import MAX_IN_FLIGHT, Report
 from ..shadow_pages import blocks_per_seat
 from ..shadow_pages import num_bytes as num_shadow_bytes
 from .engine_core import config_refusal, connectors_in_forward
-from .layers import draft_layer_names, sleeps, target_layers, told
+from .layers import GroupRefused, draft_layer_names, sleeps, target_layers, told
 from .staging import staged_group
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -115,25 +116,12 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
     return None, infos, Report(infos, None)
 
 
-def reserve(runner: Any, config: NworConfig) -> torch.Tensor | None:
-    """Memory for the undo log, before vLLM sizes the KV cache; None if none is needed,
-    or there is not enough (`build` tries once more, and tells). Raises nothing.
-
-    Returns [num_bytes] uint8 on the runner's device: a row of each target layer's
-    slot for every draft that a step can hold, from the layers' KV-cache specs, and what
-    belongs to it.
-    """
-    try:
-        if config_refusal(runner.vllm_config) is not None:
-            return None
-        size = _reserved_bytes(runner, config)
-        return torch.empty(size, dtype=torch.uint8, device=runner.device)
-    except Exception as error:
-        logger.debug("NWOR: no memory reserved for the undo log: %s", told(error))
-        return None
-
-
-def _reserved_bytes(runner: Any, config: NworConfig) -> int:
+def reserved_bytes(runner: Any, config: NworConfig) -> int:
+    """Of the undo log: a row of each target layer's slot for every draft that a step
+    can hold, from the layers' KV-cache specs, and what belongs to it. Raises
+    GroupRefused if there will be none."""
+    if (refusal := config_refusal(runner.vllm_config)) is not None:
+        raise GroupRefused(refusal)
     draft_names = draft_layer_names(runner)
     specs = [
         spec
@@ -156,6 +144,22 @@ def _reserved_bytes(runner: Any, config: NworConfig) -> int:
             span = blocks_per_seat(num_drafts, block_size) * entries_per_block
             size += num_shadow_bytes(num_seqs, span) + ALIGNMENT
     return size
+
+
+def reserve(
+    runner: Any,
+    config: NworConfig,
+    num_bytes: Callable[[Any, NworConfig], int] = reserved_bytes,
+) -> torch.Tensor | None:
+    """[num_bytes] uint8 on the runner's device, before vLLM sizes the KV cache. None if
+    none is needed, or there is not enough: what needs it tries once more when the
+    caches are bound, and tells. Raises nothing."""
+    try:
+        size = num_bytes(runner, config)
+        return torch.empty(size, dtype=torch.uint8, device=runner.device)
+    except Exception as error:
+        logger.debug("NWOR: no memory reserved: %s", told(error))
+        return None
 
 
 def _has_state_of_each_draft(runner: Any, group: Any) -> bool:

@@ -34,7 +34,8 @@ v1.core.sched.output:NewRequestData has req_id:str
 v1.worker.gpu_model_runner:GPUModelRunner
     has vllm_config device kv_cache_config compilation_config get_kv_cache_spec drafter
         execute_model_state
-    made input_batch=InputBatch seq_lens=torch.zeros
+    made input_batch=InputBatch seq_lens=torch.zeros positions=torch.zeros
+        input_ids=self._make_buffer query_start_loc=self._make_buffer
     does self.query_start_loc.gpu
 .execute_model
     does self._update_states() self._prepare_inputs() self._build_attention_metadata()
@@ -44,6 +45,7 @@ v1.worker.gpu_model_runner:GPUModelRunner
     does self.input_batch.block_table.commit_block_table()
         self.input_batch.block_table.compute_slot_mapping()
         self._calc_spec_decode_metadata()
+    does self._prepare_input_ids() self._calc_spec_decode_metadata()
     only self._calc_spec_decode_metadata()
 ._calc_spec_decode_metadata returns SpecDecodeMetadata
 .sample_tokens
@@ -52,7 +54,8 @@ v1.worker.gpu_model_runner:GPUModelRunner
     only self._sample()
 v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput has _model_runner_output
 v1.worker.gpu_input_batch:InputBatch
-    has vocab_size made block_table=MultiGroupBlockTable
+    has num_reqs req_ids num_computed_tokens_cpu token_ids_cpu vocab_size
+    made block_table=MultiGroupBlockTable
 v1.worker.block_table:MultiGroupBlockTable has block_tables __getitem__
 v1.worker.block_table:BlockTable
     has block_size does self.slot_mapping.gpu does self.block_table.gpu
@@ -64,10 +67,12 @@ v1.outputs:SamplerOutput has sampled_token_ids:torch.Tensor
     "runner_v2": """
 v1.worker.gpu.model_runner:GPUModelRunner
     has vllm_config device kv_cache_config compilation_config get_kv_cache_spec
-        speculator attn_groups max_num_reqs execute_model_state
+        speculator attn_groups req_states max_num_reqs execute_model_state
     made block_tables=BlockTables
 .execute_model
-    does self.prepare_inputs() self.prepare_attn() self.model_state.prepare_attn()
+    does self.finish_requests() self.add_requests() self.update_requests()
+        self.block_tables.apply_staged_writes() self.prepare_inputs()
+        self.prepare_attn() self.model_state.prepare_attn()
         self.cudagraph_manager.run_fullgraph() self.model()
     only self.prepare_attn()
 .prepare_attn
@@ -81,9 +86,14 @@ v1.worker.gpu.model_runner:GPUModelRunner
     only self.sample()
 v1.worker.gpu.async_utils:AsyncOutput has model_runner_output
 v1.worker.gpu.input_batch:InputBatch
-    has num_draft_tokens:int logits_indices:torch.Tensor cu_num_logits:torch.Tensor
+    has req_ids:list num_reqs:int num_tokens:int num_draft_tokens:int
+        logits_indices:torch.Tensor cu_num_logits:torch.Tensor
         query_start_loc:torch.Tensor seq_lens:torch.Tensor idx_mapping:torch.Tensor
-v1.worker.gpu.block_table:BlockTables has block_sizes|kernel_block_sizes
+        input_ids:torch.Tensor positions:torch.Tensor
+v1.worker.gpu.states:RequestState has req_id_to_index
+    made all_token_ids=StagedWriteTensor
+v1.worker.gpu.block_table:BlockTables
+    has block_sizes|kernel_block_sizes input_block_tables
 v1.worker.utils:AttentionGroup has backend does kernel_block_size
 """,
     "discovery": """
@@ -180,28 +190,6 @@ v1.core.sched.output:NewRequestData
 v1.kv_cache_interface:KVCacheConfig has num_blocks:int kv_cache_groups:list
 config.cache:CacheConfig
     has kv_cache_memory_bytes gpu_memory_utilization:float num_gpu_blocks_override
-""",
-    "audit.runner_v1": """
-v1.worker.gpu_model_runner:GPUModelRunner
-    made input_ids=self._make_buffer query_start_loc=self._make_buffer
-        positions=torch.zeros
-._prepare_inputs
-    does self._prepare_input_ids() self._calc_spec_decode_metadata()
-v1.worker.gpu_input_batch:InputBatch
-    has num_reqs req_ids num_computed_tokens_cpu token_ids_cpu vocab_size
-""",
-    "audit.runner_v2": """
-v1.worker.gpu.model_runner:GPUModelRunner has req_states max_num_reqs
-.execute_model
-    does self.finish_requests() self.add_requests() self.update_requests()
-        self.block_tables.apply_staged_writes() self.prepare_attn()
-v1.worker.gpu.input_batch:InputBatch
-    has req_ids:list num_reqs:int num_tokens:int num_draft_tokens:int
-        idx_mapping:torch.Tensor query_start_loc:torch.Tensor input_ids:torch.Tensor
-        positions:torch.Tensor cu_num_logits:torch.Tensor
-v1.worker.gpu.states:RequestState has req_id_to_index
-    made all_token_ids=StagedWriteTensor
-v1.worker.gpu.block_table:BlockTables has input_block_tables
 """,
     "audit.stats": """
 v1.core.sched.scheduler:Scheduler

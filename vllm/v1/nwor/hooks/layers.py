@@ -160,6 +160,15 @@ def check_layer(name: str, layer: Any) -> None:
             raise GroupRefused(f"layer {name} has a {kind}, which {reason}")
 
 
+def entry_tokens(runner: Any, gid: int) -> int:
+    """Tokens for which an entry of the group's block table stands, on either runner."""
+    tables = getattr(runner, "block_tables", None)
+    if tables is None:  # V1
+        return int(runner.input_batch.block_table[gid].block_size)
+    sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
+    return int(sizes[gid])
+
+
 def draft_layer_names(runner: Any) -> frozenset[str]:
     """Names of the attention layers that belong to the runner's drafter.
 

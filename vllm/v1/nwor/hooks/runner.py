@@ -9,42 +9,41 @@ profiles, when the caches are bound.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from ..config import Mode, NworConfig
+from ..config import AuditMode, Mode, NworConfig
 from ..draft_manager import STEP_FAILED, DraftCommitManager, NworError, State
 from ..hooks import stats
 from ..metrics import GroupInfo
 from ..report import Report
 from ..window import VerificationWindows
-from ._wrap import HookTarget, HostMismatch, Wrapper, install_all
-
-logger = logging.getLogger("vllm.v1.nwor")
+from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
 
 
-def common_rows(module: str, *initialize_params: str) -> tuple[HookTarget, ...]:
-    """Rows of both runners' LEDGERs: SPEC, INITIALIZE, PROFILE, EXECUTE, OUTPUT."""
-    return (
+def common(
+    module: str, *initialize_params: str, reuses_metadata: bool
+) -> dict[HookTarget, Wrapper]:
+    """What is wrapped on both runners; sample_tokens is the last. reuses_metadata: as
+    staging.mark_layers."""
+    return {
         HookTarget(
             module,
             "GPUModelRunner.get_kv_cache_spec",
             ("self",),
             why="no shadow blocks are reserved for layers that are known to be refused",
             delete_when="vLLM lets plugins reserve KV blocks",
-        ),
+        ): partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
         HookTarget(
             module,
             "GPUModelRunner.initialize_kv_cache",
             ("self", "kv_cache_config", *initialize_params),
             why="the caches are bound here: probe them, fill the tables",
             delete_when="vLLM offers a callback once KV caches are bound",
-        ),
+        ): initialize_kv_cache,
         HookTarget(
             module,
             "GPUModelRunner.profile_run",
@@ -52,22 +51,22 @@ def common_rows(module: str, *initialize_params: str) -> tuple[HookTarget, ...]:
             why="the log's memory is taken while vLLM measures what is left for the KV "
             "cache",
             delete_when="vLLM lets plugins announce memory they need",
-        ),
+        ): profile_run,
         HookTarget(
             module,
             "GPUModelRunner.execute_model",
             ("self", "scheduler_output"),
             why="a step starts: a log left by a failed step is dropped",
             delete_when="vLLM tells a runner that a step was abandoned",
-        ),
+        ): execute_model,
         HookTarget(
             module,
             "GPUModelRunner.sample_tokens",
             ("self", "grammar_output"),
             why="the step's output carries the counts to the scheduler",
             delete_when="ModelRunnerOutput has a field for extensions",
-        ),
-    )
+        ): sample_tokens,
+    }
 
 
 @dataclass(eq=False)
@@ -75,6 +74,8 @@ class RunnerState:
     """What NWOR keeps on a runner, as its attribute `nwor_state`.
 
     manager: None if nothing is protected. infos: what became of each KV-cache group.
+    audit: the RunnerAudit, None if nothing is audited; the runner's attribute
+        `nwor_audit`, too.
     emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS).
     has_all_seats: every request that the runner has room for has shadow blocks.
     windows: those of the step being prepared (V1), None outside of it.
@@ -86,6 +87,7 @@ class RunnerState:
     emits: bool = True
     max_num_reqs: InitVar[int] = 0
     windows: VerificationWindows | None = None
+    audit: Any = None
     has_all_seats: bool = field(init=False)
 
     def __post_init__(self, max_num_reqs: int) -> None:
@@ -95,90 +97,71 @@ class RunnerState:
 
 def install(
     module: ModuleType,
-    common: tuple[HookTarget, ...],
+    common: Mapping[HookTarget, Wrapper],
     others: Mapping[HookTarget, Wrapper],
-    reuses_metadata: bool,
 ) -> None:
     """Wraps a model runner in `module`. If it is not as expected, but what gives out a
     step's output is, its outputs still tell the front end that NWOR was refused.
 
-    common: its common_rows. reuses_metadata: as staging.mark_layers.
-
     Raises:
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
     """
-    of_both = (
-        partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
-        *(initialize_kv_cache, profile_run, execute_model, sample_tokens),
-    )
-    wrappers: dict[HookTarget, Wrapper] = dict(zip(common, of_both, strict=True))
-    wrappers |= others
     try:
-        install_all(module, wrappers)
+        install_all(module, {**common, **others})
     except HostMismatch as mismatch:
-        # Without that target only the log tells, as it does in any case.
-        with contextlib.suppress(HostMismatch):
-            install_all(module, {common[-1]: _telling_of_refusal(str(mismatch))})
+        mode = NworConfig.from_env().mode
+        if mode is not Mode.OFF:
+            # Without that target only the log tells, as it does in any case.
+            teller = partial(_sample_tokens_refused, mode.value, str(mismatch))
+            with contextlib.suppress(HostMismatch):
+                install_all(module, {[*common][-1]: teller})
         raise
 
 
-def _telling_of_refusal(reason: str) -> Wrapper:
-    """A wrapper of sample_tokens on a runner without any other hook."""
-    mode = NworConfig.from_env().mode.value
-    reports: WeakKeyDictionary[Any, Report] = WeakKeyDictionary()
-
-    def wrapper(
-        wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-    ) -> Any:
-        output = wrapped(*args, **kwargs)
-        report = reports.get(runner)
-        if report is None:
-            groups = range(len(runner.kv_cache_config.kv_cache_groups))
-            infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
-            report = reports[runner] = Report(infos, None)
-        stats.attach(output, report.take_payload)
-        return output
-
-    return wrapper
-
-
-def state_of(runner: Any) -> RunnerState | None:
-    """The state that `initialize_kv_cache` left on a runner; None if NWOR is off."""
-    state: RunnerState | None = runner.__dict__.get("nwor_state")
-    return state
-
-
-def initialize_kv_cache(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+def _sample_tokens_refused(
+    mode: str, reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Wrapper: builds the manager once the real caches are bound. vLLM also calls
+    """sample_tokens, on a runner without any other hook."""
+    if "nwor_state" not in vars(runner):
+        groups = range(len(runner.kv_cache_config.kv_cache_groups))
+        infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
+        runner.nwor_state = RunnerState(None, infos, Report(infos, None))
+    return sample_tokens(wrapped, runner, args, kwargs)
+
+
+def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper: builds manager and audit once the real caches are bound. vLLM also calls
     this with a throw-away cache while profiling; that one is left alone."""
-    runner.nwor_state = None
+    runner.nwor_state = runner.nwor_audit = None
     result = wrapped(*args, **kwargs)
     config = NworConfig.from_env()
-    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
-    if config.mode is Mode.OFF or is_profiling:
+    if kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
         return result
-    from .discovery import build
+    if config.mode is not Mode.OFF:
+        from .discovery import build
 
-    storage = runner.__dict__.get("nwor_log_storage")
-    built = build(runner, config, storage)
-    state = RunnerState(*built, config.emit_metrics, runner.max_num_reqs)
-    if state.manager is None:
-        runner.nwor_log_storage = None
-    runner.nwor_state = state
+        storage = runner.__dict__.get("nwor_log_storage")
+        built = build(runner, config, storage)
+        state = RunnerState(*built, config.emit_metrics, runner.max_num_reqs)
+        if state.manager is None:
+            runner.nwor_log_storage = None
+        runner.nwor_state = state
+    if config.audit is not AuditMode.OFF:
+        from ..audit.runner import start
+
+        audit = start(runner, config)
+        if audit is not None and runner.nwor_state is None:
+            runner.nwor_state = RunnerState(None, [], Report([], None), emits=False)
+        if audit is not None:
+            runner.nwor_state.audit = runner.nwor_audit = audit
     return result
 
 
 def get_kv_cache_spec(
-    wrapped: Callable[..., Any],
-    runner: Any,
-    args: Any,
-    kwargs: Any,
-    reuses_metadata: bool,
+    wrapped: Wrapped, runner: Any, args: Any, kwargs: Any, reuses_metadata: bool
 ) -> Any:
     """Wrapper: layers that cannot be staged are told to the engine core, on their
-    specs. reuses_metadata: as staging.mark_layers."""
+    specs."""
     specs = wrapped(*args, **kwargs)
     if NworConfig.from_env().mode is Mode.STAGE:
         from .staging import mark_layers
@@ -187,35 +170,41 @@ def get_kv_cache_spec(
     return specs
 
 
-def profile_run(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    """Wrapper: reserves the undo log's memory while vLLM measures what is left for
-    the KV cache."""
+def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper: reserves the memory of undo log and audit while vLLM measures what is
+    left for the KV cache."""
     config = NworConfig.from_env()
-    if config.mode is not Mode.OFF and runner.device.type != "cpu":
+    if runner.device.type != "cpu":
         from .discovery import reserve
 
-        runner.nwor_log_storage = None  # that of an earlier run goes first
-        runner.nwor_log_storage = reserve(runner, config)
+        # That of an earlier run goes first.
+        runner.nwor_log_storage = runner.nwor_audit_storage = None
+        if config.audit is not AuditMode.OFF:
+            from ..audit.startup import reserved_bytes
+
+            runner.nwor_audit_storage = reserve(runner, config, reserved_bytes)
+        if config.mode is not Mode.OFF:
+            runner.nwor_log_storage = reserve(runner, config)
     return wrapped(*args, **kwargs)
 
 
-def execute_model(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: what a step left that failed half-way is dropped: its windows, a log
     that it did not commit, counts that no output took along. Where this step fails,
-    block tables are put back at once: their rows may move before the next one."""
+    block tables are put back at once: their rows may move before the next one. The
+    audit hears what the scheduler says of requests and blocks."""
     state = runner.__dict__.get("nwor_state")
-    if state is None or state.manager is None:
+    if state is None:
         return wrapped(*args, **kwargs)
+    scheduled = args[0] if args else kwargs["scheduler_output"]
+    if state.audit is not None:
+        state.audit.begin_step(runner, scheduled)
     manager = state.manager
+    if manager is None:
+        return wrapped(*args, **kwargs)
     state.windows = None
     state.report.drop_step()
-    keeps = True
-    if manager.shadow is not None:
-        keeps = not _begins_with_drafts(args[0] if args else kwargs["scheduler_output"])
+    keeps = manager.shadow is None or not _begins_with_drafts(scheduled)
     manager.start_step(keeps)
     try:
         return wrapped(*args, **kwargs)
@@ -246,10 +235,9 @@ def _put_back(manager: DraftCommitManager) -> None:
             manager.abort(STEP_FAILED)
 
 
-def sample_tokens(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    """Wrapper: the step's output carries its counts."""
+def sample_tokens(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper: the step's output carries its counts; findings of the audit leave with
+    it, or keep it from leaving."""
     state: RunnerState | None = runner.__dict__.get("nwor_state")
     try:
         output = wrapped(*args, **kwargs)
@@ -257,6 +245,9 @@ def sample_tokens(
         if state is not None and state.manager is not None:
             _put_back(state.manager)
         raise
-    if state is not None and state.emits:
-        stats.attach(output, state.report.take_payload)
+    if state is not None:
+        if state.emits:
+            stats.attach(output, state.report.take_payload)
+        if state.audit is not None:
+            return state.audit.attach(runner, output)
     return output

@@ -6,11 +6,13 @@ A step, and where the hooks sit:
     execute_model      what a failed step left is dropped, and its tables put back
       _calc_spec_decode_metadata   which rows of the batch are drafts: remembered; block
                        tables and slots are final here, attention metadata is not built
-                       yet: shadow pages are put in place
-      _model_forward   begin: the old bytes are logged, then the forward runs
+                       yet: the audit plans, then shadow pages are put in place
+      _model_forward   without speculation the audit plans here; begin: the old bytes
+                       are logged, then the forward runs
     sample_tokens
-      _sample          rejection sampling, then commit; after it come the drafter, the
-                       connector's saves and the fence that lets blocks be reused
+      _sample          rejection sampling, then commit, then the audit resolves; after
+                       it come the drafter, the connector's saves and the fence that
+                       lets blocks be reused
                        the step's counts are attached to the output
 
 Dummy runs, warm-up and graph capture call the model directly and pass none of the
@@ -19,18 +21,16 @@ begin/commit pair.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ..hooks import runner as shared
 from ..window import SampledIds, VerificationWindows
-from ._wrap import HookTarget, argument
+from ._wrap import HookTarget, Wrapped, argument
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
 
-COMMON = shared.common_rows(MODULE, "is_profiling")
-_, INITIALIZE, PROFILE, EXECUTE, OUTPUT = COMMON
+COMMON = shared.common(MODULE, "is_profiling", reuses_metadata=False)
 METADATA = HookTarget(
     MODULE,
     "GPUModelRunner._calc_spec_decode_metadata",
@@ -63,14 +63,16 @@ def install(module: ModuleType) -> None:
         FORWARD: _model_forward,
         SAMPLE: _sample,
     }
-    shared.install(module, COMMON, own, reuses_metadata=False)
+    shared.install(module, COMMON, own)
 
 
 def _calc_spec_decode_metadata(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
+    wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
 ) -> Any:
+    state = runner.__dict__.get("nwor_state")
+    if state is not None and state.audit is not None:
+        state.audit.plan(runner)
     metadata = wrapped(*args, **kwargs)
-    state = shared.state_of(runner)
     if state is not None and state.manager is not None:
         tables = runner.input_batch.block_table.block_tables
         is_staged = state.manager.shadow is not None
@@ -91,27 +93,33 @@ def _calc_spec_decode_metadata(
     return metadata
 
 
-def _model_forward(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
-    state = shared.state_of(runner)
-    if state is not None and state.windows is not None:
-        assert state.manager is not None
-        state.manager.begin(state.windows)
-        state.windows = None
+def _model_forward(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
+    state = runner.__dict__.get("nwor_state")
+    if state is not None:
+        if state.audit is not None:
+            state.audit.plan(runner)
+        if state.windows is not None:
+            assert state.manager is not None
+            state.manager.begin(state.windows)
+            state.windows = None
     return wrapped(*args, **kwargs)
 
 
-def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
+def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     output = wrapped(*args, **kwargs)
-    state = shared.state_of(runner)
-    if state is not None and state.manager is not None:
-        if state.manager.is_open:
-            state.report.commit(
-                SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
-            )
-        else:
-            metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
-            num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
-            state.manager.end_unlogged(num_drafts)
+    state = runner.__dict__.get("nwor_state")
+    if state is None:
+        return output
+    is_open = state.manager is not None and state.manager.is_open
+    if is_open:
+        state.report.commit(
+            SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
+        )
+    elif state.manager is not None:
+        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
+        num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
+        state.manager.end_unlogged(num_drafts)
+    if state.audit is not None:
+        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
+        state.audit.resolve(runner, output, metadata, is_open)
     return output

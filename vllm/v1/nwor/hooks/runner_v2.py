@@ -4,13 +4,13 @@
 A step, and where the hooks sit:
 
     execute_model      what a failed step left is dropped, and its tables put back
-      prepare_attn     tables and slots are computed, then shadow pages are put in
-                       place; then begin: the old bytes are logged. A full CUDA graph is
-                       replayed later without a forward context, so this is the last
-                       place before the forward that every path passes.
+      prepare_attn     tables and slots are computed; the audit plans, then shadow pages
+                       are put in place; then begin: the old bytes are logged. A full
+                       CUDA graph is replayed later without a forward context, so this
+                       is the last place before the forward that every path passes.
     sample_tokens
-      sample           rejection sampling, then commit; after it come the output copy,
-                       the drafter and the connector's saves
+      sample           rejection sampling, then commit, then the audit resolves; after
+                       it come the output copy, the drafter and the connector's saves
                        the step's counts are attached to the output
 
 The slot ids are copied into the log by begin, because the drafter computes its own into
@@ -21,18 +21,16 @@ because nobody reads their output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ..hooks import runner as shared
 from ..window import NumRejected, VerificationWindows
-from ._wrap import HookTarget, argument
+from ._wrap import HookTarget, Wrapped, argument
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 
-COMMON = shared.common_rows(MODULE)
-_, INITIALIZE, PROFILE, EXECUTE, OUTPUT = COMMON
+COMMON = shared.common(MODULE, reuses_metadata=True)
 PREPARE = HookTarget(
     MODULE,
     "GPUModelRunner.prepare_attn",
@@ -53,17 +51,17 @@ LEDGER = (*COMMON, PREPARE, SAMPLE)
 def install(module: ModuleType) -> None:
     """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
     own = {PREPARE: _prepare_attn, SAMPLE: _sample}
-    shared.install(module, COMMON, own, reuses_metadata=True)
+    shared.install(module, COMMON, own)
 
 
-def _prepare_attn(
-    wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any
-) -> Any:
+def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     state = runner.__dict__.get("nwor_state")
-    if state is not None and state.manager is not None:
+    if state is not None:
         batch = args[0] if args else kwargs["input_batch"]
-        if batch.num_draft_tokens > 0:
+        if state.audit is not None:
+            state.audit.plan(runner, batch, *result)
+        if state.manager is not None and batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
             is_one = len(block_tables) == 1
             windows = VerificationWindows(
@@ -85,13 +83,18 @@ def _prepare_attn(
     return result
 
 
-def _sample(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: Any) -> Any:
+def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     state = runner.__dict__.get("nwor_state")
-    if state is not None and state.manager is not None:
-        if state.manager.state.is_open:
-            state.report.commit(NumRejected(result[2]))
-        else:
-            batch = argument(SAMPLE, "input_batch", args, kwargs)
-            state.manager.end_unlogged(batch.num_draft_tokens)
+    if state is None:
+        return result
+    is_open = state.manager is not None and state.manager.state.is_open
+    if is_open:
+        state.report.commit(NumRejected(result[2]))
+    elif state.manager is not None:
+        batch = argument(SAMPLE, "input_batch", args, kwargs)
+        state.manager.end_unlogged(batch.num_draft_tokens)
+    if state.audit is not None:
+        batch = argument(SAMPLE, "input_batch", args, kwargs)
+        state.audit.resolve(runner, result, batch, is_open)
     return result

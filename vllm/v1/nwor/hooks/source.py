@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial, reduce
 from importlib import import_module
+from importlib.util import resolve_name
 from pathlib import Path
 
 from ._wrap import HookTarget
@@ -19,8 +20,7 @@ from .facts import FACTS
 # Those with a LEDGER; "audit.": of the package of that name.
 HOOKED = (
     *("runner_v1", "runner_v2", "engine_core", "stats"),
-    *("audit.runner", "audit.runner_v1", "audit.runner_v2"),
-    *("audit.stats", "audit.offloading"),
+    *("audit.runner", "audit.stats", "audit.offloading"),
 )
 KINDS = ("has", "made", "does", "only", "returns", "takes")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -42,19 +42,16 @@ class Tree:
 
     def __init__(self, read: Callable[[str], str | None]) -> None:
         self.read = read
-        self._modules: dict[str, Source] = {}
-
-    def module(self, name: str) -> Source:
-        """Raises Mismatch."""
-        if name not in self._modules:
-            self._modules[name] = Source(name, self)
-        return self._modules[name]
+        self.module = cache(partial(Source, self))
 
 
 class Source:
-    """A module of a Tree. Raises Mismatch if there is none of that name."""
+    """A module of a Tree. Raises Mismatch if there is none of that name.
 
-    def __init__(self, name: str, tree: Tree) -> None:
+    walk: gives what ast.walk does, and goes through a node once.
+    """
+
+    def __init__(self, tree: Tree, name: str) -> None:
         path = name.replace(".", "/")
         text = tree.read(f"{path}.py")
         self.is_package = text is None
@@ -62,27 +59,18 @@ class Source:
             raise Mismatch(f"{name} does not exist")
         self.name, self.tree = name, tree
         self.code = ast.parse(text)
-        self._walked: dict[ast.AST, list[ast.AST]] = {}
-
-    def walk(self, node: ast.AST) -> list[ast.AST]:
-        """What ast.walk gives, gone through once for each node."""
-        if node not in self._walked:
-            self._walked[node] = list(ast.walk(node))
-        return self._walked[node]
+        self.walk = cache(lambda node: list(ast.walk(node)))
 
     def find(self, qualname: str) -> Found:
         """The class or function of that name, "": the module. Imports and base classes
         are followed, within vLLM. Raises Mismatch."""
-        found: Found = (self, self.code)
-        for name in filter(None, qualname.split(".")):
-            found = _member(found, name)
-        return found
+        module: Found = self, self.code
+        return reduce(_member, filter(None, qualname.split(".")), module)
 
     def imported(self, statement: ast.ImportFrom) -> Source | None:
         """The module of vLLM that a statement imports from."""
-        parts = self.name.split(".")[: -statement.level + self.is_package or None]
-        base = ".".join(parts) if statement.level else ""
-        name = ".".join(filter(None, (base, statement.module)))
+        package = self.name if self.is_package else self.name.rpartition(".")[0]
+        name = resolve_name("." * statement.level + (statement.module or ""), package)
         return self.tree.module(name) if name.startswith("vllm.") else None
 
 
@@ -201,14 +189,13 @@ def place_of(target: HookTarget, tree: Tree) -> ast.AST | None:
     source = tree.module(target.module)
     found: ast.AST | None = source.code
     for name in target.qualname.split("."):
-        if isinstance(found, ast.ClassDef) and name == "__init__":
-            names = [getattr(statement, "name", None) for statement in found.body]
-            if name not in names:
-                return found
         body = _flat(getattr(found, "body", []))
-        found = next((s for s in body if getattr(s, "name", None) == name), None)
-        if found is None and "." in target.qualname:
+        inside = next((s for s in body if getattr(s, "name", None) == name), None)
+        if inside is None and name == "__init__" and found is not None:
+            return found
+        if inside is None and "." in target.qualname:
             raise Mismatch(f"{target.name} is inherited or imported")
+        found = inside
     return found
 
 

@@ -11,7 +11,14 @@ from typing import Any
 from ..draft_manager import StagedGroup
 from ..launches import LayerCache
 from .engine_core import VERDICT, LayerVerdict, group_refusal, stage_refusal
-from .layers import GroupRefused, check_layer, check_spec, draft_layer_names, told
+from .layers import (
+    GroupRefused,
+    check_layer,
+    check_spec,
+    draft_layer_names,
+    entry_tokens,
+    told,
+)
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -77,12 +84,7 @@ def staged_group(
     """What the group needs for shadow pages, or why it has none."""
     refusal = stage_refusal(runner.vllm_config)
     if hasattr(runner, "block_tables"):  # V2
-        tables = runner.block_tables
-        sizes = getattr(tables, "kernel_block_sizes", None) or tables.block_sizes
-        entry_tokens = sizes[gid]
         refusal = refusal or group_refusal(_verdicts_of_bound(runner, gid, group))
-    else:
-        entry_tokens = runner.input_batch.block_table[gid].block_size
     if refusal is not None:
         return refusal
     nothing = "the engine core has reserved no blocks for them"
@@ -93,20 +95,21 @@ def staged_group(
         return "no blocks are reserved for this group"
     region = reserved[gid]
     end = (region.first_block + region.num_blocks) * region.block_size
+    table_tokens = entry_tokens(runner, gid)
     for layer in layers:
         block_size = layer.layout.block_size
         num_slots = layer.layout.num_blocks * block_size
-        if entry_tokens % block_size or region.block_size % entry_tokens:
+        if table_tokens % block_size or region.block_size % table_tokens:
             return (
                 f"layer {layer.name} has blocks of {block_size} tokens, its block "
-                f"table {entry_tokens}, the scheduler {region.block_size}"
+                f"table {table_tokens}, the scheduler {region.block_size}"
             )
         if end > num_slots:
             return (
                 f"layer {layer.name} has {num_slots} slots, and shadow blocks end at "
                 f"{end}"
             )
-    staged = StagedGroup(region, entry_tokens)
+    staged = StagedGroup(region, table_tokens)
     if runner.device.type == "cuda" and staged.span > MAX_SPAN:
         return (
             f"a request needs {staged.span} entries of its block table, more than "
