@@ -114,8 +114,10 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
         "prompt_lookup_min": 1, "prompt_lookup_max": 4}'
     local more=()
     if [ "$mode" = audited ]; then
-        # Few blocks, so that requests are preempted, and a KV connector; two of four
-        # drafts are accepted in each window, so that answers can be compared.
+        # Few blocks, so that requests are preempted, and a KV connector, which in vLLM
+        # 0.26 ends the engine when a request is aborted that still waits (vLLM issue
+        # 49118); two of four drafts are accepted in each window, so that answers can be
+        # compared.
         mode=stage json=soak_gpu_audit.json
         local connector='"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": 4294967296,
@@ -126,6 +128,7 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
             "synthetic_acceptance_rates": [1, 1, 0, 0]'
         drafts="{$drafts, \"model\": \"$head\"}"
         more=(--env VLLM_NWOR_AUDIT=log --env VLLM_NWOR_AUDIT_MIB=65536)
+        more+=(--without abort_before_first_token)
         more+=(--env VLLM_USE_V2_MODEL_RUNNER=1 --env VLLM_NWOR_SHADOW_BLOCKS=128)
     elif [ "$mode" != stage ]; then
         json=soak_gpu_$mode.json

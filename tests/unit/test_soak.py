@@ -42,6 +42,7 @@ def good_record():
     probes = {"cached": copy.deepcopy(PROBE), "fresh": copy.deepcopy(PROBE)}
     rss_mib = {"main": [500.0] * 121, "VLLM::Worker": worker}
     asked = {"mode": "stage", "vocab_size": None, "api_server_count": 2}
+    asked |= {"without": None}
     return {
         "arguments": asked | {"audited_steps": 10_000},
         "load": {"seconds": 600.0, **kinds},
@@ -84,6 +85,14 @@ def test_a_good_record_passes_every_check():
     record["metrics"]["vllm:nwor_committed_bytes"] = 4096.0
     del record["metrics"]["vllm:nwor_restored_bytes"]
     assert verdicts(record)["NWOR at work"] == "pass"
+
+
+def test_a_kind_that_was_left_out_is_not_missed():
+    record = good_record()
+    record["load"]["kinds"]["stream"] = 0
+    assert verdicts(record)["load"] == "fail"
+    record["arguments"]["without"] = "stream"
+    assert verdicts(record)["load"] == "pass"
 
 
 # What is put out of order, and the checks that must tell.
@@ -180,8 +189,8 @@ def test_the_load_is_mixed_reproducible_and_fits_the_model():
     assert most <= 512
     assert min(words) < 5 < 60 < max(words)
     # Token ids replace text for a server without a tokenizer.
-    plans = [load.draw(random.Random(i), 512, 7) for i in range(200)]
-    assert {plan.kind for plan in plans} == set(load.WEIGHTS) - {"stop"}
+    plans = [load.draw(random.Random(i), 512, 7, "stream") for i in range(200)]
+    assert {plan.kind for plan in plans} == set(load.WEIGHTS) - {"stop", "stream"}
     assert set().union(*(plan.prompt for plan in plans)) == set(range(7))
 
 
@@ -233,6 +242,7 @@ def run_load(broken="", seconds=1.5, probe="loaded"):
         app.router.add_post("/v1/completions", complete)
         async with TestServer(app, access_log=None) as served:
             asked = {"concurrency": 4, "seed": 0, "vocab_size": None, "probe": probe}
+            asked |= {"without": None}
             args = SimpleNamespace(**asked, probe_seconds=0.1)
             done = load.Load(str(served.make_url("")).rstrip("/"), "m", 512, args)
             await done.run(seconds)

@@ -54,11 +54,17 @@ class Plan(NamedTuple):
     patience_seconds: float
 
 
-def draw(rng: random.Random, max_model_len: int, vocab_size: int | None) -> Plan:
+def draw(
+    rng: random.Random,
+    max_model_len: int,
+    vocab_size: int | None,
+    without: str | None = None,
+) -> Plan:
     """The next request of a worker. Prompt and answer together fit the model: a word
-    here is at most three tokens. vocab_size: token ids below it instead of text."""
+    here is at most three tokens. vocab_size: token ids below it instead of text.
+    without: a kind that is left out."""
     (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
-    if vocab_size is not None and kind == "stop":
+    if kind == without or (vocab_size is not None and kind == "stop"):
         kind = "whole"  # stop strings need a tokenizer
     most_words = max(max_model_len // 6, 2)
     num_words = min(int(rng.lognormvariate(3.5, 1.0)) + 1, most_words)
@@ -83,8 +89,9 @@ def draw(rng: random.Random, max_model_len: int, vocab_size: int | None) -> Plan
 class Load:
     """The workers and the probe, over one server.
 
-    args: concurrency (requests at a time), seed, vocab_size (as `draw` has it), probe
-    (loaded or quiet) and probe_seconds (between two). All requests are greedy.
+    args: concurrency (requests at a time), seed, vocab_size and without (as `draw` has
+    them), probe (loaded or quiet) and probe_seconds (between two). All requests are
+    greedy.
 
     kinds: requests by kind. num_failed, failures: of how many, and the first ones.
     probes: by kind, runs, distinct outputs and how often, lengths, the first answer.
@@ -123,7 +130,8 @@ class Load:
 
     async def _work(self, rng: random.Random) -> None:
         while time.monotonic() < self.deadline:
-            plan = draw(rng, self._max_model_len, self._args.vocab_size)
+            args = self._args
+            plan = draw(rng, self._max_model_len, args.vocab_size, args.without)
             async with self._places:
                 try:
                     self.kinds[await self._request(plan)] += 1

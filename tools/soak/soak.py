@@ -40,7 +40,7 @@ from benchmarks.files import write_json  # noqa: E402
 
 from tools.soak import checks  # noqa: E402
 from tools.soak import server as soak_server  # noqa: E402
-from tools.soak.load import Load  # noqa: E402
+from tools.soak.load import WEIGHTS, Load  # noqa: E402
 
 PROGRAM = "tools/soak/soak.py"
 START_SECONDS, SETTLE_SECONDS = 600.0, 60.0
@@ -78,6 +78,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the load")
     text = "send token ids below it, for a server without a tokenizer"
     add("--vocab-size", type=whole(2), help=text)
+    text = "a kind of request that is not made"
+    add("--without", choices=sorted(WEIGHTS), help=text)
     text = "the fixed request: beside the load, or in pauses of it"
     add("--probe", choices=("loaded", "quiet"), default="loaded", help=text)
     add("--probe-seconds", type=above_0, default=5, help="between two probes")
