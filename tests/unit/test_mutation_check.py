@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/mutation_check.py: what it calls caught, and what it refuses."""
 
+from functools import partial
+
 import pytest
 
 from tools import mutation_check
@@ -62,19 +64,10 @@ def test_caught_survived_and_error_with_real_tests(tree):
     crash = "(5 if x == 2 else __import__('os').abort())"
     changed = ("2 * x", "x +", crash)
     others = [Mutation(new, *SQUARE[1:3], new) for new in changed]
-    found = list(
-        try_all(
-            [SQUARE, *others],
-            tree,
-            lambda tree: mutation_check.run_pytest(tree, ["test_double.py"]),
-        )
-    )
-    assert [one["outcome"] for one in found] == [
-        "caught",
-        "survived",
-        "error",
-        "caught",
-    ]
+    run = partial(mutation_check.run_pytest, tests=["test_double.py"])
+    found = list(try_all([SQUARE, *others], tree, run))
+    outcomes = ["caught", "survived", "error", "caught"]
+    assert [one["outcome"] for one in found] == outcomes
     assert found[0]["tests"] == ["test_double.py::test_of_three"]
     assert found[3]["tests"] == ["test_double.py::test_of_two"]
     assert "pytest ended with status" in found[2]["error"]

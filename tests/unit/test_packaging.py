@@ -9,11 +9,9 @@ vLLM is not started there; the checkout's own environment stands for that.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -313,48 +311,6 @@ def test_where_vllm_is_absent_or_broken(wheel, environment):
     code = REGISTER.replace("RuntimeError", "ModuleNotFoundError")
     for mode in ("off", "stage"):
         assert environment.run(code, mode) == "No module named 'none_such'\n"
-
-
-FORK = """
-import importlib, pkgutil, sys
-import vllm
-import vllm.v1.nwor as nwor
-from vllm.v1.nwor import plugin
-plugin.register()
-for found in pkgutil.walk_packages(nwor.__path__, f"{nwor.__name__}."):
-    importlib.import_module(found.name)
-import vllm.v1.core.sched.scheduler as scheduler
-print(vllm.__file__)
-print([type(finder).__name__ for finder in sys.meta_path].count("_Alias"))
-print(scheduler.Scheduler.update_from_output.__module__)
-print(scheduler.Scheduler.update_from_output._self_wrapper.__module__)
-print([name for name in sys.modules if name.startswith("vllm_nwor")])
-"""
-
-
-@pytest.mark.slow
-def test_in_a_fork_all_is_of_the_forks_own_names(tmp_path):
-    """vLLM as it is installed, with the folder at vllm/v1/nwor."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    real, fork = Path(found.origin).parent, tmp_path / "vllm"
-    for folder in (Path(), Path("v1")):
-        (fork / folder).mkdir()
-        for path in (real / folder).iterdir():
-            if path.name not in ("v1" if folder == Path() else "", "__pycache__"):
-                (fork / folder / path.name).symlink_to(path)
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(PACKAGE, fork / "v1" / "nwor", ignore=ignored)
-    settings = {"PYTHONPATH": str(tmp_path), "VLLM_NWOR_MODE": "cow"}
-    out = run(sys.executable, "-c", FORK, cwd=tmp_path, **settings)
-    assert out.splitlines()[-5:] == [
-        str(fork / "__init__.py"),
-        "0",
-        "vllm.v1.core.sched.scheduler",
-        "vllm.v1.nwor.hooks.stats",
-        "[]",
-    ]
 
 
 # --- the checkout ---
