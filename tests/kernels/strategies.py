@@ -77,38 +77,23 @@ def batches(draw: st.DrawFn, num_slots: int) -> list[Request]:
 
 @st.composite
 def paged_batches(
-    draw: st.DrawFn, entry_tokens: int
-) -> tuple[Pages, list[tuple[list[int], list[Request]]]]:
-    """Steps, each with the names of its requests, that might be their seats. Windows
-    begin anywhere, with rows before the target or without; some must be left alone.
-    Some requests go on where they were, and some find their blocks given away."""
+    draw: st.DrawFn, entry_tokens: int, num_steps: int = 1
+) -> tuple[Pages, list[list[Request]]]:
+    """Steps of up to four requests whose windows begin anywhere, with rows before the
+    target or without; some must be left alone."""
     span = draw(st.integers(1, 4))
     width = draw(st.integers(1, 6))
     num_seats = draw(st.integers(1, 4))
     num_real = 1 + num_seats * width + draw(st.integers(0, 2))
     first = num_real + draw(st.integers(0, 2))
     pages = Pages(entry_tokens, num_real, first, span, num_seats, width)
-    steps: list[tuple[list[int], list[Request]]] = []
-    last: dict[int, Request] = {}
-    for _ in range(draw(st.integers(1, 4))):
-        if not steps or draw(st.integers(0, 3)) == 0:
-            generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
-            ids = (1 + torch.randperm(num_real - 1, generator=generator)).tolist()
-        names = draw(st.permutations(range(num_seats)))
-        names = names[: draw(st.integers(0, num_seats))]
-        batch = []
-        for name in names:
-            row = ids[width * name :][:width]
-            request = draw(paged_requests(pages, row))
-            if name in last and draw(st.booleans()):
-                before = draw(st.sampled_from([0, 0, 2]))
-                sizes = request.num_drafts, request.accepted, before
-                after = replace(last[name].following(*sizes), entries=tuple(row))
-                if after.seq_len <= width * entry_tokens:
-                    request = after
-            batch.append(request)
-            last[name] = replace(request, wrong_slots=())
-        steps.append((names, batch))
+    steps = []
+    for _ in range(num_steps):
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+        ids = (1 + torch.randperm(num_real - 1, generator=generator)).tolist()
+        rows = [ids[width * row :][:width] for row in range(num_seats)]
+        num_reqs = draw(st.integers(0, num_seats))
+        steps.append([draw(paged_requests(pages, row)) for row in rows[:num_reqs]])
     return pages, steps
 
 

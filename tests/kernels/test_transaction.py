@@ -428,6 +428,20 @@ def test_a_call_that_does_not_patch_reads_saved_alone(device):
     step.check(STAGE, 1)
 
 
+def following(request, num_drafts=3, accepted=0, before=0):
+    """The request in the step after the one in which it was committed; `before`: rows
+    besides the target's."""
+    first = request.seq_len - request.num_drafts + request.accepted
+    num_rows = before + 1 + num_drafts
+    return replace(
+        request,
+        seq_len=first + num_rows,
+        num_rows=num_rows,
+        num_drafts=num_drafts,
+        accepted=accepted,
+    )
+
+
 LIFE_PAGES = replace(PAGES, num_real_entries=31, first_entry=32, num_seats=3, width=8)
 # Rows 5 to 8, of which 5 is kept: the next step begins at 6, and drafts from 7 on are
 # in the entry of rows 4 and 5.
@@ -476,7 +490,7 @@ def test_a_request_that_goes_on_is_copied_once(device, accepted):
     request = replace(FIRST, accepted=accepted)
     assert life.run([request]) == 1
     for before in (0, 0, 2, 0, 0):
-        request = request.following(accepted=accepted, before=before)
+        request = following(request, accepted=accepted, before=before)
         if request.seq_len > 32:
             break
         assert life.run([request]) == 0
@@ -487,17 +501,17 @@ def test_a_seat_goes_with_its_request(device):
     requests = [FIRST, OTHER]
     life = Life(device)
     assert life.run(requests, [2, 0]) == 2
-    requests = [request.following(accepted=2) for request in requests]
+    requests = [following(request, accepted=2) for request in requests]
     assert life.run(requests[::-1], [0, 2]) == 0
-    requests = [request.following() for request in requests]
+    requests = list(map(following, requests))
     assert life.run(requests[1:], [0]) == 0
     assert life.run(requests[:1], [2]) == 1
     # Rows without seats, which changed: the other's blocks are not the row's.
-    requests = [request.following() for request in requests]
+    requests = list(map(following, requests))
     assert life.run(requests) == 2 * 2
 
 
-AGAIN = FIRST.following()
+AGAIN = following(FIRST)
 MOVED = replace(AGAIN, entries=(1, 20, *AGAIN.entries[2:]))
 NO_DRAFTS_HERE = replace(FIRST, seq_len=7, num_rows=1, num_drafts=0)
 # What happens between two steps of a request; then its shadow does not count.
@@ -531,7 +545,7 @@ EARLIER = replace(FIRST, seq_len=8)
         (FIRST, MOVED, 2),
         (FIRST, replace(AGAIN, entries=(20, *AGAIN.entries[1:])), 0),
         (FIRST, replace(AGAIN, seq_len=AGAIN.seq_len - 1), 1),
-        (EARLIER, EARLIER.following(), 0),
+        (EARLIER, following(EARLIER), 0),
         (EARLIER, AGAIN, 2),
     ],
 )
@@ -549,24 +563,22 @@ def test_only_the_same_entry_and_the_next_row_count(device, first, request_, cop
 @ANY_EXAMPLE
 @given(data=st.data())
 def test_any_steps(device, data, family, is_packed):
-    """Requests come and go on, steps fail, and somebody else writes to the tables."""
     if is_packed and device.type != "cpu":
         pytest.skip("packed layouts are for the CPU")
     block_size = data.draw(st.sampled_from([1, 4, 16 if is_packed else 8]))
     if family is LOGGED:
         pages, num_blocks = NO_PAGES, data.draw(st.integers(1, 4))
-        batch = st.tuples(st.none(), batches(num_blocks * block_size))
-        steps = data.draw(st.lists(batch, max_size=2))
+        steps = data.draw(st.lists(batches(num_blocks * block_size), max_size=2))
     else:
         per_entry = data.draw(st.integers(1, 2 if is_packed else 3))
-        pages, steps = data.draw(paged_batches(block_size * per_entry))
+        pages, steps = data.draw(paged_batches(block_size * per_entry, 2))
         num_blocks = pages.num_slots // block_size
     layers = st.lists(row_layouts(block_size, num_blocks), min_size=1, max_size=3)
     layouts = data.draw(st.lists(layers, min_size=not is_packed, max_size=2))
     if is_packed:
         packing = data.draw(packed_layouts(block_size, num_blocks))
-        layouts = [[packing] * 2, *layouts[1:]]
-    num_drafts = max((sum(r.num_drafts for r in step) for _, step in steps), default=0)
+        layouts = [[packing] * 2, *layouts[:1]]
+    num_drafts = max((sum(r.num_drafts for r in step) for step in steps), default=0)
     extra_drafts = data.draw(st.integers(0, 3))
     small = {name: data.draw(SMALL) for name in ("gap", "slack", "padding")}
     step = Step(
@@ -577,13 +589,10 @@ def test_any_steps(device, data, family, is_packed):
         **small,
     )
     index_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
-    has_seats = family is STAGED and data.draw(st.booleans())
     before, after = family
-    for seats, requests in steps:
-        # Now and then there is a step without drafts in between.
-        step.step += data.draw(st.sampled_from([1, 1, 1, 2]))
-        seats = seats if has_seats else None
-        step.load(requests, seats, extra_drafts, index_dtype)
+    for requests in steps:
+        step.step += 1
+        step.load(requests, None, extra_drafts, index_dtype)
         step.check_tables(before)
         if family is STAGED and data.draw(st.integers(0, 4)) == 0:
             step.check(UNSTAGE)
@@ -592,3 +601,39 @@ def test_any_steps(device, data, family, is_packed):
         if family is STAGED and data.draw(st.integers(0, 2)) == 0:
             step.meddle(data.draw(st.integers(0, 1 << 16)))
         step.check_tables(after, data.draw(FORMS))
+
+
+@ANY_EXAMPLE
+@given(data=st.data())
+def test_any_lives(device, data):
+    """Requests go on, pause, fail, move to other rows and give their blocks away."""
+    life = Life(device, [[layout_for(LIFE_PAGES, kind, **FEW) for kind in (nhd, hnd)]])
+    requests = [FIRST, OTHER]
+    by_seat = data.draw(st.booleans())
+    for _ in range(data.draw(st.integers(1, 8))):
+        what = data.draw(st.sampled_from(["step"] * 4 + ["pause", "fail", "swap"]))
+        if what in ("pause", "swap"):
+            life.without_drafts()
+            if what == "swap":
+                one, other = requests
+                requests[0] = replace(one, entries=other.entries)
+                requests[1] = replace(other, entries=one.entries)
+            continue
+        names = data.draw(st.sampled_from([[0], [1], [0, 1], [1, 0]]))
+        batch = []
+        for name in names:
+            num_drafts = data.draw(st.integers(0, 4))
+            accepted = data.draw(st.integers(0, num_drafts))
+            before = data.draw(st.sampled_from([0, 0, 2]))
+            request = following(requests[name], num_drafts, accepted, before)
+            if request.seq_len > 32:
+                life.without_drafts()  # another one begins in its blocks
+                request = replace(FIRST, entries=request.entries)
+            batch.append(request)
+        seats = [2 - name for name in names] if by_seat else None
+        if what == "fail":
+            life.fail(batch, seats)
+            continue
+        life.run(batch, seats)
+        for name, request in zip(names, batch, strict=True):
+            requests[name] = request

@@ -139,15 +139,6 @@ class Request:
             slots[row] = slot
         return slots
 
-    def following(
-        self, num_drafts: int = 3, accepted: int = 0, before: int = 0
-    ) -> Request:
-        """In the step after the one in which it was committed; before: rows besides the
-        target's."""
-        num_rows = before + 1 + num_drafts
-        seq_len = self.seq_len - self.num_drafts + self.accepted + num_rows
-        return Request(self.entries, seq_len, num_rows, num_drafts, accepted)
-
 
 def drafts_in(*slots: Sequence[int], accepted: Sequence[int]) -> list[Request]:
     """Requests whose drafts have these slots, PAD allowed, whatever their entries. The

@@ -7,7 +7,7 @@
     operations  what can happen, drawn from a seed, and cut down when it fails
     engine      the manager around each step, with faults planted, and all checks
     simulator   lets operations happen
-    seats       the rule by which shadow rows are not copied anew, without tensors
+    seats       the rule by which shadow rows are not copied anew, in an engine's place
 
 `python -m tests.simulation --help` runs and replays it. The real parts under test are
 DraftCommitManager, ShadowPages, VerificationWindows, KVLayout, Report, NworStats and
