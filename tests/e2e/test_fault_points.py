@@ -536,6 +536,8 @@ REPEATING = [Request("repeating", tuple(range(10, 40)) * 2, 20)]
 def renamed_parameter(strict: str = "0") -> Iterator[None]:
     """NWOR meets a vLLM with another name in a signature of the V1 runner. Raises
     HostMismatch if strict."""
+    with nwor_settings({"MODE": "cow"}):
+        plugin.register()
     runner = gpu_model_runner.GPUModelRunner
     hooks = [hook for hook in _wrap._hooks if hook.module is gpu_model_runner]
     with ExitStack() as afterwards:

@@ -301,6 +301,16 @@ def test_what_vllm_ignores_is_not_told(alone: Alone) -> None:
         assert found == [[expected]], change
 
 
+def test_a_group_that_is_not_slot_based_has_no_blocks(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "block_sizes", lambda groups: {0: BLOCK})
+    with told() as found:
+        expected = alone.step()
+    blocks, _ = expected.block_ids
+    assert found == [[expected._replace(block_ids=(blocks, ()))]]
+
+
 def test_a_callback_that_raises_is_logged_once_counted_and_kept(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:

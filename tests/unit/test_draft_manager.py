@@ -154,6 +154,22 @@ def test_steps_without_seats_are_counted_and_never_raise(capacity, strict, state
     assert world.manager.fallbacks == {"no_seat": 1} | more
 
 
+@pytest.mark.parametrize("kind", [(False,), (True,), (False, True)], ids=str)
+def test_a_begin_that_finds_windows_drops_them(kind):
+    """As if no step had started in between."""
+    world = World(*kind)
+
+    for _ in range(2):
+        world.open()
+        world.manager.check_state()
+    assert world.manager.is_open
+    world.commit()
+
+    assert world.manager.fallbacks == {"stale_log": 1}
+    assert world.manager.state is State.IDLE
+    assert {str(table.tolist()) for table in world.step.block_tables} == {str(TABLE)}
+
+
 @pytest.mark.parametrize("kind", [(False, False), (False, True)], ids=str)
 @pytest.mark.parametrize("copies", [True, False])
 def test_counters_of_a_failed_restore_are_published_if_they_can_be(kind, copies):

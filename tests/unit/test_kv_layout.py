@@ -2,7 +2,8 @@
 """KVLayout and probing, against writers whose byte maps are known in advance.
 
 The fake attention implementations here write through torch indexing, so that what a
-slot's bytes are is decided by the test, not by the code under test.
+slot's bytes are is decided by the test, not by the code under test. MLA's own writer:
+tests/integration/test_poison.py.
 """
 
 from pathlib import Path
@@ -160,27 +161,6 @@ def test_what_a_first_write_prepares_is_not_taken_for_a_slots_bytes():
     assert layout.run_bytes == (2 * DIM + 1) * 4
     assert vars(impl) == before
     assert not kv_cache.any()
-
-
-def test_mla_rows_are_probed_through_their_own_writer():
-    class MlaLayer:
-        kv_lora_rank, qk_rope_head_dim, _k_scale = 24, 8, torch.ones(())
-
-    class MlaImpl:
-        kv_cache_dtype = "auto"
-
-        def do_kv_cache_update(
-            self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
-        ):
-            block, offset = divmod(int(slot_mapping[0]), kv_cache.shape[1])
-            kv_cache[block, offset, :24] = kv_c_normed[0]
-            kv_cache[block, offset, 24:] = k_pe[0, 0]
-
-    layer = MlaLayer()
-    layer.impl = MlaImpl()
-    layout = probe_layout(layer, torch.zeros(BLOCKS, SLOTS, 32), torch.float32)
-    assert layout.runs is None
-    assert (layout.num_heads, layout.run_bytes, layout.slot_stride) == (1, 128, 128)
 
 
 def shared_bytes(cache, slot, key, value):

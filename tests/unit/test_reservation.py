@@ -367,6 +367,19 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
     assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
 
 
+@pytest.mark.parametrize("name", ["off", "cow"])
+def test_other_modes_leave_everything(mode, name):
+    mode(name)
+    workers = workers_of()
+
+    with nwor_log() as lines:
+        scheduler = start(workers)
+
+    assert scheduler == generate_scheduler_kv_cache_config(workers)
+    assert not any(hasattr(worker, "nwor_shadow") for worker in workers)
+    assert lines == []
+
+
 def test_a_call_that_no_engine_start_led_to_leaves_everything(mode):
     mode("stage")
     workers = workers_of()
