@@ -63,7 +63,7 @@ def test_two_lines_say_what_stage_takes(server: Server) -> None:
     assert lines[0].endswith(reserved)
     assert re.search(
         r"NWOR stage requested; group 0: stage \(30 layers, packed slots\); undo log: "
-        r"32 drafts, \d+\.\d MiB; shadow pages: 8 seats$",
+        r"32 drafts, \d+\.\d MiB; shadow pages: 8 seats, 11\.2 MiB$",
         lines[1],
     )
 

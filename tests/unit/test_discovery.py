@@ -474,7 +474,9 @@ def test_one_group_is_staged_and_another_logged():
     (line,) = lines
     assert line.startswith("INFO NWOR stage requested; group 0: cow (no shadow pages: ")
     assert "; group 1: stage (1 layers, rows);" in line
-    assert line.endswith("; shadow pages: 1 seats")
+    assert line.endswith("; shadow pages: 1 seats, 0.0 MiB")
+    layout = manager.groups[0].layers[0].layout
+    assert manager.shadow_bytes == REGION.num_blocks * 16 * layout.slot_bytes > 0
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 64])

@@ -241,6 +241,16 @@ class DraftCommitManager:
         return self.capacity * self.log_bytes_per_draft
 
     @property
+    def shadow_bytes(self) -> int:
+        """Bytes of the caches that the shadow blocks take."""
+        staged = () if self.shadow is None else self.shadow.groups
+        slots = {one.group_id: one.num_slots for one in staged}
+        return sum(
+            slots.get(group.group_id, 0) * group.bytes_per_draft
+            for group in self.groups
+        )
+
+    @property
     def is_open(self) -> bool:
         """Whether there are windows to commit."""
         return self.state.is_open

@@ -12,7 +12,7 @@ because only the content of buffers changes that outlive the step.
     commit   kept rows -> real blocks; table and slots put back; counted
     abort    table and slots put back, nothing copied: the step failed
 
-Invariants (`check_state`; the tests cite the numbers):
+Invariants:
 
 1. Between steps table and slots are vLLM's own, and no row of a block but the committed
    ones of this step was changed by us.
@@ -107,6 +107,7 @@ class ShadowGroup:
         self.first_entry = region.first_block * entries_per_block
         self.num_real_entries = region.num_real_blocks * entries_per_block
         self.span = region.blocks_per_seat * entries_per_block
+        self.num_slots = region.num_blocks * region.block_size
         self.entries = self.first_entry, self.num_real_entries, self.span
         self.saved = memory.take(
             (region.num_seats, native_ops.SAVED_COLUMNS + 2 * self.span), torch.int32

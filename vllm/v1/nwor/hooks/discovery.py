@@ -211,6 +211,9 @@ def _announce(
         if config.on_reject is OnReject.POISON:
             size += "; rejected slots are poisoned"
         if manager.shadow is not None:
-            size += f"; shadow pages: {manager.shadow.num_seats} seats"
+            size += (
+                f"; shadow pages: {manager.shadow.num_seats} seats, "
+                f"{manager.shadow_bytes / 2**20:.1f} MiB"
+            )
     log = logger.warning if refused else logger.info
     log("NWOR %s requested; %s%s", config.mode.value, groups, size)
