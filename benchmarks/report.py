@@ -14,13 +14,14 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from benchmarks import environment, settings, summary
-from benchmarks.ab import CONTROL
+from benchmarks.ab import CONTROL, median_interval
 
 Result = dict[str, Any]
 TEMPLATES = jinja2.Environment(
@@ -162,6 +163,16 @@ def verdict(result: Result, name: str) -> str:
     return found.replace("missed", "**missed**")
 
 
+def to_cow(result: Result, name: str) -> str:
+    """The ratio of what was tested as `name` to mode cow, of the same rounds."""
+    samples = result["samples"]
+    if name == "cow" or "cow" not in samples:
+        return "-"
+    rates = samples[name]["test"], samples["cow"]["test"]
+    ratios = [one / cow for one, cow in zip(*rates, strict=True)]
+    return spread(asdict(median_interval(ratios)))
+
+
 def host_us(result: Result, name: str) -> float:
     """begin + commit."""
     host = result["summary"]["nwor"][name]["host"]
@@ -225,7 +236,7 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
 
 _OURS = (columns, number, size, percent, spread, alike, speed, summary.own_process)
 _OURS += (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
-_OURS += (runner, log_size, verdict, host_us, slot_bytes, by_mode, hooks_idle_last)
+_OURS += (runner, log_size, verdict, to_cow, host_us, slot_bytes, by_mode, hooks_idle_last)
 _OURS += (budgets, once_an_engine)
 TEMPLATES.filters |= {one.__name__: one for one in _OURS}
 TEMPLATES.globals["summary"] = summary

@@ -47,6 +47,15 @@ def test_a_block_is_rendered_checked_and_named(tmp_path, capsys):
     assert capsys.readouterr().err == f"{said}python tools/results/render.py\n"
 
 
+def test_an_arm_is_compared_with_cow_round_by_round():
+    rates = {"cow": [10.0, 20.0, 40.0], "stage": [11.0, 20.0, 30.0], "control": [1.0]}
+    result = {"samples": {name: {"test": of} for name, of in rates.items()}}
+    assert report.to_cow(result, "stage").startswith("1.0000 (0.7500 to 1.1")
+    assert report.to_cow(result, "cow") == "-"
+    del result["samples"]["cow"]
+    assert report.to_cow(result, "stage") == "-"
+
+
 OPEN, END = "<!-- results: {} -->\n", "<!-- /results -->"
 UNUSABLE = {
     OPEN.format("bench_cpu.json all"): f"has no '{END}' after it",
