@@ -236,8 +236,8 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
 
 _OURS = (columns, number, size, percent, spread, alike, speed, summary.own_process)
 _OURS += (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
-_OURS += (runner, log_size, verdict, to_cow, host_us, slot_bytes, by_mode, hooks_idle_last)
-_OURS += (budgets, once_an_engine)
+_OURS += (runner, log_size, verdict, to_cow, host_us, slot_bytes, by_mode)
+_OURS += (hooks_idle_last, budgets, once_an_engine)
 TEMPLATES.filters |= {one.__name__: one for one in _OURS}
 TEMPLATES.globals["summary"] = summary
 
