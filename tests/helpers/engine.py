@@ -328,12 +328,13 @@ def like_off(
     **arguments: Any,
 ) -> Engine:
     """An engine whose scheduler has as many blocks as an off engine's: in mode stage
-    there are shadow blocks beside them, two for each of DEFAULTS' sequences in each of
-    `num_groups` KV-cache groups. can_stage: False where NWOR then reserves none."""
+    there are shadow blocks beside them, if `settings` do not say how many two for each
+    of DEFAULTS' sequences in each of `num_groups` KV-cache groups. can_stage: False
+    where NWOR then reserves none."""
     settings = dict(settings or {})
     if mode == "stage":
         num_shadow = 2 * DEFAULTS["max_num_seqs"] * num_groups
-        settings["SHADOW_BLOCKS"] = str(num_shadow)
+        num_shadow = int(settings.setdefault("SHADOW_BLOCKS", str(num_shadow)))
         if can_stage:
             name = "num_gpu_blocks_override"
             arguments = arguments | {name: (DEFAULTS | arguments)[name] + num_shadow}
@@ -385,13 +386,15 @@ def risen(engine: Engine, before: dict[str, int]) -> dict[str, int]:
 
 
 def counts(engine: Engine) -> dict[str, int]:
-    """The device counters of all tables, by name; nothing for an off engine."""
+    """The device counters of all tables, by name, and the steps that there were not
+    seats enough for; nothing for an off engine."""
     if engine.manager is None:
         return {}
     from vllm_nwor.ops import COUNTER_COLUMNS
 
     totals = engine.manager.counters.sum(0).tolist()
-    return dict(zip(COUNTER_COLUMNS, totals, strict=True))
+    no_seat = {"no_seat": engine.manager.fallbacks["no_seat"]}
+    return dict(zip(COUNTER_COLUMNS, totals, strict=True)) | no_seat
 
 
 def bytes_of_slots(engine: Engine) -> dict[str, int]:
@@ -409,29 +412,33 @@ def bytes_of_slots(engine: Engine) -> dict[str, int]:
 
 def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
     """NWOR protected every window of the run, and counted exactly what happened."""
-    assert not engine.manager.fallbacks
+    shadow = engine.manager.shadow
+    num_seats = 0 if shadow is None else shadow.num_seats
+    logged = [step for step in result.steps if len(step.scheduled) > num_seats]
     num_windows = sum(len(step.drafted) for step in result.steps)
     num_rejected = result.num_drafted - result.num_accepted
     slot_bytes = bytes_of_slots(engine)
     restored = sum(
         len(step.rejected.get(name, ())) * size
-        for step in result.steps
+        for step in logged
         for name, size in slot_bytes.items()
     )
     groups = len(engine.manager.groups)
     after = counts(engine)
     found = {name: after[name] - before[name] for name in after}
     copied = [found.pop(name) for name in ("shadow_copied_bytes", "committed_bytes")]
-    is_staged = engine.manager.shadow is not None
+    is_staged = shadow is not None
     assert [num > 0 for num in copied] == [is_staged, is_staged]
     assert found == {
         "windows": num_windows * groups,
         "staged": result.num_drafted * groups,
         "committed": result.num_accepted * groups,
         "rejected": num_rejected * groups,
-        "restored_bytes": 0 if is_staged else restored,
+        "restored_bytes": restored,
         "invalid_slots": 0,
+        "no_seat": sum(bool(step.drafted) for step in logged) if is_staged else 0,
     }
+    assert not set(engine.manager.fallbacks) - {"no_seat"}
 
 
 @functools.cache
