@@ -67,7 +67,7 @@ MAX_STEPS = 2000
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy request.
+    """One request, greedy unless `params` say something else.
 
     at: number of the step before which it arrives. abort_at: of the step before which
     it is aborted, if it still runs then; abort_during: of the step while which it is
@@ -86,13 +86,14 @@ class Request:
     lora: Any = None
 
     def sampling_params(self) -> SamplingParams:
-        arguments = {"ignore_eos": True, "logprobs": 2} | self.params
-        return SamplingParams(temperature=0, max_tokens=self.max_tokens, **arguments)
+        arguments = {"ignore_eos": True, "logprobs": 2, "temperature": 0} | self.params
+        return SamplingParams(max_tokens=self.max_tokens, **arguments)
 
 
 @dataclass
 class Result:
-    """Outputs of a run, by request, and its steps.
+    """Outputs of a run, by request, and its steps. Those of a request that asks for
+    several are "0_name", "1_name" and so on, which is what vLLM runs them as.
 
     logprobs: for each token the {token: (logprob, rank)} that vLLM returned.
     cached: prompt tokens found in the prefix cache.
@@ -106,6 +107,7 @@ class Result:
     text: dict[str, str] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    several: frozenset[str] = frozenset()
 
     @property
     def num_drafted(self) -> int:
@@ -125,16 +127,18 @@ class Result:
 
     def add(self, output: Any) -> None:
         """Takes in one RequestOutput; later ones of a request replace earlier ones."""
-        completion = output.outputs[0]
-        name = output.request_id
-        self.tokens[name] = list(completion.token_ids)
-        self.text[name] = completion.text
-        self.finish[name] = completion.finish_reason
-        self.cached[name] = output.num_cached_tokens or 0
-        self.logprobs[name] = [
-            {token: (entry.logprob, entry.rank) for token, entry in position.items()}
-            for position in completion.logprobs or ()
-        ]
+        for completion in output.outputs:
+            name = output.request_id
+            if name in self.several:
+                name = f"{completion.index}_{name}"
+            self.tokens[name] = list(completion.token_ids)
+            self.text[name] = completion.text
+            self.finish[name] = completion.finish_reason
+            self.cached[name] = output.num_cached_tokens or 0
+            self.logprobs[name] = [
+                {token: (entry.logprob, entry.rank) for token, entry in top.items()}
+                for top in completion.logprobs or ()
+            ]
 
 
 def assert_same(found: Result, wanted: Result) -> None:
@@ -273,7 +277,8 @@ class Engine:
     ) -> Result:
         """Plays the requests until all are finished or aborted."""
         assert not self.llm.has_unfinished_requests()
-        result = Result()
+        several = (r.name for r in requests if r.params.get("n", 1) > 1)
+        result = Result(several=frozenset(several))
         if self.probe is None:
             self._play(requests, result)
             return result
@@ -290,9 +295,9 @@ class Engine:
         waiting = sorted(requests, key=lambda request: request.at)
         number = 0
         while waiting or self.llm.has_unfinished_requests():
+            self.llm.abort_request([r.name for r in requests if r.abort_at == number])
             while waiting and waiting[0].at <= number:
                 self._add(waiting.pop(0))
-            self.llm.abort_request([r.name for r in requests if r.abort_at == number])
             self._abort_now = [r.name for r in requests if r.abort_during == number]
             for output in self.llm.step():
                 result.add(output)
