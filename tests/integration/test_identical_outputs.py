@@ -305,14 +305,22 @@ def test_a_prefix_from_the_same_step() -> None:
 
 
 def test_an_id_again_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is aborted while its drafts are at stake, and asked for again before
-    the next step, with the same id also within vLLM: it starts from its own blocks."""
+    """Aborted and asked for again between two steps, within vLLM with the same id, too.
+    The second request has the first one's row and blocks, and its first drafts where
+    the first one ended: its shadow blocks hold rows of another text."""
     monkeypatch.setattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
-    again = Request("r", prompt(1, 70), 40, at=8)
-    off = compare([replace(again, at=0, abort_at=8), again])
-    assert off.steps[7].drafted
-    assert off.steps[8].scheduled == {"r": 70 - 64}
-    assert off.cached["r"] == 64
+    text = prompt(1, 70)
+    requests = [
+        Request("r", text, 40, abort_at=8),
+        Request("r", (*text[:64], *prompt(2, 12)), 40, at=8),
+    ]
+    off = compare(requests, all_wrong)
+    last, again, first = off.steps[7:10]
+    assert again.scheduled == {"r": 76 - off.cached["r"]} == {"r": 12}
+    (end, *_), (start, *_) = (next(iter(s.slots.values())) for s in (last, first))
+    assert last.drafted
+    assert first.drafted
+    assert start == end + 1
     assert len(off.tokens["r"]) == 40
 
 
