@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,9 +120,10 @@ def truth_of(
     drafter; removes arrivals and aborts."""
     if without_drafts:
         ScriptedDrafter({}, no_drafts).attach(engine.runner)
-    plain = [
-        Request(r.name, r.prompt, r.max_tokens + NUM_DRAFTS, params=r.params)
+    alone = {"at": 0, "abort_at": None, "abort_during": None}
+    plain = {
+        r.name: replace(r, max_tokens=r.max_tokens + NUM_DRAFTS, **alone)
         for r in requests
-    ]
-    result = engine.run(plain)
+    }
+    result = engine.run(list(plain.values()))
     return {r.name: [*r.prompt, *result.tokens[r.name]] for r in requests}

@@ -67,7 +67,7 @@ MAX_STEPS = 2000
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy request.
+    """One request, greedy unless `params` say something else.
 
     at: number of the step before which it arrives. abort_at: of the step before which
     it is aborted, if it still runs then; abort_during: of the step while which it is
@@ -86,13 +86,14 @@ class Request:
     lora: Any = None
 
     def sampling_params(self) -> SamplingParams:
-        arguments = {"ignore_eos": True, "logprobs": 2} | self.params
-        return SamplingParams(temperature=0, max_tokens=self.max_tokens, **arguments)
+        arguments = {"ignore_eos": True, "logprobs": 2, "temperature": 0} | self.params
+        return SamplingParams(max_tokens=self.max_tokens, **arguments)
 
 
 @dataclass
 class Result:
-    """Outputs of a run, by request, and its steps.
+    """Outputs of a run, by request, and its steps. Those of a request that asks for
+    several are "0_name", "1_name" and so on, which is what vLLM runs them as.
 
     logprobs: for each token the {token: (logprob, rank)} that vLLM returned.
     cached: prompt tokens found in the prefix cache.
@@ -106,6 +107,7 @@ class Result:
     text: dict[str, str] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    several: frozenset[str] = frozenset()
 
     @property
     def num_drafted(self) -> int:
@@ -125,16 +127,18 @@ class Result:
 
     def add(self, output: Any) -> None:
         """Takes in one RequestOutput; later ones of a request replace earlier ones."""
-        completion = output.outputs[0]
-        name = output.request_id
-        self.tokens[name] = list(completion.token_ids)
-        self.text[name] = completion.text
-        self.finish[name] = completion.finish_reason
-        self.cached[name] = output.num_cached_tokens or 0
-        self.logprobs[name] = [
-            {token: (entry.logprob, entry.rank) for token, entry in position.items()}
-            for position in completion.logprobs or ()
-        ]
+        for completion in output.outputs:
+            name = output.request_id
+            if name in self.several:
+                name = f"{completion.index}_{name}"
+            self.tokens[name] = list(completion.token_ids)
+            self.text[name] = completion.text
+            self.finish[name] = completion.finish_reason
+            self.cached[name] = output.num_cached_tokens or 0
+            self.logprobs[name] = [
+                {token: (entry.logprob, entry.rank) for token, entry in top.items()}
+                for top in completion.logprobs or ()
+            ]
 
 
 def assert_same(found: Result, wanted: Result) -> None:
@@ -273,7 +277,8 @@ class Engine:
     ) -> Result:
         """Plays the requests until all are finished or aborted."""
         assert not self.llm.has_unfinished_requests()
-        result = Result()
+        several = (r.name for r in requests if r.params.get("n", 1) > 1)
+        result = Result(several=frozenset(several))
         if self.probe is None:
             self._play(requests, result)
             return result
@@ -290,9 +295,9 @@ class Engine:
         waiting = sorted(requests, key=lambda request: request.at)
         number = 0
         while waiting or self.llm.has_unfinished_requests():
+            self.llm.abort_request([r.name for r in requests if r.abort_at == number])
             while waiting and waiting[0].at <= number:
                 self._add(waiting.pop(0))
-            self.llm.abort_request([r.name for r in requests if r.abort_at == number])
             self._abort_now = [r.name for r in requests if r.abort_during == number]
             for output in self.llm.step():
                 result.add(output)
@@ -328,12 +333,13 @@ def like_off(
     **arguments: Any,
 ) -> Engine:
     """An engine whose scheduler has as many blocks as an off engine's: in mode stage
-    there are shadow blocks beside them, two for each of DEFAULTS' sequences in each of
-    `num_groups` KV-cache groups. can_stage: False where NWOR then reserves none."""
+    there are shadow blocks beside them, if `settings` do not say how many two for each
+    of DEFAULTS' sequences in each of `num_groups` KV-cache groups. can_stage: False
+    where NWOR then reserves none."""
     settings = dict(settings or {})
     if mode == "stage":
         num_shadow = 2 * DEFAULTS["max_num_seqs"] * num_groups
-        settings["SHADOW_BLOCKS"] = str(num_shadow)
+        num_shadow = int(settings.setdefault("SHADOW_BLOCKS", str(num_shadow)))
         if can_stage:
             name = "num_gpu_blocks_override"
             arguments = arguments | {name: (DEFAULTS | arguments)[name] + num_shadow}
@@ -385,13 +391,15 @@ def risen(engine: Engine, before: dict[str, int]) -> dict[str, int]:
 
 
 def counts(engine: Engine) -> dict[str, int]:
-    """The device counters of all tables, by name; nothing for an off engine."""
+    """The device counters of all tables, by name, and the steps that there were not
+    seats enough for; nothing for an off engine."""
     if engine.manager is None:
         return {}
     from vllm_nwor.ops import COUNTER_COLUMNS
 
     totals = engine.manager.counters.sum(0).tolist()
-    return dict(zip(COUNTER_COLUMNS, totals, strict=True))
+    no_seat = {"no_seat": engine.manager.fallbacks["no_seat"]}
+    return dict(zip(COUNTER_COLUMNS, totals, strict=True)) | no_seat
 
 
 def bytes_of_slots(engine: Engine) -> dict[str, int]:
@@ -409,29 +417,33 @@ def bytes_of_slots(engine: Engine) -> dict[str, int]:
 
 def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
     """NWOR protected every window of the run, and counted exactly what happened."""
-    assert not engine.manager.fallbacks
+    shadow = engine.manager.shadow
+    num_seats = 0 if shadow is None else shadow.num_seats
+    logged = [step for step in result.steps if len(step.scheduled) > num_seats]
     num_windows = sum(len(step.drafted) for step in result.steps)
     num_rejected = result.num_drafted - result.num_accepted
     slot_bytes = bytes_of_slots(engine)
     restored = sum(
         len(step.rejected.get(name, ())) * size
-        for step in result.steps
+        for step in logged
         for name, size in slot_bytes.items()
     )
     groups = len(engine.manager.groups)
     after = counts(engine)
     found = {name: after[name] - before[name] for name in after}
     copied = [found.pop(name) for name in ("shadow_copied_bytes", "committed_bytes")]
-    is_staged = engine.manager.shadow is not None
+    is_staged = shadow is not None
     assert [num > 0 for num in copied] == [is_staged, is_staged]
     assert found == {
         "windows": num_windows * groups,
         "staged": result.num_drafted * groups,
         "committed": result.num_accepted * groups,
         "rejected": num_rejected * groups,
-        "restored_bytes": 0 if is_staged else restored,
+        "restored_bytes": restored,
         "invalid_slots": 0,
+        "no_seat": sum(bool(step.drafted) for step in logged) if is_staged else 0,
     }
+    assert not set(engine.manager.fallbacks) - {"no_seat"}
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import torch
 
 from tests.helpers.byte_map import allocation, cache_of, slot_bytes
 from tests.helpers.runner_probe import Observer, RunnerProbe, Step
+from vllm_nwor.ops import SAVED_COLUMNS
 
 Hashes = dict[str, torch.Tensor]
 
@@ -146,16 +147,19 @@ class ShadowOracle(Observer):
     (step, what).
 
     num_real: blocks that the scheduler can hand out. num_staged: drafts that were
-    verified in a shadow block and rejected.
+    verified in a shadow block and rejected, num_logged: in a real one, as in a step
+    with more requests than seats. num_present: rows of shadow blocks that counted as
+    present after a step and were compared; all three over all layers.
     """
 
     def __init__(self, runner: Any, probe: RunnerProbe, num_real: int) -> None:
         self.runner = runner
+        self.shadow = runner.nwor_state.manager.shadow
         self.memory = Memory(probe)
         self.targets = probe.target_layers().keys()
         self.num_real = num_real
         self.violations: list[tuple[int, str]] = []
-        self.num_staged = 0
+        self.num_staged = self.num_logged = self.num_present = 0
         self._number = 0
 
     def forward_begins(self, step: Step) -> None:
@@ -163,12 +167,15 @@ class ShadowOracle(Observer):
 
     def committed(self, step: Step) -> None:
         """Before the drafter runs. What the forward wrote to a real block was no
-        draft; what commit wrote there is compared elsewhere, with an off engine."""
+        draft, unless there are not seats enough; what commit wrote there is compared
+        elsewhere, with an off engine."""
+        has_seats = len(step.scheduled) <= self.shadow.num_seats
         for name, rejected in step.rejected.items():
             if name in self.targets:
                 is_real = rejected < self.num_real * self.memory.block_size(name)
                 self.num_staged += int((~is_real).sum())
-                if is_real.any():
+                self.num_logged += int(is_real.sum())
+                if has_seats and is_real.any():
                     self._violation(f"a draft of {name} was sent to a real block")
 
     def forward_ends(self, step: Step) -> None:
@@ -185,7 +192,31 @@ class ShadowOracle(Observer):
         for table in self.runner.input_batch.block_table.block_tables:
             if int(table.block_table.gpu.max()) >= self.num_real:
                 self._violation("a shadow block is in a table between steps")
+        self._check_present()
         self._number += 1
+
+    def _check_present(self) -> None:
+        """The rows that the next step will not copy to a seat's shadow block, by what
+        this step's commit has saved, are those of the real block."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        found = self.memory.read()
+        for group in self.shadow.groups:
+            tokens = group.entry_tokens
+            for seat, saved in enumerate(group.saved.tolist()):
+                staged_in, valid, real = saved[SAVED_COLUMNS - 3 : SAVED_COLUMNS]
+                if staged_in != self.shadow.step or real == 0:
+                    continue
+                block = (valid - 1) // tokens
+                entry = group.first_entry + seat * group.span + block % group.span
+                rows = torch.arange(valid - block * tokens)
+                for name in self.targets & groups[group.group_id].layer_names:
+                    index = self.memory.index[name]
+                    one, other = (
+                        found[index[e * tokens + rows]] for e in (entry, real)
+                    )
+                    self.num_present += len(rows)
+                    if not torch.equal(one, other):
+                        self._violation(f"a present row of {name} is not the real one")
 
     def _violation(self, what: str) -> None:
         self.violations.append((self._number, what))

@@ -12,6 +12,7 @@ ARM (it needs such a machine), CUDA.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from tests.helpers.engine import (
     Result,
     assert_same,
     check_counts,
+    counters,
     counts,
     like_off,
     prompt,
@@ -52,6 +54,7 @@ from tests.helpers.oracle import (
 )
 from tests.helpers.runner_probe import Step
 from vllm_nwor.kv_probe import probe_layout
+from vllm_nwor.ops import SAVED_COLUMNS
 
 # The KV audit, of all bytes.
 EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
@@ -196,6 +199,7 @@ def check_on(off: Run, on: Run, case: Case) -> None:
     assert on.oracle.violations == []
     if isinstance(on.oracle, ShadowOracle):
         assert on.oracle.num_staged > 50
+        assert on.oracle.num_present > 1000
     else:
         assert on.oracle.num_dirty > 50
     assert on.own == off.own
@@ -233,6 +237,13 @@ def off(request: pytest.FixtureRequest) -> tuple[Run, Case]:
 @pytest.fixture(scope="module")
 def cow() -> Engine:
     return shared("cow", **FEW_BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def few_seats() -> Engine:
+    """In mode stage, with seats for three requests."""
+    settings = {"SHADOW_BLOCKS": "6", "STRICT": "always"}
+    return Case(FEW_BLOCKS | {"disable_log_stats": False}).engine("stage", settings)
 
 
 def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
@@ -293,6 +304,21 @@ def test_hash_sees_every_byte() -> None:
     assert torch.equal(hash_rows(rows.clone()), plain)
 
 
+@pytest.mark.parametrize("off", ["bf16"], indirect=True)
+def test_more_requests_than_seats(off: tuple[Run, Case], few_seats: Engine) -> None:
+    """Steps in which a request lacks shadow blocks use the undo log, others do not, and
+    `check_counts` tells them apart; nothing else differs."""
+    run, case = off
+    on = watch(few_seats, REQUESTS, run.truth, case)
+    check_on(run, on, case)
+    assert on.oracle.num_logged > 50
+    fallbacks = few_seats.manager.fallbacks
+    assert set(fallbacks) == {"no_seat"}
+    found = counters(few_seats)
+    assert found["nwor_breaches"] == 0
+    assert found["nwor_fallbacks/no_seat"] == fallbacks["no_seat"] > 20
+
+
 SABOTAGE = {
     "no_restore": "not restored",
     "one_layer_skipped": "not restored",
@@ -334,6 +360,32 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     ):
         sick = watch(cow, FEW_REQUESTS, is_counted=False)
     assert SABOTAGE[fault] in {violation.kind for violation in sick.oracle.violations}
+
+
+def valid_too_high(commit: Any, *arguments: Any) -> None:
+    commit(*arguments)
+    arguments[5][:, SAVED_COLUMNS - 2] += 1
+
+
+def one_layer_not_staged(stage: Any, table: torch.Tensor, *rest: Any) -> None:
+    stage(table[1:], *rest)
+
+
+STAGE_SABOTAGE = {
+    "commit_draft_layer": valid_too_high,
+    "stage": one_layer_not_staged,
+}
+
+
+@pytest.mark.parametrize("op", STAGE_SABOTAGE)
+def test_shadow_oracle_reports_sabotage(few_seats: Engine, op: str) -> None:
+    """A shadow row that counts as present and is another one than the real row."""
+    patched = few_seats.manager.shadow.ops
+    sabotaged = functools.partial(STAGE_SABOTAGE[op], getattr(patched, op))
+    with mock.patch.object(patched, op, sabotaged):
+        sick = watch(few_seats, FEW_REQUESTS, is_counted=False)
+    kinds = {what.partition(" of ")[0] for _, what in sick.oracle.violations}
+    assert kinds == {"a present row"}
 
 
 def test_two_threads(cow: Engine) -> None:
