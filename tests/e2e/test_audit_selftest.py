@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_every_planted_fault_is_reported_as_what_it_is() -> None:
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "vllm_nwor.audit", "--selftest"],
         env=subprocess_env(),
@@ -36,8 +36,11 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
     kinds = set(re.findall(r"^     (\w+): ", done.stdout, re.MULTILINE))
     assert kinds == set(CLASSES)
     (steps,) = re.findall(r"^(\d+) steps; passed$", done.stdout, re.MULTILINE)
-    assert int(steps) > 400
-    assert time.monotonic() - started < 240
+    assert int(steps) > 450
+    # Of its processors, not of the clock: other work makes it wait.
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    num_seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert num_seconds < 120
 
 
 def test_a_selftest_without_a_fault_fails() -> None:
@@ -47,11 +50,19 @@ def test_a_selftest_without_a_fault_fails() -> None:
     finding = Finding("changed", 0, "layer", 1, 0, 5, 0, None, writer, 2, "0x0", "0x1")
     layers = ["other", "layer"]
     assert expected.matches(finding, [5], layers)
+    nobody = replace(writer, request=None)
     others: tuple[dict[str, Any], ...] = (
         {"kind": "missing_write"},
         {"slot": 6},
         {"layer": "other"},
+        {"layer": None},
         {"writer": replace(writer, request="two-1")},
+        {"writer": nobody},
     )
     for other in others:
         assert not expected.matches(replace(finding, **other), [5], layers)
+    nothing = replace(finding, layer=None, writer=nobody)
+    expected = Expected("changed", None, None)
+    assert expected.matches(nothing, [5], layers)
+    for other in ({"layer": "layer"}, {"writer": writer}):
+        assert not expected.matches(replace(nothing, **other), [5], layers)

@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from tests.integration.test_byte_oracle import (
     prompt,
     watch,
 )
+from tests.integration.test_poison import MLA
 from vllm_nwor.audit.findings import AuditError, Finding
 
 TAILS = {
@@ -55,35 +57,52 @@ def found(engine: Engine) -> list[Finding]:
 
 # --- clean runs -----------------------------------------------------------------------
 
-DRAFT_MODEL = Case(
-    FEW_BLOCKS
-    | {
-        "speculative_config": {
-            "method": "draft_model",
-            "model": model_path("tiny-llama-draft"),
-            "num_speculative_tokens": NUM_DRAFTS,
-        }
-    },
-    keeps_drafter=True,
-    plan=mixture_of_four,
-)
+LORAS = {"enable_lora": True, "max_loras": 2}
+CASES = {
+    "draft_model": Case(
+        FEW_BLOCKS
+        | {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": model_path("tiny-llama-draft"),
+                "num_speculative_tokens": NUM_DRAFTS,
+            }
+        },
+        keeps_drafter=True,
+        plan=mixture_of_four,
+    ),
+    # Prompts are prefilled whole, and their prefixes not cached, as in test_reach.py.
+    "mla": Case(
+        FEW_BLOCKS
+        | MLA
+        | {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 512},
+        plan=mixture_of_four,
+    ),
+    "loras": Case(FEW_BLOCKS | LORAS),
+}
 CLEAN = [
-    *itertools.product(["off"], (*CACHES, "draft_model")),
-    *itertools.product(["cow"], ("bf16", "sliding_window", "draft_model")),
+    *itertools.product(["off"], (*CACHES, "draft_model", "mla")),
+    *itertools.product(["cow"], ("bf16", "sliding_window", "draft_model", "mla")),
+    ("stage", "loras"),
 ]
 
 
 @pytest.mark.parametrize(("mode", "cache"), CLEAN)
-def test_a_clean_run_has_no_finding(mode: str, cache: str) -> None:
+def test_a_clean_run_has_no_finding(mode: str, cache: str, tmp_path: Path) -> None:
     """A draft model's layers lie in the target's group and are written behind commit:
     they are not audited, and what they do to their own caches is no finding."""
-    case = DRAFT_MODEL if cache == "draft_model" else case_of(cache)
-    run = watch(case.engine(mode, EVERYTHING), case=case)
+    case = CASES.get(cache) or case_of(cache)
+    loras = [lora(tmp_path, number) for number in (1, 2) if cache == "loras"]
+    requests = [
+        replace(request, lora=one)
+        for request, one in zip(REQUESTS, itertools.cycle([None, *loras]), strict=False)
+    ]
+    run = watch(case.engine(mode, EVERYTHING), requests, case=case)
 
     assert (run.engine.manager is None) == (mode == "off")
     check_clean(run)
     assert run.result.num_preemptions > 0
-    assert sum(run.result.cached.values()) > 0
+    assert (sum(run.result.cached.values()) > 0) == (cache != "mla")
     assert any(map(any, run.own)) == case.keeps_drafter
 
 
@@ -103,8 +122,7 @@ def test_without_speculation_and_with_a_name_used_again() -> None:
 
 @pytest.fixture(scope="module")
 def audited() -> Engine:
-    arguments = {"enable_prefix_caching": True, "enable_lora": True, "max_loras": 2}
-    return Engine("off", EVERYTHING, **arguments)
+    return Engine("off", EVERYTHING, enable_prefix_caching=True, **LORAS)
 
 
 def lora(folder: Path, number: int) -> LoRARequest:

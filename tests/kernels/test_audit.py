@@ -8,7 +8,9 @@ runs steps, spoils one thing, and wants exactly one finding, or none.
 
 from __future__ import annotations
 
+import json
 import re
+import resource
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,7 +28,15 @@ from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup
-from vllm_nwor.audit.findings import CLASSES, COLUMNS, AuditError, Finding, Found
+from vllm_nwor.audit.findings import (
+    CLASSES,
+    COLUMNS,
+    AuditError,
+    Finding,
+    Findings,
+    Found,
+    Writer,
+)
 from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
 from vllm_nwor.audit.tables import (
@@ -1149,6 +1159,29 @@ def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
     if is_async:
         assert given.get_output() is output
     assert sample_tokens() is step
+
+
+def test_a_file_whose_write_fails_half_way_is_the_old_one(tmp_path):
+    writer = Writer("a-1", 1, 1)
+    finding = Finding("changed", 0, "layer", 1, 0, 5, 0, "a-1", writer, 2, "0x0", "0x1")
+    path = tmp_path / "findings.json"
+    findings = Findings(str(path))
+    findings.add([finding])
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with nwor_log() as lines:
+        # No file may be larger: what goes beyond is not written, and an error.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), limits[1]))
+        try:
+            findings.add([finding])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert any("could not be written: [Errno 27]" in line for line in lines)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    findings.add([finding])
+    assert json.loads(path.read_text())["counts"] == {"changed": 3}
 
 
 @pytest.mark.parametrize("strict", [False, True])

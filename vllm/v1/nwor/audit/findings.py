@@ -269,7 +269,10 @@ class Findings:
         content = {"counts": self.counts, "findings": findings}
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(content, indent=1))
-            temporary.replace(path)
+            try:
+                temporary.write_text(json.dumps(content, indent=1))
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
         except OSError as error:
             logger.error("NWOR audit: %s could not be written: %s", path, error)
