@@ -8,6 +8,7 @@ and gpu_engines (tests/gpu, an entry for each engine, in the mode of its file).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ HEADS: dict[str, str] = _KNOWN["heads"]
 MODES = ("cow", "stage")
 # vLLM's executors with Ray, as the GPU tests call them.
 RAY = {"ray": "Ray", "ray-compiled": "Ray, compiled graph"}
-UNTESTED = "untested"
+UNTESTED, UNSETTLED = "untested", "exact bytes, outputs unsettled"
 Entry = dict[str, str]
 
 
 def entries(result: dict[str, Any]) -> Iterator[Entry]:
     """What a result says of each combination: kind, name, vllm, runner, backend, mode,
-    verdict (exact, refused, incomplete or failed) and perhaps reason (NWOR's)."""
+    verdict (exact, outputs, refused, UNSETTLED, incomplete or failed) and perhaps
+    reason (NWOR's)."""
     for entry in result["entries"].values():
         if result["kind"] == "cpu_engines":
             yield entry
@@ -40,7 +42,9 @@ def entries(result: dict[str, Any]) -> Iterator[Entry]:
         )
         (mode,) = set(entry["seconds"]) - {"off"}
         bad = [check for check, problems in entry["problems"].items() if problems]
-        is_stopped = bad == ["started"]  # and nothing else is wrong
+        verdict = UNSETTLED if entry["unsettled"] else "exact"
+        if bad:  # "incomplete" where nothing else is wrong
+            verdict = "incomplete" if bad == ["started"] else "failed"
         yield {
             "kind": "parallelism" if workers else "method",
             "name": workers or _method(spec),
@@ -48,7 +52,7 @@ def entries(result: dict[str, Any]) -> Iterator[Entry]:
             "runner": spec["runner"].upper(),
             "backend": spec["backend"],
             "mode": mode,
-            "verdict": "incomplete" if is_stopped else "failed" if bad else "exact",
+            "verdict": verdict,
         }
 
 
@@ -99,9 +103,12 @@ def _verdicts(found: Sequence[Entry], mode: str, reasons: list[str]) -> str:
                 reasons.append(reason)
             verdict += f" ({reasons.index(reason) + 1})"
         by_verdict.setdefault(verdict, {})[one["backend"]] = None
-    for verdict in ("failed", "incomplete"):  # on one of several engines
-        for backend in by_verdict.get(verdict, ()):
-            by_verdict.get("exact", {}).pop(backend, None)
+    # On one of several engines.
+    for worse, better in itertools.combinations(
+        ("failed", "incomplete", UNSETTLED, "exact"), 2
+    ):
+        for backend in by_verdict.get(worse, ()):
+            by_verdict.get(better, {}).pop(backend, None)
     texts = [
         f"{'**failed**' if verdict == 'failed' else verdict}: {', '.join(backends)}"
         for verdict, backends in sorted(by_verdict.items())

@@ -80,6 +80,14 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
         ]
 
 
+def test_the_mode_is_the_one_that_a_process_has(monkeypatch):
+    child = f"import os\nos.environ['VLLM_NWOR_MODE'] = 'cow'\n{doctor.CHILD}"
+    monkeypatch.setattr(doctor, "CHILD", child)
+    monkeypatch.setenv("VLLM_NWOR_MODE", "stage")
+    _, (_, _, text) = doctor.processes()
+    assert text.startswith("cow in front end, engine core and workers")
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

@@ -350,6 +350,7 @@ NO_SUMS = {"change_stats": lambda found: vars(found).pop("spec_decoding_stats")}
         (NO_SUMS, MIXED, "truth", "sums", 8, (5, 2, 19)),
         ({"form": list}, MIXED, "truth", "sums", 8, (5, 2, 19)),
         ({"has_unfinished_requests": None}, SILENT, "truth", "report", 5, (5, 2, 10)),
+        ({"connector_stats": ["a list"]}, MIXED, "truth", "report", 8, (10, 4, 12)),
         ({}, MIXED, ["counters"], "payload", 4, (5, 2, 6)),
     ],
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distribution: what it holds, and that vLLM stays as it was beside it.
 
-The wheel is installed into throw-away environments: beside a copy of vLLM's Python
-files, and beside a small package that is installed as vLLM is, as a wheel or editable.
-vLLM is not started there; the checkout's own environment stands for that.
+The wheel is installed into throw-away environments, beside a small package that is
+installed as vLLM is, as a wheel or editable, and of an older release. vLLM is not
+started there; the checkout's own environment stands for that.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ version = "0.32.0"
 packages = ["vllm", "vllm.v1"]
 """,
 }
+OLDER = "0.26.0"
 MODES = (None, "", "off", "stage", "cow")
 FIND = "import vllm; print(vllm.__file__)"
 USE = """
@@ -230,14 +231,17 @@ def environment(tmp_path):
 
 @pytest.fixture(scope="module")
 def vllm_wheels(tmp_path_factory):
-    """Stand-ins for an installed vLLM: a wheel, and an editable one, which setuptools
-    finds with a finder of its own."""
-    project = tmp_path_factory.mktemp("project")
-    for name, text in VLLM.items():
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text(text)
-    out = tmp_path_factory.mktemp("vllm")
-    found = {what: build(project, out / what, what) for what in ("wheel", "editable")}
+    """Stand-ins for an installed vLLM: a wheel, an editable one, which setuptools finds
+    with a finder of its own, and a wheel of an older release."""
+    out, found = tmp_path_factory.mktemp("vllm"), {}
+    for kind in ("wheel", "editable", "older"):
+        project = tmp_path_factory.mktemp("project")
+        for name, text in VLLM.items():
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            text = text.replace("0.32.0", OLDER) if kind == "older" else text
+            (project / name).write_text(text)
+        what = "wheel" if kind == "older" else kind
+        found[kind] = build(project, out / kind, what)
     names = zipfile.ZipFile(found["editable"]).namelist()
     assert any(name.endswith("_finder.py") for name in names)
     return found
@@ -248,7 +252,8 @@ def vllm_wheels(tmp_path_factory):
 def test_vllm_is_found_in_every_mode_and_nothing_stays(
     ours, kind, request, vllm_wheels, environment, tmp_path
 ):
-    """vLLM is reinstalled, too, while ours stays: nothing of it may be left then."""
+    """vLLM is downgraded and reinstalled, too, while ours stays: nothing of it may be
+    left then."""
     if ours == "wheel":
         package = request.getfixturevalue("wheel")
     else:
@@ -263,6 +268,13 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
     for mode in MODES:
         assert environment.run(FIND, mode) == file
         assert environment.run(USE, mode) == file
+
+    environment.install(vllm_wheels["older"])
+    for mode in MODES:
+        said = environment.run(f"{USE}print(vllm.__version__)", mode)
+        assert said.splitlines()[1:] == [OLDER]
+    environment.install(vllm_wheels[kind])
+    assert environment.run(USE, "stage") == file
 
     environment.uninstall("vllm")
     assert not (environment.site / "vllm").exists()

@@ -36,10 +36,14 @@ RUNNERS = {
     "runner_v2": "vllm/v1/worker/gpu/model_runner.py",
 }
 # register() makes the variables known to vLLM, in every mode.
-CHILD = """
+NOT_LOADED = "not loaded"
+CHILD = f"""
 from vllm import envs, plugins
 plugins.load_general_plugins()
-print("VLLM_NWOR_MODE" in envs.environment_variables)
+is_loaded = "VLLM_NWOR_MODE" in envs.environment_variables
+if is_loaded:
+    from vllm_nwor.config import NworConfig
+print(NworConfig.from_env().mode.value if is_loaded else "{NOT_LOADED}")
 """
 
 
@@ -110,10 +114,9 @@ def processes() -> Iterator[Line]:
     if done.returncode != 0:
         yield False, "plugin", f"a process of vLLM does not start: {last}"
         return
-    mode = NworConfig.from_env().mode
-    if last == "True":
+    if last != NOT_LOADED:
         yield True, "plugin", "loaded by vLLM"
-        told = f"{mode.value} in front end, engine core and workers, which inherit it"
+        told = f"{last} in front end, engine core and workers, which inherit it"
         yield True, "mode", f"{told}; other nodes (Ray, headless) have their variables"
         return
     if not metadata.entry_points(group="vllm.general_plugins", name="nwor"):
@@ -122,7 +125,8 @@ def processes() -> Iterator[Line]:
         reason = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
     else:
         reason = "; ".join(line for line in said if "rror" in line)
-    yield mode is Mode.OFF, "plugin", f"not loaded by vLLM: {reason}"
+    mode = NworConfig.from_env().mode
+    yield mode is Mode.OFF, "plugin", f"{NOT_LOADED} by vLLM: {reason}"
     yield mode is Mode.OFF, "mode", f"off everywhere ({mode.value} is set)"
 
 

@@ -215,11 +215,11 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
             and stats.report
             and (carrier.outputs or not scheduler.has_unfinished_requests())
         ):
-            report, stats.report = {REPORT_KEY: stats.report}, {}
             if stats.has_front_end:
-                others = carrier.scheduler_stats.kv_connector_stats
-                report = {**others, **report} if others else report
-                carrier.scheduler_stats.kv_connector_stats = report
+                others = carrier.scheduler_stats.kv_connector_stats or {}
+                carried = {**others, REPORT_KEY: stats.report}
+                carrier.scheduler_stats.kv_connector_stats = carried
+            stats.report = {}
     except Exception as error:
         _failed("report", error, stats)
     return engine_outputs
