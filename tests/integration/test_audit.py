@@ -3,9 +3,9 @@
 
 Clean runs are those of the byte oracle (chunked prefill, preemption, prefix hits,
 aborts), at 100 % of the bytes, in every mode; in mode stage test_byte_oracle.py has
-them. Faults are planted from outside: into the
-cache tensor, by the packing rules of tests/helpers/byte_map.py, which know nothing of
-the audit's layouts. The self-test (tests/e2e/test_audit_selftest.py) plants many more.
+them, but for LoRAs. Faults are planted from outside: into the cache tensor, by the
+packing rules of tests/helpers/byte_map.py, which know nothing of the audit's layouts.
+The self-test (tests/e2e/test_audit_selftest.py) plants many more.
 """
 
 from __future__ import annotations
