@@ -129,7 +129,9 @@ def test_data_parallel_2(tmp_path: Path) -> None:
             if mode == "off":
                 texts[mode] = texts_of_each(server)
                 continue
-            with reach.noted(mode, "parallelism", "data parallel 2"):
+            with reach.noted(
+                mode, "parallelism", "data parallel 2", shown=reach.OUTPUTS
+            ):
                 texts[mode] = texts_of_each(server)
                 assert texts[mode] == texts["off"]
                 server.idle_metrics()

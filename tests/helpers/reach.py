@@ -24,7 +24,7 @@ from tests.helpers.environment import REPO
 
 FOLDER_VARIABLE = "NWOR_REACH_RESULTS"
 FILE = "cpu_engines.json"
-EXACT, REFUSED, FAILED = "exact", "refused", "failed"
+EXACT, OUTPUTS, REFUSED, FAILED = "exact", "outputs", "refused", "failed"
 
 
 @contextmanager
@@ -51,9 +51,12 @@ def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def noted(
-    mode: str, kind: str, name: str, backend: str = "CPU_ATTN"
+    mode: str, kind: str, name: str, backend: str = "CPU_ATTN", shown: str = EXACT
 ) -> Iterator[dict[str, Any]]:
-    """The same for an engine in another process, whose groups are all in `mode`."""
+    """The same for an engine in another process, whose groups are all in `mode`.
+
+    shown: the verdict of a block that ends; OUTPUTS if it did not look at bytes.
+    """
     entry: dict[str, Any] = {
         "vllm": vllm.__version__.split("+")[0],
         "runner": "V1",
@@ -65,7 +68,7 @@ def noted(
     }
     try:
         yield entry
-        entry["verdict"] = REFUSED if "reason" in entry else EXACT
+        entry["verdict"] = REFUSED if "reason" in entry else shown
     finally:
         if folder := os.environ.get(FOLDER_VARIABLE):
             save(entry, Path(folder) / FILE)

@@ -14,7 +14,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ from unittest.mock import ANY, Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -299,6 +300,23 @@ def test_what_vllm_ignores_is_not_told(alone: Alone) -> None:
             assert found == [[expected]]
             assert alone.step(change).num_rejected < NUM_DRAFTS
         assert found == [[expected]], change
+
+
+class NoTensors(TorchDispatchMode, ContextDecorator):
+    """Lets no operator of torch run, and so no copy from a device."""
+
+    def __torch_dispatch__(self, op: Any, *_: Any) -> Any:
+        raise AssertionError(op)
+
+
+def test_nothing_is_copied_from_a_device(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commits, "pending", NoTensors()(commits.pending))
+    monkeypatch.setattr(commits, "tell", NoTensors()(commits.tell))
+    with told() as found:
+        expected = alone.step()
+    assert found == [[expected]]
 
 
 def test_a_group_that_is_not_slot_based_has_no_blocks(

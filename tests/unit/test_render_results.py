@@ -270,6 +270,7 @@ def test_the_tables_of_the_documents_have_every_result():
             where = f"| {entry['name']} | {entry['vllm']} | {entry['runner']} |"
             (line,) = [one for one in text.splitlines() if one.startswith(where)]
             assert entry["verdict"] in line
+            assert f"- **{entry['verdict']}**: " in text
             assert entry.get("reason", "") in text
 
 
