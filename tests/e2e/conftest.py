@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server for all tests of this folder that only send requests to it."""
+"""One server for the tests of a file of this folder that only send requests to it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ ARGUMENTS += ["--num-gpu-blocks-override", "320", "--block-size", "32"]
 ARGUMENTS += ["--speculative-config", json.dumps(SPECULATION)]
 
 
-@pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Of as many API servers as the file's NUM_API_SERVERS says, or one."""
     folder = tmp_path_factory.mktemp("server")
+    count = getattr(request.module, "NUM_API_SERVERS", 1)
+    arguments = (*ARGUMENTS, "--api-server-count", str(count))
     audit = {"VLLM_NWOR_AUDIT": "log"}
-    with serve(folder, "stage", "smollm2-135m", *ARGUMENTS, **audit) as running:
+    with serve(folder, "stage", "smollm2-135m", *arguments, **audit) as running:
         yield running

