@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from benchmarks import views
+from benchmarks import report
 
 from tests.gpu import compare, test_offloading, test_poison
 from tests.gpu.engines import CPU, OFFLOADING, EngineSpec
@@ -235,7 +235,7 @@ def test_what_slots_that_nobody_has_written_may_hold(filled):
     test_poison.test_poison_in_a_written_slot_shows(runs, CPU.name)
     assert runs[CPU.name]["nan"]["verdict"] == test_poison.UNCHANGED
     runs[CPU.name] |= {"environment": {"date": "today UTC", "commit": "abc"}}
-    shown = views.rendered("poisoned", result={"entries": runs}).splitlines()[-1]
+    shown = report.rendered("poisoned", result={"entries": runs}).splitlines()[-1]
     assert [cell.strip() for cell in shown.split("|")[1:-1]] == [
         *("cpu-mla", "CPU_MLA, bf16", "EAGER", "V1", "1 of 1"),
         *("outputs unchanged", "outputs unchanged", "outputs differ", "today", "abc"),
