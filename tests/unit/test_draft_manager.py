@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
@@ -103,6 +104,28 @@ class World:
 
 
 # --- what raises, and what is published -----------------------------------------------
+
+
+def test_a_stage_that_fails_does_not_touch_groups_that_it_had_not_come_to():
+    """What an earlier step saved of them need not fit this one."""
+    world = World(True, True, strict=Strict.ALWAYS)
+    world.open()
+    world.commit()
+    world.ops.arm(Fault("stage", 0, 2))  # behind its work
+    mappings = [torch.tensor([5, 6, 17, 18]) for _ in range(2)]
+    smaller = {
+        "slot_mappings": mappings,
+        "cu_num_logits": torch.tensor([2, 4], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 2, 4], dtype=torch.int32),
+        "seq_lens": torch.tensor([7, 3], dtype=torch.int32),
+    }
+
+    with pytest.raises(NworError, match=r"^NWOR stage_failed: stage: planted"):
+        world.manager.stage(structs.replace(world.step, **smaller))
+
+    assert world.ops.calls == {"stage": 1, "unstage": 1}
+    assert [table.tolist() for table in world.step.block_tables] == [TABLE, TABLE]
+    assert [slots.tolist() for slots in mappings] == [[5, 6, 17, 18]] * 2
 
 
 @pytest.mark.parametrize("strict", Strict)

@@ -197,7 +197,8 @@ class ShadowPages:
                     windows.num_leading_zeros,
                 )
         except Exception:
-            self.abort()
+            # Groups behind this one keep what an earlier step saved.
+            self.abort(group_id)
             raise
 
     def commit(
@@ -242,8 +243,10 @@ class ShadowPages:
             raise
         self._windows = None
 
-    def abort(self) -> None:
+    def abort(self, last_group: int | None = None) -> None:
         """Enqueues the putting back of table and slots; does nothing without a step.
+
+        last_group: KV-cache group behind which nothing was staged; None: there is none.
 
         Raises:
             Exception: a table could not be put back, after all others were.
@@ -265,5 +268,7 @@ class ShadowPages:
                 )
             except Exception as error:
                 failure = error
+            if group.group_id == last_group:
+                break
         if failure is not None:
             raise failure
