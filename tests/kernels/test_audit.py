@@ -15,8 +15,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -322,7 +324,7 @@ class World:
         self.audit.outbox.sent()
 
     def found(self) -> list[Finding]:
-        return self.audit.outbox.take(waits=True).findings
+        return self.audit.outbox.take(self.audit.outbox.num_sent).findings
 
     # -- the cache -----------------------------------------------------------------
 
@@ -1010,7 +1012,7 @@ def test_more_findings_than_the_table_holds_are_counted(monkeypatch):
         without_host(world, 20 if world.has_packed else 40, 1, 4)
     assert world.counts("findings") == (320,)
     world.publish()
-    kept = outbox.take(waits=True)
+    kept = outbox.take(outbox.num_sent)
     assert (len(kept.findings), kept.num_lost) == (256, 64)
     assert kept.findings[0].step == 2  # the first ones are kept
     assert world.step(a=0, b=0) == []
@@ -1020,12 +1022,35 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     """More of them than there are slots for their way to the host."""
     world = prefilled()
     without_host(world, 6, 1)
-    kept = world.audit.outbox.take(waits=True)
+    outbox = world.audit.outbox
+    kept = outbox.take(outbox.num_sent)
     assert (kept.num_lost, kept.num_steps) == (0, 6)
     per_step = N * (1 + world.has_packed)
     expected = [step for step in range(2, 8) for _ in range(per_step)]
     assert told(kept.findings, "step") == expected
-    assert world.audit.outbox.take(waits=True) == Found()
+    assert outbox.take(outbox.num_sent) == Found()
+
+
+def test_an_output_waits_for_its_own_step_alone(monkeypatch):
+    """vLLM has the next step running when it reads it."""
+    world = prefilled()
+    audit, outbox = world.runner.nwor_audit, world.audit.outbox
+    arrivals = [Mock(**{"query.return_value": False}) for _ in range(2)]
+    slots = [next(outbox._slots)._replace(arrival=arrival) for arrival in arrivals]
+    monkeypatch.setattr(outbox, "_slots", iter(slots))
+    outputs = []
+    for block in (15, 1):  # nobody's, and one of a's
+        without_host(world, 1, block)
+        get_output = partial(SimpleNamespace, req_ids=["a"])
+        output = SimpleNamespace(get_output=get_output)
+        outputs.append(audit.attach(world.runner, output))
+
+    outputs[0].get_output()
+    assert [arrival.synchronize.called for arrival in arrivals] == [True, False]
+    assert not audit.findings.counts
+    outputs[1].get_output()
+    assert arrivals[1].synchronize.called
+    assert audit.findings.counts["changed"] > 0
 
 
 def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():

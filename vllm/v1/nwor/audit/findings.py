@@ -159,7 +159,7 @@ class Outbox:
     """Findings on their way to the host, which never waits for a step's end but where
     it reads that step's output.
 
-    groups: whose findings. name_of: the request of a generation.
+    groups: whose findings. name_of: the request of a generation. num_sent: so often.
     """
 
     def __init__(
@@ -179,6 +179,8 @@ class Outbox:
         self._slots = itertools.cycle(slots)
         self._claimed = slots[0]
         self._on_their_way: deque[_Slot] = deque()
+        # How often was sent, and how much of it was read.
+        self.num_sent = self._num_read = 0
         # Of each group findings and unverified slots, as last read: they only rise.
         self._totals = [[0, 0] for _ in groups]
         self._found = Found()
@@ -200,6 +202,7 @@ class Outbox:
             if self._claimed.arrival is not None:
                 self._claimed.arrival.record()
             self._on_their_way.append(self._claimed)
+            self.num_sent += 1
 
     def _arrive(self, waits: bool) -> bool:
         """Reads the oldest slot that is on its way; whether it could."""
@@ -209,6 +212,7 @@ class Outbox:
                 return False
             arrival.synchronize()
         self._on_their_way.popleft()
+        self._num_read += 1
         self._found.num_steps += 1
         for group, totals, table in zip(
             self._groups, self._totals, tables, strict=True
@@ -230,10 +234,11 @@ class Outbox:
             decode(row, group, self._name_of) for row in sorted(rows, key=_order)
         ]
 
-    def take(self, waits: bool = False) -> Found:
-        """What has come since the last call. waits: for what is on its way, too."""
+    def take(self, through: int) -> Found:
+        """What has come since the last call. through: waits for what was sent by then,
+        as num_sent counts, and never for a later step, which may not have begun."""
         with self._lock:
-            while self._on_their_way and self._arrive(waits):
+            while self._on_their_way and self._arrive(self._num_read < through):
                 pass
             found, self._found = self._found, Found()
         return found

@@ -156,9 +156,11 @@ class RunnerAudit:
         """The output of a step, which findings leave with, or which they keep from
         leaving; an asynchronous one has them when vLLM reads it."""
 
+        through = self.audit.outbox.num_sent
+
         def told(found: Any) -> Any:
             if runner.nwor_audit is not None:
-                self.tell(runner, found)
+                self.tell(runner, found, through)
             return found
 
         get_output = getattr(output, "get_output", None)
@@ -168,13 +170,14 @@ class RunnerAudit:
         return output
 
     @guarded
-    def tell(self, runner: Any, output: Any) -> None:
-        """Logs what a step found, and has its output carry the numbers.
+    def tell(self, runner: Any, output: Any, through: int) -> None:
+        """Logs what a step found, and has its output carry the numbers. through: as
+        Outbox.take; when it is read, vLLM may have enqueued the next step.
 
         Raises:
             AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
         """
-        found = self.audit.outbox.take(waits=True)
+        found = self.audit.outbox.take(through)
         self.untold["steps"] += found.num_steps
         self.untold["unverified"] += found.num_unverified
         if found.findings:
