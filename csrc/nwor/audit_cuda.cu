@@ -88,6 +88,7 @@ __device__ Rows rows_of(const AuditGroup& group, const AuditBatch& batch, int64_
 
 __global__ void __launch_bounds__(kAuditThreads)
     audit_seat_kernel(const __grid_constant__ AuditSeatArgs args) {
+  wait_for_stream();
   const AuditGroup& group = args.group;
   int64_t hash = args.fresh.seed;
   for (int64_t first = 0; first < args.length; first += kAuditThreads) {
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(kAuditThreads)
 
 __global__ void __launch_bounds__(kAuditThreads)
     audit_plan_kernel(const __grid_constant__ AuditPlanArgs args) {
+  wait_for_stream();
   __shared__ int64_t base;
   const int64_t r = blockIdx.x;
   const Rows rows = rows_of(args.group, args.batch, r, args.num_tokens);
@@ -138,6 +140,7 @@ __global__ void __launch_bounds__(kAuditThreads)
 // Resolve, first: what is kept, of all requests.
 __global__ void __launch_bounds__(kAuditThreads)
     audit_keep_kernel(const __grid_constant__ AuditResolveArgs args) {
+  wait_for_stream();
   __shared__ int64_t kept_end;
   const int64_t r = blockIdx.x;
   const Rows rows = rows_of(args.group, args.batch, r, args.group.max_tokens);
@@ -160,6 +163,7 @@ __global__ void __launch_bounds__(kAuditThreads)
 // Resolve, then: do the tables lead to it.
 __global__ void __launch_bounds__(kAuditThreads)
     audit_check_kernel(const __grid_constant__ AuditResolveArgs args) {
+  wait_for_stream();
   const AuditGroup& group = args.group;
   const int64_t r = blockIdx.x;
   const Rows rows = rows_of(group, args.batch, r, group.max_tokens);
@@ -188,6 +192,7 @@ __global__ void __launch_bounds__(kAuditThreads)
 
 __global__ void __launch_bounds__(kAuditThreads)
     audit_adopt_kernel(const __grid_constant__ AuditAdoptArgs args) {
+  wait_for_stream();
   const AuditGroup& group = args.group;
   const int64_t seat_index = args.batch.row_seats.at(args.row);
   if (seat_index < 0 || seat_index >= group.num_seats) {
@@ -358,6 +363,7 @@ __device__ bool is_last_block(FindingsHeader* header) {
 
 __global__ void __launch_bounds__(kRecordThreads)
     audit_record_kernel(const __grid_constant__ AuditRecordArgs args) {
+  wait_for_stream();
   __shared__ int32_t sums[kMaxLayers];
   const AuditGroup& group = args.group;
   for (int64_t i = blockIdx.x; i < args.num_tokens; i += gridDim.x) {
@@ -467,6 +473,7 @@ __device__ RowBlocks blocks_of(const AuditScanArgs& args, int64_t r) {
 // Two blocks of threads on a multiprocessor: the registers of one would not let them.
 __global__ void __launch_bounds__(kAuditThreads, 2)
     audit_scan_kernel(const __grid_constant__ AuditScanArgs args) {
+  wait_for_stream();
   __shared__ int32_t sums[kMaxLayers];
   // Blocks of the rows up to each, this one included.
   __shared__ int64_t ends[kMaxRows];
@@ -557,6 +564,7 @@ __global__ void __launch_bounds__(kAuditThreads, 2)
 
 __global__ void __launch_bounds__(kAuditThreads)
     audit_snapshot_kernel(const __grid_constant__ AuditSnapshotArgs args) {
+  wait_for_stream();
   __shared__ int32_t sums[kMaxLayers];
   for (int64_t slot = blockIdx.x; slot < args.group.num_slots; slot += gridDim.x) {
     if (!is_taken(args.group.records[slot], args.again)) {
@@ -584,6 +592,7 @@ struct Ids {
 __global__ void __launch_bounds__(kIdsPerLaunch)
     audit_hand_on_kernel(const __grid_constant__ AuditHandOnArgs args,
                          const __grid_constant__ Ids ids) {
+  wait_for_stream();
   const AuditGroup& group = args.group;
   const int64_t block = ids.blocks[blockIdx.x];
   const int64_t number = ids.values[blockIdx.x];
@@ -611,6 +620,7 @@ __global__ void __launch_bounds__(kIdsPerLaunch)
 __global__ void __launch_bounds__(kIdsPerLaunch)
     audit_hand_out_kernel(const __grid_constant__ AuditHandOutArgs args,
                           const __grid_constant__ Ids ids) {
+  wait_for_stream();
   if (static_cast<int32_t>(threadIdx.x) < ids.count) {
     hand_out_block(args.group, ids.blocks[threadIdx.x],
                    static_cast<int32_t>(ids.values[threadIdx.x]));
@@ -619,6 +629,7 @@ __global__ void __launch_bounds__(kIdsPerLaunch)
 
 __global__ void __launch_bounds__(kBlockThreads)
     audit_publish_kernel(const __grid_constant__ AuditPublishArgs args) {
+  wait_for_stream();
   constexpr int kWords = sizeof(Finding) / sizeof(int64_t);
   const auto* from = reinterpret_cast<const int64_t*>(args.group.findings);
   auto* to = reinterpret_cast<int64_t*>(args.findings_to);
@@ -651,8 +662,8 @@ void launch(DriverKernel& kernel, const char* op, const Args& args, int64_t num_
             int device, void* stream, unsigned num_threads = kAuditThreads) {
   if (num_blocks > 0) {
     void* arguments[] = {const_cast<Args*>(&args)};
-    kernel.launch(op, device, grid_size(op, num_blocks), num_threads, stream,
-                  arguments);
+    kernel.launch_early(op, device, grid_size(op, num_blocks), num_threads, stream,
+                        arguments);
   }
 }
 
@@ -681,8 +692,8 @@ void launch_ids(DriverKernel& kernel, const char* op, const Args& args,
       ids.values[i] = values[first + i];
     }
     void* arguments[] = {const_cast<Args*>(&args), &ids};
-    kernel.launch(op, device, grid_size(op, is_wide ? ids.count : 1), kIdsPerLaunch,
-                  stream, arguments);
+    kernel.launch_early(op, device, grid_size(op, is_wide ? ids.count : 1),
+                        kIdsPerLaunch, stream, arguments);
   }
 }
 

@@ -18,37 +18,58 @@ namespace nwor {
 constexpr int kMaxDevices = 64;
 
 // What a launch needs to know of a device, asked for once.
-inline int num_multiprocessors(const char* op, int device) {
+template <cudaDeviceAttr kAttribute>
+int device_attribute(const char* op, int device) {
   static std::atomic<int> known[kMaxDevices];
   NWOR_CHECK(device >= 0 && device < kMaxDevices, op, "cuda:", device,
              " is not supported; must be below ", kMaxDevices);
-  int count = known[device].load(std::memory_order_relaxed);
-  if (count == 0) {
-    const cudaError_t error =
-        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  int found = known[device].load(std::memory_order_relaxed);
+  if (found == 0) {
+    const cudaError_t error = cudaDeviceGetAttribute(&found, kAttribute, device);
     NWOR_CHECK(error == cudaSuccess, op, "cuda:", device,
-               " cannot be asked for its size: ", cudaGetErrorString(error));
-    known[device].store(count, std::memory_order_relaxed);
+               " cannot be asked for its properties: ", cudaGetErrorString(error));
+    known[device].store(found, std::memory_order_relaxed);
   }
-  return count;
+  return found;
 }
 
-using LaunchFunction = decltype(&cuLaunchKernel);
+inline int num_multiprocessors(const char* op, int device) {
+  return device_attribute<cudaDevAttrMultiProcessorCount>(op, device);
+}
 
-// The driver's cuLaunchKernel, found at run time: this library loads without a driver.
-inline LaunchFunction launch_function(const char* op) {
-  static std::atomic<void*> known{nullptr};
+// A function of the driver, found at run time: this library loads without a driver.
+// known: of this function alone.
+template <typename Function>
+Function* driver_function(const char* op, const char* name, std::atomic<void*>& known) {
   void* found = known.load(std::memory_order_relaxed);
   if (found == nullptr) {
     constexpr unsigned kSince = 12000;
     cudaDriverEntryPointQueryResult result{};
     const cudaError_t error = cudaGetDriverEntryPointByVersion(
-        "cuLaunchKernel", &found, kSince, cudaEnableDefault, &result);
-    NWOR_CHECK(error == cudaSuccess && found != nullptr, op,
-               "the driver has no cuLaunchKernel: ", cudaGetErrorString(error));
+        name, &found, kSince, cudaEnableDefault, &result);
+    NWOR_CHECK(error == cudaSuccess && found != nullptr, op, "the driver has no ", name,
+               ": ", cudaGetErrorString(error));
     known.store(found, std::memory_order_relaxed);
   }
-  return reinterpret_cast<LaunchFunction>(found);
+  return reinterpret_cast<Function*>(found);
+}
+
+inline auto launch_function(const char* op) {
+  static std::atomic<void*> known{nullptr};
+  return driver_function<decltype(cuLaunchKernel)>(op, "cuLaunchKernel", known);
+}
+inline auto early_launch_function(const char* op) {
+  static std::atomic<void*> known{nullptr};
+  return driver_function<decltype(cuLaunchKernelEx)>(op, "cuLaunchKernelEx", known);
+}
+
+// A kernel that is launched early begins with this. It waits for what is before it in
+// its stream, and lets the next launch, which waits here too, be set up meanwhile.
+__device__ inline void wait_for_stream() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+#endif
 }
 
 // A kernel without dynamic shared memory, launched in one dimension.
@@ -59,20 +80,42 @@ class DriverKernel {
   // Does what the first launch would do besides.
   void load(const char* op, int device) {
     launch_function(op);
+    early_launch_function(op);
     function(op, device);
   }
 
   // Requires that `device` is the current one. `arguments` point to the kernel's.
   void launch(const char* op, int device, unsigned grid, unsigned block, void* stream,
               void** arguments) {
-    const CUresult result =
-        launch_function(op)(function(op, device), grid, 1, 1, block, 1, 1, 0,
-                            static_cast<CUstream>(stream), arguments, nullptr);
+    check(op, launch_function(op)(function(op, device), grid, 1, 1, block, 1, 1, 0,
+                                  static_cast<CUstream>(stream), arguments, nullptr));
+  }
+
+  // As launch, for a kernel that begins with wait_for_stream.
+  void launch_early(const char* op, int device, unsigned grid, unsigned block,
+                    void* stream, void** arguments) {
+    CUlaunchAttribute attribute{};
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig config{};
+    config.gridDimX = grid;
+    config.gridDimY = config.gridDimZ = 1;
+    config.blockDimX = block;
+    config.blockDimY = config.blockDimZ = 1;
+    config.hStream = static_cast<CUstream>(stream);
+    config.attrs = &attribute;
+    const int major = device_attribute<cudaDevAttrComputeCapabilityMajor>(op, device);
+    config.numAttrs = major >= 9 ? 1 : 0;
+    check(op,
+          early_launch_function(op)(&config, function(op, device), arguments, nullptr));
+  }
+
+ private:
+  static void check(const char* op, CUresult result) {
     NWOR_CHECK(result == CUDA_SUCCESS, op, "the launch failed: CUDA driver error ",
                static_cast<int>(result));
   }
 
- private:
   // Loads the kernel at the first call for a device.
   CUfunction function(const char* op, int device) {
     CUfunction found = functions_[device].load(std::memory_order_relaxed);
