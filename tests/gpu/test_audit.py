@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV audit at 100 % on real engines: silent where nothing is wrong, on every engine
-of the matrix; one bit flipped between two steps is found where it is; and beside the
+of the matrix, on both ranks of a tensor parallel one, and on one that sleeps and wakes
+up; one bit flipped between two steps is found where it is; and beside the
 OffloadingConnector vLLM issue 54193, which vLLM 0.26 has.
 
 NWOR's mode is that of the matrix (NWOR_GPU_MODE). Beside the connector it is off: the
@@ -14,13 +15,24 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.engines import BY_NAME, CORRUPTING, MATRIX, EngineSpec
+from tests.gpu.engines import (
+    BY_NAME,
+    CORRUPTING,
+    MATRIX,
+    PARALLEL,
+    SLEEP,
+    EngineSpec,
+)
 from tests.gpu.pool import OFF, ON, Chain, Runs, engines_fixture
+from tests.gpu.process import PHASES
 
 COMMAND = "make gpu-test STEPS='build audit'"
 AUDIT = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_MIB": "4096"}
 STRICT = {"VLLM_NWOR_STRICT": "always"}
-ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in MATRIX])
+ENGINES = pytest.mark.parametrize(
+    "engine", [spec.name for spec in (*MATRIX, *PARALLEL)]
+)
+SLEEPERS = pytest.mark.parametrize("engine", [spec.name for spec in SLEEP])
 CELLS = pytest.mark.parametrize("engine", [spec.name for spec in CORRUPTING])
 FAULTY, MENDED = "faulty", "mended"
 
@@ -41,6 +53,13 @@ runs = engines_fixture(
     lambda pool, spec: {ON: pool.run("audit", spec, ON, **AUDIT)},
     entries,
     COMMAND,
+)
+sleeping = engines_fixture(
+    "gpu_audit",
+    lambda pool, spec: {ON: pool.run("sleep", spec, ON, **AUDIT)},
+    entries,
+    COMMAND,
+    jobs=1,  # as in test_sleep.py
 )
 corrupting = engines_fixture(
     "gpu_audit",
@@ -78,13 +97,24 @@ def test_a_clean_engine_has_no_findings(runs: Runs, engine: str) -> None:
 def test_a_flipped_bit_is_found_where_it_is(runs: Runs, engine: str) -> None:
     run = runs[engine][ON]
     assert run.is_complete, run.trouble()
-    (where,) = run.report["flipped"]
-    found = findings(run.report["found"])
-    assert [(f["kind"], f["slot"], f["layer"], f["num_layers"]) for f in found] == [
-        ("changed", where["slot"], where["layer"], 1)
-    ]
-    assert found[0]["position"] == 1
-    assert found[0]["owner"].startswith("eight/")
+    for where, look in zip(run.report["flipped"], run.report["found"], strict=True):
+        (found,) = look["findings"]
+        assert (found["kind"], found["slot"]) == ("changed", where["slot"])
+        assert (found["layer"], found["num_layers"]) == (where["layer"], 1)
+        assert found["position"] == 1
+        assert found["owner"].startswith("eight/")
+
+
+@SLEEPERS
+def test_an_engine_that_sleeps_has_no_findings(sleeping: Runs, engine: str) -> None:
+    run = sleeping[engine][ON]
+    assert run.is_complete, run.trouble()
+    assert set(run.report) > set(PHASES)
+    assert findings(run.report["audit"]) == []
+    (look,) = run.report["audit"]
+    assert set(look["pools"]) == {None}
+    assert look["totals"]["identities"] > 10_000
+    assert look["totals"]["contents"] > 10_000
 
 
 @CELLS
