@@ -100,6 +100,9 @@ class GpuTestExtension(NworWorkerExtension):
         return {
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
             "backends": sorted({type(layer.impl).__name__ for layer in layers}),
+            "flash_attn": sorted(
+                {getattr(layer.impl, "vllm_flash_attn_version", 0) for layer in layers}
+            ),
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "max_scheduled_tokens": getattr(
