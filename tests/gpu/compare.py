@@ -174,8 +174,6 @@ def _judge_whole(spec: EngineSpec, reports: dict[str, dict[str, Any]]) -> Found:
             yield "rows", f"{mode}: the runner is {facts['runner']}"
         if facts["async_scheduling"] != spec.asynchronous:
             yield "rows", f"{mode}: async_scheduling is {facts['async_scheduling']}"
-        if spec.flash and facts["flash_attn"] != [spec.flash]:
-            yield "rows", f"{mode}: FlashAttention is {facts['flash_attn']}"
     if facts := on.get("facts"):
         if set(facts.get("resolved") or (ON,)) != {ON}:
             yield "bytes", f"groups resolve to {sorted(set(facts['resolved']))}"

@@ -55,7 +55,6 @@ class EngineSpec:
     rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
     get the target's weights, so that some of their drafts are right. adaptive: vLLM
     decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
-    flash: FlashAttention's version, if not vLLM's choice (3 on Hopper).
     executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
     """
 
@@ -74,7 +73,6 @@ class EngineSpec:
     rejection: str = "synthetic"
     adaptive: bool = False
     dynamic: bool = False
-    flash: int = 0
     executor: str = ""
     on: str = ""
 
@@ -152,8 +150,6 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
-        if self.flash:
-            arguments["attention_config"] = {"flash_attn_version": self.flash}
         if self.executor:
             arguments["distributed_executor_backend"] = "ray"
         if self.offloads:
@@ -284,13 +280,12 @@ draft-flash-v2-async draft_model FLASH_ATTN FULL fp8 on=v2
 """)
 
 # Drafters and rejection rules that no CPU can run, the first one's compiled, which FULL
-# alone turns off; and what MATRIX leaves out: EAGLE on V1, FlashAttention 2.
+# alone turns off; and EAGLE on V1, which MATRIX leaves out.
 METHODS = _engines("""
 ngram-gpu-flash-async ngram_gpu FLASH_ATTN PIECEWISE auto
 dspark-flash-async dspark FLASH_ATTN FULL auto
 block-eagle-flash eagle FLASH_ATTN FULL auto rejection=block
 eagle-flash-v1-async eagle FLASH_ATTN FULL auto on=v1
-eagle-flash2 eagle FLASH_ATTN FULL auto flash=2
 """)
 NEWER_METHODS = _engines("""
 ngram-gpu-flash-v2-async ngram_gpu FLASH_ATTN FULL auto on=v2

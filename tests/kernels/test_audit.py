@@ -1053,6 +1053,33 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     assert audit.findings.counts["changed"] > 0
 
 
+def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found():
+    """As all but the first of a tensor parallel group. vLLM has two steps in flight;
+    until there are more, an output will take it along, or be kept back."""
+    world = prefilled()
+    audit = world.runner.nwor_audit
+    audit.raises = True
+    cached = dict.fromkeys(
+        ("req_ids", "num_computed_tokens", "new_block_ids", "resumed_req_ids"), ()
+    )
+    step = SimpleNamespace(
+        finished_req_ids=(),
+        scheduled_new_reqs=(),
+        scheduled_cached_reqs=SimpleNamespace(**cached),
+        scheduled_spec_decode_tokens={},
+    )
+    logged = []
+    for block in (1, 15, 15):  # one of a's, then nobody's
+        without_host(world, 1, block)
+        output = SimpleNamespace(get_output=partial(SimpleNamespace, req_ids=["a"]))
+        audit.attach(world.runner, output)
+        audit.begin_step(world.runner, step)
+        logged.append(audit.findings.counts["changed"] > 0)
+
+    assert logged == [False, False, True]
+    assert output.get_output().req_ids == ["a"]  # nothing is left that keeps it back
+
+
 def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
     header = (REPO / "csrc/nwor/audit.h").read_text()
     body = header.split("struct Finding {")[1].split("};")[0]

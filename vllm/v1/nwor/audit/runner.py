@@ -22,10 +22,10 @@ import torch
 from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, Wrapped, argument, install_all
-from ..report import NOTHING
+from ..report import MAX_IN_FLIGHT, NOTHING
 from ..window import Acceptance, NumRejected, SampledIds
 from . import offloading, startup
-from .findings import AuditError, Findings
+from .findings import AuditError, Findings, Found
 from .state import Audit, Batch, Scheduled, Text
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -91,6 +91,8 @@ class RunnerAudit:
         self.findings = Findings(path)
         self.raises = config.audit is AuditMode.RAISE
         self.strict = config.strict_steps
+        # Asynchronous outputs since one was read. vLLM reads those of one rank only.
+        self.num_unread = 0
         # What no output has taken along yet, and when one took something.
         self.untold: Counter[str] = Counter()
         self.told_at = 0.0
@@ -104,7 +106,10 @@ class RunnerAudit:
 
     @guarded
     def begin_step(self, runner: Any, scheduled: Any) -> None:
-        """scheduled: vLLM's SchedulerOutput."""
+        """scheduled: vLLM's SchedulerOutput. What earlier steps found is logged here
+        where nobody reads this rank's outputs: it has nothing to keep from leaving."""
+        if self.num_unread > MAX_IN_FLIGHT:
+            self._take(0)
         finished = scheduled.finished_req_ids
         for name in finished:
             self.about.pop(name, None)
@@ -155,7 +160,6 @@ class RunnerAudit:
     def attach(self, runner: Any, output: Any) -> Any:
         """The output of a step, which findings leave with, or which they keep from
         leaving; an asynchronous one has them when vLLM reads it."""
-
         through = self.audit.outbox.num_sent
 
         def told(found: Any) -> Any:
@@ -166,7 +170,13 @@ class RunnerAudit:
         get_output = getattr(output, "get_output", None)
         if get_output is None:
             return told(output)
-        output.get_output = lambda: told(get_output())
+
+        def read() -> Any:
+            self.num_unread = 0
+            return told(get_output())
+
+        self.num_unread += 1
+        output.get_output = read
         return output
 
     @guarded
@@ -177,15 +187,10 @@ class RunnerAudit:
         Raises:
             AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
         """
-        found = self.audit.outbox.take(through)
-        self.untold["steps"] += found.num_steps
-        self.untold["unverified"] += found.num_unverified
-        if found.findings:
-            self.untold.update(finding.kind for finding in found.findings)
-            self.findings.add(found.findings, found.num_lost)
-            if self.raises:
-                first = found.findings[0].line()
-                raise AuditError(f"{len(found.findings)} findings, the first: {first}")
+        found = self._take(through)
+        if found.findings and self.raises:
+            first = found.findings[0].line()
+            raise AuditError(f"{len(found.findings)} findings, the first: {first}")
         now = time.monotonic()
         is_due = found.findings or now >= self.told_at + TELLING_SECONDS
         if is_due and getattr(output, "req_ids", None):
@@ -193,6 +198,16 @@ class RunnerAudit:
             output.nwor_stats = payload.with_audit(dict(self.untold))
             self.untold = Counter()
             self.told_at = now
+
+    def _take(self, through: int) -> Found:
+        """As Outbox.take; it is counted and logged."""
+        found = self.audit.outbox.take(through)
+        self.untold["steps"] += found.num_steps
+        self.untold["unverified"] += found.num_unverified
+        if found.findings:
+            self.untold.update(finding.kind for finding in found.findings)
+            self.findings.add(found.findings, found.num_lost)
+        return found
 
     @guarded
     def hand_on(self, runner: Any, read: Callable[[], Any], fills: bool) -> None:
