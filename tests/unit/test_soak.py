@@ -33,7 +33,7 @@ def good_record():
     worker = [1000 + min(t, 120) + 3 * (i % 2) for i, t in enumerate(seconds)]
     ours = {"windows": 102.0, "tokens_staged": 400.0, "committed_tokens": 250.0}
     ours |= {"rejected_tokens": 142.0, "dropped_drafts": 8.0, "restored_bytes": 4096.0}
-    ours |= {"breaches": 0.0, "audit_steps": 1e4}
+    ours |= {"breaches": 0.0, "fallbacks": 0.0, "audit_steps": 1e4}
     ours |= {"audit_findings": 0.0, "audit_unverified": 0.0}
     vllms = {"drafts": 100.0, "draft_tokens": 392.0, "accepted_tokens": 250.0}
     metrics = {f"{NWOR}{name}": num for name, num in ours.items()}
@@ -128,7 +128,7 @@ BAD = [
     (("clients", {}), {"API servers"}),
     (
         ("metrics", {}),
-        {"NWOR at work", "identity: windows", "breaches", "KV audit"},
+        {"NWOR at work", "identity: windows", "breaches", "fallbacks", "KV audit"},
     ),
 ]
 
