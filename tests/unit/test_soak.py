@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -394,6 +395,27 @@ def test_no_server_is_an_error_and_no_result(tmp_path, capsys):
     assert soak.main([*argv, "--json", str(path)]) == 1
     assert "no OpenAI-compatible server" in capsys.readouterr().err
     assert not path.exists()
+
+
+KILLED = """
+import os, pathlib, sys
+from tools.soak import server
+with server.running(["sleep", "60"], lambda: True, pathlib.Path(sys.argv[1]), 1) as it:
+    print(it.pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_server_ends_with_who_started_it_however_that_ends(tmp_path):
+    command = [sys.executable, "-c", KILLED, tmp_path / "log"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == -9
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(int(done.stdout))
+        while started.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 BAD_OPTIONS = ("url u", "pid 1", "minutes 0", "vocab-size 1", "mode on", "env =1")
