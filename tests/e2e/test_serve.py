@@ -27,22 +27,12 @@ import pytest
 
 from tests.helpers import monitoring, reach
 from tests.helpers.environment import REPO, model_path, subprocess_env
-from tests.helpers.server import Server, serve
+from tests.helpers.server import ARGUMENTS, Server, serve
 from tools.soak.server import SERVE, free_port, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_API_SERVERS = 2
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 4,
-}
-ARGUMENTS = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
-# 5 % of them are shadow blocks for all sequences.
-ARGUMENTS += ["--num-gpu-blocks-override", "320", "--block-size", "32"]
-ARGUMENTS += ["--speculative-config", json.dumps(SPECULATION)]
 PROMPTS = (
     "List the months of the year, then list the months of the year again.",
     "The cat sat on the mat. The dog sat on the mat. The cow sat on",
