@@ -10,28 +10,12 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.helpers import environment
 
 environment.prepare()
-
-WITH_SERVER = ("e2e/test_monitoring.py", "e2e/test_serve.py")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, the files that share a server go to one worker."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "server" if file.endswith(WITH_SERVER) else file
-
-    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture(autouse=True, scope="module")

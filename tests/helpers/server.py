@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,17 @@ from tests.helpers.environment import model_path, subprocess_env
 from tools.soak.server import SERVE, free_port, model_of, read_metrics, serving, settle
 
 START_SECONDS = 300
+# Of the servers of tests.
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+ARGUMENTS = ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
+# 5 % of them are shadow blocks for all sequences.
+ARGUMENTS += ["--num-gpu-blocks-override", "320", "--block-size", "32"]
+ARGUMENTS += ["--speculative-config", json.dumps(SPECULATION)]
 
 
 class Server:

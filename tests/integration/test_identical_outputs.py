@@ -53,6 +53,7 @@ from tests.helpers.engine import (
     prompt,
     shared,
 )
+from tests.helpers.environment import REPO
 from tests.integration.test_audit import alike, keys_of_texts_alone, lora
 from tests.integration.test_byte_oracle import EVERYTHING
 
@@ -270,10 +271,15 @@ def test_finish_and_abort() -> None:
 
 
 def test_settings_that_change_nothing() -> None:
-    """Every check, no metrics."""
+    """Every check, no metrics; and, as docs/operations.md says of engines made without
+    statistics, none to be had."""
     settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "always"}
     engines = [*engines_of(["off"]), like_off("stage", settings, **ENGINE)]
     compare([Request(f"r{i}", prompt(i, 30), 40) for i in range(2)], mixture, engines)
+    said = "Stat logging disabled"
+    with pytest.raises(AssertionError, match=said):
+        engines[1].llm.get_metrics()
+    assert f"`{said}`" in (REPO / "docs" / "operations.md").read_text()
 
 
 def test_prefix_caching() -> None:

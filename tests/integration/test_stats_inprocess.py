@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable
 from inspect import getattr_static
 from pathlib import Path
 from types import FrameType, FunctionType, SimpleNamespace
@@ -40,7 +42,7 @@ from tests.helpers.engine import (
     risen,
     threads,
 )
-from tests.helpers.environment import model_path, nwor_settings
+from tests.helpers.environment import REPO, model_path, nwor_settings, subprocess_env
 from vllm_nwor.hooks import _wrap, runner_v1, stats
 from vllm_nwor.metrics import COUNTERS
 from vllm_nwor.plugin import register
@@ -173,6 +175,7 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         assert not any(num for name, num in rise.items() if "fallbacks" in name)
 
 
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 PROMPT = TokensPrompt(prompt_token_ids=[7, 8, 9] * 8)
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -192,42 +195,22 @@ async def by_async_llm(arguments: dict[str, Any]) -> list[RequestOutput]:
     return outputs
 
 
-Serve = Callable[[str, bool], dict[str, Any]]
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """An engine core in a process of its own, mode cow, answers twice; the metrics of
-    its front end here, which has NWOR's hooks, or (is_late) none: its plugin was loaded
-    while the mode was off."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)  # of engines here
-
-    def run(front_end: str, is_late: bool) -> dict[str, Any]:
-        arguments = DEFAULTS | {"model": model_path("tiny-llama")}
-        arguments["disable_log_stats"] = False
-        with nwor_settings({"MODE": "cow"}), threads(1):
-            register()
-            if is_late:
-                _wrap.unhook()
-            try:
-                outputs = (
-                    asyncio.run(by_async_llm(arguments))
-                    if front_end == "AsyncLLM"
-                    else by_llm(arguments)
-                )
-            finally:
-                _wrap.rehook()
-        assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 24]
-        return {m.name: getattr(m, "value", None) for m in get_metrics_snapshot()}
-
-    return run
+def across_processes() -> dict[str, Any]:
+    arguments = {"model": model_path("tiny-llama"), "disable_log_stats": False}
+    # No process for the worker beside the engine core.
+    arguments["distributed_executor_backend"] = UNIPROC
+    return DEFAULTS | arguments
 
 
 @pytest.mark.nightly
-def test_llm_get_metrics_shows_them_across_processes(serve):
+def test_llm_get_metrics_shows_them_across_processes(monkeypatch):
     """As a server does in tests/e2e/test_serve.py, by vLLM's other front end."""
-    found = serve("LLM", is_late=False)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)  # of engines here
+    with nwor_settings({"MODE": "cow"}), threads(1):
+        register()
+        by_llm(across_processes())
+    found = {m.name: getattr(m, "value", None) for m in get_metrics_snapshot()}
 
     assert found["vllm:nwor_tokens_staged"] > 0
     assert (
@@ -241,21 +224,55 @@ def test_llm_get_metrics_shows_them_across_processes(serve):
     assert found["vllm:nwor_info"] == 1
 
 
-@pytest.mark.parametrize(
-    "front_end",
-    [
-        pytest.param("LLM", marks=pytest.mark.nightly),
-        pytest.param("AsyncLLM", marks=pytest.mark.slow),
-    ],
-)
-def test_an_engine_whose_front_end_does_not_take_reports_serves_on(
-    front_end, serve, capfd
-):
-    found = serve(front_end, is_late=True)
-    printed = "".join(capfd.readouterr())
+FRONT_ENDS = (("off", "LLM"), ("stage", "LLM"), ("stage", "AsyncLLM"))
 
-    assert "vllm:spec_decode_num_drafts" in found
-    assert not [name for name in found if "nwor" in name]
-    # The engine ran with NWOR, and said once that nobody hears of it.
-    assert "NWOR cow requested" in printed
-    assert printed.count("NWOR metrics are off: the front end") == 1
+
+def switch_the_mode_on() -> None:
+    """FRONT_ENDS, one after the other, each with that mode in the environment; prints
+    the tokens and the names of the metrics of each, in a line of JSON."""
+    for mode, front_end in FRONT_ENDS:
+        os.environ["VLLM_NWOR_MODE"] = mode
+        # The first one's engine is in this process, which starts sooner.
+        is_apart = str(int(mode != "off"))
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = is_apart
+        if front_end == "LLM":
+            outputs = by_llm(across_processes())
+        else:
+            outputs = asyncio.run(by_async_llm(across_processes()))
+        os.environ.pop("VLLM_DIST_IDENT", None)  # of the first engine
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        print(json.dumps([tokens, [metric.name for metric in get_metrics_snapshot()]]))
+
+
+@pytest.mark.slow
+def test_an_engine_whose_front_end_does_not_take_reports_serves_on():
+    """Plugins are loaded once a process: front ends in one that had the mode off then
+    take no reports, whatever is asked for later; engines in processes of their own run
+    with it, and send none."""
+    code = f"import {__name__} as of; of.switch_the_mode_on()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        env=subprocess_env(OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    played = [json.loads(line) for line in lines if line.startswith("[[")]
+    assert len(played) == len(FRONT_ENDS)
+    vanilla, _ = played[0]
+    assert [len(tokens) for tokens in vanilla] == [24, 24]
+    for tokens, names in played:
+        assert tokens == vanilla
+        assert "vllm:spec_decode_num_drafts" in names
+        assert not [name for name in names if "nwor" in name]
+    for said in (
+        "NWOR stage requested; group 0: stage",
+        "NWOR metrics are off: the front end",
+    ):
+        # Of each engine, once.
+        assert len([line for line in lines if said in line]) == 2, done.stdout

@@ -47,21 +47,25 @@ from tests.simulation.step import MAX_TOKENS, Rows, Step, Table, slots_of
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import (
-    BEGIN_FAILED,
-    BEGIN_MISSED,
-    COMMIT_FAILED,
-    NO_SEAT,
-    OVER_CAPACITY,
-    STAGE_FAILED,
-    STALE_LOG,
-    STEP_FAILED,
     DraftCommitManager,
     NworError,
     StagedGroup,
     State,
 )
 from vllm_nwor.launches import num_bytes
-from vllm_nwor.metrics import COUNTERS, GroupInfo, NworStats
+from vllm_nwor.metrics import (
+    BEGIN_FAILED,
+    BEGIN_MISSED,
+    COMMIT_FAILED,
+    COUNTERS,
+    NO_SEAT,
+    OVER_CAPACITY,
+    STAGE_FAILED,
+    STALE_LOG,
+    STEP_FAILED,
+    GroupInfo,
+    NworStats,
+)
 from vllm_nwor.report import Report
 
 LOG_GUARD = 0xA7

@@ -22,6 +22,7 @@ from tests.simulation.operations import FAULTS, from_text
 from tests.simulation.simulator import Simulator
 from vllm_nwor import ops
 from vllm_nwor.draft_manager import DraftCommitManager
+from vllm_nwor.metrics import FALLBACKS
 
 # More make nightly plays: a million, from another seed each time.
 NUM_OPERATIONS = 20_000
@@ -47,12 +48,10 @@ def test_no_violation_in_20000_operations() -> None:
     )
     # And everything that the simulation is about has happened, not once or twice.
     assert min(totals.values()) >= 20, totals
-    fallbacks = ("stale_log", "over_capacity", "begin_failed", "commit_failed")
-    fallbacks += ("begin_missed", "stage_failed", "no_seat", "step_failed")
     assert found.keys() == {
         *(("operations", kind) for kind in operations.KINDS),
         *(("faults", fault) for fault in FAULTS[1:]),
-        *(("fallbacks", reason) for reason in fallbacks),
+        *(("fallbacks", reason) for reason in FALLBACKS),
         *(("prefixes", what) for what in ("copied", "kept")),
     }
     assert min(totals["prefixes", what] for what in ("copied", "kept")) > 200

@@ -37,7 +37,14 @@ from vllm_nwor.audit.findings import CLASSES
 from vllm_nwor.audit.stats import COUNTERS as AUDIT_COUNTERS
 from vllm_nwor.hooks import stats
 from vllm_nwor.hooks._wrap import HostMismatch
-from vllm_nwor.metrics import COUNTERS, Counted, GroupInfo, NworPrometheus, NworStats
+from vllm_nwor.metrics import (
+    COUNTERS,
+    FALLBACKS,
+    Counted,
+    GroupInfo,
+    NworPrometheus,
+    NworStats,
+)
 from vllm_nwor.report import StepPayload
 
 BONUS = 7
@@ -569,6 +576,10 @@ def value(module, name, engine=0, **labels):
     return module.registry.get_sample_value(f"vllm:nwor_{name}", labels)
 
 
+def fallbacks(module, engine=0):
+    return {r: value(module, "fallbacks_total", engine, reason=r) for r in FALLBACKS}
+
+
 def test_a_report_is_taken_out_and_counted_for_its_engine():
     module = hooked_loggers()
     manager = module.StatLoggerManager((0, 1))
@@ -579,6 +590,7 @@ def test_a_report_is_taken_out_and_counted_for_its_engine():
     own = {"num_saved": 1}
     for name in COUNTERS:
         assert value(module, f"{name}_total", engine=1) == 0
+    assert fallbacks(module, engine=1) == dict.fromkeys(FALLBACKS, 0)
 
     assert recorded(manager, {"nwor": report}, engine_idx=1) is None
     assert recorded(manager, {"nwor": report, **own}, engine_idx=1) == own
@@ -821,7 +833,7 @@ def test_several_api_servers_add_up(tmp_path):
     MultiProcessCollector(found.registry, path=str(tmp_path))
 
     assert value(found, "windows_total") == 7
-    assert value(found, "fallbacks_total", reason="over_capacity") == 2
+    assert fallbacks(found) == {**dict.fromkeys(FALLBACKS, 0), "over_capacity": 2}
     assert info(found, "cow") == 1
 
 

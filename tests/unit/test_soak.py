@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ def good_record():
     worker = [1000 + min(t, 120) + 3 * (i % 2) for i, t in enumerate(seconds)]
     ours = {"windows": 102.0, "tokens_staged": 400.0, "committed_tokens": 250.0}
     ours |= {"rejected_tokens": 142.0, "dropped_drafts": 8.0, "restored_bytes": 4096.0}
-    ours |= {"breaches": 0.0, "audit_steps": 1e4}
+    ours |= {"breaches": 0.0, "fallbacks": 0.0, "audit_steps": 1e4}
     ours |= {"audit_findings": 0.0, "audit_unverified": 0.0}
     vllms = {"drafts": 100.0, "draft_tokens": 392.0, "accepted_tokens": 250.0}
     metrics = {f"{NWOR}{name}": num for name, num in ours.items()}
@@ -128,7 +129,7 @@ BAD = [
     (("clients", {}), {"API servers"}),
     (
         ("metrics", {}),
-        {"NWOR at work", "identity: windows", "breaches", "KV audit"},
+        {"NWOR at work", "identity: windows", "breaches", "fallbacks", "KV audit"},
     ),
 ]
 
@@ -394,6 +395,27 @@ def test_no_server_is_an_error_and_no_result(tmp_path, capsys):
     assert soak.main([*argv, "--json", str(path)]) == 1
     assert "no OpenAI-compatible server" in capsys.readouterr().err
     assert not path.exists()
+
+
+KILLED = """
+import os, pathlib, sys
+from tools.soak import server
+with server.running(["sleep", "60"], lambda: True, pathlib.Path(sys.argv[1]), 1) as it:
+    print(it.pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_server_ends_with_who_started_it_however_that_ends(tmp_path):
+    command = [sys.executable, "-c", KILLED, tmp_path / "log"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == -9
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(int(done.stdout))
+        while started.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 BAD_OPTIONS = ("url u", "pid 1", "minutes 0", "vocab-size 1", "mode on", "env =1")

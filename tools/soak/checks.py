@@ -122,9 +122,8 @@ def _of_nwor(record: Record) -> Iterator[Check]:
     found = f"{windows:.0f} and {counted:.0f}"
     wanted = "windows >= vLLM's drafts > 0"
     yield Check("identity: windows", 0 < counted <= windows, found, wanted)
-    # Of steps that ran as vanilla there is no series if there are none.
-    for name, absent in (("breaches", None), ("fallbacks", 0.0)):
-        count = metrics.get(f"vllm:nwor_{name}", absent)
+    for name in ("breaches", "fallbacks"):
+        count = metrics.get(f"vllm:nwor_{name}")
         found = "no such counter" if count is None else f"{count:.0f}"
         yield Check(name, count == 0, found, "0")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -33,6 +34,8 @@ main()
 """
 SERVE = (sys.executable, "-c", VLLM, "serve")
 STOP_SECONDS = 60
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LIBC = ctypes.CDLL(None)
 MIB = 2**20
 KEPT = re.compile(
     r"vllm:(nwor_|spec_decode_|num_preemptions|prompt_tokens_total|generation_tokens"
@@ -65,13 +68,20 @@ def running(
     start_seconds: float,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server while the block runs; gives the process whose children the others are.
+    """A server while the block runs, and no longer than this thread, however that ends;
+    gives the process whose children the others are.
 
     Raises ServerError, with the end of the log, if it is not up within `start_seconds`.
     """
     with log.open("wb") as output:
-        options = {"stdout": output, "stderr": subprocess.STDOUT, "env": env}
-        process = subprocess.Popen(command, start_new_session=True, **options)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
     deadline = time.monotonic() + start_seconds
     try:
         while not is_up():

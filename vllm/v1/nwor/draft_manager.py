@@ -70,20 +70,20 @@ from .launches import (
     bytes_per_draft,
     num_bytes,
 )
+from .metrics import (
+    BEGIN_FAILED,
+    BEGIN_MISSED,
+    COMMIT_FAILED,
+    NO_SEAT,
+    OVER_CAPACITY,
+    STAGE_FAILED,
+    STALE_LOG,
+)
 from .shadow_pages import ShadowGroup, ShadowPages, ShadowRegion
 from .shadow_pages import num_bytes as num_shadow_bytes
 from .window import Acceptance, VerificationWindows
 
 logger = logging.getLogger("vllm.v1.nwor")
-
-STALE_LOG = "stale_log"
-OVER_CAPACITY = "over_capacity"
-BEGIN_FAILED = "begin_failed"
-COMMIT_FAILED = "commit_failed"
-BEGIN_MISSED = "begin_missed"
-STAGE_FAILED = "stage_failed"
-NO_SEAT = "no_seat"
-STEP_FAILED = "step_failed"
 
 
 class NworError(RuntimeError):

@@ -20,14 +20,9 @@ from itertools import pairwise
 
 import torch
 
-from .draft_manager import (
-    BEGIN_FAILED,
-    COMMIT_FAILED,
-    OVER_CAPACITY,
-    DraftCommitManager,
-    State,
-)
+from .draft_manager import DraftCommitManager, State
 from .launches import GroupLog
+from .metrics import BEGIN_FAILED, COMMIT_FAILED, OVER_CAPACITY
 from .ops import COUNTER_COLUMNS
 
 

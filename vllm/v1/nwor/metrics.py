@@ -50,6 +50,19 @@ COUNTERS = {
     "committed_bytes": "KV-cache bytes copied from shadow pages (of one worker).",
     "breaches": "Identities between worker and scheduler that did not hold.",
 }
+# The reasons of fallbacks, which the manager counts (draft_manager.py).
+STALE_LOG = "stale_log"
+OVER_CAPACITY = "over_capacity"
+BEGIN_FAILED = "begin_failed"
+COMMIT_FAILED = "commit_failed"
+BEGIN_MISSED = "begin_missed"
+STAGE_FAILED = "stage_failed"
+NO_SEAT = "no_seat"
+STEP_FAILED = "step_failed"
+FALLBACKS = (
+    *(STALE_LOG, OVER_CAPACITY, BEGIN_FAILED, COMMIT_FAILED),
+    *(BEGIN_MISSED, STAGE_FAILED, NO_SEAT, STEP_FAILED),
+)
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 _NOTHING = [0] * len(COUNTERS)
@@ -266,7 +279,10 @@ def create(cls: Any, name: str, text: str, *labels: str, **more: str) -> Any:
 
 class NworPrometheus:
     """Our counters of one stat logger. label_values: engine index -> values of
-    ENGINE_LABELS."""
+    ENGINE_LABELS.
+
+    All series of counters are there from the start, with 0, so that an alert on a rise
+    sees the first one, also where several API servers write to files."""
 
     def __init__(
         self,
@@ -284,6 +300,9 @@ class NworPrometheus:
             engine: [counter.labels(*values).inc for counter in counters]
             for engine, values in label_values.items()
         }
+        for values in label_values.values():
+            for reason in FALLBACKS:
+                self._fallbacks.labels(*values, reason)
         self._waiting = {engine: deque[Sequence[int]]() for engine in label_values}
         # Another process collects from a file, or Ray from a push: nobody asks here.
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ

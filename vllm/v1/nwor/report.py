@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from .draft_manager import BEGIN_MISSED, DraftCommitManager
-from .metrics import GroupInfo
+from .draft_manager import DraftCommitManager
+from .metrics import BEGIN_MISSED, GroupInfo
 from .ops import COUNTER_COLUMNS
 from .window import Acceptance
 

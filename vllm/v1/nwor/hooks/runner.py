@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from ..config import AuditMode, Mode, NworConfig
-from ..draft_manager import STEP_FAILED, DraftCommitManager, NworError, State
+from ..draft_manager import DraftCommitManager, NworError, State
 from ..hooks import stats
-from ..metrics import GroupInfo
+from ..metrics import STEP_FAILED, GroupInfo
 from ..report import Report
 from ..window import VerificationWindows
 from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
