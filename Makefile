@@ -89,7 +89,8 @@ reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach
 	NWOR_REACH_RESULTS=$(abspath $(RESULTS)) $(PY) -m pytest -m "" $(REACH) $(ARGS)
 	$(PY) tools/results/render.py
 
-# Their copies of what NWOR touches are patched, too, as those who keep a fork do it.
+# What NWOR touches of them is patched, too, as those who keep a fork do it, and our
+# library is built by their own setup.py and CMakeLists.txt.
 check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
 	$(PY) tools/check_vllm.py $(ARGS)
 	$(PY) -m pytest -m nightly tests/unit/test_apply_to_vllm.py -q
