@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,9 +44,6 @@ VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 # Any tag that a wheel of vLLM may have here, so that pip looks at what there is.
 GLIBC = ("manylinux1", *(f"manylinux_2_{minor}" for minor in range(17, 40)))
-# What builds a checkout, and no wheel has; of csrc what is built for any device.
-BUILD_FILES = ("CMakeLists.txt", "setup.py", "cmake/**/*", "requirements/*")
-BUILD_FILES += ("csrc/*.cpp", "tools/build_rust.py")
 # The central directory of a wheel of vLLM fits in: one request for it.
 TAIL_BYTES = 1 << 20
 
@@ -79,24 +74,6 @@ def download(requirement: str, folder: Path) -> Path:
     return wheel
 
 
-def unpacked_sdist(requirement: str, folder: Path) -> Path:
-    """The root of the sdist of a requirement, below `folder`. Raises NoSource.
-
-    pip would build metadata of it next, which fails where vLLM's build does not have
-    all that it needs; by then it has unpacked it.
-    """
-    words = ["--no-clean", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-    done = subprocess.run(
-        [*PIP, "download", *words, "--dest", str(folder / "none"), requirement],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    for setup in folder.glob("pip-*/*/setup.py"):
-        return setup.parent
-    raise NoSource(f"no sdist: {done.stderr.strip()}")
-
-
 class Release:
     """The files of a release of vLLM, as they are needed."""
 
@@ -121,22 +98,6 @@ class Release:
             names = [n for n in self._archive.namelist() if n.endswith(".py")]
             write_whole(kept, json.dumps(names).encode())
         return frozenset(json.loads(kept.read_text()))
-
-    def build_files(self) -> dict[str, str]:
-        """Texts of the files of the sdist that build it, by path. Raises NoSource."""
-        kept = self.folder / "build"
-        if not kept.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-                root = unpacked_sdist(f"vllm=={self.version}", Path(scratch))
-                for path in (p for glob in BUILD_FILES for p in root.glob(glob)):
-                    if path.is_file():
-                        target = Path(scratch, "build", path.relative_to(root))
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copyfile(path, target)
-                Path(scratch, "build").rename(kept)
-        paths = (path for path in kept.rglob("*") if path.is_file())
-        return {str(p.relative_to(kept)): p.read_text("utf-8") for p in paths}
 
     @cached_property
     def _archive(self) -> zipfile.ZipFile:

@@ -14,6 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -60,6 +62,48 @@ print(package_data)
 }
 
 
+# What builds a checkout, and no wheel has; of csrc what is built for any device.
+BUILD_FILES = ("CMakeLists.txt", "setup.py", "cmake/**/*", "requirements/*")
+BUILD_FILES += ("csrc/*.cpp", "tools/build_rust.py")
+
+
+def unpacked_sdist(requirement: str, folder: Path) -> Path:
+    """The root of the sdist of a requirement, below `folder`. Raises NoSource.
+
+    pip would build metadata of it next, which fails where vLLM's build does not have
+    all that it needs; by then it has unpacked it.
+    """
+    words = ["--no-clean", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+    done = subprocess.run(
+        [*check_vllm.PIP, "download", *words, "-d", str(folder / "none"), requirement],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    for setup in folder.glob("pip-*/*/setup.py"):
+        return setup.parent
+    raise check_vllm.NoSource(f"no sdist: {done.stderr.strip()}")
+
+
+def build_files(version: str) -> dict[str, str]:
+    """Texts of the files of the sdist that build it, by path; kept in the cache folder.
+    Raises NoSource."""
+    folder = check_vllm.Release(version).folder
+    kept = folder / "build"
+    if not kept.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            root = unpacked_sdist(f"vllm=={version}", Path(scratch))
+            for path in (p for glob in BUILD_FILES for p in root.glob(glob)):
+                if path.is_file():
+                    target = Path(scratch, "build", path.relative_to(root))
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
+            Path(scratch, "build").rename(kept)
+    paths = (path for path in kept.rglob("*") if path.is_file())
+    return {str(p.relative_to(kept)): p.read_text("utf-8") for p in paths}
+
+
 @cache
 def files_of_vllm(version: str) -> dict[str, str]:
     """What is touched and read of a vLLM, by path."""
@@ -73,7 +117,7 @@ def files_of_vllm(version: str) -> dict[str, str]:
 @cache
 def build_of_vllm(version: str) -> dict[str, str]:
     """What builds a checkout, by path."""
-    return STUB if version == "installed" else check_vllm.Release(version).build_files()
+    return STUB if version == "installed" else build_files(version)
 
 
 @pytest.fixture(scope="module")
@@ -406,6 +450,39 @@ def test_a_folder_without_vllm_is_refused(tmp_path, run):
 
 
 # --- a checkout's build ---
+
+
+def test_what_builds_a_checkout_is_taken_from_the_sdist_and_kept(tmp_path, monkeypatch):
+    """pip unpacks it, and cannot build it."""
+    build = {
+        "CMakeLists.txt": "project(vllm)",
+        "cmake/deep/er.cmake": "",
+        "setup.py": "",
+    }
+    others = {
+        "vllm/__init__.py": "",
+        "csrc/gpu/one.cpp": "",
+        "PKG-INFO": "Name: vllm\n",
+    }
+    others["pyproject.toml"] = """[build-system]
+requires = ["nobody-has-this"]
+build-backend = "nobody_has_this"
+"""
+    laid_out(tmp_path / "vllm-9.9.9", build | others)
+    sdist = tmp_path / "sdists" / "vllm-9.9.9.tar.gz"
+    sdist.parent.mkdir()
+    with tarfile.open(sdist, "w:gz") as archive:
+        archive.add(tmp_path / "vllm-9.9.9", "vllm-9.9.9")
+    pips = {"CONFIG_FILE": "/dev/null", "NO_INDEX": "1", "FIND_LINKS": sdist.parent}
+    for name, value in pips.items():
+        monkeypatch.setenv(f"PIP_{name}", str(value))
+    monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
+    assert build_files("9.9.9") == build
+    sdist.unlink()
+    assert build_files("9.9.9") == build
+    with pytest.raises(check_vllm.NoSource, match=r"no sdist: .*vllm==9.9.8"):
+        build_files("9.9.8")
+    assert not list((tmp_path / "cache/vllm/9.9.8").iterdir())
 
 
 def run_build(folder: Path, *command: Any, **variables: str) -> str:

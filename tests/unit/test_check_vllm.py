@@ -15,7 +15,6 @@ import random
 import re
 import subprocess
 import sys
-import tarfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable
@@ -363,36 +362,6 @@ def test_a_release_that_is_not_to_be_had_is_no_success(
     pip_finds(tmp_path)
     assert main(monkeypatch, "9.9.9") == 3
     assert "no source of vllm 9.9.9: ERROR" in capsys.readouterr().err
-
-
-def test_what_builds_a_checkout_is_taken_from_the_sdist_and_kept(pip_finds, tmp_path):
-    """pip unpacks it, and cannot build it."""
-    build = {
-        "CMakeLists.txt": "project(vllm)",
-        "cmake/deep/er.cmake": "",
-        "setup.py": "",
-    }
-    others = {
-        "vllm/__init__.py": "",
-        "csrc/gpu/one.cpp": "",
-        "PKG-INFO": "Name: vllm\n",
-    }
-    others["pyproject.toml"] = """[build-system]
-requires = ["nobody-has-this"]
-build-backend = "nobody_has_this"
-"""
-    laid_out(tmp_path / "vllm-9.9.9", build | others)
-    sdist = tmp_path / "sdists" / "vllm-9.9.9.tar.gz"
-    sdist.parent.mkdir()
-    with tarfile.open(sdist, "w:gz") as archive:
-        archive.add(tmp_path / "vllm-9.9.9", "vllm-9.9.9")
-    pip_finds(sdist.parent)
-    assert check_vllm.Release("9.9.9").build_files() == build
-    sdist.unlink()
-    assert check_vllm.Release("9.9.9").build_files() == build
-    with pytest.raises(check_vllm.NoSource, match=r"no sdist: .*vllm==9.9.8"):
-        check_vllm.Release("9.9.8").build_files()
-    assert not list((tmp_path / "cache/vllm/9.9.8").iterdir())
 
 
 def test_a_tree_is_checked_as_it_lies_there(needed, tmp_path):
