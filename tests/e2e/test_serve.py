@@ -121,25 +121,23 @@ def test_still_serves_the_same_text(server: Server, used: dict[str, float]) -> N
     assert len(first) > 20
 
 
-@pytest.mark.nightly
-def test_data_parallel_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mode", [pytest.param("cow", marks=pytest.mark.nightly), "stage"]
+)
+def test_data_parallel_2(mode: str, tmp_path: Path) -> None:
     """Two engines behind one server: each gives the texts that it gives with NWOR off,
     and the counters of each agree with vLLM's own."""
-    texts = {}
-    for mode in ("off", "cow", "stage"):
-        arguments = (*ARGUMENTS, "--data-parallel-size", "2")
-        with serve(tmp_path, mode, "smollm2-135m", *arguments) as server:
-            if mode == "off":
-                texts[mode] = texts_of_each(server)
-                continue
-            with reach.noted(
-                mode, "parallelism", "data parallel 2", shown=reach.OUTPUTS
-            ):
-                texts[mode] = texts_of_each(server)
-                assert texts[mode] == texts["off"]
-                server.idle_metrics()
-                for engine in ("0", "1"):
-                    check_engine(server, engine, mode)
+    arguments = (*ARGUMENTS, "--data-parallel-size", "2")
+    with serve(tmp_path, "off", "smollm2-135m", *arguments) as server:
+        expected = texts_of_each(server)
+    with (
+        serve(tmp_path, mode, "smollm2-135m", *arguments) as server,
+        reach.noted(mode, "parallelism", "data parallel 2", shown=reach.OUTPUTS),
+    ):
+        assert texts_of_each(server) == expected
+        server.idle_metrics()
+        for engine in ("0", "1"):
+            check_engine(server, engine, mode)
 
 
 def texts_of_each(server: Server) -> list[list[str]]:
