@@ -80,16 +80,23 @@ nightly: models ## what takes too long for make test: faults, simulation of the 
 	$(PY) -m pytest -m nightly $(ARGS)
 	$(MAKE) test-oldest
 
-# Suffix decoding only where arctic-inference is installed.
-REACH := tests/integration/test_reach.py \
+# Suffix decoding only where arctic-inference is installed. What vLLM itself cannot run
+# on a CPU is left out: 0.26 and 0.29 want weights that a checkpoint of Gemma 3n has not
+# got, and 0.26 has no latent attention there and crashes in gated delta nets.
+REACH := -m "" tests/integration/test_reach.py \
 	tests/integration/test_identical_outputs.py::test_tensor_parallel_2 \
 	tests/e2e/test_serve.py::test_data_parallel_2
+REFUSALS := tests/unit/test_reservation.py tests/unit/test_discovery.py
+reach: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
 reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach.md
 	@mkdir -p $(RESULTS)
-	NWOR_REACH_RESULTS=$(abspath $(RESULTS)) $(PY) -m pytest -m "" $(REACH) $(ARGS)
+	$(PY) -m pytest $(REACH) $(REFUSALS) $(ARGS)
+	$(MAKE) test-older OLDER_TESTS='$(REACH) -k "not 3n"'
+	$(MAKE) test-oldest OLDER_TESTS='$(REACH) -k "not (3n or DeepSeek or Next)"'
 	$(PY) tools/results/render.py
 
-# Their copies of what NWOR touches are patched, too, as those who keep a fork do it.
+# What NWOR touches of them is patched, too, as those who keep a fork do it, and our
+# library is built by their own setup.py and CMakeLists.txt.
 check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
 	$(PY) tools/check_vllm.py $(ARGS)
 	$(PY) -m pytest -m nightly tests/unit/test_apply_to_vllm.py -q

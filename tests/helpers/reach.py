@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test on a real engine on the CPU has shown, as a line of the table in
-docs/reach.md.
+"""What a test on a real engine on the CPU has shown, or on stand-ins for what vLLM
+has, as a line of the table in docs/reach.md.
 
 Files go to the folder in NWOR_REACH_RESULTS; without it nothing is written. Lines of
 what was not run again stay as they were, each with its own environment.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
     """Notes how the block ends for this engine in its mode; the block may add to the
     dict.
 
-    kind: "method", "model" or "parallelism". verdict: FAILED if the block raises;
-    REFUSED if the engine protects nothing, or in mode stage has no shadow pages, with
-    NWOR's reason; EXACT otherwise.
+    kind: "method", "model", "parallelism" or "refusal". verdict: FAILED if the block
+    raises; REFUSED if the engine protects nothing, or in mode stage has no shadow
+    pages, with NWOR's reason; EXACT otherwise.
     """
     infos = engine.runner.nwor_state.infos
     groups = itertools.chain(*engine.runner.attn_groups)
@@ -51,7 +51,12 @@ def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def noted(
-    mode: str, kind: str, name: str, backend: str = "CPU_ATTN", shown: str = EXACT
+    mode: str,
+    kind: str,
+    name: str,
+    backend: str = "CPU_ATTN",
+    shown: str = EXACT,
+    runner: str = "V1",
 ) -> Iterator[dict[str, Any]]:
     """The same for an engine in another process, whose groups are all in `mode`.
 
@@ -59,7 +64,7 @@ def noted(
     """
     entry: dict[str, Any] = {
         "vllm": vllm.__version__.split("+")[0],
-        "runner": "V1",
+        "runner": runner,
         "backend": backend,
         "kind": kind,
         "name": name,
@@ -72,6 +77,15 @@ def noted(
     finally:
         if folder := os.environ.get(FOLDER_VARIABLE):
             save(entry, Path(folder) / FILE)
+
+
+def refused_stand_in(
+    name: str, reason: str, modes: Sequence[str] = ("cow", "stage"), runner: str = "any"
+) -> None:
+    """Notes that a stand-in was refused with this reason in these modes."""
+    for mode in modes:
+        with noted(mode, "refusal", name, "stand-in", runner=runner) as entry:
+            entry["reason"] = reason
 
 
 def save(entry: dict[str, Any], path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.helpers import reach
 from tests.helpers.drafters import mixture_of_four
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, prompt
 from tests.helpers.environment import model_path
+from tests.helpers.tail_connector import TailConnector
 from tests.integration.test_byte_oracle import Case, Run, check_off, check_on, watch
 
 
@@ -166,6 +167,40 @@ def test_models(name: str) -> None:
     if stage.engine.manager.shadow is None:
         (info,) = (i for i in stage.engine.runner.nwor_state.infos if i.group == 3)
         assert "vLLM zeroes this model's new blocks" in info.reason
+
+
+class Idle(TailConnector):
+    """A KV connector that does nothing."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super(TailConnector, self).__init__(vllm_config, role, kv_cache_config)
+        self.registration, self._tails, self._finished = None, {}, set()
+
+    def request_finished(self, *_: Any) -> tuple[bool, None]:
+        return False, None
+
+
+IDLE = {
+    "kv_connector": "Idle",
+    "kv_connector_module_path": __name__,
+    "kv_role": "kv_both",
+}
+NO_SHADOW_BLOCKS = {
+    "a KV connector of somebody else": lambda: Case(
+        {"kv_transfer_config": IDLE}, stage="cow"
+    ),
+    "max_model_len auto": lambda: Case({"max_model_len": -1}, stage="cow"),
+    # One of the longest requests needs 13 blocks and the null block.
+    "no room for shadow blocks": lambda: Case(
+        {"num_gpu_blocks_override": 15, "max_model_len": 416}, stage="cow"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", cases(NO_SHADOW_BLOCKS))
+def test_without_shadow_blocks(name: str) -> None:
+    """The undo log is used in mode stage, too, and all of its guarantees hold."""
+    run_case("refusal", name, NO_SHADOW_BLOCKS[name]())
 
 
 class Repeats:

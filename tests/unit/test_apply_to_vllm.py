@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/apply_to_vllm.py on the files that it touches and reads: of the installed vLLM,
-and (nightly, make check-vllm) of the releases that we serve. A checkout is those, and a
-build of our own that is laid out as vLLM's is.
+and (nightly, make check-vllm) of the releases that we serve. A checkout is those, and
+what builds it: a release's own files, or a build of ours that is laid out as vLLM's is.
 
 What a vLLM does that was patched: tests/integration/test_apply_to_vllm.py.
 """
@@ -9,10 +9,13 @@ What a vLLM does that was patched: tests/integration/test_apply_to_vllm.py.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -55,7 +58,50 @@ print(*(ext.name.removeprefix("vllm.") for ext in ext_modules))
 print(package_data)
 """,
     "requirements/common.txt": "numpy\ntorch",
+    "csrc/ops.h": "",
 }
+
+
+# What builds a checkout, and no wheel has; of csrc what is built for any device.
+BUILD_FILES = ("CMakeLists.txt", "setup.py", "cmake/**/*", "requirements/*")
+BUILD_FILES += ("csrc/*.cpp", "tools/build_rust.py")
+
+
+def unpacked_sdist(requirement: str, folder: Path) -> Path:
+    """The root of the sdist of a requirement, below `folder`. Raises NoSource.
+
+    pip would build metadata of it next, which fails where vLLM's build does not have
+    all that it needs; by then it has unpacked it.
+    """
+    words = ["--no-clean", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+    done = subprocess.run(
+        [*check_vllm.PIP, "download", *words, "-d", str(folder / "none"), requirement],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    for setup in folder.glob("pip-*/*/setup.py"):
+        return setup.parent
+    raise check_vllm.NoSource(f"no sdist: {done.stderr.strip()}")
+
+
+def build_files(version: str) -> dict[str, str]:
+    """Texts of the files of the sdist that build it, by path; kept in the cache folder.
+    Raises NoSource."""
+    folder = check_vllm.Release(version).folder
+    kept = folder / "build"
+    if not kept.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            root = unpacked_sdist(f"vllm=={version}", Path(scratch))
+            for path in (p for glob in BUILD_FILES for p in root.glob(glob)):
+                if path.is_file():
+                    target = Path(scratch, "build", path.relative_to(root))
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
+            Path(scratch, "build").rename(kept)
+    paths = (path for path in kept.rglob("*") if path.is_file())
+    return {str(p.relative_to(kept)): p.read_text("utf-8") for p in paths}
 
 
 @cache
@@ -68,16 +114,28 @@ def files_of_vllm(version: str) -> dict[str, str]:
     return files_read(read) | {path: text for path, text in texts.items() if text}
 
 
+@cache
+def build_of_vllm(version: str) -> dict[str, str]:
+    """What builds a checkout, by path."""
+    return STUB if version == "installed" else build_files(version)
+
+
 @pytest.fixture(scope="module")
-def sources(request):
-    return files_of_vllm(getattr(request, "param", "installed"))
+def version(request):
+    return getattr(request, "param", "installed")
+
+
+@pytest.fixture(scope="module")
+def sources(version):
+    return files_of_vllm(version)
 
 
 RELEASES = [
-    "installed",
-    *(pytest.param(v, marks=pytest.mark.nightly) for v in check_vllm.VERSIONS),
+    pytest.param(version, marks=pytest.mark.nightly) for version in check_vllm.VERSIONS
 ]
-of_each_release = pytest.mark.parametrize("sources", RELEASES, indirect=True)
+of_each_release = pytest.mark.parametrize(
+    "version", ["installed", *RELEASES], indirect=True
+)
 
 
 @pytest.fixture
@@ -87,8 +145,8 @@ def site(sources, tmp_path):
 
 
 @pytest.fixture
-def checkout(sources, tmp_path):
-    return laid_out(tmp_path / "checkout", sources | STUB)
+def checkout(version, sources, tmp_path):
+    return laid_out(tmp_path / "checkout", sources | build_of_vllm(version))
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -104,8 +162,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def patched_once(sources, tmp_path_factory):
-    folder = laid_out(tmp_path_factory.mktemp("patched"), sources)
+def patched_once(version, sources, tmp_path_factory):
+    """A checkout."""
+    files = sources | build_of_vllm(version)
+    folder = laid_out(tmp_path_factory.mktemp("patched"), files)
     tool.Graft(folder).apply()
     return folder
 
@@ -196,8 +256,14 @@ def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
     git(clone, "am", "-q", *patches)
     assert git(clone, "status", "--porcelain") == ""
     assert run(checkout)[0] == 0
-    assert digests(clone) == digests(checkout)
+    patched = digests(clone)
+    assert digests(checkout) == patched
+    assert run(checkout) == (0, ["has all of it"])
     assert run(clone, "--check") == (0, ["has all of it"])
+    assert digests(checkout) == digests(clone) == patched
+    for tree in checkout, clone:
+        assert run(tree, "--revert")[0] == 0
+        assert digests(tree) == before
 
     log = git(clone, "log", "--format=%H%n%s%n%b%x00", f"-{len(patches)}").split("\0")
     told = {}
@@ -224,6 +290,11 @@ SAMPLE, EXECUTE, MODE, OURS = (
     'environment_variables["VLLM_NWOR_MODE"] = lambda: None  # nwor\n',
     "vllm/v1/nwor",
 )
+DEFERRED = "cmake_language(DEFER CALL include csrc/nwor/nwor.cmake)  # nwor\n"
+EXTENSION = (
+    'if ext_modules: ext_modules.append(CMakeExtension(name="vllm.v1.nwor._nwor_C", '
+    "optional=True))  # nwor\n"
+)
 INFERENCE = "    @torch.inference_mode()\n"
 OTHERS = "is not this version's"
 # What is changed in a file, and what is said of it.
@@ -238,6 +309,15 @@ DRIFT = {
         'has @nwor_hook("_sample")',
     ),
     "it is there twice": (RUNNER, SAMPLE, SAMPLE * 2, "has @nwor_hook("),
+    "no library is built": ("CMakeLists.txt", DEFERRED, "", "lacks cmake_language("),
+    "it is built too soon": (
+        *("CMakeLists.txt", DEFERRED, DEFERRED.replace("DEFER CALL", "EVAL CODE")),
+        "has cmake_language(EVAL CODE",
+    ),
+    "no extension is declared": ("setup.py", EXTENSION, "", "lacks if ext_modules: "),
+    "wrapt is not required": (
+        *("requirements/common.txt", "wrapt >= 1.16  # nwor", "", "lacks wrapt"),
+    ),
     "a variable is unknown": ("vllm/envs.py", MODE, "", "lacks environment_variables["),
     "a file was edited": (f"{OURS}/window.py", "", "\n", OTHERS),
     "a file is another's": (f"{OURS}/older.py", "", "\n", OTHERS),
@@ -267,9 +347,13 @@ def test_drift_is_named_and_not_painted_over(drift, patched, run):
     assert digests(patched) == before
 
 
-def test_a_missing_file_is_named(patched, run):
+def test_a_missing_file_is_named(site, patched, run):
+    """A checkout's library is made by its build."""
     (patched / tool.LIBRARY).unlink()
-    assert run(patched, "--check") == (1, [f"{tool.LIBRARY} is missing"])
+    assert run(patched, "--check") == (0, ["has all of it"])
+    run(site)
+    (site / tool.LIBRARY).unlink()
+    assert run(site, "--check") == (1, [f"{tool.LIBRARY} is missing"])
 
 
 def test_revert_leaves_what_is_not_ours(patched, run):
@@ -314,6 +398,10 @@ REFUSED = {
         *("CMakeLists.txt", "project(", "# project("),
         "CMakeLists.txt has no project()",
     ),
+    "no extensions": (
+        *("setup.py", "ext_modules", "modules"),
+        "setup.py does not assign to ext_modules",
+    ),
     "no package data": (
         *("setup.py", "package_data", "data"),
         "setup.py does not assign to package_data",
@@ -321,6 +409,7 @@ REFUSED = {
 }
 
 
+@of_each_release
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_vllm_that_moved_on_is_refused_by_name(
     name, checkout, tmp_path, run, request
@@ -363,17 +452,63 @@ def test_a_folder_without_vllm_is_refused(tmp_path, run):
 # --- a checkout's build ---
 
 
+def test_what_builds_a_checkout_is_taken_from_the_sdist_and_kept(tmp_path, monkeypatch):
+    """pip unpacks it, and cannot build it."""
+    build = {
+        "CMakeLists.txt": "project(vllm)",
+        "cmake/deep/er.cmake": "",
+        "setup.py": "",
+    }
+    others = {
+        "vllm/__init__.py": "",
+        "csrc/gpu/one.cpp": "",
+        "PKG-INFO": "Name: vllm\n",
+    }
+    others["pyproject.toml"] = """[build-system]
+requires = ["nobody-has-this"]
+build-backend = "nobody_has_this"
+"""
+    laid_out(tmp_path / "vllm-9.9.9", build | others)
+    sdist = tmp_path / "sdists" / "vllm-9.9.9.tar.gz"
+    sdist.parent.mkdir()
+    with tarfile.open(sdist, "w:gz") as archive:
+        archive.add(tmp_path / "vllm-9.9.9", "vllm-9.9.9")
+    pips = {"CONFIG_FILE": "/dev/null", "NO_INDEX": "1", "FIND_LINKS": sdist.parent}
+    for name, value in pips.items():
+        monkeypatch.setenv(f"PIP_{name}", str(value))
+    monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
+    assert build_files("9.9.9") == build
+    sdist.unlink()
+    assert build_files("9.9.9") == build
+    with pytest.raises(check_vllm.NoSource, match=r"no sdist: .*vllm==9.9.8"):
+        build_files("9.9.8")
+    assert not list((tmp_path / "cache/vllm/9.9.8").iterdir())
+
+
+def run_build(folder: Path, *command: Any, **variables: str) -> str:
+    environment = {**os.environ, **variables}
+    words = list(map(str, command))
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_built(*libraries: Path) -> None:
+    native.check_runtime(libraries[0])
+    for library in libraries:
+        code = f"import torch; torch.ops.load_library({str(library)!r}); "
+        code += "print(torch.ops._C_cache_ops.stage.default)"
+        assert "stage" in run_build(ROOT, sys.executable, "-c", code)
+
+
 @pytest.mark.slow
 def test_the_library_is_built_with_the_checkouts_own(checkout, tmp_path):
     """By the target and component that its setup.py makes of the extension's name."""
     tool.Graft(checkout, facts=()).apply()
     (checkout / tool.LIBRARY).unlink()
-
-    def run(*command: Any) -> str:
-        words = list(map(str, command))
-        done = subprocess.run(words, cwd=checkout, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    run = partial(run_build, checkout)
 
     names, data = run(sys.executable, "setup.py").splitlines()
     assert data == "{'vllm': ['py.typed', 'v1/nwor/_nwor_C.so']}"
@@ -386,10 +521,50 @@ def test_the_library_is_built_with_the_checkouts_own(checkout, tmp_path):
     run(cmake, "-S", ".", "-B", build, "-G", "Ninja", *settings)
     run(cmake, "--build", build, f"--target={target}")
     run(cmake, "--install", build, "--prefix", prefix, "--component", target)
-    built = [checkout / tool.LIBRARY, prefix / tool.LIBRARY]
-    native.check_runtime(built[0])
-    for library in built:
-        code = f"import torch; torch.ops.load_library({str(library)!r}); "
-        code += "print(torch.ops._C_cache_ops.stage.default)"
-        assert "stage" in run(sys.executable, "-c", code)
+    check_built(checkout / tool.LIBRARY, prefix / tool.LIBRARY)
+    assert not tool.Graft(checkout, facts=()).drift()
+
+
+# Runs vLLM's setup.py, without the packages that build its Rust parts and find its
+# version, and then its build_ext for our extension alone, into the folder named.
+BUILD = """
+import os, runpy, sys
+from unittest import mock
+import setuptools
+sys.modules["setuptools_rust"] = rust = mock.Mock(build_rust=object)
+sys.modules["setuptools_rust.build"] = rust
+sys.modules["setuptools_scm"] = mock.Mock(get_version=lambda **_: "0")
+with mock.patch.object(setuptools, "setup") as setup:
+    runpy.run_path("setup.py")
+told = setup.call_args.kwargs
+extensions = {one.name: one for one in told["ext_modules"]}
+assert len(extensions) > 1, extensions
+assert "v1/nwor/_nwor_C.so" in told["package_data"]["vllm"]
+assert any(one.startswith("wrapt") for one in told["install_requires"])
+distribution = setuptools.Distribution({
+    "name": "vllm",
+    "cmdclass": told["cmdclass"],
+    "ext_modules": [extensions["vllm.v1.nwor._nwor_C"]],
+})
+command = distribution.get_command_obj("build_ext")
+command.build_lib, command.build_temp = sys.argv[1], sys.argv[1] + "/temp"
+distribution.run_command("build_ext")
+"""
+
+
+@pytest.mark.parametrize("version", RELEASES, indirect=True)
+def test_a_releases_own_build_builds_the_library(checkout, tmp_path):
+    """As vLLM's setup.py does it; for a device of which its CMakeLists.txt returns
+    before it has downloaded anything (the last word on a command line counts)."""
+    tool.Graft(checkout, facts=()).apply()
+    (checkout / tool.LIBRARY).unlink()
+    tools = str(Path(native.find_tool("cmake")).parent)
+    run_build(
+        *(checkout, sys.executable, "-c", BUILD, tmp_path / "built"),
+        PATH=os.pathsep.join([tools, os.environ["PATH"]]),
+        VLLM_TARGET_DEVICE="cpu",
+        CMAKE_ARGS="-DVLLM_TARGET_DEVICE=xpu",
+        CMAKE_BUILD_TYPE="Debug",
+    )
+    check_built(checkout / tool.LIBRARY, tmp_path / "built" / tool.LIBRARY)
     assert not tool.Graft(checkout, facts=()).drift()

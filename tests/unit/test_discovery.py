@@ -18,6 +18,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
 
+from tests.helpers import reach
 from tests.helpers.logs import nwor_log
 from tests.unit.test_reservation import vllm_config
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
@@ -132,47 +133,85 @@ def state_spec(num_speculative_blocks):
 
 
 STATE = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])
+# What docs/reach.md calls it, a layer of it, and what is said.
 REFUSED = [
-    (layer(dtype="nvfp4"), "has a KV cache of type nvfp4, which keeps the scales of a"),
-    (layer(dtype="nvfp4_4over6"), "has a KV cache of type nvfp4_4over6, which keeps"),
-    (layer(RocmAttentionImpl), "has a RocmAttentionImpl, which packs the slots of a"),
-    (layer(AiterFlashAttentionImpl), "has a AiterFlashAttentionImpl, which packs the"),
-    (layer(FailingImpl), "FailingImpl cannot be probed: RuntimeError: head size 32 is"),
     (
+        "KV cache of type nvfp4",
+        layer(dtype="nvfp4"),
+        "has a KV cache of type nvfp4, which keeps the scales of a",
+    ),
+    (
+        "KV cache of type nvfp4_4over6",
+        layer(dtype="nvfp4_4over6"),
+        "has a KV cache of type nvfp4_4over6, which keeps",
+    ),
+    (
+        "ROCm's native attention",
+        layer(RocmAttentionImpl),
+        "has a RocmAttentionImpl, which packs the slots of a",
+    ),
+    (
+        "AITER attention of ROCm",
+        layer(AiterFlashAttentionImpl),
+        "has a AiterFlashAttentionImpl, which packs the",
+    ),
+    (
+        "",
+        layer(FailingImpl),
+        "FailingImpl cannot be probed: RuntimeError: head size 32 is",
+    ),
+    (
+        "the indexer's cache of DeepSeek V3.2",
         DeepseekV32IndexerCache(),
         "is a DeepseekV32IndexerCache: no attention implementation writes its cache",
     ),
-    (STATE, "has a list for a KV cache; expected one tensor"),
+    ("", STATE, "has a list for a KV cache; expected one tensor"),
 ]
 
 
-@pytest.mark.parametrize(("refused", "message"), REFUSED)
-def test_a_group_is_refused_by_name_and_the_other_protected(refused, message):
+@pytest.mark.parametrize("mode", [Mode.COW, Mode.STAGE])
+@pytest.mark.parametrize(("name", "refused", "message"), REFUSED)
+def test_a_group_is_refused_by_name_and_the_other_protected(
+    name, refused, message, mode
+):
     found = runner({"a": layer()}, {"c": layer(), "b": refused})
 
-    manager, infos, _ = build(found)
+    manager, infos, _ = build(found, mode=mode)
 
     assert [info.resolved for info in infos] == ["cow", "off"]
     assert re.match(f"layer b:? {message}", infos[1].reason)
     assert [group.group_id for group in manager.groups] == [0]
+    if name:
+        reach.refused_stand_in(name, infos[1].reason, [mode.value])
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("name", "spec", "message"),
     [
-        (state_spec(NUM_DRAFTS - 1), "a MambaSpec, which is not slot based"),
         (
+            "recurrent state without a copy for each draft",
+            state_spec(NUM_DRAFTS - 1),
+            "a MambaSpec, which is not slot based",
+        ),
+        (
+            "cross attention",
             CrossAttentionSpec(SLOTS, num_kv_heads=1, head_size=8, dtype=torch.float32),
             "a CrossAttentionSpec, which drafts never write",
         ),
-        (replace(SPEC, tokens_per_state=2), "a compressed or ring-shaped FullAttenti"),
+        (
+            "compressed and ring-shaped caches",
+            replace(SPEC, tokens_per_state=2),
+            "a compressed or ring-shaped FullAttenti",
+        ),
     ],
 )
-def test_a_cache_without_a_slot_for_each_token_is_refused(spec, message):
-    _, (info,), _ = build(runner((spec, {"s": STATE})))
+@pytest.mark.parametrize("mode", [Mode.COW, Mode.STAGE])
+def test_a_cache_without_a_slot_for_each_token_is_refused(name, spec, message, mode):
+    _, (info,), _ = build(runner((spec, {"s": STATE})), mode=mode)
 
     assert info.resolved == "off"
     assert info.reason.startswith(f"layer s has {message}")
+    reach.refused_stand_in(name, info.reason, [mode.value])
 
 
 def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
@@ -419,6 +458,10 @@ def test_a_group_that_cannot_be_staged_is_logged_and_says_why(found, reason):
     assert manager.shadow is None
     assert (info.requested, info.resolved) == ("stage", "cow")
     assert info.reason == f"no shadow pages: {reason}; 1 layers, rows"
+    if "the drafter" in reason and "NEW" not in reason:
+        copier = reason.split(", and ")[1].split(" may copy")[0]
+        name = f"a drafter's layers in the group of {copier}"
+        reach.refused_stand_in(name, reason, ["stage"], "V2")
 
 
 @pytest.mark.parametrize("reuses_metadata", [False, True])

@@ -44,6 +44,7 @@ MAKERS: dict[str, Callable[[Any], str]] = {
     "methods": functools.partial(reach.tables, "method"),
     "models": functools.partial(reach.tables, "model"),
     "parallelism": functools.partial(reach.tables, "parallelism"),
+    "refusals": functools.partial(reach.tables, "refusal"),
 }
 SHOWN = ("README.md", "results/README.md", "docs/reach.md", "docs/audit.md")
 READMES = tuple(ROOT / name for name in SHOWN)
