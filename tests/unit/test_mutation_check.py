@@ -70,7 +70,7 @@ def test_caught_survived_and_error_with_real_tests(tree):
     assert [one["outcome"] for one in found] == outcomes
     assert found[0]["tests"] == ["test_double.py::test_of_three"]
     assert found[3]["tests"] == ["test_double.py::test_of_two"]
-    assert "pytest ended with status" in found[2]["error"]
+    assert "it ended with status" in found[2]["error"]
     assert (tree / "double.py").read_text() == SOURCE
 
 
@@ -87,7 +87,9 @@ def test_exit_status(run, status, said, monkeypatch, capsys, tmp_path):
     name, result, runs = MUTATIONS[0].name, tmp_path / "a.json", iter([TestRun(), run])
     command = ["mutation_check.py", "--only", name, "--json", str(result)]
     monkeypatch.setattr("sys.argv", command)
-    monkeypatch.setattr(mutation_check, "build_and_test", lambda tree: next(runs))
+    monkeypatch.setattr(
+        mutation_check, "build_and_test", lambda tree, selftest: next(runs)
+    )
     assert mutation_check.main() == status
     assert f"{name}: {said}" in capsys.readouterr().out
     assert f'"outcome": "{said.split()[0]}"' in result.read_text()
