@@ -59,6 +59,7 @@ def lost_scale(bench: Bench) -> Sequence[int]:
     bench.runs(1, slot)[-1].zero_()
     with bench.blocks_a_step(1):
         bench.step(6)
+    bench.abort()  # before a step with all of the budget
     return (slot,)
 
 
@@ -177,7 +178,8 @@ def swapped_tables(bench: Bench) -> Sequence[int]:
 
 def _hit(bench: Bench, bend: Callable[[list[int]], int]) -> Sequence[int]:
     """One step of a request that finds its prefix in the cache. `bend` mutates its
-    blocks and returns the one whose first slot is concerned."""
+    blocks and returns the one whose first slot is concerned. The budget is one block:
+    what it finds is looked at up to four of them."""
     bench.start()
     bench.abort()
     slots: list[int] = []
@@ -189,7 +191,7 @@ def _hit(bench: Bench, bend: Callable[[list[int]], int]) -> Sequence[int]:
         return execute_model(scheduled, *args, **kwargs)
 
     bench.add_prompt("again", 1, 75, 4)
-    with patch.object(bench.runner, "execute_model", bent):
+    with patch.object(bench.runner, "execute_model", bent), bench.blocks_a_step(1):
         bench.step()
     return slots
 
@@ -211,9 +213,8 @@ def scribbled_hit(bench: Bench) -> Sequence[int]:
         bench.runs(3, blocks[1] * bench.block_size)[0][0] ^= 0xFF
         return blocks[1]
 
-    with bench.blocks_a_step(1):  # of the round; of what is found, four
-        slots = _hit(bench, scribbled)
-    bench.abort()
+    slots = _hit(bench, scribbled)
+    bench.abort()  # before the round gets there
     return slots
 
 
@@ -291,6 +292,7 @@ def spoilt_load(bench: Bench) -> Sequence[int]:
 # What plants a fault in an engine, and returns the slots concerned.
 FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
     scribble: Expected("changed", 2, "one"),
+    # Before lost_scale, while the round begins at the first block.
     scribbled_hit: Expected("changed", 3, "one"),
     lost_scale: Expected("changed", 1, "two"),
     late_write: Expected("changed", 0, "two"),
