@@ -4,7 +4,7 @@
 
     python tools/mutation_check.py                    # all of them
     python tools/mutation_check.py --only int32_overflow
-    python tools/mutation_check.py --json results/mutation_check.json
+    python tools/mutation_check.py --json results/mutation_check.json [--selftest]
 
 A mutation (mutations.yml has them) replaces one piece of text, which must be there
 exactly once. The copy holds what git would see of the checkout; its native library is
@@ -13,7 +13,8 @@ have to pass in the copy before the first mutation. The checkout stays as it is.
 
 Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
 a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
-1 one survived, or an error.
+1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
+missed for want of the check that was removed; in the file, a result in the result.
 
 Not covered: the CUDA kernels, which share window.h and table.h with the CPU code.
 """
@@ -21,6 +22,7 @@ Not covered: the CUDA kernels, which share window.h and table.h with the CPU cod
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -30,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +53,7 @@ TESTS = (
     "tests/kernels/test_audit.py",
     "tests/simulation",
 )
+SELFTEST = ("-m vllm_nwor.audit --selftest",)
 TIMEOUT_SECONDS = 900
 
 
@@ -60,6 +64,7 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
+    selftest: bool = False  # it removes a check of the audit
 
 
 _READ = yaml.safe_load(Path(__file__).with_name("mutations.yml").read_text("utf-8"))
@@ -143,46 +148,49 @@ def copy_tree(to: Path) -> None:
 
 def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
     """Exit status and output of this Python in `tree`; 124: it took too long."""
+    env |= {"PYTHONPATH": f"{tree / 'site'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     command = ["timeout", str(TIMEOUT_SECONDS), sys.executable, *arguments]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, cwd=tree, env={**os.environ, **env}, **output)
     return done.returncode, done.stdout
 
 
-def build_and_test(tree: Path) -> TestRun:
-    """Builds the native library in `tree` and runs its TESTS."""
+def build_and_test(tree: Path, tests: Sequence[str]) -> TestRun:
+    """Builds the native library in `tree` and runs its TESTS, or its SELFTEST."""
     status, said = run_python(tree, "tools/native.py", NWOR_CUDA="OFF")
     if status:
         return TestRun(error=f"it does not compile: {said[-600:]}")
-    return run_pytest(tree, TESTS)
+    return run_tests(tree, tests)
 
 
-def run_pytest(tree: Path, tests: Sequence[str]) -> TestRun:
-    """Runs pytest in `tree` until a test has failed: what is planted may well crash the
-    next one. Tests that could not even start (a fixture that broke, say) are no catch.
-    """
+def run_tests(tree: Path, tests: Sequence[str]) -> TestRun:
+    """Runs the SELFTEST in `tree`, or pytest until a test has failed: what is planted
+    may well crash the next one. Tests that could not even start (a fixture that broke,
+    say) are no catch."""
     options = ("-m", "pytest", "-q", "--tb=no", "-rf", "--exitfirst")
     options += ("-p", "no:cacheprovider", "-m", "not nightly")
-    env = {"PYTHONPATH": f"{tree / 'site'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
-    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    status, said = run_python(tree, *options, *tests, **env)
-    failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", said, re.MULTILINE)
+    ran = SELFTEST[0].split() if tests == SELFTEST else (*options, *tests)
+    status, said = run_python(tree, *ran)
+    failed = re.findall(r"^FAIL(?:ED)? (.+?)(?: - .*|: .*)?$", said, re.MULTILINE)
     if status == 0 or (status == 1 and failed):
         return TestRun(tuple(failed))
-    return TestRun(error=f"pytest ended with status {status}: {said[-600:]}")
+    return TestRun(error=f"it ended with status {status}: {said[-600:]}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    by_name = {mutation.name: mutation for mutation in MUTATIONS}
-    parser.add_argument("--only", choices=by_name, help="this one alone")
+    parser.add_argument("--only", choices=[one.name for one in MUTATIONS])
+    parser.add_argument("--selftest", action="store_true", help="not the tests")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
-    chosen = [by_name[args.only]] if args.only else MUTATIONS
+    tests = SELFTEST if args.selftest else TESTS
+    chosen = [one for one in MUTATIONS if args.only in (None, one.name)]
+    chosen = [one for one in chosen if one.selftest >= args.selftest]
     outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
         copy_tree(Path(folder))
-        for one in try_all(chosen, Path(folder), build_and_test):
+        for one in try_all(chosen, Path(folder), partial(build_and_test, tests=tests)):
             outcomes.append(one)
             what = one["error"] or ", ".join(one["tests"])
             print(f"{one['name']}: {one['outcome']} {what}", flush=True)
@@ -192,7 +200,10 @@ def main() -> int:
         result = {"kind": "mutation_check", "schema": 1}
         result["command"] = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
         result["environment"] = environment.describe("cpu", ROOT)
-        write_json(args.json, result | {"tests": TESTS, "mutations": outcomes})
+        result |= {"tests": tests, "mutations": outcomes}
+        known = json.loads(args.json.read_text()) if args.json.exists() else {}
+        whole = {"selftest": result} if args.selftest else result
+        write_json(args.json, known | whole)
     return 0 if caught == len(outcomes) else 1
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/mutation_check.py: what it calls caught, and what it refuses."""
 
+import json
 from functools import partial
 
 import pytest
@@ -36,7 +37,7 @@ def test_the_copy_is_what_its_tests_import(tmp_path):
         "def test_place():\n"
         f"    assert vllm_nwor.window.__file__.startswith({str(tmp_path)!r})\n"
     )
-    assert mutation_check.run_pytest(tmp_path, ["test_place.py"]) == TestRun()
+    assert mutation_check.run_tests(tmp_path, ["test_place.py"]) == TestRun()
 
 
 @pytest.mark.parametrize(
@@ -64,13 +65,13 @@ def test_caught_survived_and_error_with_real_tests(tree):
     crash = "(5 if x == 2 else __import__('os').abort())"
     changed = ("2 * x", "x +", crash)
     others = [Mutation(new, *SQUARE[1:3], new) for new in changed]
-    run = partial(mutation_check.run_pytest, tests=["test_double.py"])
+    run = partial(mutation_check.run_tests, tests=["test_double.py"])
     found = list(try_all([SQUARE, *others], tree, run))
     outcomes = ["caught", "survived", "error", "caught"]
     assert [one["outcome"] for one in found] == outcomes
     assert found[0]["tests"] == ["test_double.py::test_of_three"]
     assert found[3]["tests"] == ["test_double.py::test_of_two"]
-    assert "pytest ended with status" in found[2]["error"]
+    assert "it ended with status" in found[2]["error"]
     assert (tree / "double.py").read_text() == SOURCE
 
 
@@ -87,10 +88,41 @@ def test_exit_status(run, status, said, monkeypatch, capsys, tmp_path):
     name, result, runs = MUTATIONS[0].name, tmp_path / "a.json", iter([TestRun(), run])
     command = ["mutation_check.py", "--only", name, "--json", str(result)]
     monkeypatch.setattr("sys.argv", command)
-    monkeypatch.setattr(mutation_check, "build_and_test", lambda tree: next(runs))
+    monkeypatch.setattr(
+        mutation_check, "build_and_test", lambda tree, tests: next(runs)
+    )
     assert mutation_check.main() == status
     assert f"{name}: {said}" in capsys.readouterr().out
     assert f'"outcome": "{said.split()[0]}"' in result.read_text()
+
+
+def test_the_selftest_names_the_faults_that_it_missed(monkeypatch, tree):
+    said = "ok   clean run: 0 findings\nFAIL a: A byte.\n     expected b\nok   c: D\n"
+    ran = []
+    monkeypatch.setattr(
+        mutation_check, "run_python", lambda *args: ran.append(args) or (1, said)
+    )
+    assert mutation_check.run_tests(tree, mutation_check.SELFTEST) == TestRun(("a",))
+    assert ran == [(tree, "-m", "vllm_nwor.audit", "--selftest")]
+
+
+def test_the_result_of_the_selftest_is_beside_that_of_the_tests(monkeypatch, tmp_path):
+    """Whichever is renewed. Only checks of the audit are removed for the self-test."""
+    path = tmp_path / "a.json"
+    monkeypatch.setattr(mutation_check, "build_and_test", lambda tree, tests: TestRun())
+    for options in (["--only", MUTATIONS[0].name], ["--selftest"], []):
+        command = ["mutation_check.py", "--json", str(path), *options]
+        monkeypatch.setattr("sys.argv", command)
+        mutation_check.main()
+    result = json.loads(path.read_text())
+    assert result["tests"] == list(mutation_check.TESTS)
+    assert len(result["mutations"]) == len(MUTATIONS)
+    of_selftest = result["selftest"]
+    assert of_selftest["tests"] == list(mutation_check.SELFTEST)
+    assert [one["name"] for one in of_selftest["mutations"]] == [
+        mutation.name for mutation in MUTATIONS if mutation.selftest
+    ]
+    assert len(of_selftest["mutations"]) >= 18
 
 
 def test_the_mutations_fit_this_tree():

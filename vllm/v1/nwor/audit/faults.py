@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
@@ -50,11 +51,15 @@ def scribble(bench: Bench) -> Sequence[int]:
 def lost_scale(bench: Bench) -> Sequence[int]:
     """The last bytes of a committed slot, where scales would be, become zeros.
 
-    Rows of bf16 have none: the last run of the slot, of its V, is dropped instead.
+    Rows of bf16 have none: the last run of the slot, of its V, is dropped instead. The
+    budget is a block a step: it is found when the round gets there.
     """
     bench.start()
     slot = bench.slot("two", 17)
     bench.runs(1, slot)[-1].zero_()
+    with bench.blocks_a_step(1):
+        bench.step(6)
+    bench.abort()  # before a step with all of the budget
     return (slot,)
 
 
@@ -113,11 +118,25 @@ def stale_slots(bench: Bench) -> Sequence[int]:
     return slots
 
 
+def skipped_slot(bench: Bench) -> Sequence[int]:
+    """In such a step, a slot that a request's table names does not get its row."""
+    bench.start()
+    slots: list[int] = []
+    with patch.object(
+        bench.table,
+        "compute_slot_mapping",
+        lambda *args: slots.append(bench.next_slot()),
+    ):
+        bench.step()
+    bench.abort()  # what looks at whole blocks would find it, too
+    return slots
+
+
 def foreign_block(bench: Bench) -> Sequence[int]:
     """A request's next write goes to a block of another one."""
     bench.start()
     compute = bench.table.compute_slot_mapping
-    slot, row = bench.slot("two", 3), bench.row("one")
+    slot, row = bench.slot("one", 3), bench.row("two")
 
     def bent(num_reqs: int, query_start_loc: Any, *args: Any) -> None:
         compute(num_reqs, query_start_loc, *args)
@@ -129,48 +148,96 @@ def foreign_block(bench: Bench) -> Sequence[int]:
     return (slot,)
 
 
+def foreign_slot(bench: Bench) -> Sequence[int]:
+    """After such a write, a slot within a block is of another text than its end."""
+    return foreign_block(bench)
+
+
+def shared_block(bench: Bench) -> Sequence[int]:
+    """A block of another request stands in a request's table, which writes there."""
+    bench.start()
+    tables = bench.table[0].block_table.np
+    tables[bench.row("one"), 2] = tables[bench.row("two"), 0]
+    bench.step()
+    return [
+        bench.slot("one", 2 * bench.block_size + n) for n in range(bench.block_size)
+    ]
+
+
 def swapped_tables(bench: Bench) -> Sequence[int]:
-    """Two requests have each other's block table for one step."""
+    """Two requests have each other's block table for one step, without a budget."""
     bench.start()
     slot = bench.slot("two", bench.block_size - 1)
     rows = (bench.row("one"), bench.row("two"))
     bench.table.swap_row(*rows)
-    bench.step()
+    with bench.blocks_a_step(0):
+        bench.step()
     bench.table.swap_row(*rows)
     return (slot,)
 
 
-def wrong_hit(
-    bench: Bench, on_block: Callable[[int], None] = lambda block: None
-) -> Sequence[int]:
-    """A request is given another text's block for its cached prefix."""
+def _hit(bench: Bench, bend: Callable[[list[int]], int]) -> Sequence[int]:
+    """One step of a request that finds its prefix in the cache. `bend` mutates its
+    blocks and returns the one whose first slot is concerned. The budget is one block:
+    what it finds is looked at up to four of them."""
     bench.start()
-    bench.finish()
+    bench.abort()
     slots: list[int] = []
     execute_model = bench.runner.execute_model
 
     def bent(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         for request in scheduled.scheduled_new_reqs:
-            (blocks,) = request.block_ids
-            blocks[0] = blocks[1]
-            slots.append(blocks[0] * bench.block_size)
-            on_block(blocks[0])
+            slots.append(bend(*request.block_ids) * bench.block_size)
         return execute_model(scheduled, *args, **kwargs)
 
     bench.add_prompt("again", 1, 75, 4)
-    with patch.object(bench.runner, "execute_model", bent):
+    with patch.object(bench.runner, "execute_model", bent), bench.blocks_a_step(1):
         bench.step()
     return slots
 
 
+def _other_first(blocks: list[int]) -> int:
+    blocks[0] = blocks[1]
+    return blocks[0]
+
+
+def wrong_hit(bench: Bench) -> Sequence[int]:
+    """A request is given another text's block for its cached prefix."""
+    return _hit(bench, _other_first)
+
+
+def scribbled_hit(bench: Bench) -> Sequence[int]:
+    """A byte changes in a block that no request has, before one finds it."""
+
+    def scribbled(blocks: list[int]) -> int:
+        bench.runs(3, blocks[1] * bench.block_size)[0][0] ^= 0xFF
+        return blocks[1]
+
+    slots = _hit(bench, scribbled)
+    bench.abort()  # before the round gets there
+    return slots
+
+
+def _first_step(bench: Bench, length: int, layers: slice) -> Sequence[int]:
+    """One step of a request, which `layers` do not write."""
+    modules = bench.runner.compilation_config.static_forward_context
+    bench.add_prompt("late", 3, length, 20)
+    with ExitStack() as stack:
+        for layer in bench.layers[layers]:
+            impl = modules[layer.name].impl
+            stack.enter_context(patch.object(impl, "do_kv_cache_update"))
+        bench.step()
+    return [bench.slot("late", position) for position in range(length)]
+
+
 def missing_write(bench: Bench) -> Sequence[int]:
     """One layer does not write what a step computes."""
-    modules = bench.runner.compilation_config.static_forward_context
-    impl = modules[bench.layers[3].name].impl
-    bench.add_prompt("late", 3, 30, 20)
-    with patch.object(impl, "do_kv_cache_update", lambda *args, **kwargs: None):
-        bench.step()
-    return [bench.slot("late", position) for position in range(30)]
+    return _first_step(bench, 30, slice(3, 4))
+
+
+def missing_row(bench: Bench) -> Sequence[int]:
+    """No layer writes the only row of a step."""
+    return _first_step(bench, 1, slice(None))
 
 
 def rejected_tail(bench: Bench) -> Sequence[int]:
@@ -181,24 +248,70 @@ def rejected_tail(bench: Bench) -> Sequence[int]:
     return (first,)
 
 
+def early_store(bench: Bench) -> Sequence[int]:
+    """A block goes to a KV connector before it is known which drafts are rejected."""
+    slots: list[int] = []
+
+    def store(_: torch.Tensor) -> None:
+        slots.append(bench.next_slot())
+        bench.audit.hand_on([[slots[0] // bench.block_size]])
+
+    _restore(bench, store)
+    return slots
+
+
+def foreign_store(bench: Bench) -> Sequence[int]:
+    """A block goes to a KV connector with a slot that another request wrote."""
+    (slot,) = foreign_block(bench)
+    bench.audit.hand_on([[slot // bench.block_size]])
+    return (slot,)
+
+
 def idle_load(bench: Bench) -> Sequence[int]:
     """A load is reported done, and its block still holds another text."""
-    return wrong_hit(bench, lambda block: bench.audit.hand_on([[block]], fills=True))
+
+    def loaded(blocks: list[int]) -> int:
+        bench.audit.hand_on([[_other_first(blocks)]], fills=True)
+        return blocks[0]
+
+    return _hit(bench, loaded)
+
+
+def spoilt_load(bench: Bench) -> Sequence[int]:
+    """A load brings what was stored, but for a byte of one layer."""
+
+    def loaded(blocks: list[int]) -> int:
+        bench.audit.hand_on([blocks[:1]], places=[[0]])
+        bench.audit.hand_on([blocks[:1]], fills=True, places=[[0]])
+        bench.runs(1, blocks[0] * bench.block_size)[0][0] ^= 0xFF
+        return blocks[0]
+
+    return _hit(bench, loaded)
 
 
 # What plants a fault in an engine, and returns the slots concerned.
 FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
     scribble: Expected("changed", 2, "one"),
+    # Before lost_scale, while the round begins at the first block.
+    scribbled_hit: Expected("changed", 3, "one"),
     lost_scale: Expected("changed", 1, "two"),
     late_write: Expected("changed", 0, "two"),
     skipped_restore: Expected("changed", 0, "one"),
     bent_restore: Expected("changed", 0, "one"),
     stale_slots: Expected("foreign_write", None, "one"),
-    foreign_block: Expected("foreign_write", None, "one"),
+    foreign_block: Expected("foreign_write", None, "two"),
+    shared_block: Expected("foreign_write", None, "one"),
+    # Nobody has written to it yet.
+    skipped_slot: Expected("wrong_prefix", None, None),
+    foreign_slot: Expected("wrong_prefix", None, "two"),
     swapped_tables: Expected("wrong_prefix", None, "two"),
     wrong_hit: Expected("wrong_prefix", None, "one"),
     missing_write: Expected("missing_write", 3, "late"),
+    missing_row: Expected("missing_write", 0, "late"),
     # NWOR has undone the drafts: nobody wrote there.
     rejected_tail: Expected("handed_on", None, None),
+    early_store: Expected("handed_on", None, "one"),
+    foreign_store: Expected("handed_on", None, "two"),
+    spoilt_load: Expected("handed_on", 1, "one"),
     idle_load: Expected("never_loaded", 0, "again"),
 }
