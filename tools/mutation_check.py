@@ -68,8 +68,9 @@ class Mutation(NamedTuple):
 
 
 _READ = yaml.safe_load(Path(__file__).with_name("mutations.yml").read_text("utf-8"))
+_OF_SELFTEST = _READ.pop("selftest")
 MUTATIONS = tuple(
-    Mutation(name, file, **change)
+    Mutation(name, file, **change, selftest=name in _OF_SELFTEST)
     for file, changes in _READ.items()
     for name, change in changes.items()
 )
