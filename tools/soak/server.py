@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ main()
 """
 SERVE = (sys.executable, "-c", VLLM, "serve")
 STOP_SECONDS = 60
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LIBC = ctypes.CDLL(None)
+# prctl(PR_SET_PDEATHSIG, ...) of Linux.
+end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)
 MIB = 2**20
 KEPT = re.compile(
     r"vllm:(nwor_|spec_decode_|num_preemptions|prompt_tokens_total|generation_tokens"
@@ -74,14 +75,9 @@ def running(
     Raises ServerError, with the end of the log, if it is not up within `start_seconds`.
     """
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "env": env}
+        options |= {"start_new_session": True, "preexec_fn": end_with_parent}
+        process = subprocess.Popen(command, **options)
     deadline = time.monotonic() + start_seconds
     try:
         while not is_up():
