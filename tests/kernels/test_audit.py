@@ -1053,7 +1053,8 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     assert audit.findings.counts["changed"] > 0
 
 
-def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found():
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
     """As all but the first of a tensor parallel group. vLLM has two steps in flight;
     until there are more, an output will take it along, or be kept back."""
     world = prefilled()
@@ -1069,15 +1070,18 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found():
         scheduled_spec_decode_tokens={},
     )
     logged = []
-    for block in (1, 15, 15):  # one of a's, then nobody's
+    for block in (15, 15, 1):  # nobody's, then one of a's
         without_host(world, 1, block)
         output = SimpleNamespace(get_output=partial(SimpleNamespace, req_ids=["a"]))
         audit.attach(world.runner, output)
+        if is_read and block == 15:
+            output.get_output()
         audit.begin_step(world.runner, step)
         logged.append(audit.findings.counts["changed"] > 0)
 
-    assert logged == [False, False, True]
-    assert output.get_output().req_ids == ["a"]  # nothing is left that keeps it back
+    assert logged == [False, False, not is_read]
+    with pytest.raises(AuditError) if is_read else nullcontext():
+        output.get_output()
 
 
 def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
