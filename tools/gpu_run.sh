@@ -85,7 +85,7 @@ step_kernels() {
 step_engines() {
     local file=tests/gpu/test_engine_matrix.py
     run_tests -s $file -k "test_matrix$(also - "$@")" || return
-    [ $# -gt 0 ] || run_tests -s $file -k test_why
+    [ $# -gt 0 ] || run_tests -s $file -k 'test_why or test_a_missed'
 }
 
 step_sync() { gpu_tests no_sync "$@"; }

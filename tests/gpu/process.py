@@ -154,6 +154,22 @@ def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(tokens=found["tokens"], counters=found["counters"], groups=groups)
 
 
+def missed(spec: EngineSpec, models: Path, report: Report) -> None:
+    """A row's outputs and counters with all hooks, and without that of begin; then what
+    the engine raises when it shall not go on like that."""
+    engine = start(spec, models, report)
+    engine.prepare()
+    row = by_name(spec)["batch 8"]
+    report.save(whole=run_row(engine, row, watched=False))
+    engine.rpc("test_lose_begin", "0")
+    report.save(without=run_row(engine, row, watched=False))
+    engine.rpc("test_lose_begin", "always")
+    try:
+        engine.run(row)
+    except Exception as error:
+        report.save(raised=f"{type(error).__name__}: {error}")
+
+
 def offload(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row in which a prompt comes back from the host."""
     engine = start(spec, models, report)
@@ -448,6 +464,7 @@ JOBS = {
         matrix,
         sync,
         layouts,
+        missed,
         sleep,
         outputs,
         audit,

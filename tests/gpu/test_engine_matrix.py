@@ -22,6 +22,7 @@ from packaging.version import parse
 from tests.gpu import results
 from tests.gpu.compare import CHECKS, judge
 from tests.gpu.engines import (
+    BY_NAME,
     COPYING,
     MATRIX,
     METHODS,
@@ -31,9 +32,11 @@ from tests.gpu.engines import (
     RAY,
     EngineSpec,
 )
-from tests.gpu.pool import Pool, engines_fixture
+from tests.gpu.pool import OFF, ON, Pool, engines_fixture
 
 Verdict = dict[str, Any]
+# An engine on V2, and what a step counts that begin did not see.
+MISSING, MISSED = "eagle-flash-eager-fp8", "nwor_fallbacks/begin_missed"
 
 
 def can_run(spec: EngineSpec) -> bool:
@@ -129,3 +132,26 @@ def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:
     assert "may copy the block table" in refused.report["groups"][0]["reason"]
     assert refused.report["tokens"] == off.report["tokens"]
     assert forced.report["tokens"] != off.report["tokens"]
+
+
+def test_a_missed_begin_on_v2(pool: Pool) -> None:
+    """Without the hook of begin every step with drafts is a fallback and a breach, the
+    outputs stay vanilla's; under VLLM_NWOR_STRICT=always the first one raises."""
+    spec = BY_NAME[MISSING]
+    off = pool.run("outputs", spec, OFF)
+    run = pool.run("missed", spec, ON)
+    for one in (off, run):
+        assert one.is_complete, one.trouble()
+
+    entry = run.entry("without", "raised")
+    results.save(
+        "gpu_missed_begin.json", "gpu_missed_begin", "make gpu-test", {ON: entry}
+    )
+    whole, without = run.report["whole"], run.report["without"]
+    assert whole["counters"].get(MISSED, 0) == whole["counters"]["nwor_breaches"] == 0
+    assert without["num_windowed"] == whole["num_windowed"] > 0
+    counters = without["counters"]
+    assert counters[MISSED] == counters["nwor_breaches"] == without["num_windowed"]
+    assert counters["nwor_windows"] == 0 < counters["spec_decode_num_drafts"]
+    assert without["tokens"] == whole["tokens"] == off.report["tokens"]
+    assert "NWOR begin_missed: " in run.report["raised"]

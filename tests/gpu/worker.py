@@ -11,7 +11,7 @@ import copy
 import itertools
 import math
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,17 @@ class GpuTestExtension(NworWorkerExtension):
         estimator = runner.speculator.acceptance_estimator
         if estimator is not None:
             estimator.REFIT_INTERVAL = 1 << 60
+
+    def test_lose_begin(self, strictness: str) -> None:
+        """Takes the hook of the V2 runner's begin off; from now on NWOR does what
+        VLLM_NWOR_STRICT says with that value."""
+        from vllm_nwor.config import Strict
+        from vllm_nwor.hooks import _wrap, runner_v2
+
+        (hook,) = (h for h in _wrap._hooks if h.target == runner_v2.PREPARE)
+        hook.take_off()
+        manager = manager_of(self.model_runner)
+        manager.config = replace(manager.config, strictness=Strict(strictness))
 
     def test_watch(self, seed: int) -> None:
         """Poisons the caches and begins to watch every step."""
