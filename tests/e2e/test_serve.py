@@ -145,7 +145,7 @@ def test_still_serves_the_same_text(server: Server, used: dict[str, float]) -> N
 ALERTS = [
     REPO / "tools" / "monitoring" / name for name in ("alerts.yml", "audit_alerts.yml")
 ]
-SOAK_MINUTES = 0.4
+SOAK_MINUTES = 0.2
 SCRAPE_SECONDS = 1
 # Covers the whole load, so that every rate has something in it.
 QUERIES = monitoring.queries(monitoring.dashboard(), "60s")

@@ -88,11 +88,10 @@ def slot_bytes(layer: Any) -> torch.Tensor:
     num_blocks, num_heads, block_size, width = cache.shape
     assert cache.stride()[2:] == (width, 1), "a head's page is not contiguous"
     itemsize = cache.element_size()
-    pages = torch.arange(cache.untyped_storage().nbytes()).as_strided(
-        (num_blocks, num_heads, block_size * width * itemsize),
-        (cache.stride(0) * itemsize, cache.stride(1) * itemsize, 1),
-        cache.storage_offset() * itemsize,
-    )
+    blocks = torch.arange(num_blocks)[:, None, None] * cache.stride(0)
+    heads = torch.arange(num_heads)[:, None] * cache.stride(1)
+    page = torch.arange(block_size * width * itemsize)
+    pages = (cache.storage_offset() + blocks + heads) * itemsize + page
     by_slot = owners(layer).flatten().argsort(stable=True)
     found = pages.reshape(num_blocks, -1)[:, by_slot]
     return found.view(num_blocks * block_size, -1)

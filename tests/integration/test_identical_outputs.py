@@ -406,15 +406,18 @@ def test_structured_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_ranks(mode: str, settings: dict[str, str] | None = None) -> Engine:
-    """Two CPU workers, real processes."""
-    return like_off(
-        mode,
-        settings,
-        enable_prefix_caching=True,
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        worker_extension_cls=worker_probe.NAME,
-    )
+    """Two CPU workers, real processes, which do not compile what counts ranks, as
+    the engines in this process do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        return like_off(
+            mode,
+            settings,
+            enable_prefix_caching=True,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            worker_extension_cls=worker_probe.NAME,
+        )
 
 
 @pytest.fixture(scope="module")

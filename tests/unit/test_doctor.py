@@ -33,7 +33,10 @@ def told(monkeypatch, capsys):
     return run
 
 
-def test_where_all_is_in_order(told):
+def test_where_all_is_in_order(told, monkeypatch):
+    """The mode is the one that a process of vLLM has."""
+    child = f"import os\nos.environ['VLLM_NWOR_MODE'] = 'cow'\n{doctor.CHILD}"
+    monkeypatch.setattr(doctor, "CHILD", child)
     status, lines = told(MODE="stage", STRICT="1")
     assert status == 0
     assert [line for line in lines if line.startswith("!")] == []
@@ -49,7 +52,8 @@ def test_where_all_is_in_order(told):
     assert f"  torch      {torch.__version__}\n" in text
     assert str(ops.LIBRARY) in text
     assert "  variable   VLLM_NWOR_STRICT=1\n" in text
-    assert "  mode       stage in front end, engine core and workers" in text
+    assert "  variable   VLLM_NWOR_MODE=stage\n" in text
+    assert "  mode       cow in front end, engine core and workers" in text
     assert "  hooks      runner_v2: all that is relied on is there\n" in text
     assert lines[-1] == "problems: 0"
 
@@ -78,14 +82,6 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
             (is_fine, "plugin", "not loaded by vLLM: VLLM_PLUGINS='other'"),
             (is_fine, "mode", f"off everywhere ({mode} is set)"),
         ]
-
-
-def test_the_mode_is_the_one_that_a_process_has(monkeypatch):
-    child = f"import os\nos.environ['VLLM_NWOR_MODE'] = 'cow'\n{doctor.CHILD}"
-    monkeypatch.setattr(doctor, "CHILD", child)
-    monkeypatch.setenv("VLLM_NWOR_MODE", "stage")
-    _, (_, _, text) = doctor.processes()
-    assert text.startswith("cow in front end, engine core and workers")
 
 
 @pytest.mark.parametrize(
