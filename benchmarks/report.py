@@ -192,10 +192,6 @@ def slot_bytes(result: Result) -> int:
 # -- of several comparisons ------------------------------------------------------------
 
 
-def hooks_idle_last(results: Sequence[Result]) -> list[Result]:
-    return sorted(results, key=lambda one: one.get("baseline") == summary.IDLE)
-
-
 def by_mode(results: Sequence[Result]) -> dict[str, list[Result]]:
     """The results in which an arm was tested, by its name; the best ratio first."""
     found: dict[str, list[Result]] = {}
@@ -237,7 +233,7 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
 _OURS = (columns, number, size, percent, spread, alike, speed, summary.own_process)
 _OURS += (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
 _OURS += (runner, log_size, verdict, to_cow, host_us, slot_bytes, by_mode)
-_OURS += (hooks_idle_last, budgets, once_an_engine)
+_OURS += (budgets, once_an_engine)
 TEMPLATES.filters |= {one.__name__: one for one in _OURS}
 TEMPLATES.globals["summary"] = summary
 

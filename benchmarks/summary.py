@@ -23,8 +23,6 @@ from benchmarks.ab import CONTROL, Pair, Run, intervals
 
 # What a file of bench_vllm.py is made of.
 SCHEMA = 3
-# The baseline of older files: hooks that were on vLLM and did nothing.
-IDLE = "hooks idle"
 # The low end of a ratio's interval is at least this.
 RATIO_BUDGET = 0.995
 # Of begin + commit in a step on a GPU, by the name of what was run; else the first.
