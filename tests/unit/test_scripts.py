@@ -231,7 +231,7 @@ STEPS = {
         "asked: -m vllm_nwor.doctor --device cuda",
     ],
     "kernels -x": [f"{RUN}tests/kernels -k cuda or gpu --durations=5 -x"],
-    "engines": [f"{MATRIX}matrix", f"{MATRIX}why"],
+    "engines": [f"{MATRIX}matrix", f"{MATRIX}why or test_a_missed"],
     "engines a b": [f"{MATRIX}matrix and (a- or b-)"],
     "parallel ray": [f"{MATRIX}two_ranks", f"{MATRIX}ray"],
     "sync a b": [f"{RUN}-s tests/gpu/test_no_sync.py -k test_ and (a] or b])"],
