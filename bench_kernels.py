@@ -7,8 +7,7 @@
 
 Rates count bytes read and bytes written. Warm-up is not counted, the operations take
 turns within a sample, and the spread is that of the samples (10th to 90th percentile).
-It prints the environment first, then a check of every byte, then numbers. What it does
-not do: measure an engine (bench_vllm.py does).
+A check of every byte comes first. bench_vllm.py measures an engine.
 
 Caches are cold: calls rotate over several sets of drafts whose bytes are disjoint, in
 blocks drawn at random, so that no call finds its bytes in a cache; a read of a large

@@ -494,27 +494,33 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
     ran = []
 
     def run(arm: ab.Arm) -> Run:
-        ran.append((arm.stages, launches.ops, shadow.ops))
+        ran.append((arm.name, launches.ops, shadow.ops))
         return make_run(arm.hooked)
 
     engine.run.side_effect = run
     monkeypatch.setattr(host_profile, "device_for", lambda options: "cpu")
     monkeypatch.setattr(host_profile, "prepare_process", lambda options, on: None)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: arm.name)
+    took = {"median_us": 1, "launches": 2}
+    monkeypatch.setattr(
+        host_profile, "kernel_times", lambda engine, arm: {arm.name: took}
+    )
     path = tmp_path / "a.json"
     argv = ["v2-k4-a70", "--rounds", "2", "--json", str(path)]
     assert host_profile.main(argv) == 0
     result = json.loads(path.read_text())
-    (_, *first), second = ran[:7], ran[7:]
+    (_, *first), second, hooks = ran[:7], ran[7:13], ran[13:]
     assert first == second[::-1]
-    assert [stages for stages, *_ in first] == [True] * 2 + [False] * 4
+    staged = ("stage", "ours", "ours")
+    assert [first[1], *hooks] == [staged] * 3
+    names = ["unhooked", *["stage"] * 2, *["cow"] * 3]
+    assert [name for name, *_ in first] == names
     assert all(logs is stages for _, logs, stages in first)
     found = [logs for _, logs, _ in first]
-    assert (found[0], found[2], found[3]) == ("ours", "ours", ops)
-    assert found[1] is found[4]
+    assert (found[0], found[1], found[3]) == ("ours", "ours", "ours")
+    assert found[2] is found[4]
     for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
-        assert getattr(found[1], name)(1, 2) is None
+        assert getattr(found[2], name)(1, 2) is None
         assert int(getattr(found[5], name)(1, 2)) > 0
         assert name in ops.__annotations__
     assert (launches.ops, shadow.ops) == ("ours", "ours")
@@ -523,7 +529,9 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
         medians = {part: one["median_us"] for part, one in times.items()}
         assert medians == {"begin": 20, "commit": 10, "both": 30}
         assert {one["steps"] for one in times.values()} == {4}
-    assert result["kernels"] == {"stage": "stage", "builtins": "cow"}
+    assert result["kernels"] == {"stage": {"stage": took}, "builtins": {"cow": took}}
+    assert set(result["step_us"].values()) == {500_000}
+    assert set(result["step_us"]) - set(result["host"]) == {"unhooked"}
 
 
 def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):

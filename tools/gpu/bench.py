@@ -7,8 +7,7 @@
 does what `python bench_vllm.py` does with each batch size's arguments, and writes what
 it would write, to RESULTS/bench_gpu_CELL_bN.json, without starting the engine anew for
 each: an 8B engine takes longer to start than to measure. Pairs are added until their
-intervals are narrow enough or `--seconds` are over; the file says which it was. No
-batch size has fewer than the fewest pairs that bench_vllm.py allows.
+intervals are narrow enough or `--seconds` are over; the file says which it was.
 
 A cell is a list of arguments of bench_vllm.py, and for one cell a variable, so that any
 of its results can be had again by that program alone. vLLM fixes the synthetic

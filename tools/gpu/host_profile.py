@@ -4,23 +4,24 @@
 
     python tools/gpu/host_profile.py CELL --json results/host_profile_CELL.json
 
-Starts the engine of a cell of cells.yml and serves the same requests again and
-again, each time with other functions in place of the ops that a step calls:
+Serves the same requests on the engine of a cell of cells.yml, each time with other
+functions in place of the ops that a step calls:
 
+    unhooked   nothing: vLLM's own code
     stage      what NWOR does in mode stage
     unstaged   the same with functions that do nothing: what Python takes
     builtins   what it does in mode cow
-    ops        log and restore through PyTorch's dispatcher, as `vllm_nwor.ops`
     unlaunched builtins, with functions that do nothing: what Python takes
     add        torch's `x.add_(1)` at the same two places, for scale
 
-Also: what the device takes for our kernels, with `stage` and `builtins`, from a run
-each under torch's profiler; and with `stage` every hook of ours, without what vLLM does
-inside of it, but with the timing of that. All hooks are in a step's way here; a server
-has the last of them (StatLoggerManager.record) in another process.
+Also: how long a step of the engine takes with each (the mean of steps, each the median
+of its runs, which make the same batches); our kernels' time, with `stage` and
+`builtins`, by torch's profiler; and with `stage` every hook of ours, without what vLLM
+does inside of it, but with the timing of that. All hooks are in a step's way here; a
+server has the last of them (StatLoggerManager.record) in another process.
 
-The order turns from round to round. In a tight loop each of these is several times
-faster: what a step runs is no longer in the processor's cache when its turn comes.
+In a tight loop each of these is several times faster: what a step runs is no longer in
+the processor's cache when its turn comes.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -40,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ab, environment  # noqa: E402
+from benchmarks import ab, environment, report  # noqa: E402
 from benchmarks.arguments import parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
@@ -120,8 +121,6 @@ def kinds_of_ops(manager: Any) -> dict[str, tuple[ab.Arm, Any]]:
     """What is run, and what it shall call in place of the ops, by name."""
     import torch
 
-    from vllm_nwor import ops
-
     names = ("stage", "commit_draft_layer", "unstage")
     names += ("log_cache_slots", "restore_rejected_drafts")
     nothing = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
@@ -131,10 +130,10 @@ def kinds_of_ops(manager: Any) -> dict[str, tuple[ab.Arm, Any]]:
     staged = ab.Arm(STAGE, hooked=True)
     logged = ab.Arm("cow", hooked=True, stages=False)
     return {
+        ab.UNHOOKED.name: (ab.UNHOOKED, builtins),
         STAGE: (staged, builtins),
         "unstaged": (staged, nothing),
         "builtins": (logged, builtins),
-        "ops": (logged, ops),
         "unlaunched": (logged, nothing),
         "add": (logged, add),
     }
@@ -182,32 +181,36 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     (staged, builtins), (logged, _) = kinds[STAGE], kinds["builtins"]
     # Microseconds of begin and of commit, one a step.
     times: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
+    step_s: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     engine.run(staged)
-    num_steps = 0
     for number in range(rounds):
         for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
             arm, manager.launches.ops = kinds[kind]
             manager.shadow.ops = manager.launches.ops
-            hooks.on = kind == STAGE
             run = engine.run(arm)
-            hooks.on = False
-            num_steps += len(run.step_s) if kind == STAGE else 0
-            assert run.nwor is not None
-            times[kind][0] += run.nwor.begin_us
-            times[kind][1] += run.nwor.commit_us
+            step_s[kind].append(run.step_s)
+            if run.nwor is not None:
+                times[kind][0] += run.nwor.begin_us
+                times[kind][1] += run.nwor.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
     manager.launches.ops = manager.shadow.ops = builtins
+    hooks.on = True
+    num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
+    hooks.on = False
     return {
         "kind": "host_profile",
         "cell": cell.name,
         "batch_size": BATCH,
-        "rounds": rounds,
         "command": f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}",
         "environment": environment.describe(on, ROOT),
         "hooks": hooks.result(num_steps),
         "kernels": {
             "stage": kernel_times(engine, staged),
             "builtins": kernel_times(engine, logged),
+        },
+        "step_us": {
+            kind: 1e6 * statistics.mean(map(statistics.median, zip(*of, strict=True)))
+            for kind, of in step_s.items()
         },
         "host": {
             kind: {
@@ -216,6 +219,7 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
                 "both": spread(list(map(sum, zip(begin, commit, strict=True)))),
             }
             for kind, (begin, commit) in times.items()
+            if begin
         },
     }
 
@@ -230,9 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def measure() -> None:
         result = profile(cell, arguments.rounds)
         write_json(arguments.json, result)
-        for kind, found in result["host"].items():
-            parts = (f"{name} {of['median_us']:.1f} us" for name, of in found.items())
-            print(f"{cell.name} {kind:10}", *parts, flush=True)
+        print(report.rendered("host", results=[result]), flush=True)
 
     return bench.run_of(cell, measure)
 
