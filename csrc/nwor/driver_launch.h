@@ -63,6 +63,16 @@ inline auto early_launch_function(const char* op) {
   return driver_function<decltype(cuLaunchKernelEx)>(op, "cuLaunchKernelEx", known);
 }
 
+// Whether a device that has early launches runs code with wait_for_stream in it.
+constexpr bool kCanWaitForStream = [] {
+  for (const int architecture : {__CUDA_ARCH_LIST__}) {
+    if (architecture >= 900) {
+      return true;
+    }
+  }
+  return false;
+}();
+
 // A kernel that is launched early begins with this. It waits for what is before it in
 // its stream, and lets the next launch, which waits here too, be set up meanwhile.
 __device__ inline void wait_for_stream() {
@@ -105,7 +115,7 @@ class DriverKernel {
     config.hStream = static_cast<CUstream>(stream);
     config.attrs = &attribute;
     const int major = device_attribute<cudaDevAttrComputeCapabilityMajor>(op, device);
-    config.numAttrs = major >= 9 ? 1 : 0;
+    config.numAttrs = kCanWaitForStream && major >= 9 ? 1 : 0;
     check(op,
           early_launch_function(op)(&config, function(op, device), arguments, nullptr));
   }

@@ -8,14 +8,15 @@ runs steps, spoils one thing, and wants exactly one finding, or none.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import resource
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock
@@ -23,6 +24,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from tests.helpers.environment import REPO
 from tests.helpers.logs import nwor_log
@@ -1031,6 +1033,16 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     assert outbox.take(outbox.num_sent) == Found()
 
 
+class Late:
+    """An asynchronous output, as vLLM has them."""
+
+    def __init__(self):
+        self.output = SimpleNamespace(req_ids=["a"])
+
+    def get_output(self):
+        return self.output
+
+
 def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     """vLLM has the next step running when it reads it."""
     world = prefilled()
@@ -1041,9 +1053,7 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     outputs = []
     for block in (15, 1):  # nobody's, and one of a's
         without_host(world, 1, block)
-        get_output = partial(SimpleNamespace, req_ids=["a"])
-        output = SimpleNamespace(get_output=get_output)
-        outputs.append(audit.attach(world.runner, output))
+        outputs.append(audit.attach(world.runner, Late()))
 
     outputs[0].get_output()
     assert [arrival.synchronize.called for arrival in arrivals] == [True, False]
@@ -1072,8 +1082,7 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
     logged = []
     for block in (15, 15, 1):  # nobody's, then one of a's
         without_host(world, 1, block)
-        output = SimpleNamespace(get_output=partial(SimpleNamespace, req_ids=["a"]))
-        audit.attach(world.runner, output)
+        output = audit.attach(world.runner, Late())
         if is_read and block == 15:
             output.get_output()
         audit.begin_step(world.runner, step)
@@ -1197,24 +1206,50 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
         startup.reserved_bytes(fewer, config)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_raise_keeps_a_steps_tokens_from_leaving(is_async):
-    """An asynchronous output is given out first, and fails when it is read."""
+def test_raise_keeps_a_steps_tokens_from_leaving():
     world = prefilled()
-    world.runner.nwor_audit.raises = True
+    audit = world.runner.nwor_audit
+    audit.raises = True
     without_host(world, 1, 1)
     output = SimpleNamespace(req_ids=["a"])
-    step = SimpleNamespace(get_output=lambda: output) if is_async else output
-
-    def sample_tokens():
-        return world.runner.nwor_audit.attach(world.runner, step)
-
-    given = sample_tokens() if is_async else None
     with pytest.raises(AuditError, match=r"\d+ findings, the first: changed"):
-        given.get_output() if is_async else sample_tokens()
-    if is_async:
-        assert given.get_output() is output
-    assert sample_tokens() is step
+        audit.attach(world.runner, output)
+    assert audit.attach(world.runner, output) is output
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_raise_keeps_the_tokens_of_an_asynchronous_output_from_leaving(has_ended):
+    """It fails when it is read: also if the next step gives none, or an empty one, or
+    is the one in which the audit itself fails."""
+    world = prefilled()
+    audit = world.runner.nwor_audit
+    audit.raises = True
+    without_host(world, 1, 1)
+    late = Late()
+    assert audit.attach(world.runner, late) is late
+    for nothing in (None, EMPTY_MODEL_RUNNER_OUTPUT):
+        assert audit.attach(world.runner, nothing) is nothing
+    if has_ended:
+        world.runner.nwor_audit = world.runner.nwor_state.audit = None
+    with pytest.raises(AuditError, match=r"\d+ findings, the first: changed"):
+        late.get_output()
+    assert late.get_output() is late.output
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_an_asynchronous_output_goes_with_its_last_reference(is_read):
+    """And not when Python looks for cycles: it may hold device memory."""
+    world = prefilled()
+    output = world.runner.nwor_audit.attach(world.runner, Late())
+    if is_read:
+        output.get_output()
+    known = weakref.ref(output)
+    gc.disable()
+    try:
+        del output
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_a_file_whose_write_fails_half_way_is_the_old_one(tmp_path):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -159,21 +160,26 @@ class RunnerAudit:
 
     def attach(self, runner: Any, output: Any) -> Any:
         """The output of a step, which findings leave with, or which they keep from
-        leaving; an asynchronous one has them when vLLM reads it."""
+        leaving; an asynchronous one has them when vLLM reads it. One without requests
+        has none: what was found before belongs to an output that was not read yet."""
         through = self.audit.outbox.num_sent
 
         def told(found: Any) -> Any:
-            if runner.nwor_audit is not None:
-                self.tell(runner, found, through)
+            # Also where the audit has failed since: what it had found is still true.
+            self.tell(runner, found, through)
             return found
 
-        get_output = getattr(output, "get_output", None)
-        if get_output is None:
-            return told(output)
+        if not hasattr(output, "get_output"):
+            return told(output) if getattr(output, "req_ids", None) else output
+        # An output that held itself would live, with what it holds, until Python looks
+        # for cycles.
+        get_output = WeakMethod(output.get_output)
 
         def read() -> Any:
             self.num_unread = 0
-            return told(get_output())
+            vllms = get_output()
+            assert vllms is not None  # it is being called
+            return told(vllms())
 
         self.num_unread += 1
         output.get_output = read
