@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 
@@ -169,17 +168,13 @@ class RunnerAudit:
             self.tell(runner, found, through)
             return found
 
-        if not hasattr(output, "get_output"):
+        get_output = getattr(output, "get_output", None)
+        if get_output is None:
             return told(output) if getattr(output, "req_ids", None) else output
-        # An output that held itself would live, with what it holds, until Python looks
-        # for cycles.
-        get_output = WeakMethod(output.get_output)
 
         def read() -> Any:
             self.num_unread = 0
-            vllms = get_output()
-            assert vllms is not None  # it is being called
-            return told(vllms())
+            return told(get_output())
 
         self.num_unread += 1
         output.get_output = read
