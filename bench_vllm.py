@@ -39,6 +39,8 @@ from benchmarks.settings import device_for, find_models, leave, prepare_process
 
 ROOT = Path(__file__).resolve().parent
 TRUE_OFF_RUNS = 7
+# Runs of each arm that keep the host's times, behind those that are compared.
+TIMED_RUNS = 5
 # What a result has of NworWorkerExtension.nwor_report.
 ENGINE = ("kv_blocks", "groups", "log_bytes_per_draft", "log_bytes", "fallbacks")
 
@@ -108,6 +110,23 @@ def arms_of(options: Options) -> list[ab.Arm]:
     return [ab.UNHOOKED, *tested]
 
 
+def timed_runs(
+    engine: Engine,
+    arm: ab.Arm,
+    number: int,
+    begins: Callable[[str], None],
+    expected: Sequence[Sequence[int]],
+) -> list[ab.Run]:
+    """Runs that keep host times. Raises OutputsDiffer: outputs are not `expected`."""
+    runs = []
+    for run in range(1, number + 1):
+        name = f"{arm.name}, timed, {run}"
+        begins(name)
+        runs.append(engine.run(arm, times=True))
+        ab.check_outputs(expected, runs[-1].outputs, "an earlier run", name)
+    return runs
+
+
 def compare(
     engine: Engine, options: Options, true_off: Mapping[str, Any] | None, max_pairs: int
 ) -> dict[str, Any]:
@@ -124,12 +143,16 @@ def compare(
     with progress("compare", len(arms) + ab.runs_a_round(arms) * repeats) as begins:
         limits = (repeats, until, max_pairs)
         pairs = ab.compare(engine.run, arms, *limits, begins, expected)
+        first, timed = pairs[0].test.outputs, {}
+        for arm in [] if options.audits else arms[1:]:
+            timed[arm.name] = timed_runs(engine, arm, TIMED_RUNS, begins, first)
     num_runs = len(arms) + ab.runs_a_round(arms) * (len(pairs) // len(arms))
+    num_runs += TIMED_RUNS * len(timed)
     found = {
         "baseline": arms[0].name,
-        "outputs": summary.outputs(pairs[0].test.outputs, num_runs),
+        "outputs": summary.outputs(first, num_runs),
         "samples": summary.pair_samples(pairs),
-        "summary": summary.comparison(pairs, arms[0].name, until),
+        "summary": summary.comparison(pairs, arms[0].name, until, timed),
     }
     if true_off is not None:
         found["true_off"] = {
@@ -150,16 +173,12 @@ def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
     mode, arm = options.mode, ab.Arm(options.mode, hooked=options.nwor_mode != "off")
     with progress(mode, options.repeats + 1) as begins:
         begins("warm-up")
-        first, runs = engine.run(arm).outputs, []
-        for number in range(1, options.repeats + 1):
-            name = f"{mode} {number}"
-            begins(name)
-            runs.append(engine.run(arm))
-            ab.check_outputs(first, runs[-1].outputs, "the warm-up", name)
+        first = engine.run(arm).outputs
+        runs = timed_runs(engine, arm, options.repeats, begins, first)
     return {
         "outputs": summary.outputs(first, len(runs) + 1) | {"tokens": first},
         "samples": summary.rates(runs),
-        "summary": summary.of_runs({mode: runs}),
+        "summary": summary.of_runs({mode: runs}, {mode: runs}),
     }
 
 

@@ -104,10 +104,12 @@ class Engine:
         """NworWorkerExtension.nwor_report of the first worker."""
         return self.rpc("nwor_report")
 
-    def run(self, arm: Arm) -> Run:
-        """Runs all requests once, with NWOR's hooks on vLLM or not. Raises EngineFailed
-        if nothing is protected in this engine, but `arm` asks for it."""
-        self._switch(arm)
+    def run(self, arm: Arm, times: bool = False) -> Run:
+        """Runs all requests once, with NWOR's hooks on vLLM or not. times: keeps the
+        host times of begin and commit, which takes some microseconds of each step.
+        Raises EngineFailed if nothing is protected in this engine, but `arm` asks for
+        it."""
+        self._switch(arm, times)
         self.rpc("nwor_reseed", SEED)
         gc.collect()
         before, counted = self.report(), self._counters()
@@ -132,7 +134,7 @@ class Engine:
             nwor=_done(before, after) if arm.hooked and after["counters"] else None,
         )
 
-    def _switch(self, arm: Arm) -> None:
+    def _switch(self, arm: Arm, times: bool) -> None:
         """Hooks as `arm` has them, from the other state: whatever ran before, Python
         has to look up anew in the same classes, so that all runs start alike."""
         if self.options.nwor_mode == "off" and not self.options.audits:
@@ -149,7 +151,7 @@ class Engine:
                 )
             (_wrap.rehook if hooked else _wrap.unhook)()
         if arm.hooked:
-            self.rpc("nwor_set_stages", arm.stages)
+            self.rpc("nwor_set_ways", arm.stages, times)
             if arm.audit_mib is not None:
                 self.rpc("nwor_set_audit", arm.audit_mib)
 

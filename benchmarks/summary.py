@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -75,19 +75,19 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     return found | {"accepted_per_position": accepted, "per_position": shares}
 
 
-def nwor(runs: Sequence[Run]) -> dict[str, Any]:
-    """What NWOR did in `runs` (all active), summed, with its host time.
+def nwor(runs: Sequence[Run], timed: Sequence[Run]) -> dict[str, Any]:
+    """What NWOR did in `runs` (all active), summed, with its host time in `timed`.
 
     host.share_of_time: all time in begin and commit over all time in steps.
     host.share_of_step: median begin plus median commit over the median step.
     """
-    done = [run.nwor for run in runs if run.nwor is not None]
     counts = Counter[str]()
-    for one in done:
-        counts.update(one.counts)
+    for run in runs:
+        counts.update(run.nwor.counts if run.nwor else {})
+    done = [run.nwor for run in timed if run.nwor is not None]
     begin = [us for one in done for us in one.begin_us]
     commit = [us for one in done for us in one.commit_us]
-    steps = [1e6 * s for run in runs for s in run.step_s]
+    steps = [1e6 * s for run in timed for s in run.step_s]
     host = None
     if begin and commit:
         medians = statistics.median(begin), statistics.median(commit)
@@ -112,9 +112,13 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def comparison(
-    pairs: Sequence[Pair], baseline: str, until: float | None
+    pairs: Sequence[Pair],
+    baseline: str,
+    until: float | None,
+    timed: Mapping[str, Sequence[Run]],
 ) -> dict[str, Any]:
-    """The summary of `ab.compare`. until: what --pairs-until-ci asked for.
+    """The summary of `ab.compare`. until: what --pairs-until-ci asked for. timed: of
+    the tested arms the runs that kept host times.
 
     ratio: of each tested arm, and of CONTROL. speed: of the baseline, its
     references, and of each tested arm. nwor: of each tested arm.
@@ -132,18 +136,20 @@ def comparison(
         "until": until,
         "until_reached": None if until is None else reach <= until,
         "ratio": {name: asdict(one) for name, one in found.items()},
-        **of_runs(tests),
+        **of_runs(tests, timed),
         "speed": {name: speed(runs) for name, runs in (references | tests).items()},
     }
 
 
-def of_runs(tests: dict[str, list[Run]]) -> dict[str, Any]:
+def of_runs(
+    tests: Mapping[str, Sequence[Run]], timed: Mapping[str, Sequence[Run]]
+) -> dict[str, Any]:
     """What is said of runs in each arm; acceptance: of the first."""
     return {
         "speed": {name: speed(runs) for name, runs in tests.items()},
         "acceptance": acceptance(next(iter(tests.values()))),
         "nwor": {
-            name: nwor(runs)
+            name: nwor(runs, timed.get(name, ()))
             for name, runs in tests.items()
             if any(run.nwor is not None for run in runs)
         },

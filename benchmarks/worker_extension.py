@@ -17,16 +17,14 @@ if TYPE_CHECKING:
 
 
 class HostTimes:
-    """Host time of each begin and commit of a manager, in nanoseconds, once this has
-    taken the place of its methods. What stage takes belongs to the step's begin.
-
-    stages: while False nothing is staged, so that all groups are logged.
+    """Host time of each begin and commit of a manager, in nanoseconds, while functions
+    that look at the clock are in the place of its methods. What stage takes belongs to
+    the step's begin. They cost a step some microseconds themselves.
     """
 
     def __init__(self, manager: DraftCommitManager) -> None:
         self.begin_ns: list[int] = []
         self.commit_ns: list[int] = []
-        self.stages = True
         stage, begin, commit = manager.stage, manager.begin, manager.commit
         clock = time.perf_counter_ns
         stage_ns = 0
@@ -35,8 +33,6 @@ class HostTimes:
         # runs there is in no cache of the processor, and would be counted.
         def timed_stage(windows: Any) -> bool:
             nonlocal stage_ns
-            if not self.stages:
-                return False
             started = clock()
             is_begun = stage(windows)
             stage_ns = clock() - started
@@ -62,8 +58,11 @@ class HostTimes:
                 self.commit_ns.append(elapsed)
             return is_told
 
-        replaced = {"stage": timed_stage, "begin": timed_begin, "commit": timed_commit}
-        vars(manager).update(replaced)
+        self.timed = {
+            "stage": timed_stage,
+            "begin": timed_begin,
+            "commit": timed_commit,
+        }
 
 
 class NworWorkerExtension:
@@ -96,15 +95,22 @@ class NworWorkerExtension:
         if hooked and manager is not None:
             # Steps without hooks were steps all the same.
             manager.start_step()
-            self.nwor_host_times = self.nwor_host_times or HostTimes(manager)
         (_wrap.rehook if hooked else _wrap.unhook)()
         return hooked
 
-    def nwor_set_stages(self, stages: bool) -> None:
-        """Uses shadow pages where there are some (True), or logs all groups (False).
-        Between steps, after nwor_set_hooked(True)."""
-        if self.nwor_host_times is not None:
-            self.nwor_host_times.stages = stages
+    def nwor_set_ways(self, stages: bool, times: bool) -> None:
+        """stages: uses shadow pages where there are some, or else logs all groups.
+        times: keeps host times. Between steps, after nwor_set_hooked(True)."""
+        manager = _manager(self.model_runner)
+        if manager is None:
+            return
+        self.nwor_host_times = self.nwor_host_times or HostTimes(manager)
+        for name, timed in self.nwor_host_times.timed.items():
+            vars(manager).pop(name, None)
+            if times:
+                setattr(manager, name, timed)
+        if not stages:
+            setattr(manager, "stage", lambda windows: False)
 
     def nwor_set_audit(self, mib: int) -> None:
         """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "builtins.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <exception>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "check.h"
@@ -46,24 +49,43 @@ int32_t device_type_of(int32_t dlpack_type) {
                                                                    : kForeign;
 }
 
+Tensor look_at(void* object) {
+  DlpackTensor found;
+  if (python.dlpack->look_at(object, &found) != 0) {
+    throw PythonError();
+  }
+  return {static_cast<char*>(found.data) + found.byte_offset,
+          device_type_of(found.device_type),
+          found.device_id,
+          dtype_of(found),
+          found.num_dims,
+          found.sizes,
+          found.strides};
+}
+
+// Tensors that `remember` was told of, and what they are, in the same order.
+std::vector<void*> known_objects;
+std::vector<Tensor> known_tensors;
+
+size_t place_of(void* object) {
+  const auto found = std::find(known_objects.begin(), known_objects.end(), object);
+  return static_cast<size_t>(found - known_objects.begin());
+}
+
 template <typename T>
 struct Argument;
 
 template <>
 struct Argument<Tensor> {
   static Tensor read(void* object) {
-    DlpackTensor found;
-    if (python.dlpack->look_at(object, &found) != 0) {
-      throw PythonError();
-    }
-    return {static_cast<char*>(found.data) + found.byte_offset,
-            device_type_of(found.device_type),
-            found.device_id,
-            dtype_of(found),
-            found.num_dims,
-            found.sizes,
-            found.strides};
+    const size_t place = place_of(object);
+    return place < known_tensors.size() ? known_tensors[place] : look_at(object);
   }
+};
+
+template <>
+struct Argument<void*> {
+  static void* read(void* object) { return object; }
 };
 
 template <>
@@ -128,13 +150,28 @@ NworBuiltin builtin(const char* name) {
   return {name, &Builtin<kOp>::call};
 }
 
+void remember(void* object) {
+  known_tensors.push_back(look_at(object));
+  known_objects.push_back(object);
+}
+
+void forget(void* object) {
+  const size_t place = place_of(object);
+  if (place < known_objects.size()) {
+    const auto offset = static_cast<std::ptrdiff_t>(place);
+    known_objects.erase(known_objects.begin() + offset);
+    known_tensors.erase(known_tensors.begin() + offset);
+  }
+}
+
 }  // namespace
 }  // namespace nwor
 
 const char* nwor_builtins(const NworInterpreter* interpreter,
                           const NworBuiltin** builtins) {
 #define NWOR_BUILTIN(op, arguments) nwor::builtin<&nwor::op>(#op),
-  static const NworBuiltin all[] = {NWOR_OPS(NWOR_BUILTIN){nullptr, nullptr}};
+  static const NworBuiltin all[] = {NWOR_OPS(NWOR_BUILTIN) NWOR_BUILTIN(remember, )
+                                        NWOR_BUILTIN(forget, ){nullptr, nullptr}};
 #undef NWOR_BUILTIN
   if (interpreter->version != kNworBuiltinsVersion) {
     return "it is of another version of vllm-nwor";

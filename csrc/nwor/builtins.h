@@ -9,7 +9,7 @@
 //
 // They have the signature of METH_FASTCALL, of the stable ABI. This library has no
 // Python symbols: what it needs of the interpreter comes as addresses.
-// vllm/v1/nwor/builtins.py is the other side.
+// vllm/v1/nwor/builtin_ops.py is the other side.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct DlpackExchange {
 };
 
 // Raised with every change of what this file exports.
-constexpr int64_t kNworBuiltinsVersion = 1;
+constexpr int64_t kNworBuiltinsVersion = 2;
 
 struct NworInterpreter {
   int64_t version;                                  // kNworBuiltinsVersion
@@ -65,6 +65,9 @@ struct NworBuiltin {
 };
 
 // Returns nullptr and all ops, the last one without a name; or why they cannot be used.
+// Behind the ops, in the same form: `remember(tensor)` has the ops take this object for
+// what it is now, without looking at it again, until `forget(tensor)`. Between the two
+// the object must live, and its shape, its strides and its memory must stay.
 NWOR_EXPORT const char* nwor_builtins(const NworInterpreter* interpreter,
                                       const NworBuiltin** builtins);
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+import weakref
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ ALL = builtin_ops.load(CPU)
 
 
 def test_every_op_is_there():
-    assert set(vars(ALL)) == set(ops._OPS)
+    assert set(vars(ALL)) == set(ops.NAMES)
 
 
-@pytest.mark.parametrize("name", ops._OPS)
+@pytest.mark.parametrize("name", ops.NAMES)
 def test_the_number_of_arguments_is_the_schemas(name):
     number = len(getattr(ops, name)._schema.arguments)
     builtin = getattr(ALL, name)
@@ -109,6 +110,55 @@ def test_none_is_returned_and_not_used_up():
     for _ in range(10_000):
         assert calls.call_builtin(LOG) is None
     assert abs(sys.getrefcount(None) - references) < 5_000
+
+
+class Owner:
+    """Something that can be weakly referenced."""
+
+
+def test_a_remembered_tensor_is_not_looked_at_until_its_owners_are_gone():
+    calls = Calls(CPU)
+    slots = calls.arguments[LOG]["log_slots"]
+    memory, other = slots.data, torch.full_like(slots, 77)
+    owners = [Owner(), Owner()]
+    builtin_ops.remember(owners[0], [slots])
+    builtin_ops.remember(owners[1], [slots])
+    slots.data = other
+
+    def written() -> bool:
+        """Whether the log went to `other`, not to `memory`."""
+        memory.fill_(77)
+        other.fill_(77)
+        assert calls.call_builtin(LOG) is None
+        assert (memory == 77).all() != (other == 77).all()
+        return bool((memory == 77).all())
+
+    assert not written()
+    owners.pop(0)
+    assert not written()
+    owners.clear()
+    assert written()
+
+
+def test_a_remembered_tensor_lives_as_long_as_its_owner():
+    """Another object could have its address, and would be taken for it."""
+    owner, tensor = Owner(), torch.zeros(3)
+    known = weakref.ref(tensor)
+    builtin_ops.remember(owner, [tensor])
+    del tensor
+    assert known() is not None
+    del owner
+    assert known() is None
+
+
+def test_only_tensors_are_remembered():
+    """And nothing else that came with what is none."""
+    owner, tensor = Owner(), torch.zeros(3)
+    known = weakref.ref(tensor)
+    with pytest.raises(RuntimeError, match="list"):
+        builtin_ops.remember(owner, [tensor, [1]])
+    del tensor, owner
+    assert known() is None
 
 
 def test_another_version_of_the_library_is_refused(monkeypatch):

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -36,9 +37,12 @@ NWOR, STAGE = ab.Arm("nwor", hooked=True), ab.Arm("stage", hooked=True)
 ARMS = [ab.UNHOOKED, NWOR]
 
 
+COUNTS = {"windows": 5, "staged": 20, "committed": 12, "rejected": 8}
+COUNTS |= {"invalid_slots": 0, "restored_bytes": 800, "logged_bytes": 2000}
+UNTIMED = NworDone(COUNTS, [], [])
+
+
 def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
-    counts = {"windows": 5, "staged": 20, "committed": 12, "rejected": 8}
-    counts |= {"invalid_slots": 0, "restored_bytes": 800, "logged_bytes": 2000}
     drafts = {"windows": 5, "drafted": 20, "accepted": 12}
     return Run(
         outputs=[list(ids) for ids in tokens],
@@ -46,7 +50,7 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
         latency_s=[seconds / 2, seconds],
         step_s=[seconds / 2, seconds / 2],
         drafts=drafts | {"accepted_per_position": [5, 4, 2, 1]},
-        nwor=NworDone(counts, [10.0, 30.0], [5.0, 15.0]) if active else None,
+        nwor=NworDone(COUNTS, [10.0, 30.0], [5.0, 15.0]) if active else None,
     )
 
 
@@ -56,7 +60,7 @@ def fake_engine() -> Mock:
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
     target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
     engine = Mock(spec=Engine, target=target, drafter=None, waves=waves, start_s=0.1)
-    engine.run.side_effect = lambda arm: make_run(arm.hooked)
+    engine.run.side_effect = lambda arm, times=False: make_run(arm.hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
     engine._encode.return_value = waves
     return engine
@@ -251,13 +255,16 @@ def test_each_tested_arm_has_pairs_with_the_baseline():
     round_ = ["unhooked", "nwor", "stage", "unhooked", "unhooked"]
     turned = ["unhooked", "unhooked", "stage", "nwor", "unhooked"]
     assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
-    found = summary.comparison(pairs, "unhooked", None)
+    timed = {"stage": [make_run(True)]}
+    found = summary.comparison(pairs, "unhooked", None, timed)
     assert summary.tested({"summary": found}) == ["nwor", "stage"]
     medians = {name: one["median"] for name, one in found["ratio"].items()}
     assert medians == {"nwor": 0.5, "stage": 0.25, "control": 1.0}
     assert list(found["speed"]) == ["unhooked", "nwor", "stage"]
     assert found["speed"]["unhooked"]["num_runs"] == 4
     assert list(found["nwor"]) == ["nwor", "stage"]
+    assert found["nwor"]["nwor"]["host"] is None
+    assert found["nwor"]["stage"]["host"]["num_begins"] == 2
     assert found["num_pairs"] == 2
 
 
@@ -270,7 +277,7 @@ def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
 
     pairs = ab.compare(run, ARMS, 7, 0.005, 12, lambda what: None)
     assert len(pairs) == 2 * num_pairs
-    found = summary.comparison(pairs, "unhooked", 0.005)
+    found = summary.comparison(pairs, "unhooked", 0.005, {})
     assert found["until_reached"] is (num_pairs == 7)
 
 
@@ -304,7 +311,13 @@ COMPARE = ["--no-true-off", "--json", "results/a.json"]
 def test_compare_writes_and_prints(engine, capsys, tmp_path):
     # The warm-ups; then a round, in turned order every second time.
     seconds = iter([9.0, 9.0, *[1.0, 1.0, 4.0, 3.0] * 7])
-    engine.run.side_effect = lambda arm: make_run(arm.hooked, next(seconds))
+
+    def run(arm: ab.Arm, times: bool = False) -> Run:
+        """Only runs that no ratio is made of keep host times."""
+        done = make_run(arm.hooked, 1.0 if times else next(seconds))
+        return done if times or not arm.hooked else replace(done, nwor=UNTIMED)
+
+    engine.run.side_effect = run
     assert bench_vllm.main(COMPARE) == 0
     printed = capsys.readouterr().out
     heads = ["environment", "warnings", "check", "acceptance", "speed", "what nwor"]
@@ -403,9 +416,10 @@ def worker(monkeypatch):
     `calls` of that notes what is called, hooks included."""
     calls = Mock(**{"stage.return_value": False, "commit.return_value": True})
     counters = [[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]
-    manager = SimpleNamespace(
-        **{name: getattr(calls, name) for name in ("stage", "begin", "commit")},
-        **{"calls": calls, "is_open": False, "start_step": calls.start_step},
+    methods = ("stage", "begin", "commit", "start_step")
+    manager = type("Manager", (), {name: getattr(calls, name) for name in methods})()
+    vars(manager).update(
+        **{"calls": calls, "is_open": False},
         **{"counters": torch.tensor(counters), "fallbacks": {"stale_log": 1}},
         **{"log_bytes_per_draft": 75, "log_bytes": 750},
     )
@@ -442,11 +456,12 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     assert worker.nwor_set_hooked(False) is False
     for _ in range(2):
         assert worker.nwor_set_hooked(True) is True
+        worker.nwor_set_ways(stages=True, times=True)
     for manager.is_open in (False, True):
         assert manager.stage("windows") is False
         manager.begin("windows")
         assert manager.commit("acceptance") is True
-    worker.nwor_set_stages(False)
+    worker.nwor_set_ways(stages=False, times=True)
     assert manager.stage("windows") is False
     # A step that was not hooked was a step all the same.
     hooked = ["start_step", "rehook"] * 2
@@ -460,8 +475,10 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
     assert found["fallbacks"] == {"stale_log": 1}
-    worker.nwor_set_stages(True)
+    worker.nwor_set_ways(stages=True, times=True)
     manager.calls.stage.return_value = True
+    assert manager.stage("windows") is True
+    worker.nwor_set_ways(stages=True, times=False)
     assert manager.stage("windows") is True
     assert worker.nwor_report()["begin_ns"] == [70]
 
@@ -493,8 +510,9 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
     engine.rpc.side_effect = lambda ask: ask(SimpleNamespace(model_runner=runner))
     ran = []
 
-    def run(arm: ab.Arm) -> Run:
-        ran.append((arm.name, launches.ops, shadow.ops))
+    def run(arm: ab.Arm, times: bool = False) -> Run:
+        if not times:
+            ran.append((arm.name, launches.ops, shadow.ops))
         return make_run(arm.hooked)
 
     engine.run.side_effect = run

@@ -187,11 +187,11 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
         for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
             arm, manager.launches.ops = kinds[kind]
             manager.shadow.ops = manager.launches.ops
-            run = engine.run(arm)
-            step_s[kind].append(run.step_s)
-            if run.nwor is not None:
-                times[kind][0] += run.nwor.begin_us
-                times[kind][1] += run.nwor.commit_us
+            step_s[kind].append(engine.run(arm).step_s)
+            timed = engine.run(arm, times=True).nwor if arm.hooked else None
+            if timed is not None:
+                times[kind][0] += timed.begin_us
+                times[kind][1] += timed.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
     manager.launches.ops = manager.shadow.ops = builtins
     hooks.on = True

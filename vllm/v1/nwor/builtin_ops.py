@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p, py_object
 from functools import cache
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import torch
 from . import ops
 
 # kNworBuiltinsVersion.
-VERSION = 1
+VERSION = 2
 _METH_FASTCALL = 0x80
 
 # Not ctypes.pythonapi, whose functions others may have given other argument types.
@@ -84,7 +85,23 @@ def load(device: torch.device) -> SimpleNamespace:
         missing = library.nwor_load_kernels(c_int64(index))
         if missing is not None:
             raise ops.NworOpsUnavailable(f"{ops.LIBRARY}: {missing.decode()}")
-    return SimpleNamespace(**_builtins())
+    builtins = _builtins()
+    return SimpleNamespace(**{name: builtins[name] for name in ops.NAMES})
+
+
+def remember(owner: object, tensors: Iterable[torch.Tensor]) -> None:
+    """As long as `owner` lives the builtins take these objects for what they are now:
+    to look at a tensor takes a step longer than all that is done with it. Their shapes,
+    strides and memory must not change. Requires that `load` was called."""
+    known = tuple(tensors)
+    weakref.finalize(owner, _forget, known)
+    for tensor in known:
+        _builtins()["remember"](tensor)
+
+
+def _forget(tensors: tuple[torch.Tensor, ...]) -> None:
+    for tensor in tensors:
+        _builtins()["forget"](tensor)
 
 
 def _loaded_library() -> ctypes.CDLL:

@@ -189,16 +189,11 @@ class DraftCommitManager:
         ]
         columns = len(native_ops.COUNTER_COLUMNS)
         self.counters = memory.take((len(parts_of_groups), columns), torch.int64)
-        self.counters.zero_()
+        rows = self.counters.zero_().unbind()
         launches = [
             Launch(group, part, counters)
-            for (group, part), counters in zip(
-                parts_of_groups, self.counters.unbind(), strict=True
-            )
+            for (group, part), counters in zip(parts_of_groups, rows, strict=True)
         ]
-        if ops is None:
-            ops = builtin_ops.load(self.device)
-        self.launches = Launches(launches, ops)
         self.shadow: ShadowPages | None = None
         # Of the groups that are logged beside staged ones; their rows of the counters.
         self._beside: Launches | None = None
@@ -206,20 +201,24 @@ class DraftCommitManager:
         self._num_staged_rows = sum(
             len(group.tables) for group in self.groups if group.group_id in staged
         )
-        if staged:
-            pages = [
-                ShadowGroup(
-                    group.group_id,
-                    group.tables,
-                    staged[group.group_id].region,
-                    staged[group.group_id].entry_tokens,
-                    memory,
-                )
-                for group in self.groups
-                if group.group_id in staged
-            ]
-            rows = self.counters.unbind()[: self._num_staged_rows]
-            self.shadow = ShadowPages(pages, rows, ops)
+        pages = [
+            ShadowGroup(
+                group.group_id,
+                group.tables,
+                staged[group.group_id].region,
+                staged[group.group_id].entry_tokens,
+                memory,
+            )
+            for group in self.groups
+            if group.group_id in staged
+        ]
+        self._has_builtins = ops is None
+        if ops is None:
+            ops = builtin_ops.load(self.device)
+        self.remember((*memory.taken, *rows))
+        self.launches = Launches(launches, ops)
+        if pages:
+            self.shadow = ShadowPages(pages, rows[: self._num_staged_rows], ops)
             if launches[self._num_staged_rows :]:
                 self._beside = Launches(launches[self._num_staged_rows :], ops)
         self.state = State.IDLE
@@ -254,6 +253,11 @@ class DraftCommitManager:
     def is_open(self) -> bool:
         """Whether there are windows to commit."""
         return self.state.is_open
+
+    def remember(self, tensors: Sequence[torch.Tensor]) -> None:
+        """As builtin_ops.remember: what is handed to the ops again and again."""
+        if self._has_builtins:
+            builtin_ops.remember(self, tensors)
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: windows that

@@ -119,16 +119,15 @@ class Launches:
         """ops: what has the functions of the module `ops`: builtin_ops, or the seam
         where tests inject faults."""
         self.ops = ops
-        # By launch, what never changes: KV-cache group, the arguments in front of the
-        # step's own, and those behind them.
+        # By launch, what never changes.
         self._logs = []
         self._restores = []
         for launch in launches:
             group, part = launch.group, launch.part
             source = group.source or part
             log = group.undo_log, group.log_slots, group.log_windows
-            self._logs.append((group.group_id, source.table, source.runs, log))
-            self._restores.append(((part.table, part.runs, *log), launch.counters))
+            self._logs.append((group.group_id, source.table, source.runs, *log))
+            self._restores.append((part.table, part.runs, *log, launch.counters))
 
     def log(self, windows: VerificationWindows) -> None:
         """Enqueues the copies of the old bytes at every draft slot.
@@ -137,14 +136,16 @@ class Launches:
             Exception: the caches are as they were; the log is of no use.
         """
         slot_mappings = windows.slot_mappings
-        for group_id, table, runs, log in self._logs:
+        for group_id, table, runs, undo_log, slots, of_windows in self._logs:
             self.ops.log_cache_slots(
                 table,
                 runs,
                 slot_mappings[group_id],
                 windows.logits_indices,
                 windows.cu_num_logits,
-                *log,
+                undo_log,
+                slots,
+                of_windows,
                 windows.num_drafts,
                 windows.num_leading_zeros,
             )
@@ -165,10 +166,15 @@ class Launches:
             Exception: after all other launches were enqueued.
         """
         failure: Exception | None = None
-        for index, (described, counters) in enumerate(self._restores):
+        for index, launch in enumerate(self._restores):
+            table, runs, undo_log, slots, of_windows, counters = launch
             try:
                 self.ops.restore_rejected_drafts(
-                    *described,
+                    table,
+                    runs,
+                    undo_log,
+                    slots,
+                    of_windows,
                     acceptance.sampled_token_ids,
                     acceptance.vocab_size,
                     acceptance.num_rejected,

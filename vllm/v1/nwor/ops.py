@@ -63,7 +63,7 @@ INVALID_SLOT = -2
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
 
 _NAMESPACE = "_C_cache_ops"
-_OPS = (
+NAMES = (
     *("log_cache_slots", "restore_rejected_drafts"),
     *("stage", "commit_draft_layer", "unstage"),
     *("audit_describe", "audit_describe_layers", "audit_seat", "audit_plan"),
@@ -107,7 +107,7 @@ def lacking(device_type: str) -> list[str]:
     _load_library()
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     key = device_type.upper()
-    return [name for name in _OPS if not has_kernel(f"{_NAMESPACE}::{name}", key)]
+    return [name for name in NAMES if not has_kernel(f"{_NAMESPACE}::{name}", key)]
 
 
 @cache
@@ -129,12 +129,12 @@ def _load_library() -> None:
                 "pip install --no-build-isolation --no-deps ."
             ) from error
     if not hasattr(namespace, _FAKES_MARK):
-        for name in _OPS:
+        for name in NAMES:
             torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
         setattr(namespace, _FAKES_MARK, True)
     # torch's own objects: no search by argument types at each call, no frame of ours,
     # and nothing that torch.compile could not trace.
-    globals().update({name: getattr(namespace, name).default for name in _OPS})
+    globals().update({name: getattr(namespace, name).default for name in NAMES})
 
 
 def _no_result(*_args: object) -> None:
@@ -151,7 +151,7 @@ def publish(to: Sequence[Tensor], counters: Tensor) -> None:
 
 def __getattr__(name: str) -> OpOverload:
     """An op, if `load` was not called before."""
-    if name not in _OPS:
+    if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load_library()
     op: OpOverload = globals()[name]

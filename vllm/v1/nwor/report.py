@@ -12,6 +12,7 @@ output nobody reads (vLLM's warm-up requests) are not counted in the next one.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -102,6 +103,7 @@ class Report:
             pin_memory=manager.device.type != "cpu",
         )
         self._ring = [slot.unbind() for slot in ring]
+        manager.remember(list(itertools.chain(*self._ring)))
         # The same memory for quick reading: a torch operator costs more.
         slots = [slot.view(-1).numpy().data for slot in ring]
         # By the slot behind a step's commit.

@@ -146,7 +146,7 @@ class ShadowPages:
             last = len(group.tables) - 1
             for index, part in enumerate(group.tables):
                 of_table = group.group_id, part.table, part.runs
-                self._stages.append((*of_table, constants, index == 0))
+                self._stages.append((*of_table, *constants, index == 0))
                 counted = saved, next(rows), group.entry_tokens, index == last
                 self._commits.append((*of_table, *counted))
         # Of the runner, with drafts or without, whoever protects them.
@@ -181,7 +181,8 @@ class ShadowPages:
         block_tables = windows.block_tables
         assert block_tables is not None
         try:
-            for group_id, table, runs, constants, patches in self._stages:
+            for launch in self._stages:
+                group_id, table, runs, saved, first, real, span, tokens, patches = launch
                 self.ops.stage(
                     table,
                     runs,
@@ -191,7 +192,11 @@ class ShadowPages:
                     windows.seq_lens,
                     windows.cu_num_logits,
                     windows.seats,
-                    *constants,
+                    saved,
+                    first,
+                    real,
+                    span,
+                    tokens,
                     self.step,
                     patches,
                     windows.num_leading_zeros,
