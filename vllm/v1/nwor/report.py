@@ -78,7 +78,10 @@ NOTHING = StepPayload(_NO_COUNTS)
 
 
 class Report:
-    """Turns a manager's counters into one payload a step."""
+    """Turns a manager's counters into one payload a step.
+
+    step: what the step's commit counted, for the output to take along.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class Report:
         self._infos = list(infos)
         self._fallbacks: Counter[str] = Counter()
         self._told_fallbacks: dict[str, int] = {}
-        self._step: StepPayload | None = None
+        self.step: StepPayload | None = None
         if manager is None:
             return
         self._manager = manager
@@ -127,17 +130,13 @@ class Report:
         self._slot_is_current = False  # if it raises, too
         self._slot_is_current = manager.commit(acceptance, self._ring[following])
         if self._slot_is_current:
-            self._step = self._steps[following]
+            self.step = self._steps[following]
             self._slot = following
-
-    def drop_step(self) -> None:
-        """Forgets the counts of a commit that no output took along."""
-        self._step = None
 
     def take_payload(self) -> StepPayload | None:
         """What to tell the scheduler with this step's output; None for nothing. It is
         forgotten here, but for infos that nobody has read."""
-        step, self._step = self._step, None
+        step, self.step = self.step, None
         told = self._told_fallbacks
         if not self._infos and (not self._fallbacks or self._fallbacks == told):
             return step

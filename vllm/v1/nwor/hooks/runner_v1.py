@@ -110,7 +110,7 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is None:
         return output
-    is_open = state.manager is not None and state.manager.is_open
+    is_open = state.manager is not None and state.manager.state.is_open
     if is_open:
         state.report.commit(
             SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
