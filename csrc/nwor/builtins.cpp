@@ -2,10 +2,10 @@
 #include "builtins.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <exception>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -63,14 +63,44 @@ Tensor look_at(void* object) {
           found.strides};
 }
 
-// Tensors that `remember` was told of, and what they are, in the same order.
-std::vector<void*> known_objects;
-std::vector<Tensor> known_tensors;
+// Objects that need not be looked at, and what they are.
+class KnownTensors {
+ public:
+  const Tensor* find(void* object) const {
+    const auto place = std::find(objects_.begin(), objects_.end(), object);
+    return place == objects_.end() ? nullptr : &tensors_[place - objects_.begin()];
+  }
+  void add(void* object, const Tensor& tensor) {
+    tensors_.push_back(tensor);
+    objects_.push_back(object);
+  }
+  void remove(void* object) {
+    const auto place = std::find(objects_.begin(), objects_.end(), object);
+    if (place != objects_.end()) {
+      tensors_.erase(tensors_.begin() + (place - objects_.begin()));
+      objects_.erase(place);
+    }
+  }
+  // Gives back the references to all objects, which are ours.
+  void release() {
+    tensors_.clear();
+    while (!objects_.empty()) {
+      void* const object = objects_.back();
+      objects_.pop_back();
+      python.remove_reference(object);
+    }
+  }
 
-size_t place_of(void* object) {
-  const auto found = std::find(known_objects.begin(), known_objects.end(), object);
-  return static_cast<size_t>(found - known_objects.begin());
-}
+ private:
+  std::vector<void*> objects_;
+  std::vector<Tensor> tensors_;
+};
+
+KnownTensors remembered;
+// Those of a step, from `stage` until its tables are put back, with a reference to
+// each.
+KnownTensors staged;
+bool is_staging = false;
 
 template <typename T>
 struct Argument;
@@ -78,8 +108,18 @@ struct Argument;
 template <>
 struct Argument<Tensor> {
   static Tensor read(void* object) {
-    const size_t place = place_of(object);
-    return place < known_tensors.size() ? known_tensors[place] : look_at(object);
+    if (const Tensor* const tensor = remembered.find(object)) {
+      return *tensor;
+    }
+    if (const Tensor* const tensor = staged.find(object)) {
+      return *tensor;
+    }
+    const Tensor tensor = look_at(object);
+    if (is_staging) {
+      python.add_reference(object);
+      staged.add(object, tensor);
+    }
+    return tensor;
   }
 };
 
@@ -120,6 +160,24 @@ struct Builtin<kOp> {
   static inline const char* name;
 
   static void* call(void*, void* const* arguments, int64_t num_arguments) {
+    if constexpr (kStages) {
+      staged.release();
+    }
+    is_staging = kStages;
+    void* const result = run(arguments, num_arguments);
+    is_staging = false;
+    if constexpr (kEnds) {
+      staged.release();
+    }
+    return result;
+  }
+
+ private:
+  static constexpr bool kStages = std::is_same_v<Builtin, Builtin<&stage>>;
+  static constexpr bool kEnds = std::is_same_v<Builtin, Builtin<&commit_draft_layer>> ||
+                                std::is_same_v<Builtin, Builtin<&unstage>>;
+
+  static void* run(void* const* arguments, int64_t num_arguments) {
     try {
       NWOR_CHECK(num_arguments == sizeof...(Args), name, "got ", num_arguments,
                  " arguments; must be ", sizeof...(Args));
@@ -134,7 +192,6 @@ struct Builtin<kOp> {
     return python.none;
   }
 
- private:
   template <size_t... kIndex>
   static void apply(void* const* arguments, std::index_sequence<kIndex...>) {
     // In braces, to be read in order.
@@ -151,17 +208,10 @@ NworBuiltin builtin(const char* name) {
 }
 
 void remember(void* object) {
-  known_tensors.push_back(look_at(object));
-  known_objects.push_back(object);
+  remembered.add(object, look_at(object));
 }
-
 void forget(void* object) {
-  const size_t place = place_of(object);
-  if (place < known_objects.size()) {
-    const auto offset = static_cast<std::ptrdiff_t>(place);
-    known_objects.erase(known_objects.begin() + offset);
-    known_tensors.erase(known_tensors.begin() + offset);
-  }
+  remembered.remove(object);
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ struct NworInterpreter {
   void* (*error_occurred)();                        // PyErr_Occurred
   void (*set_error)(void* type, const char* text);  // PyErr_SetString
   void (*add_reference)(void* object);              // Py_IncRef
+  void (*remove_reference)(void* object);           // Py_DecRef
   void* runtime_error;                              // PyExc_RuntimeError
   void* none;                                       // Py_None
   const DlpackExchange* dlpack;                     // torch.Tensor's
@@ -67,7 +68,9 @@ struct NworBuiltin {
 // Returns nullptr and all ops, the last one without a name; or why they cannot be used.
 // Behind the ops, in the same form: `remember(tensor)` has the ops take this object for
 // what it is now, without looking at it again, until `forget(tensor)`. Between the two
-// the object must live, and its shape, its strides and its memory must stay.
+// the object must live, and its shape, its strides and its memory must stay. From
+// `stage` to the first commit_draft_layer or unstage, or the next stage, the same holds
+// of what stage was called with, which lives that long.
 NWOR_EXPORT const char* nwor_builtins(const NworInterpreter* interpreter,
                                       const NworBuiltin** builtins);
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.kernels.test_validation import Calls
-from tests.kernels.transaction import LOG, UNSTAGE
+from tests.kernels.transaction import COMMIT, LOG, STAGE, UNSTAGE
 from vllm_nwor import builtin_ops, ops
 
 CPU = torch.device("cpu")
@@ -138,6 +138,30 @@ def test_a_remembered_tensor_is_not_looked_at_until_its_owners_are_gone():
     assert not written()
     owners.clear()
     assert written()
+
+
+@pytest.mark.parametrize("ends", [COMMIT, UNSTAGE])
+def test_what_stage_looked_at_is_known_until_the_step_ends(ends):
+    """And lives that long; what follows looks again."""
+    calls = Calls(CPU)
+    calls.call(UNSTAGE)
+    slots = calls.arguments[STAGE]["slot_mapping"]
+    references, real = sys.getrefcount(slots), slots.tolist()
+    assert calls.call_builtin(STAGE) is None
+    assert sys.getrefcount(slots) == references + 1
+    staged, other = slots.data, torch.full_like(slots, 77)
+    assert staged.tolist() != real
+
+    slots.data = other
+    assert calls.call_builtin(ends) is None
+
+    assert staged.tolist() == real
+    assert sys.getrefcount(slots) == references
+    assert calls.call_builtin(STAGE) is None
+    assert staged.tolist() == real
+    assert sys.getrefcount(slots) == references + 1
+    assert calls.call_builtin(STAGE, slot_mapping=staged) is None
+    assert sys.getrefcount(slots) == references
 
 
 def test_a_remembered_tensor_lives_as_long_as_its_owner():
