@@ -4,7 +4,6 @@
 import io
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from benchmarks import picture, reach, report
 from PIL import Image
 
-from tests.gpu import results
 from tools.results import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,23 +270,6 @@ def test_the_tables_of_the_documents_have_every_result():
             assert entry["verdict"] in line
             assert f"- **{entry['verdict']}**: " in text
             assert entry.get("reason", "") in text
-
-
-# --- entries of engines
-
-
-def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
-    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(results.environment, "describe", lambda *_: {"packages": {}})
-
-    def save(number):
-        results.save("a.json", "k", "c", {f"engine {number}": {"n": number}})
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(save, range(40)))
-
-    found = json.loads((tmp_path / "a.json").read_text())["entries"]
-    assert {entry["n"] for entry in found.values()} == set(range(40))
 
 
 # --- documents
