@@ -11,7 +11,6 @@ import copy
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -252,34 +251,6 @@ def run_load(broken="", seconds=1.5, probe="loaded"):
     return asyncio.run(run())
 
 
-def test_the_load_goes_on_until_the_audit_has_looked_at_enough(monkeypatch):
-    audited = [0, 99, 100]
-
-    def read_metrics(url):
-        steps = audited.pop(0) if len(audited) > 1 else audited[0]
-        return {"metrics": {soak.AUDITED_STEPS: steps}}
-
-    monkeypatch.setattr(server, "read_metrics", read_metrics)
-    monkeypatch.setattr(soak, "EXTENSION_SECONDS", 0.05)
-
-    class Idle:
-        async def run(self, seconds):
-            self.deadline = time.monotonic() + seconds
-            while time.monotonic() < self.deadline:
-                await asyncio.sleep(0.001)
-
-    for least, seconds in ((0, 0.1), (100, 0.2)):
-        asked = {"minutes": 0.1 / 60, "sample_seconds": 0.02, "audited_steps": least}
-        started = time.monotonic()
-        asyncio.run(
-            soak.drive(
-                Idle(), SimpleNamespace(**asked), "", SimpleNamespace(sample=int)
-            )
-        )
-        assert time.monotonic() - started >= seconds
-    assert audited == [100]
-
-
 def test_quiet_probes_are_computed_from_nothing_and_alone():
     quiet, beside = run_load(probe="quiet")
     assert set(quiet.probes) == {"fresh"}
@@ -324,19 +295,6 @@ def test_memory_of_a_process_that_ended_is_missed():
     assert processes.ended == [name]
     before, after = processes.rss_mib[name]
     assert (before > 1, after) == (True, 0)
-
-
-def test_a_process_with_a_client_is_known():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        processes = server.Processes(psutil.Process(), port)
-        processes.sample()
-        assert processes.clients == {}
-        with socket.create_connection(("127.0.0.1", port)):
-            accepted, _ = listening.accept()
-            processes.sample()
-            accepted.close()
-    assert processes.clients == {f"0 {psutil.Process().name()}": 1}
 
 
 METRICS = """\
@@ -416,27 +374,3 @@ def test_a_server_ends_with_who_started_it_however_that_ends(tmp_path):
         while started.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-
-
-BAD_OPTIONS = ("url u", "pid 1", "minutes 0", "vocab-size 1", "mode on", "env =1")
-
-
-@pytest.mark.parametrize("bad", ["", *(f"--model m --{x}" for x in BAD_OPTIONS)])
-def test_bad_arguments_are_refused(bad):
-    with pytest.raises(SystemExit, match="2"):
-        soak.parse(bad.split())
-
-
-def test_the_server_that_is_started_gets_its_arguments(monkeypatch, tmp_path):
-    found = []
-    root = contextlib.nullcontext(SimpleNamespace(pid=os.getpid()))
-    monkeypatch.setattr(server, "serving", lambda *args: found.extend(args) or root)
-    more = ["--serve-args", "--a 'b c'", "--speculative-config", "{}"]
-    more += ["--env", "A=b=c", "--mode", "cow", "--log", str(tmp_path / "log")]
-    with soak.target(soak.parse(["--model", "m", *more])) as (url, process, log):
-        assert (process.pid, log) == (os.getpid(), tmp_path / "log")
-    command, port, env, *_ = found
-    assert url == f"http://127.0.0.1:{port}"
-    asked = ["m", "--api-server-count", "2", "--speculative-config", "{}", "--a", "b c"]
-    assert command == [*server.SERVE, *asked]
-    assert (env["A"], env["VLLM_NWOR_MODE"]) == ("b=c", "cow")
