@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable
 from functools import cache, partial
@@ -450,39 +449,6 @@ def test_a_folder_without_vllm_is_refused(tmp_path, run):
 
 
 # --- a checkout's build ---
-
-
-def test_what_builds_a_checkout_is_taken_from_the_sdist_and_kept(tmp_path, monkeypatch):
-    """pip unpacks it, and cannot build it."""
-    build = {
-        "CMakeLists.txt": "project(vllm)",
-        "cmake/deep/er.cmake": "",
-        "setup.py": "",
-    }
-    others = {
-        "vllm/__init__.py": "",
-        "csrc/gpu/one.cpp": "",
-        "PKG-INFO": "Name: vllm\n",
-    }
-    others["pyproject.toml"] = """[build-system]
-requires = ["nobody-has-this"]
-build-backend = "nobody_has_this"
-"""
-    laid_out(tmp_path / "vllm-9.9.9", build | others)
-    sdist = tmp_path / "sdists" / "vllm-9.9.9.tar.gz"
-    sdist.parent.mkdir()
-    with tarfile.open(sdist, "w:gz") as archive:
-        archive.add(tmp_path / "vllm-9.9.9", "vllm-9.9.9")
-    pips = {"CONFIG_FILE": "/dev/null", "NO_INDEX": "1", "FIND_LINKS": sdist.parent}
-    for name, value in pips.items():
-        monkeypatch.setenv(f"PIP_{name}", str(value))
-    monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
-    assert build_files("9.9.9") == build
-    sdist.unlink()
-    assert build_files("9.9.9") == build
-    with pytest.raises(check_vllm.NoSource, match=r"no sdist: .*vllm==9.9.8"):
-        build_files("9.9.8")
-    assert not list((tmp_path / "cache/vllm/9.9.8").iterdir())
 
 
 def run_build(folder: Path, *command: Any, **variables: str) -> str:
