@@ -223,8 +223,9 @@ class LoadWithoutServer(load.Load):
     async def streamed(self):
         self.running += 1
         try:
+            await asyncio.sleep(0.1)  # longer than some clients have patience
             for reason in [None] * 7 + ["length"] * (self.broken != "stream"):
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.005)
                 choices = [SimpleNamespace(finish_reason=reason)]
                 yield SimpleNamespace(choices=choices)
         finally:
@@ -232,11 +233,11 @@ class LoadWithoutServer(load.Load):
 
 
 def run_load(**arguments):
-    """A load after its run of a second."""
+    """A load after its run."""
 
     async def run():
         done = LoadWithoutServer(**arguments)
-        await done.run(1)
+        await done.run(1.5)
         return done
 
     return asyncio.run(run())
