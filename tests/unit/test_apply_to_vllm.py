@@ -14,9 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_check_vllm import SITE, files_read, laid_out
+from tests.unit.test_packaging import run as command
 from tools import apply_to_vllm as tool
 from tools import check_vllm, native
 from vllm_nwor.hooks.source import files_of
@@ -181,9 +180,6 @@ def patched(patched_once, tmp_path, no_facts):
     return Path(shutil.copytree(patched_once, tmp_path / "patched"))
 
 
-Run = Callable[..., tuple[int, list[str]]]
-
-
 @pytest.fixture
 def run(monkeypatch, capsys):
     def run_tool(tree: Path, *options: Any) -> tuple[int, list[str]]:
@@ -198,12 +194,9 @@ def run(monkeypatch, capsys):
     return run_tool
 
 
-def git(folder: Path, *arguments: Any) -> str:
+def git(folder: Path, *arguments: str | Path) -> str:
     settings = ("-c", "user.name=somebody", "-c", "user.email=somebody@localhost")
-    command = ["git", *settings, *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return command("git", *settings, *arguments, cwd=folder)
 
 
 @of_each_release
@@ -445,54 +438,11 @@ def test_what_is_written_is_read_again(site, run, monkeypatch):
 
 
 def test_a_folder_without_vllm_is_refused(tmp_path, run):
-    monkey = f"there is no {tmp_path}/vllm/__init__.py"
-    assert run(tmp_path) == (1, [monkey])
+    said = f"there is no {tmp_path}/vllm/__init__.py"
+    assert run(tmp_path) == (1, [said])
 
 
 # --- a checkout's build ---
-
-
-def test_what_builds_a_checkout_is_taken_from_the_sdist_and_kept(tmp_path, monkeypatch):
-    """pip unpacks it, and cannot build it."""
-    build = {
-        "CMakeLists.txt": "project(vllm)",
-        "cmake/deep/er.cmake": "",
-        "setup.py": "",
-    }
-    others = {
-        "vllm/__init__.py": "",
-        "csrc/gpu/one.cpp": "",
-        "PKG-INFO": "Name: vllm\n",
-    }
-    others["pyproject.toml"] = """[build-system]
-requires = ["nobody-has-this"]
-build-backend = "nobody_has_this"
-"""
-    laid_out(tmp_path / "vllm-9.9.9", build | others)
-    sdist = tmp_path / "sdists" / "vllm-9.9.9.tar.gz"
-    sdist.parent.mkdir()
-    with tarfile.open(sdist, "w:gz") as archive:
-        archive.add(tmp_path / "vllm-9.9.9", "vllm-9.9.9")
-    pips = {"CONFIG_FILE": "/dev/null", "NO_INDEX": "1", "FIND_LINKS": sdist.parent}
-    for name, value in pips.items():
-        monkeypatch.setenv(f"PIP_{name}", str(value))
-    monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
-    assert build_files("9.9.9") == build
-    sdist.unlink()
-    assert build_files("9.9.9") == build
-    with pytest.raises(check_vllm.NoSource, match=r"no sdist: .*vllm==9.9.8"):
-        build_files("9.9.8")
-    assert not list((tmp_path / "cache/vllm/9.9.8").iterdir())
-
-
-def run_build(folder: Path, *command: Any, **variables: str) -> str:
-    environment = {**os.environ, **variables}
-    words = list(map(str, command))
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def check_built(*libraries: Path) -> None:
@@ -500,7 +450,7 @@ def check_built(*libraries: Path) -> None:
     for library in libraries:
         code = f"import torch; torch.ops.load_library({str(library)!r}); "
         code += "print(torch.ops._C_cache_ops.stage.default)"
-        assert "stage" in run_build(ROOT, sys.executable, "-c", code)
+        assert "stage" in command(sys.executable, "-c", code)
 
 
 @pytest.mark.slow
@@ -508,7 +458,7 @@ def test_the_library_is_built_with_the_checkouts_own(checkout, tmp_path):
     """By the target and component that its setup.py makes of the extension's name."""
     tool.Graft(checkout, facts=()).apply()
     (checkout / tool.LIBRARY).unlink()
-    run = partial(run_build, checkout)
+    run = partial(command, cwd=checkout)
 
     names, data = run(sys.executable, "setup.py").splitlines()
     assert data == "{'vllm': ['py.typed', 'v1/nwor/_nwor_C.so']}"
@@ -559,8 +509,9 @@ def test_a_releases_own_build_builds_the_library(checkout, tmp_path):
     tool.Graft(checkout, facts=()).apply()
     (checkout / tool.LIBRARY).unlink()
     tools = str(Path(native.find_tool("cmake")).parent)
-    run_build(
-        *(checkout, sys.executable, "-c", BUILD, tmp_path / "built"),
+    command(
+        *(sys.executable, "-c", BUILD, tmp_path / "built"),
+        cwd=checkout,
         PATH=os.pathsep.join([tools, os.environ["PATH"]]),
         VLLM_TARGET_DEVICE="cpu",
         CMAKE_ARGS="-DVLLM_TARGET_DEVICE=xpu",

@@ -21,7 +21,7 @@ import pytest
 import torch
 from benchmarks import ab, files, prompts, report, settings, summary
 from benchmarks.ab import NworDone, Run
-from benchmarks.arguments import BadArgument, parse
+from benchmarks.arguments import parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.worker_extension import NworWorkerExtension
 
@@ -86,7 +86,6 @@ def engine(monkeypatch, tmp_path):
 
 
 BAD_ARGUMENTS = {
-    "--mode fast": "--mode: invalid choice: 'fast'",
     "--batch-size 0": "--batch-size: '0' is not allowed; allowed values: whole numbers",
     "--repeats 6": "--repeats: '6' cannot be used; allowed: from 7 up",
     "--repeats 61": "--max-pairs: '60' cannot be used; allowed: from --repeats 61 up",
@@ -98,10 +97,8 @@ BAD_ARGUMENTS = {
     "--runner v2": "--runner: 'v2' cannot be used; allowed on the device cpu",
     "--method eagle": "--draft-model: 'None' cannot be used; needed for --method eagle",
     "--draft-model x/y": "--draft-model: 'x/y' cannot be used; goes with --method dra",
-    "--prompts none": "--prompts: 'none' is not allowed; allowed values: an existing f",
     "--json out.txt": "--json: 'out.txt' is not allowed; allowed values: a file name",
     "--mode off --pairs-until-ci 1": "--pairs-until-ci: '1.0' cannot be used; goes wi",
-    "--pairs-until-ci 1.5": "--pairs-until-ci: '1.5' is not allowed; allowed values: n",
 }
 
 
@@ -114,24 +111,6 @@ def test_bad_argument_is_one_sentence_and_status_2(argv, engine, capsys, tmp_pat
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (None, r"make_models\.py --only smollm2-135m"),
-        ("shape:x", r"'shape:x' .* shape:llama-8b, shape:llama"),
-        ("./x", r"'\./x' holds no config\.json"),
-    ],
-)
-def test_models_that_are_not_there_are_named(value, said, tmp_path, monkeypatch):
-    monkeypatch.setenv("NWOR_CACHE", str(tmp_path))
-    with pytest.raises(BadArgument, match=said):
-        settings.find_model("--model", value, settings.TARGET)
-    shape = settings.find_model("--model", "shape:tiny", settings.TARGET)
-    written = json.loads((Path(shape.location) / "config.json").read_text())
-    assert (shape.random_weights, written) == (True, settings.SHAPES["tiny"])
-    assert settings.find_model("--model", "owner/name", "").location == "owner/name"
 
 
 def test_mission_command_is_understood():
@@ -148,21 +127,6 @@ def test_true_off_gets_the_same_requests():
     assert (options.batch_size, options.max_tokens) == (2, 9)
     assert (options.mode, options.nwor_mode) == ("off", "off")
     assert (options.json, options.pairs_until_ci) == (Path("off.json"), None)
-
-
-def test_prompt_files(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text('["one", "two\\nlines"]')
-    assert prompts.read(path) == ["one", "two\nlines"]
-    for content, why in (
-        ('["one", 2]', r"holds \['one', 2\]; allowed"),
-        ('["one",', "JSONDecodeError"),
-        ("[]", r"holds \[\]"),
-    ):
-        path.write_text(content)
-        with pytest.raises(BadArgument, match=why):
-            prompts.read(path)
-    assert len(prompts.read(None)) == 8
 
 
 def test_requests_fill_whole_batches():
@@ -506,48 +470,41 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
     """Two rounds, the second in turned order; every run's ops are those of its kind."""
     launches, shadow = SimpleNamespace(ops="ours"), SimpleNamespace(ops="")
     manager = SimpleNamespace(device="cpu", launches=launches, shadow=shadow)
-    runner = SimpleNamespace(nwor_state=SimpleNamespace(manager=manager))
-    engine.rpc.side_effect = lambda ask: ask(SimpleNamespace(model_runner=runner))
+    engine.rpc.return_value = manager
+    kinds = host_profile.kinds_of_ops(manager)
     ran = []
 
     def run(arm: ab.Arm, times: bool = False) -> Run:
         if not times:
-            ran.append((arm.name, launches.ops, shadow.ops))
+            ran.append((arm, launches.ops, shadow.ops))
         return make_run(arm.hooked)
 
     engine.run.side_effect = run
+    monkeypatch.setattr(host_profile, "kinds_of_ops", lambda manager: kinds)
     monkeypatch.setattr(host_profile, "device_for", lambda options: "cpu")
     monkeypatch.setattr(host_profile, "prepare_process", lambda options, on: None)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    took = {"median_us": 1, "launches": 2}
-    monkeypatch.setattr(
-        host_profile, "kernel_times", lambda engine, arm: {arm.name: took}
-    )
+    monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: {})
     path = tmp_path / "a.json"
     argv = ["v2-k4-a70", "--rounds", "2", "--json", str(path)]
     assert host_profile.main(argv) == 0
     result = json.loads(path.read_text())
-    (_, *first), second, hooks = ran[:7], ran[7:13], ran[13:]
-    assert first == second[::-1]
-    staged = ("stage", "ours", "ours")
-    assert [first[1], *hooks] == [staged] * 3
-    names = ["unhooked", *["stage"] * 2, *["cow"] * 3]
-    assert [name for name, *_ in first] == names
-    assert all(logs is stages for _, logs, stages in first)
-    found = [logs for _, logs, _ in first]
-    assert (found[0], found[1], found[3]) == ("ours", "ours", "ours")
-    assert found[2] is found[4]
-    for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
-        assert getattr(found[2], name)(1, 2) is None
-        assert int(getattr(found[5], name)(1, 2)) > 0
-        assert name in ops.__annotations__
+    in_order = [(arm, found, found) for arm, found in kinds.values()]
+    hooks = [in_order[1]] * 2
+    assert ran[1:] == [*in_order, *in_order[::-1], *hooks]
     assert (launches.ops, shadow.ops) == ("ours", "ours")
+    with_builtins = [kind for kind, (_, found) in kinds.items() if found == "ours"]
+    assert with_builtins == ["unhooked", "stage", "builtins"]
+    assert kinds["unstaged"][1] is kinds["unlaunched"][1]
+    for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
+        assert getattr(kinds["unlaunched"][1], name)(1, 2) is None
+        assert int(getattr(kinds["add"][1], name)(1, 2)) > 0
+        assert name in ops.__annotations__
     # (10, 30) and (5, 15) us in each run.
     for times in result["host"].values():
         medians = {part: one["median_us"] for part, one in times.items()}
         assert medians == {"begin": 20, "commit": 10, "both": 30}
         assert {one["steps"] for one in times.values()} == {4}
-    assert result["kernels"] == {"stage": {"stage": took}, "builtins": {"cow": took}}
     assert set(result["step_us"].values()) == {500_000}
     assert set(result["step_us"]) - set(result["host"]) == {"unhooked"}
 

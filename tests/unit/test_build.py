@@ -149,16 +149,6 @@ def test_rebuild_says_why_it_is_of_no_use(name, old, new, said, built, edit):
     assert "up to date" not in result.stdout
 
 
-def test_bad_arguments_of_the_rebuild(monkeypatch):
-    result = rebuild(ROOT, "--cuda", "maybe")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "argument --cuda: invalid choice: 'MAYBE'" in result.stderr
-    monkeypatch.setattr(sys, "executable", "python9")
-    result = rebuild(ROOT)
-    assert result.returncode == 1
-    assert "PYTHON is 'python9', which is not there" in result.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_cuda_library(monkeypatch, tmp_path):

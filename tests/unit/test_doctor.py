@@ -94,15 +94,13 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
     ],
 )
 def test_misspelt_variables(name, hint, monkeypatch):
+    """Those of others are nobody's business."""
+    for one in ("NWOR_CACHE", "NWOR_CUDA", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(one, "x")
+    assert list(doctor.variables()) == []
     monkeypatch.setenv(name, "stage")
     problems = [text for is_fine, _, text in doctor.variables() if not is_fine]
     assert problems == [f"{name} is none of NWOR's{hint}"]
-
-
-def test_variables_of_others_are_nobodys_business(monkeypatch):
-    for name in ("NWOR_CACHE", "NWOR_CUDA", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, "x")
-    assert list(doctor.variables()) == []
 
 
 def test_versions_of_a_vllm_nobody_tried(tmp_path):

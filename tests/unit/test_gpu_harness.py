@@ -11,14 +11,12 @@ import contextlib
 import copy
 import itertools
 import json
-import os
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,19 +24,14 @@ import torch
 from benchmarks import environment
 from benchmarks.arguments import parse
 from benchmarks.settings import Model, engine_arguments
-from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tests.gpu import (
     engines,
-    harness,
     results,
     rows,
-    test_no_sync,
     watch,
-    worker,
 )
-from tests.gpu.pool import Finished, Pool
+from tests.gpu.pool import Pool
 from tests.unit import test_bench_vllm
 from tools.gpu import bench
 
@@ -113,14 +106,7 @@ def bench_cell(monkeypatch, tmp_path):
         return test_bench_vllm.fake_engine()
 
     def run_true_off(argv):
-        off.append(
-            {
-                "outputs": {"tokens": test_bench_vllm.TOKENS},
-                "summary": {"speed": {"off": "speed"}},
-                "engine": {"kv_blocks": 100 + len(off)},
-                "samples": [],
-            }
-        )
+        off.append(test_bench_vllm.TRUE_OFF | {"engine": {"kv_blocks": 100 + len(off)}})
         return off[-1]
 
     monkeypatch.setattr(bench, "Engine", start)
@@ -414,106 +400,6 @@ def test_hash_sees_every_byte_of_a_slot():
         storage[byte] ^= 1 << (byte % 8)
 
 
-def test_rays_workers_inherit_the_environment_but_for_nwor(monkeypatch):
-    seen: dict[str, Any] = {}
-    ray = ModuleType("ray")
-    ray.init = lambda **more: seen.update(os.environ)  # type: ignore[attr-defined]
-    ray.util = SimpleNamespace(  # type: ignore[attr-defined]
-        get_node_ip_address=lambda: "192.0.2.7"
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    ours = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_SHADOW_BLOCKS": "64"}
-    for name, value in (ours | {"VLLM_HOST_IP": "192.0.2.1"}).items():
-        monkeypatch.setenv(name, value)
-    harness.start_ray()
-    assert seen["VLLM_HOST_IP"] == "192.0.2.7"
-    assert not seen.keys() & ours.keys()
-    assert ours.items() <= os.environ.items()
-    for spec in engines.RAY:
-        is_new = spec.environment()["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] == "1"
-        assert is_new == (spec.executor == "ray")
-
-
-# -- the drafter's weights -------------------------------------------------------------
-
-
-class DraftModel(torch.nn.Module):
-    """A drafter that keeps a copy of a weight, as DFlash's do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = torch.nn.Linear(8, 4, bias=False)
-        self.model = torch.nn.Linear(4, 4, bias=False)
-        self.model._build_fused_kv_buffers = self.build
-        self.build()
-        self.first = self.model._fused_kv_weight
-
-    def build(self) -> None:
-        self.model._fused_kv_weight = self.model.weight.detach().clone()
-        self.model._k_norm_weights = torch.ones(1)
-
-
-def extension_of(**runner: Any) -> worker.GpuTestExtension:
-    extension = worker.GpuTestExtension()
-    extension.model_runner = SimpleNamespace(**runner)
-    return extension
-
-
-@pytest.mark.parametrize("are_alike", [False, True])
-def test_weights_are_random_and_the_drafters_alike_where_they_have_to_be(are_alike):
-    target = torch.nn.Module()
-    target.model = torch.nn.Linear(4, 4, bias=False)
-    drafter = DraftModel()
-    extension = extension_of(
-        get_model=lambda: target, drafter=SimpleNamespace(model=drafter)
-    )
-    assert extension.test_randomize(20, are_alike) == 3
-    same = torch.equal(target.model.weight, drafter.model.weight)
-    assert same == are_alike
-    assert torch.equal(drafter.fc.weight, torch.eye(4, 8)) == are_alike
-    # What graphs were captured for is what has the new weights.
-    assert drafter.model._fused_kv_weight is drafter.first
-    assert torch.equal(drafter.first, drafter.model.weight)
-
-
-def test_costs_of_adaptive_verification_are_the_same_in_every_process():
-    speculator, manager = Mock(), Mock()
-    extension_of(adaptive_verification=manager, speculator=speculator).test_fix_costs()
-    draft, verify = manager.set_cost_curves.call_args.args
-    assert len(verify) == engines.MAX_NUM_BATCHED_TOKENS
-    assert verify[-1][1] > verify[0][1] > 0
-    assert draft[0][0] == 1
-    assert speculator.acceptance_estimator.REFIT_INTERVAL > 10**9
-    extension_of().test_fix_costs()  # nothing adapts here
-
-
-SPEC = engines.BY_NAME["eagle-flash-default-async"]
-
-# -- requests and the clock ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        (None, r"is not compiled after 0\.01 s"),
-        (ValueError("no such rule"), "does not compile"),
-    ],
-)
-def test_a_grammar_that_is_not_there_is_named(failure, said):
-    grammar: Future[Any] = Future()
-    if failure:
-        grammar.set_exception(failure)
-    structured = StructuredOutputRequest(StructuredOutputsParams(regex="a"))
-    structured.grammar = grammar
-    requests = [
-        SimpleNamespace(request_id="free", structured_output_request=None),
-        SimpleNamespace(request_id="grammar/7", structured_output_request=structured),
-    ]
-    with pytest.raises(RuntimeError, match=f"grammar/7 {said}") as raised:
-        harness.await_grammars(requests, 0.01)
-    assert raised.value.__cause__ is failure
-
-
 # -- processes -------------------------------------------------------------------------
 
 # In the place of Python, called with -m tests.gpu.process JOB ENGINE OUT MODELS.
@@ -560,38 +446,6 @@ def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
 
 
 # -- results ---------------------------------------------------------------------------
-
-
-def test_the_file_of_synchronising_calls_has_counts_and_what_was_added():
-    def run(**kernels: int) -> Finished:
-        profile = {
-            "steps": 3,
-            "windowed_steps": 2,
-            "kernel": {"theirs": 9} | kernels,
-            "gpu_memcpy": {"Memcpy DtoH (Device -> Pageable)": 4},
-            "gpu_memset": {},
-            "cuda_runtime": {"cudaStreamSynchronize": 5, "cudaLaunchKernel": 9},
-            "cuda_driver": {},
-            "cpu_op": {"aten::add": 1},
-        }
-        trace = 'File "a.py", line 1, in f\nRuntimeError: sync\nFile "b.py", line 2'
-        found = {"profiles": [profile] * 2, "sync_check": {"one": trace, "two": None}}
-        return Finished(found | {"finished": True, "compiled": ["k"]}, 0, 1.0, "")
-
-    runs = {"off": run(), "cow": run(ours=2)}
-    entry = test_no_sync.shortened(SPEC, runs)[SPEC.name]
-
-    assert entry["added_work"] == {"ours": 2}
-    first_line = 'File "a.py", line 1, in f'
-    assert entry["cow"]["sync_check"] == {"one": first_line, "two": None}
-    assert entry["cow"]["profiles"][1] == {
-        "steps": 3,
-        "windowed_steps": 2,
-        "synchronising": {"cudaStreamSynchronize": 5},
-        "allocating": {},
-        "pageable_copies": {"Memcpy DtoH (Device -> Pageable)": 4},
-        "device_work": 9 + 2 + 4,
-    }
 
 
 def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):

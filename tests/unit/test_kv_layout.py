@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_nwor.kv_layout import LayoutRefused, row_layout
+from vllm_nwor.kv_layout import LayoutRefused
 from vllm_nwor.kv_probe import probe_layout
 
 BLOCKS, HEADS, SLOTS, DIM = 5, 3, 16, 8
@@ -34,6 +34,11 @@ def rows(cache, slot, key, value):
     """[K | V] in the logical cell (block, head, slot)."""
     block, offset = divmod(slot, cache.shape[2])
     cache[block, :, offset, : 2 * DIM] = torch.cat([key, value], dim=-1)
+
+
+def zeros(cache, slot, key, value):
+    """A payload of zero bytes is a write, too."""
+    rows(cache, slot, key * 0, value * 0)
 
 
 def columns(cache, slot, key, value):
@@ -107,33 +112,24 @@ def written(kv_cache, write, slot):
     ("write", "make"),
     [
         *((rows, nhd_cache), (rows, hnd_cache), (rows, head_outermost_cache)),
-        *((rows, other_layers_between_blocks), (columns, hnd_cache)),
+        *((rows, other_layers_between_blocks), (zeros, hnd_cache)),
+        (columns, hnd_cache),
     ],
 )
 def test_layouts_are_proved_and_named_to_the_byte(write, make):
+    """Heads that touch are one run."""
     kv_cache = make()
     layout = probe(write, kv_cache)
-    if write is rows:
-        assert layout.runs is None
-    else:
+    if write is columns:
         assert layout.runs.shape == (SLOTS, HEADS * (DIM + 1), 2)
+    else:
+        assert layout.runs is None
+        assert layout.num_heads == (1 if make is nhd_cache else HEADS)
     assert layout.slot_bytes == HEADS * 2 * DIM * kv_cache.element_size()
     for slot in (0, 1, SLOTS - 1, SLOTS, BLOCKS * SLOTS - 1):
         assert torch.equal(
             touched(kv_cache, layout, slot), written(kv_cache, write, slot)
         )
-
-
-def test_heads_that_touch_become_one_run():
-    layout = row_layout(nhd_cache())
-    assert (layout.num_heads, layout.run_bytes) == (1, HEADS * 2 * DIM * 2)
-
-
-def test_a_payload_of_zero_bytes_is_still_seen():
-    def zeros(cache, slot, key, value):
-        rows(cache, slot, key * 0, value * 0)
-
-    assert probe(zeros, hnd_cache()).runs is None
 
 
 def test_what_a_first_write_prepares_is_not_taken_for_a_slots_bytes():

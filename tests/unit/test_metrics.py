@@ -418,14 +418,6 @@ def test_news_leave_with_the_step_that_has_them_and_once(payload, news, twice):
     assert run(scheduler, MIXED, payload) == nothing | twice
 
 
-def test_a_report_does_not_leave_without_outputs_while_others_will_come():
-    scheduler = hooked_scheduler()
-
-    assert run(scheduler, SILENT) is None
-    scheduler.unfinished = False
-    assert run(scheduler, SILENT)["dropped_drafts"] == 8
-
-
 def test_the_connectors_own_statistics_are_kept_and_not_written_to():
     scheduler = hooked_scheduler()
     scheduler.connector_stats = own = {"num_saved": 3}

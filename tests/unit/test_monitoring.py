@@ -170,16 +170,6 @@ def test_dashboard_shows_every_metric_of_ours_beside_vllms():
     } <= shown
 
 
-def test_queries_have_every_variable_filled():
-    dashboard = monitoring.dashboard()
-    queries = monitoring.queries(dashboard, "20s")
-    assert len(queries) > 20
-    assert not [query for query in queries if "$" in query.expression]
-    dashboard["panels"][1]["targets"][0]["expr"] = "up{x='$other'}"
-    with pytest.raises(ValueError, match=r"'Breaches'.*\$other"):
-        monitoring.queries(dashboard, "20s")
-
-
 # --- what was recorded ---
 
 
@@ -191,71 +181,3 @@ def test_the_recorded_run_was_of_this_dashboard_and_healthy():
     assert [one["legend"] for one in result["series"]] == legends
     assert result["alerts"] == {rule["alert"]: "inactive" for rule in rules()}
     assert f"](../../results/{picture.name})" in (MONITORING / "README.md").read_text()
-
-
-# --- getting Prometheus ---
-
-APT = """#!/bin/sh
-echo "$1" >>"$LOG"
-[ "$1" = update ] || { $FOUND || grep -q update "$LOG"; } || exit 100
-[ "$1" = update ] || echo package >prometheus_1_all.deb
-"""
-DPKG = """#!/bin/sh
-grep -q package "$2" && mkdir -p "$3/usr/bin" || exit
-for name in prometheus promtool; do
-    echo "#!/bin/sh" >"$3/usr/bin/$name" && chmod +x "$3/usr/bin/$name"
-done
-"""
-NEEDED = ("chmod", "dirname", "grep", "mkdir", "mktemp", "mv", "rm", "sh")
-
-
-def fetch(folder: Path, user: int = 0, found: bool = True, **programs: str) -> int:
-    """Runs fetch_prometheus.sh as this user, with a PATH of these programs."""
-    commands = folder / "bin"
-    commands.mkdir(exist_ok=True)
-    for name in NEEDED:
-        if not (commands / name).exists():
-            (commands / name).symlink_to(shutil.which(name) or name)
-    for name, text in (programs | {"id": f"#!/bin/sh\necho {user}\n"}).items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
-    env = {"PATH": str(commands), "NWOR_CACHE": str(folder / "cache")}
-    env |= {"LOG": str(folder / "log"), "FOUND": str(found).lower()}
-    done = subprocess.run([MONITORING / "fetch_prometheus.sh"], env=env)
-    return done.returncode
-
-
-@pytest.mark.parametrize(
-    ("user", "found", "asked"),
-    [
-        (0, True, "download"),
-        (0, False, "download update download"),
-        (1000, False, "download"),
-    ],
-)
-def test_fetch_unpacks_the_systems_package_once(
-    tmp_path, monkeypatch, user, found, asked
-):
-    """Only root can update the lists."""
-    apt = {"apt-get": APT, "dpkg": DPKG}
-    is_there = found or user == 0
-    for _ in range(1 + is_there):
-        assert fetch(tmp_path, user, found, **apt) == (0 if is_there else 1)
-    assert (tmp_path / "log").read_text().split() == asked.split()
-    left = [path.name for path in (tmp_path / "cache").iterdir()]
-    assert left == ["prometheus"] * is_there
-    monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    if is_there:
-        place = tmp_path / "cache" / "prometheus" / "usr" / "bin"
-        assert monitoring.program("promtool") == str(place / "promtool")
-    else:
-        with pytest.raises(FileNotFoundError, match="run: make deps"):
-            monitoring.program("promtool")
-
-
-def test_where_apt_is_not_there_or_not_needed(tmp_path, capfd):
-    assert fetch(tmp_path) == 1
-    assert "with this system's package manager" in capfd.readouterr().err
-    assert fetch(tmp_path, prometheus="#!/bin/sh\n", promtool="#!/bin/sh\n") == 0
-    assert not (tmp_path / "cache").exists()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/mutation_check.py: what it calls caught, and what it refuses."""
 
-import json
 from functools import partial
 
 import pytest
@@ -104,25 +103,6 @@ def test_the_selftest_names_the_faults_that_it_missed(monkeypatch, tree):
     )
     assert mutation_check.run_tests(tree, mutation_check.SELFTEST) == TestRun(("a",))
     assert ran == [(tree, "-m", "vllm_nwor.audit", "--selftest")]
-
-
-def test_the_result_of_the_selftest_is_beside_that_of_the_tests(monkeypatch, tmp_path):
-    """Whichever is renewed. Only checks of the audit are removed for the self-test."""
-    path = tmp_path / "a.json"
-    monkeypatch.setattr(mutation_check, "build_and_test", lambda tree, tests: TestRun())
-    for options in (["--only", MUTATIONS[0].name], ["--selftest"], []):
-        command = ["mutation_check.py", "--json", str(path), *options]
-        monkeypatch.setattr("sys.argv", command)
-        mutation_check.main()
-    result = json.loads(path.read_text())
-    assert result["tests"] == list(mutation_check.TESTS)
-    assert len(result["mutations"]) == len(MUTATIONS)
-    of_selftest = result["selftest"]
-    assert of_selftest["tests"] == list(mutation_check.SELFTEST)
-    assert [one["name"] for one in of_selftest["mutations"]] == [
-        mutation.name for mutation in MUTATIONS if mutation.selftest
-    ]
-    assert len(of_selftest["mutations"]) >= 18
 
 
 def test_the_mutations_fit_this_tree():

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
@@ -92,77 +94,49 @@ def budget(num_blocks):
     return NworConfig(mode=Mode.STAGE, max_shadow_blocks=num_blocks)
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "num_blocks", "num_seats"),
-    [
-        (8, None, 8),
-        (256, None, 25),  # 5 % of the blocks
-        *((8, 1000, 8), (8, 16, 8), (8, 15, 7), (8, 5, 2), (8, 3, 1), (8, 2, 1)),
-    ],
-)
-def test_every_sequence_has_a_seat_or_as_many_as_fit_the_budget(
-    max_num_seqs, num_blocks, num_seats
-):
-    found = vllm_config(scheduler_config__max_num_seqs=max_num_seqs)
+# Of a request of 256 tokens, beside the null block. A window of 64 keeps 63 + 64 tokens
+# in flight, in 8 blocks and one that it begins in.
+BLOCKS_OF_ONE_REQUEST = {FULL: 16, SLIDING: 9, LARGE: 4, CROSS: 16}
 
-    first = NUM_BLOCKS - 2 * num_seats
-    assert plan(found, kv_cache_config(), budget(num_blocks)) == {
-        0: ShadowRegion(first, num_seats, 2, first, BLOCK)
+
+@settings(deadline=None)
+@given(
+    specs=st.lists(
+        st.sampled_from(list(BLOCKS_OF_ONE_REQUEST)), min_size=1, max_size=5
+    ).filter(lambda specs: set(specs) != {CROSS}),
+    max_num_seqs=st.integers(1, 64),
+    num_blocks=st.integers(1, 300) | st.just(NUM_BLOCKS),
+    allowed=st.none() | st.integers(0, 64) | st.just(10**6),
+)
+@example([FULL], 256, NUM_BLOCKS, None)
+def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
+    specs, max_num_seqs, num_blocks, allowed
+):
+    """One for each sequence, within the budget (5 % of the blocks), and one request of
+    max_model_len still fits. Groups may overlay bytes: one block id is one group's."""
+    config = vllm_config(scheduler_config__max_num_seqs=max_num_seqs)
+    of_vllm = kv_cache_config(*specs, num_blocks=num_blocks)
+
+    found = plan(config, of_vllm, budget(allowed))
+
+    staged = [gid for gid, spec in enumerate(specs) if spec is not CROSS]
+    of_one_request = 1 + sum(map(BLOCKS_OF_ONE_REQUEST.__getitem__, specs))
+    most = num_blocks // 20 if allowed is None else allowed
+    most = max(min(most, num_blocks - of_one_request), 0)
+    a_seat = 2 * len(staged)
+    num_seats = min(most // a_seat, max_num_seqs)
+    if num_seats == 0:
+        assert found == (
+            f"{most} of {num_blocks} KV blocks may be shadow blocks, and a request "
+            f"needs {a_seat} (VLLM_NWOR_SHADOW_BLOCKS raises the number)"
+        )
+        return
+    num_real = num_blocks - num_seats * a_seat
+    firsts = range(num_real, num_blocks, 2 * num_seats)
+    assert found == {
+        gid: ShadowRegion(first, num_seats, 2, num_real, specs[gid].block_size)
+        for gid, first in zip(staged, firsts, strict=True)
     }
-
-
-@pytest.mark.parametrize(
-    ("allowed", "num_blocks", "available"), [(0, 1000, 0), (1, 1000, 1), (100, 5, 0)]
-)
-def test_a_budget_without_room_for_one_request_reserves_nothing(
-    allowed, num_blocks, available
-):
-    config = kv_cache_config(num_blocks=num_blocks)
-
-    assert plan(vllm_config(), config, budget(allowed)) == (
-        f"{available} of {num_blocks} KV blocks may be shadow blocks, and a request "
-        "needs 2 (VLLM_NWOR_SHADOW_BLOCKS raises the number)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("specs", "of_one_request", "a_seat"),
-    # Blocks of a request of 256 tokens, the null block among them; a window of 64
-    # keeps 63 + 64 in flight, in 8 blocks and one that it begins in.
-    [([FULL], 17, 2), ([FULL, SLIDING], 26, 4), ([FULL, LARGE], 21, 4)],
-)
-def test_one_request_of_max_model_len_still_fits(specs, of_one_request, a_seat):
-    for num_seats in range(4):
-        for spare in range(a_seat):
-            size = of_one_request + num_seats * a_seat + spare
-            config = kv_cache_config(*specs, num_blocks=size)
-
-            found = plan(vllm_config(), config, budget(10**6))
-
-            if num_seats == 0:
-                assert found.startswith(f"{spare} of {size} KV blocks may be shadow")
-            else:
-                assert {region.num_seats for region in found.values()} == {num_seats}
-                assert found[0].num_real_blocks == of_one_request + spare
-
-
-def test_regions_of_groups_are_disjoint_and_behind_the_schedulers_blocks():
-    """Groups may overlay bytes: one block id is one group's."""
-    specs = [FULL, CROSS, LARGE, CROSS, SLIDING]
-
-    found = plan(vllm_config(), kv_cache_config(*specs), budget(100))
-
-    assert list(found) == [0, 2, 4]
-    assert [region.block_size for region in found.values()] == [BLOCK, 64, BLOCK]
-    (num_real,) = {region.num_real_blocks for region in found.values()}
-    (num_seats,) = {region.num_seats for region in found.values()}
-    assert num_seats == NUM_SEQS
-    ids = [
-        block
-        for region in found.values()
-        for block in range(region.first_block, region.first_block + region.num_blocks)
-    ]
-    assert ids == list(range(num_real, NUM_BLOCKS))
 
 
 def test_a_group_of_several_specs_of_a_kind_is_one():

@@ -8,7 +8,6 @@ it was asked.
 from __future__ import annotations
 
 import fnmatch
-import getpass
 import json
 import os
 import shlex
@@ -59,28 +58,27 @@ def test_scripts_can_be_run_as_they_are(script):
 
 # --- docker_dev_shell.sh ---
 
-# Writes its arguments as a line of JSON; fails where FAIL is the first of them.
+# Writes its arguments as a line of JSON.
 DOCKER = """#!{python}
-import json, os, sys
+import json, sys
 with open({record!r}, "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
-sys.exit(sys.argv[1] == {fail!r})
 """
 Shell = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
 
 
 @pytest.fixture
 def shell(tmp_path) -> Shell:
-    """Runs the shell on a host with bash's tools, a docker that fails at what `fail`
-    says, and a GPU or none; what its docker was asked."""
+    """Runs the shell on a host with bash's tools, a docker, and a GPU or none; what its
+    docker was asked."""
     commands, record = tmp_path / "bin", tmp_path / "docker.jsonl"
     commands.mkdir()
     for name in NEEDED:
         (commands / name).symlink_to(shutil.which(name))
 
-    def run_shell(*arguments, fail="", gpu=False):
+    def run_shell(*arguments, gpu=False):
         record.write_text("")
-        text = DOCKER.format(python=sys.executable, record=str(record), fail=fail)
+        text = DOCKER.format(python=sys.executable, record=str(record))
         program(commands / "docker", text)
         program(commands / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
         result = run("bash", DEV_SHELL, *arguments, PATH=str(commands))
@@ -89,30 +87,20 @@ def shell(tmp_path) -> Shell:
     return run_shell
 
 
-def asked_of_docker(device: str, *command: str) -> list[list[str]]:
-    """To build the image, and to run that command: as oneself, caches in volumes apart
-    for each image; without a terminal, for these tests have none."""
-    dockerfile = {"gpu": "Dockerfile", "cpu": "Dockerfile.cpu"}[device]
-    gpus = {"gpu": "--gpus all ", "cpu": ""}[device]
-    user = f"{os.getuid()}:{os.getgid()}"
-    run = (
-        f"run --rm --interactive --init --user {user} {gpus}--ipc host "
-        f"--mount type=bind,source={ROOT},target=/src --workdir /src "
-        f"--mount type=volume,source=vllm-nwor-cache-{device},target=/cache "
-        f"--mount type=volume,source=vllm-nwor-venv-{device},target=/src/.venv "
-        f"--mount type=volume,source=vllm-nwor-build-{device},target=/src/build "
-        "--env HOME=/cache --env XDG_CACHE_HOME=/cache --env NWOR_CACHE=/cache/nwor "
-        f"--env USER={getpass.getuser()} --entrypoint env vllm-nwor:dev-{device}"
-    )
-    image = f"--target build -f {ROOT}/docker/{dockerfile} -t vllm-nwor:dev-{device}"
-    return [f"build {image} {ROOT}".split(), [*run.split(), *command]]
-
-
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_shell_is_of_the_image_for_this_machine(shell, device):
-    result, asked = shell(gpu=device == "gpu")
+    """As oneself; its volumes have a place in the image (test_docker.py)."""
+    result, (build, run) = shell(gpu=device == "gpu")
     assert result.returncode == 0, result.stderr
-    assert asked == asked_of_docker(device, "bash")
+    assert [build[0], run[0]] == ["build", "run"]
+    dockerfile = {"gpu": "Dockerfile", "cpu": "Dockerfile.cpu"}[device]
+    assert f"{ROOT}/docker/{dockerfile}" in build
+    assert f"vllm-nwor:dev-{device}" in build
+    assert ("--gpus" in run) is (device == "gpu")
+    assert run[run.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert f"type=bind,source={ROOT},target=/src" in run
+    assert f"type=volume,source=vllm-nwor-venv-{device},target=/src/.venv" in run
+    assert run[-2:] == [f"vllm-nwor:dev-{device}", "bash"]
 
 
 def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
@@ -122,21 +110,7 @@ def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
     printed = [shlex.split(line)[1:] for line in shown.stdout.splitlines()]
     done, asked = shell("--", *words, gpu=True)
     assert (done.returncode, asked) == (0, printed)
-    assert asked == asked_of_docker("gpu", *words)
-
-
-@pytest.mark.parametrize("fail", ["build", "run"])
-def test_what_docker_refuses_is_the_end(shell, fail):
-    done, asked = shell("--", "false", fail=fail)
-    assert done.returncode == 1
-    assert [one for one, *_ in asked] == ["build", "run"][: 1 + (fail == "run")]
-
-
-@pytest.mark.parametrize("bad", ["--device tpu", "--device", "make"])
-def test_bad_arguments_of_the_shell(shell, bad):
-    done, asked = shell(*bad.split())
-    assert (done.returncode, done.stdout, asked) == (2, "", [])
-    assert f"'{bad}' is not allowed; allowed are --device gpu," in done.stderr
+    assert asked[1][-5:] == ["vllm-nwor:dev-gpu", *words]
 
 
 # --- gpu_run.sh -----------------------------------------------------------------------
@@ -199,18 +173,6 @@ def test_a_gpu_host_gets_the_wheel_of_this_checkout_or_none(gpu_checkout):
 
     shutil.rmtree(gpu_checkout / "dist")
     assert "--force-reinstall ." in gpu_build(gpu_checkout)
-
-
-def test_a_build_that_fails_leaves_a_folder_of_packages_as_it_was(gpu_checkout):
-    site = gpu_checkout / "site"
-    for name in ("vllm/__init__.py", "vllm_nwor/old.py", "vllm_nwor-0.dist-info/x"):
-        (site / name).parent.mkdir(parents=True)
-        (site / name).touch()
-    before = sorted(site.rglob("*"))
-
-    assert "asked: -m pip install" in gpu_build(gpu_checkout, PYTHONPATH=str(site))
-
-    assert sorted(site.rglob("*")) == before
 
 
 # Notes its arguments, and answers what gpu_run.sh asks it for.

