@@ -21,6 +21,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -1038,22 +1039,13 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
     world = prefilled()
     audit = world.runner.nwor_audit
     audit.raises = True
-    cached = dict.fromkeys(
-        ("req_ids", "num_computed_tokens", "new_block_ids", "resumed_req_ids"), ()
-    )
-    step = SimpleNamespace(
-        finished_req_ids=(),
-        scheduled_new_reqs=(),
-        scheduled_cached_reqs=SimpleNamespace(**cached),
-        scheduled_spec_decode_tokens={},
-    )
     logged = []
     for block in (15, 15, 1):  # nobody's, then one of a's
         without_host(world, 1, block)
         output = audit.attach(world.runner, Late())
         if is_read and block == 15:
             output.get_output()
-        audit.begin_step(world.runner, step)
+        audit.begin_step(world.runner, SchedulerOutput.make_empty())
         logged.append(audit.findings.counts["changed"] > 0)
 
     assert logged == [False, False, not is_read]
