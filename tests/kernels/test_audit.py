@@ -1002,14 +1002,10 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     assert outbox.take(outbox.num_sent) == Found()
 
 
-class Late:
-    """An asynchronous output, as vLLM has them."""
-
-    def __init__(self):
-        self.output = SimpleNamespace(req_ids=["a"])
-
-    def get_output(self):
-        return self.output
+def late_output():
+    """An asynchronous one, as vLLM has them."""
+    output = SimpleNamespace(req_ids=["a"])
+    return SimpleNamespace(output=output, get_output=lambda: output)
 
 
 def test_an_output_waits_for_its_own_step_alone(monkeypatch):
@@ -1022,7 +1018,7 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     outputs = []
     for block in (15, 1):  # nobody's, and one of a's
         without_host(world, 1, block)
-        outputs.append(audit.attach(world.runner, Late()))
+        outputs.append(audit.attach(world.runner, late_output()))
 
     outputs[0].get_output()
     assert [arrival.synchronize.called for arrival in arrivals] == [True, False]
@@ -1042,7 +1038,7 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
     logged = []
     for block in (15, 15, 1):  # nobody's, then one of a's
         without_host(world, 1, block)
-        output = audit.attach(world.runner, Late())
+        output = audit.attach(world.runner, late_output())
         if is_read and block == 15:
             output.get_output()
         audit.begin_step(world.runner, SchedulerOutput.make_empty())
@@ -1170,7 +1166,7 @@ def test_raise_keeps_the_tokens_of_an_asynchronous_output_from_leaving(has_ended
     audit = world.runner.nwor_audit
     audit.raises = True
     without_host(world, 1, 1)
-    late = Late()
+    late = late_output()
     assert audit.attach(world.runner, late) is late
     for nothing in (None, EMPTY_MODEL_RUNNER_OUTPUT):
         assert audit.attach(world.runner, nothing) is nothing
