@@ -76,9 +76,10 @@ def column_major(num_blocks=3, block_size=16):
 
 
 def interleaved(num_blocks=3, block_size=16):
-    """Runs of 1, 2, 4, 8, 16 and 5 bytes in turn, then one that touches its end."""
+    """Runs of 1, 2, 4, 8, 16 and 5 bytes in turn, more than are fetched ahead, then one
+    that touches its end."""
     slots = torch.arange(block_size)
-    units = [slots.repeat_interleave(unit) for unit in (4, 1, 16, 2, 8, 5)]
+    units = [slots.repeat_interleave(unit) for unit in (4, 1, 16, 2, 8, 5) * 3]
     return packed_layout(num_blocks, torch.cat([*units, slots.flip(0)]))
 
 
