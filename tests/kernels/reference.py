@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_nwor import ops
+from vllm_nwor.kv_layout import runs_of
 
 GUARD_BYTES = 64
 POISON_BYTE = 0x5A
@@ -31,10 +33,6 @@ def random_bytes(num_bytes: int, seed: int) -> Tensor:
     """[num_bytes] uint8, cpu."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator)
-
-
-def poison_of(dtype: torch.dtype) -> int:
-    return int.from_bytes(bytes([POISON_BYTE] * dtype.itemsize))
 
 
 def guarded(
@@ -49,10 +47,10 @@ def guarded(
     rows, width = (1, *shape)[-2:]
     stride = width + padding
     guard = GUARD_BYTES // dtype.itemsize
-    num_elements = 2 * guard + misalignment + rows * stride
-    memory = torch.full((num_elements,), poison_of(dtype), dtype=dtype, device=device)
+    num_bytes = (2 * guard + misalignment + rows * stride) * dtype.itemsize
+    memory = torch.full((num_bytes,), POISON_BYTE, dtype=torch.uint8, device=device)
     strides = (stride, 1)[-len(shape) :]
-    return memory.as_strided(tuple(shape), strides, guard + misalignment)
+    return memory.view(dtype).as_strided(tuple(shape), strides, guard + misalignment)
 
 
 @dataclass(frozen=True)
@@ -107,14 +105,12 @@ def packed_layout(
     block_stride = block_stride or owner.numel()
     block_size = int(owner.max()) + 1
     in_block = [torch.nonzero(owner == slot).flatten() for slot in range(block_size)]
-    run_lists = [runs_of(offsets.tolist()) for offsets in in_block]
-    num_runs = max(map(len, run_lists))
-    padded = [runs + [(0, 0)] * (num_runs - len(runs)) for runs in run_lists]
+    runs = pad_sequence(list(map(runs_of, in_block)), batch_first=True)
     starts = torch.arange(num_blocks)[:, None, None] * block_stride
     index = (starts + torch.stack(in_block)).flatten(0, 1)
     # The columns that packed layouts do not use hold nonsense.
     columns = (block_stride, -7, -7, -7, -7, block_size, num_blocks)
-    return Layout(index, columns, torch.tensor(padded, dtype=torch.int32))
+    return Layout(index, columns, runs.int())
 
 
 def columns(block_size: int, dims: int, element: int, tail: int) -> Tensor:
@@ -123,17 +119,6 @@ def columns(block_size: int, dims: int, element: int, tail: int) -> Tensor:
     slots = torch.arange(block_size)
     keys = slots.repeat_interleave(element).repeat(dims)
     return torch.cat([keys, slots.repeat_interleave(tail)])
-
-
-def runs_of(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Sorted offsets as (offset, length) of maximal runs."""
-    runs: list[tuple[int, int]] = []
-    for offset in offsets:
-        if runs and sum(runs[-1]) == offset:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((offset, 1))
-    return runs
 
 
 class Layer:

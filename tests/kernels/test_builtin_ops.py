@@ -18,6 +18,7 @@ from vllm_nwor import builtin_ops, ops
 
 CPU = torch.device("cpu")
 ALL = builtin_ops.load(CPU)
+LIBC = ctypes.CDLL(None)
 
 
 def test_every_op_is_there():
@@ -185,36 +186,30 @@ def test_only_tensors_are_remembered():
     assert known() is None
 
 
-def test_another_version_of_the_library_is_refused(monkeypatch):
-    monkeypatch.setattr(builtin_ops, "VERSION", builtin_ops.VERSION + 1)
+@pytest.mark.parametrize(
+    ("where", "name", "other"),
+    [
+        (builtin_ops, "VERSION", builtin_ops.VERSION + 1),
+        (ctypes, "CDLL", lambda *_, **__: LIBC),  # a library without builtins
+    ],
+)
+def test_another_version_of_the_library_is_refused(monkeypatch, where, name, other):
+    monkeypatch.setattr(where, name, other)
     builtin_ops._builtins.cache_clear()
     with pytest.raises(ops.NworOpsUnavailable, match="of another version of vllm-nwor"):
         builtin_ops.load(CPU)
 
 
-def test_a_library_without_builtins_is_refused(monkeypatch):
-    libc = ctypes.CDLL(None)
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: libc)
-    with pytest.raises(ops.NworOpsUnavailable, match="of another version of vllm-nwor"):
-        builtin_ops.load(CPU)
-
-
-@pytest.mark.parametrize("has_function", [False, True])
-def test_a_dlpack_of_another_version_is_refused(monkeypatch, has_function):
+@pytest.mark.parametrize(("version", "function"), [(1, None), (2, 1)])
+def test_a_dlpack_of_another_version_is_refused(monkeypatch, version, function):
     class Exchange(ctypes.Structure):
         _fields_ = [("version", ctypes.c_uint32 * 2), ("rest", ctypes.c_void_p * 6)]
 
     exchange = Exchange()
-    exchange.version[0] = 2 if has_function else 1
-    exchange.rest[4] = 1 if has_function else None
-    inner = builtin_ops._interpreter
-
-    def interpreter():
-        found = inner()
-        found.dlpack = ctypes.addressof(exchange)
-        return found
-
-    monkeypatch.setattr(builtin_ops, "_interpreter", interpreter)
+    exchange.version[0], exchange.rest[4] = version, function
+    found = builtin_ops._interpreter()
+    found.dlpack = ctypes.addressof(exchange)
+    monkeypatch.setattr(builtin_ops, "_interpreter", lambda: found)
     builtin_ops._builtins.cache_clear()
     with pytest.raises(ops.NworOpsUnavailable, match="no DLPack exchange API"):
         builtin_ops.load(CPU)

@@ -336,16 +336,13 @@ def run_step(
     pages: Pages = NO_PAGES,
     *,
     form: AcceptanceForm = AcceptanceForm.SAMPLED,
-    spare_rows: int = 1,
     extra_drafts: int = 0,
-    index_dtype: torch.dtype = torch.int32,
-    **memory: int,
 ) -> Step:
-    """One step through the ops of a family. spare_rows: of the log."""
+    """One step through the ops of a family, with a log that has a row to spare."""
     before, after = family
-    capacity = sum(r.num_drafts for r in requests) + extra_drafts + spare_rows
-    step = Step(device, layouts, pages, capacity=capacity, **memory)
-    step.load(requests, None, extra_drafts, index_dtype)
+    capacity = sum(r.num_drafts for r in requests) + extra_drafts + 1
+    step = Step(device, layouts, pages, capacity=capacity)
+    step.load(requests, None, extra_drafts)
     step.check_tables(before)
     step.forward()
     step.check_tables(after, form)

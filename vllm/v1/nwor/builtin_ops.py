@@ -94,15 +94,15 @@ def remember(owner: object, tensors: Iterable[torch.Tensor]) -> None:
     """As long as `owner` lives the builtins take these objects for what they are now:
     to look at a tensor takes a step longer than all that is done with it. Their shapes,
     strides and memory must not change. Requires that `load` was called."""
-    known = tuple(tensors)
-    weakref.finalize(owner, _forget, known)
+    builtins, known = _builtins(), tuple(tensors)
+    weakref.finalize(owner, _forget, builtins["forget"], known)
     for tensor in known:
-        _builtins()["remember"](tensor)
+        builtins["remember"](tensor)
 
 
-def _forget(tensors: tuple[torch.Tensor, ...]) -> None:
+def _forget(forget: Callable[..., None], tensors: tuple[torch.Tensor, ...]) -> None:
     for tensor in tensors:
-        _builtins()["forget"](tensor)
+        forget(tensor)
 
 
 def _loaded_library() -> ctypes.CDLL:
