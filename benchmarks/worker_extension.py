@@ -110,7 +110,7 @@ class NworWorkerExtension:
             if times:
                 setattr(manager, name, timed)
         if not stages:
-            setattr(manager, "stage", lambda windows: False)
+            manager.stage = lambda windows: False
 
     def nwor_set_audit(self, mib: int) -> None:
         """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.

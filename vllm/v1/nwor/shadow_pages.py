@@ -182,12 +182,12 @@ class ShadowPages:
         assert block_tables is not None
         try:
             for launch in self._stages:
-                group_id, table, runs, saved, first, real, span, tokens, patches = launch
+                gid, table, runs, saved, first, real, span, tokens, patches = launch
                 self.ops.stage(
                     table,
                     runs,
-                    block_tables[group_id],
-                    slot_mappings[group_id],
+                    block_tables[gid],
+                    slot_mappings[gid],
                     windows.query_start_loc,
                     windows.seq_lens,
                     windows.cu_num_logits,
@@ -203,7 +203,7 @@ class ShadowPages:
                 )
         except Exception:
             # Groups behind this one keep what an earlier step saved.
-            self.abort(group_id)
+            self.abort(gid)
             raise
 
     def commit(
