@@ -3,7 +3,7 @@
 """Bytes per second of log and restore, against the device's own copy of as many bytes.
 
     python bench_kernels.py --device cuda
-    python bench_kernels.py --device cpu --max-size 4M --json bench-out/kernels.json
+    python bench_kernels.py --device cpu --max-kib 4096 --json bench-out/kernels.json
 
 Rates count bytes read and bytes written. Warm-up is not counted, the operations take
 turns within a sample, and the spread is that of the samples (10th to 90th percentile).
@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from benchmarks import environment
-from benchmarks.arguments import file_to_write, rule, whole
+from benchmarks import environment, report
+from benchmarks.arguments import file_to_write, whole
 from benchmarks.files import write_json
 from torch import Tensor
 
@@ -40,8 +40,8 @@ from vllm_nwor import ops
 
 PROGRAM = "bench_kernels.py"
 ROOT = Path(__file__).resolve().parent
-MIN_SIZE, SIZE_STEP = 4 << 10, 4
-DEFAULT_MAX_SIZE = {"cpu": 16 << 20, "cuda": 512 << 20}
+MIN_KIB, SIZE_STEP = 4, 4
+DEFAULT_MAX_KIB = {"cpu": 16 << 10, "cuda": 512 << 10}
 DEFAULT_SAMPLES = {"cpu": 15, "cuda": 40}
 OURS = ("log", "restore")
 OPERATIONS = ("copy", *OURS)
@@ -202,35 +202,25 @@ class Case:
         return on_cuda
 
 
-def num_bytes_of(text: str) -> int:
-    """Bytes of "4K", "512M", "1000". Raises ValueError."""
-    digits = text.rstrip("KMG")
-    return int(digits) << 10 * ["", "K", "M", "G"].index(text[len(digits) :])
-
-
-text = f"{MIN_SIZE} or more, with K, M or G behind it or without"
-size = rule(num_bytes_of, lambda value: value >= MIN_SIZE, text)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The checked command line; ends the process with 2 if it is bad."""
     text = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog=PROGRAM, description=text)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    text = "of what a launch copies; default 512M, on the CPU 16M"
-    parser.add_argument("--max-size", type=size, metavar="SIZE", help=text)
+    text = "most KiB that a launch copies; default 524288, on the CPU 16384"
+    parser.add_argument("--max-kib", type=whole(MIN_KIB), help=text)
     parser.add_argument("--samples", type=whole(3), help="default 40, on the CPU 15")
     text = "where to write, whole or not at all"
     parser.add_argument("--json", type=file_to_write(".json"), help=text)
     options = parser.parse_args(arguments)
-    options.max_size = options.max_size or DEFAULT_MAX_SIZE[options.device]
+    options.max_kib = options.max_kib or DEFAULT_MAX_KIB[options.device]
     options.samples = options.samples or DEFAULT_SAMPLES[options.device]
     return options
 
 
 def sizes(largest: int) -> list[int]:
-    """From MIN_SIZE in steps to the largest, which is always the last."""
-    steps = (MIN_SIZE * SIZE_STEP**power for power in range(99))
+    """From MIN_KIB in steps to the largest, which is always the last."""
+    steps = (MIN_KIB * SIZE_STEP**power for power in range(99))
     return sorted({*(step for step in steps if step < largest), largest})
 
 
@@ -248,8 +238,8 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
-    """Checks every case, then measures it; prints a line for each. Raises CheckFailed
-    if an op copied wrongly."""
+    """Checks every case, then measures it. Raises CheckFailed if an op copied
+    wrongly."""
     device = torch.device(options.device)
     # Twice the cache; read, so that no write-back is left to the next sample.
     flush = torch.ones(cache_bytes // 2, dtype=torch.int32, device=device)
@@ -264,8 +254,8 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
     print("check: every byte of a log and a restore is right, in each layout")
     found: dict[str, Any] = {"check": "passed", "results": []}
     for layout in LAYOUTS:
-        for num_bytes in sizes(options.max_size):
-            case = make(layout, num_bytes)
+        for kib in sizes(options.max_kib):
+            case = make(layout, kib << 10)
             timers = {name: case.timer(name, flush) for name in OPERATIONS}
             samples = timed(timers, options.samples)
             names = ("num_drafts", "num_layers", "num_sets")
@@ -273,7 +263,7 @@ def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
             about |= {name: getattr(case, name) for name in names}
             result = about | statistics_of(samples, case.num_bytes)
             found["results"].append(result)
-            print(line(result), flush=True)
+            print(f"{layout}, {case.num_bytes} bytes: measured", flush=True)
             del case, timers
     return found
 
@@ -301,20 +291,6 @@ def statistics_of(seconds: dict[str, list[float]], num_bytes: int) -> dict[str, 
     return found
 
 
-def line(result: dict[str, Any]) -> str:
-    """A result in words: medians, and ratios to the copy with their spread."""
-    rates = result["gb_per_s"]
-    text = (
-        f"{result['layout']:6} {result['bytes'] / 1024:8.0f} KiB, "
-        f"{result['num_drafts']:4} drafts, {result['num_layers']:2} layers: "
-        f"copy {rates['copy']:6.1f} GB/s"
-    )
-    for name in OURS:
-        of_copy = "{:.2f} [{:.2f}, {:.2f}]".format(*result[f"{name}_of_copy"])
-        text += f"; {name} {rates[name]:6.1f} GB/s, {of_copy}"
-    return f"{text} of copy"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
@@ -335,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for warning in found["warnings"]:
             print(f"warning: {warning}")
         found |= measure(options, found["environment"]["cache_bytes"])
+        print(report.rendered("kernels", result=found))
     except (ops.NworOpsUnavailable, CheckFailed) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1

@@ -144,16 +144,15 @@ class Engine:
         assert not self._engine.has_unfinished_requests()
         assert not self._core.batch_queue, "a step is in flight"
         for hooked in (not arm.hooked, arm.hooked):
-            if self.rpc("nwor_set_hooked", hooked) is not hooked:
+            found = self.rpc("nwor_set_hooked", hooked, arm.stages, times)
+            if found is not hooked:
                 raise EngineFailed(
                     "NWOR is not active in this engine "
                     f"(VLLM_NWOR_MODE={self.options.nwor_mode}): {self.why_not()}"
                 )
             (_wrap.rehook if hooked else _wrap.unhook)()
-        if arm.hooked:
-            self.rpc("nwor_set_ways", arm.stages, times)
-            if arm.audit_mib is not None:
-                self.rpc("nwor_set_audit", arm.audit_mib)
+        if arm.hooked and arm.audit_mib is not None:
+            self.rpc("nwor_set_audit", arm.audit_mib)
 
     def why_not(self) -> str:
         """The reasons that the runner recorded for the modes of its groups."""

@@ -31,7 +31,7 @@ class HostTimes:
 
         # Nothing between the two looks at the clock but the call: what else a step
         # runs there is in no cache of the processor, and would be counted.
-        def timed_stage(windows: Any) -> bool:
+        def on_stage(windows: Any) -> bool:
             nonlocal stage_ns
             started = clock()
             is_begun = stage(windows)
@@ -41,7 +41,7 @@ class HostTimes:
                 stage_ns = 0
             return is_begun
 
-        def timed_begin(windows: Any) -> None:
+        def on_begin(windows: Any) -> None:
             nonlocal stage_ns
             started = clock()
             begin(windows)
@@ -49,20 +49,13 @@ class HostTimes:
             if manager.is_open:
                 self.begin_ns.append(elapsed)
 
-        def timed_commit(acceptance: Any, counters_to: Any = None) -> bool:
-            was_open = manager.is_open
+        def on_commit(acceptance: Any, counters_to: Any = None) -> bool:
             started = clock()
             is_told = commit(acceptance, counters_to)
-            elapsed = clock() - started
-            if was_open:
-                self.commit_ns.append(elapsed)
+            self.commit_ns.append(clock() - started)
             return is_told
 
-        self.timed = {
-            "stage": timed_stage,
-            "begin": timed_begin,
-            "commit": timed_commit,
-        }
+        self.timed = {"stage": on_stage, "begin": on_begin, "commit": on_commit}
 
 
 class NworWorkerExtension:
@@ -71,12 +64,16 @@ class NworWorkerExtension:
     model_runner: Any
     nwor_host_times: HostTimes | None = None
 
-    def nwor_set_hooked(self, hooked: bool) -> bool:
+    def nwor_set_hooked(
+        self, hooked: bool, stages: bool = True, times: bool = False
+    ) -> bool:
         """Puts NWOR's hooks on vLLM again (True), or takes them all off (False), in
         this process, so that vLLM runs nothing but its own code: scheduler and front
         end are here with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker only. Returns
-        whether NWOR protects anything here now. The first call with True also begins
-        to keep host times.
+        whether NWOR protects anything here now.
+
+        stages: uses shadow pages where there are some, or else logs all groups.
+        times: keeps host times.
 
         Raises:
             RuntimeError: this worker is between execute_model and sample_tokens.
@@ -95,22 +92,15 @@ class NworWorkerExtension:
         if hooked and manager is not None:
             # Steps without hooks were steps all the same.
             manager.start_step()
+            self.nwor_host_times = self.nwor_host_times or HostTimes(manager)
+            for name, timed in self.nwor_host_times.timed.items():
+                vars(manager).pop(name, None)
+                if times:
+                    setattr(manager, name, timed)
+            if not stages:
+                vars(manager)["stage"] = lambda windows: False
         (_wrap.rehook if hooked else _wrap.unhook)()
         return hooked
-
-    def nwor_set_ways(self, stages: bool, times: bool) -> None:
-        """stages: uses shadow pages where there are some, or else logs all groups.
-        times: keeps host times. Between steps, after nwor_set_hooked(True)."""
-        manager = _manager(self.model_runner)
-        if manager is None:
-            return
-        self.nwor_host_times = self.nwor_host_times or HostTimes(manager)
-        for name, timed in self.nwor_host_times.timed.items():
-            vars(manager).pop(name, None)
-            if times:
-                setattr(manager, name, timed)
-        if not stages:
-            manager.stage = lambda windows: False
 
     def nwor_set_audit(self, mib: int) -> None:
         """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.

@@ -414,22 +414,23 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     """And none for what protected nothing; what was reported is forgotten."""
     manager = worker.model_runner.nwor_state.manager
     # Around stage, begin and commit; in the end around a stage that is all.
-    ticks = [0, 100, 1, 10, 1, 5, *(0, 100, 1, 10, 1, 1000), 0, 70]
+    ticks = [0, 100, 1, 10, *(0, 100, 1, 10, 1, 1000), 0, 70]
     ticks = itertools.accumulate(ticks)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     assert worker.nwor_set_hooked(False) is False
     for _ in range(2):
-        assert worker.nwor_set_hooked(True) is True
-        worker.nwor_set_ways(stages=True, times=True)
+        assert worker.nwor_set_hooked(True, times=True) is True
     for manager.is_open in (False, True):
         assert manager.stage("windows") is False
         manager.begin("windows")
-        assert manager.commit("acceptance") is True
-    worker.nwor_set_ways(stages=False, times=True)
+    assert manager.commit("acceptance") is True
+    assert worker.nwor_set_hooked(True, stages=False, times=True) is True
     assert manager.stage("windows") is False
     # A step that was not hooked was a step all the same.
     hooked = ["start_step", "rehook"] * 2
-    assert called(worker) == ["unhook", *hooked, *["stage", "begin", "commit"] * 2]
+    hooked += ["start_step", "rehook"]
+    steps = ["stage", "begin"] * 2
+    assert called(worker) == ["unhook", *hooked[:4], *steps, "commit", *hooked[4:]]
     found = worker.nwor_report()
     assert (found["begin_ns"], found["commit_ns"]) == ([110], [1000])
     assert worker.nwor_report()["begin_ns"] == []
@@ -439,10 +440,10 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
     assert found["fallbacks"] == {"stale_log": 1}
-    worker.nwor_set_ways(stages=True, times=True)
+    worker.nwor_set_hooked(True, times=True)
     manager.calls.stage.return_value = True
     assert manager.stage("windows") is True
-    worker.nwor_set_ways(stages=True, times=False)
+    worker.nwor_set_hooked(True)
     assert manager.stage("windows") is True
     assert worker.nwor_report()["begin_ns"] == [70]
 
