@@ -136,10 +136,10 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         )  # imports modules, past `plugin._Alias`, which is not a hook
         frames = OurFrames(bench)
         outputs, rises, ours, installed, done = [], [], [], [], []
-        for arm in (UNHOOKED, hooked, UNHOOKED, hooked):
+        for arm, times in ((UNHOOKED, 0), (hooked, 0), (UNHOOKED, 0), (hooked, 1)):
             before = counters(shown)
             frames.names = set()
-            run = bench.run(arm)
+            run = bench.run(arm, times=bool(times))
             outputs.append(run.outputs)
             done.append(run.nwor)
             rises.append(risen(shown, before))
@@ -163,11 +163,12 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         assert rise["spec_decode_num_draft_tokens"] > 0
         assert {num for name, num in rise.items() if name.startswith("nwor_")} == {0}
     assert done[0] is done[2] is None
+    assert done[1].begin_us == done[1].commit_us == []
+    assert min(done[3].begin_us + done[3].commit_us) > 0
+    assert 0 < len(done[3].begin_us) == len(done[3].commit_us)
     for names, rise, found in zip(ours[1::2], rises[1::2], done[1::2], strict=True):
         assert found.counts["staged"] == rise["nwor_tokens_staged"]
         assert found.counts["logged_bytes"] > 0
-        assert min(found.begin_us + found.commit_us) > 0
-        assert 0 < len(found.begin_us) == len(found.commit_us)
         assert {"_model_forward", "_sample", "_update_from_output", "_record"} <= names
         assert rise["nwor_tokens_staged"] == rise["spec_decode_num_draft_tokens"] > 0
         assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
