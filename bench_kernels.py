@@ -311,12 +311,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for warning in found["warnings"]:
             print(f"warning: {warning}")
         found |= measure(options, found["environment"]["cache_bytes"])
-        print(report.rendered("kernels", result=found))
     except (ops.NworOpsUnavailable, CheckFailed) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     if options.json:
         write_json(options.json, found)
+    print(report.rendered("kernels", result=found))
     return 0
 
 

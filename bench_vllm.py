@@ -140,14 +140,15 @@ def compare(
     arms, repeats = arms_of(options), min(options.repeats, max_pairs)
     until = options.pairs_until_ci
     expected = None if true_off is None else true_off["outputs"]["tokens"]
-    with progress("compare", len(arms) + ab.runs_a_round(arms) * repeats) as begins:
+    are_timed = [] if options.audits else arms[1:]
+    num_runs = len(arms) + TIMED_RUNS * len(are_timed)
+    with progress("compare", num_runs + ab.runs_a_round(arms) * repeats) as begins:
         limits = (repeats, until, max_pairs)
         pairs = ab.compare(engine.run, arms, *limits, begins, expected)
         first, timed = pairs[0].test.outputs, {}
-        for arm in [] if options.audits else arms[1:]:
+        for arm in are_timed:
             timed[arm.name] = timed_runs(engine, arm, TIMED_RUNS, begins, first)
-    num_runs = len(arms) + ab.runs_a_round(arms) * (len(pairs) // len(arms))
-    num_runs += TIMED_RUNS * len(timed)
+    num_runs += ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
         "outputs": summary.outputs(first, num_runs),

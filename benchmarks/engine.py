@@ -144,8 +144,7 @@ class Engine:
         assert not self._engine.has_unfinished_requests()
         assert not self._core.batch_queue, "a step is in flight"
         for hooked in (not arm.hooked, arm.hooked):
-            found = self.rpc("nwor_set_hooked", hooked, arm.stages, times)
-            if found is not hooked:
+            if self.rpc("nwor_set_hooked", hooked, arm.stages, times) is not hooked:
                 raise EngineFailed(
                     "NWOR is not active in this engine "
                     f"(VLLM_NWOR_MODE={self.options.nwor_mode}): {self.why_not()}"

@@ -92,6 +92,7 @@ def nwor(runs: Sequence[Run], timed: Sequence[Run]) -> dict[str, Any]:
     if begin and commit:
         medians = statistics.median(begin), statistics.median(commit)
         host = {
+            "num_runs": len(done),
             "num_begins": len(begin),
             "begin_us_median": medians[0],
             "commit_us_median": medians[1],

@@ -81,12 +81,13 @@ class KnownTensors {
       objects_.erase(place);
     }
   }
-  // Gives back the references to all objects, which are ours.
+  // Gives back the references to all objects, which are ours. Whoever hears of an
+  // object's end may come back here.
   void release() {
-    tensors_.clear();
     while (!objects_.empty()) {
       void* const object = objects_.back();
       objects_.pop_back();
+      tensors_.pop_back();
       python.remove_reference(object);
     }
   }

@@ -165,6 +165,30 @@ def test_what_stage_looked_at_is_known_until_the_step_ends(ends):
     assert sys.getrefcount(slots) == references
 
 
+def test_a_step_may_begin_when_a_tensor_of_another_ends():
+    """Each commit puts back its own slots."""
+    calls, other = Calls(CPU), Calls(CPU)
+    slots = [each.arguments[STAGE]["slot_mapping"] for each in (calls, other)]
+    for each in (calls, other):
+        each.call(UNSTAGE)
+    real = [of.tolist() for of in slots]
+    doomed = slots[0].clone()
+    assert calls.call_builtin(STAGE, slot_mapping=doomed) is None
+    calls.call(UNSTAGE, slot_mapping=doomed)  # the builtins do not see it
+    begins = weakref.ref(doomed, lambda _: other.call_builtin(STAGE))
+    del doomed
+
+    assert calls.call_builtin(STAGE) is None
+    assert begins() is None
+    assert slots[1].tolist() != real[1]
+
+    assert calls.call_builtin(COMMIT) is None
+    assert slots[0].tolist() == real[0]
+    assert slots[1].tolist() != real[1]
+    assert other.call_builtin(COMMIT) is None
+    assert slots[1].tolist() == real[1]
+
+
 def test_a_remembered_tensor_lives_as_long_as_its_owner():
     """Another object could have its address, and would be taken for it."""
     owner, tensor = Owner(), torch.zeros(3)

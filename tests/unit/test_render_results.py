@@ -86,7 +86,8 @@ def test_what_the_documents_show_is_what_the_views_make_of_the_files():
 
 @pytest.mark.parametrize("lost", [0, 64])
 def test_bytes_are_held_against_the_shapes(lost):
-    done = {"staged": 8, "committed": 6, "rejected": 2, "host": {"num_begins": 2}}
+    host = {"num_begins": 6, "num_runs": 3}  # of one run two
+    done = {"staged": 8, "committed": 6, "rejected": 2, "num_runs": 1, "host": host}
     done |= {"logged_bytes": 8 * SLOT, "restored_bytes": 2 * SLOT - lost}
     args = {"runner": "v2", "method": "eagle", "batch_size": 1}
     result = {
@@ -103,6 +104,17 @@ def test_bytes_are_held_against_the_shapes(lost):
         report.rendered("bytes", results=[result | {"model": "smol"}])
     with pytest.raises(report.BadBlock, match="needs mode compare, not cow"):
         report.rendered("cells", results=[{"mode": "cow"}])
+
+
+@pytest.mark.parametrize("path", (ROOT / "results").glob("bench_gpu_v*.json"))
+def test_no_step_has_more_drafts_than_its_batch_may_have(path):
+    result = json.loads(path.read_text())
+    args = result["arguments"]
+    drafts = args["batch_size"] * args["num_speculative_tokens"]
+    rows = report.rendered("bytes", results=[result]).splitlines()[2:]
+    assert rows
+    for row in rows:
+        assert 0 < float(cells(row)[5]) <= drafts
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
