@@ -7,13 +7,14 @@ between its states, each reason to fall back (guarantees 1, 2, 6, 7 and 9).
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from msgspec import structs
 
 from tests.simulation.engine import Fault, FaultyOps
-from vllm_nwor import ops
+from vllm_nwor import builtin_ops, ops
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import (
@@ -26,6 +27,7 @@ from vllm_nwor.draft_manager import (
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.ops import SAVED_COLUMNS
+from vllm_nwor.report import Report
 from vllm_nwor.shadow_pages import (
     ShadowGroup,
     ShadowPages,
@@ -60,6 +62,7 @@ class World:
         capacity=3,
         num_seats=2,
         storage=None,
+        has_builtins=False,
     ):
         shape = (BLOCKS + SHADOW_BLOCKS, HEADS, SLOTS, DIM)
         self.ops = FaultyOps()
@@ -78,7 +81,7 @@ class World:
             groups,
             capacity,
             storage,
-            self.ops,
+            None if has_builtins else self.ops,
             {gid: StagedGroup(region, SLOTS) for gid, it in enumerate(is_staged) if it},
         )
         self.step = VerificationWindows(
@@ -101,6 +104,34 @@ class World:
         """All drafts were rejected."""
         rejected = NumRejected(torch.tensor([2, 1], dtype=torch.int32))
         return self.manager.commit(rejected, to)
+
+
+def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
+    """To look at one costs more than what is done with it."""
+    known = []
+    monkeypatch.setattr(builtin_ops, "remember", lambda _, them: known.extend(them))
+    world = World(True, False, has_builtins=True)
+    report = Report([], world.manager)
+    known += (*world.step.slot_mappings, *world.step.block_tables)
+    known += (getattr(world.step, name) for name in world.step.__struct_fields__)
+    known.append(rejected := torch.tensor([2, 1], dtype=torch.int32))
+    ops_of_step = vars(world.manager.launches.ops)
+    called = []
+
+    def watched(op, name, *arguments):
+        called.append(name)
+        for place, given in enumerate(arguments):
+            if isinstance(given, torch.Tensor):
+                assert any(given is one for one in known), (name, place)
+        op(*arguments)
+
+    for name, op in ops_of_step.items():
+        monkeypatch.setitem(ops_of_step, name, partial(watched, op, name))
+    world.open()
+    report.commit(NumRejected(rejected))
+
+    launched = {"stage", "commit_draft_layer", "log_cache_slots"}
+    assert set(called) == launched | {"restore_rejected_drafts"}
 
 
 # --- what raises, and what is published -----------------------------------------------
