@@ -267,42 +267,54 @@ def hash_rows(rows: torch.Tensor) -> torch.Tensor:
 
 def committed_hashes(
     recorder: HashRecorder, steps: list[Step]
-) -> tuple[list[Hashes], int]:
+) -> tuple[list[Hashes], list[Hashes], int]:
     """What a cache without rejected drafts holds after each step of an off run.
 
     A slot that a rejected draft wrote keeps what it held, zeros if its block was zeroed
     at the start of that step; block copies copy what the source ought to hold;
     everything else is as the off run left it, and so are bytes that changed although no
-    slot of theirs was written: a block that now holds recurrent state. Returns the
-    hashes, as HashRecorder.steps has them, and how many of them differ from the off
-    run's.
+    slot of theirs was written: a block that now holds recurrent state. Where that may
+    cover a part only of what a rejected draft left, nothing is known until the slot is
+    written, zeroed or copied to.
+
+    Returns the hashes, as HashRecorder.steps has them; bools of the same shapes, where
+    they are not known; and how many known ones differ from the off run's.
     """
     before = recorder.start
     expected = {name: start.clone() for name, start in before.items()}
     dirty = {n: torch.zeros_like(h, dtype=torch.bool) for n, h in before.items()}
-    result = []
+    unknown = {name: flags.clone() for name, flags in dirty.items()}
+    result, unknown_after = [], []
     num_dirty = 0
     for step, found in zip(steps, recorder.steps, strict=True):
         # Those of the step before are in the result.
         expected = {name: hashes.clone() for name, hashes in expected.items()}
         for name, aliases in recorder.memory.aliases.items():
-            is_dirty, wanted = dirty[name], expected[name]
-            is_dirty &= found[name] == before[name]
+            is_dirty, is_unknown, wanted = dirty[name], unknown[name], expected[name]
+            is_written, is_rejected = (torch.zeros_like(is_dirty) for _ in range(2))
+            for slots in (step.slots[n] for n in aliases if n in step.slots):
+                is_written.view(-1)[slots[slots >= 0]] = True
+            for alias in set(aliases) - set(recorder.drafters):
+                is_rejected.view(-1)[step.rejected.get(alias, [])] = True
+            is_overlaid = is_dirty & ~is_written & (found[name] != before[name])
+            is_dirty &= ~is_overlaid
+            is_unknown |= is_overlaid
             for block in step.zeroed_blocks:
-                is_dirty[block] = False
+                is_dirty[block] = is_unknown[block] = False
                 wanted[block] = 0  # the hash of zeros
             for source, to in step.copied_blocks:
                 is_dirty[to] = is_dirty[source]
+                is_unknown[to] = is_unknown[source]
                 wanted[to] = wanted[source]
-            for slots in (step.slots[n] for n in aliases if n in step.slots):
-                is_dirty.view(-1)[slots[slots >= 0]] = False
-            for alias in set(aliases) - set(recorder.drafters):
-                is_dirty.view(-1)[step.rejected.get(alias, [])] = True
+            is_dirty[is_written] = False
+            is_dirty |= is_rejected
+            is_unknown &= ~is_written | is_rejected
             expected[name] = torch.where(is_dirty, wanted, found[name])
             num_dirty += int((expected[name] != found[name]).sum())
         result.append(expected)
+        unknown_after.append({name: flags.clone() for name, flags in unknown.items()})
         before = found
-    return result, num_dirty
+    return result, unknown_after, num_dirty
 
 
 def differences(
