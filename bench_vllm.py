@@ -82,8 +82,7 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         EngineFailed: that process failed; its own words are on stderr.
     """
-    what = "off in a process of its own"
-    note(what)
+    note(what := "off in a process of its own")
     with tempfile.TemporaryDirectory(prefix="nwor-bench-") as directory:
         output = Path(directory) / "off.json"
         command = [sys.executable, str(ROOT / PROGRAM)]
@@ -110,19 +109,20 @@ def arms_of(options: Options) -> list[ab.Arm]:
     return [ab.UNHOOKED, *tested]
 
 
-def timed_runs(
+def runs_of(
     engine: Engine,
     arm: ab.Arm,
     number: int,
     begins: Callable[[str], None],
     expected: Sequence[Sequence[int]],
+    times: bool = True,
 ) -> list[ab.Run]:
-    """Runs that keep host times. Raises OutputsDiffer: outputs are not `expected`."""
+    """Runs, which keep host times. Raises OutputsDiffer: outputs are not `expected`."""
     runs = []
     for run in range(1, number + 1):
-        name = f"{arm.name}, timed, {run}"
+        name = f"{arm.name}{', timed' * times}, {run}"
         begins(name)
-        runs.append(engine.run(arm, times=True))
+        runs.append(engine.run(arm, times))
         ab.check_outputs(expected, runs[-1].outputs, "an earlier run", name)
     return runs
 
@@ -147,7 +147,7 @@ def compare(
         pairs = ab.compare(engine.run, arms, *limits, begins, expected)
         first, timed = pairs[0].test.outputs, {}
         for arm in are_timed:
-            timed[arm.name] = timed_runs(engine, arm, TIMED_RUNS, begins, first)
+            timed[arm.name] = runs_of(engine, arm, TIMED_RUNS, begins, first)
     num_runs += ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
@@ -166,20 +166,23 @@ def compare(
 
 def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
     """`--repeats` runs in a mode other than compare, after a warm-up that is not
-    counted: what the result says of them.
+    counted, then some that keep host times: what the result says of them.
 
     Raises:
         OutputsDiffer: a run's outputs are not those of the warm-up.
     """
     mode, arm = options.mode, ab.Arm(options.mode, hooked=options.nwor_mode != "off")
-    with progress(mode, options.repeats + 1) as begins:
+    num_timed = TIMED_RUNS * arm.hooked
+    num_runs = 1 + options.repeats + num_timed
+    with progress(mode, num_runs) as begins:
         begins("warm-up")
         first = engine.run(arm).outputs
-        runs = timed_runs(engine, arm, options.repeats, begins, first)
+        runs = runs_of(engine, arm, options.repeats, begins, first, times=False)
+        timed = runs_of(engine, arm, num_timed, begins, first)
     return {
-        "outputs": summary.outputs(first, len(runs) + 1) | {"tokens": first},
-        "samples": summary.rates(runs),
-        "summary": summary.of_runs({mode: runs}, {mode: runs}),
+        "outputs": summary.outputs(first, num_runs) | {"tokens": first},
+        "samples": [run.tokens_per_second for run in runs],
+        "summary": summary.of_runs({mode: runs}, {mode: timed}),
     }
 
 

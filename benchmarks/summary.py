@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -42,24 +42,22 @@ def pair_samples(pairs: Sequence[Pair]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def rates(runs: Iterable[Run]) -> list[float]:
-    """Tokens a second of each run."""
-    return [run.tokens_per_second for run in runs]
-
-
 def percentile_95(values: Sequence[float]) -> float:
     """Linear interpolation between the closest ranks."""
     return float(numpy.percentile(values, 95))
 
 
-def speed(runs: Sequence[Run]) -> dict[str, float]:
-    """Tokens a second (median of the runs) and latency (over all their requests)."""
+def speed(runs: Sequence[Run]) -> dict[str, Any]:
+    """Medians over runs, of latency over all their requests, of step_us at each step,
+    which has the same batch in all runs."""
     latencies = [latency for run in runs for latency in run.latency_s]
+    steps = itertools.zip_longest(*(run.step_s for run in runs))
     return {
-        "tokens_per_second": statistics.median(rates(runs)),
+        "tokens_per_second": statistics.median(run.tokens_per_second for run in runs),
         "latency_s_median": statistics.median(latencies),
         "latency_s_p95": percentile_95(latencies),
         "num_runs": len(runs),
+        "step_us": [round(1e6 * statistics.median(filter(None, of))) for of in steps],
     }
 
 

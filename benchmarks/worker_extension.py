@@ -2,8 +2,7 @@
 """NworWorkerExtension: methods for benches and tests, called by `collective_rpc`.
 
 Give vLLM `worker_extension_cls="benchmarks.worker_extension.NworWorkerExtension"`, and
-call them between steps, never during one. They work in every mode, `off` included,
-where they say that there is no manager. Nothing that serves requests uses this class.
+call them between steps. In mode `off`, too, where they say that there is no manager.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ class HostTimes:
     """
 
     def __init__(self, manager: DraftCommitManager) -> None:
+        self.manager = manager
         self.begin_ns: list[int] = []
         self.commit_ns: list[int] = []
         stage, begin, commit = manager.stage, manager.begin, manager.commit
         clock = time.perf_counter_ns
         stage_ns = 0
 
-        # Nothing between the two looks at the clock but the call: what else a step
-        # runs there is in no cache of the processor, and would be counted.
+        # Between two looks at the clock is the call alone: all else is in no cache.
         def on_stage(windows: Any) -> bool:
             nonlocal stage_ns
             started = clock()
@@ -92,7 +91,8 @@ class NworWorkerExtension:
         if hooked and manager is not None:
             # Steps without hooks were steps all the same.
             manager.start_step()
-            self.nwor_host_times = self.nwor_host_times or HostTimes(manager)
+            if getattr(self.nwor_host_times, "manager", None) is not manager:
+                self.nwor_host_times = HostTimes(manager)
             for name, timed in self.nwor_host_times.timed.items():
                 vars(manager).pop(name, None)
                 if times:
@@ -131,8 +131,7 @@ class NworWorkerExtension:
                 counted them, bytes and invalid slots summed over all launches. Empty
                 without a manager.
             log_bytes_per_draft, log_bytes: bytes logged for a draft; size of the log.
-            fallbacks: windows that ran as vanilla vLLM, by reason.
-            begin_ns, commit_ns: host times since the last report.
+            fallbacks: steps, by reason. begin_ns, commit_ns: since the last report.
         """
         runner, times = self.model_runner, self.nwor_host_times
         state, manager = getattr(runner, "nwor_state", None), _manager(runner)

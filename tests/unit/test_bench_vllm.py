@@ -308,6 +308,23 @@ def test_compare_writes_and_prints(engine, capsys, tmp_path):
     assert os.listdir(tmp_path / "results") == ["a.json"]
 
 
+def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, tmp_path):
+    """Two tokens are a second in those with it."""
+    engine.run.side_effect = lambda arm, times=False: make_run(
+        arm.hooked, 3.5 if times else 1.0
+    )
+    arguments = ["--mode", "stage", "--repeats", "2", "--json", "a.json"]
+    assert bench_vllm.main(arguments) == 0
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["samples"] == [7.0, 7.0]
+    assert result["outputs"]["num_runs"] == 1 + 2 + 5
+    speed = result["summary"]["speed"]["stage"]
+    assert (speed["num_runs"], speed["step_us"]) == (2, [500_000] * 2)
+    did = result["summary"]["nwor"]["stage"]
+    assert (did["staged"], did["host"]["num_runs"]) == (2 * 20, 5)
+    assert did["host"]["step_us_median"] == 1.75e6
+
+
 TRUE_OFF = {
     "outputs": {"tokens": TOKENS},
     "engine": {"kv_blocks": 70},
@@ -414,7 +431,7 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     """And none for what protected nothing; what was reported is forgotten."""
     manager = worker.model_runner.nwor_state.manager
     # Around stage, begin and commit; in the end around a stage that is all.
-    ticks = [0, 100, 1, 10, *(0, 100, 1, 10, 1, 1000), 0, 70]
+    ticks = [0, 100, 1, 10, *(0, 100, 1, 10, 1, 1000), 0, 70, 0, 7]
     ticks = itertools.accumulate(ticks)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     assert worker.nwor_set_hooked(False) is False
@@ -446,6 +463,15 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     worker.nwor_set_hooked(True)
     assert manager.stage("windows") is True
     assert worker.nwor_report()["begin_ns"] == [70]
+    # The KV cache was initialised again.
+    stage = Mock(return_value=True)
+    other = type("Other", (type(manager),), {"stage": stage})()
+    vars(other).update(vars(manager))
+    worker.model_runner.nwor_state.manager = other
+    worker.nwor_set_hooked(True, times=True)
+    assert other.stage("windows") is True
+    stage.assert_called_once()
+    assert worker.nwor_report()["begin_ns"] == [7]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
