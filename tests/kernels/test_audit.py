@@ -8,9 +8,11 @@ runs steps, spoils one thing, and wants exactly one finding, or none.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import resource
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -1002,10 +1004,14 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     assert outbox.take(outbox.num_sent) == Found()
 
 
-def late_output():
+class LateOutput:
     """An asynchronous one, as vLLM has them."""
-    output = SimpleNamespace(req_ids=["a"])
-    return SimpleNamespace(output=output, get_output=lambda: output)
+
+    def __init__(self) -> None:
+        self.output = SimpleNamespace(req_ids=["a"])
+
+    def get_output(self) -> Any:
+        return self.output
 
 
 def test_an_output_waits_for_its_own_step_alone(monkeypatch):
@@ -1018,7 +1024,7 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     outputs = []
     for block in (15, 1):  # nobody's, and one of a's
         without_host(world, 1, block)
-        outputs.append(audit.attach(world.runner, late_output()))
+        outputs.append(audit.attach(world.runner, LateOutput()))
 
     outputs[0].get_output()
     assert [arrival.synchronize.called for arrival in arrivals] == [True, False]
@@ -1026,6 +1032,29 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     outputs[1].get_output()
     assert arrivals[1].synchronize.called
     assert audit.findings.counts["changed"] > 0
+
+
+def test_an_output_that_was_read_is_not_kept():
+    """Nor does it wait for Python's collector, with all of a step's host memory."""
+    world = prefilled()
+    output = world.runner.nwor_audit.attach(world.runner, LateOutput())
+    end, found = weakref.ref(output), output.output
+    gc.disable()
+    try:
+        assert output.get_output() is found
+        del output
+        assert end() is None
+    finally:
+        gc.enable()
+
+
+def test_a_claim_whose_op_failed_is_given_again():
+    world = prefilled()
+    outbox = world.audit.outbox
+    assert outbox.claim() is outbox.claim()
+    without_host(world, 6, 1)
+    assert outbox.take(outbox.num_sent).num_steps == 6
+    assert told(world.step(a=0, b=0), "kind") == []
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -1038,7 +1067,7 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
     logged = []
     for block in (15, 15, 1):  # nobody's, then one of a's
         without_host(world, 1, block)
-        output = audit.attach(world.runner, late_output())
+        output = audit.attach(world.runner, LateOutput())
         if is_read and block == 15:
             output.get_output()
         audit.begin_step(world.runner, SchedulerOutput.make_empty())
@@ -1166,7 +1195,7 @@ def test_raise_keeps_the_tokens_of_an_asynchronous_output_from_leaving(has_ended
     audit = world.runner.nwor_audit
     audit.raises = True
     without_host(world, 1, 1)
-    late = late_output()
+    late = LateOutput()
     assert audit.attach(world.runner, late) is late
     for nothing in (None, EMPTY_MODEL_RUNNER_OUTPUT):
         assert audit.attach(world.runner, nothing) is nothing

@@ -177,7 +177,7 @@ class Outbox:
             for _ in range(NUM_SLOTS)
         ]
         self._slots = itertools.cycle(slots)
-        self._claimed = slots[0]
+        self._claimed: _Slot | None = None
         self._on_their_way: deque[_Slot] = deque()
         # How often was sent, and how much of it was read.
         self.num_sent = self._num_read = 0
@@ -189,19 +189,21 @@ class Outbox:
 
     def claim(self) -> Sequence[torch.Tensor]:
         """Where an op of this step shall write each group's findings: the tables of a
-        _Slot. Then `sent`."""
+        _Slot. Then `sent`; if that is not called, the next claim gives the same one."""
         with self._lock:
             if len(self._on_their_way) == NUM_SLOTS:
                 self._arrive(waits=True)
-            self._claimed = next(self._slots)
+            self._claimed = self._claimed or next(self._slots)
         return self._claimed.tables
 
     def sent(self) -> None:
         """What writes to the place that was claimed last has been enqueued."""
         with self._lock:
-            if self._claimed.arrival is not None:
-                self._claimed.arrival.record()
-            self._on_their_way.append(self._claimed)
+            slot, self._claimed = self._claimed, None
+            assert slot is not None
+            if slot.arrival is not None:
+                slot.arrival.record()
+            self._on_their_way.append(slot)
             self.num_sent += 1
 
     def _arrive(self, waits: bool) -> bool:

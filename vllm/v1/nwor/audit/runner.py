@@ -174,6 +174,8 @@ class RunnerAudit:
 
         def read() -> Any:
             self.num_unread = 0
+            # The output refers to this function, and that to the output.
+            del output.get_output
             return told(get_output())
 
         self.num_unread += 1
