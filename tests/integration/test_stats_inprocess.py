@@ -62,7 +62,8 @@ REQUESTS = [
 def test_counters_are_vllms_own_and_leave_no_series_to_the_next_engine():
     """Without the mode, or with the metrics off, there are none."""
     found = []
-    for mode, emits in (("cow", "1"), ("off", "1"), ("cow", "0")):
+    modes = [(mode, "1") for mode in ("cow", "off", "stage", "off")]
+    for mode, emits in (*modes, ("cow", "0")):
         engine = Engine(mode, {"EMIT_METRICS": emits}, disable_log_stats=False)
         before = counters(engine)
         if not found:
@@ -74,9 +75,9 @@ def test_counters_are_vllms_own_and_leave_no_series_to_the_next_engine():
             check_metrics(engine, result, risen(engine, before))
         found.append({metric.name for metric in engine.llm.get_metrics()})
 
-    with_it, after, unwanted = found
-    assert {f"vllm:nwor_{name}" for name in COUNTERS} < with_it
-    assert {name for name in with_it if "nwor" not in name} == after == unwanted
+    logged, after, staged, again, unwanted = found
+    assert {f"vllm:nwor_{name}" for name in COUNTERS} < logged == staged
+    assert {name for name in logged if "nwor" not in name} == after == again == unwanted
 
 
 def check_metrics(engine: Engine, result: Result, rise: dict[str, int]) -> None:
