@@ -106,7 +106,7 @@ def test_bytes_are_held_against_the_shapes(lost):
         report.rendered("cells", results=[{"mode": "cow"}])
 
 
-@pytest.mark.parametrize("path", (ROOT / "results").glob("bench_gpu_v*.json"))
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("bench_gpu_v*.json")))
 def test_no_step_has_more_drafts_than_its_batch_may_have(path):
     result = json.loads(path.read_text())
     args = result["arguments"]
