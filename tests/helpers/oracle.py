@@ -7,7 +7,8 @@ on vanilla vLLM it must report violations. ShadowOracle watches one in mode stag
 
 HashRecorder takes 64-bit hashes of every layer and slot after each step. From an off
 engine's hashes and steps `committed_hashes` works out what a transactional cache must
-hold; a cow engine's hashes must equal that everywhere, without exceptions.
+hold; a cow engine's hashes must equal that everywhere, but where recurrent state lies
+over a part of what a rejected draft left.
 """
 
 from __future__ import annotations
