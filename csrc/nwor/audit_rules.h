@@ -434,8 +434,10 @@ NWOR_HOST_DEVICE inline void judge_row(const AuditRecordArgs& args, int64_t i,
     return;
   }
   // Another token changes the bytes of every layer; the same one behind another prefix
-  // need not (it never does in the first layer).
-  if (seat.opaque || row.old.token == row.token || compared.num_same == 0) {
+  // need not (it never does in the first layer). -1 stands for a draft that the
+  // scheduler placed before there were any: vLLM computes it as some token.
+  if (seat.opaque || row.old.token == row.token || row.old.token < 0 ||
+      compared.num_same == 0) {
     return;
   }
   // One checksum of 32 bits in billions agrees by chance: it takes a second one, of

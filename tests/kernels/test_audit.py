@@ -693,6 +693,16 @@ def test_the_same_token_again_need_not_change_anything():
     assert world.step(c=10, skip=lambda layer, slot: slot == 3 * N + 1) == []
 
 
+def test_a_placeholder_may_have_been_the_token_that_comes():
+    """vLLM's asynchronous scheduler gives a request -1 for drafts that there are none
+    of yet, and its runner takes that for token 0 when it computes."""
+    world = prefilled()
+    assert world.step(a=Work(1, (-1, -1), 0)) == []
+    world.requests["a"].text += [0, 0]
+    slots = 3 * N + 3, 7 * N
+    assert world.step(a=2, skip=lambda layer, slot: slot in slots) == []
+
+
 def test_what_a_failed_step_left_behind_is_not_believed():
     """A plan without a resolve says nothing of the bytes, nor do the checksums."""
     world = prefilled()
