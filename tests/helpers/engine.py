@@ -433,7 +433,10 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
     found = {name: after[name] - before[name] for name in after}
     copied = [found.pop(name) for name in ("shadow_copied_bytes", "committed_bytes")]
     is_staged = shadow is not None
-    assert [num > 0 for num in copied] == [is_staged, is_staged]
+    num_staged = num_windows - sum(len(step.drafted) for step in logged)
+    assert num_staged > 0 or copied == [0, 0]
+    # A window at a block's begin copies no prefix.
+    assert num_staged < 20 or all(copied)
     assert found == {
         "windows": num_windows * groups,
         "staged": result.num_drafted * groups,

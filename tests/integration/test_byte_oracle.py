@@ -26,7 +26,6 @@ from tests.helpers.byte_map import owners
 from tests.helpers.drafters import (
     Plan,
     ScriptedDrafter,
-    all_wrong,
     mixture,
     truth_of,
 )
@@ -155,7 +154,7 @@ def watch(
         drafter.attach(engine.runner, case.keeps_drafter)
         return drafter
 
-    script({}, all_wrong)
+    script({}, case.plan)  # of which none is right
     own_truth = truth_of(engine, requests, without_drafts=False)
     truth = truth or own_truth
     drafter = script(truth, case.plan)
@@ -169,7 +168,6 @@ def watch(
     result = engine.run(requests, [oracle, hashes], num_threads)
     if engine.manager is not None and is_counted:
         check_counts(engine, before, result)
-    assert 0 < result.num_accepted < result.num_drafted
     return Run(engine, truth, oracle, hashes, result, drafter.own)
 
 
@@ -177,6 +175,7 @@ def check_off(off: Run, case: Case) -> None:
     """The case is what it says. Required of the oracle: without NWOR it reports every
     slot that a rejected draft changed, in every layer, and nothing else."""
     assert off.engine.manager is None
+    assert 0 < off.result.num_accepted < off.result.num_drafted
     assert {violation.kind for violation in off.oracle.violations} == {"not restored"}
     targets = set(off.engine.probe.target_layers())
     assert {violation.layer for violation in off.oracle.violations} == targets
@@ -197,19 +196,25 @@ def check_on(off: Run, on: Run, case: Case) -> None:
     assert sorted(resolved) == sorted(
         [expected] * case.num_groups + ["native"] * case.num_native
     )
-    assert on.oracle.violations == []
     if isinstance(on.oracle, ShadowOracle):
         assert on.oracle.num_staged > 50
         assert on.oracle.num_present > 1000
     else:
         assert on.oracle.num_dirty > 50
+    # The last drafts of requests that have ended.
+    most = len(off.result.tokens) * NUM_DRAFTS if case.num_native else 0
+    assert check_exact(off, on, most) > 50, "it cannot tell vanilla"
+
+
+def check_exact(off: Run, on: Run, most_unknown: int = 0) -> int:
+    """The part of check_on that holds for a run of any length. most_unknown: slots of
+    which no more is known than committed_hashes says. Returns how many differ from what
+    the off run left there, over all steps."""
+    assert on.oracle.violations == []
     assert on.own == off.own
     assert_same(on.result, off.result)
     committed, unknown, num_dirty = committed_hashes(off.hashes, off.result.steps)
-    assert num_dirty > 50, "it cannot tell vanilla"
-    # The last drafts of requests that have ended.
-    most = len(off.result.tokens) * NUM_DRAFTS if case.num_native else 0
-    assert all(u.sum() <= most for step in unknown for u in step.values())
+    assert all(u.sum() <= most_unknown for step in unknown for u in step.values())
     num_blocks = off.engine.runner.kv_cache_config.num_blocks
     assert on.engine.core.scheduler.kv_cache_config.num_blocks == num_blocks
     found = [
@@ -220,6 +225,7 @@ def check_on(off: Run, on: Run, case: Case) -> None:
         for name, is_unknown in flags.items():
             one[name] = torch.where(is_unknown, step[name], one[name])
     assert differences([off.hashes.start, *committed], found) == []
+    return num_dirty
 
 
 def check_clean(run: Run) -> None:

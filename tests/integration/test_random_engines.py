@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarantees 1 to 3 and 7, and that the audit finds nothing, on engines and requests
+that hypothesis draws: what nobody thought of in test_byte_oracle.py and test_reach.py.
+
+Of what vLLM itself does in another order each time nothing is drawn: requests that are
+aborted together free their blocks so, and samples that are drawn at random differ.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.helpers.drafters import Plan
+from tests.helpers.engine import Request, assert_same, free_memory, prompt
+from tests.helpers.host_offloading import CONNECTOR
+from tests.integration.test_audit import found
+from tests.integration.test_byte_oracle import Case, check_exact, watch
+from tests.integration.test_reach import METHODS
+
+NAMES = sorted(METHODS.keys() - {"suffix", "eagle, dynamic k"})
+# Texts that several requests begin with, one of which n-grams can predict.
+TEXTS = [prompt(1, 300), prompt(2, 300), (7, 8, 9, 11, 300) * 60]
+
+
+@dataclass(frozen=True)
+class Trial:
+    method: str
+    num_drafts: int
+    arguments: dict[str, Any]
+    num_seats: int
+    requests: list[Request]
+
+    def plan(self) -> Plan:
+        """So many drafts at most, and any number of them right; always alike."""
+
+        def plan(name: str, num_tokens: int) -> tuple[int, int]:
+            draw = random.Random(zlib.crc32(f"{name} {num_tokens}".encode()))
+            most = self.num_drafts
+            num_drafts = draw.choice((0, most, most, most, draw.randint(0, most)))
+            return num_drafts, draw.choice((0, num_drafts, draw.randint(0, num_drafts)))
+
+        return plan
+
+    def case(self) -> Case:
+        case = METHODS[self.method]()
+        own = case.arguments.get("speculative_config", {})
+        config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        config |= own | {"num_speculative_tokens": self.num_drafts}
+        arguments = case.arguments | self.arguments | {"speculative_config": config}
+        return replace(case, arguments=arguments, plan=self.plan())
+
+
+@st.composite
+def requests(draw: st.DrawFn, number: int, max_len: int, block_size: int) -> Request:
+    lengths = st.integers(0, 60) | st.sampled_from([block_size, 2 * block_size + 1])
+    text = draw(st.sampled_from(TEXTS))[: draw(lengths)]
+    text = (*text, *prompt(number, draw(st.integers(0, 40))))[: max_len - 2] or (5,)
+    ends = st.integers(1, 60) | st.just(block_size - len(text) % block_size)
+    max_tokens = draw(ends)
+    at = draw(st.integers(0, 12))
+    # One at a time.
+    aborts = st.none() | st.integers(0, 2).map(lambda n: at + 10 * n + number)
+    shape = draw(st.sampled_from([{}, {}, {}, {"regex": "[a-z ]{3,30}"}]))
+    params: dict[str, Any] = {
+        "min_tokens": min(max_tokens, draw(st.sampled_from([0, 0, 3]))),
+        "stop_token_ids": list(range(draw(st.sampled_from([0, 0, 40])))),
+        "repetition_penalty": draw(st.sampled_from([1, 1, 1.3])),
+    }
+    if shape:
+        params["structured_outputs"] = StructuredOutputsParams(**shape)
+    return Request(
+        f"request{number}",
+        text,
+        max_tokens,
+        at,
+        draw(aborts),
+        draw(aborts),
+        params,
+        draw(st.sampled_from([None, None, "salt"])),
+    )
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> Trial:
+    method = draw(st.sampled_from(NAMES))
+    num_drafts = draw(st.integers(1, 4 if method == "medusa" else 8))
+    block_size = draw(st.sampled_from([32, 64, 96]))
+    max_len = draw(st.sampled_from([96, 128, 200, 416]))
+    max_seqs = draw(st.integers(1, 8))
+    least = -(-max_len // block_size) + 1
+    is_chunked = draw(st.booleans())
+    budget = max_seqs * (num_drafts + 1) + 8 + draw(st.integers(0, 200))
+    has_own_drafter = method not in ("ngram", "medusa")
+    arguments = {
+        "block_size": block_size,
+        "max_model_len": max_len,
+        "max_num_seqs": max_seqs,
+        "num_gpu_blocks_override": draw(st.integers(least, 2 * least + 4)),
+        "enable_chunked_prefill": is_chunked,
+        "max_num_batched_tokens": budget if is_chunked else budget + max_len,
+        "enable_prefix_caching": draw(st.booleans()),
+        "async_scheduling": has_own_drafter and draw(st.booleans()),
+        "kv_cache_dtype": draw(st.sampled_from(["auto", "auto", "fp8"])),
+    }
+    if method == "dflash" or draw(st.integers(0, 3)):
+        del arguments["kv_cache_dtype"]
+    elif draw(st.booleans()):
+        arguments |= {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": True}
+    numbers = range(draw(st.integers(2, 8)))
+    drawn = [draw(requests(number, max_len, block_size)) for number in numbers]
+    return Trial(method, num_drafts, arguments, draw(st.integers(1, max_seqs)), drawn)
+
+
+@pytest.mark.nightly
+@settings(
+    max_examples=60,
+    phases=[Phase.generate],  # to shrink takes hours
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(trials())
+def test_what_is_drawn_is_exact(trial: Trial) -> None:
+    """In mode off with the audit, in cow, and in stage with seats for some or all."""
+    free_memory()
+    case = trial.case()
+    audit = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
+    span = 1 if trial.num_drafts == 1 else 2
+    seats = audit | {"SHADOW_BLOCKS": str(span * trial.num_seats)}
+    off = watch(case.engine("off"), trial.requests, case=case)
+    for mode, values in {"off": audit, "cow": audit, "stage": seats}.items():
+        on = watch(case.engine(mode, values), trial.requests, off.truth, case)
+        assert found(on.engine) == []
+        has_loads = "kv_transfer_config" in trial.arguments
+        if mode == "off" or has_loads:  # the oracles take a load for a stray write
+            assert_same(on.result, off.result)
+        else:
+            check_exact(off, on)
+        if not has_loads:
+            assert on.engine.audit.audit.totals()["unverified"] == 0
