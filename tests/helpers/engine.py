@@ -264,6 +264,8 @@ class Engine:
         """Forgets cached prefixes and fills the caches with random values."""
         assert not self.llm.has_unfinished_requests()
         assert self.probe is not None
+        if self._connector is not None:  # has put stores off until the next step
+            self.run([Request("filler", (5,), 1)])
         self.llm.reset_prefix_cache()
         self.probe.poison()
         if self.audit is not None:

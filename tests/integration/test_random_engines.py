@@ -23,16 +23,18 @@ from tests.helpers.engine import Request, assert_same, free_memory, prompt
 from tests.helpers.host_offloading import CONNECTOR
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import Case, check_exact, watch
-from tests.integration.test_reach import METHODS
+from tests.integration.test_reach import METHODS, MODELS
 
-NAMES = sorted(METHODS.keys() - {"suffix", "eagle, dynamic k"})
+HYBRID = {name: case for name, case in MODELS.items() if name.startswith("Gemma")}
+CASES = {n: c for n, c in METHODS.items() if n not in ("suffix", "eagle, dynamic k")}
+CASES |= HYBRID
 # Texts that several requests begin with, one of which n-grams can predict.
 TEXTS = [prompt(1, 300), prompt(2, 300), (7, 8, 9, 11, 300) * 60]
 
 
 @dataclass(frozen=True)
 class Trial:
-    method: str
+    name: str
     num_drafts: int
     arguments: dict[str, Any]
     num_seats: int
@@ -50,7 +52,7 @@ class Trial:
         return plan
 
     def case(self) -> Case:
-        case = METHODS[self.method]()
+        case = CASES[self.name]()
         own = case.arguments.get("speculative_config", {})
         config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
         config |= own | {"num_speculative_tokens": self.num_drafts}
@@ -90,15 +92,15 @@ def requests(draw: st.DrawFn, number: int, max_len: int, block_size: int) -> Req
 
 @st.composite
 def trials(draw: st.DrawFn) -> Trial:
-    method = draw(st.sampled_from(NAMES))
-    num_drafts = draw(st.integers(1, 4 if method == "medusa" else 8))
+    name = draw(st.sampled_from(list(CASES)))
+    num_drafts = draw(st.integers(1, 4 if name == "medusa" else 8))
     block_size = draw(st.sampled_from([32, 64, 96]))
     max_len = draw(st.sampled_from([96, 128, 200, 416]))
     max_seqs = draw(st.integers(1, 8))
-    least = -(-max_len // block_size) + 1
+    least = (-(-max_len // block_size) + 1) * (2 if name in HYBRID else 1)
     is_chunked = draw(st.booleans())
     budget = max_seqs * (num_drafts + 1) + 8 + draw(st.integers(0, 200))
-    has_own_drafter = method not in ("ngram", "medusa")
+    is_host_drafter = name in ("ngram", "medusa", *HYBRID)
     arguments = {
         "block_size": block_size,
         "max_model_len": max_len,
@@ -107,16 +109,16 @@ def trials(draw: st.DrawFn) -> Trial:
         "enable_chunked_prefill": is_chunked,
         "max_num_batched_tokens": budget if is_chunked else budget + max_len,
         "enable_prefix_caching": draw(st.booleans()),
-        "async_scheduling": has_own_drafter and draw(st.booleans()),
-        "kv_cache_dtype": draw(st.sampled_from(["auto", "auto", "fp8"])),
+        "async_scheduling": not is_host_drafter and draw(st.booleans()),
+        "kv_cache_dtype": draw(st.sampled_from(["auto"] * 7 + ["fp8"])),
     }
-    if method == "dflash" or draw(st.integers(0, 3)):
+    if name == "dflash":
         del arguments["kv_cache_dtype"]
-    elif draw(st.booleans()):
+    if draw(st.sampled_from([False, False, True])):
         arguments |= {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": True}
     numbers = range(draw(st.integers(2, 8)))
     drawn = [draw(requests(number, max_len, block_size)) for number in numbers]
-    return Trial(method, num_drafts, arguments, draw(st.integers(1, max_seqs)), drawn)
+    return Trial(name, num_drafts, arguments, draw(st.integers(1, max_seqs)), drawn)
 
 
 @pytest.mark.nightly
@@ -134,7 +136,8 @@ def test_what_is_drawn_is_exact(trial: Trial) -> None:
     case = trial.case()
     audit = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
     span = 1 if trial.num_drafts == 1 else 2
-    seats = audit | {"SHADOW_BLOCKS": str(span * trial.num_seats)}
+    num_shadow = span * trial.num_seats * case.num_groups
+    seats = audit | {"SHADOW_BLOCKS": str(num_shadow)}
     off = watch(case.engine("off"), trial.requests, case=case)
     for mode, values in {"off": audit, "cow": audit, "stage": seats}.items():
         on = watch(case.engine(mode, values), trial.requests, off.truth, case)

@@ -757,6 +757,28 @@ def test_drafts_behind_what_was_loaded_into_their_block():
     assert decode(world) == []
 
 
+def test_a_load_into_what_was_another_groups_block():
+    """Its request never comes; the block goes back to the first group, where a draft
+    is undone."""
+    world = World(num_groups=2, is_undone=True, loads=Loads.TOLD)
+    world.runs("a", TEXT[:4], [1], by_group=[[1], []])
+    world.finish("a")
+    world.audit.hand_on([[], [1]], fills=True)
+    world.fill(OTHER[:4])
+    world.add("b", [91], [1], by_group=[[1], []])
+    found = world.step(b=Work(1, (77,), 0))
+    assert [finding for finding in found if finding.group == 0] == []
+
+
+def test_a_load_that_nobody_tells_of_and_whose_request_never_comes():
+    world = World(is_undone=True, loads=Loads.UNTOLD)
+    world.runs("a", TEXT[:4], [1])
+    world.finish("a")
+    world.fill(OTHER[:4])
+    world.add("b", [91], [1])
+    assert world.step(b=Work(1, (77,), 0)) == []
+
+
 @pytest.mark.parametrize("told_by", ["nobody", "the scheduler", "the connector"])
 def test_what_was_found_in_the_cache_and_not_loaded_is_verified(told_by):
     """The first block is another text's, in the cache; the second one was loaded."""

@@ -20,6 +20,7 @@ the prefix cache what another one writes in this very step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -192,6 +193,9 @@ class Audit:
         for name, blocks in grown:
             self._give(owners, self.requests[name], blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
+            if self.loads is Loads.UNTOLD:
+                # A load may have filled them, of a request that ended before it came.
+                self._hand_out(group, dict.fromkeys(of_group, NOBODY))
             self._hand_out(group, of_group)
 
     def _give(
@@ -253,7 +257,8 @@ class Audit:
         places: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """A KV connector is about to read these blocks, by KV-cache group: handed_on.
-        fills: or to fill them; what they held is kept, to see that it changes. places:
+        fills: or to fill them; what they held is kept, to see that it changes, but not
+        what another group had there. places:
         where it holds each, if only what is stored gets there: what a load brings from
         a place is compared with what was stored last to it."""
         for group in self.groups:
@@ -269,6 +274,9 @@ class Audit:
                 self.step,
                 fills,
             )
+            if fills:
+                others = chain(*blocks[:group_id], *blocks[group_id + 1 :])
+                self._hand_out(group, dict.fromkeys(others, NOBODY))
 
     # -- a step --------------------------------------------------------------------
 
