@@ -178,6 +178,14 @@ NWOR_HOST_DEVICE inline bool may_write(const AuditGroup& group, const AuditBatch
           (seat.loads && position < seat.hit_length));
 }
 
+// Whether `position` is in the block where a hit ends that a load may have filled.
+NWOR_HOST_DEVICE inline bool is_behind_hit(const AuditGroup& group, const Seat& seat,
+                                           int64_t position) {
+  const int64_t hit = seat.hit_length;
+  return seat.loads == kUntoldLoads && hit > 0 && position >= hit &&
+         position / group.block_size == (hit - 1) / group.block_size;
+}
+
 // Row i, of request r, will make its text H = `hash`.
 NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int64_t i,
                                       int64_t hash) {
@@ -214,7 +222,7 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
     row.old.state = kSlotUnknown;
     row.old.content = kContentNone;
     row.suspect = -1;
-  } else if (row.old.state == kSlotLoaded) {
+  } else if (row.old.state == kSlotLoaded || is_behind_hit(group, seat, position)) {
     row.old.content = kContentNone;  // a load fills whole blocks
   } else if (row.old.content == kContentLoaded) {
     row.old.content = kContentNone;
@@ -361,8 +369,9 @@ NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
     if (record.state == kSlotUnknown || record.state == kSlotLoaded ||
         seat.loads == kUntoldLoads) {
       ++num_unverified;
+      // A token of -1: another group's block, or nobody knows whose.
       const bool is_other = record.state == kSlotLoaded &&
-                            record.content != kContentNone &&
+                            record.content != kContentNone && record.token >= 0 &&
                             record.token != args.tokens[p];
       record = written(hash, args.tokens[p], p, args.step, seat, kSlotCommitted,
                        is_other ? kContentReplaced : kContentNone);

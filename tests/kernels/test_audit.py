@@ -779,6 +779,36 @@ def test_a_load_that_nobody_tells_of_and_whose_request_never_comes():
     assert world.step(b=Work(1, (77,), 0)) == []
 
 
+def test_drafts_behind_what_may_have_been_loaded_into_their_block():
+    world = computed(loads=Loads.UNTOLD, is_undone=True)
+    world.finish("a")
+    world.fill(OTHER[:8])
+    world.add("b", OTHER[:7], [1, 2, 3], hit=6)
+    assert world.step(b=Work(1, (77,), 0)) == []
+    assert decode(world) == []
+
+
+def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
+    world = computed(loads=Loads.UNTOLD)
+    world.finish("a")
+    world.fill(OTHER[:8])
+    world.local = {"b": 0}
+    assert world.runs("b", OTHER[:8], [1, 2, 3], hit=7) == []
+    assert world.counts("unverified") == (7,)
+
+
+def test_a_load_of_what_nobody_knew_to_be_there_is_no_finding():
+    """Another request has had the block meanwhile, and did not write that far."""
+    world = computed(loads=Loads.UNTOLD, is_undone=True)
+    world.finish("a")
+    world.add("b", [91], [1])
+    assert world.step(b=Work(1, (77,), 0)) == []
+    world.finish("b")
+    world.fill(TEXT[:4])
+    world.local = {"c": 0}
+    assert world.runs("c", TEXT[:5], [1, 3], hit=4) == []
+
+
 @pytest.mark.parametrize("told_by", ["nobody", "the scheduler", "the connector"])
 def test_what_was_found_in_the_cache_and_not_loaded_is_verified(told_by):
     """The first block is another text's, in the cache; the second one was loaded."""

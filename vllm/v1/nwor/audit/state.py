@@ -193,9 +193,6 @@ class Audit:
         for name, blocks in grown:
             self._give(owners, self.requests[name], blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
-            if self.loads is Loads.UNTOLD:
-                # A load may have filled them, of a request that ended before it came.
-                self._hand_out(group, dict.fromkeys(of_group, NOBODY))
             self._hand_out(group, of_group)
 
     def _give(
@@ -210,11 +207,15 @@ class Audit:
         audited group; mutated."""
         generation = request.generation
         for group_id, ids in enumerate(blocks):
-            first = num_computed // self._block_sizes[group_id]
-            own = [block for block in ids[first:] if block]
+            size = self._block_sizes[group_id]
+            own = [block for block in ids[num_computed // size :] if block]
             for group, of_group in zip(self.groups, owners, strict=True):
                 is_its = group_id == group.shape.group_id
                 of_group.update(dict.fromkeys(own, generation if is_its else NOBODY))
+                if is_its and self.loads is Loads.UNTOLD:
+                    # A load for a request that ended first may have filled them.
+                    empty = filter(None, ids[-(-num_computed // size) :])
+                    self._hand_out(group, dict.fromkeys(empty, NOBODY))
 
     def _fill(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> None:
         """A KV connector fills a request's blocks between two positions."""
