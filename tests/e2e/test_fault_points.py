@@ -269,7 +269,7 @@ def lose_begin(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     forward = hooked.__wrapped__
 
     def vanilla(*args: Any, **kwargs: Any) -> Any:
-        engine.probe._tell("forward_begins")
+        engine.probe.v1_forward_begins()
         return forward(runner, *args, **kwargs)
 
     assert forward is not hooked

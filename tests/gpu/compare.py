@@ -29,7 +29,7 @@ from tests.gpu.rows import Row, rows
 PASSES = ("plain", "watched")
 CHECKS = ("started", "rows", "vanilla", "bytes", "outputs", "digests", "counters")
 OUTPUTS = ("tokens", "logprobs", "finish", "cached", "batches", "num_steps")
-# [requests, tokens, drafts, accepted, graph mode, preempted requests]: watch.Step
+# [requests, tokens, drafts, accepted, graph mode, preempted requests]: watch.summary
 _DRAFTS, _GRAPH, _PREEMPTED = 2, 4, 5
 # A check, or "unsettled" or "unmet", and what there is to say.
 Found = Iterator[tuple[str, str]]

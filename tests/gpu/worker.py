@@ -19,6 +19,8 @@ from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.gpu import watch as watching
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from tests.helpers.byte_map import allocation
+from tests.helpers.runner_probe import cache_layers, target_layers
 
 
 class GpuTestExtension(NworWorkerExtension):
@@ -106,7 +108,7 @@ class GpuTestExtension(NworWorkerExtension):
         """What vLLM made of the engine's arguments, and NWOR of its layers."""
         runner = self.model_runner
         config = runner.vllm_config
-        layers = watching.cache_layers(runner).values()
+        layers = cache_layers(runner).values()
         state, manager = getattr(runner, "nwor_state", None), manager_of(runner)
         return {
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
@@ -120,7 +122,7 @@ class GpuTestExtension(NworWorkerExtension):
                 config.scheduler_config, "max_num_scheduled_tokens", None
             ),
             "num_blocks": runner.kv_cache_config.num_blocks,
-            "targets": sorted(watching.target_layers(runner)),
+            "targets": sorted(target_layers(runner)),
             "protected": manager
             and {
                 "log_bytes_per_draft": manager.log_bytes_per_draft,
@@ -164,9 +166,8 @@ class GpuTestExtension(NworWorkerExtension):
         layer = group.layers[1]
         layout, cache = layer.layout, layer.kv_cache
         block, offset = divmod(slot, layout.block_size)
-        storage = cache.untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
-        start = cache.data_ptr() - storage.data_ptr()
+        raw = allocation(layer)
+        start = cache.data_ptr() - raw.data_ptr()
         raw[start + block * layout.block_stride + offset * layout.slot_stride] ^= 0x40
         return {"slot": slot, "layer": layer.name}
 
@@ -175,7 +176,7 @@ class GpuTestExtension(NworWorkerExtension):
         whether probing left the live implementation and cache alone."""
         return [
             judge_layout(self.model_runner, name, layer)
-            for name, layer in watching.target_layers(self.model_runner).items()
+            for name, layer in target_layers(self.model_runner).items()
         ]
 
 

@@ -75,7 +75,8 @@ def owners(layer: Any) -> torch.Tensor:
 def allocation(layer: Any) -> torch.Tensor:
     """The whole allocation that the layer's cache lies in, [bytes] uint8."""
     storage = layer.kv_cache.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    whole = torch.empty(0, dtype=torch.uint8, device=layer.kv_cache.device)
+    return whole.set_(storage)
 
 
 def slot_bytes(layer: Any) -> torch.Tensor:

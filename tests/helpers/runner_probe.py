@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches one model runner, in this process or in a worker, at five moments of a step.
+"""Watches one model runner, V1 or V2, at five moments of a step, in any process.
 
-Observation is by attributes set on the one runner (never on its class) and by hooks on
+Observation is by attributes set on the one runner (never on its class) and by a hook on
 the model module, so its place relative to NWOR's wrappers is certain:
 
-    forward_begins      outside NWOR's begin
-      forward_starts    inside it: the model is called, the log has been taken
-      forward_ends      the model has returned
-    committed           `_sample` has returned, NWOR's commit included
-    step_done           `sample_tokens` has returned, the drafter included
+                        V1                              V2
+    forward_begins      before `_model_forward`         before `prepare_attn`
+      forward_starts    the model is called, the log    (none: graphs replay it, as
+                        has been taken                  on V1 where they do)
+    forward_ends        after `_model_forward`          before `sample`
+    committed           after `_sample`                 after `sample`
+    step_done           after `sample_tokens`, the      (none)
+                        drafter included
 
 Which drafts a step had and which were rejected is worked out here on the host, from
 vLLM's own metadata, and checked against what vLLM tells its scheduler.
@@ -16,15 +19,19 @@ vLLM's own metadata, and checked against what vLLM tells its scheduler.
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import wrapt
 from vllm.forward_context import get_forward_context
+from vllm.v1.outputs import ModelRunnerOutput
 
-from tests.helpers.byte_map import allocation, slot_bytes
+from tests.helpers.byte_map import allocation
 
 
 @dataclass
@@ -32,9 +39,10 @@ class Step:
     """What one step of the runner did, from vLLM's own objects.
 
     scheduled: tokens of each request. drafted, accepted: of each request that had
-    drafts; accepted comes from the lists of tokens that vLLM hands to its scheduler.
-    preempted: requests. slots: [num_tokens] int64 for each layer, cloned before the
-    forward. rejected: slots of the rejected drafts for each layer, int64.
+    drafts. preempted: requests. slots: [num_tokens] int64 for each layer, as the
+    forward saw them, -1 for padding. rejected_rows: of the batch, those of rejected
+    drafts. graph: vLLM's mode of CUDA graph. contradictions: where V2's own numbers do
+    not agree.
     """
 
     scheduled: dict[str, int]
@@ -44,7 +52,34 @@ class Step:
     zeroed_blocks: tuple[int, ...] = ()
     copied_blocks: tuple[tuple[int, int], ...] = ()
     slots: dict[str, torch.Tensor] = field(default_factory=dict)
-    rejected: dict[str, torch.Tensor] = field(default_factory=dict)
+    rejected_rows: list[int] = field(default_factory=list)
+    graph: str = "NONE"
+    contradictions: list[str] = field(default_factory=list)
+
+    @cached_property
+    def rejected(self) -> dict[str, torch.Tensor]:
+        """Slots of the rejected drafts for each layer, int64; once they are known."""
+        return {name: slots[self.rejected_rows] for name, slots in self.slots.items()}
+
+    def record(
+        self,
+        request_ids: Sequence[str],
+        rows: list[int],
+        num_drafts: Sequence[int],
+        num_accepted: Sequence[int],
+    ) -> None:
+        """rows: those that get logits; of each request its target's, then its drafts'.
+        The others: by request."""
+        end = 0
+        for request_id, drafts, accepted in zip(
+            request_ids, num_drafts, num_accepted, strict=False
+        ):
+            first, end = end + 1, end + 1 + drafts
+            if drafts:
+                name = request_name(request_id)
+                self.drafted[name] = drafts
+                self.accepted[name] = accepted
+                self.rejected_rows += rows[first + accepted : end]
 
 
 class Observer:
@@ -61,121 +96,201 @@ class Observer:
     def step_done(self, step: Step) -> None: ...
 
 
+def cache_layers(runner: Any) -> dict[str, Any]:
+    """Every attention layer that owns a cache, target's and drafter's, by name."""
+    context = runner.vllm_config.compilation_config.static_forward_context
+    return {
+        name: layer
+        for name, layer in context.items()
+        if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
+        and layer.kv_cache.numel()
+    }
+
+
+def target_layers(runner: Any) -> dict[str, Any]:
+    """Those that are modules of the target model."""
+    modules = {id(module) for module in runner.get_model().modules()}
+    layers = cache_layers(runner).items()
+    return {name: layer for name, layer in layers if id(layer) in modules}
+
+
 class RunnerProbe:
     """The caches and the steps of one runner.
 
-    observers: told of each step's moments. steps: those that ran to their end since
-    the caller last emptied it.
+    observers: told of each step's moments; without any, no step is watched. steps:
+    those that ran to their end since the caller last emptied it. live_slots: for each
+    layer the runner's own slots of the step, once its sampler has returned.
     """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.observers: list[Observer] = []
         self.steps: list[Step] = []
+        self.live_slots: dict[str, torch.Tensor] = {}
+        self.group_of = {
+            name: number
+            for number, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+        }
         self._step: Step | None = None
-        self._observe()
+        self._wrap(runner, "execute_model", before=self._begin)
+        if hasattr(runner, "prepare_attn"):
+            self._observe_v2()
+        else:
+            self._observe_v1()
 
     # -- caches --------------------------------------------------------------------
 
     def layers(self) -> dict[str, Any]:
-        """Every attention layer that owns a cache, target's and drafter's, by name."""
-        context = self.runner.vllm_config.compilation_config.static_forward_context
-        return {
-            name: layer
-            for name, layer in context.items()
-            if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)
-        }
+        return cache_layers(self.runner)
 
     def target_layers(self) -> dict[str, Any]:
-        """Those that are modules of the target model."""
-        modules = {id(module) for module in self.runner.get_model().modules()}
-        return {
-            name: layer for name, layer in self.layers().items() if id(layer) in modules
-        }
+        return target_layers(self.runner)
 
     def drafter_layers(self) -> dict[str, Any]:
         targets = self.target_layers()
-        return {
-            name: layer for name, layer in self.layers().items() if name not in targets
-        }
+        return {n: layer for n, layer in self.layers().items() if n not in targets}
 
-    def poison(self) -> None:
+    def poison(self, seed: int = 0) -> None:
         """Fills the caches with finite random values, so that the bytes of a slot
-        that was never written are like no other's. Only while nothing runs. A slot's
-        values do not depend on how many there are."""
-        for seed, layer in enumerate(self.layers().values()):
-            index = slot_bytes(layer)
-            generator = torch.Generator().manual_seed(seed)
-            # 0x00..0x3F in every byte: finite in bfloat16 and in both kinds of fp8.
-            values = torch.randint(0, 0x40, index.shape, generator=generator)
-            allocation(layer)[index] = values.to(torch.uint8)
+        that was never written are like no other's. Only while nothing runs. A block's
+        bytes do not depend on how many there are."""
+        for layer in self.layers().values():
+            allocation(layer).fill_(seed)
+        for number, layer in enumerate(self.layers().values()):
+            blocks = layer.kv_cache.view(torch.uint8)
+            place = torch.arange(blocks.numel(), device=blocks.device)
+            mixed = (place + number * 7919 + seed) * 0x9E3779B1
+            # 0x00..0x3F in every byte: finite as bf16, fp8 and float32 scales.
+            blocks.copy_(((mixed >> 15) & 0x3F).view(blocks.shape))
 
     # -- steps ---------------------------------------------------------------------
 
-    def _observe(self) -> None:
-        runner = self.runner
-        execute_model = runner.execute_model
-        model_forward = runner._model_forward
-        sample = runner._sample
-        sample_tokens = runner.sample_tokens
+    def _wrap(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[..., None] = lambda *args, **kwargs: None,
+        after: Callable[..., None] = lambda result, *args, **kwargs: None,
+    ) -> None:
+        """Has `before` called with a method's arguments and `after` with its result and
+        them, within a step that is watched; `execute_model` begins one."""
+        original = getattr(owner, name)
 
-        def observed_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any):
-            self._step = _step_from(scheduler_output)
-            return execute_model(scheduler_output, *args, **kwargs)
-
-        def observed_model_forward(*args: Any, **kwargs: Any):
-            self._tell("forward_begins")
-            return model_forward(*args, **kwargs)
-
-        def before_model(module: Any, args: Any) -> None:
-            if self._step is None:
-                return  # a dummy run
-            mapping = get_forward_context().slot_mapping
-            assert isinstance(mapping, dict)
-            self._step.slots = {
-                name: mapping[name].clone() for name in self.layers() if name in mapping
-            }
-            self._tell("forward_starts")
-
-        def after_model(module: Any, args: Any, output: Any) -> None:
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if self._step is not None or name == "execute_model":
+                before(*args, **kwargs)
+            result = original(*args, **kwargs)
             if self._step is not None:
-                self._tell("forward_ends")
+                after(result, *args, **kwargs)
+            return result
 
-        def observed_sample(logits: Any, metadata: Any):
-            output = sample(logits, metadata)
-            assert self._step is not None
+        setattr(owner, name, observed)
+
+    def _tell(self, moment: str, *_: Any, **__: Any) -> None:
+        if self._step is not None:
+            for observer in self.observers:
+                getattr(observer, moment)(self._step)
+
+    def _begin(self, scheduler_output: Any, *_: Any, **__: Any) -> None:
+        self._step = _step_from(scheduler_output) if self.observers else None
+
+    @property
+    def step(self) -> Step:
+        assert self._step is not None
+        return self._step
+
+    def _note_slots(self, mapping: dict[str, torch.Tensor]) -> None:
+        self.step.slots = {
+            name: mapping[name].clone() for name in self.layers() if name in mapping
+        }
+
+    def v1_forward_begins(self, *_: Any, **__: Any) -> None:
+        context: Any = get_forward_context()
+        self.step.graph = context.cudagraph_runtime_mode.name
+        self._note_slots(context.slot_mapping)
+        self._tell("forward_begins")
+
+    def _observe_v1(self) -> None:
+        runner = self.runner
+
+        def sampled(output: Any, logits: Any, metadata: Any) -> None:
+            """A request has one valid token more than it accepted drafts."""
             batch = runner.input_batch
-            _record_acceptance(
-                self._step,
-                batch.req_ids,
-                metadata,
-                output.sampled_token_ids,
-                batch.vocab_size,
-            )
+            if metadata is not None:
+                num_valid = [
+                    sum(0 <= token < batch.vocab_size for token in tokens)
+                    for tokens in output.sampled_token_ids.tolist()
+                ]
+                self.step.record(
+                    batch.req_ids,
+                    metadata.logits_indices.tolist(),
+                    metadata.num_draft_tokens,
+                    [max(num - 1, 0) for num in num_valid],
+                )
+            self.live_slots = {
+                name: batch.block_table[group].slot_mapping.gpu
+                for name, group in self.group_of.items()
+            }
             self._tell("committed")
-            return output
 
-        def observed_sample_tokens(*args: Any, **kwargs: Any):
-            output = sample_tokens(*args, **kwargs)
-            step, self._step = self._step, None
-            if step is not None and step.scheduled:
+        def done(output: Any, *args: Any, **kwargs: Any) -> None:
+            step, self._step = self.step, None
+            if step.scheduled:
                 _check_acceptance(step, output)
                 self.steps.append(step)
                 for observer in self.observers:
                     observer.step_done(step)
-            return output
 
-        runner.execute_model = observed_execute_model
-        runner._model_forward = observed_model_forward
-        runner._sample = observed_sample
-        runner.sample_tokens = observed_sample_tokens
-        runner.get_model().register_forward_pre_hook(before_model)
-        runner.get_model().register_forward_hook(after_model)
+        forward_ends = functools.partial(self._tell, "forward_ends")
+        self._wrap(runner, "_model_forward", self.v1_forward_begins, forward_ends)
+        self._wrap(runner, "_sample", after=sampled)
+        self._wrap(runner, "sample_tokens", after=done)
+        if runner.device.type == "cpu":
+            forward_starts = functools.partial(self._tell, "forward_starts")
+            runner.get_model().register_forward_pre_hook(forward_starts)
 
-    def _tell(self, moment: str) -> None:
-        assert self._step is not None
-        for observer in self.observers:
-            getattr(observer, moment)(self._step)
+    def _observe_v2(self) -> None:
+        runner = self.runner
+
+        def prepared(result: Any, *args: Any, **kwargs: Any) -> None:
+            self.live_slots = {n: result[1][g] for n, g in self.group_of.items()}
+            self._note_slots(self.live_slots)
+
+        def sampled(result: Any, hidden_states: Any, batch: Any, *args: Any) -> None:
+            """A request's last rows fell, as many as vLLM says."""
+            step = self.step
+            if batch.num_draft_tokens:
+                bounds = batch.cu_num_logits  # the host's may be upper bounds
+                drafts = (bounds[1:] - bounds[:-1] - 1).tolist()
+                num_sampled, fallen = result[1].tolist(), result[2].tolist()
+                accepted = [n - f for n, f in zip(drafts, fallen, strict=False)]
+                step.record(
+                    batch.req_ids, batch.logits_indices.tolist(), drafts, accepted
+                )
+                step.contradictions += [
+                    f"{name}: {num} accepted, {one} sampled do not add up"
+                    for name, one in zip(batch.req_ids, num_sampled, strict=False)
+                    if (num := step.accepted.get(request_name(name), one - 1))
+                    != one - 1
+                ]
+            self._tell("committed")
+            self._step = None
+
+        def note_graph(mode: str, *args: Any, **kwargs: Any) -> None:
+            self.step.graph = mode
+
+        forward_begins = functools.partial(self._tell, "forward_begins")
+        forward_ends = functools.partial(self._tell, "forward_ends")
+        self._wrap(runner, "prepare_attn", forward_begins, prepared)
+        self._wrap(runner, "sample", forward_ends, sampled)
+        manager = getattr(runner, "cudagraph_manager", None)
+        if manager is not None:
+            for name, mode in (
+                ("run_fullgraph", "FULL"),
+                ("run_pw_graph", "PIECEWISE"),
+            ):
+                self._wrap(manager, name, functools.partial(note_graph, mode))
 
 
 def request_name(request_id: str) -> str:
@@ -196,46 +311,25 @@ def unwrap_instance(target: Any) -> None:
 
 
 def _step_from(scheduler_output: Any) -> Step:
-    copies = scheduler_output.kv_cache_block_copies or ()
+    def named(what: str) -> Any:
+        return getattr(scheduler_output, what, None) or ()
+
     scheduled = scheduler_output.num_scheduled_tokens
-    preempted = scheduler_output.preempted_req_ids or ()
     return Step(
         scheduled={request_name(key): count for key, count in scheduled.items()},
-        preempted=tuple(sorted(map(request_name, preempted))),
-        zeroed_blocks=tuple(scheduler_output.new_block_ids_to_zero or ()),
-        copied_blocks=tuple((int(source), int(to)) for source, to in copies),
+        preempted=tuple(sorted(map(request_name, named("preempted_req_ids")))),
+        zeroed_blocks=tuple(named("new_block_ids_to_zero")),
+        copied_blocks=tuple(
+            (int(source), int(to)) for source, to in named("kv_cache_block_copies")
+        ),
     )
 
 
-def _record_acceptance(
-    step: Step, request_ids: list[str], metadata: Any, sampled: torch.Tensor, vocab: int
-) -> None:
-    """Drafted, accepted and rejected slots of a step.
-
-    Request r's drafts are the rows after its first one among the rows that get logits;
-    the sampler returns for it one valid token more than it accepted drafts.
-    sampled: [num_requests, 1 + most drafts] int32, -1 where there is none.
-    """
-    if metadata is None:
-        return
-    rows = metadata.logits_indices.tolist()
-    rejected_rows: list[int] = []
-    start = 0
-    for index, num_drafts in enumerate(metadata.num_draft_tokens):
-        valid = [token for token in sampled[index].tolist() if 0 <= token < vocab]
-        draft_rows = rows[start + 1 : start + 1 + num_drafts]
-        start += 1 + num_drafts
-        if num_drafts:
-            num_accepted = max(len(valid) - 1, 0)
-            name = request_name(request_ids[index])
-            step.drafted[name] = num_drafts
-            step.accepted[name] = num_accepted
-            rejected_rows += draft_rows[num_accepted:]
-    step.rejected = {name: slots[rejected_rows] for name, slots in step.slots.items()}
-
-
 def _check_acceptance(step: Step, output: Any) -> None:
-    """The acceptance counted above is what vLLM itself tells its scheduler."""
+    """The acceptance counted above is what vLLM itself tells its scheduler, where the
+    host knows by now."""
+    if not isinstance(output, ModelRunnerOutput):
+        return
     for request_id, tokens in zip(
         output.req_ids, output.sampled_token_ids, strict=True
     ):

@@ -18,7 +18,7 @@ import torch
 
 from tests.helpers import drafters
 from tests.helpers.oracle import ShadowOracle, SnapshotOracle
-from tests.helpers.runner_probe import RunnerProbe
+from tests.helpers.runner_probe import RunnerProbe, target_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 PLANTED = "injected between log and commit"
@@ -83,7 +83,7 @@ class WorkerProbe:
             output = sample_tokens(*args, **kwargs)
             left[0] -= 1
             if left[0] == 0:
-                (layer, *_) = RunnerProbe(runner).target_layers().values()
+                (layer, *_) = target_layers(runner).values()
                 block = int(runner.input_batch.block_table[0].block_table.np[0, 0])
                 layer.kv_cache.view(torch.uint8)[block, 0, 0, 0] ^= 1
             return output
