@@ -38,8 +38,8 @@ from typing import Any
 
 import torch
 
-from tests.helpers.byte_map import allocation
-from tests.helpers.oracle import hash_rows
+from tests.helpers.byte_map import allocation, slot_bytes
+from tests.helpers.oracle import Memory, hash_rows
 from tests.helpers.runner_probe import (
     Observer,
     RunnerProbe,
@@ -71,28 +71,22 @@ class Watch(Observer):
         self.layers = target_layers(runner)
         if not self.layers:
             raise RuntimeError("no attention layer of the target model was found")
-        self.storages = storages(runner)
-        self.device = self.storages[0].device
-        pointers = [storage.data_ptr() for storage in self.storages]
-        self.storage_of = {
-            name: pointers.index(layer.kv_cache.untyped_storage().data_ptr())
-            for name, layer in self.layers.items()
-        }
+        self.memory = Memory(cache_layers(runner))
+        self._before = self._after = self.memory.read()
+        self.device = self._before.device
         # Shadow blocks lie behind those that requests can have.
         reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
         regions = reserved if isinstance(reserved, dict) else {}
         self.is_staged = bool(regions)
-        self.num_real = {name: slot_count(layer) for name, layer in self.layers.items()}
+        self.num_real = {name: len(self.memory.index[name]) for name in self.layers}
         for name in self.layers:
             if region := regions.get(self.probe.group_of[name]):
                 self.num_real[name] = region.num_real_blocks * region.block_size
-        self.shadow = self._masks(
+        self.outside = ~self._mask(
             lambda name: torch.arange(
-                self.num_real[name], slot_count(self.layers[name]), device=self.device
+                self.num_real[name], len(self.memory.index[name]), device=self.device
             )
         )
-        self._before: list[torch.Tensor] = []
-        self._after: list[torch.Tensor] = []
 
     def _reset(self) -> None:
         self.probe.observers = [self]
@@ -133,26 +127,18 @@ class Watch(Observer):
     # -- moments -----------------------------------------------------------------------
 
     def forward_begins(self, step: Step) -> None:
-        self._before = self._copy()
+        self._before = self.memory.read()
 
     def forward_ends(self, step: Step) -> None:
-        self._after = self._copy()
+        self._after = self.memory.read()
 
-    def _copy(self) -> list[torch.Tensor]:
-        return [storage.clone() for storage in self.storages]
-
-    def _masks(self, slots: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
-        """For each storage [bytes] bool: those of the slots that `slots` names of each
-        layer, [n] int64."""
-        masks = [torch.zeros_like(s, dtype=torch.bool) for s in self.storages]
-        for name, layer in self.layers.items():
-            mark(masks[self.storage_of[name]], layer, slots(name))
-        return masks
+    def _mask(self, slots: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """[bytes] bool: those of the slots that `slots` names of each layer."""
+        return self.memory.mask({name: slots(name) for name in self.layers})
 
     def committed(self, step: Step) -> None:
         """Before the drafter computes its own slots into the runner's buffers."""
         number, real = len(self.steps), self.num_real
-        assert len(self._before) == len(self._after) == len(self.storages)
         verified = {name: step.slots[name] for name in self.layers}
         slots = {n: self.probe.live_slots[n][: len(s)] for n, s in verified.items()}
         fell = torch.tensor(step.rejected_rows, dtype=torch.int64, device=self.device)
@@ -160,26 +146,22 @@ class Watch(Observer):
             early = slots[name][fell[of_forward[fell] < real[name]]].tolist()
             if self.is_staged and early:
                 self._add(number, "not staged", name, early)
-        mapped = self._masks(slots.__getitem__)
-        rejected = self._masks(lambda name: slots[name][fell])
-        staged = self._masks(lambda name: slots[name][verified[name] >= real[name]])
-        wrote = self._masks(lambda name: verified[name][fell])
-        for index, now in enumerate(self.storages):
-            before, after = self._before[index], self._after[index]
-            commits = mapped[index] if self.is_staged else rejected[index]
-            wrote[index] &= before != after
-            outside = ~self.shadow[index]
-            for kind, mask in (
-                ("not restored", (now != before) & rejected[index]),
-                ("stray write", (now != after) & ~commits & outside),
-                ("unmapped write", (after != before) & ~mapped[index] & outside),
-                ("early write", (after != before) & staged[index]),
-            ):
-                if bool(mask.any()):
-                    self._report(number, kind, index, mask)
-        for name, layer in self.layers.items():
-            dirty = slots_with(wrote[self.storage_of[name]], layer)
-            self.totals["dirty_slots"] += int(dirty.sum())
+        mapped = self._mask(slots.__getitem__)
+        rejected = self._mask(lambda name: slots[name][fell])
+        staged = self._mask(lambda name: slots[name][verified[name] >= real[name]])
+        commits = mapped if self.is_staged else rejected
+        before, after, now = self._before, self._after, self.memory.read()
+        for kind, mask in (
+            ("not restored", (now != before) & rejected),
+            ("stray write", (now != after) & ~commits & self.outside),
+            ("unmapped write", (after != before) & ~mapped & self.outside),
+            ("early write", (after != before) & staged),
+        ):
+            if bool(mask.any()):
+                self._report(number, kind, mask)
+        wrote = self._mask(lambda name: verified[name][fell]) & (before != after)
+        for name in self.layers:
+            self.totals["dirty_slots"] += len(self.memory.slots_in(name, wrote))
             self.totals["rejected_slots"] += len(step.rejected_rows)
         for text in step.contradictions:
             self._add(number, "contradiction", text, [-1])
@@ -190,17 +172,13 @@ class Watch(Observer):
         self.totals["drafts"] += sum(step.drafted.values())
         self.totals["accepted"] += sum(step.accepted.values())
 
-    def _report(self, number: int, kind: str, index: int, mask: torch.Tensor) -> None:
-        named = False
-        for name, layer in self.layers.items():
-            if self.storage_of[name] != index:
-                continue
-            slots = slots_with(mask, layer).nonzero().flatten().tolist()
-            if slots:
-                named = True
+    def _report(self, number: int, kind: str, mask: torch.Tensor) -> None:
+        for name in self.layers:
+            if slots := self.memory.slots_in(name, mask).tolist():
                 self._add(number, kind, name, slots)
-        if not named:  # bytes of no target layer: a drafter's, or padding
-            self._add(number, kind, f"storage {index}", [-1] * int(mask.sum()))
+            mask[self.memory.index[name]] = False
+        if num_others := int(mask.sum()):  # a drafter's bytes, or padding
+            self._add(number, kind, "", [-1] * num_others)
 
     def _add(self, number: int, kind: str, layer: str, slots: list[int]) -> None:
         self.violations.append(
@@ -217,8 +195,8 @@ class Watch(Observer):
         self, step: Step, slots: dict[str, torch.Tensor], fell: torch.Tensor
     ) -> None:
         """Which slots hold what a rejected draft wrote last, were NWOR not there."""
-        for name, layer in self.layers.items():
-            dirty = self.dirty[name].view(-1, block_size_of(layer))
+        for name in self.layers:
+            dirty = self.dirty[name].view(-1, self.memory.block_size(name))
             for block in step.zeroed_blocks:
                 dirty[block] = False
             for source, to in step.copied_blocks:
@@ -231,11 +209,11 @@ class Watch(Observer):
 
     def _digest(self, slots: dict[str, torch.Tensor]) -> tuple[int, int, int]:
         places = strict = anywhere = 0
-        for number, (name, layer) in enumerate(self.layers.items()):
+        found = self.memory.read()
+        for number, name in enumerate(self.layers):
             weight = 2 * number + 1
             places += weight * int((slots[name] * odd_numbers(slots[name])).sum())
-            hashes = hash_slots(self.storages[self.storage_of[name]], layer)
-            hashes = hashes[: self.num_real[name]]
+            hashes = hash_slots(found[self.memory.index[name][: self.num_real[name]]])
             hashes = hashes.masked_fill(self.dirty[name], 0)
             strict += weight * int((hashes * odd_numbers(hashes)).sum())
             hashes = hashes.masked_fill(~self.written[name], 0)
@@ -272,10 +250,9 @@ class Filler(Watch):
 
     def forward_begins(self, step: Step) -> None:
         for name, layer in self.layers.items():
-            slots = layer_view(self.storages[self.storage_of[name]], layer)
-            is_free = ~self.written[name].view(len(slots), 1, -1, 1)
-            slots.copy_(torch.where(is_free, self.patterns[name], slots))
-            self.totals["filled"] += int(is_free.sum())
+            free = slot_bytes(layer)[~self.written[name]]
+            allocation(layer)[free] = self.patterns[name].repeat(free.shape[1] // 2)
+            self.totals["filled"] += len(free)
 
     def forward_ends(self, step: Step) -> None: ...
 
@@ -301,60 +278,14 @@ class Filler(Watch):
 
 
 def pattern_of(layer: Any, contents: str) -> torch.Tensor:
-    """[bytes of a head's slot] uint8, device. See `Filler.fill`."""
+    """[2] uint8, device: what bytes are filled with. See `Filler.fill`."""
     from vllm_nwor.hooks.layers import _poison
 
-    cache = layer.kv_cache
     # As bf16, as fp8 and as the fp32 scales beside integers; these have no NaN.
     pattern = (0xFF, 0x7F)
     if contents == "poison":
-        pattern = (_poison(layer.impl, cache),) * 2
-    num_pairs = cache.shape[-1] * cache.element_size() // 2
-    return torch.tensor(pattern, dtype=torch.uint8, device=cache.device).repeat(
-        num_pairs
-    )
-
-
-# -- where bytes lie -------------------------------------------------------------------
-
-
-def storages(runner: Any) -> list[torch.Tensor]:
-    """The caches' whole allocations as [bytes] uint8, each once, in layer order."""
-    wholes = map(allocation, cache_layers(runner).values())
-    return list({whole.data_ptr(): whole for whole in wholes}.values())
-
-
-def block_size_of(layer: Any) -> int:
-    return int(layer.kv_cache.shape[-2])
-
-
-def slot_count(layer: Any) -> int:
-    return int(layer.kv_cache.shape[0]) * block_size_of(layer)
-
-
-def layer_view(buffer: torch.Tensor, layer: Any) -> torch.Tensor:
-    """The layer's part of `buffer`, an element for each byte of its storage, as
-    [num_blocks, num_heads, block_size, bytes of a head's slot]."""
-    cache = layer.kv_cache
-    item = cache.element_size()
-    assert cache.dim() in (3, 4), cache.shape
-    assert cache.stride(-1) == 1, cache.stride()
-    shape = [*cache.shape[:-1], cache.shape[-1] * item]
-    strides = [*(stride * item for stride in cache.stride()[:-1]), 1]
-    view = buffer.as_strided(shape, strides, cache.storage_offset() * item)
-    return view if cache.dim() == 4 else view.unsqueeze(1)
-
-
-def mark(mask: torch.Tensor, layer: Any, slots: torch.Tensor) -> None:
-    """Sets `mask`, [storage bytes] bool, at the bytes of `slots`, [n] int64, -1 for
-    none."""
-    slots, size = slots[slots >= 0], block_size_of(layer)
-    layer_view(mask, layer)[slots // size, :, slots % size] = True
-
-
-def slots_with(mask: torch.Tensor, layer: Any) -> torch.Tensor:
-    """[num_slots] bool: the layer's slots with a True byte in `mask`."""
-    return layer_view(mask, layer).any(-1).any(1).flatten()
+        pattern = (_poison(layer.impl, layer.kv_cache),) * 2
+    return torch.tensor(pattern, dtype=torch.uint8, device=layer.kv_cache.device)
 
 
 def odd_numbers(like: torch.Tensor) -> torch.Tensor:
@@ -362,10 +293,7 @@ def odd_numbers(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(like), device=like.device) * 2 + 1
 
 
-def hash_slots(storage: torch.Tensor, layer: Any) -> torch.Tensor:
-    """[num_slots] int64: a hash of each slot's bytes, heads in order."""
-    by_slot = layer_view(storage, layer).permute(0, 2, 1, 3)
-    rows = by_slot.reshape(slot_count(layer), -1)
-    return hash_rows(
-        torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).contiguous()
-    )
+def hash_slots(rows: torch.Tensor) -> torch.Tensor:
+    """[n] int64: a hash of each of these slots' bytes, [n, bytes of a slot]."""
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))
+    return hash_rows(padded.contiguous())

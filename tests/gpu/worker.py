@@ -20,6 +20,7 @@ from benchmarks.worker_extension import NworWorkerExtension
 from tests.gpu import watch as watching
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tests.helpers.byte_map import allocation
+from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import cache_layers, target_layers
 
 
@@ -280,8 +281,8 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
 
     dtype = runner.vllm_config.model_config.dtype
     before = dict(vars(layer.impl))
-    caches = watching.storages(runner)
-    caches_before = [storage.clone() for storage in caches]
+    caches = Memory(cache_layers(runner))
+    caches_before = caches.read()
     answer: dict[str, Any] = {"layer": name, "impl": type(layer.impl).__name__}
     try:
         layout = probe_layout(layer, layer.kv_cache, dtype)
@@ -312,7 +313,7 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
         # The same objects, not only equal ones.
         "impl_unchanged": before.keys() == vars(layer.impl).keys()
         and all(before[key] is value for key, value in vars(layer.impl).items()),
-        "cache_unchanged": all(map(torch.equal, caches_before, caches)),
+        "cache_unchanged": torch.equal(caches_before, caches.read()),
     }
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot owns which byte of a CPU_ATTN or MLA cache, from the layout's formulas.
+"""Which slot owns which byte of a cache: of CPU_ATTN's from the layout's formulas, of
+others, which have rows, from the strides of the tensor that vLLM bound.
 
 Written from vLLM's packing rules, not from NWOR's probing, which finds the same by
 experiment with vLLM's own writer; a test holds the two against each other.
@@ -17,12 +18,12 @@ elements each (N slots a block, D the head size). Element d of the token at offs
 Example: vec, N = 32, D = 64, bf16: K's element d = 3 of o = 5 is element 101 of the
 page, bytes 202 and 203; V's is element 2048 + 323.
 
-A cache of multi-head latent attention has no heads, [num_blocks, N, C]: a row for each
-token.
+A cache of multi-head latent attention has no heads, [num_blocks, N, C].
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ def cache_of(layer: Any) -> torch.Tensor:
     return cache.unsqueeze(1) if cache.dim() == 3 else cache
 
 
+def packing(layer: Any) -> str | None:
+    """The instruction set that CPU_ATTN packs this cache for; None if it has rows."""
+    # Up to 0.26 the implementation has it.
+    return getattr(layer, "isa", None) or getattr(layer.impl, "isa", None)
+
+
 def owners(layer: Any) -> torch.Tensor:
     """The offset in its block, 0..N-1, of the slot that owns each byte of a block.
 
@@ -42,14 +49,10 @@ def owners(layer: Any) -> torch.Tensor:
     instruction set whose packing is not known here.
     """
     _, num_heads, block_size, width = cache_of(layer).shape
-    itemsize = layer.kv_cache.element_size()
-    if layer.kv_cache.dim() == 3:
-        return torch.arange(block_size).repeat_interleave(width * itemsize)[None]
     head_size = width // 2
     token = np.arange(block_size)[:, None]
     dim = np.arange(head_size)[None, :]
-    # Up to 0.26 the implementation has it.
-    isa = getattr(layer, "isa", None) or layer.impl.isa
+    isa = packing(layer)
     if isa in ("vec", "vec16"):
         key = dim * block_size + token
         value = token * head_size + dim
@@ -69,7 +72,11 @@ def owners(layer: Any) -> torch.Tensor:
     page[key] = token
     page[region + value] = token
     assert (page >= 0).all(), "the formula leaves bytes without an owner"
-    return torch.from_numpy(page.repeat(itemsize)).expand(num_heads, -1).contiguous()
+    return (
+        torch.from_numpy(page.repeat(layer.kv_cache.element_size()))
+        .expand(num_heads, -1)
+        .contiguous()
+    )
 
 
 def allocation(layer: Any) -> torch.Tensor:
@@ -80,19 +87,25 @@ def allocation(layer: Any) -> torch.Tensor:
 
 
 def slot_bytes(layer: Any) -> torch.Tensor:
-    """Where in its allocation the bytes of each slot of the layer lie, ascending.
+    """Where in its allocation the bytes of each slot of the layer lie.
 
-    Returns [num_slots, bytes of a slot] int64. The cache may have any strides as long
-    as a head's page is contiguous.
+    Returns [num_slots, bytes of a slot] int64, on the cache's device. The cache may
+    have any strides as long as a row, or if it is packed a head's page, is contiguous.
     """
     cache = cache_of(layer)
     num_blocks, num_heads, block_size, width = cache.shape
-    assert cache.stride()[2:] == (width, 1), "a head's page is not contiguous"
+    arange = partial(torch.arange, device=cache.device)
+    blocks = cache.storage_offset() + arange(num_blocks) * cache.stride(0)
+    heads = arange(num_heads)[:, None] * cache.stride(1)
     itemsize = cache.element_size()
-    blocks = torch.arange(num_blocks)[:, None, None] * cache.stride(0)
-    heads = torch.arange(num_heads)[:, None] * cache.stride(1)
-    page = torch.arange(block_size * width * itemsize)
-    pages = (cache.storage_offset() + blocks + heads) * itemsize + page
-    by_slot = owners(layer).flatten().argsort(stable=True)
-    found = pages.reshape(num_blocks, -1)[:, by_slot]
-    return found.view(num_blocks * block_size, -1)
+    if packing(layer) is None:
+        assert cache.stride(3) == 1, cache.stride()
+        slots = blocks[:, None] + arange(block_size) * cache.stride(2)
+        found = (slots[..., None, None] + heads) * itemsize + arange(width * itemsize)
+    else:
+        assert cache.stride()[2:] == (width, 1), "a head's page is not contiguous"
+        pages = (blocks[:, None, None] + heads) * itemsize
+        pages = pages + arange(block_size * width * itemsize)
+        by_slot = owners(layer).flatten().argsort(stable=True)
+        found = pages.reshape(num_blocks, -1)[:, by_slot]
+    return found.reshape(num_blocks * block_size, -1)

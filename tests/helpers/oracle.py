@@ -27,14 +27,14 @@ Hashes = dict[str, torch.Tensor]
 
 
 class Memory:
-    """The caches of a runner's layers, as one vector of bytes.
+    """The caches of layers, as one vector of bytes.
 
     index: for each layer [num_slots, bytes of a slot] int64, places in the vector.
     aliases: the first layer with a cache -> all that have that very cache.
     """
 
-    def __init__(self, probe: RunnerProbe) -> None:
-        self.layers = probe.layers()
+    def __init__(self, layers: dict[str, Any]) -> None:
+        self.layers = layers
         parts = {name: allocation(layer) for name, layer in self.layers.items()}
         self._parts = {part.data_ptr(): part for part in parts.values()}
         lengths = [len(part) for part in self._parts.values()]
@@ -56,14 +56,25 @@ class Memory:
     def block_size(self, name: str) -> int:
         return int(cache_of(self.layers[name]).shape[2])
 
+    def mask(self, slots: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[bytes] bool: those of these slots of each layer; -1 is none."""
+        found = torch.zeros_like(self.read(), dtype=torch.bool)
+        for name, some in slots.items():
+            found[self.index[name][some[some >= 0]]] = True
+        return found
+
+    def slots_in(self, name: str, mask: torch.Tensor) -> torch.Tensor:
+        """[n] int64: the layer's slots with a byte in `mask`, [bytes] bool."""
+        return mask[self.index[name]].any(1).nonzero().flatten()
+
     def differing(self, one: torch.Tensor, other: torch.Tensor) -> dict[str, list[int]]:
         """Slots with bytes that differ, of the first layer with each cache; "" -> none
         if they are in no layer."""
         if torch.equal(one, other):
             return {}
         differs = one != other
-        slots = {n: differs[self.index[n]].any(1).nonzero() for n in self.aliases}
-        found = {n: some.flatten().tolist() for n, some in slots.items() if len(some)}
+        slots = {n: self.slots_in(n, differs) for n in self.aliases}
+        found = {n: some.tolist() for n, some in slots.items() if len(some)}
         return found or {"": []}
 
 
@@ -95,7 +106,7 @@ class SnapshotOracle(Observer):
 
     def __init__(self, probe: RunnerProbe, poison: int | None = None) -> None:
         self.poison = poison
-        self.memory = Memory(probe)
+        self.memory = Memory(probe.layers())
         self.targets = probe.target_layers().keys()
         self.violations: list[Violation] = []
         self.num_steps = self.num_rejected = self.num_dirty = 0
@@ -156,7 +167,7 @@ class ShadowOracle(Observer):
     def __init__(self, runner: Any, probe: RunnerProbe, num_real: int) -> None:
         self.runner = runner
         self.shadow = runner.nwor_state.manager.shadow
-        self.memory = Memory(probe)
+        self.memory = Memory(probe.layers())
         self.targets = probe.target_layers().keys()
         self.num_real = num_real
         self.violations: list[tuple[int, str]] = []
@@ -231,7 +242,7 @@ class HashRecorder(Observer):
     """
 
     def __init__(self, probe: RunnerProbe) -> None:
-        self.memory = Memory(probe)
+        self.memory = Memory(probe.layers())
         self.drafters = tuple(probe.drafter_layers())
         self.start = self._hashes()
         self.steps: list[Hashes] = []
