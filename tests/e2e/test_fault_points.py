@@ -34,14 +34,13 @@ from tests.helpers.engine import (
     Request,
     Result,
     assert_same,
-    counters,
     counts,
     prompt,
-    risen,
 )
 from tests.helpers.environment import REPO, nwor_settings
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
+from tests.helpers.player import counters, risen
 from tests.helpers.server import ARGUMENTS as SERVE_ARGUMENTS
 from tests.helpers.server import SPECULATION, Server, serve
 from vllm_nwor import plugin
@@ -174,7 +173,7 @@ def run_with_fault(
     assert {violation.kind for violation in oracle.violations} <= {"not restored"}
     assert len({violation.step for violation in oracle.violations}) <= num_failed
     # They are in the metrics, and no breach of the counters' identities.
-    rise = risen(engine, before)
+    rise = risen(before, counters(engine))
     assert rise[f"nwor_fallbacks/{REASONS[op]}"] == num_failed
     assert rise["nwor_breaches"] == 0
     if isinstance(at, int):
@@ -371,7 +370,7 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     # Guarantee 7, also for the window that nobody counted.
     in_flight = "abort_during" in abort
     dropped = ran[-1].drafted.get("victim", 0) if in_flight and ran else 0
-    rise = risen(cow, before)
+    rise = risen(before, counters(cow))
     assert rise["nwor_dropped_drafts"] == dropped
     assert (dropped > 0) == (phase in ("with drafts in flight", "in its last step"))
     assert rise["nwor_tokens_staged"] == found.num_drafted
@@ -510,7 +509,7 @@ def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
     assert len(too_big) < sum(1 for size in sizes if size), "no window fitted"
     assert {violation.step for violation in oracle.violations} <= set(too_big)
     assert oracle.violations != []
-    rise = risen(engine, before)
+    rise = risen(before, counters(engine))
     assert rise["nwor_tokens_staged"] == sum(size for size in sizes if size <= 4)
     assert rise["nwor_fallbacks/over_capacity"] == len(too_big)
     assert 0 < rise["nwor_committed_tokens"] < rise["spec_decode_num_accepted_tokens"]

@@ -25,8 +25,9 @@ from typing import Any
 from unittest import mock
 
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.harness import SEED, Engine, rise
-from tests.gpu.rows import Request, Row, offloaded, prompt, rows
+from tests.gpu.harness import SEED, Engine
+from tests.gpu.rows import Row, offloaded, prompt, rows
+from tests.helpers.player import Request, counters, moved_bytes, risen
 
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
@@ -107,7 +108,7 @@ def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
 
 def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
     """Outputs, increments of the counters and, if watched, what the oracle saw."""
-    before, device_before = engine.counters(), engine.device_counters()
+    before, device_before = counters(engine), engine.device_counters()
     if watched:
         engine.forget()  # before the caches are poisoned
         engine.rpc("test_watch", POISON_SEED)
@@ -115,8 +116,8 @@ def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
     found = outcome.plain()
     if watched:
         found["watch"] = engine.rpc("test_unwatch")
-    found["counters"] = rise(before, engine.counters())
-    found["device_counters"] = rise(device_before, engine.device_counters())
+    found["counters"] = risen(before, counters(engine))
+    found["device_counters"] = risen(device_before, engine.device_counters())
     return found
 
 
@@ -174,9 +175,9 @@ def offload(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row in which a prompt comes back from the host."""
     engine = start(spec, models, report)
     engine.prepare()
-    before = engine.moved_bytes()
+    before = moved_bytes(engine)
     found = run_row(engine, offloaded(), watched=False)
-    moved = rise(before, engine.moved_bytes())
+    moved = risen(before, moved_bytes(engine))
     report.save(row=found, counters=found["counters"], moved=moved)
 
 
@@ -352,12 +353,12 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             replace(
                 request,
                 name=f"fresh/{request.name}",
-                params={**request.params, "cache_salt": "fresh"},
+                salt="fresh",
             )
             for request in later
         )
         loaded = engine.run(Row("later", (later, filler)))  # all from the host
-        computed = engine.play(Row("fresh", (fresh,)))
+        computed = engine.run_again(Row("fresh", (fresh,)))
     # Of each one's first token, which the loaded text alone decides.
     differences = [
         largest_difference(
@@ -374,11 +375,11 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def largest_difference(
-    one: list[tuple[int, float]], other: list[tuple[int, float]]
+    one: list[tuple[int, float, Any]], other: list[tuple[int, float, Any]]
 ) -> float:
     """Of the logprobs of a position, over the tokens that both have."""
-    known = dict(other)
-    both = [abs(value - known[token]) for token, value in one if token in known]
+    known = {token: value for token, value, _ in other}
+    both = [abs(value - known[token]) for token, value, _ in one if token in known]
     return max(both) if both else float("inf")
 
 

@@ -12,28 +12,14 @@ Imports neither torch nor vLLM.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.gpu.engines import EngineSpec
+from tests.helpers.player import Request
 
 # Prompts draw from few tokens, so that ngram has something to find.
 _FIRST_TOKEN, _NUM_PROMPT_TOKENS = 10, 40
-
-
-@dataclass(frozen=True)
-class Request:
-    """at: number of the step before which it arrives; abort_at: of the step before
-    which it is aborted, if it still runs. params: further SamplingParams arguments;
-    a key "regex" or "json" makes it a structured output, "cache_salt" is the prompt's.
-    """
-
-    name: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    at: int = 0
-    abort_at: int | None = None
-    params: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,6 +45,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 _PLAIN: dict[str, Any] = {"logprobs": 2}
+BY_GRAMMAR = {"ignore_eos": False}
 
 
 def warm_up() -> Row:
@@ -199,11 +186,11 @@ def _structured() -> tuple[Request, ...]:
     free = _batch("free", 2, 20, 30)
     regex = "(ab|cd)[0-9]{10,30}(x|yz)"
     kinds: tuple[dict[str, Any], ...] = (
-        {"regex": regex},
-        {"json": SCHEMA},
-        {"regex": regex, "temperature": 0.8, "seed": 5},
+        {"structured_outputs": {"regex": regex}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"regex": regex}, "temperature": 0.8, "seed": 5},
     )
     return free + tuple(
-        Request(f"grammar/{i}", prompt(f"g {i}", 18 + i), 48, params=dict(kind))
+        Request(f"grammar/{i}", prompt(f"g {i}", 18 + i), 48, params=kind | BY_GRAMMAR)
         for i, kind in enumerate(kinds)
     )

@@ -50,7 +50,7 @@ def verdict(plain: dict[str, Any], filled: dict[str, Any] | None) -> str:
         value
         for positions in filled["logprobs"].values()
         for position in positions
-        for _, value in position
+        for _, value, _ in position
     )
     if any(map(math.isnan, logprobs)):
         return NAN

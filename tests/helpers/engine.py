@@ -5,8 +5,8 @@
 function that NWOR has wrapped is put back, unwrapped, on the objects this engine uses:
 an off engine runs vLLM's own code whatever else this process has loaded.
 
-`Engine.run` plays requests at given steps, so that an off and a cow engine compose the
-same batches, and returns tokens, logprobs and what each step did (runner_probe.py).
+`Engine.run` plays requests (player.py) and returns tokens, logprobs and what each step
+did (runner_probe.py).
 With tensor parallelism the runners live in worker processes: then `probe` is None, and
 worker_probe.py does there what the probe does here.
 """
@@ -17,7 +17,6 @@ import ctypes
 import functools
 import gc
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,15 +25,14 @@ from typing import Any
 import pytest
 import torch
 import vllm.v1.sample.sampler as sampler
-from vllm import SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.metrics.reader import Counter
 
 from tests.helpers.byte_map import cache_of
 from tests.helpers.environment import model_path, nwor_settings
+from tests.helpers.player import Outputs, Player, Request
 from tests.helpers.runner_probe import (
     Observer,
     RunnerProbe,
@@ -62,52 +60,13 @@ DEFAULTS: dict[str, Any] = {
         "prompt_lookup_max": 4,
     },
 }
-MAX_STEPS = 2000
-
-
-@dataclass(frozen=True)
-class Request:
-    """One request, greedy unless `params` say something else.
-
-    at: number of the step before which it arrives. abort_at: of the step before which
-    it is aborted, if it still runs then; abort_during: of the step while which it is
-    aborted, after sampling, so that the scheduler skips what the runner did for it.
-    params: further SamplingParams arguments. salt: cache_salt. lora: a LoRARequest.
-    """
-
-    name: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    at: int = 0
-    abort_at: int | None = None
-    abort_during: int | None = None
-    params: dict[str, Any] = field(default_factory=dict)
-    salt: str | None = None
-    lora: Any = None
-
-    def sampling_params(self) -> SamplingParams:
-        arguments = {"ignore_eos": True, "logprobs": 2, "temperature": 0} | self.params
-        return SamplingParams(max_tokens=self.max_tokens, **arguments)
 
 
 @dataclass
-class Result:
-    """Outputs of a run, by request, and its steps. Those of a request that asks for
-    several are "0_name", "1_name" and so on, which is what vLLM runs them as.
+class Result(Outputs):
+    """What came of a run, and its steps."""
 
-    logprobs: for each token the {token: (logprob, rank)} that vLLM returned.
-    cached: prompt tokens found in the prefix cache.
-    """
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    logprobs: dict[str, list[dict[int, tuple[float, int | None]]]] = field(
-        default_factory=dict
-    )
-    finish: dict[str, str | None] = field(default_factory=dict)
-    text: dict[str, str] = field(default_factory=dict)
-    cached: dict[str, int] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    several: frozenset[str] = frozenset()
 
     @property
     def num_drafted(self) -> int:
@@ -124,21 +83,6 @@ class Result:
     def schedule(self) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
         """How batches were composed; equal for runs that did the same work."""
         return [(step.scheduled, step.drafted, step.accepted) for step in self.steps]
-
-    def add(self, output: Any) -> None:
-        """Takes in one RequestOutput; later ones of a request replace earlier ones."""
-        for completion in output.outputs:
-            name = output.request_id
-            if name in self.several:
-                name = f"{completion.index}_{name}"
-            self.tokens[name] = list(completion.token_ids)
-            self.text[name] = completion.text
-            self.finish[name] = completion.finish_reason
-            self.cached[name] = output.num_cached_tokens or 0
-            self.logprobs[name] = [
-                {token: (entry.logprob, entry.rank) for token, entry in top.items()}
-                for top in completion.logprobs or ()
-            ]
 
 
 def assert_same(found: Result, wanted: Result) -> None:
@@ -190,12 +134,14 @@ def forget_engines() -> None:
         free_memory()
 
 
-class Engine:
+class Engine(Player):
     """A real engine with NWOR in `mode`; `settings` are further VLLM_NWOR_* values.
 
     arguments: EngineArgs that replace DEFAULTS; `model` is a name of
     tools/setup/make_models.py.
     """
+
+    params = {"ignore_eos": True, "logprobs": 2, "temperature": 0}
 
     def __init__(
         self,
@@ -225,7 +171,6 @@ class Engine:
         self.core = self.llm.engine_core.engine_core
         self.runner: Any = None
         self.probe: RunnerProbe | None = None
-        self._abort_now: list[str] = []
         if options.get("tensor_parallel_size", 1) == 1:
             worker = self.core.model_executor.driver_worker.worker
             self.runner = worker.model_runner
@@ -279,46 +224,18 @@ class Engine:
     ) -> Result:
         """Plays the requests until all are finished or aborted."""
         assert not self.llm.has_unfinished_requests()
-        several = (r.name for r in requests if r.params.get("n", 1) > 1)
-        result = Result(several=frozenset(several))
+        result = Result()
         if self.probe is None:
-            self._play(requests, result)
+            self.play(requests, result)
             return result
         self.probe.steps = result.steps
         self.probe.observers = [_InFlightAborts(self), *observers]
         try:
             with threads(num_threads), self.connected():
-                self._play(requests, result)
+                self.play(requests, result)
         finally:
             self.probe.observers = []
         return result
-
-    def _play(self, requests: Sequence[Request], result: Result) -> None:
-        waiting = sorted(requests, key=lambda request: request.at)
-        number = 0
-        while waiting or self.llm.has_unfinished_requests():
-            self.llm.abort_request([r.name for r in requests if r.abort_at == number])
-            while waiting and waiting[0].at <= number:
-                self._add(waiting.pop(0))
-            self._abort_now = [r.name for r in requests if r.abort_during == number]
-            for output in self.llm.step():
-                result.add(output)
-            # The engine core dropped these during the step; now its front half does.
-            self.llm.abort_request(self._abort_now)
-            number += 1
-            assert number < MAX_STEPS, "the engine does not finish its requests"
-
-    def _add(self, request: Request) -> None:
-        prompt: Any = {"prompt_token_ids": list(request.prompt)}
-        if request.salt is not None:
-            prompt["cache_salt"] = request.salt
-        params = request.sampling_params()
-        self.llm.add_request(request.name, prompt, params, lora_request=request.lora)
-        # Grammars are compiled by a thread; a request joins the batch when it is done.
-        for added in self.core.scheduler.requests.values():
-            grammar = added.structured_output_request
-            while grammar is not None and not grammar.is_grammar_ready:
-                time.sleep(0.005)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -368,28 +285,10 @@ class _InFlightAborts(Observer):
         aborted = [
             key
             for key in self.engine.runner.input_batch.req_ids
-            if request_name(key) in self.engine._abort_now
+            if request_name(key) in self.engine.abort_now
         ]
         if aborted:
             self.engine.core.aborts_queue.put(aborted)
-
-
-def counters(engine: Engine) -> dict[str, int]:
-    """Every counter of speculative decoding and of NWOR that get_metrics() shows of the
-    newest engine; fallbacks as "name/reason"."""
-    found = {}
-    for metric in engine.llm.get_metrics():
-        if isinstance(metric, Counter) and metric.labels.get("engine") == "0":
-            reason = metric.labels.get("reason")
-            name = metric.name if reason is None else f"{metric.name}/{reason}"
-            if name.startswith(("vllm:nwor_", "vllm:spec_decode_")):
-                found[name.removeprefix("vllm:")] = metric.value
-    return found
-
-
-def risen(engine: Engine, before: dict[str, int]) -> dict[str, int]:
-    """By how much each counter rose since."""
-    return {name: n - before.get(name, 0) for name, n in counters(engine).items()}
 
 
 def counts(engine: Engine) -> dict[str, int]:

@@ -37,7 +37,6 @@ from tests.helpers.engine import (
     Result,
     assert_same,
     check_counts,
-    counters,
     counts,
     like_off,
     prompt,
@@ -52,6 +51,7 @@ from tests.helpers.oracle import (
     differences,
     hash_rows,
 )
+from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
 from vllm_nwor.kv_probe import probe_layout
 from vllm_nwor.ops import SAVED_COLUMNS

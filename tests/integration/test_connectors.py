@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from vllm.v1.metrics.reader import Counter
 
 from tests.helpers.byte_map import owners
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
@@ -23,11 +22,10 @@ from tests.helpers.engine import (
     Request,
     Result,
     assert_same,
-    counters,
     like_off,
-    risen,
 )
 from tests.helpers.host_offloading import CONNECTOR, HostSpec
+from tests.helpers.player import counters, moved_bytes, risen
 from tests.helpers.tail_connector import Tail, TailConnector
 from tests.integration.test_audit import TAILS
 from tests.integration.test_byte_oracle import prompt
@@ -39,15 +37,6 @@ def nothing_stays_published() -> Iterator[None]:
     yield
     TailConnector.published.clear()
     commits.registered.clear()
-
-
-def moved(engine: Engine) -> dict[str, int]:
-    """Bytes that the connector moved, by direction."""
-    return {
-        metric.labels["transfer_type"]: int(metric.value)
-        for metric in engine.llm.get_metrics()
-        if isinstance(metric, Counter) and metric.name == "vllm:kv_offload_total_bytes"
-    }
 
 
 def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
@@ -70,7 +59,7 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
         engine.poison_caches()
         host = HostSpec.last
         host.num_loaded = 0
-        before, moved_before = counters(engine), moved(engine)
+        before, moved_before = counters(engine), moved_bytes(engine)
         runs = [engine.run(requests), engine.run(filler)]
         again = [
             Request(f"again{n}", (*r.prompt, *runs[0].tokens[r.name], 7), 20)
@@ -80,7 +69,9 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
         runs.append(engine.run(again))
         assert host.num_loaded > 4
         assert runs[0].num_accepted > 0 < runs[0].num_drafted - runs[0].num_accepted
-        both_ways = {way: n - moved_before[way] for way, n in moved(engine).items()}
+        both_ways = {
+            way: n - moved_before[way] for way, n in moved_bytes(engine).items()
+        }
         assert both_ways.keys() == {"CPU_to_GPU", "GPU_to_CPU"}
         assert min(both_ways.values()) > 0
         found.append((runs, both_ways, host.chunks))
@@ -88,7 +79,7 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
             continue
         (info,) = engine.runner.nwor_state.infos
         assert (info.resolved, info.reason) == (mode, "4 layers, packed slots")
-        rise = risen(engine, before)
+        rise = risen(before, counters(engine))
         assert rise["nwor_breaches"] == 0 < rise["nwor_windows"]
         assert rise["nwor_tokens_staged"] == sum(run.num_drafted for run in runs)
         assert rise["nwor_committed_tokens"] == sum(run.num_accepted for run in runs)

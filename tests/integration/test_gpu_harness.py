@@ -19,7 +19,8 @@ from benchmarks import report
 from tests.gpu import compare, test_offloading, test_poison
 from tests.gpu.engines import CPU, OFFLOADING, EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Pool
-from tests.gpu.rows import Request, Row
+from tests.gpu.rows import Row
+from tests.helpers.player import Request
 
 STAGE = "stage"
 V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
@@ -88,7 +89,7 @@ ERRORS = [
 # What is changed, each to its last item, and what must tell.
 TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
     "token": ([(ON, *PLAIN, "tokens", NAME, 0, one_more)], {"outputs"}),
-    "logprob": ([(ON, *WATCHED, "logprobs", NAME, 0, [[1, 0.5]])], {"outputs"}),
+    "logprob": ([(ON, *WATCHED, "logprobs", NAME, 0, [[1, 0.5, 1]])], {"outputs"}),
     "batch": ([(ON, *PLAIN, "batches", 1, [[NAME, 1]])], {"outputs"}),
     "byte": ([(*DIGESTS, partial(others, (1, 2)))], {"digests"}),
     "other blocks": ([(*DIGESTS, partial(others, (0, 1)))], set()),
@@ -248,7 +249,7 @@ def test_what_slots_that_nobody_has_written_may_hold(filled):
     ("path", "name", "wanted"),
     [
         (("poison", ROW, "tokens", NAME, 0, one_more), "poison", "DIFFER"),
-        (("nan", ROW, "logprobs", NAME, 0, [[1, float("nan")]]), "nan", "NAN"),
+        (("nan", ROW, "logprobs", NAME, 0, [[1, float("nan"), 1]]), "nan", "NAN"),
         (("again", ROW, "tokens", NAME, 0, one_more), "poison", "UNSETTLED"),
         (("nan", {}), "nan", "FAILED"),
         (("plain", {}), "poison", "FAILED"),

@@ -37,12 +37,11 @@ from tests.helpers.engine import (
     Engine,
     Request,
     Result,
-    counters,
     make_vllm_reusable,
-    risen,
     threads,
 )
 from tests.helpers.environment import REPO, model_path, nwor_settings, subprocess_env
+from tests.helpers.player import counters, risen
 from vllm_nwor.hooks import _wrap, runner_v1, stats
 from vllm_nwor.metrics import COUNTERS
 from vllm_nwor.plugin import register
@@ -72,7 +71,7 @@ def test_counters_are_vllms_own_and_leave_no_series_to_the_next_engine():
             before = counters(engine)
         result = engine.run(REQUESTS)
         if not found:
-            check_metrics(engine, result, risen(engine, before))
+            check_metrics(engine, result, risen(before, counters(engine)))
         found.append({metric.name for metric in engine.llm.get_metrics()})
 
     logged, after, staged, again, unwanted = found
@@ -143,7 +142,7 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
             run = bench.run(arm, times=bool(times))
             outputs.append(run.outputs)
             done.append(run.nwor)
-            rises.append(risen(shown, before))
+            rises.append(risen(before, counters(shown)))
             ours.append(frames.names)
             installed.append([getattr_static(h.owner, h.name) for h in hooks])
         gc.unfreeze()

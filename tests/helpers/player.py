@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that an LLMEngine in this process plays at given steps, and what comes out.
+
+The engine core is in this process, so requests arrive and are aborted between engine
+steps that are numbered, and vLLM compiles grammars beside the steps, none of which
+begins here before they are done. Nothing is left to the clock: two engines compose the
+same batches. vLLM is imported when it is needed: tables of requests do without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_STEPS = 3000
+GRAMMAR_LIMIT_S = 60.0
+POLL_S = 0.001
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    at: number of the step before which it arrives. abort_at: of the step before which
+    it is aborted, if it still runs then; abort_during: of the step while which it is
+    aborted, after sampling, so that the scheduler skips what the runner did for it.
+    params: SamplingParams arguments besides the engine's own; structured_outputs may be
+    a dict. salt: cache_salt. lora: a LoRARequest.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    at: int = 0
+    abort_at: int | None = None
+    abort_during: int | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    salt: str | None = None
+    lora: Any = None
+
+
+@dataclass
+class Outputs:
+    """Of a run, by request. Those of a request that asks for several are "0_name",
+    "1_name" and so on, which is what vLLM runs them as.
+
+    logprobs: for each token (token, logprob, rank), in the order vLLM gave them.
+    cached: prompt tokens found in the prefix cache.
+    """
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[list[tuple[int, float, int | None]]]] = field(
+        default_factory=dict
+    )
+    finish: dict[str, str | None] = field(default_factory=dict)
+    text: dict[str, str] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    num_steps: int = 0
+
+    def add(self, output: Any, several: bool) -> None:
+        """Takes in one RequestOutput; later ones of a request replace earlier ones."""
+        for completion in output.outputs:
+            name = output.request_id
+            if several:
+                name = f"{completion.index}_{name}"
+            self.tokens[name] = list(completion.token_ids)
+            self.text[name] = completion.text
+            self.finish[name] = completion.finish_reason
+            self.cached[name] = output.num_cached_tokens or 0
+            self.logprobs[name] = [
+                [
+                    (int(token), float(one.logprob), one.rank)
+                    for token, one in position.items()
+                ]
+                for position in completion.logprobs or ()
+            ]
+
+
+class Player:
+    """Has `llm`, an LLMEngine; `params` are the SamplingParams of each request."""
+
+    llm: Any
+    params: dict[str, Any]
+    # Requests to be aborted while this step runs, by who can.
+    abort_now: Sequence[str] = ()
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.engine_core.engine_core.scheduler
+
+    def play(self, requests: Sequence[Request], outputs: Outputs) -> None:
+        """Plays them until all are finished or aborted."""
+        waiting = sorted(requests, key=lambda request: request.at)
+        several = {r.name for r in requests if r.params.get("n", 1) > 1}
+        number = 0
+        while waiting or self.llm.has_unfinished_requests():
+            self.llm.abort_request([r.name for r in requests if r.abort_at == number])
+            while waiting and waiting[0].at <= number:
+                self._add(waiting.pop(0))
+            await_grammars(self.scheduler.requests.values())
+            self.abort_now = [r.name for r in requests if r.abort_during == number]
+            for output in self.llm.step():
+                outputs.add(output, output.request_id in several)
+            # The engine core dropped these during the step; now its front half does.
+            self.llm.abort_request(self.abort_now)
+            number += 1
+            if number > MAX_STEPS:
+                raise RuntimeError(f"unfinished requests after {MAX_STEPS} steps")
+        outputs.num_steps += number
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        if request.salt is not None:
+            prompt["cache_salt"] = request.salt
+        params = self.params | request.params
+        if isinstance(grammar := params.get("structured_outputs"), dict):
+            params["structured_outputs"] = StructuredOutputsParams(**grammar)
+        sampling = SamplingParams(max_tokens=request.max_tokens, **params)
+        self.llm.add_request(request.name, prompt, sampling, lora_request=request.lora)
+
+
+def await_grammars(requests: Iterable[Any], limit_s: float = GRAMMAR_LIMIT_S) -> None:
+    """Waits until the grammars of all `requests` of a scheduler are compiled. Raises
+    RuntimeError if one cannot be compiled, or is not after `limit_s` seconds."""
+    until = time.monotonic() + limit_s
+    for request in requests:
+        structured = request.structured_output_request
+        if structured is None:
+            continue
+        while not structured.is_grammar_ready:
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"the grammar of {request.request_id} is not compiled after "
+                    f"{limit_s:g} s"
+                )
+            time.sleep(POLL_S)
+        if isinstance(structured.grammar, Exception):
+            raise RuntimeError(
+                f"the grammar of {request.request_id} does not compile"
+            ) from structured.grammar
+
+
+def counters(engine: Any) -> dict[str, int]:
+    """Every counter of speculative decoding and of NWOR that get_metrics() shows of the
+    newest engine in this process, labels but reason dropped: "name/reason"."""
+    found: Counter[str] = Counter()
+    for metric in engine.llm.get_metrics():
+        name = metric.name.removeprefix("vllm:")
+        is_ours = name.startswith(("nwor_", "spec_decode_num_"))
+        if is_ours and hasattr(metric, "value") and not name.endswith("_info"):
+            reason = metric.labels.get("reason")
+            found[name if reason is None else f"{name}/{reason}"] += int(metric.value)
+    return found
+
+
+def risen(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """Increments, those that are 0 included."""
+    return {name: value - before.get(name, 0) for name, value in after.items()}
+
+
+def moved_bytes(engine: Any) -> dict[str, int]:
+    """What the OffloadingConnector has moved so far, by direction: its own metric,
+    whose increments travel as ours do."""
+    return {
+        metric.labels["transfer_type"]: int(metric.value)
+        for metric in engine.llm.get_metrics()
+        if metric.name == "vllm:kv_offload_total_bytes"
+    }
