@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,11 +112,11 @@ def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
     before, device_before = counters(engine), engine.device_counters()
     if watched:
         engine.forget()  # before the caches are poisoned
-        engine.rpc("test_watch", POISON_SEED)
+        engine.rpc("test_oracle", "Watch", "start", POISON_SEED)
     outcome = engine.run(row)
     found = outcome.plain()
     if watched:
-        found["watch"] = engine.rpc("test_unwatch")
+        found["watch"] = engine.rpc("test_oracle", "Watch", "stop")
     found["counters"] = risen(before, counters(engine))
     found["device_counters"] = risen(device_before, engine.device_counters())
     return found
@@ -260,42 +261,13 @@ def run_filled(
     if filling is None:
         return engine.run(row).plain()
     engine.forget()  # what is cached may not be filled
-    engine.rpc("test_fill", *filling)
-    with unwritten_told(engine):
+    engine.rpc("test_oracle", "Filler", "fill", *filling)
+    from tests.gpu.watch import unwritten_told
+
+    forget = partial(engine.rpc, "test_oracle", "Filler", "forget")
+    with unwritten_told(engine.scheduler, forget):
         found = engine.run(row).plain()
-    return found | {"filled": engine.rpc("test_unfill")[0]}
-
-
-@contextmanager
-def unwritten_told(engine: Engine) -> Iterator[None]:
-    """Before a step runs, its worker is told of the blocks that nobody has written any
-    more: those given out for it, and those that are neither in use nor cached."""
-    scheduler = engine.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    schedule, get_new_blocks = scheduler.schedule, pool.get_new_blocks
-    given: set[int] = set()
-
-    def giving(*args: Any, **kwargs: Any) -> Any:
-        blocks = get_new_blocks(*args, **kwargs)
-        given.update(block.block_id for block in blocks)
-        return blocks
-
-    def telling(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        unwritten = given.union(
-            block.block_id
-            for block in pool.blocks
-            if block.ref_cnt == 0 and block.block_hash is None
-        )
-        engine.rpc("test_forget", sorted(unwritten))
-        given.clear()
-        return output
-
-    with (
-        mock.patch.object(scheduler, "schedule", telling),
-        mock.patch.object(pool, "get_new_blocks", giving),
-    ):
-        yield
+    return found | {"filled": engine.rpc("test_oracle", "Filler", "stop")[0]}
 
 
 # -- audit -----------------------------------------------------------------------------

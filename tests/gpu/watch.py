@@ -33,8 +33,10 @@ vanilla vLLM the oracle must report "not restored".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -224,19 +226,19 @@ class Watch(Observer):
 class Filler(Watch):
     """Instead of watching, fills before each forward all slots of the target's layers
     that no request has written, those of rejected drafts among them: `written` has the
-    others. Of blocks that lost what they held it is told (`forget`). NWOR is off."""
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
-        caches = cache_layers(runner).values()
-        if len({layer.kv_cache.data_ptr() for layer in caches}) < len(caches):
-            raise RuntimeError("layers share a cache: who has written it is not known")
+    others. Of blocks that lost what they held it is told (`forget`, `unwritten_told`).
+    NWOR is off."""
 
     def fill(self, contents: str, takes_one: bool) -> None:
         """Begins to. contents: "poison", as NWOR would leave it, or "nan". takes_one:
         each step's first slot is filled as well, although it is written."""
         self._reset()
         self.takes_one = takes_one
+        # Groups may overlay each other's caches; a block is one group's at a time.
+        by_cache: dict[int, torch.Tensor] = {}
+        for name, layer in self.layers.items():
+            cache = layer.kv_cache.data_ptr()
+            self.written[name] = by_cache.setdefault(cache, self.written[name])
         self.patterns = {
             name: pattern_of(layer, contents) for name, layer in self.layers.items()
         }
@@ -275,6 +277,39 @@ class Filler(Watch):
             "num_rejected": self.totals["rejected_slots"],
             "graphs": dict(Counter(step[4] for step in self.steps)),
         }
+
+
+@contextmanager
+def unwritten_told(
+    scheduler: Any, forget: Callable[[list[int]], Any]
+) -> Iterator[None]:
+    """Before a step runs, `forget` is told of the blocks that nobody has written any
+    more: those given out for it, and those that are neither in use nor cached."""
+    pool = scheduler.kv_cache_manager.block_pool
+    schedule, get_new_blocks = scheduler.schedule, pool.get_new_blocks
+    given: set[int] = set()
+
+    def giving(*args: Any, **kwargs: Any) -> Any:
+        blocks = get_new_blocks(*args, **kwargs)
+        given.update(block.block_id for block in blocks)
+        return blocks
+
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        unwritten = given.union(
+            block.block_id
+            for block in pool.blocks
+            if block.ref_cnt == 0 and block.block_hash is None
+        )
+        forget(sorted(unwritten))
+        given.clear()
+        return output
+
+    with (
+        mock.patch.object(scheduler, "schedule", telling),
+        mock.patch.object(pool, "get_new_blocks", giving),
+    ):
+        yield
 
 
 def pattern_of(layer: Any, contents: str) -> torch.Tensor:

@@ -78,32 +78,13 @@ class GpuTestExtension(NworWorkerExtension):
         manager = manager_of(self.model_runner)
         manager.config = replace(manager.config, strictness=Strict(strictness))
 
-    def test_watch(self, seed: int) -> None:
-        """Poisons the caches and begins to watch every step."""
-        watch = self.__dict__.get("_test_watch")
-        if watch is None:
-            watch = self._test_watch = watching.Watch(self.model_runner)
-        watch.start(seed)
-
-    def test_unwatch(self) -> dict[str, Any]:
-        """Stops watching and returns what was seen."""
-        report: dict[str, Any] = self._test_watch.stop()
-        return report
-
-    def test_fill(self, contents: str, takes_one: bool) -> None:
-        """Begins to fill slots that nobody has written: see watch.Filler."""
-        filler = self.__dict__.get("_test_filler")
-        if filler is None:
-            filler = self._test_filler = watching.Filler(self.model_runner)
-        filler.fill(contents, takes_one)
-
-    def test_forget(self, blocks: list[int]) -> None:
-        self._test_filler.forget(blocks)
-
-    def test_unfill(self) -> dict[str, Any]:
-        """Ends it, and returns how much was filled."""
-        report: dict[str, Any] = self._test_filler.stop()
-        return report
+    def test_oracle(self, kind: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of this worker's watch.Watch or watch.Filler, which is made
+        when it is first asked for."""
+        known = self.__dict__.setdefault("_test_oracles", {})
+        if kind not in known:
+            known[kind] = getattr(watching, kind)(self.model_runner)
+        return getattr(known[kind], method)(*arguments)
 
     def test_facts(self) -> dict[str, Any]:
         """What vLLM made of the engine's arguments, and NWOR of its layers."""

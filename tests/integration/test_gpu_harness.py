@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from benchmarks import report
 
-from tests.gpu import compare, test_offloading, test_poison
-from tests.gpu.engines import CPU, OFFLOADING, EngineSpec
+from tests.gpu import compare, test_poison
+from tests.gpu.engines import CPU, EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Pool
 from tests.gpu.rows import Row
 from tests.helpers.player import Request
@@ -184,39 +184,6 @@ def test_a_row_must_do_what_it_is_about(changed, need, path, missing, there):
         change(result, *path, value)
         spec = replace(CPU, asynchronous=True)
         assert list(compare.needs_problems(spec, row, result)) == wanted
-
-
-def judge_offloading(chain: Chain) -> None:
-    runs = {OFFLOADING[0].name: chain}
-    test_offloading.test_outputs_are_vanillas(runs, OFFLOADING[0].name)
-    test_offloading.test_the_connectors_metrics_are_beside_ours(
-        runs, OFFLOADING[0].name
-    )
-    test_offloading.test_counters(runs, OFFLOADING[0].name)
-
-
-def test_offloading_is_judged(changed):
-    for run in changed.values():
-        row = run.report["plain"][ROW]
-        row["cached"][NAME] = 192
-        moved = {"GPU_to_CPU": 64, "CPU_to_GPU": 0}
-        run.report.update(row=row, counters=row["counters"], moved=moved)
-    changed[OFF].report["row"]["batches"] += [[], []]  # while it waited for a load
-    judge_offloading(changed)
-    for *path, value in (
-        ("facts", "resolved", ["off"]),
-        ("row", "tokens", {}),
-        ("row", "batches", [[NAME, 2]]),
-        ("row", "cached", {}),
-        ("moved", "GPU_to_CPU", 0),
-        ("counters", "nwor_breaches", 1),
-        ("counters", "spec_decode_num_draft_tokens", 0),
-        ("finished", False),
-    ):
-        broken = copy.deepcopy(changed)
-        change(broken[ON].report, *path, value)
-        with pytest.raises(AssertionError):
-            judge_offloading(broken)
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.byte_map import allocation, slot_bytes
+from tests.gpu.watch import Filler, unwritten_told
 from tests.helpers.drafters import ScriptedDrafter, mixture_of_four, truth_of
 from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.oracle import SnapshotOracle
-from tests.helpers.runner_probe import Observer, Step
+from tests.helpers.runner_probe import Observer
 from tests.integration.test_byte_oracle import (
     CACHES,
     EVERYTHING,
@@ -36,7 +35,6 @@ ROWS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "sliding_window": (CACHES["sliding_window"], 0x47, False),
     "mla": (MLA, 0x47, True),
 }
-NAN = (0xFF, 0x7F)
 ROOM = {
     "enable_prefix_caching": False,
     "num_gpu_blocks_override": 40,
@@ -47,41 +45,6 @@ REQUESTS = (
     Request("short", prompt(2, 3), 40),
     Request("late", prompt(3, 50), 30, at=4),
 )
-
-
-class Filler(Observer):
-    """Fills each slot that no running request has written with `pattern`, before each
-    forward. num_taken: of each request's last slots, so many are filled, too."""
-
-    def __init__(
-        self, engine: Engine, pattern: tuple[int, ...], num_taken: int = 0
-    ) -> None:
-        self.runner, self.num_taken = engine.runner, num_taken
-        self.pattern = torch.tensor(pattern, dtype=torch.uint8)
-        self.layers = engine.probe.target_layers()
-        self.index = {name: slot_bytes(layer) for name, layer in self.layers.items()}
-
-    def forward_begins(self, step: Step) -> None:
-        batch = self.runner.input_batch
-        spared: dict[int, set[int]] = {}  # groups overlay each other's bytes
-        groups = self.runner.kv_cache_config.kv_cache_groups
-        for group, table in zip(groups, batch.block_table.block_tables, strict=True):
-            slots = set()
-            for row, length in enumerate(batch.num_computed_tokens_cpu):
-                positions = torch.arange(max(int(length) - self.num_taken, 0))
-                blocks = table.block_table.cpu[row][positions // table.block_size]
-                slots.update(
-                    (blocks * table.block_size + positions % table.block_size).tolist()
-                )
-            for name in set(group.layer_names) & self.layers.keys():
-                address = self.layers[name].kv_cache.data_ptr()
-                spared.setdefault(address, set()).update(slots)
-        for name, layer in self.layers.items():
-            index = self.index[name]
-            is_free = torch.ones(len(index), dtype=torch.bool)
-            is_free[list(spared[layer.kv_cache.data_ptr()])] = False
-            repeated = self.pattern.repeat(index.shape[1] // len(self.pattern))
-            allocation(layer)[index[is_free]] = repeated
 
 
 def outputs(result: Result) -> tuple[Any, ...]:
@@ -102,11 +65,23 @@ def test_masked_rows_may_hold_poison(row: str) -> None:
         engine.poison_caches()
         return outputs(engine.run(REQUESTS, observers))
 
+    filler = Filler(off.runner)
+
+    def filled(contents: str, takes_one: bool = False) -> tuple[Any, ...]:
+        filler.fill(contents, takes_one)
+        with unwritten_told(off.scheduler, filler.forget):
+            found = run(off)
+        assert filler.stop()["num_filled"] > 10_000
+        return found
+
     expected = run(off)
-    assert run(off, Filler(off, (poison,))) == expected
-    assert (run(off, Filler(off, NAN)) == expected) == takes_nan
+    assert filled("poison") == expected
+    assert {tuple(pattern.tolist()) for pattern in filler.patterns.values()} == {
+        (poison, poison)
+    }
+    assert (filled("nan") == expected) == takes_nan
     # Who reads one row that is not there sees it.
-    assert run(off, Filler(off, (poison,), num_taken=1)) != expected
+    assert filled("poison", takes_one=True) != expected
 
     cow = Engine("cow", EVERYTHING | {"ON_REJECT": "poison"}, **arguments | ROOM)
     oracle, of_old_bytes = SnapshotOracle(cow.probe, poison), SnapshotOracle(cow.probe)
