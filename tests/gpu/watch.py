@@ -1,33 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The byte oracle for a model runner on a GPU, V1 or V2.
-
-Three whole copies of every cache allocation a step, on the device:
-
-    S0  before NWOR's log is taken, after vLLM's zeroing, block copies and loads
-    S1  after the forward
-    S2  after the sampler has returned, NWOR's commit included
-
-and what must hold between them, in every target layer (guarantees 1 and 2), outside of
-shadow blocks, which no request has:
-
-    S2 == S0 at the slots of rejected drafts       else "not restored"
-    S2 == S1 everywhere else                       else "stray write"
-    S1 == S0 outside the slots of this step        else "unmapped write"
-
-With shadow pages (mode stage) drafts are verified elsewhere, and commit writes the kept
-rows: S2 == S1 has to hold outside the slots of this step only, and (guarantee 3)
-
-    S1 == S0 at the slots of rows verified in a shadow block    else "early write"
-    each rejected draft was verified in a shadow block          else "not staged"
+"""The byte oracle of tests/helpers for a model runner in any process, V1 or V2, with
+what it saw as plain data; and a filler of slots that nobody has written.
 
 Besides, for each step three 64-bit digests: where the step's slots lie; the bytes of
 all slots except those whose last write was a rejected draft; and the same of the slots
 written so far, wherever they lie. A run with NWOR off and one with it on must have the
 same ones (the second only if requests got the same blocks).
-
-Which slots were rejected is worked out from vLLM's own objects (RunnerProbe), and where
-a slot's bytes lie from the strides of the tensor that vLLM bound; NWOR is not asked. On
-vanilla vLLM the oracle must report "not restored".
 """
 
 from __future__ import annotations
@@ -41,14 +19,8 @@ from unittest import mock
 import torch
 
 from tests.helpers.byte_map import allocation, slot_bytes
-from tests.helpers.oracle import Memory, hash_rows
-from tests.helpers.runner_probe import (
-    Observer,
-    RunnerProbe,
-    Step,
-    cache_layers,
-    target_layers,
-)
+from tests.helpers.oracle import SnapshotOracle, hash_rows
+from tests.helpers.runner_probe import RunnerProbe, Step, target_layers
 
 MAX_REPORTED = 20
 
@@ -65,41 +37,26 @@ def summary(step: Step) -> list[Any]:
     ]
 
 
-class Watch(Observer):
+class Watch(SnapshotOracle):
     """Watches one runner from `start` to `stop`."""
 
     def __init__(self, runner: Any) -> None:
-        self.probe = RunnerProbe(runner)
-        self.layers = target_layers(runner)
-        if not self.layers:
+        super().__init__(RunnerProbe(runner))
+        if not self.targets:
             raise RuntimeError("no attention layer of the target model was found")
-        self.memory = Memory(cache_layers(runner))
-        self._before = self._after = self.memory.read()
-        self.device = self._before.device
-        # Shadow blocks lie behind those that requests can have.
-        reserved = getattr(runner.kv_cache_config, "nwor_shadow", None)
-        regions = reserved if isinstance(reserved, dict) else {}
-        self.is_staged = bool(regions)
-        self.num_real = {name: len(self.memory.index[name]) for name in self.layers}
-        for name in self.layers:
-            if region := regions.get(self.probe.group_of[name]):
-                self.num_real[name] = region.num_real_blocks * region.block_size
-        self.outside = ~self._mask(
-            lambda name: torch.arange(
-                self.num_real[name], len(self.memory.index[name]), device=self.device
-            )
-        )
+        # In the order of layers, not of names' hashes.
+        self.layers = target_layers(runner)
 
     def _reset(self) -> None:
+        self.reset()
         self.probe.observers = [self]
         self.probe.steps = []
-        self.steps: list[list[Any]] = []
+        self.steps: list[Step] = []
         self.digests: list[tuple[int, int, int]] = []
-        self.violations: list[dict[str, Any]] = []
-        self.totals: Counter[str] = Counter()
+        self.num_filled = 0
         self.dirty, self.written = (
             {
-                name: torch.zeros(size, dtype=torch.bool, device=self.device)
+                name: torch.zeros(size, dtype=torch.bool, device=self._before.device)
                 for name, size in self.num_real.items()
             }
             for _ in range(2)
@@ -115,87 +72,37 @@ class Watch(Observer):
         self.probe.observers = []
         by_kind: Counter[str] = Counter()
         for violation in self.violations:
-            by_kind[violation["kind"]] += violation["num_slots"]
-        counted = ("rejected_slots", "dirty_slots", "windows", "drafts", "accepted")
+            by_kind[violation.kind] += max(len(violation.slots), 1)
         return {
-            "steps": self.steps,
+            "steps": list(map(summary, self.steps)),
             "digests": self.digests,
-            "violations": self.violations[:MAX_REPORTED],
+            "violations": [
+                {
+                    **vars(one),
+                    "slots": list(one.slots[:8]),
+                    "num_slots": len(one.slots),
+                }
+                for one in self.violations[:MAX_REPORTED]
+            ],
             "violations_by_kind": dict(by_kind),
-            **{f"num_{name}": self.totals[name] for name in counted},
+            "num_rejected_slots": self.num_rejected,
+            "num_dirty_slots": self.num_dirty,
+            "num_windows": sum(len(step.drafted) for step in self.steps),
+            "num_drafts": sum(sum(step.drafted.values()) for step in self.steps),
+            "num_accepted": sum(sum(step.accepted.values()) for step in self.steps),
             "layers": len(self.layers),
         }
 
-    # -- moments -----------------------------------------------------------------------
-
-    def forward_begins(self, step: Step) -> None:
-        self._before = self.memory.read()
-
-    def forward_ends(self, step: Step) -> None:
-        self._after = self.memory.read()
-
-    def _mask(self, slots: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """[bytes] bool: those of the slots that `slots` names of each layer."""
-        return self.memory.mask({name: slots(name) for name in self.layers})
-
     def committed(self, step: Step) -> None:
-        """Before the drafter computes its own slots into the runner's buffers."""
-        number, real = len(self.steps), self.num_real
-        verified = {name: step.slots[name] for name in self.layers}
-        slots = {n: self.probe.live_slots[n][: len(s)] for n, s in verified.items()}
-        fell = torch.tensor(step.rejected_rows, dtype=torch.int64, device=self.device)
-        for name, of_forward in verified.items():
-            early = slots[name][fell[of_forward[fell] < real[name]]].tolist()
-            if self.is_staged and early:
-                self._add(number, "not staged", name, early)
-        mapped = self._mask(slots.__getitem__)
-        rejected = self._mask(lambda name: slots[name][fell])
-        staged = self._mask(lambda name: slots[name][verified[name] >= real[name]])
-        commits = mapped if self.is_staged else rejected
-        before, after, now = self._before, self._after, self.memory.read()
-        for kind, mask in (
-            ("not restored", (now != before) & rejected),
-            ("stray write", (now != after) & ~commits & self.outside),
-            ("unmapped write", (after != before) & ~mapped & self.outside),
-            ("early write", (after != before) & staged),
-        ):
-            if bool(mask.any()):
-                self._report(number, kind, mask)
-        wrote = self._mask(lambda name: verified[name][fell]) & (before != after)
-        for name in self.layers:
-            self.totals["dirty_slots"] += len(self.memory.slots_in(name, wrote))
-            self.totals["rejected_slots"] += len(step.rejected_rows)
         for text in step.contradictions:
-            self._add(number, "contradiction", text, [-1])
-        self._track(step, slots, fell)
+            self._violation("contradiction", text, [-1])
+        super().committed(step)
+        slots = self.final_slots(step)
+        self._track(step, slots)
         self.digests.append(self._digest(slots))
-        self.steps.append(summary(step))
-        self.totals["windows"] += len(step.drafted)
-        self.totals["drafts"] += sum(step.drafted.values())
-        self.totals["accepted"] += sum(step.accepted.values())
+        self.steps.append(step)
 
-    def _report(self, number: int, kind: str, mask: torch.Tensor) -> None:
-        for name in self.layers:
-            if slots := self.memory.slots_in(name, mask).tolist():
-                self._add(number, kind, name, slots)
-            mask[self.memory.index[name]] = False
-        if num_others := int(mask.sum()):  # a drafter's bytes, or padding
-            self._add(number, kind, "", [-1] * num_others)
-
-    def _add(self, number: int, kind: str, layer: str, slots: list[int]) -> None:
-        self.violations.append(
-            {
-                "step": number,
-                "kind": kind,
-                "layer": layer,
-                "slots": slots[:8],
-                "num_slots": len(slots),
-            }
-        )
-
-    def _track(
-        self, step: Step, slots: dict[str, torch.Tensor], fell: torch.Tensor
-    ) -> None:
+    def _track(self, step: Step, slots: dict[str, torch.Tensor]) -> None:
         """Which slots hold what a rejected draft wrote last, were NWOR not there."""
         for name in self.layers:
             dirty = self.dirty[name].view(-1, self.memory.block_size(name))
@@ -206,7 +113,7 @@ class Watch(Observer):
             mapped = slots[name]
             self.dirty[name][mapped[mapped >= 0]] = False
             self.written[name][mapped[mapped >= 0]] = True
-            rejected = mapped[fell]
+            rejected = mapped[step.rejected_rows]
             self.dirty[name][rejected[rejected >= 0]] = True
 
     def _digest(self, slots: dict[str, torch.Tensor]) -> tuple[int, int, int]:
@@ -254,7 +161,7 @@ class Filler(Watch):
         for name, layer in self.layers.items():
             free = slot_bytes(layer)[~self.written[name]]
             allocation(layer)[free] = self.patterns[name].repeat(free.shape[1] // 2)
-            self.totals["filled"] += len(free)
+            self.num_filled += len(free)
 
     def forward_ends(self, step: Step) -> None: ...
 
@@ -265,17 +172,17 @@ class Filler(Watch):
             self.written[name][rejected[rejected >= 0]] = False
             if self.takes_one:
                 self.written[name][slots[0]] = False
-        self.steps.append(summary(step))
-        self.totals["rejected_slots"] += len(step.rejected_rows) * len(self.layers)
+            self.num_rejected += len(rejected)
+        self.steps.append(step)
 
     def stop(self) -> dict[str, Any]:
         """Slots that were filled, and those of rejected drafts, summed over layers and
         steps; steps by graph mode."""
         self.probe.observers = []
         return {
-            "num_filled": self.totals["filled"],
-            "num_rejected": self.totals["rejected_slots"],
-            "graphs": dict(Counter(step[4] for step in self.steps)),
+            "num_filled": self.num_filled,
+            "num_rejected": self.num_rejected,
+            "graphs": dict(Counter(step.graph for step in self.steps)),
         }
 
 

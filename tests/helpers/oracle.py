@@ -1,9 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte oracles for guarantees 1 to 3.
 
-SnapshotOracle watches one engine: whole copies of every cache allocation before the
-log is taken, before the forward, after it, and after commit. It knows nothing of NWOR:
-on vanilla vLLM it must report violations. ShadowOracle watches one in mode stage.
+SnapshotOracle watches one engine, on any device and of either runner: three whole
+copies of every cache allocation a step,
+
+    S0  before NWOR's log is taken, after vLLM's zeroing, block copies and loads
+    S1  after the forward
+    S2  after the sampler has returned, NWOR's commit included
+
+and what must hold between them, outside of shadow blocks, which no request has:
+
+    S2 == S0 at the slots of rejected drafts       else "not restored"; "torn" if it is
+                                                   not S1 either
+    S2 == S1 everywhere else                       else "stray write"
+    S1 == S0 outside the slots of this step        else "unmapped write"
+
+With shadow pages (mode stage) drafts are verified elsewhere, and commit writes the kept
+rows: S2 == S1 has to hold outside the slots of this step only, and
+
+    S1 == S0 at the slots of rows verified in a shadow block    else "early write"
+    each rejected draft was verified in a shadow block          else "not staged"
+
+It works all that out from vLLM's own objects and asks NWOR for nothing but how many
+blocks it has reserved: on vanilla vLLM it must report "not restored". ShadowOracle also
+looks into NWOR's seats.
 
 HashRecorder takes 64-bit hashes of every layer and slot after each step. From an off
 engine's hashes and steps `committed_hashes` works out what a transactional cache must
@@ -80,14 +100,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Violation:
-    """Bytes that are not what the guarantee says after a step.
-
-    kind: "begin wrote" (the log's begin changed the cache), "not restored" (a rejected
-    draft's slot is not as it was), "torn" (it even holds bytes that are neither those
-    from before the forward nor those from after it), "stray write" (another byte
-    changed between the end of the forward and the end of commit). layer: "" if it lies
-    in none.
-    """
+    """Bytes that are not what the guarantee says after a step. kind: see above, or
+    "begin wrote" (the log's begin changed the cache). layer: "" if it lies in none."""
 
     step: int
     kind: str
@@ -96,57 +110,104 @@ class Violation:
 
 
 class SnapshotOracle(Observer):
-    """Collects violations of guarantees 1 and 2 in `violations`.
+    """Collects `violations`.
 
     poison: what rejected slots must hold in each byte instead of what they held.
     num_rejected: rejected slots that were checked, all layers together. num_dirty: how
-    many of those the forward had changed, so that restoring them meant something (a
-    draft proposed again after its rejection may find its own bytes there).
+    many of those drafts had changed bytes where they were verified, so that restoring
+    them meant something (a draft proposed again after its rejection may find its own
+    bytes there). num_staged: rejected drafts verified in a shadow block, num_logged: in
+    a real one, as in a step with more requests than seats.
     """
 
     def __init__(self, probe: RunnerProbe, poison: int | None = None) -> None:
-        self.poison = poison
+        self.probe, self.poison = probe, poison
         self.memory = Memory(probe.layers())
+        self._before = self._after = self.memory.read()
         self.targets = probe.target_layers().keys()
+        # Shadow blocks lie behind those that requests can have.
+        reserved = getattr(probe.runner.kv_cache_config, "nwor_shadow", None)
+        regions = reserved if isinstance(reserved, dict) else {}
+        self.num_seats = min((one.num_seats for one in regions.values()), default=0)
+        self.num_real = {name: len(self.memory.index[name]) for name in self.targets}
+        for name in self.targets:
+            if region := regions.get(probe.group_of.get(name)):
+                self.num_real[name] = region.num_real_blocks * region.block_size
+        self.shadow = torch.zeros_like(self._before, dtype=torch.bool)
+        for name, num_real in self.num_real.items():
+            self.shadow[self.memory.index[name][num_real:]] = True
+        # Recurrent state may lie over the same bytes, and is written anywhere.
+        self.knows_all = probe.group_of.keys() <= self.memory.layers.keys()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was seen."""
         self.violations: list[Violation] = []
         self.num_steps = self.num_rejected = self.num_dirty = 0
+        self.num_staged = self.num_logged = 0
 
     def forward_begins(self, step: Step) -> None:
-        self._outside = self.memory.read()
+        self._before = self.memory.read()
 
     def forward_starts(self, step: Step) -> None:
-        self._before = self.memory.read()
-        self._report("begin wrote", self._outside, self._before)
+        self._report("begin wrote", self._before, self.memory.read())
 
     def forward_ends(self, step: Step) -> None:
         self._after = self.memory.read()
 
+    def final_slots(self, step: Step) -> dict[str, torch.Tensor]:
+        """Of each target layer those of the step, once commit is over, and until the
+        drafter computes its own into the same buffers; -1 is none."""
+        return {
+            name: self.probe.live_slots[name][: len(step.slots[name])]
+            for name in step.slots
+            if name in self.targets
+        }
+
     def committed(self, step: Step) -> None:
-        found, wanted = self.memory.read(), self._after.clone()
-        rejected = {n: s for n, s in step.rejected.items() if n in self.targets}
-        places = {name: self.memory.index[name][s] for name, s in rejected.items()}
-        for name, at in places.items():
-            assert (rejected[name] >= 0).all()
-            self.num_rejected += len(at)
-            self.num_dirty += int((self._before[at] != self._after[at]).any(1).sum())
-            wanted[at] = self._before[at]
-            if self.poison is not None:
-                wanted[at] = self.poison
-        for name, at in places.items():
-            is_wrong = found[at] != wanted[at]
-            slots = rejected[name][is_wrong.any(1)].tolist()
-            if slots:
-                self._violation("not restored", name, slots)
-            if (is_wrong & (found[at] != self._after[at])).any():
-                self._violation("torn", name, slots)
-        for at in places.values():
-            wanted[at] = found[at]
-        self._report("stray write", wanted, found)
+        before, after, found = self._before, self._after, self.memory.read()
+        is_staged = len(step.scheduled) <= self.num_seats
+        slots = self.final_slots(step)
+        spared, mapped = self.shadow.clone(), self.memory.mask(slots)
+        for name, of_layer in slots.items():
+            index, verified = self.memory.index[name], step.slots[name]
+            rejected, is_real = (
+                of_layer[step.rejected_rows],
+                verified < self.num_real[name],
+            )
+            assert (rejected >= 0).all()
+            at, wrote = index[rejected], index[verified[step.rejected_rows]]
+            self.num_rejected += len(rejected)
+            self.num_dirty += int((before[wrote] != after[wrote]).any(1).sum())
+            spared[at] = True
+            wanted = before[at] if self.poison is None else self.poison
+            is_wrong = found[at] != wanted
+            self._add("not restored", name, rejected[is_wrong.any(1)])
+            is_torn = is_wrong & (found[at] != after[at])
+            self._add("torn", name, rejected[is_torn.any(1)])
+            logged = rejected[is_real[step.rejected_rows]]
+            self.num_logged += len(logged)
+            self.num_staged += len(rejected) - len(logged)
+            if is_staged:
+                self._add("not staged", name, logged)
+                early = of_layer[~is_real]
+                is_early = (before[index[early]] != after[index[early]]).any(1)
+                self._add("early write", name, early[is_early])
+        if is_staged:
+            spared |= mapped
+        self._report("stray write", after.where(~spared, found), found)
+        if self.knows_all:
+            unasked = before.where(~(mapped | self.shadow), after)
+            self._report("unmapped write", unasked, after)
         self.num_steps += 1
 
     def _report(self, kind: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
         for name, slots in self.memory.differing(wanted, found).items():
             self._violation(kind, name, slots)
+
+    def _add(self, kind: str, layer: str, slots: torch.Tensor) -> None:
+        if len(slots):
+            self._violation(kind, layer, slots.tolist())
 
     def _violation(self, kind: str, layer: str, slots: list[int]) -> None:
         self.violations.append(
@@ -154,84 +215,49 @@ class SnapshotOracle(Observer):
         )
 
 
-class ShadowOracle(Observer):
-    """Watches an engine in mode stage: what must never happen is in `violations`, as
-    (step, what).
+class ShadowOracle(SnapshotOracle):
+    """Watches an engine in mode stage. Besides, "left in a table": a shadow block is in
+    a block table between steps; "not present": a row of a shadow block that counts as
+    present after a step is not that of the real block. num_present: rows that were
+    compared, over all layers."""
 
-    num_real: blocks that the scheduler can hand out. num_staged: drafts that were
-    verified in a shadow block and rejected, num_logged: in a real one, as in a step
-    with more requests than seats. num_present: rows of shadow blocks that counted as
-    present after a step and were compared; all three over all layers.
-    """
-
-    def __init__(self, runner: Any, probe: RunnerProbe, num_real: int) -> None:
-        self.runner = runner
-        self.shadow = runner.nwor_state.manager.shadow
-        self.memory = Memory(probe.layers())
-        self.targets = probe.target_layers().keys()
-        self.num_real = num_real
-        self.violations: list[tuple[int, str]] = []
-        self.num_staged = self.num_logged = self.num_present = 0
-        self._number = 0
-
-    def forward_begins(self, step: Step) -> None:
-        self._before = self.memory.read()
-
-    def committed(self, step: Step) -> None:
-        """Before the drafter runs. What the forward wrote to a real block was no
-        draft, unless there are not seats enough; what commit wrote there is compared
-        elsewhere, with an off engine."""
-        has_seats = len(step.scheduled) <= self.shadow.num_seats
-        for name, rejected in step.rejected.items():
-            if name in self.targets:
-                is_real = rejected < self.num_real * self.memory.block_size(name)
-                self.num_staged += int((~is_real).sum())
-                self.num_logged += int(is_real.sum())
-                if has_seats and is_real.any():
-                    self._violation(f"a draft of {name} was sent to a real block")
-
-    def forward_ends(self, step: Step) -> None:
-        changed = self.memory.differing(self._before, self.memory.read())
-        for name, slots in changed.items():
-            # Groups overlay each other's bytes: one writes where another is not mapped.
-            names = self.memory.aliases.get(name, ())
-            mapped = {s for alias in names for s in step.slots[alias].tolist()}
-            num_slots = self.num_real * self.memory.block_size(name) if name else 0
-            if not name or {s for s in slots if s < num_slots} - mapped:
-                self._violation(f"the forward wrote real slots of {name!r} unasked")
+    num_present = 0
 
     def step_done(self, step: Step) -> None:
-        for table in self.runner.input_batch.block_table.block_tables:
-            if int(table.block_table.gpu.max()) >= self.num_real:
-                self._violation("a shadow block is in a table between steps")
+        num_blocks = min(
+            num_real // self.memory.block_size(name)
+            for name, num_real in self.num_real.items()
+        )
+        for table in self.probe.runner.input_batch.block_table.block_tables:
+            if int(table.block_table.gpu.max()) >= num_blocks:
+                self._violation("left in a table", "", [])
         self._check_present()
-        self._number += 1
 
     def _check_present(self) -> None:
         """The rows that the next step will not copy to a seat's shadow block, by what
         this step's commit has saved, are those of the real block."""
-        groups = self.runner.kv_cache_config.kv_cache_groups
+        runner = self.probe.runner
+        shadow = runner.nwor_state.manager.shadow
         found = self.memory.read()
-        for group in self.shadow.groups:
+        for group in shadow.groups:
             tokens = group.entry_tokens
             for seat, saved in enumerate(group.saved.tolist()):
                 staged_in, valid, real = saved[SAVED_COLUMNS - 3 : SAVED_COLUMNS]
-                if staged_in != self.shadow.step or real == 0:
+                if staged_in != shadow.step or real == 0:
                     continue
                 block = (valid - 1) // tokens
                 entry = group.first_entry + seat * group.span + block % group.span
                 rows = torch.arange(valid - block * tokens)
-                for name in self.targets & groups[group.group_id].layer_names:
+                layers = runner.kv_cache_config.kv_cache_groups[group.group_id]
+                for name in self.targets & layers.layer_names:
                     index = self.memory.index[name]
-                    one, other = (
-                        found[index[e * tokens + rows]] for e in (entry, real)
+                    present, wanted = (
+                        index[entry * tokens + rows],
+                        index[real * tokens + rows],
                     )
+                    is_wrong = (found[present] != found[wanted]).any(1)
                     self.num_present += len(rows)
-                    if not torch.equal(one, other):
-                        self._violation(f"a present row of {name} is not the real one")
-
-    def _violation(self, what: str) -> None:
-        self.violations.append((self._number, what))
+                    self._add("not present", name, (entry * tokens + rows)[is_wrong])
 
 
 class HashRecorder(Observer):

@@ -41,13 +41,9 @@ class WorkerProbe:
         if (audit := self.model_runner.__dict__.get("nwor_audit")) is not None:
             audit.audit.forget_cache()
         self.nwor_probe = probe
-        shadow = None
-        if (state := self.model_runner.__dict__.get("nwor_state")) is not None:
-            shadow = state.manager.shadow
-        self.nwor_oracle: SnapshotOracle | ShadowOracle = SnapshotOracle(probe)
-        if shadow is not None:
-            num_real = shadow.groups[0].num_real_entries  # of a block each
-            self.nwor_oracle = ShadowOracle(self.model_runner, probe, num_real)
+        state = self.model_runner.__dict__.get("nwor_state")
+        is_staged = state is not None and state.manager.shadow is not None
+        self.nwor_oracle = (ShadowOracle if is_staged else SnapshotOracle)(probe)
         probe.observers = [self.nwor_oracle]
 
     def report(self) -> dict[str, Any]:
@@ -58,8 +54,8 @@ class WorkerProbe:
         steps = self.nwor_probe.steps
         return {
             "violations": [repr(violation) for violation in oracle.violations],
-            "num_dirty": getattr(oracle, "num_dirty", 0),
-            "num_staged": getattr(oracle, "num_staged", 0),
+            "num_dirty": oracle.num_dirty,
+            "num_staged": oracle.num_staged,
             "schedule": [(s.scheduled, s.drafted, s.accepted) for s in steps],
             "active": manager is not None and not manager.fallbacks,
             "counters": None if manager is None else manager.counters.tolist(),

@@ -327,7 +327,7 @@ def test_oracle_reports_numbers_that_do_not_add_up(runner):
 )
 def test_oracle_knows_shadow_blocks(runner, kind, verified, written):
     """Four blocks are real; drafts are verified in the fifth, at slots 17 to 19."""
-    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK)
+    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK, num_seats=1)
     runner.kv_cache_config.nwor_shadow = {0: region}
     slots, runner.slots = runner.slots, torch.tensor([verified])
     first = runner.layers[0]
