@@ -70,6 +70,11 @@ class Finished:
     def is_complete(self) -> bool:
         return self.status == 0 and bool(self.report.get("finished"))
 
+    def whole(self) -> dict[str, Any]:
+        """The report; fails if it is not complete."""
+        assert self.is_complete, self.trouble()
+        return self.report
+
     def trouble(self) -> str:
         """Why it is not complete, for people."""
         what = f"exit status {self.status}"

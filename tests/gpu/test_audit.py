@@ -80,11 +80,10 @@ def findings(looks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @ENGINES
 def test_a_clean_engine_has_no_findings(runs: Runs, engine: str) -> None:
-    run = runs[engine][ON]
-    assert run.is_complete, run.trouble()
-    for row, looks in run.report["clean"].items():
+    report = runs[engine][ON].whole()
+    for row, looks in report["clean"].items():
         assert findings(looks) == [], row
-    *_, looks = run.report["clean"].values()
+    *_, looks = report["clean"].values()
     for look in looks:
         assert look["is_reserved"]
         assert set(look["pools"]) == {None}
@@ -95,9 +94,8 @@ def test_a_clean_engine_has_no_findings(runs: Runs, engine: str) -> None:
 
 @ENGINES
 def test_a_flipped_bit_is_found_where_it_is(runs: Runs, engine: str) -> None:
-    run = runs[engine][ON]
-    assert run.is_complete, run.trouble()
-    for where, look in zip(run.report["flipped"], run.report["found"], strict=True):
+    report = runs[engine][ON].whole()
+    for where, look in zip(report["flipped"], report["found"], strict=True):
         (found,) = look["findings"]
         assert (found["kind"], found["slot"]) == ("changed", where["slot"])
         assert (found["layer"], found["num_layers"]) == (where["layer"], 1)
@@ -107,11 +105,10 @@ def test_a_flipped_bit_is_found_where_it_is(runs: Runs, engine: str) -> None:
 
 @SLEEPERS
 def test_an_engine_that_sleeps_has_no_findings(sleeping: Runs, engine: str) -> None:
-    run = sleeping[engine][ON]
-    assert run.is_complete, run.trouble()
-    assert set(run.report) > set(PHASES)
-    assert findings(run.report["audit"]) == []
-    (look,) = run.report["audit"]
+    report = sleeping[engine][ON].whole()
+    assert set(report) > set(PHASES)
+    assert findings(report["audit"]) == []
+    (look,) = report["audit"]
     assert set(look["pools"]) == {None}
     assert look["totals"]["identities"] > 10_000
     assert look["totals"]["contents"] > 10_000
@@ -121,10 +118,9 @@ def test_an_engine_that_sleeps_has_no_findings(sleeping: Runs, engine: str) -> N
 def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
     corrupting: Runs, engine: str
 ) -> None:
-    run = corrupting[engine][FAULTY]
-    assert run.is_complete, run.trouble()
+    report = corrupting[engine][FAULTY].whole()
     size = BY_NAME[engine].block_size
-    found = findings(run.report["audit"])
+    found = findings(report["audit"])
     stored = [finding for finding in found if finding["kind"] == "handed_on"]
     # The last token of a text of 64, and of 32.
     places = {
@@ -138,19 +134,13 @@ def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
     if BY_NAME[engine].runner == "v1":  # some hold the request's own rejected draft
         assert any(f["writer"]["request"] == f["owner"] for f in stored)
     # It is what the loaded text's logprobs show, against the mended engine's noise.
-    mended = corrupting[engine][MENDED]
-    assert mended.is_complete, mended.trouble()
-    worst = max(run.report["differences"])
-    assert worst > 3 * max(mended.report["differences"]), (
-        run.report["differences"],
-        mended.report["differences"],
-    )
+    noise = corrupting[engine][MENDED].whole()["differences"]
+    assert max(report["differences"]) > 3 * max(noise), (report["differences"], noise)
 
 
 @CELLS
 def test_the_mended_connector_has_no_findings(corrupting: Runs, engine: str) -> None:
-    run = corrupting[engine][MENDED]
-    assert run.is_complete, run.trouble()
-    assert findings(run.report["audit"]) == []
+    report = corrupting[engine][MENDED].whole()
+    assert findings(report["audit"]) == []
     # Chunks were loaded all the same, as they were stored.
-    assert sum(look["totals"]["returned"] for look in run.report["audit"]) > 0
+    assert sum(look["totals"]["returned"] for look in report["audit"]) > 0

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.helpers.byte_map import allocation, slot_bytes
 from tests.helpers.oracle import SnapshotOracle, hash_rows
@@ -128,6 +129,18 @@ class Watch(SnapshotOracle):
             hashes = hashes.masked_fill(~self.written[name], 0)
             anywhere += weight * int(hashes.sum())
         return places % 2**64, strict % 2**64, anywhere % 2**64
+
+
+class OracleExtension(NworWorkerExtension):
+    """Mixed into vLLM's worker class: has these in any worker, by collective_rpc."""
+
+    def test_oracle(self, kind: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of this worker's Watch or Filler, which is made when it is
+        first asked for."""
+        known = self.__dict__.setdefault("_test_oracles", {})
+        if kind not in known:
+            known[kind] = {"Watch": Watch, "Filler": Filler}[kind](self.model_runner)
+        return getattr(known[kind], method)(*arguments)
 
 
 class Filler(Watch):

@@ -15,16 +15,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from benchmarks.worker_extension import NworWorkerExtension
 
-from tests.gpu import watch as watching
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from tests.gpu.watch import OracleExtension
 from tests.helpers.byte_map import allocation
 from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import cache_layers, target_layers
 
 
-class GpuTestExtension(NworWorkerExtension):
+class GpuTestExtension(OracleExtension):
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
     def test_randomize(self, seed: int, are_alike: bool = False) -> int:
@@ -77,14 +76,6 @@ class GpuTestExtension(NworWorkerExtension):
         hook.take_off()
         manager = manager_of(self.model_runner)
         manager.config = replace(manager.config, strictness=Strict(strictness))
-
-    def test_oracle(self, kind: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of this worker's watch.Watch or watch.Filler, which is made
-        when it is first asked for."""
-        known = self.__dict__.setdefault("_test_oracles", {})
-        if kind not in known:
-            known[kind] = getattr(watching, kind)(self.model_runner)
-        return getattr(known[kind], method)(*arguments)
 
     def test_facts(self) -> dict[str, Any]:
         """What vLLM made of the engine's arguments, and NWOR of its layers."""

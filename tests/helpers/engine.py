@@ -213,8 +213,6 @@ class Engine(Player):
             self.run([Request("filler", (5,), 1)])
         self.llm.reset_prefix_cache()
         self.probe.poison()
-        if self.audit is not None:
-            self.audit.audit.forget_cache()
 
     def run(
         self,

@@ -164,6 +164,21 @@ def risen(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
+def check_identities(found: dict[str, int] | dict[str, float]) -> None:
+    """Guarantee 7 between vLLM's counters and NWOR's, of engines that speculated and in
+    which nothing fell back; a prefix "vllm:" may be there."""
+    v = {name.removeprefix("vllm:"): value for name, value in found.items()}
+    accepted = v["spec_decode_num_accepted_tokens"]
+    drafted = v["spec_decode_num_draft_tokens"]
+    assert 0 < accepted < drafted
+    assert v["nwor_tokens_staged"] == drafted + v["nwor_dropped_drafts"]
+    assert v["nwor_committed_tokens"] == accepted
+    assert v["nwor_rejected_tokens"] == drafted - accepted
+    assert v["nwor_windows"] >= v["spec_decode_num_drafts"]
+    assert v["nwor_breaches"] == 0
+    assert not any(value for name, value in v.items() if "fallbacks" in name)
+
+
 def moved_bytes(engine: Any) -> dict[str, int]:
     """What the OffloadingConnector has moved so far, by direction: its own metric,
     whose increments travel as ours do."""

@@ -153,8 +153,10 @@ class RunnerProbe:
 
     def poison(self, seed: int = 0) -> None:
         """Fills the caches with finite random values, so that the bytes of a slot
-        that was never written are like no other's. Only while nothing runs. A block's
-        bytes do not depend on how many there are."""
+        that was never written are like no other's; the KV audit knows. Only while
+        nothing runs. A block's bytes do not depend on how many there are."""
+        if (audit := vars(self.runner).get("nwor_audit")) is not None:
+            audit.audit.forget_cache()
         for layer in self.layers().values():
             allocation(layer).fill_(seed)
         for number, layer in enumerate(self.layers().values()):

@@ -16,50 +16,21 @@ from typing import Any
 
 import torch
 
+from tests.gpu.watch import OracleExtension
 from tests.helpers import drafters
-from tests.helpers.oracle import ShadowOracle, SnapshotOracle
-from tests.helpers.runner_probe import RunnerProbe, target_layers
+from tests.helpers.runner_probe import target_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 PLANTED = "injected between log and commit"
 
 
-class WorkerProbe:
+class WorkerProbe(OracleExtension):
     """Mixed into vLLM's worker class."""
-
-    model_runner: Any
 
     def script(self, truth: Mapping[str, Sequence[int]], plan: str) -> None:
         """Drafts by the function of that name in drafters.py."""
         drafter = drafters.ScriptedDrafter(truth, getattr(drafters, plan))
         drafter.attach(self.model_runner)
-
-    def watch(self) -> None:
-        """Poisons this rank's caches and starts the oracle."""
-        probe = RunnerProbe(self.model_runner)
-        probe.poison()
-        if (audit := self.model_runner.__dict__.get("nwor_audit")) is not None:
-            audit.audit.forget_cache()
-        self.nwor_probe = probe
-        state = self.model_runner.__dict__.get("nwor_state")
-        is_staged = state is not None and state.manager.shadow is not None
-        self.nwor_oracle = (ShadowOracle if is_staged else SnapshotOracle)(probe)
-        probe.observers = [self.nwor_oracle]
-
-    def report(self) -> dict[str, Any]:
-        """What the oracle saw since `watch`; the state NWOR is in on this rank."""
-        oracle = self.nwor_oracle
-        state = self.model_runner.__dict__.get("nwor_state")
-        manager = None if state is None else state.manager
-        steps = self.nwor_probe.steps
-        return {
-            "violations": [repr(violation) for violation in oracle.violations],
-            "num_dirty": oracle.num_dirty,
-            "num_staged": oracle.num_staged,
-            "schedule": [(s.scheduled, s.drafted, s.accepted) for s in steps],
-            "active": manager is not None and not manager.fallbacks,
-            "counters": None if manager is None else manager.counters.tolist(),
-        }
 
     def audit_totals(self) -> dict[str, int]:
         """What this rank's audit compared so far."""

@@ -448,10 +448,11 @@ def test_tensor_parallel_2(mode: str, request: pytest.FixtureRequest) -> None:
                 r.name: [*r.prompt, *plain.tokens[r.name]] for r in requests
             }
             engine.llm.reset_prefix_cache()
-            rpc("watch")
+            rpc("test_oracle", args=("Watch", "start", 3))
             rpc("script", args=(truth, "mixture"))
             results.append(engine.run(requests))
-            reports.append(rpc("report"))
+            reports.append(rpc("test_oracle", args=("Watch", "stop")))
+            nwor = rpc("nwor_report")
         finally:
             if not is_audited:
                 engine.core.shutdown()
@@ -459,13 +460,15 @@ def test_tensor_parallel_2(mode: str, request: pytest.FixtureRequest) -> None:
         assert results[0].tokens == results[1].tokens
         assert results[0].logprobs == results[1].logprobs
         for off, on in zip(*reports, strict=True):
-            assert off["schedule"] == on["schedule"]
-            assert off["num_dirty"] > 100
-            assert off["violations"] != []
+            assert off["steps"] == on["steps"]
+            assert off["digests"] == on["digests"]
+            assert min(off["num_dirty_slots"], on["num_dirty_slots"]) > 100
+            assert off["violations_by_kind"] == {"not restored": off["num_dirty_slots"]}
             assert on["violations"] == []
-            assert on["active"]
-            assert on["num_staged" if mode == "stage" else "num_dirty"] > 100
-        assert reports[1][0]["counters"] == reports[1][1]["counters"]
+        one, other = nwor
+        assert one["counters"] == other["counters"]
+        assert one["counters"]["windows"] == on["num_windows"]
+        assert one["fallbacks"] == other["fallbacks"] == {}
 
 
 @pytest.mark.slow

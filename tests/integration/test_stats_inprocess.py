@@ -41,7 +41,7 @@ from tests.helpers.engine import (
     threads,
 )
 from tests.helpers.environment import REPO, model_path, nwor_settings, subprocess_env
-from tests.helpers.player import counters, risen
+from tests.helpers.player import check_identities, counters, risen
 from vllm_nwor.hooks import _wrap, runner_v1, stats
 from vllm_nwor.metrics import COUNTERS
 from vllm_nwor.plugin import register
@@ -170,10 +170,8 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         assert found.counts["staged"] == rise["nwor_tokens_staged"]
         assert found.counts["logged_bytes"] > 0
         assert {"_model_forward", "_sample", "_update_from_output", "_record"} <= names
-        assert rise["nwor_tokens_staged"] == rise["spec_decode_num_draft_tokens"] > 0
-        assert rise["nwor_committed_tokens"] == rise["spec_decode_num_accepted_tokens"]
-        assert rise["nwor_breaches"] == 0
-        assert not any(num for name, num in rise.items() if "fallbacks" in name)
+        assert rise["nwor_dropped_drafts"] == 0
+        check_identities(rise)
 
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -211,17 +209,9 @@ def test_llm_get_metrics_shows_them_across_processes(monkeypatch):
     with nwor_settings({"MODE": "cow"}), threads(1):
         register()
         by_llm(across_processes())
-    found = {m.name: getattr(m, "value", None) for m in get_metrics_snapshot()}
-
-    assert found["vllm:nwor_tokens_staged"] > 0
-    assert (
-        found["vllm:nwor_committed_tokens"]
-        == found["vllm:spec_decode_num_accepted_tokens"]
-    )
-    assert found["vllm:nwor_tokens_staged"] == (
-        found["vllm:spec_decode_num_draft_tokens"] + found["vllm:nwor_dropped_drafts"]
-    )
-    assert found["vllm:nwor_breaches"] == 0
+    metrics = get_metrics_snapshot()
+    found = {m.name: m.value for m in metrics if hasattr(m, "value")}
+    check_identities(found)
     assert found["vllm:nwor_info"] == 1
 
 
