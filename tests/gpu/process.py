@@ -10,20 +10,16 @@ what it found is right, the tests judge.
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import json
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import SEED, Engine
@@ -122,20 +118,6 @@ def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def before_step(engine: Engine, number: int, act: Callable[[], None]) -> Iterator[None]:
-    """Has `act` called before that engine step of those in the block, from 1."""
-    steps, step = itertools.count(1), engine.llm.step
-
-    def acting() -> Any:
-        if next(steps) == number:
-            act()
-        return step()
-
-    with mock.patch.object(engine.llm, "step", acting):
-        yield
-
-
 def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = start(spec, models, report)
     report.save(groups=engine.rpc("nwor_report")[0]["groups"])
@@ -219,7 +201,7 @@ def interrupted(engine: Engine, row: Row) -> dict[str, Any]:
         engine.llm.sleep(level=1, mode="keep")
         engine.llm.wake_up()
 
-    with before_step(engine, NAP_BEFORE_STEP, sleep_and_wake_up):
+    with engine.before_step(NAP_BEFORE_STEP, sleep_and_wake_up):
         return run_row(engine, row, watched=False) | found
 
 
@@ -285,8 +267,8 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
         clean[row.name] = engine.rpc("test_audit")
         report.save()
     flipped: list[Any] = []
-    with before_step(
-        engine, FLIP_BEFORE_STEP, lambda: flipped.extend(engine.rpc("test_flip_bit"))
+    with engine.before_step(
+        FLIP_BEFORE_STEP, lambda: flipped.extend(engine.rpc("test_flip_bit"))
     ):
         engine.run(by_name(spec)["batch 8"])
     report.save(flipped=flipped, found=engine.rpc("test_audit"))

@@ -21,7 +21,7 @@ from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.helpers.byte_map import allocation, slot_bytes
 from tests.helpers.oracle import SnapshotOracle, hash_rows
-from tests.helpers.runner_probe import RunnerProbe, Step, target_layers
+from tests.helpers.runner_probe import RunnerProbe, Step, cache_layers
 
 MAX_REPORTED = 20
 
@@ -43,10 +43,6 @@ class Watch(SnapshotOracle):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(RunnerProbe(runner))
-        if not self.targets:
-            raise RuntimeError("no attention layer of the target model was found")
-        # In the order of layers, not of names' hashes.
-        self.layers = target_layers(runner)
 
     def _reset(self) -> None:
         self.reset()
@@ -91,7 +87,7 @@ class Watch(SnapshotOracle):
             "num_windows": sum(len(step.drafted) for step in self.steps),
             "num_drafts": sum(sum(step.drafted.values()) for step in self.steps),
             "num_accepted": sum(sum(step.accepted.values()) for step in self.steps),
-            "layers": len(self.layers),
+            "layers": len(self.targets),
         }
 
     def committed(self, step: Step) -> None:
@@ -105,7 +101,7 @@ class Watch(SnapshotOracle):
 
     def _track(self, step: Step, slots: dict[str, torch.Tensor]) -> None:
         """Which slots hold what a rejected draft wrote last, were NWOR not there."""
-        for name in self.layers:
+        for name in self.targets:
             dirty = self.dirty[name].view(-1, self.memory.block_size(name))
             for block in step.zeroed_blocks:
                 dirty[block] = False
@@ -120,7 +116,7 @@ class Watch(SnapshotOracle):
     def _digest(self, slots: dict[str, torch.Tensor]) -> tuple[int, int, int]:
         places = strict = anywhere = 0
         found = self.memory.read()
-        for number, name in enumerate(self.layers):
+        for number, name in enumerate(self.targets):
             weight = 2 * number + 1
             places += weight * int((slots[name] * odd_numbers(slots[name])).sum())
             hashes = hash_slots(found[self.memory.index[name][: self.num_real[name]]])
@@ -142,6 +138,24 @@ class OracleExtension(NworWorkerExtension):
             known[kind] = {"Watch": Watch, "Filler": Filler}[kind](self.model_runner)
         return getattr(known[kind], method)(*arguments)
 
+    def test_flip_bit(self, rank: int | None = None) -> dict[str, Any] | None:
+        """Flips one bit of the second slot of the batch's first request, in the first
+        key of the second layer that the KV audit has; where it was. rank: of the only
+        worker that does."""
+        runner = self.model_runner
+        if rank not in (None, runner.vllm_config.parallel_config.rank):
+            return None
+        if hasattr(runner, "block_tables"):
+            table = runner.block_tables.input_block_tables[0]
+        else:
+            table = runner.input_batch.block_table[0].block_table.gpu
+        (group,) = runner.nwor_audit.audit.groups
+        slot = int(table[0, 0]) * group.shape.entry_tokens + 1
+        name = group.layers[1].name
+        layer = cache_layers(runner)[name]
+        allocation(layer)[slot_bytes(layer)[slot, 0]] ^= 0x40
+        return {"slot": slot, "layer": name}
+
 
 class Filler(Watch):
     """Instead of watching, fills before each forward all slots of the target's layers
@@ -156,11 +170,11 @@ class Filler(Watch):
         self.takes_one = takes_one
         # Groups may overlay each other's caches; a block is one group's at a time.
         by_cache: dict[int, torch.Tensor] = {}
-        for name, layer in self.layers.items():
+        for name, layer in self.targets.items():
             cache = layer.kv_cache.data_ptr()
             self.written[name] = by_cache.setdefault(cache, self.written[name])
         self.patterns = {
-            name: pattern_of(layer, contents) for name, layer in self.layers.items()
+            name: pattern_of(layer, contents) for name, layer in self.targets.items()
         }
 
     def forget(self, blocks: list[int]) -> None:
@@ -171,7 +185,7 @@ class Filler(Watch):
             written.view(-1, size)[blocks] = False
 
     def forward_begins(self, step: Step) -> None:
-        for name, layer in self.layers.items():
+        for name, layer in self.targets.items():
             free = slot_bytes(layer)[~self.written[name]]
             allocation(layer)[free] = self.patterns[name].repeat(free.shape[1] // 2)
             self.num_filled += len(free)
@@ -179,7 +193,7 @@ class Filler(Watch):
     def forward_ends(self, step: Step) -> None: ...
 
     def committed(self, step: Step) -> None:
-        for name in self.layers:
+        for name in self.targets:
             slots, rejected = step.slots[name], step.rejected[name]
             self.written[name][slots[slots >= 0]] = True
             self.written[name][rejected[rejected >= 0]] = False

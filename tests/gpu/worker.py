@@ -18,7 +18,6 @@ import torch
 
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tests.gpu.watch import OracleExtension
-from tests.helpers.byte_map import allocation
 from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import cache_layers, target_layers
 
@@ -124,25 +123,6 @@ class GpuTestExtension(OracleExtension):
                 pool_tag(t.data_ptr()) for g in groups for t in (*g._own, g.contents)
             ],
         }
-
-    def test_flip_bit(self) -> dict[str, Any]:
-        """Flips one bit of the second slot of the batch's first request, in the first
-        key of the second layer; where it was."""
-        runner = self.model_runner
-        audit = runner.nwor_audit.audit
-        (group,) = audit.groups
-        if hasattr(runner, "block_tables"):
-            table = runner.block_tables.input_block_tables[0]
-        else:
-            table = runner.input_batch.block_table[0].block_table.gpu
-        slot = int(table[0, 0]) * group.shape.entry_tokens + 1
-        layer = group.layers[1]
-        layout, cache = layer.layout, layer.kv_cache
-        block, offset = divmod(slot, layout.block_size)
-        raw = allocation(layer)
-        start = cache.data_ptr() - raw.data_ptr()
-        raw[start + block * layout.block_stride + offset * layout.slot_stride] ^= 0x40
-        return {"slot": slot, "layer": layer.name}
 
     def test_layouts(self) -> list[dict[str, Any]]:
         """For each protected layer: NWOR's layout against what vLLM's writer does, and

@@ -68,6 +68,7 @@ class Memory:
         for name, layer in self.layers.items():
             key = layer.kv_cache.data_ptr(), layer.kv_cache.stride()
             self.aliases.setdefault(first.setdefault(key, name), []).append(name)
+        self._no_bytes = torch.zeros_like(self.read(), dtype=torch.bool)
 
     def read(self) -> torch.Tensor:
         """A copy of all bytes, [bytes] uint8."""
@@ -78,7 +79,7 @@ class Memory:
 
     def mask(self, slots: dict[str, torch.Tensor]) -> torch.Tensor:
         """[bytes] bool: those of these slots of each layer; -1 is none."""
-        found = torch.zeros_like(self.read(), dtype=torch.bool)
+        found = self._no_bytes.clone()
         for name, some in slots.items():
             found[self.index[name][some[some >= 0]]] = True
         return found
@@ -124,7 +125,8 @@ class SnapshotOracle(Observer):
         self.probe, self.poison = probe, poison
         self.memory = Memory(probe.layers())
         self._before = self._after = self.memory.read()
-        self.targets = probe.target_layers().keys()
+        self.targets = probe.target_layers()
+        assert self.targets, "no attention layer of the target model was found"
         # Shadow blocks lie behind those that requests can have.
         reserved = getattr(probe.runner.kv_cache_config, "nwor_shadow", None)
         regions = reserved if isinstance(reserved, dict) else {}
@@ -133,9 +135,12 @@ class SnapshotOracle(Observer):
         for name in self.targets:
             if region := regions.get(probe.group_of.get(name)):
                 self.num_real[name] = region.num_real_blocks * region.block_size
-        self.shadow = torch.zeros_like(self._before, dtype=torch.bool)
-        for name, num_real in self.num_real.items():
-            self.shadow[self.memory.index[name][num_real:]] = True
+        self.shadow = self.memory.mask(
+            {
+                name: torch.arange(num_real, len(self.memory.index[name]))
+                for name, num_real in self.num_real.items()
+            }
+        )
         # Recurrent state may lie over the same bytes, and is written anywhere.
         self.knows_all = probe.group_of.keys() <= self.memory.layers.keys()
         self.reset()
@@ -167,16 +172,13 @@ class SnapshotOracle(Observer):
     def committed(self, step: Step) -> None:
         before, after, found = self._before, self._after, self.memory.read()
         is_staged = len(step.scheduled) <= self.num_seats
-        slots = self.final_slots(step)
+        slots, rows = self.final_slots(step), step.rejected_rows
         spared, mapped = self.shadow.clone(), self.memory.mask(slots)
         for name, of_layer in slots.items():
             index, verified = self.memory.index[name], step.slots[name]
-            rejected, is_real = (
-                of_layer[step.rejected_rows],
-                verified < self.num_real[name],
-            )
+            is_real, rejected = verified < self.num_real[name], of_layer[rows]
             assert (rejected >= 0).all()
-            at, wrote = index[rejected], index[verified[step.rejected_rows]]
+            at, wrote = index[rejected], index[verified[rows]]
             self.num_rejected += len(rejected)
             self.num_dirty += int((before[wrote] != after[wrote]).any(1).sum())
             spared[at] = True
@@ -185,7 +187,7 @@ class SnapshotOracle(Observer):
             self._add("not restored", name, rejected[is_wrong.any(1)])
             is_torn = is_wrong & (found[at] != after[at])
             self._add("torn", name, rejected[is_torn.any(1)])
-            logged = rejected[is_real[step.rejected_rows]]
+            logged = rejected[is_real[rows]]
             self.num_logged += len(logged)
             self.num_staged += len(rejected) - len(logged)
             if is_staged:
@@ -249,7 +251,7 @@ class ShadowOracle(SnapshotOracle):
                 entry = group.first_entry + seat * group.span + block % group.span
                 rows = torch.arange(valid - block * tokens)
                 layers = runner.kv_cache_config.kv_cache_groups[group.group_id]
-                for name in self.targets & layers.layer_names:
+                for name in self.targets.keys() & layers.layer_names:
                     index = self.memory.index[name]
                     present, wanted = (
                         index[entry * tokens + rows],

@@ -14,11 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tests.gpu.watch import OracleExtension
 from tests.helpers import drafters
-from tests.helpers.runner_probe import target_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 PLANTED = "injected between log and commit"
@@ -36,26 +33,6 @@ class WorkerProbe(OracleExtension):
         """What this rank's audit compared so far."""
         totals: dict[str, int] = self.model_runner.nwor_audit.audit.totals()
         return totals
-
-    def scribble(self, rank: int, at: int) -> None:
-        """On that rank a bit of the first request's first token changes behind step
-        number `at` from now."""
-        runner = self.model_runner
-        if runner.vllm_config.parallel_config.rank != rank:
-            return
-        sample_tokens = runner.sample_tokens
-        left = [at]
-
-        def scribbling(*args: Any, **kwargs: Any) -> Any:
-            output = sample_tokens(*args, **kwargs)
-            left[0] -= 1
-            if left[0] == 0:
-                (layer, *_) = target_layers(runner).values()
-                block = int(runner.input_batch.block_table[0].block_table.np[0, 0])
-                layer.kv_cache.view(torch.uint8)[block, 0, 0, 0] ^= 1
-            return output
-
-        runner.sample_tokens = scribbling
 
     def plant(self, how: str, where: str) -> None:
         """The next verification step ends between log and commit, in the forward or the

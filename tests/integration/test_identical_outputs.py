@@ -482,8 +482,9 @@ def test_each_rank_audits_its_own_share(audited: tuple[Engine, Path]) -> None:
     for rank in totals:
         assert rank["findings"] == 0
         assert rank["contents"] > 10_000
-    engine.llm.collective_rpc("scribble", args=(1, 5))
-    engine.run([Request("next", prompt(9, 60), 30)])
+    rpc = engine.llm.collective_rpc
+    with engine.before_step(6, lambda: rpc("test_flip_bit", args=(1,))):
+        engine.run([Request("next", prompt(9, 60), 30)])
     assert [path.name for path in folder.iterdir()] == ["findings.json.1"]
     # What the scheduler alone knows has come to both.
     with keys_of_texts_alone():
