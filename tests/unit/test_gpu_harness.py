@@ -31,9 +31,8 @@ from tests.gpu import (
     rows,
     watch,
 )
-from tests.gpu.pool import Finished, Pool
+from tests.gpu.pool import Pool
 from tests.helpers.byte_map import slot_bytes
-from tests.helpers.player import await_grammars
 from tests.unit import test_bench_vllm
 from tools.gpu import bench
 
