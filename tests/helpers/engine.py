@@ -209,8 +209,9 @@ class Engine(Player):
         """Forgets cached prefixes and fills the caches with random values."""
         assert not self.llm.has_unfinished_requests()
         assert self.probe is not None
-        if self._connector is not None:  # has put stores off until the next step
-            self.run([Request("filler", (5,), 1)])
+        config = self.llm.vllm_config.kv_transfer_config
+        if config is not None and config.kv_connector == "OffloadingConnector":
+            self.run([Request("filler", (5,), 1)])  # it puts stores off by a step
         self.llm.reset_prefix_cache()
         self.probe.poison()
 
