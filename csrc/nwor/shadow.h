@@ -64,6 +64,11 @@ struct SavedWindows {
   }
 };
 
+// The logical entry that holds `position`. In 32 bits: wider divisions take a GPU long.
+NWOR_HOST_DEVICE inline int32_t entry_of(int64_t position, int64_t entry_tokens) {
+  return static_cast<int32_t>(position) / static_cast<int32_t>(entry_tokens);
+}
+
 // One window: a row of `saved` without its entries.
 struct StagedWindow {
   int32_t num_drafts;
@@ -149,21 +154,23 @@ struct ShadowUndoArgs {
 // cannot be staged, 0 without drafts. Its entries and slots are not looked at.
 NWOR_HOST_DEVICE inline StagedWindow find_window(const ShadowStageArgs& args,
                                                  int64_t r) {
+  // All at once: each look is a wait for memory.
   const int32_t first_logits = r == 0 ? 0 : args.cu_num_logits[r - 1];
   const int32_t num_drafts = args.cu_num_logits[r] - first_logits - 1;
+  const int32_t first_row = args.query_start_loc[r];
+  const int32_t num_rows = args.query_start_loc[r + 1] - first_row;
+  const int32_t seq_len = args.seq_lens[r];
   StagedWindow window{};
   if (num_drafts <= 0) {
     return window;
   }
   window.num_drafts = num_drafts;
-  window.first_row = args.query_start_loc[r];
-  const int32_t num_rows = args.query_start_loc[r + 1] - window.first_row;
-  window.seq_len = args.seq_lens[r];
-  window.first_position = window.seq_len - num_rows;
-  const int64_t tokens = args.entry_tokens;
-  window.first_block = static_cast<int32_t>(window.first_draft() / tokens);
-  const int64_t last_block = (window.seq_len - 1) / tokens;
-  window.num_blocks = static_cast<int32_t>(last_block - window.first_block + 1);
+  window.first_row = first_row;
+  window.seq_len = seq_len;
+  window.first_position = seq_len - num_rows;
+  window.first_block = entry_of(window.first_draft(), args.entry_tokens);
+  const int32_t last_block = entry_of(seq_len - 1, args.entry_tokens);
+  window.num_blocks = last_block - window.first_block + 1;
   const bool fits = num_rows > num_drafts && window.first_position >= 0 &&
                     window.first_row >= 0 &&
                     window.first_row + num_rows <= args.blocks.num_slots_mapped &&
@@ -182,14 +189,24 @@ NWOR_HOST_DEVICE inline bool is_real_entry(const ShadowStageArgs& args, int64_t 
   return entry > 0 && entry < args.num_real_entries;
 }
 
+// What the step before left of a seat.
+struct SeatState {
+  int32_t step;
+  int32_t valid;
+  int32_t valid_entry;
+};
+
+NWOR_HOST_DEVICE inline SeatState load_seat(const int32_t* saved) {
+  return {saved[kSavedStep], saved[kSavedValid], saved[kSavedValidEntry]};
+}
+
 // Committed rows of the window's first staged entry that its shadow lacks. `entry`:
-// the real one; `saved`: the seat's row, as the step before left it.
+// the real one.
 NWOR_HOST_DEVICE inline int32_t num_lacking(const ShadowStageArgs& args,
-                                            const int32_t* saved,
+                                            const SeatState& seat,
                                             const StagedWindow& window, int32_t entry) {
-  const bool has_all = saved[kSavedStep] == args.step - 1 &&
-                       saved[kSavedValid] == window.first_position &&
-                       saved[kSavedValidEntry] == entry;
+  const bool has_all = seat.step == args.step - 1 &&
+                       seat.valid == window.first_position && seat.valid_entry == entry;
   return has_all ? 0 : window.num_before(args.entry_tokens);
 }
 
@@ -197,7 +214,7 @@ NWOR_HOST_DEVICE inline int32_t num_lacking(const ShadowStageArgs& args,
 NWOR_HOST_DEVICE inline void save_valid(int32_t* saved, const StagedWindow& window,
                                         int64_t num_kept, int64_t entry_tokens) {
   const int64_t valid = window.first_draft() + num_kept;
-  const int64_t block = (valid - 1) / entry_tokens;
+  const int32_t block = entry_of(valid - 1, entry_tokens);
   saved[kSavedValid] = static_cast<int32_t>(valid);
   saved[kSavedValidEntry] = block < window.first_block
                                 ? 0
@@ -209,7 +226,7 @@ NWOR_HOST_DEVICE inline int64_t slot_by_entries(const StagedWindow& window,
                                                 const int32_t* entries,
                                                 int64_t position,
                                                 int64_t entry_tokens) {
-  const int64_t block = position / entry_tokens;
+  const int32_t block = entry_of(position, entry_tokens);
   return static_cast<int64_t>(entries[block - window.first_block]) * entry_tokens +
          (position - block * entry_tokens);
 }

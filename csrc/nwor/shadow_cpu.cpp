@@ -212,8 +212,8 @@ void save_window(const ShadowStageArgs& args, int64_t r) {
   saved[kSavedSeqLen] = window.seq_len;
   saved[kSavedFirstBlock] = window.first_block;
   saved[kSavedNumBlocks] = window.num_blocks;
-  saved[kSavedCopiedRows] =
-      num_lacking(args, saved, window, args.blocks.at(r, window.first_block));
+  saved[kSavedCopiedRows] = num_lacking(args, load_seat(saved), window,
+                                        args.blocks.at(r, window.first_block));
   saved[kSavedStep] = args.step;
   saved[kSavedValid] = -1;
   saved[kSavedValidEntry] = 0;

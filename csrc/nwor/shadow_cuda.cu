@@ -145,9 +145,10 @@ __device__ void for_each_patch(const BlockTable& blocks, int64_t r,
 __device__ void load_saved(SharedWindow& shared, const SavedWindows& saved, int64_t r,
                            const BlockTable& blocks) {
   const int32_t* row = saved.row(r);
+  const bool has_seat = saved.has_seat(r);
   if (threadIdx.x == 0) {
     StagedWindow window{};
-    if (saved.has_seat(r)) {
+    if (has_seat) {
       window = load_window(row);
     }
     const bool fits = window.num_drafts > 0 && window.num_blocks <= saved.span &&
@@ -161,8 +162,10 @@ __device__ void load_saved(SharedWindow& shared, const SavedWindows& saved, int6
     }
     shared.window = window;
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < shared.window.num_blocks; i += kBlockThreads) {
+  // All that there may be, by other warps meanwhile.
+  const int first = static_cast<int>(threadIdx.x) - kWarpThreads;
+  for (int i = first; has_seat && 0 <= i && i < saved.span;
+       i += kBlockThreads - kWarpThreads) {
     shared.real[i] = row[kSavedEntries + i];
     shared.shadow[i] = row[kSavedEntries + saved.span + i];
   }
@@ -175,6 +178,13 @@ __device__ void load_saved(SharedWindow& shared, const SavedWindows& saved, int6
 __device__ bool read_entries(const ShadowStageArgs& args, int64_t r,
                              SharedWindow& shared) {
   const StagedWindow& window = shared.window;
+  const auto slot_at = [&](int64_t p) {
+    return args.blocks.slot_mapping[window.first_row + (p - window.first_position)];
+  };
+  // Before anything waits for the entries: each look is a wait for memory.
+  const int64_t first = window.first_staged(args.entry_tokens) + threadIdx.x;
+  const int64_t first_slot = first < window.seq_len ? slot_at(first) : 0;
+  const SeatState seat = load_seat(args.saved.row(r));
   bool is_real = true;
   for (int i = threadIdx.x; i < window.num_blocks; i += kBlockThreads) {
     is_real = is_real && is_real_entry(args, r, window, i);
@@ -182,13 +192,11 @@ __device__ bool read_entries(const ShadowStageArgs& args, int64_t r,
     shared.shadow[i] = args.shadow_entry(r, window.first_block + i);
   }
   if (threadIdx.x == 0) {
-    shared.num_copied = num_lacking(args, args.saved.row(r), window, shared.real[0]);
+    shared.num_copied = num_lacking(args, seat, window, shared.real[0]);
   }
   __syncthreads();
-  for (int64_t p = window.first_staged(args.entry_tokens) + threadIdx.x;
-       p < window.seq_len; p += kBlockThreads) {
-    const int64_t row = window.first_row + (p - window.first_position);
-    is_real = is_real && args.blocks.slot_mapping[row] ==
+  for (int64_t p = first; p < window.seq_len; p += kBlockThreads) {
+    is_real = is_real && (p == first ? first_slot : slot_at(p)) ==
                              slot_by_entries(window, shared.real, p, args.entry_tokens);
   }
   return __syncthreads_and(is_real) != 0;
@@ -226,11 +234,11 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int64_t r = part.window;
   int32_t* saved = args.saved.row(r);
   if (args.patches) {
-    if (!args.saved.has_seat(r)) {
-      return;
-    }
     if (threadIdx.x == 0) {
       shared.window = find_window(args, r);
+    }
+    if (!args.saved.has_seat(r)) {
+      return;
     }
     __syncthreads();
     const int32_t num_drafts = shared.window.num_drafts;
@@ -279,8 +287,11 @@ __device__ void count_windows(const ShadowCommitArgs& args) {
     slot_bytes = 0;
   }
   __syncthreads();
+  const int64_t before = threadIdx.x < kNumCounters ? args.counters[threadIdx.x] : 0;
   unsigned long long layer_bytes = 0;
-  for (int64_t i = threadIdx.x; i < args.table.num_layers; i += kBlockThreads) {
+  // By other warps than look at the first windows.
+  for (int64_t i = kBlockThreads - 1 - threadIdx.x; i < args.table.num_layers;
+       i += kBlockThreads) {
     layer_bytes += args.table.rows[i].num_heads * args.table.rows[i].run_bytes;
   }
   atomicAdd(&slot_bytes, layer_bytes);
@@ -323,7 +334,7 @@ __device__ void count_windows(const ShadowCommitArgs& args) {
     const int i = threadIdx.x;
     const bool is_rows = i == kShadowCopiedBytes || i == kCommittedBytes;
     const int64_t total =
-        args.counters[i] + static_cast<int64_t>(sums[i] * (is_rows ? slot_bytes : 1));
+        before + static_cast<int64_t>(sums[i] * (is_rows ? slot_bytes : 1));
     args.counters[i] = total;
     if (args.counters_to != nullptr) {
       args.counters_to[i] = total;
@@ -338,22 +349,24 @@ __global__ void __launch_bounds__(kBlockThreads)
     return;
   }
   __shared__ SharedWindow shared;
-  __shared__ int64_t num_kept;
+  __shared__ int64_t num_accepted_of_none;
   const Part part(blockIdx.x - 1, num_parts);
   const int64_t r = part.window;
+  if (threadIdx.x >= kBlockThreads - kWarpThreads) {
+    // Of a window without drafts: how many there are is read meanwhile.
+    const int64_t accepted = num_accepted_by_warp(args.acceptance, r, 0);
+    if (threadIdx.x == kBlockThreads - 1) {
+      num_accepted_of_none = accepted;
+    }
+  }
   load_saved(shared, args.saved, r, args.blocks);
   const StagedWindow& window = shared.window;
   if (window.num_drafts <= 0) {
     return;
   }
-  if (threadIdx.x < kWarpThreads) {
-    const int64_t accepted =
-        num_accepted_by_warp(args.acceptance, r, window.num_drafts);
-    if (threadIdx.x == 0) {
-      num_kept = clamp_accepted(accepted, window.num_drafts);
-    }
-  }
-  __syncthreads();
+  const bool is_rest = args.acceptance.num_rejected != nullptr;
+  const int64_t num_kept = clamp_accepted(
+      num_accepted_of_none + (is_rest ? window.num_drafts : 0), window.num_drafts);
   copy_rows<Way::kToReal>(args.table, part, shared,
                           window.first_staged(args.entry_tokens),
                           window.first_draft() + num_kept, args.entry_tokens);
