@@ -203,8 +203,12 @@ class LoadWithoutServer(load.Load):
         asked = {"concurrency": 4, "seed": 0, "vocab_size": None, "without": None}
         args = SimpleNamespace(**asked, probe=probe, probe_seconds=0.1)
         super().__init__("http://127.0.0.1:1", "m", 512, args)
-        self.broken, self.beside = broken, []
+        self.broken, self.beside, self.asked = broken, [], []
         self.num_requests = self.running = 0
+
+    async def _request(self, plan):
+        self.asked.append(plan.kind)
+        return await super()._request(plan)
 
     async def _complete(self, prompt, max_tokens, stream=False, **options):
         self.num_requests += 1
@@ -248,6 +252,12 @@ def test_quiet_probes_are_computed_from_nothing_and_alone():
     assert (set(quiet.probes), set(loaded.probes)) == ({"fresh"}, {"fresh", "cached"})
     assert max(quiet.beside) == 0 < max(loaded.beside)
     assert quiet.num_failed == loaded.num_failed == 0
+
+
+def test_workers_begin_with_a_kind_each_however_seldom_it_is_drawn(monkeypatch):
+    kinds = [*load.WEIGHTS]
+    monkeypatch.setattr(load, "WEIGHTS", dict.fromkeys(kinds, 0) | {"stream": 1})
+    assert set(run_load().asked) == set(kinds[:4])
 
 
 def test_a_probe_that_changes_is_seen():

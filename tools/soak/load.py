@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import time
@@ -59,11 +60,12 @@ def draw(
     max_model_len: int,
     vocab_size: int | None,
     without: str | None = None,
+    kind: str | None = None,
 ) -> Plan:
     """The next request of a worker. Prompt and answer together fit the model: a word
     here is at most three tokens. vocab_size: token ids below it instead of text.
-    without: a kind that is left out."""
-    (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+    without: a kind that is left out. kind: the request's, if it is not drawn."""
+    kind = kind or rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     if kind == without or (vocab_size is not None and kind == "stop"):
         kind = "whole"  # stop strings need a tokenizer
     most_words = max(max_model_len // 6, 2)
@@ -115,9 +117,11 @@ class Load:
     async def run(self, seconds: float) -> None:
         """Runs the load so long, lets what is under way finish, probes once more."""
         self.deadline = time.monotonic() + seconds
+        # Each kind comes early, however short the load is.
+        firsts = zip(range(self._args.concurrency), itertools.cycle(WEIGHTS))
         workers = [
-            self._work(random.Random(f"{self._args.seed}/{number}"))
-            for number in range(self._args.concurrency)
+            self._work(random.Random(f"{self._args.seed}/{number}"), first)
+            for number, first in firsts
         ]
         async with self._client:
             await asyncio.gather(*workers, self._probe_until_deadline())
@@ -128,10 +132,11 @@ class Load:
         self.failures.append(f"{what}: {type(error).__name__}: {error}"[:300])
         del self.failures[FAILURES_KEPT:]
 
-    async def _work(self, rng: random.Random) -> None:
+    async def _work(self, rng: random.Random, kind: str | None) -> None:
         while time.monotonic() < self.deadline:
             args = self._args
-            plan = draw(rng, self._max_model_len, args.vocab_size, args.without)
+            plan = draw(rng, self._max_model_len, args.vocab_size, args.without, kind)
+            kind = None
             async with self._places:
                 try:
                     self.kinds[await self._request(plan)] += 1
