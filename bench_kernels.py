@@ -20,6 +20,7 @@ argument, nothing was written.
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import statistics
 import sys
@@ -33,7 +34,7 @@ import numpy
 import torch
 from benchmarks import environment, report
 from benchmarks.arguments import file_to_write, whole
-from benchmarks.files import write_json
+from benchmarks.files import json_text, write_json
 from torch import Tensor
 
 from vllm_nwor import ops
@@ -53,6 +54,7 @@ LAYOUTS = {"nhd": 1, "hnd": 8}
 DRAFTS_PER_WINDOW = 4
 BLOCK_SIZE, SLOT_BYTES = 16, 4096
 MAX_LAYERS = 32
+COUNTS = ("drafts", "layers", "sets")
 MIN_SETS, MAX_SETS = 2, 32
 POISON = 0xA5
 
@@ -224,47 +226,25 @@ def sizes(largest: int) -> list[int]:
     return sorted({*(step for step in steps if step < largest), largest})
 
 
-def describe(options: argparse.Namespace) -> dict[str, Any]:
-    """The environment, with what matters for kernels."""
-    found = environment.describe(options.device, ROOT)
-    if options.device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found["multiprocessors"] = properties.multi_processor_count
-        found["cache_bytes"] = properties.L2_cache_size
-    else:
-        found["threads"] = torch.get_num_threads()
-        found["cache_bytes"] = CPU_CACHE_BYTES
-    return found
-
-
-def measure(options: argparse.Namespace, cache_bytes: int) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Checks every case, then measures it. Raises CheckFailed if an op copied
     wrongly."""
-    device = torch.device(options.device)
+    device, cache_bytes = torch.device(options.device), CPU_CACHE_BYTES
+    if options.device == "cuda":
+        cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     # Twice the cache; read, so that no write-back is left to the next sample.
     flush = torch.ones(cache_bytes // 2, dtype=torch.int32, device=device)
-
-    def make(layout: str, num_bytes: int) -> Case:
-        case = Case(layout, num_bytes, device, cache_bytes)
-        case.check()
-        return case
-
-    for layout in LAYOUTS:
-        make(layout, 1 << 20)
-    print("check: every byte of a log and a restore is right, in each layout")
     found: dict[str, Any] = {"check": "passed", "results": []}
-    for layout in LAYOUTS:
-        for kib in sizes(options.max_kib):
-            case = make(layout, kib << 10)
-            timers = {name: case.timer(name, flush) for name in OPERATIONS}
-            samples = timed(timers, options.samples)
-            names = ("num_drafts", "num_layers", "num_sets")
-            about = {"layout": layout, "bytes": case.num_bytes}
-            about |= {name: getattr(case, name) for name in names}
-            result = about | statistics_of(samples, case.num_bytes)
-            found["results"].append(result)
-            print(f"{layout}, {case.num_bytes} bytes: measured", flush=True)
-            del case, timers
+    for layout, kib in itertools.product(LAYOUTS, sizes(options.max_kib)):
+        case = Case(layout, kib << 10, device, cache_bytes)
+        case.check()
+        timers = {name: case.timer(name, flush) for name in OPERATIONS}
+        samples = timed(timers, options.samples)
+        about = {"layout": layout, "bytes": case.num_bytes}
+        about |= {f"num_{of}": vars(case)[f"num_{of}"] for of in COUNTS}
+        found["results"].append(about | statistics_of(samples, case.num_bytes))
+        print(f"{layout}, {case.num_bytes} bytes: checked, measured", flush=True)
+        del case, timers
     return found
 
 
@@ -303,14 +283,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found: dict[str, Any] = {
             "kind": "bench_kernels",
             "command": shlex.join(["python", PROGRAM, *arguments]),
-            "environment": describe(options),
+            "environment": environment.describe(options.device, ROOT),
             "warnings": environment.warnings(options.device),
         }
-        for name, value in found["environment"].items():
-            print(f"{name}: {value}")
-        for warning in found["warnings"]:
-            print(f"warning: {warning}")
-        found |= measure(options, found["environment"]["cache_bytes"])
+        print(json_text({name: found[name] for name in ("environment", "warnings")}))
+        found |= measure(options)
     except (ops.NworOpsUnavailable, CheckFailed) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
