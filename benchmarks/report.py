@@ -54,14 +54,6 @@ def number(value: float) -> str:
     return f"{value:,.0f}".replace(",", " ")
 
 
-def size(num_bytes: float) -> str:
-    """Bytes with a decimal unit, up to GB: 1500000 is 1.5 MB."""
-    if abs(num_bytes) < 1000:
-        return f"{num_bytes:.0f} B"
-    power = min((len(f"{abs(num_bytes):.0f}") - 1) // 3, 3)
-    return f"{num_bytes / 1000**power:.1f} {'KMG'[power - 1]}B"
-
-
 def percent(share: float, digits: int = 1) -> str:
     """0.1234 is 12.3 %."""
     return f"{share * 100:.{digits}f} %"
@@ -230,7 +222,7 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
     return list(rows.values())
 
 
-_OURS = (columns, number, size, percent, spread, alike, speed, summary.own_process)
+_OURS = (columns, number, percent, spread, alike, speed, summary.own_process)
 _OURS += (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
 _OURS += (runner, log_size, verdict, to_cow, host_us, slot_bytes, by_mode)
 _OURS += (budgets, once_an_engine)
