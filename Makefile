@@ -97,7 +97,7 @@ reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach
 
 # What NWOR touches of them is patched, too, as those who keep a fork do it, and our
 # library is built by their own setup.py and CMakeLists.txt.
-check-vllm: setup ## is what NWOR relies on in the vLLMs we serve? fetches their sources
+check-vllm: setup ## does each supported vLLM have what NWOR relies on? fetches sources
 	$(PY) tools/check_vllm.py $(ARGS)
 	$(PY) -m pytest -m nightly tests/unit/test_apply_to_vllm.py -q
 

@@ -14,13 +14,7 @@ PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines sync layouts sleep audit poison offload parallel ray"
 STEPS="$STEPS sanitizer bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
-if [ -n "${NWOR_RESULTS:-}" ]; then
-    RESULTS=$NWOR_RESULTS
-elif [ -n "${OUT:-}" ]; then
-    RESULTS=$WORK/results
-else
-    RESULTS=results
-fi
+RESULTS=${NWOR_RESULTS:-results}
 mkdir -p "$WORK" "$RESULTS"
 RESULTS=$(cd "$RESULTS" && pwd)
 
@@ -253,13 +247,6 @@ for argument in "$@"; do
 done
 finish_step
 
-if [ -n "${OUT:-}" ]; then
-    tar -czf "$OUT/results.tar.gz" -C "$RESULTS" .
-    if [ -d "$NWOR_GPU_TEST_DIR" ]; then
-        (cd "$NWOR_GPU_TEST_DIR" && find . -name '*.log' -print0 |
-            tar -czf "$OUT/engine_logs.tar.gz" --null -T -)
-    fi
-fi
 echo "== results in $RESULTS: $(cd "$RESULTS" && echo *)"
 echo "== failed:${failed:- none}"
 [ -z "$failed" ]

@@ -2,9 +2,10 @@
 """DraftCommitManager: the transaction around one verification step.
 
 What commit guarantees: after it, every byte at a rejected draft's slot, in every layer
-of the manager's groups, is what it was before the step; no other byte of a request's
-blocks was touched by us; and accepted drafts are what vLLM wrote. Copies are of bytes,
-blind to their type. There are two ways to it, and each KV-cache group has one:
+of the manager's groups, is what it was right before the forward; accepted drafts are
+what vLLM wrote; and of a request's blocks we write only those slots (undo log), or
+those of the kept rows (shadow pages). Copies are of bytes, blind to their type. There
+are two ways to it, and each KV-cache group has one:
 
     undo log      begin saves the old bytes of the drafts' slots, commit restores those
                   of the rejected ones (launches.py)
