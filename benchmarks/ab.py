@@ -57,7 +57,7 @@ class NworDone:
     """What NWOR did in a run.
 
     counts: increments of its counters by name, and logged_bytes: staged drafts times
-    the log's bytes a draft, 0 where shadow pages were used.
+    the log's bytes a draft, 0 where shadow blocks were used.
     begin_us, commit_us: host times, one a step that had drafts, [num_windowed_steps].
     """
 
@@ -99,7 +99,7 @@ class Arm:
     """One way to run the requests on an engine.
 
     name: in tables and files. hooked: whether NWOR's hooks are on vLLM; else it runs
-    its own code only, as `hooks._wrap.unhook` says. stages: whether shadow pages are
+    its own code only, as `hooks._wrap.unhook` says. stages: whether shadow blocks are
     used where the engine has them; else all is logged. audit_mib: what the KV audit
     compares in a step (VLLM_NWOR_AUDIT_MIB), where it is what is measured.
     """

@@ -71,7 +71,7 @@ class NworWorkerExtension:
         end are here with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker only. Returns
         whether NWOR protects anything here now.
 
-        stages: uses shadow pages where there are some, or else logs all groups.
+        stages: uses shadow blocks where there are some, or else logs all groups.
         times: keeps host times.
 
         Raises:

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops. Definitions: cow_bindings.cpp (undo log), shadow_bindings.cpp (shadow pages)
-// and audit_bindings.cpp; registration: torch_bindings.cpp; past PyTorch's
-// dispatcher: builtins.cpp.
+// The ops. Definitions: cow_bindings.cpp, shadow_bindings.cpp and audit_bindings.cpp;
+// registration: torch_bindings.cpp; past PyTorch's dispatcher: builtins.cpp.
 #pragma once
 
 #include "tensor_args.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shadow pages: the arithmetic that CPU and CUDA share, and the launchers'
+// Shadow blocks: the arithmetic that CPU and CUDA share, and the launchers'
 // arguments. Nothing is copied here.
 //
 // An entry of a block table stands for entry_tokens (T) positions of a request;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CPU launchers of shadow pages: check every value, then copy, then patch. The
+// CPU launchers of shadow blocks: check every value, then copy, then patch. The
 // readable specification of what the CUDA kernels do.
 #include <algorithm>
 #include <numeric>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CUDA kernels and launchers of shadow pages: some blocks for each window, which share
+// CUDA kernels and launchers of shadow blocks: some blocks for each window, which share
 // the layers, as many as one wave on the device takes; each warp copies one row of one
 // layer at a time. Row layouts only. The grid follows from what the host knows,
 // everything else is read on the device.

@@ -377,7 +377,7 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     check_identities(rise)
 
 
-# --- shadow pages: the metrics are the newest engine's from here on ---------------
+# --- shadow blocks: the metrics are the newest engine's from here on ---------------
 
 
 def resolved(engine: Engine) -> list[str]:
@@ -445,7 +445,7 @@ def test_a_step_that_cannot_be_staged_is_logged(
 
 
 @AT_A_CALL
-def test_a_commit_from_shadow_pages_that_fails_ends_the_step(
+def test_a_commit_from_shadow_blocks_that_fails_ends_the_step(
     call: int, late: bool, stage: Engine
 ) -> None:
     """No token goes out whose keys and values may be missing."""
@@ -491,7 +491,7 @@ def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
         "(VLLM_NWOR_SHADOW_BLOCKS raises the number)"
     )
     assert lines[0] == f"INFO NWOR: no shadow blocks: {sentence}"
-    assert f"group 0: cow (no shadow pages: {sentence}; " in lines[1]
+    assert f"group 0: cow (no shadow blocks: {sentence}; " in lines[1]
 
     oracle, before = SnapshotOracle(engine.probe), counters(engine)
     with nwor_log() as lines:

@@ -86,7 +86,7 @@ def test_two_lines_say_what_stage_takes(server: Server) -> None:
     assert lines[0].endswith(reserved)
     assert re.search(
         r"NWOR stage requested; group 0: stage \(30 layers, packed slots\); undo log: "
-        r"32 drafts, \d+\.\d MiB; shadow pages: 8 seats, 11\.2 MiB$",
+        r"32 drafts, \d+\.\d MiB; shadow blocks: 8 seats, 11\.2 MiB$",
         lines[1],
     )
 
@@ -208,7 +208,7 @@ def test_every_metric_named_exists(watched: Watched) -> None:
 ENGINE = "{{model_name}}, engine {{engine}}"
 ABOVE_0 = {
     *(("Draft tokens by outcome", one) for one in ("staged", "committed", "rejected")),
-    *(("Restored bytes", f"{ENGINE}, {one} shadow pages") for one in ("to", "from")),
+    *(("Restored bytes", f"{ENGINE}, {one} shadow blocks") for one in ("to", "from")),
     *(("Acceptance rate", "NWOR"), ("Windows", "NWOR"), ("Throughput", "answer")),
     *(("vLLM's draft tokens", "drafted"), ("Audited steps", ENGINE)),
 }

@@ -296,7 +296,7 @@ fly-draft-flash draft_model FLASH_ATTN FULL auto rejection=fly
 eagle-flash-dynamic-async eagle FLASH_ATTN FULL auto dynamic
 """)
 
-# Its drafter reads a copy of the block table that was made while shadow pages were in
+# Its drafter reads a copy of the block table that was made while shadow blocks were in
 # it: staged all the same, it would read a cache that nobody has written.
 (COPYING,) = _engines("copying-flex eagle FLEX_ATTENTION EAGER auto")
 # Engines whose OffloadingConnector stores what was never written (vLLM 0.26.0); the

@@ -35,7 +35,7 @@ LIMIT_VARIABLE = "NWOR_GPU_ENGINE_LIMIT_S"
 DEFAULT_JOBS = 6
 DEFAULT_LIMIT_S = 240
 LOG_TAIL = 5000
-# NWOR_GPU_MODE=stage: the same engines with shadow pages.
+# NWOR_GPU_MODE=stage: the same engines with shadow blocks.
 OFF, ON = "off", os.environ.get("NWOR_GPU_MODE", "cow")
 
 # What every engine's process has; NWOR's own variables are taken away first.

@@ -6,7 +6,7 @@ what is checked in compare.py, how bytes are watched in tests/helpers/oracle.py.
 engine runs twice in processes of its own, with NWOR off and on; the off one must fail
 the oracle.
 
-NWOR_GPU_MODE=stage has them run with shadow pages. Not covered: pipeline parallelism
+NWOR_GPU_MODE=stage has them run with shadow blocks. Not covered: pipeline parallelism
 (refused), block copies (full attention makes none), and FLASHINFER, which the test
 machines lack.
 """

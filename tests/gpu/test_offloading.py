@@ -2,7 +2,7 @@
 """NWOR beside vLLM's OffloadingConnector: guarantees 3 and 7; the connector's own
 metrics travel in the same field as ours.
 
-NWOR_GPU_MODE=stage has the engines run with shadow pages. When a transfer is done is
+NWOR_GPU_MODE=stage has the engines run with shadow blocks. When a transfer is done is
 left to the clock: bytes are watched on the CPU (tests/integration/test_connectors.py),
 where it is not.
 """

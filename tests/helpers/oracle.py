@@ -15,8 +15,8 @@ and what must hold between them, outside of shadow blocks, which no request has:
     S2 == S1 everywhere else                       else "stray write"
     S1 == S0 outside the slots of this step        else "unmapped write"
 
-With shadow pages (mode stage) drafts are verified elsewhere, and commit writes the kept
-rows: S2 == S1 has to hold outside the slots of this step only, and
+With shadow blocks (mode stage) drafts are verified elsewhere, and commit writes the
+kept rows: S2 == S1 has to hold outside the slots of this step only, and
 
     S1 == S0 at the slots of rows verified in a shadow block    else "early write"
     each rejected draft was verified in a shadow block          else "not staged"

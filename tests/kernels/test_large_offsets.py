@@ -87,7 +87,7 @@ def test_bytes_are_those_of_a_small_cache(device, family, far):
     assert small.counted()[0][1] == small.num_drafts
 
 
-def test_slots_of_shadow_pages(device):
+def test_slots_of_shadow_blocks(device):
     """Past 2^32, of rows of one byte."""
     entry_tokens, first_entry = 64, (1 << 26) + 1
     pages = Pages(entry_tokens, first_entry, first_entry, 1, num_seats=1, width=1)

@@ -127,7 +127,7 @@ class TestOnCuda:
         assert not waits, keys
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
 
-    def test_shadow_pages_in_a_captured_graph(self):
+    def test_shadow_blocks_in_a_captured_graph(self):
         """A replay reads the tables that are there then, and leaves `saved` as the
         next one needs it."""
         calls = calls_on(torch.device("cuda"))

@@ -448,7 +448,7 @@ class Life(Step):
         super().__init__(device, layouts, LIFE_PAGES)
 
     def run(self, requests, seats=None):
-        """One step; returns how many rows were copied to shadow pages."""
+        """One step; returns how many rows were copied to shadow blocks."""
         self.stage(requests, seats)
         copied = sum(window.num_copied for window in self.windows().values())
         self.forward()

@@ -56,7 +56,7 @@ def strided(size, *strides):
 
 class Calls:
     """Good arguments of each op, by name: of log and restore for 2 layers and 3 drafts,
-    which are logged; of those of shadow pages for the worked example, which is staged.
+    which are logged; of those of shadow blocks for the worked example, which is staged.
     """
 
     def __init__(self, device, layout=nhd):

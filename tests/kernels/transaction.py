@@ -2,7 +2,7 @@
 """Verification steps through the real ops, every byte of them checked.
 
 Log, a forward that overwrites all draft slots, restore; or stage, a forward through the
-shadow pages, commit. Each call is compared with the reference's, whole allocations,
+shadow blocks, commit. Each call is compared with the reference's, whole allocations,
 guards and poison included.
 """
 
@@ -34,7 +34,7 @@ NUM_COUNTERS = len(ops.COUNTER_COLUMNS)
 LOG, RESTORE = "log_cache_slots", "restore_rejected_drafts"
 STAGE, COMMIT, UNSTAGE = "stage", "commit_draft_layer", "unstage"
 # By which a draft's rejected bytes stay out of the cache: they are put back, or were in
-# shadow pages.
+# shadow blocks.
 FAMILIES = (LOG, RESTORE), (STAGE, COMMIT)
 # What the counters are before the first step: they are added to.
 FIRST_COUNTS = torch.arange(10, 10 + NUM_COUNTERS)

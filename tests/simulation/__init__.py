@@ -10,6 +10,6 @@
     seats       the rule by which shadow rows are not copied anew, in an engine's place
 
 `python -m tests.simulation --help` runs and replays it. The real parts under test are
-DraftCommitManager, ShadowPages, VerificationWindows, KVLayout, Report, NworStats and
+DraftCommitManager, ShadowBlocks, VerificationWindows, KVLayout, Report, NworStats and
 the native CPU ops. Not simulated: attention, threads, a device behind the host.
 """

@@ -16,7 +16,7 @@ import torch
 from tests.kernels import reference
 from vllm_nwor.draft_manager import LayerCache
 from vllm_nwor.kv_layout import packed_layout, row_layout, runs_of
-from vllm_nwor.shadow_pages import ShadowRegion
+from vllm_nwor.shadow_blocks import ShadowRegion
 
 Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]

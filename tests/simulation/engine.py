@@ -447,7 +447,7 @@ class Engine:
                 yield from self.groups[gid].protected
 
     def _windows(self, step: Step, gid: int) -> Iterator[tuple[int, Rows, int, int]]:
-        """Of those in shadow pages: batch row, rows, first entry, seat."""
+        """Of those in shadow blocks: batch row, rows, first entry, seat."""
         for row, (rows, entry) in enumerate(
             zip(step.rows, step.first_entries(gid).tolist(), strict=True)
         ):

@@ -179,7 +179,7 @@ class Step:
         return self.flat(lambda gid, group: self._is_staged(gid) & group.is_protected)
 
     def num_committed(self, gid: int) -> int:
-        """Rows that are kept, of those in shadow pages."""
+        """Rows that are kept, of those in shadow blocks."""
         return int((self._is_staged(gid)[:, 0] & ~self._is_rejected).sum())
 
     def keep_mask(self, failed: Sequence[str]) -> Mask:

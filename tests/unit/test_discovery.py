@@ -32,7 +32,7 @@ from vllm_nwor.hooks import discovery, engine_core, layers, staging
 from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.report import Report
-from vllm_nwor.shadow_pages import ShadowRegion, blocks_per_seat
+from vllm_nwor.shadow_blocks import ShadowRegion, blocks_per_seat
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
 SPEC = FullAttentionSpec(
@@ -457,7 +457,7 @@ def test_a_group_that_cannot_be_staged_is_logged_and_says_why(found, reason):
 
     assert manager.shadow is None
     assert (info.requested, info.resolved) == ("stage", "cow")
-    assert info.reason == f"no shadow pages: {reason}; 1 layers, rows"
+    assert info.reason == f"no shadow blocks: {reason}; 1 layers, rows"
     if "the drafter" in reason and "NEW" not in reason:
         copier = reason.split(", and ")[1].split(" may copy")[0]
         name = f"a drafter's layers in the group of {copier}"
@@ -515,9 +515,10 @@ def test_one_group_is_staged_and_another_logged():
     assert [group.group_id for group in manager.shadow.groups] == [1]
     assert [group.group_id for group in manager.groups] == [1, 0]
     (line,) = lines
-    assert line.startswith("INFO NWOR stage requested; group 0: cow (no shadow pages: ")
+    start = "INFO NWOR stage requested; group 0: cow (no shadow blocks: "
+    assert line.startswith(start)
     assert "; group 1: stage (1 layers, rows);" in line
-    assert line.endswith("; shadow pages: 1 seats, 0.0 MiB")
+    assert line.endswith("; shadow blocks: 1 seats, 0.0 MiB")
     layout = manager.groups[0].layers[0].layout
     assert manager.shadow_bytes == REGION.num_blocks * 16 * layout.slot_bytes > 0
 
@@ -525,7 +526,7 @@ def test_one_group_is_staged_and_another_logged():
 @pytest.mark.parametrize("num_seqs", [1, 4, 64])
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 528])
-def test_what_is_reserved_is_enough_for_shadow_pages_too(
+def test_what_is_reserved_is_enough_for_shadow_blocks_too(
     num_seqs, num_drafts, block_size
 ):
     """With one group, as many seats as sequences, and kernel blocks of 16 tokens."""
@@ -603,7 +604,8 @@ def test_a_connector_that_may_save_before_commit_is_told_and_never_staged():
 
     manager, (info,), _ = build(found, mode=Mode.STAGE)
     assert (manager.shadow, info.resolved) == (None, "cow")
-    assert info.reason.startswith("no shadow pages: the KV connector ExampleConnector ")
+    start = "no shadow blocks: the KV connector ExampleConnector "
+    assert info.reason.startswith(start)
     assert info.reason.endswith(exports)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftCommitManager and ShadowPages beside what the simulation draws: memory, what
+"""DraftCommitManager and ShadowBlocks beside what the simulation draws: memory, what
 raises whatever the settings are, the invariants, what a seat takes.
 
 tests/simulation plays windows, layouts and faults on the real manager: each move
@@ -28,13 +28,13 @@ from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.ops import SAVED_COLUMNS
 from vllm_nwor.report import Report
-from vllm_nwor.shadow_pages import (
+from vllm_nwor.shadow_blocks import (
+    ShadowBlocks,
     ShadowGroup,
-    ShadowPages,
     ShadowRegion,
     blocks_per_seat,
 )
-from vllm_nwor.shadow_pages import num_bytes as num_shadow_bytes
+from vllm_nwor.shadow_blocks import num_bytes as num_shadow_bytes
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 # Blocks of requests and, behind them, shadow blocks: two for each of two seats.
@@ -242,7 +242,7 @@ def test_counters_of_a_failed_restore_are_published_if_they_can_be(kind, copies)
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_given_storage_bounds_the_capacity(is_staged):
-    """Shadow pages keep their own things in it, too."""
+    """Shadow blocks keep their own things in it, too."""
     needed = num_bytes(5, ROW_BYTES, num_groups=1, num_layers=2)
     if is_staged:
         needed += StagedGroup(REGION, SLOTS).num_bytes
@@ -363,8 +363,8 @@ def test_entries_that_do_not_divide_a_block_are_refused(entry_tokens):
 
 
 def test_the_last_number_of_a_step_is_followed_by_the_first():
-    pages = ShadowPages([shadow_group(16)], [], None)
-    pages.step = 2**31 - 2
+    shadow = ShadowBlocks([shadow_group(16)], [], None)
+    shadow.step = 2**31 - 2
     for expected in (2**31 - 1, 1, 2):
-        pages.start_step()
-        assert pages.step == expected
+        shadow.start_step()
+        assert shadow.step == expected

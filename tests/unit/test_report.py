@@ -24,7 +24,7 @@ from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
 from vllm_nwor.report import NOTHING, Report
-from vllm_nwor.shadow_pages import ShadowRegion
+from vllm_nwor.shadow_blocks import ShadowRegion
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 ROW_BYTES = 2 * 8
@@ -277,7 +277,7 @@ class Looking:
 
 
 @pytest.mark.parametrize("num_drafts", [3, 0])
-def test_the_audit_plans_before_shadow_pages_are_there_and_resolves_behind_commit(
+def test_the_audit_plans_before_shadow_blocks_are_there_and_resolves_behind_commit(
     num_drafts,
 ):
     runner = Runner(Mode.STAGE, num_drafts)

@@ -28,7 +28,7 @@ from tests.helpers.logs import nwor_log
 from vllm_nwor.config import Mode, NworConfig
 from vllm_nwor.hooks import engine_core
 from vllm_nwor.hooks.engine_core import VERDICT, LayerVerdict
-from vllm_nwor.shadow_pages import ShadowRegion
+from vllm_nwor.shadow_blocks import ShadowRegion
 
 NUM_DRAFTS, NUM_SEQS, MAX_MODEL_LEN = 4, 8, 256
 NUM_BLOCKS, BLOCK = 1000, 16
@@ -196,7 +196,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "sentence"), REFUSED)
-def test_what_cannot_have_shadow_pages_is_refused_with_a_sentence(
+def test_what_cannot_have_shadow_blocks_is_refused_with_a_sentence(
     name, changes, sentence
 ):
     config = vllm_config(**changes)

@@ -80,7 +80,7 @@ def test_a_good_record_passes_every_check():
     assert set(verdicts(record).values()) == {"pass"}
     leak(record, 0.8)
     assert set(verdicts(record).values()) == {"pass"}
-    # Shadow pages have bytes of their own.
+    # Shadow blocks have bytes of their own.
     record["info"][0]["resolved"] = "stage"
     record["metrics"]["vllm:nwor_committed_bytes"] = 4096.0
     del record["metrics"]["vllm:nwor_restored_bytes"]

@@ -4,13 +4,13 @@
 What commit guarantees: after it, every byte at a rejected draft's slot, in every layer
 of the manager's groups, is what it was right before the forward; accepted drafts are
 what vLLM wrote; and of a request's blocks we write only those slots (undo log), or
-those of the kept rows (shadow pages). Copies are of bytes, blind to their type. There
+those of the kept rows (shadow blocks). Copies are of bytes, blind to their type. There
 are two ways to it, and each KV-cache group has one:
 
-    undo log      begin saves the old bytes of the drafts' slots, commit restores those
-                  of the rejected ones (launches.py)
-    shadow pages  stage has the drafts verified in private blocks, commit copies the
-                  kept rows to the request's own (shadow_pages.py)
+    undo log       begin saves the old bytes of the drafts' slots, commit restores those
+                   of the rejected ones (launches.py)
+    shadow blocks  stage has the drafts verified in private blocks, commit copies the
+                   kept rows to the request's own (shadow_blocks.py)
 
 A step whose windows cannot all be staged uses the undo log for all groups. Under
 VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
@@ -80,8 +80,8 @@ from .metrics import (
     STAGE_FAILED,
     STALE_LOG,
 )
-from .shadow_pages import ShadowGroup, ShadowPages, ShadowRegion
-from .shadow_pages import num_bytes as num_shadow_bytes
+from .shadow_blocks import ShadowBlocks, ShadowGroup, ShadowRegion
+from .shadow_blocks import num_bytes as num_shadow_bytes
 from .window import Acceptance, VerificationWindows
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -138,7 +138,7 @@ class DraftCommitManager:
     """Begins, commits and aborts the verification windows of one model runner.
 
     groups: the protected KV-cache groups, staged ones first. capacity: drafts a step
-        that fit the log. shadow: the pages of the staged groups, or None.
+        that fit the log. shadow: the shadow blocks of the staged groups, or None.
     counters: [num_tables, 8] int64, device (ops.COUNTER_COLUMNS), a row for each
         launch of a commit, only ever added to, by the kernels. Every launch sees all
         windows, so that windows and tokens are read from row 0; bytes and invalid
@@ -163,7 +163,7 @@ class DraftCommitManager:
             None allocates it.
         ops: the seam where tests inject faults: what has the functions of `ops`; None
             for builtin_ops.
-        staged: for the KV-cache groups that have shadow pages.
+        staged: for the KV-cache groups that have shadow blocks.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -195,14 +195,14 @@ class DraftCommitManager:
             Launch(group, part, counters)
             for (group, part), counters in zip(parts_of_groups, rows, strict=True)
         ]
-        self.shadow: ShadowPages | None = None
+        self.shadow: ShadowBlocks | None = None
         # Of the groups that are logged beside staged ones; their rows of the counters.
         self._beside: Launches | None = None
         self._is_logged_beside = False
         self._num_staged_rows = sum(
             len(group.tables) for group in self.groups if group.group_id in staged
         )
-        pages = [
+        shadow_groups = [
             ShadowGroup(
                 group.group_id,
                 group.tables,
@@ -218,8 +218,9 @@ class DraftCommitManager:
             ops = builtin_ops.load(self.device)
         self.remember((*memory.taken, *rows))
         self.launches = Launches(launches, ops)
-        if pages:
-            self.shadow = ShadowPages(pages, rows[: self._num_staged_rows], ops)
+        if shadow_groups:
+            staged_rows = rows[: self._num_staged_rows]
+            self.shadow = ShadowBlocks(shadow_groups, staged_rows, ops)
             if launches[self._num_staged_rows :]:
                 self._beside = Launches(launches[self._num_staged_rows :], ops)
         self.state = State.IDLE
@@ -264,7 +265,7 @@ class DraftCommitManager:
         """Call when the runner starts a step, also one without drafts: windows that
         the step before left behind are dropped.
 
-        keeps: as ShadowPages.start_step.
+        keeps: as ShadowBlocks.start_step.
 
         Raises: as abort.
         """
@@ -274,7 +275,7 @@ class DraftCommitManager:
             self.shadow.start_step(keeps)
 
     def stage(self, windows: VerificationWindows) -> bool:
-        """Puts shadow pages in the place of the blocks that hold drafts. Call when
+        """Puts shadow blocks in the place of the blocks that hold drafts. Call when
         block tables and slot mappings are final, before attention metadata is built;
         then begin. Where a window has no seat, or this fails, begin logs the step.
 
@@ -389,7 +390,7 @@ class DraftCommitManager:
         and without a log, when nothing is done.
 
         Raises:
-            NworError: if copying from shadow pages fails; under
+            NworError: if copying from shadow blocks fails; under
                 VLLM_NWOR_STRICT=always, if restoring fails.
         """
         if self.state is _STAGED:

@@ -46,8 +46,8 @@ COUNTERS = {
     "rejected_tokens": "Draft tokens rejected and undone.",
     "dropped_drafts": "Draft tokens of windows that the scheduler never counted.",
     "restored_bytes": "KV-cache bytes put back at rejected slots (of one worker).",
-    "shadow_copied_bytes": "KV-cache bytes copied to shadow pages (of one worker).",
-    "committed_bytes": "KV-cache bytes copied from shadow pages (of one worker).",
+    "shadow_copied_bytes": "KV-cache bytes copied to shadow blocks (of one worker).",
+    "committed_bytes": "KV-cache bytes copied from shadow blocks (of one worker).",
     "breaches": "Identities between worker and scheduler that did not hold.",
 }
 # The reasons of fallbacks, which the manager counts (draft_manager.py).

@@ -195,7 +195,7 @@ counters_to: [8] int64, cpu, in pinned memory for CUDA. Mutated: what counters h
 """
 
 stage: OpOverload
-"""Puts shadow pages in the place of the blocks that hold drafts, for one step.
+"""Puts shadow blocks in the place of the blocks that hold drafts, for one step.
 
 An entry of a block table stands for `entry_tokens` positions: entry e, offset o is
 slot e * entry_tokens + o. The drafts of request r are its last k positions, with
@@ -227,7 +227,7 @@ to the real blocks, and are counted as `invalid_slots` by commit_draft_layer.
 """
 
 commit_draft_layer: OpOverload
-"""Copies the rows that this step wrote to shadow pages and that are kept (target,
+"""Copies the rows that this step wrote to shadow blocks and that are kept (target,
 accepted drafts, and any before them) to the real blocks, in all layers of a table;
 counts; puts block table and slots back.
 

@@ -35,7 +35,7 @@ class VerificationWindows(Struct, frozen=True, gc=False):
     num_leading_zeros: entries in front of the first request's in cu_num_logits, as the
         arrays have them that begin with 0.
 
-    What shadow pages need besides; None where there are none:
+    What shadow blocks need besides; None where there are none:
     block_tables: for each KV-cache group id, [>= num_reqs, width] int32, device.
     query_start_loc: [>= num_reqs + 1] int32, device: batch row where a request begins.
     seq_lens: [>= num_reqs] int32, device: its tokens, those of this step included.

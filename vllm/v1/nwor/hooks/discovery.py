@@ -21,8 +21,8 @@ from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGro
 from ..launches import num_bytes
 from ..metrics import GroupInfo
 from ..report import MAX_IN_FLIGHT, Report
-from ..shadow_pages import blocks_per_seat
-from ..shadow_pages import num_bytes as num_shadow_bytes
+from ..shadow_blocks import blocks_per_seat
+from ..shadow_blocks import num_bytes as num_shadow_bytes
 from .engine_core import config_refusal, connectors_in_forward
 from .layers import GroupRefused, draft_layer_names, sleeps, target_layers, told
 from .staging import staged_group
@@ -86,11 +86,11 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
             protected.append((gid, layers))
             resolved, reason = Mode.COW.value, _told_of(layers, vllm_config)
             if config.mode is Mode.STAGE:
-                pages = staged_group(runner, gid, group, layers)
-                if isinstance(pages, str):
-                    reason = f"no shadow pages: {pages}; {reason}"
+                shadow = staged_group(runner, gid, group, layers)
+                if isinstance(shadow, str):
+                    reason = f"no shadow blocks: {shadow}; {reason}"
                 else:
-                    resolved, staged[gid] = Mode.STAGE.value, pages
+                    resolved, staged[gid] = Mode.STAGE.value, shadow
         else:  # all of them are the drafter's
             continue
         infos.append(GroupInfo(gid, config.mode.value, resolved, reason))
@@ -212,7 +212,7 @@ def _announce(
             size += "; rejected slots are poisoned"
         if manager.shadow is not None:
             size += (
-                f"; shadow pages: {manager.shadow.num_seats} seats, "
+                f"; shadow blocks: {manager.shadow.num_seats} seats, "
                 f"{manager.shadow_bytes / 2**20:.1f} MiB"
             )
     log = logger.warning if refused else logger.info

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..config import Mode, NworConfig
-from ..shadow_pages import ShadowRegion, blocks_per_seat
+from ..shadow_blocks import ShadowRegion, blocks_per_seat
 from ._wrap import HookTarget, argument, install_all
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -87,7 +87,7 @@ class LayerVerdict(NamedTuple):
 
 
 def group_refusal(verdicts: Sequence[LayerVerdict]) -> str | None:
-    """Why a KV-cache group of these layers will have no shadow pages, or None."""
+    """Why a KV-cache group of these layers will have no shadow blocks, or None."""
     for verdict in verdicts:
         if verdict.refusal and not verdict.is_drafters:
             return verdict.refusal
@@ -156,7 +156,7 @@ def _not_allowed(transfer: Mapping[str, Any]) -> list[str]:
 
 
 def stage_refusal(vllm_config: Any) -> str | None:
-    """Why this configuration cannot have shadow pages, or None. The worker asks too."""
+    """Why this configuration has no shadow blocks, or None. Workers ask this, too."""
     if (refusal := config_refusal(vllm_config)) is not None:
         return refusal
     if connectors := connectors_in_forward(vllm_config):

@@ -6,7 +6,7 @@ A step, and where the hooks sit:
     execute_model      what a failed step left is dropped, and its tables put back
       _calc_spec_decode_metadata   which rows of the batch are drafts: remembered; block
                        tables and slots are final here, attention metadata is not built
-                       yet: the audit plans, then shadow pages are put in place
+                       yet: the audit plans, then shadow blocks are put in place
       _model_forward   without speculation the audit plans here; begin: the old bytes
                        are logged, then the forward runs
     sample_tokens
@@ -35,7 +35,7 @@ METADATA = HookTarget(
     MODULE,
     "GPUModelRunner._calc_spec_decode_metadata",
     ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
-    why="which rows are drafts is known; shadow pages have to be in the tables before "
+    why="which rows are drafts is known; shadow blocks have to be in the tables before "
     "attention metadata is built from them",
     delete_when="spec_decode_metadata is in the forward context",
 )

@@ -4,10 +4,11 @@
 A step, and where the hooks sit:
 
     execute_model      what a failed step left is dropped, and its tables put back
-      prepare_attn     tables and slots are computed; the audit plans, then shadow pages
-                       are put in place; then begin: the old bytes are logged. A full
-                       CUDA graph is replayed later without a forward context, so this
-                       is the last place before the forward that every path passes.
+      prepare_attn     tables and slots are computed; the audit plans; then shadow
+                       blocks are put in place; then begin: the old bytes are logged.
+                       A full CUDA graph is replayed later without a forward context,
+                       so this is the last place before the forward that every path
+                       passes.
     sample_tokens
       sample           rejection sampling, then commit, then the audit resolves; after
                        it come the output copy, the drafter and the connector's saves

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV-cache groups can have shadow pages: what a worker knows before the cache is
+"""Which KV-cache groups can have shadow blocks: what a worker knows before the cache is
 sized (`mark_layers`), and once it is bound (`staged_group`)."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _verdicts_of_bound(runner: Any, gid: int, group: Any) -> list[LayerVerdict]:
 def staged_group(
     runner: Any, gid: int, group: Any, layers: list[LayerCache]
 ) -> StagedGroup | str:
-    """What the group needs for shadow pages, or why it has none."""
+    """What the group needs for shadow blocks, or why it has none."""
     refusal = stage_refusal(runner.vllm_config)
     if hasattr(runner, "block_tables"):  # V2
         refusal = refusal or group_refusal(_verdicts_of_bound(runner, gid, group))

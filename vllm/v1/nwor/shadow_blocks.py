@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShadowPages: drafts are verified in private blocks, and never touch a request's own.
+"""ShadowBlocks: drafts are verified in private blocks, and never touch a request's own.
 
 For one step the blocks of a window that hold drafts are replaced by shadow blocks, in
 the block table and in the slot mapping, so that vLLM's own kernels write and read
@@ -119,7 +119,7 @@ def num_bytes(num_seats: int, span: int) -> int:
     return num_seats * (native_ops.SAVED_COLUMNS + 2 * span) * torch.int32.itemsize
 
 
-class ShadowPages:
+class ShadowBlocks:
     """All staged groups of a runner.
 
     num_seats: a step with more requests cannot be staged.
