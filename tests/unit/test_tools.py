@@ -8,6 +8,7 @@ commands work is shown by this suite running at all.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -161,6 +162,25 @@ def test_interrupted_setup_starts_over(record, number):
     assert record() == steps
     assert not (setup_env.VENV / "half-written").exists()
     assert setup_env.found_stamp() == setup_env.wanted_stamp()
+
+
+def test_newest_wheel_goes_to_another_environment(checkout, monkeypatch):
+    """Whatever others are there: uv prefers the one for the newest systems."""
+    commands: list[list[str | Path]] = []
+    monkeypatch.setattr(setup_env, "run", lambda words, **env: commands.append(words))
+    monkeypatch.setattr(setup_env, "pip_index_url", lambda: "")
+    (checkout / "build").mkdir()
+    (checkout / "dist").mkdir()
+    for built, system in ((1, "2_34"), (3, "2_32"), (2, "2_28")):
+        name = f"vllm_nwor-1-py3-none-manylinux_{system}_x86_64.whl"
+        (checkout / "dist" / name).touch()
+        os.utime(checkout / "dist" / name, (built, built))
+
+    setup_env.setup_other("0.26.0")
+
+    *_, option, wheel = commands[-1]
+    assert option == "--reinstall"
+    assert "manylinux_2_32" in str(wheel)
 
 
 # --- make_models.py ---
