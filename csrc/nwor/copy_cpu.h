@@ -15,8 +15,6 @@
 
 namespace nwor {
 
-enum class Direction { kToLog, kToCache };
-
 constexpr int64_t kTileDrafts = 16;
 
 // How many runs ahead cache lines are fetched: the strides of a packed layout are

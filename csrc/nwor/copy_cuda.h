@@ -14,8 +14,6 @@
 
 namespace nwor {
 
-enum class Direction { kToLog, kToCache };
-
 constexpr int kMaxLayersPerBlock = kWarpThreads;  // one lane prepares one layer
 // What the registers allow: 72 a thread. 56 KB in flight on each multiprocessor.
 constexpr int kBlocksPerMultiprocessor = 7;

@@ -15,7 +15,7 @@ void log_cache_slots(Tensor table, OptionalTensor runs, Tensor slot_mapping,
       tensors.table(table), tensors.runs(runs),
       tensors.batch(slot_mapping, logits_indices, cu_num_logits, num_leading_zeros),
       tensors.undo_log(undo_log, log_slots, log_windows), num_drafts};
-  tensors.num_drafts(num_drafts, undo_log.size(0), "undo_log");
+  tensors.num_drafts(num_drafts, undo_log.size(0));
   NWOR_DISPATCH(tensors, args, log_cache_slots);
 }
 
@@ -35,7 +35,7 @@ void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
       static_cast<int64_t*>(counters.data_ptr()),
       tensors.counters_to(counters_to),
       num_drafts};
-  tensors.num_drafts(num_drafts, undo_log.size(0), "undo_log");
+  tensors.num_drafts(num_drafts, undo_log.size(0));
 #ifdef NWOR_CUDA
   if (tensors.on_cuda() && args.counters_to != nullptr) {
     check_device_sees(tensors.op(), args.counters_to);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the CUDA launchers and kernels share: the device, launch errors, and byte
-// copies of a width that the addresses allow. CUDA sources only.
+// What the CUDA launchers and kernels share: sizes of blocks and grids, and accesses of
+// a width that the addresses allow. CUDA sources only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,29 +16,11 @@ constexpr int kWarpThreads = 32;
 constexpr int kBlockThreads = 128;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// PyTorch's device guard moved the driver's context; this makes the CUDA runtime that
-// is linked into this library follow.
-inline void use_device(const char* op, int device) {
-  int current = -1;
-  cudaError_t error = cudaGetDevice(&current);
-  if (error == cudaSuccess && current != device) {
-    error = cudaSetDevice(device);
-  }
-  NWOR_CHECK(error == cudaSuccess, op, "cuda:", device,
-             " cannot be used: ", cudaGetErrorString(error));
-}
-
-inline void check_launch(const char* op) {
-  const cudaError_t error = cudaGetLastError();
-  NWOR_CHECK(error == cudaSuccess, op,
-             "the launch failed: ", cudaGetErrorString(error));
-}
-
 // Blocks of a one-dimensional grid.
 inline unsigned grid_size(const char* op, int64_t num_blocks) {
   constexpr int64_t kMaxGrid = 2147483647;
-  NWOR_CHECK(num_blocks <= kMaxGrid, op, "num_drafts needs ", num_blocks,
-             " blocks; must be at most ", kMaxGrid);
+  NWOR_CHECK(num_blocks <= kMaxGrid, op, "a grid of ", num_blocks,
+             " blocks is needed; must be at most ", kMaxGrid);
   return static_cast<unsigned>(num_blocks);
 }
 

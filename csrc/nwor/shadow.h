@@ -95,6 +95,22 @@ NWOR_HOST_DEVICE inline StagedWindow load_window(const int32_t* saved) {
           saved[kSavedSeqLen], saved[kSavedFirstBlock], saved[kSavedNumBlocks]};
 }
 
+// The window as the step of that number stages it; until its commit nothing in its
+// shadow counts as present.
+NWOR_HOST_DEVICE inline void save_window(int32_t* saved, const StagedWindow& window,
+                                         int32_t num_copied, int32_t step) {
+  saved[kSavedDrafts] = window.num_drafts;
+  saved[kSavedFirstRow] = window.first_row;
+  saved[kSavedFirstPosition] = window.first_position;
+  saved[kSavedSeqLen] = window.seq_len;
+  saved[kSavedFirstBlock] = window.first_block;
+  saved[kSavedNumBlocks] = window.num_blocks;
+  saved[kSavedCopiedRows] = num_copied;
+  saved[kSavedStep] = step;
+  saved[kSavedValid] = -1;
+  saved[kSavedValidEntry] = 0;
+}
+
 struct BlockTable {
   int32_t* entries;
   int64_t num_rows;

@@ -203,20 +203,13 @@ void save_window(const ShadowStageArgs& args, int64_t r) {
     window.num_drafts = -window.num_drafts;
   }
   int32_t* saved = args.saved.row(r);
-  saved[kSavedDrafts] = window.num_drafts;
   if (window.num_drafts <= 0) {
+    saved[kSavedDrafts] = window.num_drafts;
     return;
   }
-  saved[kSavedFirstRow] = window.first_row;
-  saved[kSavedFirstPosition] = window.first_position;
-  saved[kSavedSeqLen] = window.seq_len;
-  saved[kSavedFirstBlock] = window.first_block;
-  saved[kSavedNumBlocks] = window.num_blocks;
-  saved[kSavedCopiedRows] = num_lacking(args, load_seat(saved), window,
-                                        args.blocks.at(r, window.first_block));
-  saved[kSavedStep] = args.step;
-  saved[kSavedValid] = -1;
-  saved[kSavedValidEntry] = 0;
+  const int32_t num_copied = num_lacking(args, load_seat(saved), window,
+                                         args.blocks.at(r, window.first_block));
+  save_window(saved, window, num_copied, args.step);
   for (int64_t i = 0; i < window.num_blocks; ++i) {
     const int64_t block = window.first_block + i;
     saved[kSavedEntries + i] = args.blocks.at(r, block);

@@ -140,6 +140,16 @@ __device__ void for_each_patch(const BlockTable& blocks, int64_t r,
   }
 }
 
+// What nobody else has changed since.
+__device__ void put_back(const BlockTable& blocks, int64_t r,
+                         const SharedWindow& shared, int64_t tokens) {
+  for_each_patch(blocks, r, shared, tokens, [](auto& place, auto shadow, auto real) {
+    if (place == shadow) {
+      place = real;
+    }
+  });
+}
+
 // A window that an earlier launch saved; num_drafts is 0 where nothing is staged, also
 // where `saved` is of a batch that does not fit these tensors.
 __device__ void load_saved(SharedWindow& shared, const SavedWindows& saved, int64_t r,
@@ -213,16 +223,7 @@ __device__ void patch_and_save(const ShadowStageArgs& args, int64_t r,
     saved[kSavedEntries + args.saved.span + i] = shared.shadow[i];
   }
   if (threadIdx.x == 0) {
-    saved[kSavedDrafts] = window.num_drafts;
-    saved[kSavedFirstRow] = window.first_row;
-    saved[kSavedFirstPosition] = window.first_position;
-    saved[kSavedSeqLen] = window.seq_len;
-    saved[kSavedFirstBlock] = window.first_block;
-    saved[kSavedNumBlocks] = window.num_blocks;
-    saved[kSavedCopiedRows] = shared.num_copied;
-    saved[kSavedStep] = args.step;
-    saved[kSavedValid] = -1;
-    saved[kSavedValidEntry] = 0;
+    save_window(saved, window, shared.num_copied, args.step);
   }
 }
 
@@ -374,12 +375,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (threadIdx.x == 0) {
       save_valid(args.saved.row(r), window, num_kept, args.entry_tokens);
     }
-    for_each_patch(args.blocks, r, shared, args.entry_tokens,
-                   [](auto& place, auto shadow, auto real) {
-                     if (place == shadow) {
-                       place = real;
-                     }
-                   });
+    put_back(args.blocks, r, shared, args.entry_tokens);
   }
 }
 
@@ -388,12 +384,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   __shared__ SharedWindow shared;
   load_saved(shared, args.saved, blockIdx.x, args.blocks);
   if (shared.window.num_drafts > 0) {
-    for_each_patch(args.blocks, blockIdx.x, shared, args.entry_tokens,
-                   [](auto& place, auto shadow, auto real) {
-                     if (place == shadow) {
-                       place = real;
-                     }
-                   });
+    put_back(args.blocks, blockIdx.x, shared, args.entry_tokens);
   }
 }
 

@@ -81,6 +81,8 @@ struct UndoLog {
   }
 };
 
+enum class Direction { kToLog, kToCache };
+
 // Columns of a row of counters, int64 [8]. Ops add to it.
 enum Counter : int {
   kWindows,

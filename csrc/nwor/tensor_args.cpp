@@ -82,11 +82,10 @@ void TensorArgs::size_is(const char* name, const Tensor& tensor, int64_t dim,
              "; dimension ", dim, " must be ", size, ", ", meaning);
 }
 
-void TensorArgs::num_drafts(int64_t num_drafts, int64_t capacity,
-                            const char* buffer) const {
+void TensorArgs::num_drafts(int64_t num_drafts, int64_t capacity) const {
   NWOR_CHECK(num_drafts >= 0 && num_drafts <= capacity, op_, "num_drafts is ",
-             num_drafts, "; must be between 0 and ", capacity, ", the capacity of ",
-             buffer);
+             num_drafts, "; must be between 0 and ", capacity,
+             ", the capacity of undo_log");
 }
 
 LayerTable TensorArgs::table(const Tensor& table) const {
@@ -156,15 +155,6 @@ BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_
           num_reqs};
 }
 
-void TensorArgs::log_entries(const Tensor& log_slots, const Tensor& log_windows,
-                             int64_t capacity, const char* buffer) const {
-  array("log_slots", log_slots, ScalarType::Long, 1);
-  array("log_windows", log_windows, ScalarType::Int, 2);
-  size_is("log_slots", log_slots, 0, capacity, buffer);
-  size_is("log_windows", log_windows, 0, capacity, buffer);
-  size_is("log_windows", log_windows, 1, 3, "request, position, drafts");
-}
-
 UndoLog TensorArgs::undo_log(const Tensor& undo_log, const Tensor& log_slots,
                              const Tensor& log_windows) const {
   array_of("undo_log", undo_log, ScalarType::Byte, 2);
@@ -174,7 +164,12 @@ UndoLog TensorArgs::undo_log(const Tensor& undo_log, const Tensor& log_slots,
              "undo_log has stride ", undo_log.stride(0),
              " in dimension 0; must be at least ", undo_log.size(1),
              ", rows must not overlap");
-  log_entries(log_slots, log_windows, undo_log.size(0), "the capacity of undo_log");
+  constexpr const char* kCapacity = "the capacity of undo_log";
+  array("log_slots", log_slots, ScalarType::Long, 1);
+  array("log_windows", log_windows, ScalarType::Int, 2);
+  size_is("log_slots", log_slots, 0, undo_log.size(0), kCapacity);
+  size_is("log_windows", log_windows, 0, undo_log.size(0), kCapacity);
+  size_is("log_windows", log_windows, 1, 3, "request, position, drafts");
   return {bytes_of(undo_log), undo_log.stride(0), undo_log.size(1),
           static_cast<int64_t*>(log_slots.data_ptr()),
           static_cast<int32_t*>(log_windows.data_ptr())};

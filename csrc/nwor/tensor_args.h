@@ -33,7 +33,7 @@ class TensorArgs {
                 torch::headeronly::ScalarType dtype, int64_t num_dims) const;
   void size_is(const char* name, const Tensor& tensor, int64_t dim, int64_t size,
                const char* meaning) const;
-  void num_drafts(int64_t num_drafts, int64_t capacity, const char* buffer) const;
+  void num_drafts(int64_t num_drafts, int64_t capacity) const;
 
   LayerTable table(const Tensor& table) const;
   RunList runs(const OptionalTensor& runs) const;
@@ -43,9 +43,7 @@ class TensorArgs {
                                int64_t* num_reqs) const;
   BatchWindows batch(const Tensor& slot_mapping, const Tensor& logits_indices,
                      const Tensor& cu_num_logits, int64_t num_leading_zeros) const;
-  // log_slots [>= capacity] and log_windows [>= capacity, 3].
-  void log_entries(const Tensor& log_slots, const Tensor& log_windows, int64_t capacity,
-                   const char* buffer) const;
+  // undo_log [capacity, bytes], log_slots [capacity], log_windows [capacity, 3].
   UndoLog undo_log(const Tensor& undo_log, const Tensor& log_slots,
                    const Tensor& log_windows) const;
   Acceptance acceptance(const OptionalTensor& sampled_token_ids, int64_t vocab_size,

@@ -47,6 +47,16 @@ NWOR_HOST_DEVICE inline DraftPlace no_draft() {
   return {-1, -1, 0, -1};
 }
 
+// What an undo log keeps of a draft: its slot, and [request, position, num_drafts].
+NWOR_HOST_DEVICE inline void write_log_entry(int64_t* log_slots, int32_t* log_windows,
+                                             int64_t draft, const DraftPlace& place,
+                                             int64_t slot) {
+  log_slots[draft] = slot;
+  log_windows[3 * draft] = place.request;
+  log_windows[3 * draft + 1] = place.position;
+  log_windows[3 * draft + 2] = place.num_drafts;
+}
+
 // Number of drafts of requests 0 to r, r included. The request of draft d is the
 // smallest r with d < drafts_through(r).
 NWOR_HOST_DEVICE inline int64_t drafts_through(const int32_t* cu_num_logits,

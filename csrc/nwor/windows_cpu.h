@@ -46,19 +46,13 @@ void for_each_draft(const char* op, const BatchWindows& batch, const Visit& visi
 // Writes the entries of all drafts, and "not a draft" from there to num_drafts.
 inline void write_windows(const char* op, const BatchWindows& batch, int64_t* log_slots,
                           int32_t* log_windows, int64_t num_drafts) {
-  const auto write = [&](int64_t draft, const DraftPlace& place, int64_t slot) {
-    log_slots[draft] = slot;
-    log_windows[3 * draft] = place.request;
-    log_windows[3 * draft + 1] = place.position;
-    log_windows[3 * draft + 2] = place.num_drafts;
-  };
   int64_t next = 0;
   for_each_draft(op, batch, [&](int64_t draft, const DraftPlace& place, int64_t slot) {
-    write(draft, place, slot);
+    write_log_entry(log_slots, log_windows, draft, place, slot);
     next = draft + 1;
   });
   for (; next < num_drafts; ++next) {
-    write(next, no_draft(), kPadSlot);
+    write_log_entry(log_slots, log_windows, next, no_draft(), kPadSlot);
   }
 }
 

@@ -53,15 +53,6 @@ __device__ inline int64_t slot_of(const BatchWindows& batch, const DraftPlace& p
   return slot >= kPadSlot && slot < num_slots ? slot : kInvalidSlot;
 }
 
-__device__ inline void write_log_entry(int64_t* log_slots, int32_t* log_windows,
-                                       int64_t draft, const DraftPlace& place,
-                                       int64_t slot) {
-  log_slots[draft] = slot;
-  log_windows[3 * draft] = place.request;
-  log_windows[3 * draft + 1] = place.position;
-  log_windows[3 * draft + 2] = place.num_drafts;
-}
-
 // num_accepted of window.h.
 __device__ inline int64_t num_accepted_by_warp(const Acceptance& acceptance,
                                                int64_t request, int64_t num_drafts) {

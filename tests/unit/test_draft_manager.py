@@ -15,7 +15,7 @@ from msgspec import structs
 
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import builtin_ops, ops
-from vllm_nwor.config import Mode, NworConfig, Strict
+from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import (
     DraftCommitManager,
@@ -63,6 +63,7 @@ class World:
         num_seats=2,
         storage=None,
         has_builtins=False,
+        on_reject=OnReject.RESTORE,
     ):
         shape = (BLOCKS + SHADOW_BLOCKS, HEADS, SLOTS, DIM)
         self.ops = FaultyOps()
@@ -77,7 +78,7 @@ class World:
             ]
             groups.append((gid, layers))
         self.manager = DraftCommitManager(
-            NworConfig(mode=Mode.COW, strictness=strict),
+            NworConfig(mode=Mode.COW, strictness=strict, on_reject=on_reject),
             groups,
             capacity,
             storage,
@@ -137,12 +138,16 @@ def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
 # --- what raises, and what is published -----------------------------------------------
 
 
-def test_a_stage_that_fails_does_not_touch_groups_that_it_had_not_come_to():
-    """What an earlier step saved of them need not fit this one."""
+@pytest.mark.parametrize("moment", [0, 2], ids=["before its work", "behind it"])
+def test_a_stage_that_fails_is_told_and_touches_no_group_that_it_had_not_come_to(
+    moment,
+):
+    """What an earlier step saved of them, or of the one that failed, need not fit this
+    one."""
     world = World(True, True, strict=Strict.ALWAYS)
     world.open()
     world.commit()
-    world.ops.arm(Fault("stage", 0, 2))  # behind its work
+    world.ops.arm(Fault("stage", 0, moment))
     mappings = [torch.tensor([5, 6, 17, 18]) for _ in range(2)]
     smaller = {
         "slot_mappings": mappings,
@@ -157,6 +162,21 @@ def test_a_stage_that_fails_does_not_touch_groups_that_it_had_not_come_to():
     assert world.ops.calls == {"stage": 1, "unstage": 1}
     assert [table.tolist() for table in world.step.block_tables] == [TABLE, TABLE]
     assert [slots.tolist() for slots in mappings] == [[5, 6, 17, 18]] * 2
+
+
+@pytest.mark.parametrize("strict", Strict)
+def test_a_stage_that_fails_and_cannot_be_put_back_raises_always(strict):
+    """The undo log would save, and the forward write, what is no request's."""
+    world = World(True, True, strict=strict)
+    world.ops.arm(Fault("stage", 1, 0))
+    world.ops.unstage = lambda *_: 1 // 0
+
+    with pytest.raises(
+        NworError, match=r"^NWOR stage_failed: a block table cannot be put back: "
+    ):
+        world.manager.stage(world.step)
+
+    assert world.manager.fallbacks == {"stage_failed": 1}
 
 
 @pytest.mark.parametrize("strict", Strict)
@@ -177,18 +197,25 @@ def test_a_table_that_cannot_be_put_back_raises_always_and_keeps_no_other(strict
     assert world.manager.state is State.IDLE
 
 
-def test_after_a_failed_restore_strict_steps_go_no_further():
-    world = World(False, strict=Strict.ALWAYS, fails="restore")
+@pytest.mark.parametrize(
+    ("is_staged", "begins", "ends", "puts_back"),
+    [(False, "log", "restore", {}), (True, "stage", "commit", {"unstage": 1})],
+)
+def test_after_a_failed_commit_strict_steps_go_no_further(
+    is_staged, begins, ends, puts_back
+):
+    world = World(is_staged, strict=Strict.ALWAYS, fails=ends)
     world.open()
-    with pytest.raises(NworError, match=r"^NWOR commit_failed: restore_rejected"):
+    with pytest.raises(NworError, match=r"^NWOR commit_failed: (restore|commit)_\w+: "):
         world.commit()
 
     for _ in range(2):
-        with pytest.raises(NworError, match="the restore before this step failed"):
+        world.manager.start_step()
+        with pytest.raises(NworError, match="the commit before this step failed"):
             world.open()
 
     assert world.manager.state is State.FAILED
-    assert world.ops.calls == {"log": 1, "restore": 1}
+    assert world.ops.calls == {begins: 1, ends: 1} | puts_back
     assert world.manager.fallbacks == {"commit_failed": 1}
 
 
@@ -278,6 +305,17 @@ def log_slots_in(tensor):
     return lambda m: setattr(m.groups[0], "log_slots", tensor(m).view(torch.int64))
 
 
+def saved_in(tensor):
+    """The same with what its shadow blocks save."""
+
+    def break_it(manager):
+        group = manager.shadow.groups[0]
+        there = tensor(manager).view(-1).view(torch.int32)
+        group.saved = there[: group.saved.numel()].view(group.saved.shape)
+
+    return break_it
+
+
 def exchange_places(manager):
     table = manager.groups[0].tables[0].table
     table[:2, -1] = table[:2, -1].flip(0)
@@ -297,6 +335,8 @@ def exchange_places(manager):
         (4, False, exchange_places),
         (5, False, log_slots_in(lambda m: m.groups[0].layers[0].kv_cache.view(-1))),
         (5, False, log_slots_in(lambda m: m.counters.view(-1)[-1:])),
+        (5, True, saved_in(lambda m: m.groups[0].layers[1].kv_cache.transpose(1, 2))),
+        (5, True, saved_in(lambda m: m.groups[0].tables[0].table)),
         (6, False, lambda m: m.counters[0, 1].add_(1)),
     ],
 )
@@ -311,6 +351,16 @@ def test_check_state_names_the_invariant_that_does_not_hold(
 
     with pytest.raises(AssertionError, match=f"^NWOR invariant {number} does not hold"):
         world.manager.check_state()
+
+
+def test_what_a_log_copies_poison_from_is_the_managers_too():
+    manager = World(False, on_reject=OnReject.POISON).manager
+    manager.check_state()
+
+    log_slots_in(lambda m: m.groups[0].source.table.view(-1)[:3])(manager)
+
+    with pytest.raises(AssertionError, match=r"^NWOR invariant 5 does not hold"):
+        manager.check_state()
 
 
 def test_debug_sync_checks_the_invariants_after_each_op():

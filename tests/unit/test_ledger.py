@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nwor.hooks import runner, runner_v1, runner_v2
-from vllm_nwor.hooks._wrap import check
+from vllm_nwor.hooks import engine_core, runner, runner_v1, runner_v2
+from vllm_nwor.hooks._wrap import HostMismatch, check, is_installed
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
@@ -66,3 +66,18 @@ def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
     hooks.install(import_module(module))
 
     assert tuple(installed) == hooks.LEDGER
+
+
+OF_ENGINE_CORE = [row for row in OURS if row.module == engine_core.CONFIGS.module]
+
+
+@pytest.mark.parametrize("row", OF_ENGINE_CORE, ids=lambda row: row.qualname)
+def test_an_engine_core_that_differs_in_one_place_is_left_alone(row, monkeypatch):
+    core = import_module(row.module)
+    where = f"{row.module}.{row.qualname}"
+    monkeypatch.setattr(where, lambda planted: None)
+
+    with pytest.raises(HostMismatch, match=row.qualname):
+        engine_core.install(core)
+
+    assert not any(map(is_installed, OF_ENGINE_CORE))

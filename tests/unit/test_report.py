@@ -23,7 +23,7 @@ from vllm_nwor.kv_layout import row_layout
 from vllm_nwor.launches import LayerCache
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
-from vllm_nwor.report import NOTHING, Report
+from vllm_nwor.report import MAX_UNREAD, NOTHING, Report
 from vllm_nwor.shadow_blocks import ShadowRegion
 from vllm_nwor.window import NumRejected, VerificationWindows
 
@@ -89,6 +89,16 @@ def test_the_groups_are_told_again_until_somebody_reads_them(travels, audit):
     assert told == ((0,) * 8, {}, INFOS, *audit)
     assert {type(told), *map(type, told[2])} == {tuple}  # of no module of ours
     assert report.take_payload() is None
+
+
+def test_outputs_that_nobody_reads_take_the_groups_along_for_a_while_only():
+    """Those of a tensor parallel rank that does not answer: it has no other news."""
+    report = Report(INFOS, None)
+
+    taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]
+
+    assert all(payload.read()[2] in (INFOS, []) for payload in taken[:-1])
+    assert taken[-1] is None
 
 
 def test_the_audits_counts_come_with_a_steps_own_or_alone():

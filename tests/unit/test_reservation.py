@@ -221,9 +221,10 @@ COPIES = "the drafter has layers in this group, and FLEX may copy the block tabl
         (LayerVerdict(False, "packed"), LayerVerdict(False, "odd"), [], "packed; odd"),
         (LayerVerdict(False, "odd"), LayerVerdict(False, "odd"), [], "odd"),
         # Nobody protects a drafter's own layers.
-        (LayerVerdict(True, "packed"), LayerVerdict(False), [0, 1], None),
+        (LayerVerdict(True, "packed"), LayerVerdict(False), [1], None),
+        (DRAFTERS, LayerVerdict(False, "odd"), [], "odd"),
         # A copy hurts a drafter in the same group only.
-        (LayerVerdict(False, copies="FLEX"), DRAFTERS, [0, 1], None),
+        (LayerVerdict(False, copies="FLEX"), DRAFTERS, [0], None),
         (LayerVerdict(True, copies="FLEX"), LayerVerdict(False), [1], None),
     ],
 )
@@ -238,6 +239,16 @@ def test_groups_that_a_worker_will_refuse_get_no_blocks(
     assert found == sentence if sentence else list(found) == staged
     if len(staged) == 1:
         assert found[staged[0]].num_real_blocks == NUM_BLOCKS - 2 * NUM_SEQS
+
+
+@pytest.mark.parametrize("others", [{}, {"draft": LayerVerdict(False)}])
+def test_a_group_in_which_a_layer_may_be_the_targets_gets_blocks(others):
+    config = kv_cache_config(FULL)
+    config.kv_cache_groups[0].layer_names.append("draft")
+
+    found = plan(vllm_config(), config, budget(100), {"layer 0": DRAFTERS, **others})
+
+    assert list(found) == [0]
 
 
 def test_a_copying_backend_and_a_drafter_in_one_group():

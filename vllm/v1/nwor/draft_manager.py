@@ -26,14 +26,17 @@ States:
                                in vanilla vLLM
             -abort->  IDLE     the log is dropped, the cache stays as vLLM left it
     STAGED  -commit-> IDLE     kept rows are in the real blocks, the tables are vLLM's
-                               own; if that fails it raises: tokens would be lost
+                               own
+            -commit-> FAILED   the tables are vLLM's own, kept rows are lost: it raises,
+                               the step's tokens must not be used
             -abort->  IDLE     the tables are vLLM's own, nothing was copied
     VANILLA -end_unlogged, abort-> IDLE
-    FAILED  -begin->  as from IDLE
+    FAILED  -stage, begin-> as from IDLE
 
-FAILED lasts until a step has drafts again. Its begin does not repeat the restore: by
-then a slot may be another request's. What it logs as old is what it finds, also where
-that is a rejected draft; under VLLM_NWOR_STRICT=always it raises, and stays FAILED.
+FAILED lasts until a step has drafts again. It does not repeat the commit: by then a
+slot may be another request's. What a log takes for old is what it finds, also where
+that is a rejected draft; under VLLM_NWOR_STRICT=always the step raises, and FAILED
+stays.
 
 A begin that finds a log drops it first. When one of our own operations fails, the
 window turns into vanilla vLLM: no token is lost, the failure is counted in `fallbacks`
@@ -282,7 +285,8 @@ class DraftCommitManager:
         Returns whether all groups are staged, so that begin need not be called.
 
         Raises:
-            NworError: under VLLM_NWOR_STRICT=always, if it fails.
+            NworError: if it fails and a block table cannot be put back; under
+                VLLM_NWOR_STRICT=always, if it fails, or the commit before failed.
         """
         if self.state is not _IDLE and self.state.is_open:
             self.abort(STALE_LOG)
@@ -290,6 +294,8 @@ class DraftCommitManager:
         num_drafts = windows.num_drafts
         if shadow is None or num_drafts == 0:
             return False
+        if self.state is _FAILED:
+            self._check_may_go_on()
         if windows.num_reqs > shadow.num_seats:
             self._count_no_seat(windows.num_reqs, shadow.num_seats)
             return False
@@ -300,8 +306,7 @@ class DraftCommitManager:
             if self._debug_sync:
                 self._wait()
         except Exception as error:
-            with contextlib.suppress(Exception):
-                shadow.abort()
+            self._put_back(STAGE_FAILED)
             self._fall_back(
                 STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
             )
@@ -310,6 +315,14 @@ class DraftCommitManager:
         self._is_logged_beside = False
         self.state = _STAGED
         return self._stages_all
+
+    def _check_may_go_on(self) -> None:
+        """Called in state FAILED by a step with drafts."""
+        if self.config.strict_steps:
+            raise NworError(
+                f"NWOR {COMMIT_FAILED}: the commit before this step failed; the KV "
+                "cache is not as it should be"
+            )
 
     def _count_no_seat(self, num_reqs: int, num_seats: int) -> None:
         self.fallbacks[NO_SEAT] += 1
@@ -330,7 +343,7 @@ class DraftCommitManager:
 
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if the windows cannot be logged,
-                or the restore before failed.
+                or the commit before failed.
         """
         if self.state is State.STAGED:
             self._begin_beside(windows)
@@ -340,11 +353,8 @@ class DraftCommitManager:
         num_drafts = windows.num_drafts
         if num_drafts == 0:
             return
-        if self.state is State.FAILED and self.config.strict_steps:
-            raise NworError(
-                f"NWOR {COMMIT_FAILED}: the restore before this step failed; rejected "
-                "slots hold old or new bytes"
-            )
+        if self.state is State.FAILED:
+            self._check_may_go_on()
         self.state = State.VANILLA
         if num_drafts > self.capacity:
             self._fall_back(
@@ -504,15 +514,20 @@ class DraftCommitManager:
             return
         num_drafts, self._num_drafts = self._num_drafts, 0
         self.state = State.IDLE
-        if self.shadow is not None:
-            try:
-                self.shadow.abort()
-            except Exception as error:
-                self.fallbacks[reason] += 1
-                raise NworError(
-                    f"NWOR {reason}: a block table cannot be put back: {error}"
-                ) from error
+        self._put_back(reason)
         self._fall_back(reason, f"windows with {num_drafts} drafts were dropped")
+
+    def _put_back(self, reason: str) -> None:
+        """Raises NworError if a table of a staged group cannot be put back."""
+        if self.shadow is None:
+            return
+        try:
+            self.shadow.abort()
+        except Exception as error:
+            self.fallbacks[reason] += 1
+            raise NworError(
+                f"NWOR {reason}: a block table cannot be put back: {error}"
+            ) from error
 
     def check_state(self) -> None:
         """Checks the numbered invariants of invariants.py. Waits for the device.

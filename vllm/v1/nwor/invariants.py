@@ -56,7 +56,10 @@ def check(manager: DraftCommitManager) -> None:
             _require(3, is_draft or is_none, f"entry {draft}: {logged[draft]}")
         _check_tables(group)
         ranges += map(_memory, (group.undo_log, group.log_slots, group.log_windows))
-        ranges += (_memory(part.table) for part in group.tables)
+        parts = group.tables if group.source is None else (*group.tables, group.source)
+        ranges += (_memory(part.table) for part in parts)
+    if manager.shadow is not None:
+        ranges += (_memory(group.saved) for group in manager.shadow.groups)
     ranges.sort()
     for (_, end), (first, _) in pairwise(ranges):
         _require(5, end <= first, f"two tensors at {first:#x}")

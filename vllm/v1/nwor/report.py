@@ -29,6 +29,10 @@ from .window import Acceptance
 # batch queue, which without pipeline parallelism has two places at most.
 MAX_IN_FLIGHT = 2
 
+# Outputs that take the infos along, at most: many more than a warm-up has. Nobody reads
+# those of other ranks than the first.
+MAX_UNREAD = 1000
+
 _NUM_COUNTERS = len(COUNTER_COLUMNS)
 # Every launch of a step sees all windows, but only its own bytes and invalid slots.
 _OF_ONE_LAUNCH = range(COUNTER_COLUMNS.index("restored_bytes"), _NUM_COUNTERS)
@@ -92,6 +96,7 @@ class Report:
         """max_in_flight: steps, from the oldest that was not read to the newest that
         made its commit."""
         self._infos = list(infos)
+        self._num_unread = 0
         self._fallbacks: Counter[str] = Counter()
         self._told_fallbacks: dict[str, int] = {}
         self.step: StepPayload | None = None
@@ -135,7 +140,7 @@ class Report:
 
     def take_payload(self) -> StepPayload | None:
         """What to tell the scheduler with this step's output; None for nothing. It is
-        forgotten here, but for infos that nobody has read."""
+        forgotten here, but for infos that nobody has read (MAX_UNREAD)."""
         step, self.step = self.step, None
         told = self._told_fallbacks
         if not self._infos and (not self._fallbacks or self._fallbacks == told):
@@ -143,4 +148,8 @@ class Report:
         self._told_fallbacks = dict(self._fallbacks)
         fallbacks = dict(self._fallbacks - Counter(told))
         slots = _NO_COUNTS if step is None else step.slots
-        return StepPayload(slots, fallbacks, self._infos)
+        payload = StepPayload(slots, fallbacks, self._infos)
+        self._num_unread += 1
+        if self._num_unread == MAX_UNREAD:
+            self._infos = []
+        return payload

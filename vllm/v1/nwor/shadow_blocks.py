@@ -153,6 +153,8 @@ class ShadowBlocks:
         self.step = 1
         # The step's, between stage and commit or abort.
         self._windows: VerificationWindows | None = None
+        # Where stage failed.
+        self._failed_group: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -174,7 +176,7 @@ class ShadowBlocks:
         that there are not more requests than num_seats.
 
         Raises:
-            Exception: table, slots and cache are as they were.
+            Exception: what is staged by then is left to abort.
         """
         self._windows = windows
         slot_mappings = windows.slot_mappings
@@ -202,8 +204,7 @@ class ShadowBlocks:
                     windows.num_leading_zeros,
                 )
         except Exception:
-            # Groups behind this one keep what an earlier step saved.
-            self.abort(gid)
+            self._failed_group = gid
             raise
 
     def commit(
@@ -248,15 +249,14 @@ class ShadowBlocks:
             raise
         self._windows = None
 
-    def abort(self, last_group: int | None = None) -> None:
+    def abort(self) -> None:
         """Enqueues the putting back of table and slots; does nothing without a step.
-
-        last_group: KV-cache group behind which nothing was staged; None: there is none.
 
         Raises:
             Exception: a table could not be put back, after all others were.
         """
         windows, self._windows = self._windows, None
+        failed_group, self._failed_group = self._failed_group, None
         if windows is None:
             return
         assert windows.block_tables is not None
@@ -272,8 +272,10 @@ class ShadowBlocks:
                     group.entry_tokens,
                 )
             except Exception as error:
-                failure = error
-            if group.group_id == last_group:
+                # What an earlier step saved of a group need not fit this one.
+                if group.group_id != failed_group:
+                    failure = error
+            if group.group_id == failed_group:
                 break
         if failure is not None:
             raise failure

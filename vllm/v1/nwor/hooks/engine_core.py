@@ -105,10 +105,8 @@ def install(module: ModuleType) -> None:
     engine starts. Raises HostMismatch."""
     from . import stats
 
-    install_all(
-        module, {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
-    )
-    stats.install(module)
+    wrappers = {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
+    install_all(module, {**wrappers, **stats.wrappers(module)})
 
 
 def config_refusal(vllm_config: Any) -> str | None:
@@ -243,8 +241,11 @@ def plan(
     groups = kv_cache_config.kv_cache_groups
     sizes, refusals = block_sizes(groups), []
     for gid in list(sizes):
-        known = [verdicts[name] for name in groups[gid].layer_names if name in verdicts]
-        if (refusal := group_refusal(known)) is not None:
+        names = groups[gid].layer_names
+        known = [verdicts[name] for name in names if name in verdicts]
+        if len(known) == len(names) and all(verdict.is_drafters for verdict in known):
+            del sizes[gid]  # nobody protects a drafter's own layers
+        elif (refusal := group_refusal(known)) is not None:
             refusals.append(refusal)
             del sizes[gid]
     if not sizes:

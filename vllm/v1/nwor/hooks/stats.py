@@ -133,8 +133,12 @@ def install(module: ModuleType) -> None:
         if not NworConfig.from_env().emit_metrics:
             return
         check(COUNT, module)
-    wrappers = {t: w for t, w in _WRAPPERS.items() if t.module == module.__name__}
-    install_all(module, wrappers)
+    install_all(module, wrappers(module))
+
+
+def wrappers(module: ModuleType) -> dict[HookTarget, Wrapper]:
+    """What LEDGER has of `module`, but for COUNT."""
+    return {t: w for t, w in _WRAPPERS.items() if t.module == module.__name__}
 
 
 # --- worker ---------------------------------------------------------------------------
