@@ -2,21 +2,17 @@
 """The distribution: what it holds, and that vLLM stays as it was beside it.
 
 The wheel is installed into throw-away environments, beside a small package that is
-installed as vLLM is, as a wheel or editable, and of an older release; and beside the
-vLLM that is installed here. vLLM is not started there; the checkout's own environment
-stands for that.
+installed as vLLM is, as a wheel or editable, and of an older release. vLLM is not
+started there; the checkout's own environment stands for that.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
-import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -135,11 +131,8 @@ def test_wheel_tag_promises_what_the_library_needs(wheel):
     assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so"}
 
 
-def test_a_registry_accepts_the_metadata(wheel, sdist):
+def test_a_registry_accepts_the_metadata_and_no_build_of_vllm_is_needed(wheel, sdist):
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-
-
-def test_wheel_needs_torch_and_no_build_of_vllm(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     lines = archive.read(name).decode().splitlines()
@@ -185,11 +178,14 @@ packages = ["vllm", "vllm.v1"]
 OLDER = "0.26.0"
 MODES = (None, "", "off", "stage", "cow")
 FIND = "import vllm; print(vllm.__file__)"
+# As vLLM loads its plugins.
 USE = """
-import vllm_nwor.plugin
-vllm_nwor.plugin.register()
-import vllm, vllm.v1.nwor.config
+from importlib.metadata import entry_points
+(entry,) = entry_points(group="vllm.general_plugins")
+entry.load()()
+import vllm, vllm.envs, vllm.v1.nwor.config, vllm_nwor.config
 assert vllm.v1.nwor.config is vllm_nwor.config
+assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
 print(vllm.__file__)
 """
 ABSENT = (
@@ -275,6 +271,7 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
     for mode in MODES:
         assert environment.run(FIND, mode) == file
         assert environment.run(USE, mode) == file
+    assert before.items() < contents(environment.site).items()
 
     environment.install(vllm_wheels["older"])
     for mode in MODES:
@@ -293,79 +290,6 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
     assert contents(environment.site) == before
     environment.uninstall("vllm")
     assert contents(environment.site) == without_vllm
-
-
-LOOK = "import importlib.util as util; print(util.find_spec('vllm').origin)"
-LOAD = """
-import vllm.plugins
-vllm.plugins.load_general_plugins()
-import vllm.v1.nwor.config, vllm_nwor.config
-assert vllm.v1.nwor.config is vllm_nwor.config
-assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
-print(vllm.__file__)
-"""
-
-
-def link(source: Path, to: Path) -> None:
-    """A folder's files, at no cost where both are in one file system."""
-
-    def link_or_copy(one: str, other: str) -> None:
-        try:
-            os.link(one, other)
-        except OSError:
-            shutil.copy2(one, other)
-
-    shutil.copytree(source, to, copy_function=link_or_copy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_the_vllm_that_is_installed_here_stays_as_it_is(
-    kind, wheel, environment, tmp_path
-):
-    """Its own loader loads the plugin; no file of it changes, and only ours come.
-    A wheel is reinstalled while ours stays, too."""
-    (package,) = importlib.util.find_spec("vllm").submodule_search_locations
-    installed, site = Path(package).parent, environment.site
-    infos = {*installed.glob("vllm*.dist-info")} - {*installed.glob("vllm_nwor*")}
-    (info,) = infos
-    left_out = ("vllm", "__editable__", "__pycache__", "wrapt")
-    for path in installed.iterdir():
-        if not path.name.startswith(left_out) and path.suffix != ".pth":
-            (site / path.name).symlink_to(path)
-    project = site if kind == "wheel" else tmp_path / "project"
-
-    def install() -> None:
-        link(installed / "vllm", project / "vllm")
-        if kind == "wheel":
-            link(info, site / info.name)
-        else:
-            (project / "pyproject.toml").write_text(VLLM["pyproject.toml"])
-            environment.install(build(project, tmp_path / "built", "editable"))
-
-    def files() -> dict[Path, bytes]:
-        folders = map(contents, {site, project})
-        return dict(itertools.chain.from_iterable(map(dict.items, folders)))
-
-    install()
-    before, file = files(), f"{project / 'vllm' / '__init__.py'}\n"
-    assert environment.run(LOOK) == file
-
-    environment.install(wheel)
-    assert environment.run(LOAD, "stage") == file
-    with_ours = files()
-    assert before.items() < with_ours.items()
-    new = [path.relative_to(site).parts[0] for path in with_ours.keys() - before]
-    assert {name.partition("-")[0] for name in new} == {"vllm_nwor"}
-    if kind == "wheel":
-        environment.uninstall(info.name.partition("-")[0])
-        assert not (site / "vllm").exists()
-        install()
-    assert environment.run(LOOK, "stage") == file
-
-    environment.uninstall("vllm-nwor")
-    assert files() == before
-    assert environment.run(LOOK) == file
 
 
 DOCTOR = """
