@@ -75,7 +75,7 @@ def copied(path: Path, context: set[str]) -> dict[str, str]:
 
 def test_the_stage_copies_all_that_a_wheel_is_built_of(context, tmp_path):
     """That is what an sdist holds (test_packaging.py builds the same wheel of it), but
-    for what setuptools writes into one. The CPU image's stage copies the same and more."""
+    for what setuptools writes into one. The CPU image copies the same and more."""
     files = copied(GPU, context)
     assert files.items() <= copied(CPU, context).items()
     with tarfile.open(build(ROOT, tmp_path / "sdist", "sdist")) as archive:
