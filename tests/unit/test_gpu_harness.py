@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from benchmarks import environment
 from benchmarks.arguments import parse
 from benchmarks.settings import Model, engine_arguments
 
-from tests.gpu import engines, results, rows, watch
+from tests.gpu import engines, results, watch
 from tests.gpu.pool import Pool
 from tests.unit import test_bench_vllm
 from tools.gpu import bench
@@ -43,31 +42,6 @@ def test_matrix_covers_every_pair_with_at_most_twelve_engines():
         for spec in engines.MATRIX
         for values in itertools.product(*spec.factors)
     )
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [*engines.MATRIX, *engines.METHODS, *engines.NEWER_METHODS],
-    ids=lambda spec: spec.name,
-)
-def test_rows_fit_their_engine(spec, tmp_path):
-    speculative = spec.arguments(tmp_path)["speculative_config"]
-    rates = speculative.get("synthetic_acceptance_rates")
-    assert len(rates or ()) == (spec.num_drafts if spec.rejection == "synthetic" else 0)
-    for row in rows.rows(spec):
-        requests = [request for phase in row.phases for request in phase]
-        assert len({request.name for request in requests}) == len(requests)
-        for request in requests:
-            length = len(request.prompt) + request.max_tokens
-            assert length + spec.num_drafts < engines.MAX_MODEL_LEN
-        if "preempted" in row.needs:
-            needed = sum(len(r.prompt) + r.max_tokens for r in requests)
-            assert needed > spec.num_slots
-        if "cached" in row.needs:
-            first, _, again = (phase[0].prompt for phase in row.phases)
-            common = sum(a == b for a, b in zip(first[:200], again, strict=False))
-            # An EAGLE drafter gives up the last block of a hit.
-            assert common >= 3 * spec.block_size
 
 
 LLAMA = Model("somewhere", "shape:llama-8b", True)
@@ -430,19 +404,3 @@ def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
 
     found = json.loads((tmp_path / "a.json").read_text())["entries"]
     assert {entry["n"] for entry in found.values()} == set(range(40))
-
-
-def test_the_offloaded_prompt_is_evicted_before_it_comes_back():
-    from vllm.config import KVTransferConfig
-
-    from vllm_nwor.hooks.engine_core import connectors_in_forward
-
-    first, *others, again = [phase[0] for phase in rows.offloaded().phases]
-    assert first.prompt[:192] == again.prompt[:192]
-    for spec in engines.OFFLOADING:
-        size = spec.block_size
-        needed = [-(-(len(r.prompt) + r.max_tokens) // size) for r in (first, *others)]
-        assert max(needed) < spec.num_blocks - 1 < sum(needed) - needed[0]
-        transfer = KVTransferConfig(**spec.arguments(Path())["kv_transfer_config"])
-        # It is not one that resolves to cow.
-        assert not connectors_in_forward(SimpleNamespace(kv_transfer_config=transfer))
