@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_check_vllm import SITE, files_read, laid_out
+from tests.unit.test_packaging import contents
 from tests.unit.test_packaging import run as command
 from tools import apply_to_vllm as tool
 from tools import check_vllm, native
@@ -148,16 +149,10 @@ def checkout(version, sources, tmp_path):
     return laid_out(tmp_path / "checkout", sources | build_of_vllm(version))
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Relative path -> SHA-256 of each file, "" for each folder; of all but git's files
-    and libraries."""
-    return {
-        str(path.relative_to(folder)): ""
-        if path.is_dir()
-        else hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if ".git" not in path.parts and path.suffix != ".so"
-    }
+def digests(folder: Path) -> dict[str, bytes]:
+    """Of all but libraries, which a checkout's build makes."""
+    found = contents(folder).items()
+    return {path: digest for path, digest in found if not path.endswith(".so")}
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +213,7 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
     assert library == (ROOT / tool.LIBRARY).read_bytes()
     for path in changed:  # whole lines, and every one of them can be told
         text, marked = tool.split_marked((site / path).read_text())
-        assert hashlib.sha256(text.encode()).hexdigest() == before[path]
+        assert hashlib.sha256(text.encode()).digest() == before[path]
         assert marked
 
     assert run(site, "--check") == (0, ["has all of it"])
@@ -288,30 +283,23 @@ EXTENSION = (
     'if ext_modules: ext_modules.append(CMakeExtension(name="vllm.v1.nwor._nwor_C", '
     "optional=True))  # nwor\n"
 )
+VARIABLES = "environment_variables"
 INFERENCE = "    @torch.inference_mode()\n"
-OTHERS = "is not this version's"
+OTHERS, HAS = "is not this version's", "has @nwor_hook("
+ENVS, CMAKE, COMMON = "vllm/envs.py", "CMakeLists.txt", "requirements/common.txt"
+UNNAMED = SAMPLE.replace("GPUModelRunner.", "")
+TOO_SOON = DEFERRED.replace("DEFER CALL", "EVAL CODE")
 # What is changed in a file, and what is said of it.
 DRIFT = {
     "a decorator is lost": (RUNNER, SAMPLE, "", "lacks @nwor_hook("),
-    "it is not the outermost": (
-        *(RUNNER, EXECUTE + INFERENCE, INFERENCE + EXECUTE),
-        "has @nwor_hook(",
-    ),
-    "it names another function": (
-        *(RUNNER, SAMPLE, SAMPLE.replace("GPUModelRunner.", "")),
-        'has @nwor_hook("_sample")',
-    ),
-    "it is there twice": (RUNNER, SAMPLE, SAMPLE * 2, "has @nwor_hook("),
-    "no library is built": ("CMakeLists.txt", DEFERRED, "", "lacks cmake_language("),
-    "it is built too soon": (
-        *("CMakeLists.txt", DEFERRED, DEFERRED.replace("DEFER CALL", "EVAL CODE")),
-        "has cmake_language(EVAL CODE",
-    ),
+    "it is not the outermost": (RUNNER, EXECUTE + INFERENCE, INFERENCE + EXECUTE, HAS),
+    "it names another function": (RUNNER, SAMPLE, UNNAMED, f'{HAS}"_sample")'),
+    "it is there twice": (RUNNER, SAMPLE, SAMPLE * 2, HAS),
+    "no library is built": (CMAKE, DEFERRED, "", "lacks cmake_language("),
+    "it is built too soon": (CMAKE, DEFERRED, TOO_SOON, "has cmake_language(EVAL CODE"),
     "no extension is declared": ("setup.py", EXTENSION, "", "lacks if ext_modules: "),
-    "wrapt is not required": (
-        *("requirements/common.txt", "wrapt >= 1.16  # nwor", "", "lacks wrapt"),
-    ),
-    "a variable is unknown": ("vllm/envs.py", MODE, "", "lacks environment_variables["),
+    "wrapt is not required": (COMMON, "wrapt >= 1.16  # nwor", "", "lacks wrapt"),
+    "a variable is unknown": (ENVS, MODE, "", "lacks environment_variables["),
     "a file was edited": (f"{OURS}/window.py", "", "\n", OTHERS),
     "a file is another's": (f"{OURS}/older.py", "", "\n", OTHERS),
 }
@@ -367,38 +355,21 @@ def test_revert_leaves_what_is_not_ours(patched, run):
 
 HEAD = "    def _model_forward("
 FORWARD = "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward"
-INPUT = "vllm.v1.worker.gpu.input_batch.InputBatch"
-UNKNOWN = "which NWOR does not know"
+BATCH = "vllm/v1/worker/gpu/input_batch.py"
+GONE = "vllm.v1.worker.gpu.input_batch.InputBatch has no attribute cu_num_logits"
+BESIDE = f"{FORWARD} is decorated with @%s, which NWOR does not know"
+ASSIGN = "does not assign to"
 REFUSED = {
     "missing": (RUNNER, HEAD, "    def _forward(", f"{FORWARD} does not exist"),
-    "decorated otherwise": (
-        *(RUNNER, HEAD, f"    @theirs(1)\n{HEAD}"),
-        f"{FORWARD} is decorated with @theirs(1), {UNKNOWN}",
-    ),
-    "hooked by hand": (
-        *(RUNNER, HEAD, f"    @nwor_hook\n{HEAD}"),
-        f"{FORWARD} is decorated with @nwor_hook, {UNKNOWN}",
-    ),
-    "a fact": (
-        *("vllm/v1/worker/gpu/input_batch.py", "cu_num_logits", "cu_logits"),
-        f"{INPUT} has no attribute cu_num_logits",
-    ),
-    "no place for variables": (
-        *("vllm/envs.py", "environment_variables", "variables"),
-        "vllm/envs.py does not assign to environment_variables",
-    ),
-    "no project": (
-        *("CMakeLists.txt", "project(", "# project("),
-        "CMakeLists.txt has no project()",
-    ),
-    "no extensions": (
-        *("setup.py", "ext_modules", "modules"),
-        "setup.py does not assign to ext_modules",
-    ),
-    "no package data": (
-        *("setup.py", "package_data", "data"),
-        "setup.py does not assign to package_data",
-    ),
+    "decorated": (RUNNER, HEAD, f"    @theirs(1)\n{HEAD}", BESIDE % "theirs(1)"),
+    "hooked by hand": (RUNNER, HEAD, f"    @nwor_hook\n{HEAD}", BESIDE % "nwor_hook"),
+    "a fact": (BATCH, "cu_num_logits", "cu_logits", GONE),
+    "variables": (ENVS, VARIABLES, "variables", f"{ENVS} {ASSIGN} {VARIABLES}"),
+    "project": (CMAKE, "project(", "# project(", f"{CMAKE} has no project()"),
+    **{
+        name: ("setup.py", name, "others", f"setup.py {ASSIGN} {name}")
+        for name in ("ext_modules", "package_data")
+    },
 }
 
 

@@ -42,11 +42,15 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
     return result.stdout
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    """A hash of what is in each file; nothing for each folder."""
+def contents(folder: Path) -> dict[str, bytes]:
+    """Relative path -> hash of what is in each file, nothing for each folder; of all
+    but git's own."""
     return {
-        path: b"" if path.is_dir() else hashlib.sha256(path.read_bytes()).digest()
+        str(path.relative_to(folder)): b""
+        if path.is_dir()
+        else hashlib.sha256(path.read_bytes()).digest()
         for path in folder.rglob("*")
+        if ".git" not in path.parts
     }
 
 
