@@ -87,22 +87,25 @@ def bench_cell(monkeypatch, tmp_path):
         ("bench.bench_vllm.run_true_off", run_true_off),
     ):
         monkeypatch.setattr(f"tools.gpu.{name}", stand_in)
-    described = {"packages": {"vllm": "0.33.1"}, "variables": {}}
-    monkeypatch.setattr(environment, "describe", lambda *_: described)
     monkeypatch.setattr(environment, "warnings", lambda on: [])
 
-    def run(cell):
+    def run(cell, vllm="0.26.0", suffix=""):
+        described = {"packages": {"vllm": vllm}, "variables": {}}
+        monkeypatch.setattr(environment, "describe", lambda *_: described)
         assert bench.main([cell, "--results", str(tmp_path), "--seconds", "0"]) == 0
-        # The release is in the names of all but the oldest one's.
-        paths = tmp_path.glob(f"bench_gpu_{cell}_b*_v0.33.json")
-        found = [json.loads(path.read_text()) for path in paths]
-        return {one["arguments"]["batch_size"]: one for one in found}
+        paths = tmp_path.glob(f"bench_gpu_{cell}_b*.json")
+        found = {path.name: json.loads(path.read_text()) for path in paths}
+        by_batch = {one["arguments"]["batch_size"]: one for one in found.values()}
+        names = [f"bench_gpu_{cell}_b{batch}{suffix}.json" for batch in by_batch]
+        assert sorted(names) == sorted(found)
+        return by_batch
 
     return SimpleNamespace(run=run, started=started, off=off)
 
 
 def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell, monkeypatch):
-    """Each file says with which command of bench_vllm.py it can be had again."""
+    """Each file says with which command of bench_vllm.py it can be had again, and its
+    name another vLLM."""
     results = bench_cell.run("v2-k4-a30")
     assert bench_cell.started == [(64, 64, "cuda")]
     assert set(results) == {1, 16, 64}
@@ -114,7 +117,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell, monkeypatch):
         assert (lengths, "true_off" in found) == ({7}, False)
 
     monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
-    command = bench_cell.run("v1-ngram-no-metrics")[1]["command"]
+    command = bench_cell.run("v1-ngram-no-metrics", "0.33.1", "_v0.33")[1]["command"]
     assert command.startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
     assert os.environ["VLLM_NWOR_EMIT_METRICS"] == "0"
 
