@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
 ENTRY_POINT = "vllm_nwor.plugin:register"
 SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".sh"}
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -63,16 +62,9 @@ def build(project: Path, out: Path, what: str) -> Path:
     return path
 
 
-def built_wheel(project: Path, out: Path) -> Path:
-    options = ("--no-deps", "--no-build-isolation", "-w", out)
-    run(*PIP, "wheel", *options, project, NWOR_CUDA="OFF")
-    (path,) = out.glob("*.whl")
-    return path
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    return built_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
+    return build(ROOT, tmp_path_factory.mktemp("wheel"), "wheel")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +99,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_sdist_builds_the_same_wheel(wheel, unpacked, tmp_path):
-    again = zipfile.ZipFile(built_wheel(unpacked, tmp_path))
+    again = zipfile.ZipFile(build(unpacked, tmp_path, "wheel"))
     first = zipfile.ZipFile(wheel)
     assert Path(str(again.filename)).name == wheel.name
     assert {name: again.read(name) for name in again.namelist()} == {
@@ -165,7 +157,7 @@ def test_only_our_own_staging_directory_is_emptied(unpacked, tmp_path):
 # --- beside vLLM ---
 
 VLLM = {
-    "vllm/__init__.py": '__version__ = "0.32.0"\n',
+    "vllm/__init__.py": '__version__ = "VERSION"\n',
     "vllm/envs.py": "environment_variables = {}\n",
     "vllm/v1/__init__.py": "",
     "pyproject.toml": """
@@ -174,12 +166,12 @@ requires = ["setuptools"]
 build-backend = "setuptools.build_meta"
 [project]
 name = "vllm"
-version = "0.32.0"
+version = "VERSION"
 [tool.setuptools]
 packages = ["vllm", "vllm.v1"]
 """,
 }
-OLDER = "0.26.0"
+OLDER, NEWER = "0.26.0", "0.32.0"
 MODES = (None, "", "off", "stage", "cow")
 FIND = "import vllm; print(vllm.__file__)"
 # As vLLM loads its plugins.
@@ -241,14 +233,12 @@ def vllm_wheels(tmp_path_factory):
     """Stand-ins for an installed vLLM: a wheel, an editable one, which setuptools finds
     with a finder of its own, and a wheel of an older release."""
     out, found = tmp_path_factory.mktemp("vllm"), {}
-    for kind in ("wheel", "editable", "older"):
+    for kind, version in (("wheel", NEWER), ("editable", NEWER), ("older", OLDER)):
         project = tmp_path_factory.mktemp("project")
         for name, text in VLLM.items():
             (project / name).parent.mkdir(parents=True, exist_ok=True)
-            text = text.replace("0.32.0", OLDER) if kind == "older" else text
-            (project / name).write_text(text)
-        what = "wheel" if kind == "older" else kind
-        found[kind] = build(project, out / kind, what)
+            (project / name).write_text(text.replace("VERSION", version))
+        found[kind] = build(project, out / kind, kind.replace("older", "wheel"))
     names = zipfile.ZipFile(found["editable"]).namelist()
     assert any(name.endswith("_finder.py") for name in names)
     return found
@@ -257,14 +247,12 @@ def vllm_wheels(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("ours", ["wheel", "editable"])
 def test_vllm_is_found_in_every_mode_and_nothing_stays(
-    ours, kind, request, vllm_wheels, environment, tmp_path
+    ours, kind, wheel, unpacked, vllm_wheels, environment, tmp_path
 ):
     """vLLM is downgraded and reinstalled, too, while ours stays: nothing of it may be
     left then."""
-    if ours == "wheel":
-        package = request.getfixturevalue("wheel")
-    else:
-        unpacked = request.getfixturevalue("unpacked")
+    package = wheel
+    if ours == "editable":
         package = build(unpacked, tmp_path / "ours", "editable")
     without_vllm = contents(environment.site)
     environment.install(vllm_wheels[kind])
