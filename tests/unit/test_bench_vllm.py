@@ -185,6 +185,14 @@ def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
             assert files.recorded(text) == text, path.name
 
 
+def test_every_committed_file_of_the_bench_can_be_read():
+    for path in sorted((ROOT / "results").glob("bench_[cg]*.json")):
+        result = json.loads(path.read_text())
+        modes = set(summary.tested(result)) - {"audit", "audit-100"}  # mode off
+        assert set(result["summary"]["nwor"]) == modes, path
+        assert report.text(result)
+
+
 # --- pairs, and how sure a ratio is
 
 
@@ -487,6 +495,7 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
     assert (launches.ops, shadow.ops) == ("ours", "ours")
     for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
         assert getattr(kinds["unlaunched"][1], name)(1, 2) is None
+        assert int(getattr(kinds["add"][1], name)(1, 2)) > 0
         assert name in ops.__annotations__
     # (10, 30) and (5, 15) us in each run.
     for times in result["host"].values():

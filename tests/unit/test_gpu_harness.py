@@ -25,7 +25,7 @@ from benchmarks import environment
 from benchmarks.arguments import parse
 from benchmarks.settings import Model, engine_arguments
 
-from tests.gpu import engines, results, watch
+from tests.gpu import engines, results, rows, watch
 from tests.gpu.pool import Pool
 from tests.unit import test_bench_vllm
 from tools.gpu import bench
@@ -42,6 +42,23 @@ def test_matrix_covers_every_pair_with_at_most_twelve_engines():
         for spec in engines.MATRIX
         for values in itertools.product(*spec.factors)
     )
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*engines.MATRIX, *engines.METHODS, *engines.NEWER_METHODS],
+    ids=lambda spec: spec.name,
+)
+def test_rows_fit_their_engine(spec, tmp_path):
+    """A row that is not what it claims shows when it runs (compare.needs_problems)."""
+    speculative = spec.arguments(tmp_path)["speculative_config"]
+    rates = speculative.get("synthetic_acceptance_rates")
+    assert len(rates or ()) == (spec.num_drafts if spec.rejection == "synthetic" else 0)
+    for row in rows.rows(spec):
+        requests = [request for phase in row.phases for request in phase]
+        assert len({request.name for request in requests}) == len(requests)
+        longest = max(len(one.prompt) + one.max_tokens for one in requests)
+        assert longest + spec.num_drafts < engines.MAX_MODEL_LEN
 
 
 LLAMA = Model("somewhere", "shape:llama-8b", True)
@@ -87,11 +104,14 @@ def bench_cell(monkeypatch, tmp_path):
         ("bench.bench_vllm.run_true_off", run_true_off),
     ):
         monkeypatch.setattr(f"tools.gpu.{name}", stand_in)
-    monkeypatch.setattr(environment, "warnings", lambda on: [])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
+    describe = environment.describe
 
     def run(cell, vllm="0.26.0", suffix=""):
-        described = {"packages": {"vllm": vllm}, "variables": {}}
-        monkeypatch.setattr(environment, "describe", lambda *_: described)
+        described = {"packages": {"vllm": vllm}}
+        monkeypatch.setattr(
+            environment, "describe", lambda *a: describe(*a) | described
+        )
         assert bench.main([cell, "--results", str(tmp_path), "--seconds", "0"]) == 0
         paths = tmp_path.glob(f"bench_gpu_{cell}_b*.json")
         found = {path.name: json.loads(path.read_text()) for path in paths}
@@ -111,6 +131,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell, monkeypatch):
     assert set(results) == {1, 16, 64}
     for batch, found in results.items():
         assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
+        assert found["environment"]["gpu"] == "a GPU"
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
         assert list(found["samples"]) == ["cow", "stage", "control"]
         lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
