@@ -46,15 +46,17 @@ def test_matrix_covers_every_pair_with_at_most_twelve_engines():
 
 @pytest.mark.parametrize(
     "spec",
-    [*engines.MATRIX, *engines.METHODS, *engines.NEWER_METHODS],
+    [*engines.MATRIX, *engines.METHODS, *engines.NEWER_METHODS, *engines.OFFLOADING],
     ids=lambda spec: spec.name,
 )
 def test_rows_fit_their_engine(spec, tmp_path):
-    """A row that is not what it claims shows when it runs (compare.needs_problems)."""
+    """A row that is not what it claims shows when it runs: compare.needs_problems,
+    test_offloading.py."""
     speculative = spec.arguments(tmp_path)["speculative_config"]
     rates = speculative.get("synthetic_acceptance_rates")
     assert len(rates or ()) == (spec.num_drafts if spec.rejection == "synthetic" else 0)
-    for row in rows.rows(spec):
+    is_offloading = spec in engines.OFFLOADING
+    for row in [rows.offloaded()] if is_offloading else rows.rows(spec):
         requests = [request for phase in row.phases for request in phase]
         assert len({request.name for request in requests}) == len(requests)
         longest = max(len(one.prompt) + one.max_tokens for one in requests)
@@ -105,6 +107,7 @@ def bench_cell(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(f"tools.gpu.{name}", stand_in)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
+    monkeypatch.setenv("NWOR_COMMIT", "abc")
     describe = environment.describe
 
     def run(cell, vllm="0.26.0", suffix=""):
@@ -131,7 +134,8 @@ def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell, monkeypatch):
     assert set(results) == {1, 16, 64}
     for batch, found in results.items():
         assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
-        assert found["environment"]["gpu"] == "a GPU"
+        where = found["environment"]
+        assert (where["gpu"], where["commit"]) == ("a GPU", "abc")
         assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
         assert list(found["samples"]) == ["cow", "stage", "control"]
         lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
