@@ -466,7 +466,7 @@ def test_extension_reseeds_every_generator(worker):
 
 
 def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp_path):
-    """Two rounds, the second in turned order; every run's ops are those of its kind."""
+    """Rounds, every second in turned order; every run's ops are those of its kind."""
     launches, shadow = SimpleNamespace(ops="ours"), SimpleNamespace(ops="")
     manager = SimpleNamespace(device="cpu", launches=launches, shadow=shadow)
     engine.rpc.return_value = manager
@@ -487,11 +487,12 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
     ):
         monkeypatch.setattr(host_profile, name, stand_in)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    argv = ["v2-k4-a70", "--rounds", "2", "--json", "a.json"]
+    argv = ["v2-k4-a70", "--rounds", "3", "--json", "a.json"]
     assert host_profile.main(argv) == 0
     result = json.loads((tmp_path / "a.json").read_text())
     in_order = [(arm, found, found) for arm, found in kinds.values()]
-    assert ran[1:] == [*in_order, *in_order[::-1], *[in_order[1]] * 2]
+    turned = in_order[::-1]
+    assert ran[1:] == [*in_order, *turned, *in_order, *[in_order[1]] * 3]
     assert (launches.ops, shadow.ops) == ("ours", "ours")
     for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
         assert getattr(kinds["unlaunched"][1], name)(1, 2) is None
