@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,7 @@ RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 # those of releases.
 STUB = {
     "CMakeLists.txt": "project(stub\n  LANGUAGES CXX)\nset(DEVICE cpu)\n",
-    "setup.py": "ext_modules = []\npackage_data = {\n}\n",
+    "setup.py": "ext_modules = []\npackage_data = {\n    'vllm': [],\n}\n",
     "requirements/common.txt": "numpy\ntorch",
     "csrc/ops.h": "",
 }
@@ -326,6 +327,12 @@ def test_revert_leaves_what_is_not_ours(patched, run):
     assert run(patched, "--revert")[0] == 0
     assert (patched / RUNNER).read_text().endswith("# theirs\n")
     assert "nwor" not in (patched / RUNNER).read_text()
+
+
+def test_lines_go_behind_statements_of_several_lines(patched):
+    assert f"LANGUAGES CXX)\n{DEFERRED}" in (patched / CMAKE).read_text()
+    data = runpy.run_path(str(patched / "setup.py"))["package_data"]
+    assert data == {"vllm": ["v1/nwor/_nwor_C.so"]}
 
 
 HEAD = "    def _model_forward("
