@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_check_vllm import SITE, files_read, laid_out
+from tests.unit.test_packaging import contents
 from tests.unit.test_packaging import run as command
 from tools import apply_to_vllm as tool
 from tools import check_vllm, native
@@ -30,37 +32,14 @@ from vllm_nwor.hooks.source import files_of
 pytestmark = pytest.mark.usefixtures("parsed_once")
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
-# A build for anything but GPUs returns early from the top.
+# What the tool changes of a checkout's build; what a build makes of that is tried on
+# those of releases.
 STUB = {
-    "CMakeLists.txt": """cmake_minimum_required(VERSION 3.26)
-# It ends with a line
-project(stub
-  LANGUAGES CXX)
-set(VLLM_TARGET_DEVICE cpu CACHE STRING "")
-set(TORCH_INSTALL_PREFIX "${STUB_TORCH}")
-if(NOT VLLM_TARGET_DEVICE STREQUAL "cuda")
-  return()
-endif()
-message(FATAL_ERROR "not here")
-""",
-    "setup.py": """class CMakeExtension:
-    def __init__(self, name, optional=False):
-        self.name = name
-
-
-ext_modules = [CMakeExtension("vllm.spinloop")]
-package_data = {
-    "vllm": ["py.typed"],
-}
-
-print(*(ext.name.removeprefix("vllm.") for ext in ext_modules))
-print(package_data)
-""",
+    "CMakeLists.txt": "project(stub\n  LANGUAGES CXX)\nset(DEVICE cpu)\n",
+    "setup.py": "ext_modules = []\npackage_data = {\n    'vllm': [],\n}\n",
     "requirements/common.txt": "numpy\ntorch",
     "csrc/ops.h": "",
 }
-
-
 # What builds a checkout, and no wheel has; of csrc what is built for any device.
 BUILD_FILES = ("CMakeLists.txt", "setup.py", "cmake/**/*", "requirements/*")
 BUILD_FILES += ("csrc/*.cpp", "tools/build_rust.py")
@@ -148,16 +127,10 @@ def checkout(version, sources, tmp_path):
     return laid_out(tmp_path / "checkout", sources | build_of_vllm(version))
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Relative path -> SHA-256 of each file, "" for each folder; of all but git's files
-    and libraries."""
-    return {
-        str(path.relative_to(folder)): ""
-        if path.is_dir()
-        else hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if ".git" not in path.parts and path.suffix != ".so"
-    }
+def digests(folder: Path) -> dict[str, bytes]:
+    """Of all but libraries, which a checkout's build makes."""
+    found = contents(folder).items()
+    return {path: digest for path, digest in found if not path.endswith(".so")}
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +191,7 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
     assert library == (ROOT / tool.LIBRARY).read_bytes()
     for path in changed:  # whole lines, and every one of them can be told
         text, marked = tool.split_marked((site / path).read_text())
-        assert hashlib.sha256(text.encode()).hexdigest() == before[path]
+        assert hashlib.sha256(text.encode()).digest() == before[path]
         assert marked
 
     assert run(site, "--check") == (0, ["has all of it"])
@@ -251,12 +224,10 @@ def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
     assert run(checkout)[0] == 0
     patched = digests(clone)
     assert digests(checkout) == patched
-    assert run(checkout) == (0, ["has all of it"])
-    assert run(clone, "--check") == (0, ["has all of it"])
-    assert digests(checkout) == digests(clone) == patched
-    for tree in checkout, clone:
-        assert run(tree, "--revert")[0] == 0
-        assert digests(tree) == before
+    assert run(clone) == (0, ["has all of it"])
+    assert digests(clone) == patched
+    assert run(clone, "--revert")[0] == 0
+    assert digests(clone) == before
 
     log = git(clone, "log", "--format=%H%n%s%n%b%x00", f"-{len(patches)}").split("\0")
     told = {}
@@ -288,30 +259,23 @@ EXTENSION = (
     'if ext_modules: ext_modules.append(CMakeExtension(name="vllm.v1.nwor._nwor_C", '
     "optional=True))  # nwor\n"
 )
+VARIABLES = "environment_variables"
 INFERENCE = "    @torch.inference_mode()\n"
-OTHERS = "is not this version's"
+OTHERS, HAS = "is not this version's", "has @nwor_hook("
+ENVS, CMAKE, COMMON = "vllm/envs.py", "CMakeLists.txt", "requirements/common.txt"
+UNNAMED = SAMPLE.replace("GPUModelRunner.", "")
+TOO_SOON = DEFERRED.replace("DEFER CALL", "EVAL CODE")
 # What is changed in a file, and what is said of it.
 DRIFT = {
     "a decorator is lost": (RUNNER, SAMPLE, "", "lacks @nwor_hook("),
-    "it is not the outermost": (
-        *(RUNNER, EXECUTE + INFERENCE, INFERENCE + EXECUTE),
-        "has @nwor_hook(",
-    ),
-    "it names another function": (
-        *(RUNNER, SAMPLE, SAMPLE.replace("GPUModelRunner.", "")),
-        'has @nwor_hook("_sample")',
-    ),
-    "it is there twice": (RUNNER, SAMPLE, SAMPLE * 2, "has @nwor_hook("),
-    "no library is built": ("CMakeLists.txt", DEFERRED, "", "lacks cmake_language("),
-    "it is built too soon": (
-        *("CMakeLists.txt", DEFERRED, DEFERRED.replace("DEFER CALL", "EVAL CODE")),
-        "has cmake_language(EVAL CODE",
-    ),
+    "it is not the outermost": (RUNNER, EXECUTE + INFERENCE, INFERENCE + EXECUTE, HAS),
+    "it names another function": (RUNNER, SAMPLE, UNNAMED, f'{HAS}"_sample")'),
+    "it is there twice": (RUNNER, SAMPLE, SAMPLE * 2, HAS),
+    "no library is built": (CMAKE, DEFERRED, "", "lacks cmake_language("),
+    "it is built too soon": (CMAKE, DEFERRED, TOO_SOON, "has cmake_language(EVAL CODE"),
     "no extension is declared": ("setup.py", EXTENSION, "", "lacks if ext_modules: "),
-    "wrapt is not required": (
-        *("requirements/common.txt", "wrapt >= 1.16  # nwor", "", "lacks wrapt"),
-    ),
-    "a variable is unknown": ("vllm/envs.py", MODE, "", "lacks environment_variables["),
+    "wrapt is not required": (COMMON, "wrapt >= 1.16  # nwor", "", "lacks wrapt"),
+    "a variable is unknown": (ENVS, MODE, "", "lacks environment_variables["),
     "a file was edited": (f"{OURS}/window.py", "", "\n", OTHERS),
     "a file is another's": (f"{OURS}/older.py", "", "\n", OTHERS),
 }
@@ -365,40 +329,29 @@ def test_revert_leaves_what_is_not_ours(patched, run):
     assert "nwor" not in (patched / RUNNER).read_text()
 
 
+def test_lines_go_behind_statements_of_several_lines(patched):
+    assert f"LANGUAGES CXX)\n{DEFERRED}" in (patched / CMAKE).read_text()
+    data = runpy.run_path(str(patched / "setup.py"))["package_data"]
+    assert data == {"vllm": ["v1/nwor/_nwor_C.so"]}
+
+
 HEAD = "    def _model_forward("
 FORWARD = "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward"
-INPUT = "vllm.v1.worker.gpu.input_batch.InputBatch"
-UNKNOWN = "which NWOR does not know"
+BATCH = "vllm/v1/worker/gpu/input_batch.py"
+GONE = "vllm.v1.worker.gpu.input_batch.InputBatch has no attribute cu_num_logits"
+BESIDE = f"{FORWARD} is decorated with @%s, which NWOR does not know"
+ASSIGN = "does not assign to"
 REFUSED = {
     "missing": (RUNNER, HEAD, "    def _forward(", f"{FORWARD} does not exist"),
-    "decorated otherwise": (
-        *(RUNNER, HEAD, f"    @theirs(1)\n{HEAD}"),
-        f"{FORWARD} is decorated with @theirs(1), {UNKNOWN}",
-    ),
-    "hooked by hand": (
-        *(RUNNER, HEAD, f"    @nwor_hook\n{HEAD}"),
-        f"{FORWARD} is decorated with @nwor_hook, {UNKNOWN}",
-    ),
-    "a fact": (
-        *("vllm/v1/worker/gpu/input_batch.py", "cu_num_logits", "cu_logits"),
-        f"{INPUT} has no attribute cu_num_logits",
-    ),
-    "no place for variables": (
-        *("vllm/envs.py", "environment_variables", "variables"),
-        "vllm/envs.py does not assign to environment_variables",
-    ),
-    "no project": (
-        *("CMakeLists.txt", "project(", "# project("),
-        "CMakeLists.txt has no project()",
-    ),
-    "no extensions": (
-        *("setup.py", "ext_modules", "modules"),
-        "setup.py does not assign to ext_modules",
-    ),
-    "no package data": (
-        *("setup.py", "package_data", "data"),
-        "setup.py does not assign to package_data",
-    ),
+    "decorated": (RUNNER, HEAD, f"    @theirs(1)\n{HEAD}", BESIDE % "theirs(1)"),
+    "hooked by hand": (RUNNER, HEAD, f"    @nwor_hook\n{HEAD}", BESIDE % "nwor_hook"),
+    "a fact": (BATCH, "cu_num_logits", "cu_logits", GONE),
+    "variables": (ENVS, VARIABLES, "variables", f"{ENVS} {ASSIGN} {VARIABLES}"),
+    "project": (CMAKE, "project(", "# project(", f"{CMAKE} has no project()"),
+    **{
+        name: ("setup.py", name, "others", f"setup.py {ASSIGN} {name}")
+        for name in ("ext_modules", "package_data")
+    },
 }
 
 
@@ -445,36 +398,6 @@ def test_a_folder_without_vllm_is_refused(tmp_path, run):
 # --- a checkout's build ---
 
 
-def check_built(*libraries: Path) -> None:
-    native.check_runtime(libraries[0])
-    for library in libraries:
-        code = f"import torch; torch.ops.load_library({str(library)!r}); "
-        code += "print(torch.ops._C_cache_ops.stage.default)"
-        assert "stage" in command(sys.executable, "-c", code)
-
-
-@pytest.mark.slow
-def test_the_library_is_built_with_the_checkouts_own(checkout, tmp_path):
-    """By the target and component that its setup.py makes of the extension's name."""
-    tool.Graft(checkout, facts=()).apply()
-    (checkout / tool.LIBRARY).unlink()
-    run = partial(command, cwd=checkout)
-
-    names, data = run(sys.executable, "setup.py").splitlines()
-    assert data == "{'vllm': ['py.typed', 'v1/nwor/_nwor_C.so']}"
-    others, target = names.split()
-    assert others == "spinloop"
-
-    cmake, ninja = native.find_tool("cmake"), native.find_tool("ninja")
-    build, prefix = tmp_path / "build", tmp_path / "prefix"
-    settings = (f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DSTUB_TORCH={native.torch_dir()}")
-    run(cmake, "-S", ".", "-B", build, "-G", "Ninja", *settings)
-    run(cmake, "--build", build, f"--target={target}")
-    run(cmake, "--install", build, "--prefix", prefix, "--component", target)
-    check_built(checkout / tool.LIBRARY, prefix / tool.LIBRARY)
-    assert not tool.Graft(checkout, facts=()).drift()
-
-
 # Runs vLLM's setup.py, without the packages that build its Rust parts and find its
 # version, and then its build_ext for our extension alone, into the folder named.
 BUILD = """
@@ -517,5 +440,9 @@ def test_a_releases_own_build_builds_the_library(checkout, tmp_path):
         CMAKE_ARGS="-DVLLM_TARGET_DEVICE=xpu",
         CMAKE_BUILD_TYPE="Debug",
     )
-    check_built(checkout / tool.LIBRARY, tmp_path / "built" / tool.LIBRARY)
+    for library in (checkout / tool.LIBRARY, tmp_path / "built" / tool.LIBRARY):
+        native.check_runtime(library)
+        code = f"import torch; torch.ops.load_library({str(library)!r}); "
+        code += "print(torch.ops._C_cache_ops.stage.default)"
+        assert "stage" in command(sys.executable, "-c", code)
     assert not tool.Graft(checkout, facts=()).drift()

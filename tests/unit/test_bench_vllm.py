@@ -221,14 +221,13 @@ def test_each_tested_arm_has_pairs_with_the_baseline():
     assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
     timed = {"stage": [make_run(True)]}
     found = summary.comparison(pairs, "unhooked", None, timed)
-    assert summary.tested({"summary": found}) == ["nwor", "stage"]
     medians = {name: one["median"] for name, one in found["ratio"].items()}
     assert medians == {"nwor": 0.5, "stage": 0.25, "control": 1.0}
-    assert list(found["speed"]) == ["unhooked", "nwor", "stage"]
-    assert found["speed"]["unhooked"]["num_runs"] == 4
-    assert list(found["nwor"]) == ["nwor", "stage"]
-    assert found["nwor"]["nwor"]["host"] is None
-    assert found["nwor"]["stage"]["host"]["num_begins"] == 2
+    hosts = {
+        name: one["host"] and one["host"]["num_begins"]
+        for name, one in found["nwor"].items()
+    }
+    assert hosts == {"nwor": None, "stage": 2}
     assert found["num_pairs"] == 2
 
 
@@ -273,6 +272,7 @@ COMPARE = ["--no-true-off", "--json", "results/a.json"]
 
 
 def test_compare_writes_and_prints(engine, capsys, tmp_path):
+    """Ratios are of neighbours, each to its own half; 7 tokens a run."""
     # The warm-ups; then a round, in turned order every second time.
     seconds = iter([9.0, 9.0, *[1.0, 1.0, 4.0, 3.0] * 7])
 
@@ -283,29 +283,22 @@ def test_compare_writes_and_prints(engine, capsys, tmp_path):
 
     engine.run.side_effect = run
     assert bench_vllm.main(COMPARE) == 0
-    printed = capsys.readouterr().out
-    heads = ["environment", "warnings", "check", "acceptance", "speed", "what nwor"]
-    places = [printed.index(head) for head in heads]
-    assert places == sorted(places)
+    assert "outputs identical" in capsys.readouterr().out
+    assert os.listdir(tmp_path / "results") == ["a.json"]
     result = json.loads((tmp_path / "results/a.json").read_text())
-    assert list(result["samples"]) == ["nwor", "control"]
-    # 7 tokens a run.
     assert result["samples"]["nwor"] == {
         "ratio": [2.0, 0.5, 2.0, 0.5, 2.0, 0.5, 2.0],
         "reference": [3.5] * 7,
         "test": [7.0, 1.75, 7.0, 1.75, 7.0, 1.75, 7.0],
     }
     assert result["samples"]["control"]["ratio"] == [0.5, 2.0] * 3 + [0.5]
-    assert (result["schema"], result["baseline"]) == (3, "unhooked")
     found = result["summary"]
     assert found["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
-    assert list(found["speed"]) == ["unhooked", "nwor"]
     did = found["nwor"]["nwor"]
     assert (did["staged"], did["logged_bytes"]) == (7 * 20, 7 * 2000)
-    # Medians of (10, 30) and (5, 15) us are 20 and 10; half-second and second steps.
+    # Medians of (10, 30) and (5, 15) us.
     host = did["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
-    assert os.listdir(tmp_path / "results") == ["a.json"]
 
 
 def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, tmp_path):
@@ -318,11 +311,9 @@ def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, tmp_path):
     result = json.loads((tmp_path / "a.json").read_text())
     assert result["samples"] == [7.0, 7.0]
     assert result["outputs"]["num_runs"] == 1 + 2 + 5
-    speed = result["summary"]["speed"]["stage"]
-    assert (speed["num_runs"], speed["step_us"]) == (2, [500_000] * 2)
-    did = result["summary"]["nwor"]["stage"]
-    assert (did["staged"], did["host"]["num_runs"]) == (2 * 20, 5)
-    assert did["host"]["step_us_median"] == 1.75e6
+    found = result["summary"]
+    assert found["speed"]["stage"]["step_us"] == [500_000] * 2
+    assert found["nwor"]["stage"]["host"]["step_us_median"] == 1.75e6
 
 
 TRUE_OFF = {
@@ -347,9 +338,6 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
     assert "KV blocks that NWOR costs: 6" in printed
     result["true_off"]["kv_blocks"] = None
     assert "KV blocks that NWOR costs" not in report.text(result)
-    assert "not compared" in report.text(result)
-    del result["true_off"]
-    assert summary.own_process(result) is None
 
 
 CHANGED, SHORTER = [[11, 12, 13], [21, 22, 99, 24]], [[11, 12, 13], [21, 22]]
@@ -399,11 +387,9 @@ def worker(monkeypatch):
     counters = [[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]
     methods = ("stage", "begin", "commit", "start_step")
     manager = type("Manager", (), {name: getattr(calls, name) for name in methods})()
-    vars(manager).update(
-        **{"calls": calls, "is_open": False},
-        **{"counters": torch.tensor(counters), "fallbacks": {"stale_log": 1}},
-        **{"log_bytes_per_draft": 75, "log_bytes": 750},
-    )
+    manager.calls, manager.counters = calls, torch.tensor(counters)
+    manager.fallbacks, manager.is_open = {"stale_log": 1}, False
+    manager.log_bytes_per_draft, manager.log_bytes = 75, 750
     for name in ("unhook", "rehook"):
         monkeypatch.setattr(_wrap, name, getattr(calls, name))
     worker = NworWorkerExtension()
@@ -431,11 +417,10 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     """And none for what protected nothing; what was reported is forgotten."""
     manager = worker.model_runner.nwor_state.manager
     # Around stage, begin and commit; in the end around a stage that is all.
-    ticks = [0, 100, 1, 10, *(0, 100, 1, 10, 1, 1000), 0, 70, 0, 7]
-    ticks = itertools.accumulate(ticks)
+    ticks = itertools.accumulate([0, 100, 1, 10, *(0, 100, 1, 10, 1, 1000), 0, 70])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     assert worker.nwor_set_hooked(False) is False
-    for _ in range(2):
+    for _ in range(2):  # they do not time each other
         assert worker.nwor_set_hooked(True, times=True) is True
     for manager.is_open in (False, True):
         assert manager.stage("windows") is False
@@ -444,34 +429,21 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     assert worker.nwor_set_hooked(True, stages=False, times=True) is True
     assert manager.stage("windows") is False
     # A step that was not hooked was a step all the same.
-    hooked = ["start_step", "rehook"] * 2
-    hooked += ["start_step", "rehook"]
-    steps = ["stage", "begin"] * 2
-    assert called(worker) == ["unhook", *hooked[:4], *steps, "commit", *hooked[4:]]
+    hooked, steps = ["start_step", "rehook"], ["stage", "begin"] * 2
+    assert called(worker) == ["unhook", *hooked * 2, *steps, "commit", *hooked]
     found = worker.nwor_report()
     assert (found["begin_ns"], found["commit_ns"]) == ([110], [1000])
-    assert worker.nwor_report()["begin_ns"] == []
     assert found["counters"] == {
         **{"windows": 2, "staged": 6, "committed": 4, "rejected": 2},
         **{"restored_bytes": 150, "invalid_slots": 1},
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
     assert found["fallbacks"] == {"stale_log": 1}
-    worker.nwor_set_hooked(True, times=True)
     manager.calls.stage.return_value = True
-    assert manager.stage("windows") is True
-    worker.nwor_set_hooked(True)
-    assert manager.stage("windows") is True
+    for times in (True, False):
+        worker.nwor_set_hooked(True, times=times)
+        assert manager.stage("windows") is True
     assert worker.nwor_report()["begin_ns"] == [70]
-    # The KV cache was initialised again.
-    stage = Mock(return_value=True)
-    other = type("Other", (type(manager),), {"stage": stage})()
-    vars(other).update(vars(manager))
-    worker.model_runner.nwor_state.manager = other
-    worker.nwor_set_hooked(True, times=True)
-    assert other.stage("windows") is True
-    stage.assert_called_once()
-    assert worker.nwor_report()["begin_ns"] == [7]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -494,7 +466,7 @@ def test_extension_reseeds_every_generator(worker):
 
 
 def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp_path):
-    """Two rounds, the second in turned order; every run's ops are those of its kind."""
+    """Rounds, every second in turned order; every run's ops are those of its kind."""
     launches, shadow = SimpleNamespace(ops="ours"), SimpleNamespace(ops="")
     manager = SimpleNamespace(device="cpu", launches=launches, shadow=shadow)
     engine.rpc.return_value = manager
@@ -507,22 +479,21 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
         return make_run(arm.hooked)
 
     engine.run.side_effect = run
-    monkeypatch.setattr(host_profile, "kinds_of_ops", lambda manager: kinds)
-    monkeypatch.setattr(host_profile, "device_for", lambda options: "cpu")
-    monkeypatch.setattr(host_profile, "prepare_process", lambda options, on: None)
+    for name, stand_in in (
+        ("kinds_of_ops", lambda manager: kinds),
+        ("device_for", lambda options: "cpu"),
+        ("prepare_process", lambda options, on: None),
+        ("kernel_times", lambda engine, arm: {}),
+    ):
+        monkeypatch.setattr(host_profile, name, stand_in)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: {})
-    path = tmp_path / "a.json"
-    argv = ["v2-k4-a70", "--rounds", "2", "--json", str(path)]
+    argv = ["v2-k4-a70", "--rounds", "3", "--json", "a.json"]
     assert host_profile.main(argv) == 0
-    result = json.loads(path.read_text())
+    result = json.loads((tmp_path / "a.json").read_text())
     in_order = [(arm, found, found) for arm, found in kinds.values()]
-    hooks = [in_order[1]] * 2
-    assert ran[1:] == [*in_order, *in_order[::-1], *hooks]
+    turned = in_order[::-1]
+    assert ran[1:] == [*in_order, *turned, *in_order, *[in_order[1]] * 3]
     assert (launches.ops, shadow.ops) == ("ours", "ours")
-    with_builtins = [kind for kind, (_, found) in kinds.items() if found == "ours"]
-    assert with_builtins == ["unhooked", "stage", "builtins"]
-    assert kinds["unstaged"][1] is kinds["unlaunched"][1]
     for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
         assert getattr(kinds["unlaunched"][1], name)(1, 2) is None
         assert int(getattr(kinds["add"][1], name)(1, 2)) > 0
@@ -531,7 +502,6 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
     for times in result["host"].values():
         medians = {part: one["median_us"] for part, one in times.items()}
         assert medians == {"begin": 20, "commit": 10, "both": 30}
-        assert {one["steps"] for one in times.values()} == {4}
     assert set(result["step_us"].values()) == {500_000}
     assert set(result["step_us"]) - set(result["host"]) == {"unhooked"}
 

@@ -240,7 +240,7 @@ def needed():
     return files_read(read)
 
 
-def wheel(folder: Path, files: dict[str, str], version: str = "9.9.9") -> Path:
+def wheel(folder: Path, files: dict[str, str], version: str) -> Path:
     """A wheel of vLLM with these files."""
     folder.mkdir(exist_ok=True)
     path = folder / f"vllm-{version}-py3-none-any.whl"
@@ -267,30 +267,26 @@ SAID = [
 
 
 @pytest.fixture
-def pip_finds(tmp_path, monkeypatch):
-    """Has pip find wheels in one place only; the cache is empty."""
+def main(tmp_path, monkeypatch):
+    """Runs the tool; pip finds wheels in one folder only, and the cache is empty."""
     monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    return lambda place: monkeypatch.setenv("PIP_FIND_LINKS", str(place))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["check_vllm.py", *arguments])
+        return check_vllm.main()
+
+    return run
 
 
-def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["check_vllm.py", *arguments])
-    return check_vllm.main()
-
-
-def test_a_release_that_has_moved_on_fails_by_name(
-    needed, pip_finds, tmp_path, monkeypatch, capsys
-):
+def test_a_release_that_has_moved_on_fails_by_name(needed, main, tmp_path, capsys):
     """What was read of a wheel is kept, and read without it."""
-    paths = [
-        wheel(tmp_path / "wheels", needed, "9.9.8"),
-        wheel(tmp_path / "wheels", doctored(needed)),
-    ]
-    pip_finds(tmp_path / "wheels")
+    folder = tmp_path / "wheels"
+    paths = [wheel(folder, needed, "9.9.8"), wheel(folder, doctored(needed), "9.9.9")]
     for _ in range(2):
-        assert main(monkeypatch, "9.9.8", "9.9.9") == 1
+        assert main("9.9.8", "9.9.9") == 1
         good, *bad = capsys.readouterr().out.splitlines()
         assert good.startswith("vllm 9.9.8: ")
         assert good.endswith(" facts hold")
@@ -299,18 +295,15 @@ def test_a_release_that_has_moved_on_fails_by_name(
             path.unlink(missing_ok=True)
 
 
-def test_a_release_that_is_not_to_be_had_is_no_success(
-    pip_finds, tmp_path, monkeypatch, capsys
-):
-    pip_finds(tmp_path)
-    assert main(monkeypatch, "9.9.9") == 3
+def test_a_release_that_is_not_to_be_had_is_no_success(main, capsys):
+    assert main("9.9.9") == 3
     assert "no source of vllm 9.9.9: ERROR" in capsys.readouterr().err
 
 
-def test_a_tree_is_checked_as_it_lies_there(needed, tmp_path, monkeypatch):
-    assert main(monkeypatch, str(SITE)) == 0
+def test_a_tree_is_checked_as_it_lies_there(needed, tmp_path):
     laid_out(tmp_path, doctored(needed))
-    done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, TOOL, tmp_path], capture_output=True, text=True
+    )
     assert done.returncode == 1, done.stderr
-    lines = done.stdout.decode().splitlines()
-    assert lines == [f"{tmp_path}: {said}" for said in SAID]
+    assert done.stdout.splitlines() == [f"{tmp_path}: {said}" for said in SAID]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -30,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
 ENTRY_POINT = "vllm_nwor.plugin:register"
 SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".sh"}
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -46,11 +44,15 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
     return result.stdout
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    """A hash of what is in each file; nothing for each folder."""
+def contents(folder: Path) -> dict[str, bytes]:
+    """Relative path -> hash of what is in each file, nothing for each folder; of all
+    but git's own."""
     return {
-        path: b"" if path.is_dir() else hashlib.sha256(path.read_bytes()).digest()
+        str(path.relative_to(folder)): b""
+        if path.is_dir()
+        else hashlib.sha256(path.read_bytes()).digest()
         for path in folder.rglob("*")
+        if ".git" not in path.parts
     }
 
 
@@ -63,16 +65,9 @@ def build(project: Path, out: Path, what: str) -> Path:
     return path
 
 
-def built_wheel(project: Path, out: Path) -> Path:
-    options = ("--no-deps", "--no-build-isolation", "-w", out)
-    run(*PIP, "wheel", *options, project, NWOR_CUDA="OFF")
-    (path,) = out.glob("*.whl")
-    return path
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    return built_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
+    return build(ROOT, tmp_path_factory.mktemp("wheel"), "wheel")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +102,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_sdist_builds_the_same_wheel(wheel, unpacked, tmp_path):
-    again = zipfile.ZipFile(built_wheel(unpacked, tmp_path))
+    again = zipfile.ZipFile(build(unpacked, tmp_path, "wheel"))
     first = zipfile.ZipFile(wheel)
     assert Path(str(again.filename)).name == wheel.name
     assert {name: again.read(name) for name in again.namelist()} == {
@@ -135,11 +130,8 @@ def test_wheel_tag_promises_what_the_library_needs(wheel):
     assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so"}
 
 
-def test_a_registry_accepts_the_metadata(wheel, sdist):
+def test_a_registry_accepts_the_metadata_and_no_build_of_vllm_is_needed(wheel, sdist):
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-
-
-def test_wheel_needs_torch_and_no_build_of_vllm(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     lines = archive.read(name).decode().splitlines()
@@ -168,7 +160,7 @@ def test_only_our_own_staging_directory_is_emptied(unpacked, tmp_path):
 # --- beside vLLM ---
 
 VLLM = {
-    "vllm/__init__.py": '__version__ = "0.32.0"\n',
+    "vllm/__init__.py": '__version__ = "VERSION"\n',
     "vllm/envs.py": "environment_variables = {}\n",
     "vllm/v1/__init__.py": "",
     "pyproject.toml": """
@@ -177,19 +169,22 @@ requires = ["setuptools"]
 build-backend = "setuptools.build_meta"
 [project]
 name = "vllm"
-version = "0.32.0"
+version = "VERSION"
 [tool.setuptools]
 packages = ["vllm", "vllm.v1"]
 """,
 }
-OLDER = "0.26.0"
+OLDER, NEWER = "0.26.0", "0.32.0"
 MODES = (None, "", "off", "stage", "cow")
 FIND = "import vllm; print(vllm.__file__)"
+# As vLLM loads its plugins.
 USE = """
-import vllm_nwor.plugin
-vllm_nwor.plugin.register()
-import vllm, vllm.v1.nwor.config
+from importlib.metadata import entry_points
+(entry,) = entry_points(group="vllm.general_plugins")
+entry.load()()
+import vllm, vllm.envs, vllm.v1.nwor.config, vllm_nwor.config
 assert vllm.v1.nwor.config is vllm_nwor.config
+assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
 print(vllm.__file__)
 """
 ABSENT = (
@@ -241,14 +236,12 @@ def vllm_wheels(tmp_path_factory):
     """Stand-ins for an installed vLLM: a wheel, an editable one, which setuptools finds
     with a finder of its own, and a wheel of an older release."""
     out, found = tmp_path_factory.mktemp("vllm"), {}
-    for kind in ("wheel", "editable", "older"):
+    for kind, version in (("wheel", NEWER), ("editable", NEWER), ("older", OLDER)):
         project = tmp_path_factory.mktemp("project")
         for name, text in VLLM.items():
             (project / name).parent.mkdir(parents=True, exist_ok=True)
-            text = text.replace("0.32.0", OLDER) if kind == "older" else text
-            (project / name).write_text(text)
-        what = "wheel" if kind == "older" else kind
-        found[kind] = build(project, out / kind, what)
+            (project / name).write_text(text.replace("VERSION", version))
+        found[kind] = build(project, out / kind, kind.replace("older", "wheel"))
     names = zipfile.ZipFile(found["editable"]).namelist()
     assert any(name.endswith("_finder.py") for name in names)
     return found
@@ -257,14 +250,12 @@ def vllm_wheels(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("ours", ["wheel", "editable"])
 def test_vllm_is_found_in_every_mode_and_nothing_stays(
-    ours, kind, request, vllm_wheels, environment, tmp_path
+    ours, kind, wheel, unpacked, vllm_wheels, environment, tmp_path
 ):
     """vLLM is downgraded and reinstalled, too, while ours stays: nothing of it may be
     left then."""
-    if ours == "wheel":
-        package = request.getfixturevalue("wheel")
-    else:
-        unpacked = request.getfixturevalue("unpacked")
+    package = wheel
+    if ours == "editable":
         package = build(unpacked, tmp_path / "ours", "editable")
     without_vllm = contents(environment.site)
     environment.install(vllm_wheels[kind])
@@ -275,6 +266,7 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
     for mode in MODES:
         assert environment.run(FIND, mode) == file
         assert environment.run(USE, mode) == file
+    assert before.items() < contents(environment.site).items()
 
     environment.install(vllm_wheels["older"])
     for mode in MODES:
@@ -340,12 +332,12 @@ def test_the_vllm_that_is_installed_here_stays_as_it_is(
         if kind == "wheel":
             link(info, site / info.name)
         else:
-            (project / "pyproject.toml").write_text(VLLM["pyproject.toml"])
+            text = VLLM["pyproject.toml"].replace("VERSION", NEWER)
+            (project / "pyproject.toml").write_text(text)
             environment.install(build(project, tmp_path / "built", "editable"))
 
-    def files() -> dict[Path, bytes]:
-        folders = map(contents, {site, project})
-        return dict(itertools.chain.from_iterable(map(dict.items, folders)))
+    def files() -> dict[str, bytes]:
+        return contents(site) | contents(project)
 
     install()
     before, file = files(), f"{project / 'vllm' / '__init__.py'}\n"
@@ -355,7 +347,7 @@ def test_the_vllm_that_is_installed_here_stays_as_it_is(
     assert environment.run(LOAD, "stage") == file
     with_ours = files()
     assert before.items() < with_ours.items()
-    new = [path.relative_to(site).parts[0] for path in with_ours.keys() - before]
+    new = [Path(path).parts[0] for path in with_ours.keys() - before]
     assert {name.partition("-")[0] for name in new} == {"vllm_nwor"}
     if kind == "wheel":
         environment.uninstall(info.name.partition("-")[0])

@@ -45,15 +45,6 @@ def test_a_block_is_rendered_checked_and_named(tmp_path, capsys):
     assert capsys.readouterr().err == f"{said}python tools/results/render.py\n"
 
 
-def test_an_arm_is_compared_with_cow_round_by_round():
-    rates = {"cow": [10.0, 20.0, 40.0], "stage": [11.0, 20.0, 30.0], "control": [1.0]}
-    result = {"samples": {name: {"test": of} for name, of in rates.items()}}
-    assert report.to_cow(result, "stage").startswith("1.0000 (0.7500 to 1.1")
-    assert report.to_cow(result, "cow") == "-"
-    del result["samples"]["cow"]
-    assert report.to_cow(result, "stage") == "-"
-
-
 OPEN, END = "<!-- results: {} -->\n", "<!-- /results -->"
 UNUSABLE = {
     OPEN.format("bench_cpu.json all"): f"has no '{END}' after it",
@@ -74,7 +65,8 @@ def test_unusable_block_is_named(block, capsys, tmp_path):
 
 
 def test_what_the_documents_show_is_what_the_views_make_of_the_files():
-    """All of VIEWS, over the committed files: their rows, verdicts and order."""
+    """All of VIEWS, over the committed files: their rows, figures, verdicts and order,
+    of hundreds of results. Below is what no committed result has."""
     assert render.main(["--check"]) == 0
     shown = "".join(path.read_text() for path in render.READMES)
     views_shown = {what.split()[-1] for _, what, _ in render.BLOCK.findall(shown)}
@@ -127,113 +119,51 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     assert (row[0], row[7:9]) == (name, ["bytes", "aborts"])
 
 
-def test_extremes_are_chosen_by_the_median_ratio():
-    path = next((ROOT / "results").glob("bench_gpu_*.json"))
-    results = []
-    for batch, medians in enumerate(
-        ({"cow": 0.99, "stage": 0.7}, {"cow": 0.97}, {"cow": 0.98}, {"cow": 0.96}), 1
-    ):
-        result = json.loads(path.read_text())
-        result["arguments"]["batch_size"] = batch
-        found = result["summary"]
-        control = found["ratio"]["control"]
-        ratio = {name: control | {"median": one} for name, one in medians.items()}
-        host = {"begin_us_median": 20.0, "commit_us_median": 10.0 + batch}
-        found["ratio"] = {**ratio, "control": control}
-        found["nwor"] = {name: {"host": host} for name in medians}
-        results.append(result)
-    _, _, *rows, _, cow, stage = report.rendered("extremes", results=results).split(
-        "\n"
-    )
-    assert cow.startswith("- cow: median of the ratios 0.9750; budget of through")
-    assert cow.endswith(" 31.0 to 34.0 us, over its budget of 40 us in 0.")
-    assert stage.endswith("31.0 to 31.0 us, over its budget of 30 us in 1.")
-    assert [(row[0], row[4], row[7][:6]) for row in map(cells, rows)] == [
-        ("cow, median of 4", "2", "0.9700"),
-        ("cow, worst", "4", "0.9600"),
-        *((f"stage, {one}", "1", "0.7000") for one in ("median of 1", "worst")),
-    ]
-
-
 # --- the tables of docs/reach.md
 
 
-def gpu_result(*specs, **more):
-    """Of mode stage. specs: name, drafter, backend, ranks, checks that found something.
-    more: what else the engine of a name has."""
-
-    def entry(name, drafter, backend, ranks, bad):
-        engine = {"runner": "v2", "drafter": drafter, "backend": backend}
-        return {
-            "engine": engine | {"tensor_parallel": ranks, **more.get(name, {})},
-            "problems": {"outputs": [], **{check: ["what"] for check in bad.split()}},
-            "unsettled": [],
-            "seconds": {"off": 1.0, "stage": 1.0},
-            "environment": {"packages": {"vllm": "0.26.0"}},
-        }
-
-    return {"kind": "gpu_engines", "entries": {one[0]: entry(*one) for one in specs}}
+def gpu_entry(drafter, backend, bad=""):
+    """Of mode stage. bad: checks that found something, or "unsettled"."""
+    is_unsettled = bad == "unsettled"
+    checks = () if is_unsettled else bad.split()
+    engine = {"runner": "v2", "drafter": drafter, "backend": backend}
+    return {
+        "engine": engine | {"tensor_parallel": 1},
+        "problems": {"outputs": [], **{check: ["what"] for check in checks}},
+        "unsettled": ["batch 1: vanilla differs from itself"] * is_unsettled,
+        "seconds": {"off": 1.0, "stage": 1.0},
+        "environment": {"packages": {"vllm": "0.26.0"}},
+    }
 
 
-GPU = gpu_result(
-    ("one", "eagle", "FLASH_ATTN", 1, ""),
-    ("other", "eagle", "FLASH_ATTN", 1, "bytes"),
-    ("third", "eagle", "TRITON_ATTN", 1, ""),
-    ("two ranks", "eagle", "FLASH_ATTN", 2, ""),
-    ("fourth", "mtp", "FLASH_ATTN", 1, ""),
-    ("fifth", "mtp", "FLASH_ATTN", 1, "started"),
-    ("sixth", "mtp", "TRITON_ATTN", 1, "started bytes"),
-    ("seventh", "medusa", "FLASH_ATTN", 1, ""),
-    ("eighth", "medusa", "FLASH_ATTN", 1, ""),
-    ("ninth", "medusa", "TRITON_ATTN", 1, "bytes"),
-    ("tenth", "medusa", "TRITON_ATTN", 1, ""),
-)
-for name in ("eighth", "tenth"):
-    GPU["entries"][name]["unsettled"] = ["batch 1: vanilla differs from itself"]
-# The first line of each that a table has. One engine of several that fails takes its
-# backend along; one that was stopped proves nothing of it, and where vLLM differs from
-# itself nothing of its outputs.
+FLASH, TRITON = "FLASH_ATTN", "TRITON_ATTN"
+ENGINES = [
+    *[("eagle", FLASH), ("eagle", FLASH, "bytes"), ("eagle", TRITON)],
+    *[("mtp", FLASH), ("mtp", FLASH, "started")],
+    *[("mtp", TRITON, "started"), ("mtp", TRITON, "started bytes")],
+    *[("medusa", FLASH), ("medusa", FLASH, "unsettled")],
+    *[("medusa", TRITON, "bytes"), ("medusa", TRITON, "unsettled")],
+]
+# One engine of several that fails takes its backend along; one that was stopped proves
+# nothing of it, and where vLLM differs from itself nothing of its outputs.
 LINES = {
-    ("method", "eagle"): "exact: TRITON_ATTN; **failed**: FLASH_ATTN",
-    ("method", "mtp"): "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN",
-    ("method", "medusa"): "exact bytes, outputs unsettled: FLASH_ATTN; "
-    "**failed**: TRITON_ATTN",
-    ("parallelism", "tensor parallel 2"): "exact: FLASH_ATTN",
+    "eagle": "exact: TRITON_ATTN; **failed**: FLASH_ATTN",
+    "mtp": "**failed**: TRITON_ATTN; incomplete: FLASH_ATTN",
+    "medusa": "exact bytes, outputs unsettled: FLASH_ATTN; **failed**: TRITON_ATTN",
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), LINES)
-def test_a_line_of_the_tables_of_reach(kind, name):
-    """The tables of CPUs: test_the_tables_of_the_documents_have_every_result."""
-    table = map(cells, reach.tables(kind, [GPU]).split("\n"))
+@pytest.mark.parametrize("drafter", LINES)
+def test_a_method_on_a_gpu_is_as_good_as_its_worst_engine(drafter):
+    """What names and kinds there are is in the documents."""
+    entries = dict(enumerate(gpu_entry(*one) for one in ENGINES))
+    result = {"kind": "gpu_engines", "entries": entries}
+    table = map(cells, reach.tables("method", [result]).split("\n"))
     others = ", ".join(one for one in reach.VERSIONS if one != "0.26.0")
-    assert [row[1:] for row in table if row[0] == name] == [
-        ["0.26.0", "V2", "untested", LINES[kind, name]],
+    assert [row[1:] for row in table if row[0] == drafter] == [
+        ["0.26.0", "V2", "untested", LINES[drafter]],
         [others, "", "untested", "untested"],
     ]
-
-
-def test_what_an_engine_of_a_gpu_is_about_has_a_line_of_its_own():
-    result = gpu_result(
-        ("one", "dspark", "FLASH_ATTN", 1, ""),
-        ("two", "dspark", "FLASH_ATTN", 1, ""),
-        ("three", "draft_model", "FLASH_ATTN", 1, ""),
-        ("four", "eagle", "FLASH_ATTN", 1, "bytes"),
-        ("five", "eagle", "FLASH_ATTN", 1, ""),
-        two={"adaptive": True},
-        three={"rejection": "fly"},
-        four={"dynamic": True},
-        five={"executor": "ray"},
-    )
-    found = {one["name"]: one["verdict"] for one in reach.entries(result)}
-    assert found == {
-        "dspark": "exact",
-        "dspark, adaptive verification": "exact",
-        "fly rejection": "exact",
-        "eagle, dynamic k": "failed",
-        "Ray": "exact",
-    }
-    assert found.keys() <= {name for names in reach.NAMES.values() for name in names}
 
 
 def test_the_tables_of_the_documents_have_every_result():

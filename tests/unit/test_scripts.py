@@ -15,19 +15,16 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV_SHELL = ROOT / "tools" / "docker_dev_shell.sh"
-NEEDED = ("bash", "dirname", "env", "id", "sed")
 
 
-def run(
-    *command: str | Path, **env: str
-) -> subprocess.CompletedProcess[str]:  # with nothing of our environment
+def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """With nothing of our environment."""
     return subprocess.run(
         [str(part) for part in command],
         env=env,
@@ -58,44 +55,44 @@ def test_scripts_can_be_run_as_they_are(script):
 
 # --- docker_dev_shell.sh ---
 
-# Writes its arguments as a line of JSON.
 DOCKER = """#!{python}
 import json, sys
 with open({record!r}, "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 """
-Shell = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
 
 
 @pytest.fixture
-def shell(tmp_path) -> Shell:
-    """Runs the shell on a host with bash's tools, a docker, and a GPU or none; what its
-    docker was asked."""
+def shell(tmp_path):
+    """Runs the shell on a host with bash's tools, a docker, and a GPU or none; its exit
+    status, what it printed, and what its docker was asked."""
     commands, record = tmp_path / "bin", tmp_path / "docker.jsonl"
     commands.mkdir()
-    for name in NEEDED:
+    for name in ("bash", "dirname", "env", "id", "sed"):
         (commands / name).symlink_to(shutil.which(name))
+    text = DOCKER.format(python=sys.executable, record=str(record))
+    program(commands / "docker", text)
 
     def run_shell(*arguments, gpu=False):
         record.write_text("")
-        text = DOCKER.format(python=sys.executable, record=str(record))
-        program(commands / "docker", text)
         program(commands / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
-        result = run("bash", DEV_SHELL, *arguments, PATH=str(commands))
-        return result, [json.loads(line) for line in record.read_text().splitlines()]
+        done = run("bash", DEV_SHELL, *arguments, PATH=str(commands))
+        asked = [json.loads(line) for line in record.read_text().splitlines()]
+        return done.returncode, done.stdout + done.stderr, asked
 
     return run_shell
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_shell_is_of_the_image_for_this_machine(shell, device):
+@pytest.mark.parametrize(
+    ("device", "dockerfile"), [("cpu", "Dockerfile.cpu"), ("gpu", "Dockerfile")]
+)
+def test_shell_is_of_the_image_for_this_machine(shell, device, dockerfile):
     """As oneself; its volumes have a place in the image (test_docker.py)."""
-    result, (build, run) = shell(gpu=device == "gpu")
-    assert result.returncode == 0, result.stderr
-    assert [build[0], run[0]] == ["build", "run"]
-    dockerfile = {"gpu": "Dockerfile", "cpu": "Dockerfile.cpu"}[device]
-    assert f"{ROOT}/docker/{dockerfile}" in build
-    assert f"vllm-nwor:dev-{device}" in build
+    status, said, (build, run) = shell(gpu=device == "gpu")
+    assert status == 0, said
+    assert build[0] == "build"
+    assert {f"{ROOT}/docker/{dockerfile}", f"vllm-nwor:dev-{device}"} < set(build)
+    assert run[0] == "run"
     assert ("--gpus" in run) is (device == "gpu")
     assert run[run.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
     assert f"type=bind,source={ROOT},target=/src" in run
@@ -105,11 +102,11 @@ def test_shell_is_of_the_image_for_this_machine(shell, device):
 
 def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
     words = ["echo", "a b", "$HOME", "--dry-run"]
-    shown, asked = shell("--dry-run", "--device", "gpu", "--", *words)
-    assert (shown.returncode, asked) == (0, [])
-    printed = [shlex.split(line)[1:] for line in shown.stdout.splitlines()]
-    done, asked = shell("--", *words, gpu=True)
-    assert (done.returncode, asked) == (0, printed)
+    status, shown, asked = shell("--dry-run", "--device", "gpu", "--", *words)
+    assert (status, asked) == (0, [])
+    printed = [shlex.split(line)[1:] for line in shown.splitlines()]
+    status, _, asked = shell("--", *words, gpu=True)
+    assert (status, asked) == (0, printed)
     assert asked[1][-5:] == ["vllm-nwor:dev-gpu", *words]
 
 
@@ -117,19 +114,14 @@ def test_a_command_of_several_words_arrives_and_is_shown_as_it_was(shell):
 
 
 @pytest.fixture
-def gpu_checkout(tmp_path):
-    """A checkout of one Python file with a wheel of it, and a pip that does nothing."""
-    checkout = tmp_path / "checkout"
-    (checkout / "vllm/v1/nwor").mkdir(parents=True)
-    (checkout / "vllm/v1/nwor/window.py").write_text("DRAFTS = 4\n")
-    (checkout / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "gpu_run.sh", checkout / "tools")
-    (checkout / "dist").mkdir()
-    pack(checkout, "vllm_nwor-1-py3-none-any.whl")
-    python = f'exec {shlex.quote(sys.executable)} "$@"'
-    asks_pip = '[ "$2" = pip ] && { echo "asked: $*"; exit 1; }'
-    program(checkout / "python", f"#!/bin/sh\n{asks_pip}\n{python}\n")
-    return checkout
+def checkout(tmp_path):
+    """A checkout of one Python file, and the script."""
+    folder = tmp_path / "checkout"
+    for name in ("vllm/v1/nwor", "tools", "dist"):
+        (folder / name).mkdir(parents=True)
+    (folder / "vllm/v1/nwor/window.py").write_text("DRAFTS = 4\n")
+    shutil.copy(ROOT / "tools" / "gpu_run.sh", folder / "tools")
+    return folder
 
 
 def pack(checkout: Path, name: str) -> None:
@@ -139,50 +131,55 @@ def pack(checkout: Path, name: str) -> None:
         wheel.writestr("vllm_nwor/_nwor_C.so", b"not looked at")
 
 
-def gpu_build(checkout: Path, **env: str) -> str:
-    found = run(
-        checkout / "tools/gpu_run.sh",
-        "build",
-        PATH=os.environ["PATH"],
+def gpu_run(checkout: Path, *steps: str, python: str, **env: str) -> tuple[int, str]:
+    """Runs steps with a shell script for Python: exit status and what was said."""
+    program(checkout / "python", f"#!/bin/sh\n{python}\n")
+    done = run(
+        *(checkout / "tools/gpu_run.sh", *steps),
+        PATH=f"{checkout}:{os.environ['PATH']}",
         PYTHON=str(checkout / "python"),
         TMPDIR=str(checkout),
         **env,
     )
-    assert found.returncode == 1
-    return found.stdout + found.stderr
+    return done.returncode, done.stdout + done.stderr
 
 
-def test_a_gpu_host_gets_the_wheel_of_this_checkout_or_none(gpu_checkout):
+def test_a_gpu_host_gets_the_wheel_of_this_checkout_or_none(checkout):
+    """pip does nothing here, and fails."""
+    asks_pip = '[ "$2" = pip ] && { echo "asked: $*"; exit 1; }'
+    python = f'{asks_pip}\nexec {shlex.quote(sys.executable)} "$@"'
+
+    def build() -> str:
+        status, said = gpu_run(checkout, "build", python=python)
+        assert status == 1
+        return said
+
     wheel = "dist/vllm_nwor-1-py3-none-any.whl"
-    said = gpu_build(gpu_checkout)
+    pack(checkout, Path(wheel).name)
+    said = build()
     assert f"installing {wheel}" in said
     assert "asked: -m pip install" in said
     assert f"--force-reinstall {wheel}" in said
 
-    pack(gpu_checkout, "vllm_nwor-2-py3-none-any.whl")
-    said = gpu_build(gpu_checkout)
+    pack(checkout, "vllm_nwor-2-py3-none-any.whl")
+    said = build()
     assert "dist/ has 2 wheels; expected one" in said
     assert "asked" not in said
 
-    (gpu_checkout / "dist/vllm_nwor-2-py3-none-any.whl").unlink()
-    (gpu_checkout / "vllm/v1/nwor/window.py").write_text("DRAFTS = 5\n")
-    said = gpu_build(gpu_checkout)
+    (checkout / "dist/vllm_nwor-2-py3-none-any.whl").unlink()
+    (checkout / "vllm/v1/nwor/window.py").write_text("DRAFTS = 5\n")
+    said = build()
     assert "window.py differ" in said
     assert "is not of this checkout (make wheel)" in said
     assert "asked" not in said
 
-    shutil.rmtree(gpu_checkout / "dist")
-    assert "--force-reinstall ." in gpu_build(gpu_checkout)
-
 
 # Notes its arguments, and answers what gpu_run.sh asks it for.
-NOTING = """#!/bin/sh
-case "$*" in
+NOTING = """case "$*" in
 *BUDGETED*) echo cell-1 cell-2 ;;
 *settings.find_model*) echo /target && echo /head ;;
 *) echo "asked: $(echo "$*" | tr -s ' \\n' ' ')" ;;
-esac
-"""
+esac"""
 RUN = "asked: -m pytest -q -p no:cacheprovider --tb=short "
 MATRIX = f"{RUN}-s tests/gpu/test_engine_matrix.py -k test_"
 SOAK = "asked: tools/soak/soak.py --model /target"
@@ -220,32 +217,25 @@ STEPS = {
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_each_step_asks_for_its_tests_and_tools(steps, gpu_checkout):
-    shutil.rmtree(gpu_checkout / "dist")
-    program(gpu_checkout / "python", NOTING)
-    program(gpu_checkout / "compute-sanitizer", "#!/bin/sh\nexit ${NWOR_PLANTED:+9}\n")
-    done = run(
-        *(gpu_checkout / "tools/gpu_run.sh", *steps.split()),
-        PATH=f"{gpu_checkout}:{os.environ['PATH']}",
-        PYTHON=str(gpu_checkout / "python"),
-        TMPDIR=str(gpu_checkout),
-        NWOR_RESULTS=str(gpu_checkout / "results"),
-        NWOR_WORK=str(gpu_checkout / "work"),  # not there yet
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.replace(str(gpu_checkout), "").splitlines()
-    asked = [line.strip() for line in said if line.startswith("asked: ")]
+def test_each_step_asks_for_its_tests_and_tools(steps, checkout):
+    program(checkout / "compute-sanitizer", "#!/bin/sh\nexit ${NWOR_PLANTED:+9}\n")
+    folders = {
+        "NWOR_RESULTS": str(checkout / "results"),
+        "NWOR_WORK": str(checkout / "work"),  # not there yet
+    }
+    status, said = gpu_run(checkout, *steps.split(), python=NOTING, **folders)
+    assert status == 0, said
+    lines = said.replace(str(checkout), "").splitlines()
+    asked = [line.strip() for line in lines if line.startswith("asked: ")]
     for line, wanted in zip(asked, STEPS[steps], strict=True):
         assert fnmatch.fnmatchcase(line, wanted), line
 
 
-def test_a_step_that_outlives_its_limit_is_stopped_whole(gpu_checkout):
-    pid = gpu_checkout / "pid"
-    text = f"#!/bin/sh\nsleep 60 &\necho $! >{shlex.quote(str(pid))}\nwait\n"
-    program(gpu_checkout / "python", text)
-
-    said = gpu_build(gpu_checkout, NWOR_LIMIT_S="2")
-
+def test_a_step_that_outlives_its_limit_is_stopped_whole(checkout):
+    pid = checkout / "pid"
+    python = f"sleep 60 &\necho $! >{shlex.quote(str(pid))}\nwait"
+    status, said = gpu_run(checkout, "build", python=python, NWOR_LIMIT_S="2")
+    assert status == 1
     assert "== build: stopped at its limit" in said
     assert "== failed: build" in said
     stat = Path(f"/proc/{pid.read_text().strip()}/stat")

@@ -28,43 +28,34 @@ LACKING = {
     "libnuma1": "import ctypes; ctypes.CDLL = lambda name: open('/nonexistent')",
     "python3-dev": "import sysconfig; sysconfig.get_path = lambda name: '/nonexistent'",
     "python3-venv": "import importlib.util as u; u.find_spec = lambda name: None",
-    "python3": "import sys; sys.version_info = (3, 10, 13)",
+    "python3": "sys.version_info = (3, 10, 13)",
 }
-
-
-def check_system(
-    tmp_path: Path, *, without: str = "", prelude: str = ""
-) -> tuple[int, list[str]]:
-    """Exit status and error lines with a PATH that holds only what we put there."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name in ("id", "cut", "make", "g++"):
-        if name != without:
-            (commands / name).symlink_to(shutil.which(name) or "/bin/true")
-    python = commands / "python3"
-    script = f"import sys; {prelude or 'pass'}\nexec(sys.stdin.read())"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{script}"\n')
-    python.chmod(0o755)
-    if without == "no-python":
-        python.unlink()
-    env = {"PATH": str(commands), "LD_LIBRARY_PATH": ""}
-    result = subprocess.run(
-        ["/bin/sh", str(CHECK_SYSTEM)], env=env, capture_output=True, text=True
-    )
-    assert result.stdout == ""
-    return result.returncode, result.stderr.splitlines()
 
 
 @pytest.mark.parametrize("package", ["make", "g++", *LACKING, "no-python", ""])
 def test_missing_thing_is_one_line_with_its_command(tmp_path, package):
-    prelude = LACKING.get(package, "")
-    status, lines = check_system(tmp_path, without=package, prelude=prelude)
-    assert status == bool(package)
+    """With a PATH that holds only what is put there."""
+    for name in {"id", "cut", "make", "g++"} - {package}:
+        (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")
+    if package != "no-python":
+        lacks = LACKING.get(package, "pass")
+        script = f"import sys; {lacks}\nexec(sys.stdin.read())"
+        python = tmp_path / "python3"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{script}"\n')
+        python.chmod(0o755)
+    env = {"PATH": str(tmp_path), "LD_LIBRARY_PATH": ""}
+    done = subprocess.run(
+        ["/bin/sh", str(CHECK_SYSTEM)], env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (bool(package), "")
+    lines = done.stderr.splitlines()
     for line in lines[:-1]:
         assert line.startswith("missing: ")
         wanted = package.replace("no-python", "python3")
         assert line.endswith(f"apt-get install -y {wanted}")
-    assert ["make deps" in line for line in lines] == [False, True][: 2 * status]
+    assert ["make deps" in line for line in lines] == [False, True][
+        : 2 * (package != "")
+    ]
 
 
 def make(target: str) -> str:
