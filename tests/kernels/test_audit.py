@@ -27,27 +27,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from tests.helpers.environment import REPO
 from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup
-from vllm_nwor.audit.findings import (
-    CLASSES,
-    COLUMNS,
-    AuditError,
-    Finding,
-    Findings,
-    Found,
-    Writer,
-)
+from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
 from vllm_nwor.audit.tables import (
-    PLAN_COLUMNS,
-    RECORD_COLUMNS,
-    SEAT_COLUMNS,
     TABLES_COLUMNS,
     AuditedGroup,
     GroupShape,
@@ -189,10 +177,19 @@ class World:
         row = self.texts[self.numbers[name]]
         row[: len(text)] = torch.tensor(text, dtype=torch.int32)
 
-    def runs(self, name: str, text: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """A request comes, and all of its text is computed; what was found."""
+    def runs(
+        self,
+        name: str,
+        text: Sequence[int],
+        *args: Any,
+        rejected: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> list[Finding]:
+        """A request comes, and all of its text is computed, with drafts behind it that
+        are rejected; what was found."""
         self.add(name, text, *args, **kwargs)
-        return self.step(**{name: len(text) - self.requests[name].computed})
+        num = len(text) - self.requests[name].computed
+        return self.step(**{name: Work(num, rejected, 0)})
 
     def finish(self, *names: str) -> None:
         for name in names:
@@ -360,11 +357,11 @@ TEXT = list(range(10, 40))
 OTHER = list(range(50, 80))
 
 
-def prefilled(**settings: Any) -> World:
+def prefilled(other: Sequence[int] = OTHER, **settings: Any) -> World:
     """Two requests, both with two full blocks and a part of a third."""
     world = World(**settings)
     world.add("a", TEXT[:10], [1, 2, 3, 7, 8])
-    world.add("b", OTHER[:9], [4, 5, 6, 9, 10])
+    world.add("b", other[:9], [4, 5, 6, 9, 10])
     assert world.step(a=10, b=9) == []
     return world
 
@@ -379,8 +376,7 @@ def computed(**settings: Any) -> World:
 def with_rejected(**settings: Any) -> World:
     """One request, whose second block ends with a rejected draft."""
     world = World(**settings)
-    world.add("a", TEXT[:7], [1, 2])
-    assert world.step(a=Work(7, (77,), 0)) == []
+    assert world.runs("a", TEXT[:7], [1, 2], rejected=(77,)) == []
     return world
 
 
@@ -406,8 +402,8 @@ def test_a_slot_whose_rejected_draft_was_undone_may_keep_its_bytes():
     """The token of the request before, at the same place: nothing changes."""
     world = prefilled(is_undone=True)
     world.finish("a")
-    world.add("c", TEXT[:5], [1, 2, 3])
-    assert world.step(c=Work(4, (91,), 0)) == []
+    assert world.runs("c", TEXT[:4], [1, 2, 3], rejected=(91,)) == []
+    world.requests["c"].text += TEXT[4:5]
     assert world.step(c=1) == []
 
 
@@ -457,17 +453,6 @@ def test_a_load_that_failed_sends_a_request_back():
     # Its identity is still known: a hit on it can be verified.
     assert world.runs("c", TEXT[:9], [1, 2, 11], hit=8) == []
     assert world.counts("unverified") == (0,)
-
-
-def test_what_a_connector_loads_is_counted_and_not_reported():
-    world = World(loads=Loads.UNTOLD)
-    world.fill(TEXT[:8])
-    assert world.runs("a", TEXT[:9], [1, 2, 3], hit=8) == []
-    assert world.counts("unverified") == (8,)
-    assert decode(world) == []
-    # From here on its bytes are watched.
-    world.spoil(1, 5)
-    assert told(decode(world)) == ["changed"]
 
 
 def test_an_opaque_text_is_not_looked_at():
@@ -524,7 +509,8 @@ def test_a_write_to_a_wrong_slot(slot, kinds):
         a=1, slots=lambda s: s.fill_(slot), skip=lambda _, slot: slot >= behind
     )
     assert told(found) == kinds
-    assert found[0].slot == slot
+    expected = slot, str(3 * N + 2), str(slot)
+    assert told(found, "slot expected found")[0] == expected
 
 
 # --- wrong_prefix ---------------------------------------------------------------------
@@ -534,9 +520,15 @@ def swap(table: torch.Tensor) -> None:
     table.copy_(table.flip(0))
 
 
+# Each block of the text the other way round.
+TURNED = [TEXT[i ^ (N - 1)] for i in range(9)]
+
+
+@pytest.mark.parametrize("other", [OTHER, TURNED], ids=["other", "turned"])
 @pytest.mark.parametrize("budget", [0, EVERYTHING])
-def test_swapped_tables(budget):
-    world = prefilled(budget=budget)
+def test_swapped_tables(budget, other):
+    """Also of the same tokens in another order."""
+    world = prefilled(other, budget=budget)
     assert told(world.step(a=0, b=0, table=swap), "kind slot owner writer") == [
         ("wrong_prefix", 4 * N + 3, "a", "b"),
         ("wrong_prefix", 5 * N + 3, "a", "b"),
@@ -545,18 +537,6 @@ def test_swapped_tables(budget):
     ]
     # Each block is reported once.
     assert world.step(a=0, b=0, table=swap) == []
-
-
-def test_swapped_tables_of_the_same_tokens_in_another_order():
-    world = World()
-    world.add("a", TEXT[:4], [1])
-    world.add("b", TEXT[3::-1], [2])
-    assert world.step(a=4, b=4) == []
-    found = world.step(a=0, b=0, table=swap)
-    assert told(found, "kind slot owner") == [
-        ("wrong_prefix", 2 * N + 3, "a"),
-        ("wrong_prefix", 1 * N + 3, "b"),
-    ]
 
 
 def test_a_hit_on_another_text_names_its_first_wrong_slot():
@@ -606,26 +586,13 @@ def test_any_byte_of_a_committed_slot(layer, byte, position):
     assert decode(world) == []  # once
 
 
-def swap_words(world: World) -> None:
-    """A checksum that only added bytes up would not see it."""
-    slot = world.slot(0, 1 * N)
-    before = slot.flatten().clone()
-    slot[:] = torch.cat([before[8:16], before[:8], before[16:]]).view(HEADS, WIDTH)
-
-
 @pytest.mark.parametrize(
-    ("budget", "plant", "kinds"),
-    [
-        (EVERYTHING, swap_words, ["changed"]),
-        # Not committed.
-        (EVERYTHING, lambda world: world.spoil(0, 3 * N + 3), []),
-        (0, lambda world: world.spoil(0, 1 * N), []),
-    ],
+    ("budget", "slot"), [(EVERYTHING, 3 * N + 3), (0, 1 * N)], ids=["free", "no budget"]
 )
-def test_bytes_that_change_between_steps(budget, plant, kinds):
+def test_bytes_that_are_not_watched_may_change(budget, slot):
     world = prefilled(budget=budget)
-    plant(world)
-    assert told(decode(world)) == kinds
+    world.spoil(0, slot)
+    assert decode(world) == []
     assert (world.counts("contents") == (0,)) is (budget == 0)
 
 
@@ -704,28 +671,33 @@ def test_a_placeholder_may_have_been_the_token_that_comes():
 
 
 def test_what_a_failed_step_left_behind_is_not_believed():
-    """A plan without a resolve says nothing of the bytes, nor do the checksums."""
-    world = prefilled()
+    """A plan without a resolve says nothing of the bytes, nor do the checksums; and a
+    draft that is undone leaves nothing that is known."""
+    world = prefilled(is_undone=True)
     world.finish("a")
     world.add("c", [*TEXT[:4], 91], [1, 2, 3])
     assert world.step(c=4) == []
     resolve, world.audit.resolve = world.audit.resolve, lambda *_, **__: None
-    world.step(c=1)
+    world.step(c=Work(1, (92,), 0))
     world.audit.resolve = resolve
     # Another token after all, which is the one that was there before.
     world.requests["c"].computed = 4
     world.requests["c"].text[4] = TEXT[4]
-    assert world.step(c=1) == []
+    assert world.step(c=Work(1, (93,), 0)) == []
+    assert world.runs("d", TEXT[:9], [1, 2, 11], hit=8) == []
+    assert world.counts("unverified") == (1,)
 
 
 # --- KV connectors --------------------------------------------------------------------
 
 
-def filling(**settings: Any) -> World:
-    """A load is to fill the first two blocks, which hold what another text left."""
-    world = computed(loads=Loads.TOLD, **settings)
+def filling(loads: Loads = Loads.TOLD, **settings: Any) -> World:
+    """A load is to fill the first two blocks, which hold what another text left; if it
+    is one that is told of, it was."""
+    world = computed(loads=loads, **settings)
     world.finish("a")
-    world.audit.hand_on([[1, 2]], fills=True)
+    if loads is Loads.TOLD:
+        world.audit.hand_on([[1, 2]], fills=True)
     return world
 
 
@@ -747,13 +719,13 @@ def test_a_load_of_what_was_there_before_is_no_finding():
     assert world.counts("unverified") == (8,)
 
 
-def test_drafts_behind_what_was_loaded_into_their_block():
+@pytest.mark.parametrize("loads", [Loads.TOLD, Loads.UNTOLD], ids=["told", "untold"])
+def test_drafts_behind_what_was_loaded_into_their_block(loads):
     """A load fills whole blocks: what is undone there is what it brought, not what the
     slots held when they were last looked at."""
-    world = filling(is_undone=True)
+    world = filling(loads, is_undone=True)
     world.fill(OTHER[:8])
-    world.add("b", OTHER[:7], [1, 2, 3], hit=6)
-    assert world.step(b=Work(1, (77,), 0)) == []
+    assert world.runs("b", OTHER[:7], [1, 2, 3], hit=6, rejected=(77,)) == []
     assert decode(world) == []
 
 
@@ -765,8 +737,7 @@ def test_a_load_into_what_was_another_groups_block():
     world.finish("a")
     world.audit.hand_on([[], [1]], fills=True)
     world.fill(OTHER[:4])
-    world.add("b", [91], [1], by_group=[[1], []])
-    found = world.step(b=Work(1, (77,), 0))
+    found = world.runs("b", [91], [1], by_group=[[1], []], rejected=(77,))
     assert [finding for finding in found if finding.group == 0] == []
 
 
@@ -775,22 +746,11 @@ def test_a_load_that_nobody_tells_of_and_whose_request_never_comes():
     world.runs("a", TEXT[:4], [1])
     world.finish("a")
     world.fill(OTHER[:4])
-    world.add("b", [91], [1])
-    assert world.step(b=Work(1, (77,), 0)) == []
-
-
-def test_drafts_behind_what_may_have_been_loaded_into_their_block():
-    world = computed(loads=Loads.UNTOLD, is_undone=True)
-    world.finish("a")
-    world.fill(OTHER[:8])
-    world.add("b", OTHER[:7], [1, 2, 3], hit=6)
-    assert world.step(b=Work(1, (77,), 0)) == []
-    assert decode(world) == []
+    assert world.runs("b", [91], [1], rejected=(77,)) == []
 
 
 def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
-    world = computed(loads=Loads.UNTOLD)
-    world.finish("a")
+    world = filling(Loads.UNTOLD)
     world.fill(OTHER[:8])
     world.local = {"b": 0}
     assert world.runs("b", OTHER[:8], [1, 2, 3], hit=7) == []
@@ -799,10 +759,8 @@ def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
 
 def test_a_load_of_what_nobody_knew_to_be_there_is_no_finding():
     """Another request has had the block meanwhile, and did not write that far."""
-    world = computed(loads=Loads.UNTOLD, is_undone=True)
-    world.finish("a")
-    world.add("b", [91], [1])
-    assert world.step(b=Work(1, (77,), 0)) == []
+    world = filling(Loads.UNTOLD, is_undone=True)
+    assert world.runs("b", [91], [1], rejected=(77,)) == []
     world.finish("b")
     world.fill(TEXT[:4])
     world.local = {"c": 0}
@@ -822,6 +780,10 @@ def test_what_was_found_in_the_cache_and_not_loaded_is_verified(told_by):
     found = world.runs("b", OTHER[:9], [1, 2, 3], hit=8)
     assert told(found) == ["wrong_prefix"] * (told_by != "nobody")
     assert world.counts("unverified") == (8 if told_by == "nobody" else 4,)
+    # From here on what was loaded is watched.
+    assert decode(world) == []
+    world.spoil(1, 2 * N + 1)
+    assert told(decode(world)) == ["changed"]
 
 
 def stored(**settings: Any) -> World:
@@ -1018,15 +980,6 @@ def test_a_copied_block_is_known(is_told):
     assert told(world.step(a=0, b=0)) == ([] if is_told else ["wrong_prefix"])
 
 
-def test_after_the_cache_is_gone_nothing_of_it_is_believed():
-    world = prefilled()
-    world.finish("a", "b")
-    for cache in world.caches:
-        cache.zero_()
-    world.audit.forget_cache()
-    assert world.runs("c", TEXT[:9], [1, 2, 3]) == []
-
-
 def without_host(world: World, count: int, *blocks: int) -> None:
     """Steps before each of which blocks change, and that the host does not ask for."""
     found, world.found = world.found, lambda: []
@@ -1138,24 +1091,6 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
     assert logged == [False, False, not is_read]
     with pytest.raises(AuditError) if is_read else nullcontext():
         output.get_output()
-
-
-def test_the_structs_of_the_kernels_have_the_columns_of_the_tables():
-    header = (REPO / "csrc/nwor/audit.h").read_text()
-    body = header.split("struct Finding {")[1].split("};")[0]
-    assert tuple(re.findall(r"int64_t (\w+);", body)) == COLUMNS
-    names = header.split("enum FindingClass")[1].split("};")[0]
-    assert tuple(re.findall(r"k([A-Z]\w+)", names)) == tuple(
-        kind.title().replace("_", "") for kind in CLASSES
-    )
-    for struct, columns in (
-        ("SlotRecord", RECORD_COLUMNS),
-        ("Seat", SEAT_COLUMNS),
-        ("PlanRow", PLAN_COLUMNS),
-        ("Finding", len(COLUMNS)),
-        ("FindingsHeader", len(COLUMNS)),
-    ):
-        assert f"static_assert(sizeof({struct}) == {8 * columns}," in header
 
 
 @pytest.mark.parametrize(
@@ -1311,10 +1246,17 @@ def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
     ("tags", "is_known"), [(None, False), (["kv_cache"], False), (["weights"], True)]
 )
 def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
-    world = prefilled()
+    """What slots held, as one of a rejected draft, is not known any more."""
+    world = prefilled(is_undone=True)
+    world.finish("a")
     worker = SimpleNamespace(model_runner=world.runner)
     audit_runner._wake_up(lambda tags: None, worker, (tags,), {})
-    assert bool(world.audit.groups[0].records.any()) is is_known
+    for cache in world.caches:
+        cache.zero_()
+    found = world.runs("c", OTHER[:4], [1, 2], rejected=(77,))
+    assert set(told(found, "kind slot")) == (
+        {("changed", 2 * N)} if is_known else set()
+    )
 
 
 def checksum(data: bytes) -> int:
