@@ -353,6 +353,30 @@ def told(found: list[Finding], names: str = "kind") -> list[Any]:
     return rows
 
 
+def mix(value: int) -> int:
+    """splitmix64's finaliser, of what audit_rules.h says of H and of checksums."""
+    mask = 2**64 - 1
+    value = value & mask
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return value ^ value >> 31
+
+
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def identity(text: Sequence[int]) -> int:
+    """H of a text."""
+    return sum(mix(t * GAMMA + mix(p + 1)) for p, t in enumerate(text)) % 2**64
+
+
+def checksum(slot: torch.Tensor) -> int:
+    """Of a slot's bytes in a layer."""
+    data = bytes(slot.flatten().tolist())
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    return sum(mix(w + i * GAMMA) >> 32 for i, w in enumerate(words, 1)) % 2**32
+
+
 TEXT = list(range(10, 40))
 OTHER = list(range(50, 80))
 
@@ -455,6 +479,14 @@ def test_a_load_that_failed_sends_a_request_back():
     assert world.counts("unverified") == (0,)
 
 
+def test_the_text_of_a_request_that_goes_back_into_a_block_is_not_known_any_more():
+    world = prefilled()
+    world.requests["a"].computed = 6
+    assert world.step(a=4) == []
+    assert world.runs("c", TEXT[:9], [1, 2, 11], hit=8) == []
+    assert world.counts("unverified") == (2,)
+
+
 def test_an_opaque_text_is_not_looked_at():
     world = World()
     world.add("a", TEXT[:9], [1, 2, 3])
@@ -541,9 +573,12 @@ def test_swapped_tables(budget, other):
 
 def test_a_hit_on_another_text_names_its_first_wrong_slot():
     world = prefilled()
-    found = world.runs("c", [*TEXT[:6], *OTHER[6:9]], [1, 2, 7], hit=8)
-    expected = [("wrong_prefix", 2 * N + 2, 6, "a")]
-    assert told(found, "kind slot position writer") == expected
+    text = [*TEXT[:6], *OTHER[6:9]]
+    (found,) = world.runs("c", text, [1, 2, 7], hit=8)
+    expected = ("wrong_prefix", 2 * N + 2, 6, "a")
+    assert told([found], "kind slot position writer") == [expected]
+    hashes = hex(identity(text[:7])), hex(identity(TEXT[:7]))
+    assert (found.expected, found.found) == hashes
 
 
 def test_a_hit_on_a_rejected_draft():
@@ -580,9 +615,13 @@ def test_a_second_snapshot_leaves_out_what_became_another_groups():
 def test_any_byte_of_a_committed_slot(layer, byte, position):
     world = prefilled()
     slot = (1 + position // N) * N + position % N
+    before = checksum(world.slot(layer, slot))
     world.spoil(layer, slot, byte, 0x80)
-    expected = [("changed", f"layer{layer}", 1, slot, "a", "a")]
-    assert told(decode(world), "kind layer num_layers slot owner writer") == expected
+    (found,) = decode(world)
+    expected = ("changed", f"layer{layer}", 1, slot, "a", "a")
+    assert told([found], "kind layer num_layers slot owner writer") == [expected]
+    after = checksum(world.slot(layer, slot))
+    assert (found.expected, found.found) == (hex(before), hex(after))
     assert decode(world) == []  # once
 
 
@@ -651,6 +690,19 @@ def test_what_was_not_written(rows, layers, expected):
     found = world.step(**rows, skip=lambda layer, slot: layer in layers)
     assert set(told(found)) <= {"missing_write"}
     assert told(found, "layer num_layers position writer") == expected
+    for finding in found:
+        text = world.requests["a"].text[: finding.position + 1]
+        assert finding.expected == hex(identity(text))
+        assert finding.found == "0x0"  # nobody's before
+
+
+def test_what_was_not_written_over_another_text():
+    world = prefilled()
+    world.finish("b")
+    world.add("c", TEXT[:1], [4])
+    for finding in world.step(c=1, skip=lambda *_: True):
+        expected = "missing_write", hex(identity(TEXT[:1])), hex(identity(OTHER[:1]))
+        assert told([finding], "kind expected found") == [expected]
 
 
 def test_the_same_token_again_need_not_change_anything():
@@ -865,6 +917,9 @@ def test_a_load_that_brings_another_text(text, brings, kind, slots):
     found = loaded(world, text, brings)
     assert set(told(found, "kind slot owner")) == {(kind, slot, "c") for slot in slots}
     layers = {"wrong_prefix": 0, "handed_on": NUM_LAYERS, "never_loaded": NUM_LAYERS}
+    if kind == "never_loaded":
+        texts = [text[: finding.position + 1] for finding in found]
+        assert told(found, "expected") == [hex(identity(one)) for one in texts]
     # A finding for each slot and table of layers.
     assert sum(told(found, "num_layers")) == layers[kind] * len(slots)
 
@@ -953,6 +1008,9 @@ def test_a_block_with_a_rejected_draft_is_handed_on(is_undone):
     expected = [("handed_on", 2 * N + 3, 7, "a")]
     assert told(found, "kind slot position owner") == expected
     assert found[0].writer.step == (0 if is_undone else 1)
+    never, committed, rejected = "0x0", "0x3", "0x4"  # SlotState
+    states = committed, never if is_undone else rejected
+    assert (found[0].expected, found[0].found) == states
     assert world.step(a=1) == []
     assert world.hand_on([[1, 2]]) == []
 
@@ -1259,25 +1317,13 @@ def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
     )
 
 
-def checksum(data: bytes) -> int:
-    """Of a slot's bytes in a layer, by the words of audit_rules.h."""
-    mask, total = 2**64 - 1, 0
-    for index in range(0, len(data), 8):
-        word = int.from_bytes(data[index : index + 8], "little")
-        value = (word + (index // 8 + 1) * 0x9E3779B97F4A7C15) & mask
-        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
-        value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
-        total += (value ^ value >> 31) >> 32
-    return (total + 2**31) % 2**32 - 2**31
-
-
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("width", [9, 6, 12, 8, 24, 16, 48, 2064])
 def test_checksums_of_every_width(heads, width):
     world = World(num_blocks=3, num_layers=1, slot_size=(heads, width))
     rows = world.caches[0].transpose(1, 2).reshape(3 * N, heads * width).cpu()
-    expected = [checksum(bytes(row.tolist())) for row in rows]
-    assert world.audit.groups[0].contents[:, 0].tolist() == expected
+    found = world.audit.groups[0].contents[:, 0].tolist()
+    assert [number % 2**32 for number in found] == list(map(checksum, rows))
 
 
 def test_texts_longer_than_a_thread_block():
