@@ -24,7 +24,7 @@ from vllm_nwor.draft_manager import (
     StagedGroup,
     State,
 )
-from vllm_nwor.kv_layout import row_layout
+from vllm_nwor.kv_layout import packed_layout, row_layout
 from vllm_nwor.launches import num_bytes
 from vllm_nwor.ops import SAVED_COLUMNS
 from vllm_nwor.report import Report
@@ -52,7 +52,7 @@ def library():
 class World:
     """A manager of groups with two layers each, heads outside slots and inside, and a
     step of two requests with two drafts and one. fails: an op, whose first call
-    raises."""
+    raises. has_packed: the second layer has a packing, and a launch, of its own."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class World:
         storage=None,
         has_builtins=False,
         on_reject=OnReject.RESTORE,
+        has_packed=False,
     ):
         shape = (BLOCKS + SHADOW_BLOCKS, HEADS, SLOTS, DIM)
         self.ops = FaultyOps()
@@ -76,6 +77,12 @@ class World:
             layers = [
                 LayerCache(str(i), c, row_layout(c)) for i, c in enumerate((one, other))
             ]
+            if has_packed:
+                heads = torch.arange(HEADS) * SLOTS * DIM
+                sizes = torch.full_like(heads, DIM)
+                runs = [torch.stack([heads + o * DIM, sizes], 1) for o in range(SLOTS)]
+                cache = torch.zeros(shape, dtype=torch.uint8)
+                layers[1] = LayerCache("1", cache, packed_layout(runs, cache))
             groups.append((gid, layers))
         self.manager = DraftCommitManager(
             NworConfig(mode=Mode.COW, strictness=strict, on_reject=on_reject),
@@ -165,9 +172,11 @@ def test_a_stage_that_fails_is_told_and_touches_no_group_that_it_had_not_come_to
 
 
 @pytest.mark.parametrize("strict", Strict)
-def test_a_stage_that_fails_and_cannot_be_put_back_raises_always(strict):
-    """The undo log would save, and the forward write, what is no request's."""
-    world = World(True, True, strict=strict)
+@pytest.mark.parametrize("groups", [(True, True), (True,)])
+def test_a_stage_that_fails_and_cannot_be_put_back_raises_always(groups, strict):
+    """The undo log would save, and the forward write, what is no request's. It fails in
+    the second launch: of another group, or of the same."""
+    world = World(*groups, has_packed=len(groups) == 1, strict=strict)
     world.ops.arm(Fault("stage", 1, 0))
     world.ops.unstage = lambda *_: 1 // 0
 

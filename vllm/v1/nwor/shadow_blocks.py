@@ -153,8 +153,8 @@ class ShadowBlocks:
         self.step = 1
         # The step's, between stage and commit or abort.
         self._windows: VerificationWindows | None = None
-        # Where stage failed.
-        self._failed_group: int | None = None
+        # Where stage failed: the group, and whether in its first launch.
+        self._failed: tuple[int | None, bool] = (None, False)
 
     @property
     def is_open(self) -> bool:
@@ -204,7 +204,7 @@ class ShadowBlocks:
                     windows.num_leading_zeros,
                 )
         except Exception:
-            self._failed_group = gid
+            self._failed = gid, patches
             raise
 
     def commit(
@@ -256,7 +256,8 @@ class ShadowBlocks:
             Exception: a table could not be put back, after all others were.
         """
         windows, self._windows = self._windows, None
-        failed_group, self._failed_group = self._failed_group, None
+        failed_group, is_untouched = self._failed
+        self._failed = None, False
         if windows is None:
             return
         assert windows.block_tables is not None
@@ -273,7 +274,7 @@ class ShadowBlocks:
                 )
             except Exception as error:
                 # What an earlier step saved of a group need not fit this one.
-                if group.group_id != failed_group:
+                if group.group_id != failed_group or not is_untouched:
                     failure = error
             if group.group_id == failed_group:
                 break
