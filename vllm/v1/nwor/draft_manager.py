@@ -58,7 +58,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -288,37 +288,57 @@ class DraftCommitManager:
             NworError: if it fails and a block table cannot be put back; under
                 VLLM_NWOR_STRICT=always, if it fails, or the commit before failed.
         """
-        if self.state is not _IDLE and self.state.is_open:
-            self.abort(STALE_LOG)
+        if self.state is not _IDLE:
+            self._leave_last_step(windows.num_drafts)
         shadow = self.shadow
-        num_drafts = windows.num_drafts
-        if shadow is None or num_drafts == 0:
+        if shadow is None or windows.num_drafts == 0:
             return False
-        if self.state is _FAILED:
-            self._check_may_go_on()
         if windows.num_reqs > shadow.num_seats:
             self._count_no_seat(windows.num_reqs, shadow.num_seats)
             return False
-        if self._beside is not None and num_drafts > self.capacity:
+        if self._beside is not None and windows.num_drafts > self.capacity:
             return False
+        shadow.windows = windows
+        block_tables: Any = windows.block_tables
         try:
-            shadow.stage(windows)
+            for launch in shadow.stages:
+                gid, table, runs, saved, first, real, span, tokens, patches = launch
+                shadow.ops.stage(
+                    table,
+                    runs,
+                    block_tables[gid],
+                    windows.slot_mappings[gid],
+                    windows.query_start_loc,
+                    windows.seq_lens,
+                    windows.cu_num_logits,
+                    windows.seats,
+                    saved,
+                    first,
+                    real,
+                    span,
+                    tokens,
+                    shadow.step,
+                    patches,
+                    windows.num_leading_zeros,
+                )
             if self._debug_sync:
+                gid, patches = None, False
                 self._wait()
         except Exception as error:
-            self._put_back(STAGE_FAILED)
+            self._put_back(STAGE_FAILED, gid, patches)
             self._fall_back(
                 STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
             )
             return False
-        self._num_drafts = num_drafts
-        self._is_logged_beside = False
+        self._num_drafts = windows.num_drafts
         self.state = _STAGED
         return self._stages_all
 
-    def _check_may_go_on(self) -> None:
-        """Called in state FAILED by a step with drafts."""
-        if self.config.strict_steps:
+    def _leave_last_step(self, num_drafts: int) -> None:
+        """What an earlier step left is dropped by one with so many drafts. Called in
+        any state but IDLE."""
+        self.abort(STALE_LOG)
+        if self.state is _FAILED and num_drafts > 0 and self.config.strict_steps:
             raise NworError(
                 f"NWOR {COMMIT_FAILED}: the commit before this step failed; the KV "
                 "cache is not as it should be"
@@ -348,13 +368,11 @@ class DraftCommitManager:
         if self.state is State.STAGED:
             self._begin_beside(windows)
             return
-        if self.state is not State.IDLE:
-            self.abort(STALE_LOG)
         num_drafts = windows.num_drafts
+        if self.state is not _IDLE:
+            self._leave_last_step(num_drafts)
         if num_drafts == 0:
             return
-        if self.state is State.FAILED:
-            self._check_may_go_on()
         self.state = State.VANILLA
         if num_drafts > self.capacity:
             self._fall_back(
@@ -405,22 +423,37 @@ class DraftCommitManager:
         """
         if self.state is _STAGED:
             self.state = _FAILED
-            num_drafts, self._num_drafts = self._num_drafts, 0
-            assert self.shadow is not None
+            self._num_drafts = 0
+            shadow: Any = self.shadow
+            windows = shadow.windows
             try:
-                self.shadow.commit(acceptance, counters_to)
+                for launch in shadow.commits:
+                    row, gid, table, runs, saved, counters, tokens, undoes = launch
+                    shadow.ops.commit_draft_layer(
+                        table,
+                        runs,
+                        windows.block_tables[gid],
+                        windows.slot_mappings[gid],
+                        windows.seats,
+                        saved,
+                        acceptance.sampled_token_ids,
+                        acceptance.vocab_size,
+                        acceptance.num_rejected,
+                        counters,
+                        windows.num_reqs,
+                        tokens,
+                        undoes,
+                        None if counters_to is None else counters_to[row],
+                    )
+                shadow.windows = None
                 if self._debug_sync:
                     self._wait()
             except Exception as error:
-                self.fallbacks[COMMIT_FAILED] += 1
-                raise NworError(
-                    f"NWOR {COMMIT_FAILED}: commit_draft_layer: {error}; accepted "
-                    "tokens of this step are not in the KV cache"
-                ) from error
+                self._fail_staged(error)
             self.state = _IDLE
             if self._stages_all:
                 return counters_to is not None
-            return self._commit_beside(num_drafts, acceptance, counters_to)
+            return self._commit_beside(windows.num_drafts, acceptance, counters_to)
         if self.state is not State.LOGGED:
             return False
         self.state = State.FAILED
@@ -442,6 +475,19 @@ class DraftCommitManager:
         if self.config.debug_sync:
             self.check_state()
         return counters_to is not None
+
+    def _fail_staged(self, error: Exception) -> NoReturn:
+        """The commit from shadow blocks failed: the tables are put back."""
+        assert self.shadow is not None
+        try:
+            self.shadow.abort()
+        except Exception as failure:
+            error = failure
+        self.fallbacks[COMMIT_FAILED] += 1
+        raise NworError(
+            f"NWOR {COMMIT_FAILED}: commit_draft_layer: {error}; accepted tokens of "
+            "this step are not in the KV cache"
+        ) from error
 
     def _commit_beside(
         self,
@@ -517,12 +563,15 @@ class DraftCommitManager:
         self._put_back(reason)
         self._fall_back(reason, f"windows with {num_drafts} drafts were dropped")
 
-    def _put_back(self, reason: str) -> None:
-        """Raises NworError if a table of a staged group cannot be put back."""
+    def _put_back(self, reason: str, *failed: Any) -> None:
+        """Raises NworError if a table of a staged group cannot be put back.
+
+        failed: as ShadowBlocks.abort.
+        """
         if self.shadow is None:
             return
         try:
-            self.shadow.abort()
+            self.shadow.abort(*failed)
         except Exception as error:
             self.fallbacks[reason] += 1
             raise NworError(

@@ -12,6 +12,8 @@ because only the content of buffers changes that outlive the step.
     commit   kept rows -> real blocks; table and slots put back; counted
     abort    table and slots put back, nothing copied: the step failed
 
+Stage and commit are called on the manager, abort here.
+
 Invariants:
 
 1. Between steps table and slots are vLLM's own, and no row of a block but the committed
@@ -41,7 +43,7 @@ import torch
 from . import ops as native_ops
 from .device_memory import DeviceMemory
 from .launches import CopyTable
-from .window import Acceptance, VerificationWindows
+from .window import VerificationWindows
 
 # int32, on the device.
 _MAX_STEP = 2**31 - 1
@@ -120,9 +122,15 @@ def num_bytes(num_seats: int, span: int) -> int:
 
 
 class ShadowBlocks:
-    """All staged groups of a runner.
+    """All staged groups of a runner. The manager makes the launches of stage and commit
+    itself: what a call costs between two steps of a model is a good part of theirs.
 
     num_seats: a step with more requests cannot be staged.
+    stages, commits: a launch each, in order: of the arguments of ops.stage and
+        ops.commit_draft_layer those that no step changes, behind the KV-cache group id
+        (and, of commits, the row of the counters).
+    step: of the runner, with drafts or without, whoever protects them.
+    windows: the step's, from before its first launch until its tables are put back.
     """
 
     def __init__(
@@ -136,29 +144,20 @@ class ShadowBlocks:
         self.groups = tuple(groups)
         self.num_seats = min(group.num_seats for group in groups)
         self.ops = ops
-        # By launch, what never changes.
-        rows = iter(counters)
-        self._stages = []
-        self._commits = []
+        self.stages: list[Any] = []
+        self.commits: list[Any] = []
         for group in self.groups:
             saved = group.saved
             constants = saved, *group.entries, group.entry_tokens
             last = len(group.tables) - 1
             for index, part in enumerate(group.tables):
                 of_table = group.group_id, part.table, part.runs
-                self._stages.append((*of_table, *constants, index == 0))
-                counted = saved, next(rows), group.entry_tokens, index == last
-                self._commits.append((*of_table, *counted))
-        # Of the runner, with drafts or without, whoever protects them.
+                self.stages.append((*of_table, *constants, index == 0))
+                row = len(self.commits)
+                counted = saved, counters[row], group.entry_tokens, index == last
+                self.commits.append((row, *of_table, *counted))
         self.step = 1
-        # The step's, between stage and commit or abort.
-        self._windows: VerificationWindows | None = None
-        # Where stage failed: the group, and whether in its first launch.
-        self._failed: tuple[int | None, bool] = (None, False)
-
-    @property
-    def is_open(self) -> bool:
-        return self._windows is not None
+        self.windows: VerificationWindows | None = None
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: only what was
@@ -170,94 +169,17 @@ class ShadowBlocks:
         if self.step > _MAX_STEP:
             self.step = 1
 
-    def stage(self, windows: VerificationWindows) -> None:
-        """Enqueues the copies and puts the shadow blocks in place. Call when block
-        tables and slot mappings are final, before attention metadata is built. Requires
-        that there are not more requests than num_seats.
-
-        Raises:
-            Exception: what is staged by then is left to abort.
-        """
-        self._windows = windows
-        slot_mappings = windows.slot_mappings
-        block_tables = windows.block_tables
-        assert block_tables is not None
-        try:
-            for launch in self._stages:
-                gid, table, runs, saved, first, real, span, tokens, patches = launch
-                self.ops.stage(
-                    table,
-                    runs,
-                    block_tables[gid],
-                    slot_mappings[gid],
-                    windows.query_start_loc,
-                    windows.seq_lens,
-                    windows.cu_num_logits,
-                    windows.seats,
-                    saved,
-                    first,
-                    real,
-                    span,
-                    tokens,
-                    self.step,
-                    patches,
-                    windows.num_leading_zeros,
-                )
-        except Exception:
-            self._failed = gid, patches
-            raise
-
-    def commit(
-        self,
-        acceptance: Acceptance,
-        counters_to: Sequence[torch.Tensor] | None = None,
+    def abort(
+        self, failed_group: int | None = None, is_untouched: bool = False
     ) -> None:
-        """Enqueues the copies of what is kept, the counting, and the putting back.
-
-        counters_to: for each table [8] int64, cpu, pinned if the caches are on a
-            device: gets the counters too.
-
-        Raises:
-            Exception: after table and slots were put back; kept rows are lost, so that
-                the step's tokens must not be used.
-        """
-        windows = self._windows
-        assert windows is not None
-        block_tables = windows.block_tables
-        assert block_tables is not None
-        try:
-            for row, launch in enumerate(self._commits):
-                group_id, table, runs, saved, counters, tokens, undoes = launch
-                self.ops.commit_draft_layer(
-                    table,
-                    runs,
-                    block_tables[group_id],
-                    windows.slot_mappings[group_id],
-                    windows.seats,
-                    saved,
-                    acceptance.sampled_token_ids,
-                    acceptance.vocab_size,
-                    acceptance.num_rejected,
-                    counters,
-                    windows.num_reqs,
-                    tokens,
-                    undoes,
-                    None if counters_to is None else counters_to[row],
-                )
-        except Exception:
-            self.abort()
-            raise
-        self._windows = None
-
-    def abort(self) -> None:
         """Enqueues the putting back of table and slots; does nothing without a step.
+
+        failed_group: where stage failed; is_untouched: in the group's first launch.
 
         Raises:
             Exception: a table could not be put back, after all others were.
         """
-        windows, self._windows = self._windows, None
-        failed_group, is_untouched = self._failed
-        self._failed = None, False
+        windows, self.windows = self.windows, None
         if windows is None:
             return
         assert windows.block_tables is not None
