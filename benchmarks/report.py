@@ -201,7 +201,7 @@ def budgets(results: Sequence[Result], name: str) -> str:
     verdicts = Counter(verdict(one, name).strip("*").split(",")[0] for one in results)
     ratios = [one["summary"]["ratio"][name]["median"] for one in results]
     spent = [host_us(one, name) for one in results]
-    budget = summary.host_budget_us(name)
+    budget = summary.HOST_BUDGET_US
     return (
         f"{name}: median of the ratios {statistics.median(ratios):.4f}; budget of "
         f"throughput met in {verdicts['met']} of {len(results)} lines, not resolved in "

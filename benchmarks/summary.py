@@ -25,8 +25,8 @@ from benchmarks.ab import CONTROL, Pair, Run, intervals
 SCHEMA = 3
 # The low end of a ratio's interval is at least this.
 RATIO_BUDGET = 0.995
-# Of begin + commit in a step on a GPU, by the name of what was run; else the first.
-HOST_BUDGETS_US = {"cow": 40.0, "stage": 30.0}
+# Of begin + commit in a step on a GPU.
+HOST_BUDGET_US = 30.0
 CPU_SHARE_BUDGET = 0.02
 
 
@@ -197,8 +197,3 @@ def own_process(result: dict[str, Any]) -> dict[str, float] | None:
         "high": speed / min(own),
         "num_runs": len(own),
     }
-
-
-def host_budget_us(name: str) -> float:
-    """Budget for the host time of begin and commit of what was run as `name`."""
-    return HOST_BUDGETS_US.get(name, HOST_BUDGETS_US["cow"])

@@ -122,12 +122,12 @@ class Launches:
         # By launch, what never changes.
         self._logs = []
         self._restores = []
-        for launch in launches:
+        for row, launch in enumerate(launches):
             group, part = launch.group, launch.part
             source = group.source or part
             log = group.undo_log, group.log_slots, group.log_windows
             self._logs.append((group.group_id, source.table, source.runs, *log))
-            self._restores.append((part.table, part.runs, *log, launch.counters))
+            self._restores.append((row, part.table, part.runs, *log, launch.counters))
 
     def log(self, windows: VerificationWindows) -> None:
         """Enqueues the copies of the old bytes at every draft slot.
@@ -166,8 +166,8 @@ class Launches:
             Exception: after all other launches were enqueued.
         """
         failure: Exception | None = None
-        for index, launch in enumerate(self._restores):
-            table, runs, undo_log, slots, of_windows, counters = launch
+        for launch in self._restores:
+            row, table, runs, undo_log, slots, of_windows, counters = launch
             try:
                 self.ops.restore_rejected_drafts(
                     table,
@@ -180,7 +180,7 @@ class Launches:
                     acceptance.num_rejected,
                     counters,
                     num_drafts,
-                    None if counters_to is None else counters_to[index],
+                    None if counters_to is None else counters_to[row],
                 )
             except Exception as error:
                 failure = error
