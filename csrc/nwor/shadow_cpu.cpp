@@ -68,6 +68,11 @@ void copy_packed(const LayerRow& layer, const RunList& runs, const SlotRange& ra
   const int32_t* run = runs.of(first);
   const int64_t next = runs.num_runs * 2;
   for (int64_t j = 0; j < runs.num_runs; ++j) {
+    if (j + kPrefetchRuns < runs.num_runs) {
+      const int32_t ahead = run[2 * (j + kPrefetchRuns)];
+      __builtin_prefetch(from + ahead);
+      __builtin_prefetch(to + ahead, 1);
+    }
     int64_t i = 0;
     while (i < range.count) {
       const int64_t offset = run[i * next + 2 * j];
