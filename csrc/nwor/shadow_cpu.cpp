@@ -4,6 +4,7 @@
 // readable specification of what the CUDA kernels do.
 #include <algorithm>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -121,7 +122,8 @@ int64_t slots_together(const LayerTable& table) {
   return slots;
 }
 
-// Bytes of a slot in all layers; the layers and all runs are checked.
+// Bytes of a slot in all layers, by the first one's runs; those and the layers are
+// checked.
 int64_t check_table(const char* op, const LayerTable& table, const RunList& runs,
                     int64_t entry_tokens) {
   check_layers(op, table, runs);
@@ -136,13 +138,18 @@ int64_t check_table(const char* op, const LayerTable& table, const RunList& runs
   if (runs.data == nullptr) {
     return bytes;
   }
-  const int64_t of_slot = check_runs(op, table, runs, 0);
-  for (int64_t offset = 1; offset < runs.block_size; ++offset) {
-    const int64_t found = check_runs(op, table, runs, offset);
-    NWOR_CHECK(found == of_slot, op, "runs[", offset, "] are ", found,
-               " bytes long; must be ", of_slot, ", as in runs[0]");
+  return check_runs(op, table, runs, 0) * table.num_layers;
+}
+
+// The runs of the rows at positions [first, last), which are to be copied.
+void check_rows(const char* op, const LayerTable& table, const RunList& runs,
+                int64_t slot_bytes, int64_t first, int64_t last) {
+  for (int64_t p = first; runs.data != nullptr && p < last; ++p) {
+    const int64_t found = check_runs(op, table, runs, p);
+    NWOR_CHECK(found * table.num_layers == slot_bytes, op, "runs[", p % runs.block_size,
+               "] are ", found, " bytes long; must be ", slot_bytes / table.num_layers,
+               ", as in runs[0]");
   }
-  return of_slot * table.num_layers;
 }
 
 // Each row has a seat, and none is two rows'.
@@ -202,18 +209,28 @@ bool may_be_staged(const ShadowStageArgs& args, int64_t r, const StagedWindow& w
   return true;
 }
 
-void save_window(const ShadowStageArgs& args, int64_t r) {
+// The window of row r: with a negative number of drafts if it may not be staged. And
+// the rows before it that its shadow lacks.
+std::pair<StagedWindow, int32_t> window_to_stage(const ShadowStageArgs& args,
+                                                 int64_t r) {
   StagedWindow window = find_window(args, r);
   if (window.num_drafts > 0 && !may_be_staged(args, r, window)) {
     window.num_drafts = -window.num_drafts;
   }
+  if (window.num_drafts <= 0) {
+    return {window, 0};
+  }
+  return {window, num_lacking(args, load_seat(args.saved.row(r)), window,
+                              args.blocks.at(r, window.first_block))};
+}
+
+void save_window(const ShadowStageArgs& args, int64_t r) {
+  const auto [window, num_copied] = window_to_stage(args, r);
   int32_t* saved = args.saved.row(r);
   if (window.num_drafts <= 0) {
     saved[kSavedDrafts] = window.num_drafts;
     return;
   }
-  const int32_t num_copied = num_lacking(args, load_seat(saved), window,
-                                         args.blocks.at(r, window.first_block));
   save_window(saved, window, num_copied, args.step);
   for (int64_t i = 0; i < window.num_blocks; ++i) {
     const int64_t block = window.first_block + i;
@@ -281,20 +298,28 @@ void stage_cpu(const ShadowStageArgs& args) {
   if (args.num_reqs == 0) {
     return;
   }
-  check_table(kStage, args.table, args.runs, args.entry_tokens);
+  const int64_t slot_bytes =
+      check_table(kStage, args.table, args.runs, args.entry_tokens);
   check_batch(args);
-  if (args.patches) {
-    for (int64_t r = 0; r < args.num_reqs; ++r) {
-      save_window(args, r);
-    }
+  for (int64_t r = 0; args.patches && r < args.num_reqs; ++r) {
+    const auto [window, num_copied] = window_to_stage(args, r);
+    check_rows(kStage, args.table, args.runs, slot_bytes,
+               window.first_position - num_copied, window.first_position);
+  }
+  for (int64_t r = 0; args.patches && r < args.num_reqs; ++r) {
+    save_window(args, r);
   }
   std::vector<SlotRange> ranges;
   for (int64_t r = 0; r < args.num_reqs; ++r) {
     const StagedWindow window = checked_window(kStage, args.saved, r, args.blocks);
     if (window.num_drafts > 0) {
+      const int64_t last = window.first_position;
+      const int64_t first = last - args.saved.row(r)[kSavedCopiedRows];
+      if (!args.patches) {
+        check_rows(kStage, args.table, args.runs, slot_bytes, first, last);
+      }
       add_rows(ranges, window, args.saved.row(r) + kSavedEntries, args.saved.span,
-               window.first_position - args.saved.row(r)[kSavedCopiedRows],
-               window.first_position, args.entry_tokens, slots_together(args.table),
+               first, last, args.entry_tokens, slots_together(args.table),
                Way::kToShadow);
     }
   }
@@ -338,6 +363,7 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
     }
     const int64_t first = window.first_staged(args.entry_tokens);
     const int64_t last = window.first_draft() + accepted;
+    check_rows(kCommit, args.table, args.runs, slot_bytes, first, last);
     add_rows(ranges, window, saved + kSavedEntries, args.saved.span, first, last,
              args.entry_tokens, slots_together(args.table), Way::kToReal);
     counts[kShadowCopiedBytes] += saved[kSavedCopiedRows] * slot_bytes;

@@ -66,7 +66,7 @@ class Calls:
         self.layers = logged.layers
         self.undo_log, self.log_slots = logged.undo_log, logged.log_slots
         self.side = side = Step(device, [[layout_for(PAGES, layout)] * 2], PAGES)
-        side.load([replace(EXAMPLE[0], accepted=1), *EXAMPLE[1:]])
+        side.load([replace(EXAMPLE[0], num_rows=4, accepted=1), *EXAMPLE[1:]])
         self.arguments = {}
         for step, known in ((logged, (LOG, RESTORE)), (side, PAGED)):
             step.counters.zero_()
@@ -121,7 +121,7 @@ def test_the_good_arguments_are_good(device, by):
     row_bytes = calls.side.tables[0].slot_bytes
     assert calls.side.counters[0].tolist() == [
         *(2, 6, 1, 5, 0, 0),
-        *(row_bytes, 3 * row_bytes),
+        *(2 * row_bytes, 2 * row_bytes),
     ]
 
 
@@ -233,8 +233,8 @@ VALUES = [
     (RESTORE, "sampled_token_ids", lambda t: t[:1], "log_windows[2] has request 1;"),
     (STAGE, "cu_num_logits", put(1, 4), "cu_num_logits[1] is 4; must be more than 4"),
     (STAGE, "cu_num_logits", put(0, 0), "cu_num_logits[0] is 0; must be more than 0"),
-    (STAGE, "query_start_loc", put(2, 4), "query_start_loc[2] is 4; must be at least"),
-    (STAGE, "query_start_loc", put(0, -1), "query_start_loc goes from -1 to 11; must"),
+    (STAGE, "query_start_loc", put(2, 3), "query_start_loc[2] is 3; must be at least"),
+    (STAGE, "query_start_loc", put(0, -1), "query_start_loc goes from -1 to 10; must"),
     (STAGE, "query_start_loc", put(3, 900), "query_start_loc goes from 0 to 900; must"),
     (STAGE, "first_entry", lambda n: 13, "first_entry is 13; the shadow entries of 3"),
 ]
@@ -271,7 +271,8 @@ for value, said in OFFSETS:
         VALUES.append((op, "table", put((1, -1), value), f"table row 1: {said}"))
 
 
-# Of the first drafts' slots; and of the slot of a row that is copied both ways.
+# Of the first drafts' slots; of the first slot of a block, which is always looked at;
+# and, last, of the first row that is copied and has another.
 RUNS = [
     (LOG, (3, 0), (-2, 2), f"runs[3][0] is (-2, 2); {NOT_NEGATIVE}"),
     (LOG, (3, 0), (0, -2), f"runs[3][0] is (0, -2); {NOT_NEGATIVE}"),
@@ -279,12 +280,13 @@ RUNS = [
     (LOG, (3, 1), (0, 60), "runs[3] are 90 bytes long; at log_offset 0 of table row 0"),
     (LOG, (4, 1), (0, 1), "runs of draft 1's slot 4 are 31 bytes long; must be 32, as"),
 ]
-for op in (STAGE, COMMIT):
+for op, copied in ((STAGE, 1), (COMMIT, 2)):
+    said = f"runs[{copied}] are 32 bytes long; must be 31, as in runs[0]"
     RUNS += [
         (op, (0, 0), (-2, 2), f"runs[0][0] is (-2, 2); {NOT_NEGATIVE}"),
         (op, (0, 0), (0, -2), f"runs[0][0] is (0, -2); {NOT_NEGATIVE}"),
         (op, (0, 0), (1 << 20, 2), "runs[0] end at byte 1048578; must lie in a block"),
-        (op, (0, 0), (0, 1), "runs[1] are 32 bytes long; must be 31, as in runs[0]"),
+        (op, (0, 0), (0, 1), said),
     ]
 VALUES += [(op, "runs", put(place, run), said) for op, place, run, said in RUNS]
 for op, size in ((LOG, 16), (STAGE, 4), (COMMIT, 4)):
