@@ -226,12 +226,12 @@ class LoadWithoutServer(load.Load):
             self.running -= 1
 
 
-def run_load(**arguments):
+def run_load(seconds=1.5, **arguments):
     """A load after its run."""
 
     async def run():
         done = LoadWithoutServer(**arguments)
-        await done.run(1.5)
+        await done.run(seconds)
         return done
 
     return asyncio.run(run())
@@ -248,6 +248,11 @@ def test_workers_begin_with_a_kind_each_however_seldom_it_is_drawn(monkeypatch):
     kinds = [*load.WEIGHTS]
     monkeypatch.setattr(load, "WEIGHTS", dict.fromkeys(kinds, 0) | {"stream": 1})
     assert set(run_load().asked) == set(kinds[:4])
+
+
+def test_a_load_too_short_for_its_probes_is_followed_by_them():
+    for probe in run_load(seconds=0.01).probes.values():
+        assert probe["runs"] == load.MIN_PROBES
 
 
 def test_a_probe_that_changes_is_seen():

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tools.soak.load import WEIGHTS
+from tools.soak.load import MIN_PROBES, WEIGHTS
 
 PASS, FAIL, NOT_JUDGED = "pass", "fail", "not judged"
 # Growth of the resident memory of all server processes together, after the warm-up.
@@ -21,7 +21,6 @@ MAX_GROWTH_MIB_PER_MINUTE = 1.0
 WARM_UP_SHARE = 0.25
 MIN_WARM_UP_SECONDS = 60.0
 MIN_JUDGED_SECONDS = 180.0
-MIN_PROBES = 3
 # What each mode copies to a request's own blocks.
 BYTES_OF = {"cow": "restored_bytes", "stage": "committed_bytes"}
 
