@@ -17,7 +17,7 @@ from vllm_nwor.config import (
 )
 
 
-@pytest.mark.parametrize("empty", [{}, {"VLLM_NWOR_MODE": "", "VLLM_NWOR_AUDIT": ""}])
+@pytest.mark.parametrize("empty", [{}, dict.fromkeys(ENV_NAMES, "")])
 def test_an_empty_environment_means_off_with_metrics(empty):
     steps = (Mode.OFF, True, Strict.NEVER, False, None, None)
     audit = (AuditMode.OFF, 32, "")
@@ -72,7 +72,6 @@ MIB = "empty (32) or a whole number of MiB a step, at least 0"
         ("VLLM_NWOR_MODE", " ", "off, stage, cow"),
         ("VLLM_NWOR_MODE", "COW", "off, stage, cow"),
         ("VLLM_NWOR_EMIT_METRICS", "yes", "0, 1"),
-        ("VLLM_NWOR_STRICT", "", "0, 1, always"),
         ("VLLM_NWOR_STRICT", "true", "0, 1, always"),
         ("VLLM_NWOR_DEBUG_SYNC", "2", "0, 1"),
         *(("VLLM_NWOR_MAX_LOG_ROWS", value, ROWS) for value in ("0", "-5", "1e3")),

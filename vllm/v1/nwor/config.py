@@ -2,7 +2,8 @@
 """NworConfig: the only reader of the `VLLM_NWOR_*` environment variables.
 
 A value that is not allowed raises `NworConfigError`, which names the variable, the
-value and what is allowed; it never silently means the default.
+value and what is allowed; it never silently means the default. Empty does: templates of
+containers leave it where nothing was chosen.
 """
 
 from __future__ import annotations
@@ -122,10 +123,9 @@ class NworConfig:
         blocks = "5 % of the blocks", "KV blocks"
         audit_mib = _number(env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", 0)
         config = cls(
-            # Empty, as templates of containers leave what is not chosen: off.
             mode=_choice(MODE, env.get(MODE) or "off", Mode),
             emit_metrics=_switch(env, EMIT_METRICS, default=True),
-            strictness=_choice(STRICT, env.get(STRICT, "0"), Strict),
+            strictness=_choice(STRICT, env.get(STRICT) or "0", Strict),
             debug_sync=_switch(env, DEBUG_SYNC, default=False),
             max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", 1),
             max_shadow_blocks=_number(env, SHADOW_BLOCKS, *blocks, 0),
@@ -153,7 +153,7 @@ def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:
 
 
 def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
-    value = env.get(name, "1" if default else "0")
+    value = env.get(name) or ("1" if default else "0")
     if value not in ("0", "1"):
         raise NworConfigError(f"{name}={value!r} is not allowed; allowed values: 0, 1")
     return value == "1"
