@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,9 @@ from tests.integration.test_byte_oracle import (
 )
 from tests.integration.test_poison import MLA
 from vllm_nwor.audit.findings import AuditError, Finding
+from vllm_nwor.audit.runner import start
+from vllm_nwor.audit.startup import path_of
+from vllm_nwor.config import NworConfig, NworConfigError
 
 TAILS = {
     "kv_connector": "TailConnector",
@@ -255,6 +259,17 @@ def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
         scribbler.expected[:3]
     )
     assert [p.name for p in tmp_path.iterdir()] == ["findings.json"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+    parallel = SimpleNamespace(world_size=2, rank=1)
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    there, missing = tmp_path / "a.json", tmp_path / "missing" / "a.json"
+    assert path_of(runner, NworConfig(audit_file=str(there))) == f"{there}.1"
+
+    said = f"^VLLM_NWOR_AUDIT_FILE='{missing}' is not allowed; allowed values: empty or"
+    with pytest.raises(NworConfigError, match=said):
+        start(runner, NworConfig(audit_file=str(missing)))
 
 
 def test_the_counters_come_out_of_get_metrics() -> None:

@@ -50,12 +50,13 @@ def install(module: ModuleType) -> None:
 
 def start(runner: Any, config: NworConfig) -> RunnerAudit | None:
     """The audit of a runner whose caches were just bound; None if it is refused. Raises
-    NworError then, under VLLM_NWOR_STRICT."""
+    NworError then, under VLLM_NWOR_STRICT; and NworConfigError, as path_of."""
+    path = startup.path_of(runner, config)
     audit = startup.build(runner, config)
     if isinstance(audit, Audit):
         kind = RunnerAuditV2 if hasattr(runner, "block_tables") else RunnerAuditV1
         offloading.watch(runner)
-        return kind(audit, config, startup.path_of(runner, config))
+        return kind(audit, config, path)
     runner.nwor_audit_storage = None
     if config.strict:
         raise NworError(f"NWOR audit requested, refused: {audit}")

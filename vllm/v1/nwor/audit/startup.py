@@ -9,13 +9,15 @@ engine never profiles, when the caches are bound.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import ops
-from ..config import NworConfig
+from ..config import AUDIT_FILE, NworConfig, NworConfigError
 from ..device_memory import DeviceMemory
 from ..hooks.engine_core import parallel_refusal
 from ..hooks.layers import entry_tokens, sleeps, target_layers, told
@@ -181,7 +183,14 @@ def _audit_of(
 
 
 def path_of(runner: Any, config: NworConfig) -> str:
-    """Of the JSON file, which each rank has for itself; empty for none."""
+    """Of the JSON file, which each rank has for itself; empty for none. Raises
+    NworConfigError if this process cannot write there."""
+    folder = Path(config.audit_file).parent
+    if config.audit_file and not os.access(folder, os.W_OK | os.X_OK):
+        raise NworConfigError(
+            f"{AUDIT_FILE}={config.audit_file!r} is not allowed; allowed values: empty "
+            "or a path in a folder that exists and that this process can write to"
+        )
     parallel = runner.vllm_config.parallel_config
     if config.audit_file and parallel.world_size > 1:
         return f"{config.audit_file}.{parallel.rank}"
