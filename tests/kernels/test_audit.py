@@ -1317,6 +1317,18 @@ def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
     )
 
 
+def test_a_request_that_goes_on_after_a_wake_up_reads_what_is_gone():
+    """vLLM preempts what runs, and computes it again. Blocks stay whose they were."""
+    world = prefilled()
+    world.finish("b")
+    world.audit.forget_cache()
+    found = world.step(a=1)
+    assert told(found, "kind slot found") == [
+        ("wrong_prefix", 2 * N - 1, hex(0)),
+        ("wrong_prefix", 3 * N - 1, hex(0)),
+    ]
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("width", [9, 6, 12, 8, 24, 16, 48, 2064])
 def test_checksums_of_every_width(heads, width):

@@ -168,9 +168,6 @@ class AuditedGroup:
         return [self.numbers.get(place, 0) for place in places]
 
     def forget_cache(self) -> None:
-        """What is known of the cache's blocks, not of those that were stored."""
-        num_blocks = self.shape.num_blocks
-        self.records[: num_blocks * self.shape.block_size].zero_()
-        self.stores[:num_blocks].zero_()
-        self.owners.zero_()
-        self.expected.zero_()
+        """What the cache's slots hold; not whose blocks they are, nor what was stored
+        elsewhere."""
+        self.records[: self.shape.num_blocks * self.shape.block_size].zero_()
