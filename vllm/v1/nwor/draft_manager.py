@@ -29,7 +29,9 @@ States:
                                own
             -commit-> FAILED   the tables are vLLM's own, kept rows are lost: it raises,
                                the step's tokens must not be used
-            -abort->  IDLE     the tables are vLLM's own, nothing was copied
+            -abort->  IDLE     the tables are vLLM's own, nothing was copied: rows that
+                               the step wrote to blocks with drafts go with it (such a
+                               block is not full, so nobody finds it in a prefix cache)
     VANILLA -end_unlogged, abort-> IDLE
     FAILED  -stage, begin-> as from IDLE
 
