@@ -27,11 +27,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import wrapt
 from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.helpers.byte_map import allocation
+from vllm_nwor.hooks import _wrap
 
 
 @dataclass
@@ -301,15 +301,13 @@ def request_name(request_id: str) -> str:
 
 
 def unwrap_instance(target: Any) -> None:
-    """Binds vLLM's own functions on `target` wherever its class has a wrapped one."""
+    """Binds vLLM's own functions on `target` wherever its class has a hooked one."""
+    hooked = [hook.wrapper for hook in _wrap._hooks]
     for owner in type(target).__mro__:
         for name, attribute in vars(owner).items():
-            if name in vars(target) or not isinstance(attribute, wrapt.FunctionWrapper):
+            if name in vars(target) or not any(attribute is one for one in hooked):
                 continue
-            function: Any = attribute
-            while isinstance(function, wrapt.FunctionWrapper):
-                function = function.__wrapped__
-            setattr(target, name, types.MethodType(function, target))
+            setattr(target, name, types.MethodType(attribute.__wrapped__, target))
 
 
 def _step_from(scheduler_output: Any) -> Step:

@@ -46,6 +46,11 @@ from vllm import envs, plugins
 from vllm.v1 import nwor
 from vllm.v1.nwor import plugin
 
+def is_hook(value):  # of any copy of the package
+    if isinstance(value, wrapt.FunctionWrapper):
+        return True
+    return value.__code__.co_filename.endswith("nwor/hooks/_wrap.py")
+
 def layers():  # how many wrappers lie over each of them now
     found = {{}}
     for module, qualname in {list(ROWS)}:
@@ -53,7 +58,7 @@ def layers():  # how many wrappers lie over each of them now
         host = import_module(module)
         value = vars(getattr(host, owner) if owner else host)[name]
         found[module, qualname] = 0
-        while isinstance(value, wrapt.FunctionWrapper):
+        while is_hook(value):
             value = value.__wrapped__
             found[module, qualname] += 1
     return found

@@ -2,7 +2,7 @@
 """Installing wrappers: checked before the first one goes in, idempotent, reversible."""
 
 from inspect import getattr_static
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -50,6 +50,7 @@ def test_a_wrapper_sees_the_call_and_keeps_the_original():
     original = module.Runner.step
     install_all(module, {target(): doubling})
     once = vars(module.Runner)["step"]
+    assert type(once) is FunctionType  # a step calls it: not an object of wrapt's
     for prepare in (lambda: None, unhook):
         prepare()
         install_all(module, {target(): doubling})

@@ -12,6 +12,7 @@ live engine and `rehook` put it on again: benches compare with vLLM's own code t
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
             hook = _Hook(module, target)
             function = inspect.getattr_static(hook.owner, hook.name)
             hook.original = vars(hook.owner).get(hook.name, _INHERITED)
-            hook.wrapper = wrapt.FunctionWrapper(function, wrapper)
+            hook.wrapper = _hooked(target, function, wrapper)
             _hooks.append(hook)
         hook.put_on()
 
@@ -178,9 +179,22 @@ def hook_function(
 ) -> Any:
     """What to put in the place of `function`, which becomes `target` in `module` later;
     as if install_all had wrapped it there."""
-    wrapped = wrapt.FunctionWrapper(function, wrapper)
-    _hooks.append(_Hook(module, target, function, wrapped))
-    return wrapped
+    hooked = _hooked(target, function, wrapper)
+    _hooks.append(_Hook(module, target, function, hooked))
+    return hooked
+
+
+def _hooked(target: HookTarget, function: Any, wrapper: Wrapper) -> Any:
+    """`function` with `wrapper` on it. A method gets a plain function: a step calls
+    seven of them, and wrapt's objects take it two or three microseconds more each."""
+    if target.params[0] != "self" or not inspect.isfunction(function):
+        return wrapt.FunctionWrapper(function, wrapper)
+
+    @functools.wraps(function)
+    def hooked(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(function.__get__(self), self, args, kwargs)
+
+    return hooked
 
 
 def is_installed(target: HookTarget) -> bool:
