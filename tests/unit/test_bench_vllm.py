@@ -13,7 +13,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -507,12 +507,18 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
 
 
 def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):
-    ticks = itertools.accumulate([0, 3000, 100_000, 4000])
+    ticks = itertools.accumulate([0, 3000, 100_000, 4000] * 2)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    for name, value in (("_hooked", _wrap._hooked), ("_hooks", [])):
+        monkeypatch.setattr(_wrap, name, value)  # `watch` and a hook are taken back
+    module = ModuleType("host")
+    module.Runner = type("Runner", (), {"step": lambda self: 1})
     times = host_profile.HookTimes()
-    timed = times._timed("hook", lambda wrapped, *_: wrapped() + 1)
-    assert timed(lambda: 1, None, (), {}) == 2  # off: no look at the clock
+    times.watch()
+    target = _wrap.HookTarget("host", "Runner.step", ("self",), "test", "never")
+    _wrap.install_all(module, {target: lambda wrapped, *_: wrapped() + 1})
+    assert module.Runner().step() == 2
     times.on = True
-    assert timed(lambda: 1, None, (), {}) == 2
+    assert module.Runner().step() == 2
     wanted = {"median_us": 7.0, "calls": 1, "us_a_step": 3.5}
-    assert times.result(2) == {"hook": wanted}
+    assert times.result(2) == {"Runner.step": wanted}

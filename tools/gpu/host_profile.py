@@ -28,12 +28,12 @@ Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 
 from __future__ import annotations
 
-import importlib
 import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +57,8 @@ OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
 
 
 class HookTimes:
-    """Times the wrappers that are installed after `watch`, without what they wrap."""
+    """Times the hooks on methods that are installed after `watch`, without vLLM's own
+    functions in them."""
 
     def __init__(self) -> None:
         self.on = False
@@ -67,41 +68,39 @@ class HookTimes:
         """Call before vLLM is imported: it is then that hooks are installed."""
         from vllm_nwor.hooks import _wrap
 
-        install_all = _wrap.install_all
+        make = _wrap._hooked
 
-        def install_timed(module: Any, wrappers: Mapping[Any, Any]) -> None:
-            timed = {
-                target: self._timed(target.qualname, wrapper)
-                for target, wrapper in wrappers.items()
-            }
-            install_all(module, timed)
+        def make_timed(target: Any, function: Any, wrapper: Any) -> Any:
+            if target.params[0] != "self":
+                return make(target, function, wrapper)
+            return self._timed(target, function, partial(make, target, wrapper=wrapper))
 
-        # The files of hooks have it by name already, or import it later.
-        for name in ("_wrap", "runner", "stats"):
-            module = importlib.import_module(f"vllm_nwor.hooks.{name}")
-            module.install_all = install_timed
+        _wrap._hooked = make_timed
 
-    def _timed(self, name: str, wrapper: Any) -> Any:
-        clock = time.perf_counter_ns
+    def _timed(self, target: Any, function: Any, make: Callable[..., Any]) -> Any:
+        clock, inside = time.perf_counter_ns, 0
 
-        def timed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            if not self.on:
-                return wrapper(wrapped, instance, args, kwargs)
-            inside = 0
-
-            def vllms(*args: Any, **kwargs: Any) -> Any:
-                nonlocal inside
-                started = clock()
-                try:
-                    return wrapped(*args, **kwargs)
-                finally:
-                    inside += clock() - started
-
+        @wraps(function)
+        def vllms(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
             started = clock()
             try:
-                return wrapper(vllms, instance, args, kwargs)
+                return function(*args, **kwargs)
             finally:
-                self.ns.setdefault(name, []).append(clock() - started - inside)
+                inside = clock() - started
+
+        hook = make(function=vllms)
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            inside, started = 0, clock()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                taken = clock() - started - inside
+                if self.on:
+                    self.ns.setdefault(target.qualname, []).append(taken)
 
         return timed
 
