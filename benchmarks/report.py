@@ -211,6 +211,43 @@ def budgets(results: Sequence[Result], name: str) -> str:
     )
 
 
+def pooled(results: Sequence[Result]) -> list[Result]:
+    """As `together`, of each cell that ran more than once on such a device and release
+    with hooks off as its baseline."""
+    cells: dict[tuple[object, ...], list[Result]] = {}
+    for one in results:
+        if one["baseline"] == "unhooked":
+            key = one["cell"], one["arguments"]["batch_size"], runner(one)
+            cells.setdefault((*key, short_device(one)), []).append(one)
+    return [together(runs) for runs in cells.values() if len(runs) > 1]
+
+
+def together(results: Sequence[Result]) -> Result:
+    """The newest of the results, with the pairs of all, whose ratios are each of one
+    run. runs: all of them."""
+    newest = max(results, key=lambda one: str(one["environment"]["date"]))
+    samples = {
+        name: {
+            key: [sample for one in results for sample in one["samples"][name][key]]
+            for key in lists
+        }
+        for name, lists in newest["samples"].items()
+    }
+    ratio = {name: asdict(median_interval(of["ratio"])) for name, of in samples.items()}
+    return newest | {
+        "runs": [run for one in results for run in one.get("runs", [one])],
+        "samples": samples,
+        "summary": newest["summary"] | {"ratio": ratio},
+    }
+
+
+def host_range(result: Result, name: str) -> str:
+    """begin + commit of the runs that were put together, their median and range."""
+    spent = [host_us(run, name) for run in result["runs"]]
+    middle = statistics.median(spent)
+    return f"{middle:.1f} us ({min(spent):.1f} to {max(spent):.1f})"
+
+
 def once_an_engine(results: Sequence[Result]) -> list[Result]:
     """One for all batch sizes of an engine: that which has more to tell."""
     rows: dict[tuple[object, ...], Result] = {}
@@ -225,7 +262,7 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
 _OURS = (columns, number, percent, spread, alike, speed, summary.own_process)
 _OURS += (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
 _OURS += (runner, log_size, verdict, to_cow, host_us, slot_bytes, by_mode)
-_OURS += (budgets, once_an_engine)
+_OURS += (budgets, pooled, together, host_range, once_an_engine)
 TEMPLATES.filters |= {one.__name__: one for one in _OURS}
 TEMPLATES.globals["summary"] = summary
 

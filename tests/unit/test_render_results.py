@@ -98,6 +98,37 @@ def test_bytes_are_held_against_the_shapes(lost):
         report.rendered("cells", results=[{"mode": "cow"}])
 
 
+def run_of_cell(date, ratios, cell="v2-k4-a70", gpu="NVIDIA H200", **others):
+    host = {"begin_us_median": ratios[0] * 10, "commit_us_median": 1}
+    samples = {"stage": {"ratio": ratios, "test": [8.0] * len(ratios)}}
+    samples["control"] = {"ratio": [1.0] * len(ratios), "test": []}
+    return {
+        **{"mode": "compare", "baseline": "unhooked", "cell": cell, "samples": samples},
+        **{"model": "m", "arguments": {"batch_size": 1}},
+        "environment": {"date": date, "gpu": gpu, "packages": {}, "variables": {}},
+        "summary": {"ratio": {"stage": {}}, "nwor": {"stage": {"host": host}}},
+        **others,
+    }
+
+
+def test_pairs_are_pooled_of_runs_of_one_cell_and_device_against_no_hooks():
+    first, second = (
+        run_of_cell("2026-01-01", [2.0]),
+        run_of_cell("2026-01-02", [3.0, 5]),
+    )
+    others = [
+        run_of_cell("2026-01-03", [9.0], cell="v2-k8-a50"),
+        run_of_cell("2026-01-03", [9.0], gpu="NVIDIA H100"),
+        run_of_cell("2026-01-03", [9.0], arguments={"batch_size": 16}),
+        run_of_cell("2026-01-03", [9.0], baseline="hooks idle"),
+    ]
+    (found,) = report.pooled([others[0], second, *others[1:], first])
+    assert found["summary"]["ratio"]["stage"]["median"] == 3
+    assert found["environment"] == second["environment"]
+    assert report.host_range(found, "stage") == "26.0 us (21.0 to 31.0)"
+    assert len(report.together([found, others[0]])["runs"]) == 3
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("bench_gpu_v*.json")))
 def test_no_step_has_more_drafts_than_its_batch_may_have(path):
     result = json.loads(path.read_text())
