@@ -199,15 +199,13 @@ def by_mode(results: Sequence[Result]) -> dict[str, list[Result]]:
 def budgets(results: Sequence[Result], name: str) -> str:
     """How many of them hold the budgets of throughput and of host time."""
     verdicts = Counter(verdict(one, name).strip("*").split(",")[0] for one in results)
-    ratios = [one["summary"]["ratio"][name]["median"] for one in results]
     spent = [host_us(one, name) for one in results]
     budget = summary.HOST_BUDGET_US
     return (
-        f"{name}: median of the ratios {statistics.median(ratios):.4f}; budget of "
-        f"throughput met in {verdicts['met']} of {len(results)} lines, not resolved in "
-        f"{verdicts['not resolved']}, missed in {verdicts['missed']}; begin + commit "
-        f"{min(spent):.1f} to {max(spent):.1f} us, over its budget of {budget:.0f} us "
-        f"in {sum(us > budget for us in spent)}."
+        f"{name}: budget of throughput met in {verdicts['met']} of {len(results)} "
+        f"lines, not resolved in {verdicts['not resolved']}, missed in "
+        f"{verdicts['missed']}; begin + commit {min(spent):.1f} to {max(spent):.1f} "
+        f"us, over its budget of {budget:.0f} us in {sum(us > budget for us in spent)}."
     )
 
 
