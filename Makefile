@@ -6,6 +6,8 @@ PYTHON ?= python3
 RESULTS ?= bench-out
 # More arguments for pytest (make test), bench_vllm.py (make bench) and so on.
 ARGS ?=
+# Or podman, or buildah.
+DOCKER ?= docker
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
@@ -166,11 +168,11 @@ rebuild: ## bring the native library up to date, with CUDA code if nvcc is found
 	PYTHON=$(if $(filter file,$(origin PYTHON)),,$(PYTHON)) \
 		tools/rebuild_nwor_extension.sh --cuda $(WHEEL_CUDA)
 
-image: ## build the container image vllm-nwor, for GPUs
-	docker build -f docker/Dockerfile -t vllm-nwor .
+image: ## build the container image vllm-nwor, for GPUs (DOCKER=podman)
+	$(DOCKER) build $(ARGS) -f docker/Dockerfile -t vllm-nwor .
 
 image-cpu: ## build the container image vllm-nwor:cpu
-	docker build -f docker/Dockerfile.cpu -t vllm-nwor:cpu .
+	$(DOCKER) build $(ARGS) -f docker/Dockerfile.cpu -t vllm-nwor:cpu .
 
 setup: ## make .venv and the native library, or bring them up to date
 	@tools/setup/check_system.sh
