@@ -31,8 +31,8 @@ States:
                                the step's tokens must not be used
             -abort->  IDLE     the tables are vLLM's own, nothing was copied: rows that
                                the step wrote to blocks with drafts go with it (such a
-                               block is not full, so it is in no prefix cache; not
-                               looked into: partial blocks cached for hybrid models)
+                               block is not full: of a partial one that vLLM caches for
+                               hybrid models no hit gets as far as these rows)
     VANILLA -end_unlogged, abort-> IDLE
     FAILED  -stage, begin-> as from IDLE
 
