@@ -108,7 +108,7 @@ struct Argument;
 
 template <>
 struct Argument<Tensor> {
-  static Tensor read(void* object) {
+  [[gnu::noinline]] static Tensor read(void* object) {
     if (const Tensor* const tensor = remembered.find(object)) {
       return *tensor;
     }
