@@ -108,6 +108,7 @@ struct Argument;
 
 template <>
 struct Argument<Tensor> {
+  // Not inlined: else a step fetches its code anew for each argument.
   [[gnu::noinline]] static Tensor read(void* object) {
     if (const Tensor* const tensor = remembered.find(object)) {
       return *tensor;

@@ -6,7 +6,6 @@ tests/simulation plays windows, layouts and faults on the real manager: each mov
 between its states, each reason to fall back (guarantees 1, 2, 6, 7 and 9).
 """
 
-import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -141,21 +140,6 @@ def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
 
     launched = {"stage", "commit_draft_layer", "log_cache_slots"}
     assert set(called) == launched | {"restore_rejected_drafts"}
-
-
-def test_what_a_commit_was_the_last_to_hold_is_freed_when_the_next_step_starts():
-    """To free vLLM's tensors takes longer than the commit does besides."""
-    world = World(True)
-    held = weakref.ref(world.step.block_tables[0])
-    world.open()
-    world.step = None
-
-    world.commit()
-    is_held = held() is not None
-    world.manager.start_step()
-
-    assert is_held
-    assert held() is None
 
 
 # --- what raises, and what is published -----------------------------------------------

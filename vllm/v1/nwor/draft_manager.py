@@ -448,7 +448,7 @@ class DraftCommitManager:
                         undoes,
                         None if counters_to is None else counters_to[row],
                     )
-                shadow.committed, shadow.windows = windows, None
+                shadow.windows = None
                 if self._debug_sync:
                     self._wait()
             except Exception as error:

@@ -131,8 +131,6 @@ class ShadowBlocks:
         (and, of commits, the row of the counters).
     step: of the runner, with drafts or without, whoever protects them.
     windows: the step's, from before its first launch until its tables are put back.
-    committed: those of the last commit, until a step starts: a commit that frees what
-        of vLLM's tensors nobody else holds waits for that.
     """
 
     def __init__(
@@ -160,7 +158,6 @@ class ShadowBlocks:
                 self.commits.append((row, *of_table, *counted))
         self.step = 1
         self.windows: VerificationWindows | None = None
-        self.committed: VerificationWindows | None = None
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: only what was
@@ -168,7 +165,6 @@ class ShadowBlocks:
 
         keeps: False: in this step nothing counts.
         """
-        self.committed = None
         self.step += 1 if keeps else 2
         if self.step > _MAX_STEP:
             self.step = 1
