@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/mutation_check.py: what it calls caught, and what it refuses."""
 
+import json
 from functools import partial
 
 import pytest
@@ -114,3 +115,13 @@ def test_the_mutations_fit_this_tree():
         text = (root / mutation.file).read_text(encoding="utf-8")
         assert text.count(mutation.old) == 1, mutation.name
         assert mutation.new != mutation.old
+
+
+def test_what_is_recorded_is_of_these_mutations_by_tests_and_by_the_self_test():
+    """docs/audit.md refers to both."""
+    path = mutation_check.ROOT / "results/mutation_check.json"
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    of_selftest = [mutation for mutation in MUTATIONS if mutation.selftest]
+    for run, ran in ((recorded, MUTATIONS), (recorded["selftest"], of_selftest)):
+        caught = {one["name"] for one in run["mutations"] if one["outcome"] == "caught"}
+        assert caught == {mutation.name for mutation in ran}
