@@ -21,9 +21,9 @@ from itertools import pairwise
 import torch
 
 from .draft_manager import DraftCommitManager, State
-from .launches import GroupLog
 from .metrics import BEGIN_FAILED, COMMIT_FAILED, OVER_CAPACITY
 from .ops import COUNTER_COLUMNS
+from .undo_log import GroupLog
 
 
 def check(manager: DraftCommitManager) -> None:
@@ -32,7 +32,7 @@ def check(manager: DraftCommitManager) -> None:
     Raises:
         AssertionError: naming the invariant that does not hold, and what was found.
     """
-    num_drafts, fallbacks = manager._num_drafts, manager.fallbacks
+    num_drafts, fallbacks = manager.num_drafts, manager.fallbacks
     is_patched = manager.shadow is not None and manager.shadow.windows is not None
     is_staged = manager.state is State.STAGED
     _require(1, is_patched == is_staged, f"{manager.state}, in tables: {is_patched}")
@@ -59,7 +59,7 @@ def check(manager: DraftCommitManager) -> None:
         parts = group.tables if group.source is None else (*group.tables, group.source)
         ranges += (_memory(part.table) for part in parts)
     if manager.shadow is not None:
-        ranges += (_memory(group.saved) for group in manager.shadow.groups)
+        ranges += map(_memory, manager.shadow.saved.values())
     ranges.sort()
     for (_, end), (first, _) in pairwise(ranges):
         _require(5, end <= first, f"two tensors at {first:#x}")
