@@ -271,6 +271,75 @@ def test_a_step_whose_restore_fails_goes_without_counts(kind):
     assert found[:4] == (2, 3, 0, 3)  # of the second step alone
 
 
+def test_guarantee_9_a_begin_that_is_missed_beside_staged_groups_is_counted():
+    world = World(True, False)
+    world.manager.stage(world.step)
+
+    world.commit()
+
+    assert world.manager.fallbacks == {"begin_missed": 1}
+    assert world.manager.state is State.IDLE
+
+
+def test_a_log_beside_staged_groups_goes_with_their_failed_commit():
+    """Else the next step would restore it over another's bytes."""
+    world = World(True, False, fails="commit")
+    world.open()
+    with pytest.raises(NworError, match=r"^NWOR commit_failed: commit_draft_layer: "):
+        world.commit()
+    world.manager.stage(world.step)
+    world.manager.check_state()
+
+    world.commit()
+
+    assert "restore" not in world.ops.calls
+    assert world.manager.fallbacks == {"commit_failed": 1, "begin_missed": 1}
+
+
+@pytest.mark.parametrize("moment", ["stage", "commit", "publish"])
+def test_an_interrupt_leaves_tables_that_abort_puts_back(moment):
+    """As KeyboardInterrupt, which no part of ours catches."""
+    world = World(True, strict=Strict.NEVER)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if moment == "publish":
+        world.ops.arm(Fault("commit", 0, 0))
+        world.open()
+        with pytest.raises(NworError):
+            world.commit()
+        world.manager._copy_counters = interrupt
+    else:
+        op = {"stage": "stage", "commit": "commit_draft_layer"}[moment]
+        original = getattr(world.ops, op)
+
+        def interrupted(*arguments):
+            original(*arguments)
+            raise KeyboardInterrupt
+
+        setattr(world.ops, op, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.open()
+        world.commit()
+
+    world.manager.abort("step_failed")
+
+    assert world.step.block_tables[0].tolist() == TABLE
+    assert world.manager.state is State.IDLE
+
+
+def test_counts_of_an_earlier_step_are_not_a_failed_ones():
+    world = World(False)
+    world.open()
+    world.commit()
+    assert world.manager.counts is not None
+    world.ops.arm(Fault("restore", 0, 0))
+    world.open()
+    world.commit()
+    assert world.manager.counts is None
+
+
 # --- memory ---------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ are two ways to it, and each KV-cache group has one:
 
     undo log       begin saves the old bytes of the drafts' slots, commit restores those
                    of the rejected ones (undo_log.py)
-    shadow blocks  stage has the drafts verified in private blocks, commit copies the
-                   kept rows to the request's own (shadow_blocks.py)
+    shadow blocks  stage, which is their begin, has the drafts verified in private
+                   blocks, commit copies the kept rows to the request's own
+                   (shadow_blocks.py)
 
 A step whose windows cannot all be staged uses the undo log for all groups. Under
 VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
@@ -111,7 +112,7 @@ class State(enum.Enum):
         self.is_open = name in ("staged", "logged")
 
 
-# For stage and commit: a name of the module is one look-up less.
+# A name of the module is one look-up less in each step.
 _IDLE, _STAGED, _FAILED = State.IDLE, State.STAGED, State.FAILED
 
 
@@ -120,7 +121,7 @@ class DraftCommitManager:
 
     groups: the protected KV-cache groups, staged ones first. capacity: drafts a step
         that fit the log. undo_log: of all groups. shadow: the shadow blocks of the
-        staged groups, or None. ops: what both call.
+        staged groups, or None. ops: the namespace that both call into.
     counters: [num_tables, 8] int64, device (ops.COUNTER_COLUMNS), a row for each
         launch of a commit, only ever added to, by the kernels. Every launch sees all
         windows, so that windows and tokens are read from row 0; bytes and invalid
@@ -184,6 +185,7 @@ class DraftCommitManager:
         self.shadow: ShadowBlocks | None = None
         # Of the groups that are logged in a step in which others are staged.
         self._log_beside: UndoLog | None = None
+        self._has_failed_beside = False
         of_staged = [group for group in self.groups if group.group_id in staged]
         others = self.groups[len(of_staged) :]
         num_staged = sum(len(group.tables) for group in of_staged)
@@ -239,10 +241,9 @@ class DraftCommitManager:
     @property
     def num_drafts(self) -> int:
         """Of the open windows, at most; 0 if there are none."""
-        if self.state is _STAGED and self.shadow is not None:
-            windows = self.shadow.windows
-            return 0 if windows is None else windows.num_drafts
-        return self.undo_log.num_drafts
+        is_staged = self.state is _STAGED and self.shadow is not None
+        way: Any = self.shadow if is_staged else self.undo_log
+        return int(way.num_drafts)
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: windows and
@@ -275,24 +276,28 @@ class DraftCommitManager:
         if shadow is None or windows.num_drafts == 0:
             return False
         if windows.num_reqs > shadow.num_seats:
-            self._count_fallback(
-                NO_SEAT,
-                f"a step of {windows.num_reqs} requests, shadow blocks for "
-                f"{shadow.num_seats}; it uses the undo log",
-            )
+            self.fallbacks[NO_SEAT] += 1
+            if self.fallbacks[NO_SEAT] == 1:
+                self._log(
+                    NO_SEAT,
+                    f"a step of {windows.num_reqs} requests, shadow blocks for "
+                    f"{shadow.num_seats}; it uses the undo log",
+                )
             return False
         if self._log_beside is not None and windows.num_drafts > self.capacity:
             return False
+        self.state = _STAGED  # whatever is raised, tables may have to be put back
         try:
             shadow.begin(windows)
         except Exception as error:
+            self.state = _IDLE
             if isinstance(error, BlockTableLost):
                 self._lose_table(STAGE_FAILED, error)
             self._fall_back(
                 STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
             )
             return False
-        self.state = _STAGED
+        self._has_failed_beside = False
         if self._debug_sync:
             self.check_state()
         return self._log_beside is None
@@ -326,8 +331,8 @@ class DraftCommitManager:
                 self._leave_last_step(num_drafts)
             if num_drafts == 0:
                 return
-            self.state = State.VANILLA
             if num_drafts > self.capacity:
+                self.state = State.VANILLA
                 self._fall_back(
                     OVER_CAPACITY,
                     f"{num_drafts} drafts do not fit the undo log of {self.capacity} "
@@ -338,7 +343,15 @@ class DraftCommitManager:
             try:
                 log.begin(windows)
             except Exception as error:
-                self._fall_back(BEGIN_FAILED, f"log_cache_slots: {error}", error)
+                outcome = "the step ran as vanilla vLLM"
+                if self.state is _STAGED:
+                    self._has_failed_beside = True
+                    outcome = "the groups without shadow blocks ran as vanilla vLLM"
+                else:
+                    self.state = State.VANILLA
+                self._fall_back(
+                    BEGIN_FAILED, f"log_cache_slots: {error}", error, outcome
+                )
                 return
         if self.state is not _STAGED:
             self.state = State.LOGGED
@@ -354,15 +367,13 @@ class DraftCommitManager:
             NworError: if copying from shadow blocks fails; under
                 VLLM_NWOR_STRICT=always, if restoring fails.
         """
-        is_staged = self.state is _STAGED
-        self.state = _FAILED
-        counters_to = None
+        self.counts = counters_to = None
         if self._is_counted or self._publish():
             self._slot = next(self._ring)
             counters_to = self._slot.rows
         self._is_counted = False
         log: UndoLog | None = self.undo_log
-        if is_staged:
+        if self.state is _STAGED:
             log, shadow = self._log_beside, self.shadow
             assert shadow is not None
             try:
@@ -389,13 +400,17 @@ class DraftCommitManager:
         try:
             self._copy_counters(self._slot.rows, self.counters)
         except Exception as error:
-            self._fall_back(COMMIT_FAILED, f"publish: {error}", error)
+            outcome = "the step goes without counts"
+            self._fall_back(COMMIT_FAILED, f"publish: {error}", error, outcome)
             return False
         return True
 
     def _fail_staged(self, error: Exception) -> NoReturn:
         """The commit from shadow blocks failed: the tables are put back."""
         assert self.shadow is not None
+        self.state = _FAILED
+        if self._log_beside is not None:
+            self._log_beside.abort()
         try:
             self.shadow.abort()
         except BlockTableLost as failure:
@@ -413,12 +428,15 @@ class DraftCommitManager:
         counters_to: Sequence[torch.Tensor] | None,
     ) -> bool:
         """commit, for logged groups. Returns whether counters_to has all counters."""
-        if log.num_drafts == 0:  # beside staged groups, and that failed
+        if log.num_drafts == 0:  # beside staged groups
             self.state = _IDLE
-            return self._publish()
+            if not self._has_failed_beside:
+                self._miss_begin("the drafts of the groups without shadow blocks")
+            return counters_to is not None and self._publish()
         try:
             log.commit(acceptance, counters_to)
         except Exception as error:
+            self.state = _FAILED
             self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
             return False
         self.state = _IDLE
@@ -437,9 +455,10 @@ class DraftCommitManager:
         if self.state is State.VANILLA:
             self.state = _IDLE
         elif num_drafts > 0 and not self.is_open:
-            self._fall_back(
-                BEGIN_MISSED, f"{num_drafts} drafts were sampled that begin never saw"
-            )
+            self._miss_begin(f"{num_drafts} drafts")
+
+    def _miss_begin(self, what: str) -> None:
+        self._fall_back(BEGIN_MISSED, f"{what} were sampled that begin never saw")
 
     def abort(self, reason: str) -> None:
         """Drops windows that were never committed: the tables are put back, the cache
@@ -486,19 +505,19 @@ class DraftCommitManager:
         cause: Exception | None = None,
         outcome: str = "the step ran as vanilla vLLM",
     ) -> None:
-        if self.config.strict_steps:
-            self.fallbacks[reason] += 1
-            raise NworError(f"NWOR {reason}: {detail}") from cause
-        self._count_fallback(reason, f"{detail}; {outcome}")
-
-    def _count_fallback(self, reason: str, text: str) -> None:
         self.fallbacks[reason] += 1
+        if self.config.strict_steps:
+            raise NworError(f"NWOR {reason}: {detail}") from cause
         if self.fallbacks[reason] == 1:
-            logger.warning(
-                "NWOR %s: %s (further ones are counted in vllm:nwor_fallbacks)",
-                reason,
-                text,
-            )
+            self._log(reason, f"{detail}; {outcome}")
+
+    def _log(self, reason: str, text: str) -> None:
+        """Of the first fallback for this reason."""
+        logger.warning(
+            "NWOR %s: %s (further ones are counted in vllm:nwor_fallbacks)",
+            reason,
+            text,
+        )
 
 
 def _that_wait(ops: Any, device: torch.device) -> SimpleNamespace:

@@ -47,6 +47,9 @@ def check(manager: DraftCommitManager) -> None:
     if manager.state is State.VANILLA:
         counted = fallbacks[OVER_CAPACITY] + fallbacks[BEGIN_FAILED]
         _require(2, counted > 0, f"VANILLA after {fallbacks}")
+    beside = manager._log_beside
+    if beside is not None and not is_staged:
+        _require(1, beside.num_drafts == 0, f"{manager.state}, logged beside")
     ranges = [_memory(manager.counters)]
     for group in manager.groups:
         logged = group.log_windows[: 0 if is_staged else num_drafts].tolist()

@@ -185,6 +185,11 @@ class ShadowBlocks:
                 self._commits.append((row, *of_table, counters[row], tokens, undoes))
             self._undos.append((gid, saved, tokens))
 
+    @property
+    def num_drafts(self) -> int:
+        """Of the open step, at most; 0 without one."""
+        return 0 if self.windows is None else self.windows.num_drafts
+
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: only what was
         committed in the step before counts as present in a shadow block.

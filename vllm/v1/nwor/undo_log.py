@@ -102,7 +102,6 @@ class UndoLog:
     ) -> None:
         """counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
         group, in order. first_row: of these in all that commit's counters_to has."""
-        self.groups = tuple(groups)
         self.ops = ops
         self.num_drafts = 0
         # By launch, the arguments that no step changes.
