@@ -141,8 +141,9 @@ struct ShadowStageArgs {
 
   // Of batch row r and its logical entry `block`.
   NWOR_HOST_DEVICE int32_t shadow_entry(int64_t r, int64_t block) const {
-    return static_cast<int32_t>(first_entry + saved.seat(r) * saved.span +
-                                block % saved.span);
+    const auto span = static_cast<int32_t>(saved.span);
+    return static_cast<int32_t>(first_entry + saved.seat(r) * span) +
+           static_cast<int32_t>(block) % span;
   }
 };
 

@@ -21,6 +21,9 @@ constexpr const char* kCommit = "commit_draft_layer";
 constexpr const char* kUnstage = "unstage";
 constexpr int kWarps = kBlockThreads / kWarpThreads;
 constexpr uint32_t kUnroll = 8;
+// Blocks of a launch, and what has them all run at once on 132 multiprocessors.
+constexpr int64_t kBlocks = 512;
+constexpr int kBlocksPerMultiprocessor = 4;
 constexpr int kMaxSpan = 64;
 
 // A window in shared memory, with its entries.
@@ -31,23 +34,32 @@ struct SharedWindow {
   int32_t shadow[kMaxSpan];
 };
 
-template <int kBytes>
+// By a warp. A lane's pieces are kWarpThreads apart: divide once, then step.
+template <int kBytes, uint32_t kUnroll>
 __device__ void copy_slot(uint8_t* to, const uint8_t* from, const LayerRow& layer) {
   using Piece = typename PieceOf<kBytes>::type;
-  const auto pieces_per_run = static_cast<uint32_t>(layer.run_bytes / kBytes);
+  const auto pieces_per_run = static_cast<uint32_t>(layer.run_bytes) / kBytes;
   const uint32_t num_pieces = pieces_per_run * static_cast<uint32_t>(layer.num_heads);
-  for (uint32_t first = threadIdx.x % kWarpThreads; first < num_pieces;
-       first += kUnroll * kWarpThreads) {
+  const uint32_t step_heads = kWarpThreads / pieces_per_run;
+  const uint32_t step_pieces = kWarpThreads - step_heads * pieces_per_run;
+  const uint32_t lane = threadIdx.x % kWarpThreads;
+  uint32_t head = lane / pieces_per_run;
+  uint32_t piece = lane - head * pieces_per_run;
+#pragma unroll 1
+  for (uint32_t first = lane; first < num_pieces; first += kUnroll * kWarpThreads) {
     Piece values[kUnroll];
     int64_t offsets[kUnroll];
 #pragma unroll
     for (uint32_t u = 0; u < kUnroll; ++u) {
-      const uint32_t piece = first + u * kWarpThreads;
-      const uint32_t head = layer.num_heads == 1 ? 0 : piece / pieces_per_run;
-      offsets[u] = head * layer.head_stride +
-                   static_cast<int64_t>(piece - head * pieces_per_run) * kBytes;
-      if (piece < num_pieces) {
+      offsets[u] = head * layer.head_stride + static_cast<int64_t>(piece) * kBytes;
+      if (first + u * kWarpThreads < num_pieces) {
         values[u] = __ldcg(reinterpret_cast<const Piece*>(from + offsets[u]));
+      }
+      head += step_heads;
+      piece += step_pieces;
+      if (piece >= pieces_per_run) {
+        piece -= pieces_per_run;
+        ++head;
       }
     }
 #pragma unroll
@@ -56,6 +68,17 @@ __device__ void copy_slot(uint8_t* to, const uint8_t* from, const LayerRow& laye
         __stwb(reinterpret_cast<Piece*>(to + offsets[u]), values[u]);
       }
     }
+  }
+}
+
+// Where addresses and strides do not allow wide accesses. Not inlined: what a step
+// fetches anew of a kernel's code is a good part of its time.
+__device__ __noinline__ void copy_slot_narrowly(uint8_t* to, const uint8_t* from,
+                                                const LayerRow& layer, bool by_words) {
+  if (by_words) {
+    copy_slot<4, 1>(to, from, layer);
+  } else {
+    copy_slot<1, 1>(to, from, layer);
   }
 }
 
@@ -72,7 +95,7 @@ struct Part {
         number(block % parts_of_window),
         num_parts(parts_of_window) {}
   __device__ int first_layer(int64_t num_layers, unsigned of) const {
-    return static_cast<int>(num_layers * of / num_parts);
+    return static_cast<int>(static_cast<unsigned>(num_layers) * of / num_parts);
   }
 };
 
@@ -88,37 +111,37 @@ __device__ void copy_rows(const LayerTable& table, const Part& part,
   const int num_copies = num_rows * (end_layer - first_layer);
   for (int i = threadIdx.x / kWarpThreads; i < num_copies; i += kWarps) {
     const LayerRow& layer = table.rows[first_layer + i / num_rows];
-    const int64_t p = first + i % num_rows;
+    const auto p = static_cast<int32_t>(first) + i % num_rows;
     auto* base = reinterpret_cast<uint8_t*>(layer.base);
     const uint32_t width = widest_access(
         static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
         layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
-    const int64_t real = slot_by_entries(shared.window, shared.real, p, entry_tokens);
+    // A slot's block, and its place there; an entry stands for one or more blocks.
+    const int32_t entry = entry_of(p, entry_tokens);
+    const auto place =
+        static_cast<uint32_t>(p - entry * static_cast<int32_t>(entry_tokens));
+    const auto block_size = static_cast<uint32_t>(layer.block_size);
+    const uint32_t blocks = static_cast<uint32_t>(entry_tokens) / block_size;
+    const int64_t real =
+        static_cast<int64_t>(shared.real[entry - shared.window.first_block]) * blocks +
+        place / block_size;
     const int64_t shadow =
-        slot_by_entries(shared.window, shared.shadow, p, entry_tokens);
+        static_cast<int64_t>(shared.shadow[entry - shared.window.first_block]) *
+            blocks +
+        place / block_size;
     // A table whose layers have fewer slots than its first: leave the layer alone.
-    if (real >= layer.num_slots() || shadow >= layer.num_slots()) {
+    if (real >= layer.num_blocks || shadow >= layer.num_blocks) {
       continue;
     }
+    uint8_t* const slot = base + place % block_size * layer.slot_stride;
     const int64_t from = kWay == Way::kToShadow ? real : shadow;
     const int64_t to = kWay == Way::kToShadow ? shadow : real;
-    uint8_t* const target = base + layer.slot_offset(to);
-    const uint8_t* const source = base + layer.slot_offset(from);
-    switch (width) {
-      case 16:
-        copy_slot<16>(target, source, layer);
-        break;
-      case 8:
-        copy_slot<8>(target, source, layer);
-        break;
-      case 4:
-        copy_slot<4>(target, source, layer);
-        break;
-      case 2:
-        copy_slot<2>(target, source, layer);
-        break;
-      default:
-        copy_slot<1>(target, source, layer);
+    uint8_t* const target = slot + to * layer.block_stride;
+    const uint8_t* const source = slot + from * layer.block_stride;
+    if (width == 16) {
+      copy_slot<16, kUnroll>(target, source, layer);
+    } else {
+      copy_slot_narrowly(target, source, layer, width >= 4);
     }
   }
 }
@@ -227,7 +250,7 @@ __device__ void patch_and_save(const ShadowStageArgs& args, int64_t r,
   }
 }
 
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     stage_kernel(const __grid_constant__ ShadowStageArgs args, unsigned num_parts) {
   __shared__ SharedWindow shared;
   __shared__ bool is_last;
@@ -304,7 +327,7 @@ __device__ void count_window(const ShadowCommitArgs& args, int64_t r,
   counts[kCommittedBytes] += kept > 0 ? static_cast<unsigned>(kept) : 0;
 }
 
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     commit_kernel(const __grid_constant__ ShadowCommitArgs args, unsigned num_parts) {
   if (blockIdx.x == 0) {
     count_windows(args.table, args.counters, args.counters_to, [&](unsigned* counts) {
@@ -362,9 +385,8 @@ void check_span(const char* op, const SavedWindows& saved) {
              kMaxSpan, " on CUDA");
 }
 
-// Blocks of a window: with all of them in one wave, as few as fill the device.
+// Blocks of a window.
 unsigned parts_of_window(int64_t num_windows, int64_t num_layers) {
-  constexpr int64_t kBlocks = 512;
   const int64_t parts = (kBlocks + num_windows - 1) / num_windows;
   return static_cast<unsigned>(parts < num_layers ? parts : num_layers);
 }

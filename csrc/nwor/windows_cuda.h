@@ -60,6 +60,7 @@ __device__ inline int64_t num_accepted_by_warp(const Acceptance& acceptance,
     return num_drafts - acceptance.num_rejected[request];
   }
   int64_t num_valid = 0;
+#pragma unroll 1
   for (int64_t first = 0; first < acceptance.num_columns; first += kWarpThreads) {
     const int64_t column = first + threadIdx.x % kWarpThreads;
     const bool valid =
@@ -89,6 +90,7 @@ __device__ void count_windows(const LayerTable& table, int64_t* counters,
   const int64_t before = threadIdx.x < kNumCounters ? counters[threadIdx.x] : 0;
   unsigned long long layer_bytes = 0;
   // By other warps than look at the first windows.
+#pragma unroll 1
   for (int64_t i = kBlockThreads - 1 - threadIdx.x; i < table.num_layers;
        i += kBlockThreads) {
     layer_bytes += table.rows[i].num_heads * table.rows[i].run_bytes;
