@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   __shared__ int num_jobs;
   if (blockIdx.x == 0) {
     count_windows(args.table, args.counters, args.counters_to, [&](unsigned* counts) {
-#pragma unroll 4
+#pragma unroll 1
       for (int64_t draft = threadIdx.x; draft < args.num_drafts;
            draft += kBlockThreads) {
         count_draft(args, draft, counts);
