@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the native library to the package; everything else is in pyproject.toml.
 
-The library registers its ops with torch when it is loaded and has no Python symbols,
-so one file serves every Python 3: the wheel is tagged py3-none-<platform>. CMake builds
-it (tools/native.py), CUDA included when nvcc is found or NWOR_CUDA=ON.
+It is a module of Python's limited API, so that one file serves every Python from 3.11:
+the wheel is tagged cp311-abi3-<platform>. CMake builds it (tools/native.py), CUDA
+included when nvcc is found or NWOR_CUDA=ON.
 """
 
 import re
@@ -34,7 +34,7 @@ class CleanBuild(build):
 
 
 class CMakeBuildExt(build_ext):
-    """Has CMake build `_nwor_C.so`, under that name whatever the Python."""
+    """Has CMake build `_nwor_C.so`, a name that every Python finds."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1]) / native.LIBRARY)
@@ -45,15 +45,15 @@ class CMakeBuildExt(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """Any Python 3, on any Linux whose glibc has the symbols that the library needs:
-    manylinux_2_X, where 2.X is the newest version among them.
+    """For any Linux whose glibc has the symbols that the library needs: manylinux_2_X,
+    where 2.X is the newest version among them.
 
     The tag also promises that torch is all that is missing there; tests/unit/
     test_packaging.py has auditwheel check both.
     """
 
     def get_tag(self) -> tuple[str, str, str]:
-        platform: str = super().get_tag()[2]
+        python, abi, platform = super().get_tag()
         library = Path(self.bdist_dir) / PACKAGE / native.LIBRARY
         if library.is_file():  # an editable wheel has none
             # "GLIBC_2.17" and the like stand in the library for what it links to.
@@ -61,15 +61,18 @@ class PlatformWheel(bdist_wheel):
             if needed:
                 tag = f"manylinux_2_{max(map(int, needed))}_"
                 platform = re.sub("^linux_", tag, platform)
-        return ("py3", "none", platform)
+        return python, abi, platform
 
 
 setup(
-    ext_modules=[Extension(f"{PACKAGE}._nwor_C", sources=[])],
+    ext_modules=[Extension(f"{PACKAGE}._nwor_C", sources=[], py_limited_api=True)],
     cmdclass={
         "build": CleanBuild,
         "build_ext": CMakeBuildExt,
         "bdist_wheel": PlatformWheel,
     },
-    options={"build": {"build_base": BUILD_BASE}},
+    options={
+        "build": {"build_base": BUILD_BASE},
+        "bdist_wheel": {"py_limited_api": "cp311"},
+    },
 )

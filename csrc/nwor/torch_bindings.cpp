@@ -6,7 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "bindings.h"
+#include "ops.h"
 
 namespace nwor {
 namespace {

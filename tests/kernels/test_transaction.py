@@ -36,7 +36,7 @@ from tests.kernels.transaction import (
     drafts_in,
     run_step,
 )
-from vllm_nwor import builtin_ops
+from vllm_nwor import ops
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.kv_layout import KVLayout
 from vllm_nwor.launches import GroupLog, Launch, Launches, LayerCache
@@ -220,7 +220,7 @@ def test_rejected_slots_are_poisoned(device, kinds):
     group = GroupLog(0, caches, step.num_drafts, memory, poisons=True)
     launches = Launches(
         [Launch(group, part, step.counters[0]) for part in group.tables],
-        builtin_ops.load(device),
+        ops.load_builtins(device),
     )
 
     rows = len(slots), step.logits_indices, step.cu_num_logits

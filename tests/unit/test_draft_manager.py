@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from tests.simulation.engine import Fault, FaultyOps
-from vllm_nwor import builtin_ops, ops
+from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import (
@@ -117,13 +117,13 @@ class World:
 def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
     """To look at one costs more than what is done with it."""
     known = []
-    monkeypatch.setattr(builtin_ops, "remember", lambda _, them: known.extend(them))
+    monkeypatch.setattr(ops, "remember", lambda _, them: known.extend(them))
     world = World(True, False, has_builtins=True)
     report = Report([], world.manager)
     known += (*world.step.slot_mappings, *world.step.block_tables)
     known += (getattr(world.step, name) for name in world.step.__struct_fields__)
     known.append(rejected := torch.tensor([2, 1], dtype=torch.int32))
-    ops_of_step = vars(world.manager.launches.ops)
+    library = world.manager.launches.ops
     called = []
 
     def watched(op, name, *arguments):
@@ -133,8 +133,9 @@ def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
                 assert any(given is one for one in known), (name, place)
         op(*arguments)
 
-    for name, op in ops_of_step.items():
-        monkeypatch.setitem(ops_of_step, name, partial(watched, op, name))
+    for name in ops.NAMES:
+        watch = partial(watched, getattr(library, name), name)
+        monkeypatch.setattr(library, name, watch)
     world.open()
     report.commit(NumRejected(rejected))
 

@@ -117,7 +117,7 @@ def test_wheel_tag_promises_what_the_library_needs(wheel):
     auditwheel = (sys.executable, "-m", "auditwheel", "show", "--json")
     found = json.loads(run(*auditwheel, wheel))
     pattern = r"manylinux_2_(\d+)_"
-    (tag,) = re.findall(rf"^vllm_nwor-[\d.]+-py3-none-{pattern}\w+\.whl$", wheel.name)
+    (tag,) = re.findall(rf"^vllm_nwor-[\d.]+-cp311-abi3-{pattern}\w+\.whl$", wheel.name)
     needed = [
         int(version.split(".")[1])
         for version in found["versioned_symbols"]["libc.so.6"]

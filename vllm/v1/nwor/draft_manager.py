@@ -65,7 +65,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import builtin_ops
 from . import ops as native_ops
 from .config import NworConfig, OnReject
 from .device_memory import ALIGNMENT, DeviceMemory
@@ -168,12 +167,12 @@ class DraftCommitManager:
             belongs to it (launches.num_bytes); what does not fit lowers the capacity.
             None allocates it.
         ops: the seam where tests inject faults: what has the functions of `ops`; None
-            for builtin_ops.
+            for the builtins.
         staged: for the KV-cache groups that have shadow blocks.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
-            NworOpsUnavailable: as builtin_ops.load.
+            NworOpsUnavailable: as ops.load_builtins.
         """
         if not groups or not all(layers for _, layers in groups):
             raise ValueError("groups is empty or has one without layers to protect")
@@ -221,7 +220,7 @@ class DraftCommitManager:
         ]
         self._has_builtins = ops is None
         if ops is None:
-            ops = builtin_ops.load(self.device)
+            ops = native_ops.load_builtins(self.device)
         self.remember((*memory.taken, *rows))
         self.launches = Launches(launches, ops)
         if shadow_groups:
@@ -263,9 +262,9 @@ class DraftCommitManager:
         return self.state.is_open
 
     def remember(self, tensors: Sequence[torch.Tensor]) -> None:
-        """As builtin_ops.remember: what is handed to the ops again and again."""
+        """As ops.remember: what is handed to the ops again and again."""
         if self._has_builtins:
-            builtin_ops.remember(self, tensors)
+            native_ops.remember(self, tensors)
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: windows that

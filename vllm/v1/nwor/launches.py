@@ -116,7 +116,7 @@ class Launches:
     """All copies of a step to and from the undo logs, on the current stream."""
 
     def __init__(self, launches: Sequence[Launch], ops: Any) -> None:
-        """ops: what has the functions of the module `ops`: builtin_ops, or the seam
+        """ops: what has the functions of the module `ops`: its builtins, or the seam
         where tests inject faults."""
         self.ops = ops
         # By launch, what never changes.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops. Definitions: cow_bindings.cpp, shadow_bindings.cpp and audit_bindings.cpp;
-// registration: torch_bindings.cpp; past PyTorch's dispatcher: builtins.cpp.
+// The ops: from tensors to launchers. Definitions: cow_ops.cpp, shadow_ops.cpp and
+// audit_ops.cpp. Two ways lead to them: python_bindings.cpp, which a step takes, and
+// PyTorch's dispatcher, torch_bindings.cpp.
 #pragma once
 
 #include "tensor_args.h"
@@ -30,7 +31,7 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
 void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
              Tensor saved, int64_t num_reqs, int64_t entry_tokens);
 
-// The audit: audit_bindings.cpp says what `tables` is.
+// The audit: audit_ops.cpp says what `tables` is.
 void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
                     Tensor owners, Tensor plan, Tensor findings, Tensor stores,
                     int64_t block_size, int64_t entry_tokens, int64_t window);
