@@ -7,30 +7,20 @@ included when nvcc is found or NWOR_CUDA=ON.
 """
 
 import re
-import shutil
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "vllm_nwor"
-BUILD_BASE = "build/setuptools"
+# An empty one each time: no module that was deleted gets into a wheel.
+STAGING = TemporaryDirectory()
 sys.path.insert(0, str(ROOT / "tools"))
 import native  # noqa: E402
-
-
-class CleanBuild(build):
-    """Starts from an empty staging directory: no deleted module gets into a wheel. A
-    directory that the user chose (--build-lib, --build-base) is left as it is."""
-
-    def run(self) -> None:
-        if (ROOT / BUILD_BASE).resolve() in Path(self.build_lib).resolve().parents:
-            shutil.rmtree(self.build_lib, ignore_errors=True)
-        super().run()
 
 
 class CMakeBuildExt(build_ext):
@@ -67,12 +57,11 @@ class PlatformWheel(bdist_wheel):
 setup(
     ext_modules=[Extension(f"{PACKAGE}._nwor_C", sources=[], py_limited_api=True)],
     cmdclass={
-        "build": CleanBuild,
         "build_ext": CMakeBuildExt,
         "bdist_wheel": PlatformWheel,
     },
     options={
-        "build": {"build_base": BUILD_BASE},
+        "build": {"build_base": STAGING.name},
         "bdist_wheel": {"py_limited_api": "cp311"},
     },
 )

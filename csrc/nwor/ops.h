@@ -59,67 +59,14 @@ void audit_snapshot(Tensor tables, bool again);
 void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations);
 void audit_publish(Tensor tables, Tensor findings_to);
 
-// All of them: op(name, arguments as PyTorch's schemas have them). The table of
-// addresses hides from PyTorch which caches an op reads and writes; of the audit's ops,
-// which take a step's batch alike, none writes a cache.
-#define NWOR_AUDIT_BATCH                                                          \
-  "Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor block_table, " \
-  "int num_reqs, "
-
-// clang-format off: it would indent each one further than the one before.
-#define NWOR_OPS(op)                                                                   \
-  op(log_cache_slots,                                                                  \
-     "Tensor table, Tensor? runs, Tensor slot_mapping, Tensor logits_indices, "        \
-     "Tensor cu_num_logits, Tensor(a!) undo_log, Tensor(b!) log_slots, Tensor(c!) "    \
-     "log_windows, int num_drafts, int num_leading_zeros=0")                           \
-  op(restore_rejected_drafts,                                                          \
-     "Tensor table, Tensor? runs, Tensor undo_log, Tensor log_slots, Tensor "          \
-     "log_windows, Tensor? sampled_token_ids, int vocab_size, Tensor? "                \
-     "num_rejected, Tensor(a!) counters, int num_drafts, Tensor(b!)? "                 \
-     "counters_to=None")                                                               \
-  op(stage,                                                                            \
-     "Tensor table, Tensor? runs, Tensor(a!) block_table, Tensor(b!) "                 \
-     "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor "                  \
-     "cu_num_logits, Tensor? seats, Tensor(c!) saved, int first_entry, int "           \
-     "num_real_entries, int span, int entry_tokens, int step, bool patches, int "      \
-     "num_leading_zeros=0")                                                            \
-  op(commit_draft_layer,                                                               \
-     "Tensor table, Tensor? runs, Tensor(a!) block_table, Tensor(b!) "                 \
-     "slot_mapping, Tensor? seats, Tensor(c!) saved, Tensor? sampled_token_ids, "      \
-     "int vocab_size, Tensor? num_rejected, Tensor(d!) counters, int num_reqs, "       \
-     "int entry_tokens, bool undoes, Tensor(e!)? counters_to=None")                    \
-  op(unstage,                                                                          \
-     "Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? seats, Tensor "         \
-     "saved, int num_reqs, int entry_tokens")                                          \
-  op(audit_describe,                                                                   \
-     "Tensor(a!) tables, Tensor records, Tensor seats, Tensor expected, Tensor "       \
-     "owners, Tensor plan, Tensor findings, Tensor stores, int block_size, int "       \
-     "entry_tokens, int window")                                                       \
-  op(audit_describe_layers,                                                            \
-     "Tensor(a!) tables, int index, Tensor table, Tensor? runs, Tensor contents, "     \
-     "int first_column")                                                               \
-  op(audit_seat,                                                                       \
-     "Tensor tables, Tensor tokens, int length, int seat, int generation, int "        \
-     "seed, bool opaque, int loads, int hit_length")                                   \
-  op(audit_plan, NWOR_AUDIT_BATCH                                                      \
-     "Tensor tokens, Tensor positions, Tensor slot_mapping, int num_tokens, int "      \
-     "step")                                                                           \
-  op(audit_resolve, NWOR_AUDIT_BATCH                                                   \
-     "Tensor? cu_num_logits, Tensor? sampled_token_ids, int vocab_size, Tensor? "      \
-     "num_rejected, int num_tokens, int step, bool is_undone, int num_blocks, "        \
-     "Tensor(a!)? findings_to=None")                                                   \
-  op(audit_adopt, NWOR_AUDIT_BATCH                                                     \
-     "Tensor tokens, int length, int row, int step, int num_blocks")                   \
-  op(audit_scan, NWOR_AUDIT_BATCH                                                      \
-     "int num_blocks, int step")                                                       \
-  op(audit_hand_on,                                                                    \
-     "Tensor tables, Tensor blocks, Tensor numbers, int step, bool fills")             \
-  op(audit_snapshot,                                                                   \
-     "Tensor tables, bool again")                                                      \
-  op(audit_hand_out,                                                                   \
-     "Tensor tables, Tensor blocks, Tensor generations")                               \
-  op(audit_publish,                                                                    \
-     "Tensor tables, Tensor(a!) findings_to")
+// All of them, by name.
+// clang-format off
+#define NWOR_OPS(op) \
+  op(log_cache_slots) op(restore_rejected_drafts) \
+  op(stage) op(commit_draft_layer) op(unstage) \
+  op(audit_describe) op(audit_describe_layers) op(audit_seat) op(audit_plan) \
+  op(audit_resolve) op(audit_adopt) op(audit_scan) op(audit_hand_on) \
+  op(audit_snapshot) op(audit_hand_out) op(audit_publish)
 // clang-format on
 
 }  // namespace nwor

@@ -56,7 +56,6 @@ struct DlpackExchange {
   void* current_stream;
 };
 
-// torch.Tensor's.
 const DlpackExchange* exchange;
 
 // An exception of Python is set.
@@ -145,50 +144,44 @@ KnownTensors staged;
 bool is_staging = false;
 
 template <typename T>
-struct Argument;
+T read(PyObject* argument);
 
+// Not inlined: else a step fetches its code anew for each argument.
 template <>
-struct Argument<Tensor> {
-  // Not inlined: else a step fetches its code anew for each argument.
-  [[gnu::noinline]] static Tensor read(PyObject* object) {
-    if (const Tensor* const tensor = remembered.find(object)) {
-      return *tensor;
-    }
-    if (const Tensor* const tensor = staged.find(object)) {
-      return *tensor;
-    }
-    const Tensor tensor = look_at(object);
-    if (is_staging) {
-      Py_INCREF(object);
-      staged.add(object, tensor);
-    }
-    return tensor;
+[[gnu::noinline]] Tensor read(PyObject* argument) {
+  if (const Tensor* const tensor = remembered.find(argument)) {
+    return *tensor;
   }
-};
-
-template <>
-struct Argument<OptionalTensor> {
-  static OptionalTensor read(PyObject* object) {
-    return object == Py_None ? OptionalTensor()
-                             : OptionalTensor(Argument<Tensor>::read(object));
+  if (const Tensor* const tensor = staged.find(argument)) {
+    return *tensor;
   }
-};
-
-template <>
-struct Argument<int64_t> {
-  static int64_t read(PyObject* object) {
-    const int64_t value = PyLong_AsLongLong(object);
-    if (value == -1 && PyErr_Occurred() != nullptr) {
-      throw PythonError();
-    }
-    return value;
+  const Tensor tensor = look_at(argument);
+  if (is_staging) {
+    Py_INCREF(argument);
+    staged.add(argument, tensor);
   }
-};
+  return tensor;
+}
 
 template <>
-struct Argument<bool> {
-  static bool read(PyObject* object) { return Argument<int64_t>::read(object) != 0; }
-};
+OptionalTensor read(PyObject* argument) {
+  return argument == Py_None ? OptionalTensor()
+                             : OptionalTensor(read<Tensor>(argument));
+}
+
+template <>
+int64_t read(PyObject* argument) {
+  const int64_t value = PyLong_AsLongLong(argument);
+  if (value == -1 && PyErr_Occurred() != nullptr) {
+    throw PythonError();
+  }
+  return value;
+}
+
+template <>
+bool read(PyObject* argument) {
+  return read<int64_t>(argument) != 0;
+}
 
 // The result of a builtin: None, or nullptr where `body` threw.
 template <typename Body>
@@ -235,13 +228,13 @@ struct Builtin<kOp> {
   template <size_t... kIndex>
   static void apply(PyObject* const* arguments, std::index_sequence<kIndex...>) {
     // In braces, to be read in order.
-    std::tuple<Args...> values{Argument<Args>::read(arguments[kIndex])...};
+    std::tuple<Args...> values{read<Args>(arguments[kIndex])...};
     const CurrentDevice is_current;
     kOp(std::move(std::get<kIndex>(values))...);
   }
 };
 
-#define NWOR_BUILTIN(name, schema)                                                  \
+#define NWOR_BUILTIN(name)                                                          \
   PyObject* call_##name(PyObject*, PyObject* const* arguments, Py_ssize_t number) { \
     return Builtin<&nwor::name>::call(#name, arguments, number);                    \
   }
@@ -275,10 +268,11 @@ void load_kernels(int64_t device) {
   load_cow_kernels("start-up", static_cast<int>(device));
   load_shadow_kernels("start-up", static_cast<int>(device));
 }
-NWOR_BUILTIN(load_kernels, )
+NWOR_BUILTIN(load_kernels)
 #endif
 
-// Returns nullptr with an exception set where PyTorch has none that is known here.
+// torch.Tensor's; nullptr, with an exception set, where there is none that is known
+// here.
 const DlpackExchange* exchange_of_torch() {
   PyObject* const torch = PyImport_ImportModule("torch");
   PyObject* const type = torch ? PyObject_GetAttrString(torch, "Tensor") : nullptr;
@@ -301,16 +295,16 @@ const DlpackExchange* exchange_of_torch() {
 }  // namespace
 }  // namespace nwor
 
-#define NWOR_METHOD(name, schema)                                                   \
+#define NWOR_METHOD(name)                                                           \
   {#name,                                                                           \
    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&nwor::call_##name)), \
    METH_FASTCALL, nullptr},
 
 PyMODINIT_FUNC PyInit__nwor_C() {
-  static PyMethodDef methods[] = {NWOR_OPS(NWOR_METHOD) NWOR_METHOD(remember, )
-                                      NWOR_METHOD(forget, )
+  static PyMethodDef methods[] = {NWOR_OPS(NWOR_METHOD) NWOR_METHOD(remember)
+                                      NWOR_METHOD(forget)
 #ifdef NWOR_CUDA
-                                          NWOR_METHOD(load_kernels, )
+                                          NWOR_METHOD(load_kernels)
 #endif
                                               {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT,

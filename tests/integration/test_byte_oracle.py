@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -345,7 +346,7 @@ SABOTAGE = {
 def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     """The oracle sees each wrong way to restore, so its silence means something."""
     patched = cow.manager.launches.ops
-    ops = copy.copy(patched)
+    ops = SimpleNamespace(**vars(patched))
 
     def restore(table, runs, undo_log, log_slots, log_windows, sampled, *rest):
         if fault == "no_restore":

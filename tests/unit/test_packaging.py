@@ -143,20 +143,6 @@ def test_a_registry_accepts_the_metadata_and_no_build_of_vllm_is_needed(wheel, s
     ]
 
 
-def test_only_our_own_staging_directory_is_emptied(unpacked, tmp_path):
-    command = (sys.executable, "setup.py", "-q", "build")
-    run(*command, cwd=unpacked, NWOR_CUDA="OFF")
-    (ours,) = (unpacked / "build" / "setuptools").glob("lib*")
-    mine, base = tmp_path / "mine", tmp_path / "base"
-    stale = [folder / "stale.py" for folder in (ours, mine, base / ours.name)]
-    for path in stale:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    for options in ((), ("--build-lib", mine), ("--build-base", base)):
-        run(*command, *options, cwd=unpacked, NWOR_CUDA="OFF")
-    assert [path.exists() for path in stale] == [False, True, True]
-
-
 # --- beside vLLM ---
 
 VLLM = {

@@ -189,15 +189,6 @@ def publish(to: Sequence[Tensor], counters: Tensor) -> None:
         row.copy_(counted, non_blocking=True)
 
 
-def __getattr__(name: str) -> OpOverload:
-    """An op, if `load` was not called before."""
-    if name not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _load_library()
-    op: OpOverload = globals()[name]
-    return op
-
-
 # The ops, once loaded; arguments are in the order of csrc/nwor/ops.h.
 
 log_cache_slots: OpOverload
