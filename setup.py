@@ -1,40 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the native library to the package; everything else is in pyproject.toml.
 
-The library registers its ops with torch when it is loaded and has no Python symbols,
-so one file serves every Python 3: the wheel is tagged py3-none-<platform>. CMake builds
-it (tools/native.py), CUDA included when nvcc is found or NWOR_CUDA=ON.
+It is a module of Python's limited API, so that one file serves every Python from 3.11:
+the wheel is tagged cp311-abi3-<platform>. CMake builds it (tools/native.py), CUDA
+included when nvcc is found or NWOR_CUDA=ON.
 """
 
 import re
-import shutil
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "vllm_nwor"
-BUILD_BASE = "build/setuptools"
+# An empty one each time: no module that was deleted gets into a wheel.
+STAGING = TemporaryDirectory()
 sys.path.insert(0, str(ROOT / "tools"))
 import native  # noqa: E402
 
 
-class CleanBuild(build):
-    """Starts from an empty staging directory: no deleted module gets into a wheel. A
-    directory that the user chose (--build-lib, --build-base) is left as it is."""
-
-    def run(self) -> None:
-        if (ROOT / BUILD_BASE).resolve() in Path(self.build_lib).resolve().parents:
-            shutil.rmtree(self.build_lib, ignore_errors=True)
-        super().run()
-
-
 class CMakeBuildExt(build_ext):
-    """Has CMake build `_nwor_C.so`, under that name whatever the Python."""
+    """Has CMake build `_nwor_C.so`, a name that every Python finds."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1]) / native.LIBRARY)
@@ -45,15 +35,15 @@ class CMakeBuildExt(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """Any Python 3, on any Linux whose glibc has the symbols that the library needs:
-    manylinux_2_X, where 2.X is the newest version among them.
+    """For any Linux whose glibc has the symbols that the library needs: manylinux_2_X,
+    where 2.X is the newest version among them.
 
     The tag also promises that torch is all that is missing there; tests/unit/
     test_packaging.py has auditwheel check both.
     """
 
     def get_tag(self) -> tuple[str, str, str]:
-        platform: str = super().get_tag()[2]
+        python, abi, platform = super().get_tag()
         library = Path(self.bdist_dir) / PACKAGE / native.LIBRARY
         if library.is_file():  # an editable wheel has none
             # "GLIBC_2.17" and the like stand in the library for what it links to.
@@ -61,15 +51,17 @@ class PlatformWheel(bdist_wheel):
             if needed:
                 tag = f"manylinux_2_{max(map(int, needed))}_"
                 platform = re.sub("^linux_", tag, platform)
-        return ("py3", "none", platform)
+        return python, abi, platform
 
 
 setup(
-    ext_modules=[Extension(f"{PACKAGE}._nwor_C", sources=[])],
+    ext_modules=[Extension(f"{PACKAGE}._nwor_C", sources=[], py_limited_api=True)],
     cmdclass={
-        "build": CleanBuild,
         "build_ext": CMakeBuildExt,
         "bdist_wheel": PlatformWheel,
     },
-    options={"build": {"build_base": BUILD_BASE}},
+    options={
+        "build": {"build_base": STAGING.name},
+        "bdist_wheel": {"py_limited_api": "cp311"},
+    },
 )

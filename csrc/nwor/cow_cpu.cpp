@@ -6,7 +6,7 @@
 
 #include "check.h"
 #include "copy_cpu.h"
-#include "launch.h"
+#include "cow.h"
 #include "parallel.h"
 #include "table_cpu.h"
 #include "windows_cpu.h"

@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "copy_cuda.h"
+#include "cow.h"
 #include "driver_launch.h"
-#include "launch.h"
 #include "windows_cuda.h"
 
 namespace nwor {
@@ -168,12 +168,10 @@ void check_device_sees(const char* op, const int64_t* counters_to) {
   oldest = (oldest + 1) % kNumKnown;
 }
 
-}  // namespace nwor
-
-// What this was compiled with, for vllm_nwor.doctor: CUDA's version as it encodes it,
-// and the compute capabilities, e.g. "13000 800,900".
 #define NWOR_TEXT(...) #__VA_ARGS__
 #define NWOR_VALUE(...) NWOR_TEXT(__VA_ARGS__)
-extern "C" __attribute__((visibility("default"))) const char* nwor_cuda_build() {
+const char* cuda_build() {
   return NWOR_VALUE(CUDART_VERSION) " " NWOR_VALUE(__CUDA_ARCH_LIST__);
 }
+
+}  // namespace nwor

@@ -3,26 +3,16 @@
 # nwor_add_cuda(target): the CUDA sources, if NWOR_CUDA says so. The CUDA runtime is
 # linked in, so that the same library loads where there is none.
 
-set(NWOR_CUDA AUTO CACHE STRING "AUTO (by nvcc), ON or OFF")
-set_property(CACHE NWOR_CUDA PROPERTY STRINGS AUTO ON OFF)
+option(NWOR_CUDA "Whether there is CUDA code: needs nvcc on PATH, or in CUDACXX" OFF)
 set(NWOR_CUDA_ARCHS "80;90;100;120" CACHE STRING "CUDA compute capabilities")
 
-if(NOT NWOR_CUDA MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "NWOR_CUDA is '${NWOR_CUDA}'; must be AUTO, ON or OFF.")
-endif()
-set(NWOR_USE_CUDA OFF)
-if(NOT NWOR_CUDA STREQUAL "OFF")
+if(NWOR_CUDA)
   include(CheckLanguage)
   check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
-    set(NWOR_USE_CUDA ON)
-  elseif(NWOR_CUDA STREQUAL "ON")
+  if(NOT CMAKE_CUDA_COMPILER)
     message(FATAL_ERROR "NWOR_CUDA is ON and nvcc was not found; put it on PATH, set "
       "CUDACXX, or give -DNWOR_CUDA=OFF.")
   endif()
-endif()
-
-if(NWOR_USE_CUDA)
   # Leave out what this nvcc does not know yet, or no longer.
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch
     OUTPUT_VARIABLE known_archs)
@@ -47,10 +37,10 @@ if(NWOR_USE_CUDA)
   set(CMAKE_CUDA_STANDARD 17)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 endif()
-message(STATUS "nwor: CUDA ${NWOR_USE_CUDA} ${CMAKE_CUDA_ARCHITECTURES}")
+message(STATUS "nwor: CUDA ${NWOR_CUDA} ${CMAKE_CUDA_ARCHITECTURES}")
 
 function(nwor_add_cuda target)
-  if(NOT NWOR_USE_CUDA)
+  if(NOT NWOR_CUDA)
     return()
   endif()
   set(sources audit_cuda.cu cow_cuda.cu shadow_cuda.cu)

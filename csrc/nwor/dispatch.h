@@ -13,7 +13,10 @@
 #ifdef NWOR_CUDA
 #include <torch/csrc/stable/accelerator.h>
 
-#include "cuda_stream.h"
+// As PyTorch declares it where it has CUDA. Weak, so that this library also loads where
+// PyTorch has none.
+extern "C" __attribute__((weak)) int32_t
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
 
 namespace nwor {
@@ -48,7 +51,12 @@ void dispatch(const TensorArgs& tensors, const Args& args, void (*on_cpu)(const 
   if (!CurrentDevice::is_known()) {
     guard.emplace(device);
   }
-  on_cuda(args, device, current_cuda_stream(tensors.op(), device));
+  void* stream = nullptr;
+  NWOR_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
+                 aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+             tensors.op(), "this PyTorch has no current CUDA stream; must be a ",
+             "build of PyTorch with CUDA");
+  on_cuda(args, device, stream);
 #else
   refuse(tensors.op(), "tensors are on CUDA; this library was built for the ",
          "CPU only, build it again where nvcc is installed");

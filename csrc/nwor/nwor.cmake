@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The op library _nwor_C.so: libtorch's stable ABI, no Python symbols, one file for the
-# CPU and, where nvcc is found, CUDA. No find_package(Torch): that wants the CUDA
+# The Python module _nwor_C.so: Python's limited API and libtorch's stable ABI, one file
+# for the CPU and, where nvcc is found, CUDA. No find_package(Torch): that wants the CUDA
 # toolkit of the torch wheel and links far more than is used.
 #
 # CMakeLists.txt says how it is built by itself. In a fork of vLLM (tools/
 # apply_to_vllm.py) vLLM's own CMakeLists.txt includes this file behind all of its
-# targets: torch and whether there is CUDA are what it has found, the library goes
-# beside the Python files, and a target has the name that vLLM's setup.py makes of the
-# extension's.
+# targets: Python, torch and whether there is CUDA are what it has found, the library
+# goes beside the Python files, and a target has the name that vLLM's setup.py makes of
+# the extension's.
 set(CMAKE_CXX_STANDARD 17)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_CXX_VISIBILITY_PRESET hidden)
-set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 
 if(DEFINED VLLM_TARGET_DEVICE)
   set(NWOR_OUTPUT_DIR ${CMAKE_SOURCE_DIR}/vllm/v1/nwor)
@@ -26,36 +25,47 @@ if(DEFINED VLLM_TARGET_DEVICE)
     set(NWOR_CUDA OFF)
   endif()
 endif()
+if(NOT EXISTS "${TORCH_DIR}/include/torch/csrc/stable/library.h")
+  message(FATAL_ERROR
+    "TORCH_DIR is '${TORCH_DIR}'; must be the directory of an installed torch "
+    "package, 2.11 or later. Give -DTORCH_DIR=<site-packages>/torch.")
+endif()
 
-include(${CMAKE_CURRENT_LIST_DIR}/torch.cmake)
 include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)
 
 set(NWOR_SOURCES
-  audit_bindings.cpp
   audit_cpu.cpp
-  builtins.cpp
-  cow_bindings.cpp
+  audit_ops.cpp
   cow_cpu.cpp
-  shadow_bindings.cpp
+  cow_ops.cpp
+  python_bindings.cpp
   shadow_cpu.cpp
+  shadow_ops.cpp
   tensor_args.cpp
   torch_bindings.cpp)
 list(TRANSFORM NWOR_SOURCES PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
-add_library(_nwor_C SHARED ${NWOR_SOURCES})
-set_target_properties(_nwor_C PROPERTIES PREFIX "")
+Python_add_library(_nwor_C MODULE ${NWOR_SOURCES})
 if(NWOR_OUTPUT_DIR)
   # Relative to the source directory, wherever the build directory is.
   get_filename_component(NWOR_OUTPUT_DIR "${NWOR_OUTPUT_DIR}" ABSOLUTE)
   set_target_properties(_nwor_C PROPERTIES
     LIBRARY_OUTPUT_DIRECTORY "${NWOR_OUTPUT_DIR}")
 endif()
+target_include_directories(_nwor_C SYSTEM PRIVATE ${TORCH_DIR}/include)
+target_compile_definitions(_nwor_C PRIVATE TORCH_TARGET_VERSION=0x020B000000000000ULL)
 # Paths of the build machine stay out of the library.
 target_compile_options(_nwor_C PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra
     -ffile-prefix-map=${CMAKE_SOURCE_DIR}/=
     -ffile-prefix-map=${TORCH_DIR}/=torch/>)
-target_link_options(_nwor_C PRIVATE -Wl,--strip-debug -Wl,--gc-sections)
-nwor_link_torch(_nwor_C)
+# The two libraries of torch whose symbols are used: they are loaded when Python loads
+# this one, so no run path is recorded. libtorch.so itself has none of them, but where
+# it is the CUDA build it brings in the library that has the current stream.
+target_link_options(_nwor_C PRIVATE
+  -Wl,--strip-debug -Wl,--gc-sections -Wl,--no-as-needed)
+target_link_libraries(_nwor_C PRIVATE
+  ${TORCH_DIR}/lib/libtorch.so ${TORCH_DIR}/lib/libtorch_cpu.so)
+set_target_properties(_nwor_C PROPERTIES SKIP_BUILD_RPATH ON)
 nwor_add_cuda(_nwor_C)
 
 if(DEFINED VLLM_TARGET_DEVICE)

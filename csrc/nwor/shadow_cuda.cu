@@ -8,8 +8,8 @@
 // stage patches what its own blocks read: each block reads its window's entries and
 // slots, then takes a ticket; the last one patches, when nobody reads them any more.
 // commit_draft_layer and unstage read `saved` only.
+#include "cow.h"
 #include "driver_launch.h"
-#include "launch.h"
 #include "shadow.h"
 #include "windows_cuda.h"
 

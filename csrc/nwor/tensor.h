@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A tensor as the ops look at it, whoever brings it: PyTorch's dispatcher
-// (torch_bindings.cpp) or Python itself (builtins.cpp). It owns nothing.
+// A tensor as the ops look at it, whoever brings it: Python (python_bindings.cpp) or
+// PyTorch's dispatcher (torch_bindings.cpp). It owns nothing.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>

@@ -34,10 +34,6 @@ std::string shape_of(const Tensor& tensor) {
   return text.str();
 }
 
-uint8_t* bytes_of(const Tensor& tensor) {
-  return static_cast<uint8_t*>(tensor.data_ptr());
-}
-
 }  // namespace
 
 TensorArgs::TensorArgs(const char* op, const char* name, const Tensor& reference)
@@ -89,11 +85,11 @@ void TensorArgs::num_drafts(int64_t num_drafts, int64_t capacity) const {
 }
 
 LayerTable TensorArgs::table(const Tensor& table) const {
-  array("table", table, ScalarType::Long, 2);
+  const auto* const rows = values<int64_t>("table", table, 2);
   size_is("table", table, 1, kNumTableColumns, "its columns");
   NWOR_CHECK(table.size(0) > 0, op_,
              "table has shape [0, 9]; must have a row for each layer");
-  return {static_cast<const LayerRow*>(table.data_ptr()), table.size(0)};
+  return {reinterpret_cast<const LayerRow*>(rows), table.size(0)};
 }
 
 RunList TensorArgs::runs(const OptionalTensor& runs) const {
@@ -103,11 +99,11 @@ RunList TensorArgs::runs(const OptionalTensor& runs) const {
   NWOR_CHECK(!on_cuda(), op_,
              "runs is given; must be None on CUDA: packed layouts are "
              "supported on the CPU only");
-  array("runs", *runs, ScalarType::Int, 3);
+  const auto* const pairs = values<int32_t>("runs", *runs, 3);
   size_is("runs", *runs, 2, 2, "offset and length");
   NWOR_CHECK(runs->size(0) > 0 && runs->size(1) > 0, op_, "runs has shape ",
              shape_of(*runs), "; must have a slot and a run");
-  return {static_cast<const int32_t*>(runs->data_ptr()), runs->size(0), runs->size(1)};
+  return {pairs, runs->size(0), runs->size(1)};
 }
 
 IndexArray TensorArgs::indices(const char* name, const Tensor& indices) const {
@@ -122,21 +118,21 @@ IndexArray TensorArgs::indices(const char* name, const Tensor& indices) const {
 int64_t* TensorArgs::slot_mapping(const Tensor& slot_mapping,
                                   int64_t* num_tokens) const {
   const bool is_row = slot_mapping.dim() == 2 && slot_mapping.size(0) == 1;
-  array("slot_mapping", slot_mapping, ScalarType::Long, is_row ? 2 : 1);
+  auto* const slots = values<int64_t>("slot_mapping", slot_mapping, is_row ? 2 : 1);
   *num_tokens = slot_mapping.size(is_row ? 1 : 0);
-  return static_cast<int64_t*>(slot_mapping.data_ptr());
+  return slots;
 }
 
 const int32_t* TensorArgs::cu_num_logits(const Tensor& cu_num_logits,
                                          int64_t num_leading_zeros,
                                          int64_t* num_reqs) const {
-  array("cu_num_logits", cu_num_logits, ScalarType::Int, 1);
+  const auto* const sums = values<int32_t>("cu_num_logits", cu_num_logits);
   const int64_t size = cu_num_logits.size(0);
   NWOR_CHECK(num_leading_zeros >= 0 && num_leading_zeros <= size, op_,
              "num_leading_zeros is ", num_leading_zeros, "; must be between 0 and ",
              size, ", the entries of cu_num_logits");
   *num_reqs = size - num_leading_zeros;
-  return static_cast<const int32_t*>(cu_num_logits.data_ptr()) + num_leading_zeros;
+  return sums + num_leading_zeros;
 }
 
 BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_indices,
@@ -165,14 +161,13 @@ UndoLog TensorArgs::undo_log(const Tensor& undo_log, const Tensor& log_slots,
              " in dimension 0; must be at least ", undo_log.size(1),
              ", rows must not overlap");
   constexpr const char* kCapacity = "the capacity of undo_log";
-  array("log_slots", log_slots, ScalarType::Long, 1);
-  array("log_windows", log_windows, ScalarType::Int, 2);
+  auto* const slots = values<int64_t>("log_slots", log_slots);
+  auto* const windows = values<int32_t>("log_windows", log_windows, 2);
   size_is("log_slots", log_slots, 0, undo_log.size(0), kCapacity);
   size_is("log_windows", log_windows, 0, undo_log.size(0), kCapacity);
   size_is("log_windows", log_windows, 1, 3, "request, position, drafts");
-  return {bytes_of(undo_log), undo_log.stride(0), undo_log.size(1),
-          static_cast<int64_t*>(log_slots.data_ptr()),
-          static_cast<int32_t*>(log_windows.data_ptr())};
+  return {static_cast<uint8_t*>(undo_log.data_ptr()), undo_log.stride(0),
+          undo_log.size(1), slots, windows};
 }
 
 Acceptance TensorArgs::acceptance(const OptionalTensor& sampled_token_ids,
@@ -184,8 +179,7 @@ Acceptance TensorArgs::acceptance(const OptionalTensor& sampled_token_ids,
              "one");
   Acceptance result{};
   if (num_rejected.has_value()) {
-    array("num_rejected", *num_rejected, ScalarType::Int, 1);
-    result.num_rejected = static_cast<const int32_t*>(num_rejected->data_ptr());
+    result.num_rejected = values<int32_t>("num_rejected", *num_rejected);
     result.num_reqs = num_rejected->size(0);
     return result;
   }
@@ -202,6 +196,12 @@ Acceptance TensorArgs::acceptance(const OptionalTensor& sampled_token_ids,
   return result;
 }
 
+int64_t* TensorArgs::counters(const Tensor& counters) const {
+  auto* const first = values<int64_t>("counters", counters);
+  size_is("counters", counters, 0, kNumCounters, "its columns");
+  return first;
+}
+
 int64_t* TensorArgs::counters_to(const OptionalTensor& counters_to) const {
   if (!counters_to.has_value()) {
     return nullptr;
@@ -216,7 +216,13 @@ int64_t* TensorArgs::counters_to(const OptionalTensor& counters_to) const {
                  counters_to->is_contiguous(),
              op_, kName, " has shape ", shape_of(*counters_to), "; must be [",
              static_cast<int>(kNumCounters), "], contiguous");
-  return static_cast<int64_t*>(counters_to->data_ptr());
+  auto* const found = static_cast<int64_t*>(counters_to->data_ptr());
+#ifdef NWOR_CUDA
+  if (on_cuda()) {
+    check_device_sees(op_, found);
+  }
+#endif
+  return found;
 }
 
 BlockTable TensorArgs::block_table(const Tensor& block_table,
@@ -237,7 +243,7 @@ BlockTable TensorArgs::block_table(const Tensor& block_table,
 
 SavedWindows TensorArgs::saved(const Tensor& saved, const OptionalTensor& seats,
                                int64_t num_reqs) const {
-  array("saved", saved, ScalarType::Int, 2);
+  auto* const rows = values<int32_t>("saved", saved, 2);
   const int64_t span = (saved.size(1) - kSavedEntries) / 2;
   NWOR_CHECK(span >= 1 && saved.size(1) == kSavedEntries + 2 * span, op_,
              "saved has shape ", shape_of(saved), "; dimension 1 must be ",
@@ -249,7 +255,7 @@ SavedWindows TensorArgs::saved(const Tensor& saved, const OptionalTensor& seats,
     of_rows = indices("seats", *seats);
     size_is("seats", *seats, 0, num_reqs, "one for each request");
   }
-  return {static_cast<int32_t*>(saved.data_ptr()), saved.size(0), span, of_rows};
+  return {rows, saved.size(0), span, of_rows};
 }
 
 }  // namespace nwor

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "launch.h"
+#include "cow.h"
 #include "shadow.h"
 #include "tensor.h"
 
@@ -31,6 +31,14 @@ class TensorArgs {
              torch::headeronly::ScalarType dtype, int64_t num_dims) const;
   void array_of(const char* name, const Tensor& tensor,
                 torch::headeronly::ScalarType dtype, int64_t num_dims) const;
+  // The elements of an array() of int32 or int64.
+  template <typename Value>
+  Value* values(const char* name, const Tensor& tensor, int64_t num_dims = 1) const {
+    using torch::headeronly::ScalarType;
+    constexpr auto kType = sizeof(Value) == 8 ? ScalarType::Long : ScalarType::Int;
+    array(name, tensor, kType, num_dims);
+    return static_cast<Value*>(tensor.data_ptr());
+  }
   void size_is(const char* name, const Tensor& tensor, int64_t dim, int64_t size,
                const char* meaning) const;
   void num_drafts(int64_t num_drafts, int64_t capacity) const;
@@ -48,7 +56,8 @@ class TensorArgs {
                    const Tensor& log_windows) const;
   Acceptance acceptance(const OptionalTensor& sampled_token_ids, int64_t vocab_size,
                         const OptionalTensor& num_rejected) const;
-  // [kNumCounters] on the host, or nullptr.
+  int64_t* counters(const Tensor& counters) const;
+  // [kNumCounters] on the host, where the device sees it, or nullptr.
   int64_t* counters_to(const OptionalTensor& counters_to) const;
   // [tokens] or [1, tokens].
   int64_t* slot_mapping(const Tensor& slot_mapping, int64_t* num_tokens) const;

@@ -6,7 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "bindings.h"
+#include "ops.h"
 
 namespace nwor {
 namespace {
@@ -61,11 +61,71 @@ struct FromDispatcher<kOp> {
 }  // namespace
 }  // namespace nwor
 
-#define NWOR_DEFINE(name, arguments) ops.def(#name "(" arguments ") -> ()");
-#define NWOR_IMPLEMENT(name, arguments) \
-  ops.impl(#name, TORCH_BOX(&nwor::FromDispatcher<&nwor::name>::call));
+// The table of addresses hides from PyTorch which caches an op reads and writes; of the
+// audit's ops, which take a step's batch alike, none writes a cache.
+STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
+  ops.def(
+      "log_cache_slots(Tensor table, Tensor? runs, Tensor slot_mapping, Tensor "
+      "logits_indices, Tensor cu_num_logits, Tensor(a!) undo_log, Tensor(b!) "
+      "log_slots, Tensor(c!) log_windows, int num_drafts, int num_leading_zeros=0) "
+      "-> ()");
+  ops.def(
+      "restore_rejected_drafts(Tensor table, Tensor? runs, Tensor undo_log, Tensor "
+      "log_slots, Tensor log_windows, Tensor? sampled_token_ids, int vocab_size, "
+      "Tensor? num_rejected, Tensor(a!) counters, int num_drafts, Tensor(b!)? "
+      "counters_to=None) -> ()");
+  ops.def(
+      "stage(Tensor table, Tensor? runs, Tensor(a!) block_table, Tensor(b!) "
+      "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor "
+      "cu_num_logits, Tensor? seats, Tensor(c!) saved, int first_entry, int "
+      "num_real_entries, int span, int entry_tokens, int step, bool patches, int "
+      "num_leading_zeros=0) -> ()");
+  ops.def(
+      "commit_draft_layer(Tensor table, Tensor? runs, Tensor(a!) block_table, "
+      "Tensor(b!) slot_mapping, Tensor? seats, Tensor(c!) saved, Tensor? "
+      "sampled_token_ids, int vocab_size, Tensor? num_rejected, Tensor(d!) "
+      "counters, int num_reqs, int entry_tokens, bool undoes, Tensor(e!)? "
+      "counters_to=None) -> ()");
+  ops.def(
+      "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? seats, "
+      "Tensor saved, int num_reqs, int entry_tokens) -> ()");
+  ops.def(
+      "audit_describe(Tensor(a!) tables, Tensor records, Tensor seats, Tensor "
+      "expected, Tensor owners, Tensor plan, Tensor findings, Tensor stores, int "
+      "block_size, int entry_tokens, int window) -> ()");
+  ops.def(
+      "audit_describe_layers(Tensor(a!) tables, int index, Tensor table, Tensor? "
+      "runs, Tensor contents, int first_column) -> ()");
+  ops.def(
+      "audit_seat(Tensor tables, Tensor tokens, int length, int seat, int "
+      "generation, int seed, bool opaque, int loads, int hit_length) -> ()");
+  ops.def(
+      "audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor "
+      "block_table, int num_reqs, Tensor tokens, Tensor positions, Tensor "
+      "slot_mapping, int num_tokens, int step) -> ()");
+  ops.def(
+      "audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc, "
+      "Tensor block_table, int num_reqs, Tensor? cu_num_logits, Tensor? "
+      "sampled_token_ids, int vocab_size, Tensor? num_rejected, int num_tokens, "
+      "int step, bool is_undone, int num_blocks, Tensor(a!)? findings_to=None) -> "
+      "()");
+  ops.def(
+      "audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor "
+      "block_table, int num_reqs, Tensor tokens, int length, int row, int step, "
+      "int num_blocks) -> ()");
+  ops.def(
+      "audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor "
+      "block_table, int num_reqs, int num_blocks, int step) -> ()");
+  ops.def(
+      "audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int step, bool "
+      "fills) -> ()");
+  ops.def("audit_snapshot(Tensor tables, bool again) -> ()");
+  ops.def("audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) -> ()");
+  ops.def("audit_publish(Tensor tables, Tensor(a!) findings_to) -> ()");
+}
 
-STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops){NWOR_OPS(NWOR_DEFINE)}
+#define NWOR_IMPLEMENT(name) \
+  ops.impl(#name, TORCH_BOX(&nwor::FromDispatcher<&nwor::name>::call));
 
 STABLE_TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, ops){NWOR_OPS(NWOR_IMPLEMENT)}
 #ifdef NWOR_CUDA

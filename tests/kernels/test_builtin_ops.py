@@ -4,7 +4,6 @@ what the ops do is tested where those are."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
 import weakref
@@ -14,15 +13,10 @@ import torch
 
 from tests.kernels.test_validation import Calls
 from tests.kernels.transaction import COMMIT, LOG, STAGE, UNSTAGE
-from vllm_nwor import builtin_ops, ops
+from vllm_nwor import ops
 
 CPU = torch.device("cpu")
-ALL = builtin_ops.load(CPU)
-LIBC = ctypes.CDLL(None)
-
-
-def test_every_op_is_there():
-    assert set(vars(ALL)) == set(ops.NAMES)
+ALL = ops.load()
 
 
 @pytest.mark.parametrize("name", ops.NAMES)
@@ -122,8 +116,8 @@ def test_a_remembered_tensor_is_not_looked_at_until_its_owners_are_gone():
     slots = calls.arguments[LOG]["log_slots"]
     memory, other = slots.data, torch.full_like(slots, 77)
     owners = [Owner(), Owner()]
-    builtin_ops.remember(owners[0], [slots])
-    builtin_ops.remember(owners[1], [slots])
+    ops.remember(owners[0], [slots])
+    ops.remember(owners[1], [slots])
     slots.data = other
 
     def written() -> bool:
@@ -193,7 +187,7 @@ def test_a_remembered_tensor_lives_as_long_as_its_owner():
     """Another object could have its address, and would be taken for it."""
     owner, tensor = Owner(), torch.zeros(3)
     known = weakref.ref(tensor)
-    builtin_ops.remember(owner, [tensor])
+    ops.remember(owner, [tensor])
     del tensor
     assert known() is not None
     del owner
@@ -205,50 +199,6 @@ def test_only_tensors_are_remembered():
     owner, tensor = Owner(), torch.zeros(3)
     known = weakref.ref(tensor)
     with pytest.raises(RuntimeError, match="list"):
-        builtin_ops.remember(owner, [tensor, [1]])
+        ops.remember(owner, [tensor, [1]])
     del tensor, owner
     assert known() is None
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "other"),
-    [
-        (builtin_ops, "VERSION", builtin_ops.VERSION + 1),
-        (ctypes, "CDLL", lambda *_, **__: LIBC),  # a library without builtins
-    ],
-)
-def test_another_version_of_the_library_is_refused(monkeypatch, where, name, other):
-    monkeypatch.setattr(where, name, other)
-    builtin_ops._builtins.cache_clear()
-    with pytest.raises(ops.NworOpsUnavailable, match="of another version of vllm-nwor"):
-        builtin_ops.load(CPU)
-
-
-@pytest.mark.parametrize(("version", "function"), [(1, None), (2, 1)])
-def test_a_dlpack_of_another_version_is_refused(monkeypatch, version, function):
-    class Exchange(ctypes.Structure):
-        _fields_ = [("version", ctypes.c_uint32 * 2), ("rest", ctypes.c_void_p * 6)]
-
-    exchange = Exchange()
-    exchange.version[0], exchange.rest[4] = version, function
-    found = builtin_ops._interpreter()
-    found.dlpack = ctypes.addressof(exchange)
-    monkeypatch.setattr(builtin_ops, "_interpreter", lambda: found)
-    builtin_ops._builtins.cache_clear()
-    with pytest.raises(ops.NworOpsUnavailable, match="no DLPack exchange API"):
-        builtin_ops.load(CPU)
-
-
-def test_a_pytorch_without_dlpacks_api_is_refused(monkeypatch):
-    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    builtin_ops._builtins.cache_clear()
-    with pytest.raises(ops.NworOpsUnavailable, match=r"no DLPack exchange API; 2\.11"):
-        builtin_ops.load(CPU)
-
-
-def test_the_second_copy_of_a_library_is_refused(monkeypatch, tmp_path):
-    copy = tmp_path / "copy.so"
-    copy.write_bytes(ops.LIBRARY.read_bytes())
-    monkeypatch.setattr(ops, "LIBRARY", copy)
-    with pytest.raises(ops.NworOpsUnavailable, match="another copy of vllm-nwor"):
-        builtin_ops.load(CPU)

@@ -5,6 +5,8 @@ graphs, launches and allocations."""
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -78,16 +80,73 @@ def test_columns_are_those_of_the_kernels():
     assert words == ops.COUNTER_COLUMNS
 
 
-def test_a_missing_library_is_named(monkeypatch, tmp_path):
-    """In a process of its own it would not be loaded yet; here that is feigned."""
-    ops._load_library.cache_clear()
-    monkeypatch.setattr(ops, "LIBRARY", tmp_path / "_nwor_C.so")
-    monkeypatch.setattr(ops, "_NAMESPACE", "nwor_no_such_namespace")
-    with pytest.raises(ops.NworOpsUnavailable, match="does not exist; build it"):
+# One process: what was not loaded can be loaded later, and nothing twice.
+REFUSALS = """
+import ctypes, importlib, pathlib, shutil, sys, torch, vllm_nwor
+from vllm_nwor import ops
+
+def refused():
+    importlib.invalidate_caches()
+    try:
         ops.load()
-    (tmp_path / "_nwor_C.so").write_bytes(b"no library")
-    with pytest.raises(ops.NworOpsUnavailable, match="cannot be loaded"):
-        ops.load()
+    except ops.NworOpsUnavailable as error:
+        print(error)
+    else:
+        raise AssertionError("it was loaded")
+
+there, folder = ops.LIBRARY, pathlib.Path(sys.argv[1])
+ops.LIBRARY = folder / there.name
+vllm_nwor.__path__ = [str(folder)]
+refused()
+ops.LIBRARY.write_bytes(b"no library")
+refused()
+
+shutil.copy(there, ops.LIBRARY)
+exchange = torch.Tensor.__dlpack_c_exchange_api__
+del torch.Tensor.__dlpack_c_exchange_api__
+refused()
+new = ctypes.pythonapi.PyCapsule_New
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+name = ctypes.create_string_buffer(b"dlpack_exchange_api")
+for version, function in (1, 0), (2, 1):
+    other = (ctypes.c_uint64 * 7)(version, 0, 0, 0, 0, function, 0)
+    capsule = new(ctypes.addressof(other), ctypes.addressof(name), None)
+    torch.Tensor.__dlpack_c_exchange_api__ = capsule
+    refused()
+
+torch.Tensor.__dlpack_c_exchange_api__ = exchange
+ops.VERSION += 1
+refused()
+ops.VERSION -= 1
+ops.load()
+assert ops.load().__file__ == str(ops.LIBRARY)
+
+ops._load_library.cache_clear()
+ops.LIBRARY = there
+refused()
+"""
+NO_EXCHANGE = (
+    r".*no DLPack exchange API of version 1, which 2\.11 has\); build it again .*"
+)
+REFUSED = [
+    "{0} does not exist; build it: pip install .*",
+    "{0} cannot be loaded .*; build it again with the installed torch .*",
+    *[NO_EXCHANGE] * 3,
+    "{0}: it is of another version of vllm-nwor: build it again",
+    "{1} is not where the registered ops came from: another copy of vllm-nwor is .*",
+]
+
+
+def test_a_library_that_cannot_serve_is_refused_in_words(tmp_path):
+    """Missing, none, beside a PyTorch that it cannot read tensors of, of another
+    version; and a second copy, which would end the process."""
+    command = [sys.executable, "-c", REFUSALS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    places = re.escape(str(tmp_path / ops.LIBRARY.name)), re.escape(str(ops.LIBRARY))
+    lines = done.stdout.splitlines()
+    for pattern, line in zip(REFUSED, lines, strict=True):
+        assert re.fullmatch(pattern.format(*places), line), line
 
 
 def test_an_unknown_device_type_is_refused():

@@ -36,7 +36,7 @@ from tests.kernels.transaction import (
     drafts_in,
     run_step,
 )
-from vllm_nwor import builtin_ops
+from vllm_nwor import ops
 from vllm_nwor.kv_layout import KVLayout
 from vllm_nwor.layer_tables import DeviceMemory, LayerCache
 from vllm_nwor.undo_log import GroupLog, UndoLog
@@ -219,7 +219,7 @@ def test_rejected_slots_are_poisoned(device, kinds):
     memory = DeviceMemory(device, None)
     group = GroupLog(0, caches, step.num_drafts, memory, poisons=True)
     counters = [step.counters[0] for _ in group.tables]
-    log = UndoLog([group], counters, builtin_ops.load(device))
+    log = UndoLog([group], counters, ops.load_builtins(device))
 
     rows = len(slots), step.logits_indices, step.cu_num_logits
     log.begin(VerificationWindows(step.num_drafts, *rows, [step.slot_mapping]))

@@ -32,7 +32,7 @@ from tests.kernels.transaction import (
     acceptance,
     drafts_in,
 )
-from vllm_nwor import builtin_ops, ops
+from vllm_nwor import ops
 
 TABLES, PAGED = (LOG, RESTORE, STAGE, COMMIT), (STAGE, COMMIT, UNSTAGE)
 ON_CUDA = [
@@ -60,7 +60,7 @@ class Calls:
     """
 
     def __init__(self, device, layout=nhd):
-        self.builtins = builtin_ops.load(device)
+        self.builtins = ops.load_builtins(device)
         logged = Step(device, [[layout()] * 2], capacity=5)
         logged.load(drafts_in((3, 4), (20,), accepted=(1, 0)))
         self.layers = logged.layers

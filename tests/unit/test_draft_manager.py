@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from tests.simulation.engine import Fault, FaultyOps
-from vllm_nwor import builtin_ops, ops
+from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
 from vllm_nwor.kv_layout import packed_layout, row_layout
@@ -115,7 +115,7 @@ class World:
 def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
     """To look at one costs more than what is done with it."""
     known = []
-    monkeypatch.setattr(builtin_ops, "remember", lambda _, them: known.extend(them))
+    monkeypatch.setattr(ops, "remember", lambda _, them: known.extend(them))
     world = World(True, False, has_builtins=True)
     known += (*world.step.slot_mappings, *world.step.block_tables)
     known += (getattr(world.step, name) for name in world.step.__struct_fields__)

@@ -34,7 +34,7 @@ if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip
     print(f"python3-venv|Python's venv module (for {sys.executable})")
 header = os.path.join(sysconfig.get_path("include"), "Python.h")
 if not os.path.isfile(header):
-    print("python3-dev|Python.h (torch compiles some CPU kernels at run time)")
+    print("python3-dev|Python.h (the native library is a Python module)")
 try:
     ctypes.CDLL("libnuma.so.1")
 except OSError:

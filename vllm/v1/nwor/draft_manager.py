@@ -70,7 +70,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import builtin_ops
 from . import ops as native_ops
 from .config import NworConfig, OnReject
 from .layer_tables import DeviceMemory, LayerCache
@@ -147,14 +146,14 @@ class DraftCommitManager:
             belongs to it (undo_log.num_bytes); what does not fit lowers the capacity.
             None allocates it.
         ops: the seam where tests inject faults: what has the functions of `ops`; None
-            for builtin_ops.
+            for the builtins.
         staged: for the KV-cache groups that have shadow blocks.
         max_in_flight: steps, from the oldest whose counts were not read to the newest
             that made its commit.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
-            NworOpsUnavailable: as builtin_ops.load.
+            NworOpsUnavailable: as ops.load_builtins.
         """
         if not groups or not all(layers for _, layers in groups):
             raise ValueError("groups is empty or has one without layers to protect")
@@ -168,7 +167,7 @@ class DraftCommitManager:
             capacity, groups, storage, shadow_bytes, poisons
         )
         has_builtins = ops is None
-        self.ops = builtin_ops.load(self.device) if ops is None else ops
+        self.ops = native_ops.load_builtins(self.device) if ops is None else ops
         self._debug_sync = config.debug_sync
         if config.debug_sync and self.device.type != "cpu":
             self.ops = _that_wait(self.ops, self.device)
@@ -208,7 +207,7 @@ class DraftCommitManager:
         self.counts: StepPayload | None = None
         if has_builtins:
             of_ring = (row for slot in ring for row in slot.rows)
-            builtin_ops.remember(self, (*memory.taken, *rows, *of_ring))
+            native_ops.remember(self, (*memory.taken, *rows, *of_ring))
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self._copy_counters = native_ops.publish

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native ops: loads the library, registers fakes, and says what each op does.
 
-The ops live in `torch.ops._C_cache_ops`; csrc/nwor/ implements them for the CPU and for
-CUDA with the same schemas. All of them copy bytes, blind to dtypes. None allocates or
+csrc/nwor/ implements them for the CPU and for CUDA. There are two ways to call them,
+with the same checks and texts:
+- the attributes of this module are ops of PyTorch, in `torch.ops._C_cache_ops`;
+- the attributes of what `load` returns are builtin functions, for a step: PyTorch's
+  dispatcher costs more there than the op (csrc/nwor/python_bindings.cpp). They take all
+  of the op's arguments, by position; on CUDA the tensors' device must be current.
+
+All of them copy bytes, blind to dtypes. None allocates or
 waits for the device: on CUDA each is one launch on the current stream, and may run in a
 captured graph; on the CPU a call returns when the copy is done, having checked every
 value before the first byte is written. On CUDA only what the host knows is checked;
@@ -20,9 +26,12 @@ k = [2, 0, 1] it is [3, 4, 6]: drafts 0 and 1 are rows 1 and 2, draft 2 is row 5
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import weakref
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -61,6 +70,8 @@ PAD_SLOT = -1
 INVALID_SLOT = -2
 
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
+# kVersion of csrc/nwor/python_bindings.cpp.
+VERSION = 3
 
 _NAMESPACE = "_C_cache_ops"
 NAMES = (
@@ -70,24 +81,25 @@ NAMES = (
     *("audit_resolve", "audit_adopt", "audit_scan", "audit_hand_on"),
     *("audit_snapshot", "audit_hand_out", "audit_publish"),
 )
-# Set on torch's namespace object, for a second copy of this module.
-_FAKES_MARK = "nwor_fakes_registered"
+# Set on torch's namespace object, for a second copy of this module: whose ops it has.
+_LIBRARY_MARK = "nwor_library"
 
 
 class NworOpsUnavailable(RuntimeError):
     """The native library, or its part for the device asked for, is not there."""
 
 
-def load(device_type: str = "cpu") -> None:
-    """Makes the ops available; does nothing the second time.
+def load(device_type: str = "cpu") -> ModuleType:
+    """Makes the ops available; the library, a module that has them as builtins.
 
     device_type: "cpu" or "cuda", where the ops shall run.
 
     Raises:
-        NworOpsUnavailable: the library is missing, cannot be loaded, or was built
-            without CUDA and device_type asks for it. Nothing is guessed or built.
+        NworOpsUnavailable: the library is missing, cannot be loaded, is another copy or
+            of another version, or was built without CUDA and device_type asks for it.
+            Nothing is guessed or built.
     """
-    _load_library()
+    library = _load_library()
     if device_type == "cuda" and not has_cuda():
         raise NworOpsUnavailable(
             f"{LIBRARY} has no CUDA code; build it again with nvcc on PATH: "
@@ -95,46 +107,75 @@ def load(device_type: str = "cpu") -> None:
         )
     if device_type not in ("cpu", "cuda"):
         raise NworOpsUnavailable(f"device_type is {device_type!r}; must be cpu or cuda")
+    return library
+
+
+def load_builtins(device: torch.device) -> SimpleNamespace:
+    """The ops as the library's builtin functions, by name: what a step calls. On CUDA
+    also loads the kernels of log, restore, stage and commit, which a step should not
+    wait for.
+
+    Raises:
+        NworOpsUnavailable: on CUDA also if there is no code for this GPU.
+    """
+    library = load(device.type)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        try:
+            library.load_kernels(index)
+        except RuntimeError as error:
+            raise NworOpsUnavailable(f"{LIBRARY}: {error}") from error
+    return SimpleNamespace(**{name: getattr(library, name) for name in NAMES})
+
+
+def remember(owner: object, tensors: Iterable[Tensor]) -> None:
+    """As long as `owner` lives the builtins take these objects for what they are now:
+    to look at a tensor takes a step longer than all that is done with it. Their shapes,
+    strides and memory must not change."""
+    library, known = _load_library(), tuple(tensors)
+    weakref.finalize(owner, library.forget, *known)
+    library.remember(*known)
 
 
 def has_cuda() -> bool:
     """Whether the loaded library has CUDA code (not: whether there is a GPU)."""
-    return "log_cache_slots" not in lacking("cuda")
-
-
-def lacking(device_type: str) -> list[str]:
-    """The ops for which the loaded library has no code for a device ("cpu", "cuda")."""
-    _load_library()
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    key = device_type.upper()
-    return [name for name in NAMES if not has_kernel(f"{_NAMESPACE}::{name}", key)]
+    return hasattr(_load_library(), "cuda_build")
 
 
 @cache
-def _load_library() -> None:
+def _load_library() -> ModuleType:
     namespace = getattr(torch.ops, _NAMESPACE)
     # Two libraries with the same op end the process without an exception.
-    if not hasattr(namespace, "log_cache_slots"):
+    if getattr(namespace, _LIBRARY_MARK, None) != LIBRARY:
+        if hasattr(namespace, "log_cache_slots"):
+            raise NworOpsUnavailable(
+                f"{LIBRARY} is not where the registered ops came from: another copy of "
+                "vllm-nwor is loaded"
+            )
         if not LIBRARY.is_file():
             raise NworOpsUnavailable(
                 f"{LIBRARY} does not exist; build it: "
                 "pip install --no-build-isolation --no-deps ."
             )
-        try:
-            torch.ops.load_library(str(LIBRARY))
-        except OSError as error:
-            raise NworOpsUnavailable(
-                f"{LIBRARY} cannot be loaded ({error}); build it again with the "
-                f"installed torch {torch.__version__}: "
-                "pip install --no-build-isolation --no-deps ."
-            ) from error
-    if not hasattr(namespace, _FAKES_MARK):
-        for name in NAMES:
-            torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
-        setattr(namespace, _FAKES_MARK, True)
+        setattr(namespace, _LIBRARY_MARK, LIBRARY)
+    try:
+        library = importlib.import_module("._nwor_C", __package__)
+    except ImportError as error:
+        raise NworOpsUnavailable(
+            f"{LIBRARY} cannot be loaded ({error}); build it again with the "
+            f"installed torch {torch.__version__}: "
+            "pip install --no-build-isolation --no-deps ."
+        ) from error
+    if library.version != VERSION:
+        raise NworOpsUnavailable(
+            f"{LIBRARY}: it is of another version of vllm-nwor: build it again"
+        )
+    for name in NAMES:
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
     # torch's own objects: no search by argument types at each call, no frame of ours,
     # and nothing that torch.compile could not trace.
     globals().update({name: getattr(namespace, name).default for name in NAMES})
+    return library
 
 
 def _no_result(*_args: object) -> None:
@@ -149,16 +190,7 @@ def publish(to: Sequence[Tensor], counters: Tensor) -> None:
         row.copy_(counted, non_blocking=True)
 
 
-def __getattr__(name: str) -> OpOverload:
-    """An op, if `load` was not called before."""
-    if name not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _load_library()
-    op: OpOverload = globals()[name]
-    return op
-
-
-# The ops, once loaded; arguments are in the order of csrc/nwor/bindings.h.
+# The ops, once loaded; arguments are in the order of csrc/nwor/ops.h.
 
 log_cache_slots: OpOverload
 """Copies the bytes at all draft slots, of all layers, to the undo log.

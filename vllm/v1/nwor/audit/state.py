@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import builtin_ops
+from .. import ops
 from ..layer_tables import DeviceMemory
 from ..window import Acceptance
 from .findings import Outbox
@@ -124,7 +124,7 @@ class Audit:
         self.groups = tuple(groups)
         self.loads = loads
         self.device = memory.device
-        self._ops = builtin_ops.load(self.device)
+        self._ops = ops.load_builtins(self.device)
         self.requests = Requests(num_seats)
         self.outbox = Outbox(self.groups, self.requests.name_of)
         self.step = 0

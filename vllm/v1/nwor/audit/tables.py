@@ -122,12 +122,13 @@ class AuditedGroup:
             *(self.records, self.seats, self.expected),
             *(self.owners, self.plan, self.findings, self.stores),
         )
-        ops.audit_describe(
+        library = ops.load(memory.device.type)
+        library.audit_describe(
             self.tables, *self._own, shape.block_size, shape.entry_tokens, shape.window
         )
         column = 0  # each part's checksums follow the others'
         for index, part in enumerate(self.parts):
-            ops.audit_describe_layers(
+            library.audit_describe_layers(
                 self.tables, index, part.table, part.runs, self.contents, column
             )
             column += len(part.names)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // log_cache_slots and restore_rejected_drafts: from tensors to launchers.
-#include "bindings.h"
 #include "dispatch.h"
+#include "ops.h"
 
 namespace nwor {
 
@@ -25,22 +25,15 @@ void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
                              OptionalTensor num_rejected, Tensor counters,
                              int64_t num_drafts, OptionalTensor counters_to) {
   const TensorArgs tensors("restore_rejected_drafts", "table", table);
-  tensors.array("counters", counters, torch::headeronly::ScalarType::Long, 1);
-  tensors.size_is("counters", counters, 0, kNumCounters, "its columns");
   const RestoreArgs args{
       tensors.table(table),
       tensors.runs(runs),
       tensors.undo_log(undo_log, log_slots, log_windows),
       tensors.acceptance(sampled_token_ids, vocab_size, num_rejected),
-      static_cast<int64_t*>(counters.data_ptr()),
+      tensors.counters(counters),
       tensors.counters_to(counters_to),
       num_drafts};
   tensors.num_drafts(num_drafts, undo_log.size(0));
-#ifdef NWOR_CUDA
-  if (tensors.on_cuda() && args.counters_to != nullptr) {
-    check_device_sees(tensors.op(), args.counters_to);
-  }
-#endif
   NWOR_DISPATCH(tensors, args, restore_rejected_drafts);
 }
 

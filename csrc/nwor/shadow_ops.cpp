@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // stage, commit_draft_layer and unstage: from tensors to launchers.
-#include "bindings.h"
 #include "dispatch.h"
+#include "ops.h"
 
 namespace nwor {
 namespace {
-
-using torch::headeronly::ScalarType;
 
 void has_rows(const TensorArgs& tensors, const BlockTable& blocks, int64_t num_reqs) {
   NWOR_CHECK(blocks.num_rows >= num_reqs, tensors.op(), "block_table has ",
@@ -31,8 +29,9 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
   const LayerTable layers = tensors.table(table);
   const RunList run_list = tensors.runs(runs);
   const BlockTable blocks = tensors.block_table(block_table, slot_mapping);
-  tensors.array("query_start_loc", query_start_loc, ScalarType::Int, 1);
-  tensors.array("seq_lens", seq_lens, ScalarType::Int, 1);
+  const auto* const starts =
+      tensors.values<int32_t>("query_start_loc", query_start_loc);
+  const auto* const lengths = tensors.values<int32_t>("seq_lens", seq_lens);
   int64_t num_reqs = 0;
   const int32_t* sums =
       tensors.cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
@@ -58,18 +57,10 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
   NWOR_CHECK(first_entry <= kMaxInt32 - windows.num_seats * span, tensors.op(),
              "first_entry is ", first_entry, "; must leave room for ",
              windows.num_seats, " seats of ", span, " entries below ", kMaxInt32);
-  const ShadowStageArgs args{layers,
-                             run_list,
-                             blocks,
-                             static_cast<const int32_t*>(query_start_loc.data_ptr()),
-                             static_cast<const int32_t*>(seq_lens.data_ptr()),
-                             sums,
-                             windows,
-                             first_entry,
-                             num_real_entries,
-                             entry_tokens,
-                             num_reqs,
-                             static_cast<int32_t>(step),
+  const ShadowStageArgs args{layers,       run_list,    blocks,
+                             starts,       lengths,     sums,
+                             windows,      first_entry, num_real_entries,
+                             entry_tokens, num_reqs,    static_cast<int32_t>(step),
                              patches};
   NWOR_DISPATCH(tensors, args, stage);
 }
@@ -80,15 +71,13 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
                         int64_t entry_tokens, bool undoes, OptionalTensor counters_to) {
   const TensorArgs tensors("commit_draft_layer", "table", table);
-  tensors.array("counters", counters, ScalarType::Long, 1);
-  tensors.size_is("counters", counters, 0, kNumCounters, "its columns");
   const ShadowCommitArgs args{
       tensors.table(table),
       tensors.runs(runs),
       tensors.block_table(block_table, slot_mapping),
       tensors.saved(saved, seats, num_reqs),
       tensors.acceptance(sampled_token_ids, vocab_size, num_rejected),
-      static_cast<int64_t*>(counters.data_ptr()),
+      tensors.counters(counters),
       tensors.counters_to(counters_to),
       entry_tokens,
       num_reqs,
@@ -98,11 +87,6 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
   NWOR_CHECK(args.acceptance.num_reqs >= num_reqs, tensors.op(),
              num_rejected.has_value() ? "num_rejected" : "sampled_token_ids", " has ",
              args.acceptance.num_reqs, " rows; must have ", num_reqs, ", num_reqs");
-#ifdef NWOR_CUDA
-  if (tensors.on_cuda() && args.counters_to != nullptr) {
-    check_device_sees(tensors.op(), args.counters_to);
-  }
-#endif
   NWOR_DISPATCH(tensors, args, commit_draft_layer);
 }
 

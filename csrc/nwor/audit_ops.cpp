@@ -3,9 +3,6 @@
 // The audit's ops: from tensors to launchers. audit_describe and audit_describe_layers
 // write a group's tables, addresses and sizes, into one tensor on the host, which the
 // others take: few arguments, in few calls a step. Whoever holds it keeps the tables.
-// Registration and schemas are at the end.
-#include <torch/csrc/stable/library.h>
-
 #include "audit.h"
 #include "check.h"
 #include "dispatch.h"
@@ -35,19 +32,10 @@ constexpr int64_t kPartColumns = sizeof(AuditBytes) / sizeof(int64_t);
 static_assert(sizeof(Tables) % 8 == 0 && sizeof(AuditBytes) % 8 == 0,
               "they lie in an int64 tensor");
 
-// The elements of an array of int32 or int64.
-template <typename Value>
-Value* values_of(const TensorArgs& tensors, const char* name, const Tensor& tensor,
-                 int64_t num_dims = 1) {
-  constexpr auto kType = sizeof(Value) == 8 ? ScalarType::Long : ScalarType::Int;
-  tensors.array(name, tensor, kType, num_dims);
-  return static_cast<Value*>(tensor.data_ptr());
-}
-
-// Those of an int64 table, one struct a row.
+// The rows of an int64 table, one struct each.
 template <typename Row>
 Row* rows_of(const TensorArgs& tensors, const char* name, const Tensor& tensor) {
-  auto* const first = values_of<int64_t>(tensors, name, tensor, 2);
+  auto* const first = tensors.values<int64_t>(name, tensor, 2);
   tensors.size_is(name, tensor, 1, sizeof(Row) / sizeof(int64_t), "its columns");
   return reinterpret_cast<Row*>(first);
 }
@@ -60,7 +48,7 @@ TensorArgs on_host(const char* op, const char* name, const Tensor& tensor) {
 }
 
 Tables& room_in(const char* op, const Tensor& tables) {
-  auto* const to = values_of<int64_t>(on_host(op, "tables", tables), "tables", tables);
+  auto* const to = on_host(op, "tables", tables).values<int64_t>("tables", tables);
   const int64_t size = tables.size(0);
   NWOR_CHECK(size >= kTablesColumns && (size - kTablesColumns) % kPartColumns == 0, op,
              "tables has ", size, " entries; must have ", kTablesColumns + 0, ", and ",
@@ -86,12 +74,12 @@ AuditGroup group_of(const TensorArgs& tensors, const Tensor& records,
                     const Tensor& seats, const Tensor& expected, const Tensor& owners,
                     const Tensor& plan, const Tensor& findings, const Tensor& stores,
                     int64_t block_size) {
-  auto* const block_ends = values_of<int64_t>(tensors, "expected", expected, 2);
-  auto* const of_blocks = values_of<int32_t>(tensors, "owners", owners);
+  auto* const block_ends = tensors.values<int64_t>("expected", expected, 2);
+  auto* const of_blocks = tensors.values<int32_t>("owners", owners);
   Finding* rows = rows_of<Finding>(tensors, "findings", findings);
   NWOR_CHECK(findings.size(0) > 1, tensors.op(), "findings has ", findings.size(0),
              " rows; must have room for one behind the header");
-  auto* const numbers = values_of<int64_t>(tensors, "stores", stores);
+  auto* const numbers = tensors.values<int64_t>("stores", stores);
   NWOR_CHECK(block_size > 0 && stores.size(0) >= owners.size(0) &&
                  records.size(0) == stores.size(0) * block_size,
              tensors.op(), "block_size is ", block_size, "; ", stores.size(0),
@@ -121,7 +109,7 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
                   int64_t num_reqs, int64_t step) {
   const TensorArgs& tensors = call.tensors;
   const auto* const starts =
-      values_of<int32_t>(tensors, "query_start_loc", query_start_loc);
+      tensors.values<int32_t>("query_start_loc", query_start_loc);
   tensors.array_of("block_table", block_table, ScalarType::Int, 2);
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= row_seats.size(0) &&
                  num_reqs < query_start_loc.size(0) && num_reqs <= block_table.size(0),
@@ -141,7 +129,7 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
 AuditBytes bytes_of(const TensorArgs& tensors, const AuditGroup& group,
                     const Tensor& table, const OptionalTensor& runs,
                     const Tensor& contents, int64_t first_column, int64_t table_index) {
-  auto* const sums = values_of<int32_t>(tensors, "contents", contents, 2);
+  auto* const sums = tensors.values<int32_t>("contents", contents, 2);
   const LayerTable layers = tensors.table(table);
   // On CUDA the rows are where the host cannot read them.
   if (!tensors.on_cuda()) {
@@ -161,7 +149,7 @@ AuditBytes bytes_of(const TensorArgs& tensors, const AuditGroup& group,
 
 const int32_t* tokens_of(const TensorArgs& tensors, const Tensor& tokens,
                          int64_t length, int64_t room) {
-  const auto* const ids = values_of<int32_t>(tensors, "tokens", tokens);
+  const auto* const ids = tensors.values<int32_t>("tokens", tokens);
   NWOR_CHECK(length >= 0 && length <= tokens.size(0) && length <= room, tensors.op(),
              "length is ", length, "; must be at most the ", tokens.size(0),
              " tokens, and the ", room, " that expected has room for");
@@ -173,7 +161,7 @@ const int32_t* block_ids(const Call& call, const Tensor& blocks) {
   const TensorArgs& tensors = call.tensors;
   const int64_t num_blocks = call.group.num_blocks();
   const TensorArgs host = on_host(tensors.op(), "blocks", blocks);
-  const auto* const ids = values_of<int32_t>(host, "blocks", blocks);
+  const auto* const ids = host.values<int32_t>("blocks", blocks);
   for (int64_t i = 0; i < blocks.size(0); ++i) {
     NWOR_CHECK(ids[i] >= 0 && ids[i] < num_blocks, tensors.op(), "blocks[", i, "] is ",
                ids[i], "; must be between 0 and ", num_blocks - 1);
@@ -266,7 +254,7 @@ void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                 Tensor slot_mapping, int64_t num_tokens, int64_t step) {
   const Call call = call_of("audit_plan", tables);
   const TensorArgs& tensors = call.tensors;
-  const auto* const at = values_of<int64_t>(tensors, "positions", positions);
+  const auto* const at = tensors.values<int64_t>("positions", positions);
   int64_t num_slots = 0;
   const int64_t* const slots = tensors.slot_mapping(slot_mapping, &num_slots);
   NWOR_CHECK(num_tokens >= 0 && num_tokens <= positions.size(0) &&
@@ -293,7 +281,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
       {},
       is_undone};
   if (cu_num_logits.has_value()) {
-    args.cu_num_logits = values_of<int32_t>(tensors, "cu_num_logits", *cu_num_logits);
+    args.cu_num_logits = tensors.values<int32_t>("cu_num_logits", *cu_num_logits);
     args.acceptance = tensors.acceptance(sampled_token_ids, vocab_size, num_rejected);
     NWOR_CHECK(
         cu_num_logits->size(0) >= num_reqs && args.acceptance.num_reqs >= num_reqs,
@@ -347,7 +335,7 @@ void audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int64_t step,
   const Call call = call_of("audit_hand_on", tables);
   const char* const op = call.tensors.op();
   const TensorArgs host = on_host(op, "numbers", numbers);
-  const auto* const of_blocks = values_of<int64_t>(host, "numbers", numbers);
+  const auto* const of_blocks = host.values<int64_t>("numbers", numbers);
   host.size_is("numbers", numbers, 0, blocks.size(0), "as blocks");
   const bool keeps = call.group.num_stored > 0 && call.tables.num_parts > 0;
   for (int64_t i = 0; i < numbers.size(0); ++i) {
@@ -377,7 +365,7 @@ void audit_snapshot(Tensor tables, bool again) {
 void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) {
   const Call call = call_of("audit_hand_out", tables);
   const TensorArgs host(call.tensors.op(), "blocks", blocks);
-  const auto* const of_blocks = values_of<int32_t>(host, "generations", generations);
+  const auto* const of_blocks = host.values<int32_t>("generations", generations);
   host.size_is("generations", generations, 0, blocks.size(0), "as blocks");
   const AuditHandOutArgs args{call.group, block_ids(call, blocks), of_blocks,
                               blocks.size(0)};

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The launchers of log and restore (shadow.h has the others): what the bindings
-// call, with raw pointers and no torch types.
-// One struct of arguments for each op, the same for CPU and CUDA.
+// The launchers of log and restore: what the ops call, with raw pointers and no torch
+// types. One struct of arguments for each op, the same for CPU and CUDA.
 //
 // A CPU launcher checks every value that it will use before it writes the first
 // byte. A CUDA launcher cannot read device values: it checks what the host
@@ -43,6 +42,9 @@ void restore_rejected_drafts_cuda(const RestoreArgs& args, int device, void* str
 void load_cow_kernels(const char* op, int device);
 // Refuses memory for RestoreArgs::counters_to that a kernel could not write to.
 void check_device_sees(const char* op, const int64_t* counters_to);
+// What this was compiled with: CUDA's version as it encodes it, and the compute
+// capabilities, e.g. "13000 800,900".
+const char* cuda_build();
 #endif
 
 }  // namespace nwor
