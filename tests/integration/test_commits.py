@@ -313,7 +313,7 @@ def test_nothing_is_copied_from_a_device(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commits, "pending", NoTensors()(commits.pending))
-    monkeypatch.setattr(commits, "tell", NoTensors()(commits.tell))
+    monkeypatch.setattr(commits, "publish", NoTensors()(commits.publish))
     with told() as found:
         expected = alone.step()
     assert found == [[expected]]
@@ -371,7 +371,7 @@ def test_a_failure_of_ours_loses_the_commits_and_nothing_else(
 def test_without_a_callback_nothing_is_read(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stats, "_telling", None)
+    monkeypatch.setattr(commits, "pending", None)
 
     alone.step()
 

@@ -55,7 +55,7 @@ class Registration:
         """A second call changes nothing."""
         registered[:] = [other for other in registered if other is not self]
 
-    def tell(self, commits: Sequence[Commit]) -> None:
+    def call(self, commits: Sequence[Commit]) -> None:
         try:
             self.callback(commits)
         except Exception:
@@ -139,7 +139,7 @@ def pending(
     return found
 
 
-def tell(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
+def publish(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
     """Calls the callbacks, once vLLM took the step in; raises nothing of theirs."""
     commits = []
     for request, commit in found:
@@ -155,4 +155,4 @@ def tell(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
         commits.append(commit)
     if commits:
         for registration in tuple(registered):
-            registration.tell(commits)
+            registration.call(commits)
