@@ -9,8 +9,6 @@ the subject of tests/integration/test_stats_inprocess.py.
 import array
 import dataclasses
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -22,7 +20,6 @@ import prometheus_client
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import (
@@ -653,37 +650,6 @@ def test_a_scheduler_that_counts_otherwise_is_refused_by_name():
 
     with pytest.raises(HostMismatch, match="make_spec_decoding_stats has parameters"):
         hooked(stats.SCHEDULER, Scheduler=Other)
-
-
-API_SERVER = """
-import sys
-import prometheus_client
-from vllm_nwor import metrics
-prometheus = metrics.NworPrometheus(
-    prometheus_client.Counter, prometheus_client.Gauge, {0: ["tiny", "0"]}
-)
-counts = [int(sys.argv[1])] * len(metrics.COUNTERS)
-prometheus.add({"counts": counts, "fallbacks": {"over_capacity": 1}}, 0)
-if sys.argv[2:]:
-    info = [[0, "stage", "cow", "no path"]]
-    prometheus.add({"counts": [0] * len(counts), "info": info}, 0)
-"""
-
-
-def test_several_api_servers_add_up(tmp_path):
-    for arguments in (["3", "info"], ["4"]):
-        subprocess.run(
-            [sys.executable, "-c", API_SERVER, *arguments],
-            env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-            check=True,
-            timeout=60,
-        )
-    found = SimpleNamespace(registry=prometheus_client.CollectorRegistry())
-    MultiProcessCollector(found.registry, path=str(tmp_path))
-
-    assert value(found, "windows_total") == 7
-    assert fallbacks(found) == {**dict.fromkeys(FALLBACKS, 0), "over_capacity": 2}
-    assert info(found, "cow") == 1
 
 
 def test_objects_need_nothing_but_classes_like_prometheus_clients():

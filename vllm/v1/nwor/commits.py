@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_commit: tells somebody in the scheduler's process what each step committed.
+"""on_commit: reports in the scheduler's process what each step committed.
 
 For what publishes or accounts for KV-cache content. The numbers are the scheduler's;
-nothing waits for a device, or is copied from one. Not told are steps that vLLM ignores:
-of requests aborted or preempted in flight, or whose KV failed to load. What a prefix
-cache or a KV connector brought was never computed here: a request's first commit starts
-behind it. Whether a KV-cache group is protected, `vllm:nwor_info` says.
+nothing waits for a device, or is copied from one. Steps that vLLM ignores are not
+reported: of requests aborted or preempted in flight, or whose KV failed to load. What a
+prefix cache or a KV connector brought was never computed here: a request's first commit
+starts behind it. Whether a KV-cache group is protected is in `vllm:nwor_info`.
 """
 
 from __future__ import annotations
