@@ -268,6 +268,7 @@ BREACHES = [
     (counts(2, 7, 2), ["accepted"]),
     (counts(2, 7, 4), ["accepted"]),
     (counts(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
+    (counts(1, 4, 1), ["windows", "drafts", "accepted"]),
     (counts(2, 7, 3, invalid=2), ["worker"]),
 ]
 
