@@ -600,6 +600,13 @@ def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch):
     assert value(module, "windows_total") == 20
 
 
+def test_nothing_waits_where_another_process_collects(monkeypatch, tmp_path):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    logger = hooked_loggers().PrometheusStatLogger()
+    record(logger, windows=1)
+    assert not logger.nwor_prometheus[0]._waiting[0]
+
+
 def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
     logger = hooked_loggers().PrometheusStatLogger()
     record(logger, 9, windows=1)
