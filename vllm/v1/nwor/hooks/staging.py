@@ -8,8 +8,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..draft_manager import StagedGroup
-from ..launches import LayerCache
+from ..layer_tables import LayerCache
+from ..shadow_blocks import StagedGroup
 from .engine_core import VERDICT, LayerVerdict, group_refusal, stage_refusal
 from .layers import (
     GroupRefused,
