@@ -107,8 +107,8 @@ def test_without_news_an_output_stays_as_it_was(take_payload, is_logged, caplog)
     stats.attach(output, take_payload)
 
     assert output.__dict__ == plain_output().__dict__
-    told = "no statistics on a runner's output: ModelRunnerOutput" in caplog.text
-    assert told is is_logged
+    logged = "no statistics on a runner's output: ModelRunnerOutput" in caplog.text
+    assert logged is is_logged
 
 
 # --- a scheduler's steps --------------------------------------------------------------
