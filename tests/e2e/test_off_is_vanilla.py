@@ -32,7 +32,6 @@ HOSTS = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.metrics.loggers",
     "vllm.v1.engine.core",
-    "vllm.v1.engine.utils",
 )
 import vllm.envs, vllm.plugins
 from vllm.platforms import current_platform

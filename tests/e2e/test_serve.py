@@ -280,8 +280,7 @@ def test_data_parallel_2(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_data_parallel_2_whose_head_has_no_nwor(tmp_path: Path) -> None:
-    """The engine of a headless node runs with it, and sends nothing to a front end that
-    would fail on a report."""
+    """The engine of a headless node runs with it; the head ignores its reports."""
     arguments = [*ARGUMENTS, "--data-parallel-size", "2"]
     arguments += ["--data-parallel-size-local", "1"]
     arguments += ["--data-parallel-address", "127.0.0.1"]
@@ -308,9 +307,8 @@ def test_data_parallel_2_whose_head_has_no_nwor(tmp_path: Path) -> None:
     assert "vllm:spec_decode_num_drafts_total" in names
     assert not [name for name in names if "nwor" in name]
     assert "NWOR" not in server.log()
-    said = log.read_text(errors="replace")
-    assert said.count("NWOR stage requested; group 0: stage") == 1
-    assert said.count("NWOR metrics are off: the front end") == 1
+    line = "NWOR stage requested; group 0: stage"
+    assert log.read_text(errors="replace").count(line) == 1
 
 
 def texts_of_each(server: Server) -> list[list[str]]:

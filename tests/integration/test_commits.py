@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """on_commit on vLLM's own schedulers, against a worker that is simulated here; who may
-register, what callbacks may do, and the steps that are not told.
+register, what callbacks may do, and the steps that are not reported.
 
-The worker knows what the scheduler does not tell our code: how many rows of each
-request really are in the cache, and in which blocks, as it was told them. Asynchronous
-scheduling and the V2 runner's way of resuming are reached this way without a GPU. What
-a KV connector makes of it, on real engines: test_connectors.py.
+The worker knows what our code does not see: how many rows of each request really are in
+the cache, and in which blocks. Asynchronous scheduling and the V2 runner's way of
+resuming are reached this way without a GPU. What a KV connector makes of it, on real
+engines: test_connectors.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def mode() -> Iterator[None]:
 
 
 @contextmanager
-def told() -> Iterator[list[list[Commit]]]:
+def reported() -> Iterator[list[list[Commit]]]:
     """What a callback is given, by call."""
     found: list[list[Commit]] = []
     registration = vllm_nwor.on_commit(lambda step: found.append(list(step)))
@@ -206,7 +206,7 @@ def test_each_commit_is_what_the_worker_did(kind, is_v2, seed):
         for *_, expected in in_flight:
             seen[what] += expected.pop(name, None) is not None
 
-    with told() as found:
+    with reported() as found:
         for number in range(400):
             if number < 300 and draw.random() < 0.25:
                 name = f"r{number}"
@@ -283,7 +283,7 @@ def will_be_computed_again(request: Any, output: ModelRunnerOutput) -> None:
     )
 
 
-def test_what_vllm_ignores_is_not_told(alone: Alone) -> None:
+def test_what_vllm_ignores_is_not_reported(alone: Alone) -> None:
     """Beside what the runs above meet."""
     changes = (
         lambda request, output: vars(request).update(num_stale_output_tokens=5),
@@ -295,7 +295,7 @@ def test_what_vllm_ignores_is_not_told(alone: Alone) -> None:
     )
     for change in (*changes, will_be_computed_again):
         alone = Alone()
-        with told() as found:
+        with reported() as found:
             expected = alone.step()
             assert found == [[expected]]
             assert alone.step(change).num_rejected < NUM_DRAFTS
@@ -313,8 +313,8 @@ def test_nothing_is_copied_from_a_device(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commits, "pending", NoTensors()(commits.pending))
-    monkeypatch.setattr(commits, "tell", NoTensors()(commits.tell))
-    with told() as found:
+    monkeypatch.setattr(commits, "publish", NoTensors()(commits.publish))
+    with reported() as found:
         expected = alone.step()
     assert found == [[expected]]
 
@@ -323,7 +323,7 @@ def test_a_group_that_is_not_slot_based_has_no_blocks(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stats, "block_sizes", lambda groups: {0: BLOCK})
-    with told() as found:
+    with reported() as found:
         expected = alone.step()
     blocks, _ = expected.block_ids
     assert found == [[expected._replace(block_ids=(blocks, ()))]]
@@ -357,7 +357,7 @@ def test_a_failure_of_ours_loses_the_commits_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(commits, "pending", None)
     monkeypatch.setenv("VLLM_NWOR_STRICT", "0")
-    with told() as found:
+    with reported() as found:
         before = alone.scheduler.requests["a"].num_tokens
         alone.step()
         assert found == []
@@ -371,7 +371,7 @@ def test_a_failure_of_ours_loses_the_commits_and_nothing_else(
 def test_without_a_callback_nothing_is_read(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stats, "_telling", None)
+    monkeypatch.setattr(commits, "pending", None)
 
     alone.step()
 

@@ -236,10 +236,10 @@ def switch_the_mode_on(second: str) -> None:
 @pytest.mark.parametrize(
     "front_end", ["LLM", pytest.param("AsyncLLM", marks=pytest.mark.nightly)]
 )
-def test_an_engine_whose_front_end_does_not_take_reports_serves_on(front_end):
+def test_a_front_end_without_nwor_ignores_reports(front_end):
     """Plugins are loaded once a process: front ends in one that had the mode off then
-    take no reports, whatever is asked for later; engines in processes of their own run
-    with it, and send none."""
+    know nothing of reports, whatever is asked for later; engines in processes of their
+    own run with it, and send them."""
     code = f"import {__name__} as of; of.switch_the_mode_on({front_end!r})"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -260,8 +260,5 @@ def test_an_engine_whose_front_end_does_not_take_reports_serves_on(front_end):
         assert tokens == vanilla
         assert "vllm:spec_decode_num_drafts" in names
         assert not [name for name in names if "nwor" in name]
-    for said in (
-        "NWOR stage requested; group 0: stage",
-        "NWOR metrics are off: the front end",
-    ):
-        assert len([line for line in lines if said in line]) == 1, done.stdout
+    line = "NWOR stage requested; group 0: stage"
+    assert done.stdout.count(line) == 1, done.stdout

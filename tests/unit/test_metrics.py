@@ -7,14 +7,12 @@ the subject of tests/integration/test_stats_inprocess.py.
 """
 
 import array
-import logging
+import dataclasses
 import pickle
-import subprocess
-import sys
 from collections import Counter
-from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import Mock, call
 
 import msgspec
@@ -22,10 +20,8 @@ import prometheus_client
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client.multiprocess import MultiProcessCollector
-from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
-from vllm.v1.engine import core, utils
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -37,14 +33,7 @@ from vllm_nwor.audit.findings import CLASSES
 from vllm_nwor.audit.stats import COUNTERS as AUDIT_COUNTERS
 from vllm_nwor.hooks import stats
 from vllm_nwor.hooks._wrap import HostMismatch
-from vllm_nwor.metrics import (
-    COUNTERS,
-    FALLBACKS,
-    Counted,
-    GroupInfo,
-    NworPrometheus,
-    NworStats,
-)
+from vllm_nwor.metrics import COUNTERS, FALLBACKS, GroupInfo, NworPrometheus
 from vllm_nwor.report import StepPayload
 
 BONUS = 7
@@ -118,8 +107,8 @@ def test_without_news_an_output_stays_as_it_was(take_payload, is_logged, caplog)
     stats.attach(output, take_payload)
 
     assert output.__dict__ == plain_output().__dict__
-    told = "no statistics on a runner's output: ModelRunnerOutput" in caplog.text
-    assert told is is_logged
+    logged = "no statistics on a runner's output: ModelRunnerOutput" in caplog.text
+    assert logged is is_logged
 
 
 # --- a scheduler's steps --------------------------------------------------------------
@@ -175,12 +164,9 @@ class Scheduler:
     make_spec_decoding_stats = VllmScheduler.make_spec_decoding_stats
 
     def __init__(self, method="ngram"):
-        self.vllm_config = SimpleNamespace(
-            speculative_config=SimpleNamespace(method=method),
-            parallel_config=SimpleNamespace(nwor_front_end=stats.COUNTS),
-        )
+        speculative = SimpleNamespace(method=method)
+        self.vllm_config = SimpleNamespace(speculative_config=speculative)
         self.log_stats = self.unfinished = True
-        self.connector_stats = None
         self.change_stats, self.form = (lambda found: None), dict
 
     def has_unfinished_requests(self):
@@ -204,14 +190,13 @@ class Scheduler:
                 )
             if fate == "stops":
                 del ids[1:]
-        found = SimpleNamespace(
-            kv_connector_stats=self.connector_stats, spec_decoding_stats=spec_stats
-        )
+        found = SchedulerStats(spec_decoding_stats=spec_stats)
         self.change_stats(found)
-        found = found if self.log_stats else None
+        carrier = SimpleNamespace(
+            outputs=outputs, scheduler_stats=found if self.log_stats else None
+        )
         other = SimpleNamespace(outputs=[], scheduler_stats=None)
-        carrier = SimpleNamespace(outputs=outputs, scheduler_stats=found)
-        return self.form({3: other, 0: carrier})
+        return self.form({3: carrier, 0: other})
 
 
 def hooked(name, **classes):
@@ -227,26 +212,26 @@ def hooked_scheduler(**arguments):
     return hooked(stats.SCHEDULER, Scheduler=Scheduler).Scheduler(**arguments)
 
 
-def run(scheduler, step, payload="truth", invalid=None):
+def run(scheduler, step, payload="truth", invalid=None, **more_drafts):
     """Runs one step; returns the report that leaves with it, or None. invalid: drafts
-    of a request that its grammar does not allow."""
+    of a request that its grammar does not allow. more_drafts: of the step's schedule,
+    for requests that are in nobody's output."""
     output = step.output
     if payload == "truth":
         payload = (step.counts,)
     if payload is not None:
         output.nwor_stats = payload
+    drafts = {rid: [5] * window[0] for rid, window in step.windows.items() if window[0]}
     scheduler_output = SimpleNamespace(
         step=step,
         num_invalid_spec_tokens=invalid,
-        scheduled_spec_decode_tokens={
-            rid: [5] * drafts for rid, (drafts, _, _) in step.windows.items() if drafts
-        },
+        scheduled_spec_decode_tokens=drafts | more_drafts,
     )
     outputs = scheduler.update_from_output(scheduler_output, model_runner_output=output)
-    found = dict(outputs)[0].scheduler_stats if outputs != [3, 0] else None
-    if found is None or "nwor" not in (found.kv_connector_stats or ()):
+    found = outputs[3].scheduler_stats if isinstance(outputs, dict) else None
+    if found is None or found.nwor_report is None:
         return None
-    report = {"fallbacks": {}} | found.kv_connector_stats["nwor"]
+    report = {"fallbacks": {}} | found.nwor_report
     report |= dict(zip(COUNTERS, report.pop("counts"), strict=True))
     parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
     assert all(report[name] >= 0 for name in COUNTERS)
@@ -283,6 +268,7 @@ BREACHES = [
     (counts(2, 7, 2), ["accepted"]),
     (counts(2, 7, 4), ["accepted"]),
     (counts(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
+    (counts(1, 4, 1), ["windows", "drafts", "accepted"]),
     (counts(2, 7, 3, invalid=2), ["worker"]),
 ]
 
@@ -326,67 +312,43 @@ def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims(
     assert report["dropped_drafts"] == (found[1] == 9)
 
 
-@pytest.mark.parametrize(
-    ("payload", "expected"),
-    [
-        ({"counters": ZEROS}, "`array`, got `object`"),  # an older version's
-        (((0,) * 7,), "`array` of length 8, got 7 - at `$[0]`"),
-        (((1, 4, 2, 2, -64, 0, 0, 0),), "`int` >= 0 - at `$[0][4]`"),
-        ((ZEROS, 3), "`object`, got `int` - at `$[1]`"),
-        ((ZEROS, {"over_capacity": -1}), "`int` >= 0 - at `$[1][...]`"),
-        ((ZEROS, {}, [{"group": 0}]), "`array`, got `object` - at `$[2][0]`"),
-        ((ZEROS, {}, [], {"steps": -1}), "`int` >= 0 - at `$[3][...]`"),
-    ],
-)
-def test_a_payload_of_another_version_is_named(payload, expected):
-    with pytest.raises(ValueError, match="payload is ") as raised:
-        NworStats().add_step(payload, Counted, ({}, None, []))
-
-    assert str(raised.value) == f"payload is {payload!r}: Expected {expected}"
-
-
 # --- the scheduler's hooks ------------------------------------------------------------
 
 
-NO_SUMS = {"change_stats": lambda found: vars(found).pop("spec_decoding_stats")}
-
-
 @pytest.mark.parametrize(
-    ("broken", "step", "payload", "kind", "windows", "parts"),
+    ("broken", "payload", "num_windows"),
     [
-        (NO_SUMS, MIXED, "truth", "sums", 8, (5, 2, 19)),
-        ({"form": list}, MIXED, "truth", "sums", 8, (5, 2, 19)),
-        ({"has_unfinished_requests": None}, SILENT, "truth", "report", 5, (5, 2, 10)),
-        ({"connector_stats": ["a list"]}, MIXED, "truth", "report", 8, (10, 4, 12)),
-        ({}, MIXED, ["counters"], "payload", 4, (5, 2, 6)),
+        ({"form": list}, "truth", 4),
+        ({"has_unfinished_requests": None}, "truth", 5),
+        ({}, "counters", 4),
+        ({}, (ZEROS[1:],), 4),
+        ({}, ((1, 4, 2, 2, 0, 0, -64, 0),), 4),
     ],
 )
 def test_what_fails_here_is_a_breach_and_loses_no_output(
-    broken, step, payload, kind, windows, parts, monkeypatch, caplog
+    broken, payload, num_windows, monkeypatch, caplog
 ):
-    """Nor counts, but of a payload that is none: windows of which vLLM says nothing are
-    dropped ones. They may leave with the next step only."""
+    """Counts that were taken leave with the next step."""
     scheduler = hooked_scheduler()
-    before = vars(scheduler).copy()
-    vars(scheduler).update(broken)
+    monkeypatch.setattr(scheduler, "unfinished", False)
+    step = Step(a=(4, 2, "gone"))
 
-    found = [run(scheduler, step, payload)]
-    vars(scheduler).update(before)
-    found.append(run(scheduler, MIXED))
+    def play():
+        with monkeypatch.context() as patch:
+            for name, value in broken.items():
+                patch.setattr(scheduler, name, value, raising=False)
+            assert run(scheduler, step, payload) is None
 
-    total: Counter[str] = Counter()
-    for report in filter(None, found):
-        total.update({name: report[name] for name in COUNTERS})
-    names = ("committed_tokens", "rejected_tokens", "dropped_drafts")
-    assert (total["breaches"], total["windows"]) == (1, windows)
-    assert tuple(total[name] for name in names) == parts
-    assert metrics._logged == {f"breach of the {kind} identity"}
+    play()
+    report = run(scheduler, MIXED)
+
+    assert report["breaches"] == 1
+    assert report["windows"] == num_windows
+    assert metrics._logged == {"breach of the report identity"}
     assert len([r for r in caplog.records if "breach" in r.message]) == 1
-
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
-    vars(scheduler).update(broken)
     with pytest.raises((AttributeError, TypeError, ValueError)):
-        run(scheduler, step, payload)
+        play()
 
 
 @pytest.mark.parametrize(
@@ -416,17 +378,6 @@ def test_news_leave_with_the_step_that_has_them_and_once(payload, news, twice):
     assert run(scheduler, IDLE, None) is None
     assert run(scheduler, SILENT, payload) is None
     assert run(scheduler, MIXED, payload) == nothing | twice
-
-
-def test_the_connectors_own_statistics_are_kept_and_not_written_to():
-    scheduler = hooked_scheduler()
-    scheduler.connector_stats = own = {"num_saved": 3}
-    sent = []
-    scheduler.change_stats = sent.append
-
-    assert run(scheduler, MIXED)["windows"] == 4
-    assert own == {"num_saved": 3}
-    assert {**sent[0].kv_connector_stats, "nwor": 0} == {"num_saved": 3, "nwor": 0}
 
 
 def test_a_step_that_vllm_fails_to_process_leaves_nothing_behind():
@@ -501,16 +452,16 @@ def test_whatever_is_aborted_the_totals_add_up(steps):
     st.integers(-2, 2),
 )
 def test_one_wrong_number_of_the_worker_never_passes(windows, column, error):
-    """Nor is it added otherwise where counts are looked at in any case: in a payload
-    with room for news."""
+    """Nor is it added otherwise where each identity is looked at in any case: with one
+    more request in the schedule."""
     step = Step(**windows, z=(0, 0, "counted"))
     wrong = list(step.counts)
     wrong[column] = max(wrong[column] + error, 0)  # zero less one is zero
     is_wrong = tuple(wrong) != step.counts and column in (0, 1, 2, 3, 5)
 
     reports = [
-        run(hooked_scheduler(), step, payload)
-        for payload in ((tuple(wrong),), (tuple(wrong), {}, []))
+        run(hooked_scheduler(), step, (tuple(wrong),), **more)
+        for more in ({}, {"none": []})
     ]
 
     assert reports[0] == reports[1]
@@ -521,6 +472,36 @@ def test_one_wrong_number_of_the_worker_never_passes(windows, column, error):
 # --- the front end --------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Vanilla:
+    """As vLLM's SchedulerStats."""
+
+    num_running_reqs: int = 0
+    lists: list[int] = dataclasses.field(default_factory=list)
+
+
+def test_a_report_is_a_field_that_a_front_end_without_nwor_skips():
+    @dataclasses.dataclass
+    class Extended(Vanilla):
+        __annotations__ = {}
+
+    for cls in (Extended, SchedulerStats):
+        stats.extend(cls)
+        stats.extend(cls)
+    sent = Extended(2, [3])
+    dataclasses.replace(sent)
+    encoded = [msgspec.msgpack.encode(sent)]
+    sent.nwor_report = report = {"counts": [1, 2], "fallbacks": {"no_seat": 3}}
+    encoded.append(msgspec.msgpack.encode(sent))
+
+    for one, expected in zip(encoded, (None, report), strict=True):
+        assert msgspec.msgpack.decode(one, type=Vanilla) == Vanilla(2, [3])
+        assert msgspec.msgpack.decode(one, type=Extended).nwor_report == expected
+    assert SchedulerStats(3).nwor_report is None
+    with pytest.raises(HostMismatch, match="SchedulerStats is not a dataclass"):
+        stats.extend(None)
+
+
 def hooked_loggers():
     registry = prometheus_client.CollectorRegistry()
 
@@ -528,39 +509,32 @@ def hooked_loggers():
         _counter_cls = partial(prometheus_client.Counter, registry=registry)
         _gauge_cls = partial(prometheus_client.Gauge, registry=registry)
 
-        def __init__(self, vllm_config, engine_indexes=None):
+        def __init__(self, vllm_config=None, engine_indexes=(0,)):
             for collector in list(registry._collector_to_names):
                 registry.unregister(collector)
             labels = {engine: ["tiny", str(engine)] for engine in engine_indexes}
             self.per_engine_labelvalues = labels
-
-    class StatLoggerManager:
-        def __init__(self, engine_indexes=(0,)):
-            self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace())
-            logger = module.PrometheusStatLogger(self.vllm_config, engine_indexes)
-            self.stat_loggers = [SimpleNamespace(), logger]
-            self.recorded = []
+            self.recorded = 0
 
         def record(
-            self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None
+            self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0
         ):
-            self.recorded.append(scheduler_stats and scheduler_stats.kv_connector_stats)
+            self.recorded += 1
 
-    classes = (PrometheusStatLogger, StatLoggerManager)
-    module = hooked(stats.LOGGERS, **{cls.__name__: cls for cls in classes})
+    module = hooked(stats.LOGGERS, PrometheusStatLogger=PrometheusStatLogger)
     module.registry = registry
     return module
 
 
-def report_of(**counts):
-    return {"counts": [counts.pop(name, 0) for name in COUNTERS], **counts}
-
-
-def recorded(manager, kv_connector_stats, **arguments):
-    """Records a SchedulerStats; returns what vLLM's own loggers saw of it."""
-    found = SimpleNamespace(kv_connector_stats=kv_connector_stats)
-    manager.record(found, None, **arguments)
-    return manager.recorded[-1]
+def record(logger, engine_idx=0, fallbacks=None, audit=None, info=None, **counts):
+    """Records a SchedulerStats with that report."""
+    report: dict[str, Any] = {"counts": [counts.get(name, 0) for name in COUNTERS]}
+    news = {"fallbacks": fallbacks, "audit": audit, "info": info}
+    report |= {name: found for name, found in news.items() if found}
+    found, num = SchedulerStats(), logger.recorded
+    found.nwor_report = report
+    logger.record(found, None, mm_cache_stats=None, engine_idx=engine_idx)
+    assert logger.recorded == num + 1
 
 
 def value(module, name, engine=0, **labels):
@@ -572,29 +546,24 @@ def fallbacks(module, engine=0):
     return {r: value(module, "fallbacks_total", engine, reason=r) for r in FALLBACKS}
 
 
-def test_a_report_is_taken_out_and_counted_for_its_engine():
+def test_a_report_is_counted_for_its_engine():
     module = hooked_loggers()
-    manager = module.StatLoggerManager((0, 1))
-    audit = {"steps": 7}  # nobody here shows it
-    report = report_of(
-        windows=2, restored_bytes=10, fallbacks={"over_capacity": 3}, audit=audit
-    )
-    own = {"num_saved": 1}
+    logger = module.PrometheusStatLogger(None, (0, 1))
     for name in COUNTERS:
         assert value(module, f"{name}_total", engine=1) == 0
     assert fallbacks(module, engine=1) == dict.fromkeys(FALLBACKS, 0)
+    more = {"fallbacks": {"over_capacity": 3}, "audit": {"steps": 7}}
 
-    assert recorded(manager, {"nwor": report}, engine_idx=1) is None
-    assert recorded(manager, {"nwor": report, **own}, engine_idx=1) == own
-    assert recorded(manager, own) is own
-    manager.record(None, None)
-    assert manager.recorded[-1] is None
+    for _ in range(2):
+        record(logger, 1, windows=2, restored_bytes=10, **more)
+        logger.record(SchedulerStats(), None)
+        logger.record(None, None)
 
     assert value(module, "windows_total", 1) == 4
     assert value(module, "restored_bytes_total", 1) == 20
     assert value(module, "windows_total", 0) == 0
     assert value(module, "fallbacks_total", 1, reason="over_capacity") == 6
-    assert value(module, "audit_steps_total", 1) is None
+    assert value(module, "audit_steps_total", 1) is None  # nobody here shows it
 
 
 @pytest.mark.parametrize("mode", ["off", "stage"])
@@ -603,11 +572,11 @@ def test_the_audits_counts_are_shown_with_the_mode_and_without(mode, monkeypatch
     monkeypatch.setenv("VLLM_NWOR_MODE", mode)
     monkeypatch.setenv("VLLM_NWOR_AUDIT", "log")
     module = hooked_loggers()
-    manager = module.StatLoggerManager()
+    logger = module.PrometheusStatLogger()
     expected = dict.fromkeys([*AUDIT_COUNTERS, *CLASSES], 0)
 
     for rise in ({}, {"steps": 9, "changed": 1}, {"steps": 3, "unverified": 2}):
-        recorded(manager, {"nwor": report_of(windows=1, audit=rise)})
+        record(logger, windows=1, audit=rise)
         expected |= Counter(expected) + Counter(rise)
         found = {name: value(module, f"audit_{name}_total") for name in AUDIT_COUNTERS}
         for kind in CLASSES:
@@ -620,26 +589,32 @@ def test_the_audits_counts_are_shown_with_the_mode_and_without(mode, monkeypatch
 def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(metrics, "MAX_WAITING", 5)
     module = hooked_loggers()
-    manager = module.StatLoggerManager()
-    (prometheus,) = manager.stat_loggers[1].nwor_prometheus
+    logger = module.PrometheusStatLogger()
+    (prometheus,) = logger.nwor_prometheus
 
     for _ in range(20):
-        recorded(manager, {"nwor": report_of(windows=1)})
+        record(logger, windows=1)
         assert len(prometheus._waiting[0]) <= 5
 
     assert value(module, "windows_total") == 20
     assert value(module, "windows_total") == 20
 
 
-def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
-    manager = hooked_loggers().StatLoggerManager()
-    report = report_of(windows=1)
+def test_nothing_waits_where_another_process_collects(monkeypatch, tmp_path):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    logger = hooked_loggers().PrometheusStatLogger()
+    record(logger, windows=1)
+    assert not logger.nwor_prometheus[0]._waiting[0]
 
-    assert recorded(manager, {"nwor": report}, engine_idx=9) is None
+
+def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
+    logger = hooked_loggers().PrometheusStatLogger()
+    record(logger, 9, windows=1)
+    assert metrics._logged == {"a report was lost"}
 
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises(KeyError):
-        recorded(manager, {"nwor": report}, engine_idx=9)
+        record(logger, 9, windows=1)
 
 
 def info(module, resolved):
@@ -650,143 +625,30 @@ def info(module, resolved):
 def test_info_is_shown_once_for_each_group_and_by_loggers_created_anew():
     """What was shown before goes to zero, as counters of new loggers do."""
     module = hooked_loggers()
-    manager = module.StatLoggerManager()
-    recorded(manager, {"nwor": report_of(info=INFO)})
-    recorded(manager, {"nwor": report_of(windows=5)})
+    logger = module.PrometheusStatLogger()
+    record(logger, info=INFO)
+    record(logger, windows=5)
     assert info(module, "cow") == 1
-    recorded(manager, {"nwor": report_of(info=OTHER_INFO)})
+    record(logger, info=OTHER_INFO)
     assert (info(module, "cow"), info(module, "off")) == (0, 1)
 
     for news, shown in (({}, (None, 1)), ({"info": INFO}, (1, None))):
-        manager = module.StatLoggerManager()
+        logger = module.PrometheusStatLogger()
         assert value(module, "windows_total") == 0
-        recorded(manager, {"nwor": report_of(windows=1, **news)})
+        record(logger, windows=1, **news)
         assert value(module, "windows_total") == 1
         assert (info(module, "cow"), info(module, "off")) == shown
 
 
-def test_emit_metrics_0_creates_nothing_and_still_protects_vllms_loggers(monkeypatch):
-    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "0")
+def test_emit_metrics_0_counts_and_creates_nothing(monkeypatch):
+    """Also in a process that was hooked before."""
     module = hooked_loggers()
-    manager = module.StatLoggerManager()
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "0")
 
-    assert recorded(manager, {"nwor": report_of(windows=1)}) is None
+    record(module.PrometheusStatLogger(), windows=1)
+
     assert list(module.registry.collect()) == []
     assert run(hooked_scheduler(), MIXED) is None
-
-
-# --- who takes reports ----------------------------------------------------------------
-
-
-def mark(parallel_config):
-    return getattr(parallel_config, "nwor_front_end", 0)
-
-
-@pytest.mark.parametrize(
-    ("mode", "audit", "front_end", "lines"),
-    [
-        ("cow", "off", 0, ["NWOR metrics are off"]),
-        ("off", "log", 0, ["NWOR audit: no metrics"]),
-        ("cow", "log", stats.AUDIT, ["NWOR metrics are off"]),
-        ("cow", "log", stats.COUNTS, ["NWOR audit: no metrics"]),
-        ("off", "log", stats.AUDIT, []),
-        ("cow", "off", stats.COUNTS, []),
-    ],
-)
-@pytest.mark.parametrize("log_stats", [True, False])
-def test_an_engine_whose_front_end_does_not_show_what_it_tells_says_so_once(
-    mode, audit, front_end, lines, log_stats, monkeypatch, caplog
-):
-    """To one that said nothing it sends nothing: as in a headless node whose head has
-    no NWOR. Without statistics nobody would be told anything."""
-    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", audit)
-    scheduler = hooked_scheduler()
-    scheduler.vllm_config.parallel_config.nwor_front_end = front_end
-    scheduler.log_stats = log_stats
-
-    for _ in range(3):
-        report = run(scheduler, MIXED)
-        assert (report is not None) == (log_stats and front_end != 0)
-
-    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert [w.partition(": the front end ")[0] for w in warnings] == lines * log_stats
-    if log_stats:
-        assert not scheduler.nwor_stats.report  # what nobody asked for is not kept
-
-
-@pytest.mark.parametrize(
-    ("mode", "audit", "emit", "says"),
-    [
-        ("stage", "off", "1", stats.COUNTS),
-        ("stage", "log", "1", stats.COUNTS + stats.AUDIT),
-        ("off", "log", "1", stats.AUDIT),
-        ("stage", "log", "0", 0),
-        ("off", "off", "1", 0),
-    ],
-)
-def test_a_front_end_says_that_it_takes_reports_if_it_shows_them(
-    mode, audit, emit, says, monkeypatch
-):
-    """Each way from a front end to an engine: vLLM's own handshake and configs."""
-
-    class Actors:
-        def __init__(self, vllm_config):
-            self.config = pickle.loads(pickle.dumps(vllm_config.parallel_config))
-
-    metadata = utils.EngineHandshakeMetadata
-    classes = {"EngineHandshakeMetadata": metadata, "CoreEngineActorManager": Actors}
-    module = hooked(stats.ENGINES, **classes)
-    for name, setting in (("MODE", mode), ("AUDIT", audit), ("EMIT_METRICS", emit)):
-        monkeypatch.setenv(f"VLLM_NWOR_{name}", setting)
-
-    addresses, parallel = utils.EngineZmqAddresses([], []), {"data_parallel_size": 2}
-    sent = msgspec.msgpack.encode(module.EngineHandshakeMetadata(addresses, parallel))
-    engines, plain = ParallelConfig(), ParallelConfig()
-    socket = Mock(**{"recv.return_value": sent})
-    core.EngineCoreProc.startup_handshake(socket, True, False, engines)
-    plain.data_parallel_size = 2
-    assert engines.data_parallel_size == 2
-    assert engines.compute_hash() == plain.compute_hash()
-    assert mark(engines) == says
-    assert mark(module.CoreEngineActorManager(VllmConfig()).config) == says
-    manager = hooked_loggers().StatLoggerManager()
-    assert mark(manager.vllm_config.parallel_config) == says
-
-
-@pytest.mark.parametrize("rank_0_takes", [True, False])
-@pytest.mark.parametrize("own_takes", [True, False, None])
-def test_an_engine_with_a_front_end_of_its_own_asks_that_one(
-    rank_0_takes, own_takes, monkeypatch
-):
-    """External and hybrid load balancing: an engine of a rank above 0 has its config
-    from rank 0's front end, and reports to its own. None: there is only one."""
-    module = hooked(stats.ENGINE_CORE, EngineCoreProc=core.EngineCoreProc)
-    engine = object.__new__(module.EngineCoreProc)
-    config = SimpleNamespace(
-        parallel_config=ParallelConfig(), __post_init__=lambda: None
-    )
-    sent = {}
-    for size, takes in ((2, rank_0_takes), (3, own_takes)):
-        if takes is not None:
-            said = {"data_parallel_size": size} | ({stats.MARK: 1} if takes else {})
-            addresses = utils.EngineZmqAddresses([str(size)], [str(size)])
-            metadata = utils.EngineHandshakeMetadata(addresses, said)
-            metadata.parallel_config = said  # whoever has hooked it in this process
-            sent[str(size)] = msgspec.msgpack.encode(metadata)
-
-    @contextmanager
-    def make_zmq_socket(context, address, *_, **__):
-        yield Mock(**{"recv.return_value": sent[address]})
-
-    monkeypatch.setattr(core, "make_zmq_socket", make_zmq_socket)
-    rank_0, own = (*sent, None)[:2]
-    with engine._perform_handshakes(rank_0, b"\x01\x00", True, config, own) as found:
-        assert found.inputs == [own or rank_0]
-
-    expected = rank_0_takes if own_takes is None else own_takes
-    assert mark(config.parallel_config) == expected
-    assert config.parallel_config.data_parallel_size == 2  # rank 0's, always
 
 
 def test_a_scheduler_that_counts_otherwise_is_refused_by_name():
@@ -798,37 +660,6 @@ def test_a_scheduler_that_counts_otherwise_is_refused_by_name():
         hooked(stats.SCHEDULER, Scheduler=Other)
 
 
-API_SERVER = """
-import sys
-import prometheus_client
-from vllm_nwor import metrics
-prometheus = metrics.NworPrometheus(
-    prometheus_client.Counter, prometheus_client.Gauge, {0: ["tiny", "0"]}
-)
-counts = [int(sys.argv[1])] * len(metrics.COUNTERS)
-prometheus.add({"counts": counts, "fallbacks": {"over_capacity": 1}}, 0)
-if sys.argv[2:]:
-    info = [[0, "stage", "cow", "no path"]]
-    prometheus.add({"counts": [0] * len(counts), "info": info}, 0)
-"""
-
-
-def test_several_api_servers_add_up(tmp_path):
-    for arguments in (["3", "info"], ["4"]):
-        subprocess.run(
-            [sys.executable, "-c", API_SERVER, *arguments],
-            env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-            check=True,
-            timeout=60,
-        )
-    found = SimpleNamespace(registry=prometheus_client.CollectorRegistry())
-    MultiProcessCollector(found.registry, path=str(tmp_path))
-
-    assert value(found, "windows_total") == 7
-    assert fallbacks(found) == {**dict.fromkeys(FALLBACKS, 0), "over_capacity": 2}
-    assert info(found, "cow") == 1
-
-
 def test_objects_need_nothing_but_classes_like_prometheus_clients():
     """As Ray's stand-ins: nobody collects from them, and 0 is not added."""
     metric = Mock(spec_set=["labels", "inc", "set"])
@@ -836,8 +667,9 @@ def test_objects_need_nothing_but_classes_like_prometheus_clients():
     made = Mock(return_value=metric)
 
     prometheus = NworPrometheus(made, made, {0: ["tiny", "0"]})
-    prometheus.add(report_of(windows=1, fallbacks={"over_capacity": 1}), 0)
-    prometheus.add(report_of(info=INFO), 0)
+    counts = [1, *ZEROS]
+    prometheus.add({"counts": counts, "fallbacks": {"over_capacity": 1}}, 0)
+    prometheus.add({"counts": [0, *ZEROS], "info": INFO}, 0)
 
     assert metric.inc.call_args_list == [call(1), call(1)]
     metric.set.assert_called_once_with(1)

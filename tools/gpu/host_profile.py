@@ -18,7 +18,7 @@ Also: how long a step of the engine takes with each (the mean of steps, each the
 of its runs, which make the same batches); our kernels' time, with `stage` and
 `builtins`, by torch's profiler; and with `stage` every hook of ours, without what vLLM
 does inside of it, but with the timing of that. All hooks are in a step's way here; a
-server has the last of them (StatLoggerManager.record) in another process.
+server has the last of them (PrometheusStatLogger.record) in another process.
 
 In a tight loop each of these is several times faster: what a step runs is no longer in
 the processor's cache when its turn comes.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_commit: tells somebody in the scheduler's process what each step committed.
+"""on_commit: reports in the scheduler's process what each step committed.
 
 For what publishes or accounts for KV-cache content. The numbers are the scheduler's;
-nothing waits for a device, or is copied from one. Not told are steps that vLLM ignores:
-of requests aborted or preempted in flight, or whose KV failed to load. What a prefix
-cache or a KV connector brought was never computed here: a request's first commit starts
-behind it. Whether a KV-cache group is protected, `vllm:nwor_info` says.
+nothing waits for a device, or is copied from one. Steps that vLLM ignores are not
+reported: of requests aborted or preempted in flight, or whose KV failed to load. What a
+prefix cache or a KV connector brought was never computed here: a request's first commit
+starts behind it. Whether a KV-cache group is protected is in `vllm:nwor_info`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Registration:
         """A second call changes nothing."""
         registered[:] = [other for other in registered if other is not self]
 
-    def tell(self, commits: Sequence[Commit]) -> None:
+    def call(self, commits: Sequence[Commit]) -> None:
         try:
             self.callback(commits)
         except Exception:
@@ -139,7 +139,7 @@ def pending(
     return found
 
 
-def tell(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
+def publish(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
     """Calls the callbacks, once vLLM took the step in; raises nothing of theirs."""
     commits = []
     for request, commit in found:
@@ -155,4 +155,4 @@ def tell(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
         commits.append(commit)
     if commits:
         for registration in tuple(registered):
-            registration.tell(commits)
+            registration.call(commits)

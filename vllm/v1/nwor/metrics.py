@@ -28,12 +28,11 @@ import logging
 import operator
 import os
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -51,26 +50,23 @@ COUNTERS = {
     "breaches": "Identities between worker and scheduler that did not hold.",
 }
 # The reasons of fallbacks, which the manager counts (draft_manager.py).
-STALE_LOG = "stale_log"
-OVER_CAPACITY = "over_capacity"
-BEGIN_FAILED = "begin_failed"
-COMMIT_FAILED = "commit_failed"
-BEGIN_MISSED = "begin_missed"
-STAGE_FAILED = "stage_failed"
-NO_SEAT = "no_seat"
-STEP_FAILED = "step_failed"
 FALLBACKS = (
-    *(STALE_LOG, OVER_CAPACITY, BEGIN_FAILED, COMMIT_FAILED),
-    *(BEGIN_MISSED, STAGE_FAILED, NO_SEAT, STEP_FAILED),
+    STALE_LOG := "stale_log",
+    OVER_CAPACITY := "over_capacity",
+    BEGIN_FAILED := "begin_failed",
+    COMMIT_FAILED := "commit_failed",
+    BEGIN_MISSED := "begin_missed",
+    STAGE_FAILED := "stage_failed",
+    NO_SEAT := "no_seat",
+    STEP_FAILED := "step_failed",
 )
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
-_NOTHING = [0] * len(COUNTERS)
 ENGINE_LABELS = ("model_name", "engine")
-# Reports of an engine that wait for somebody to collect, at most.
+# Reports of an engine that wait for a collection, at most.
 MAX_WAITING = 1000
+_NOTHING = [0] * len(COUNTERS)
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
 # What the scheduler knows of a step: drafts scheduled for each request; the runner's
 # output; how many ids each of its rows has, before vLLM cuts those of a request that
 # stops. An empty row (vLLM clears discarded requests' rows) or none says nothing.
@@ -91,27 +87,14 @@ class GroupInfo(NamedTuple):
     reason: str
 
 
-class StepRecord(NamedTuple):
-    """What one ModelRunnerOutput brings from the worker.
-
-    counts: by how much the step raised each of ops.COUNTER_COLUMNS; missed begins are
-    among the invalid slots. fallbacks: new ones, by reason. info: of all groups, unless
-    somebody has read it before. audit: steps, unverified slots, findings by class.
-    """
-
-    counts: tuple[Count, Count, Count, Count, Count, Count, Count, Count]
-    fallbacks: dict[str, Count] = {}
-    info: list[GroupInfo] = []
-    audit: dict[str, Count] = {}
-
-
 class Counted:
     """Sums over the windows that vLLM counts, named as in its SpecDecodingStats, but
-    with grammar-invalid drafts: call it in place of make_spec_decoding_stats."""
+    with grammar-invalid drafts: call it in place of make_spec_decoding_stats, `make`.
+    """
 
     num_drafts = num_draft_tokens = num_accepted_tokens = 0
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Any = None) -> None:
         self._make = make
 
     def __call__(
@@ -128,141 +111,130 @@ class Counted:
         return self._make(stats, num_draft_tokens, num_accepted_tokens, *a, **k)
 
 
-NOTHING_COUNTED = Counted(None)
-
-
 class NworStats:
     """One scheduler's counts.
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
-        order of COUNTERS and, if there are any, the other fields of a StepRecord.
+        order of COUNTERS and, if there are any, what else a payload has, by name.
     """
 
-    def __init__(
-        self,
-        num_sampled: int = 1,
-        trims_drafts: bool = False,
-        has_front_end: bool = True,
-    ) -> None:
+    def __init__(self, num_sampled: int = 1, trims_drafts: bool = False) -> None:
         """num_sampled: ids of an output's row that are not drafts (1, the bonus token).
         trims_drafts: the worker may run fewer drafts than were scheduled (ngram_gpu,
             adaptive verification); vLLM counts those as drafted and rejected, not we.
-        has_front_end: there is one that takes reports."""
+        """
         self.report: dict[str, Any] = {}
-        self.has_front_end = has_front_end
         self._num_sampled = num_sampled
         self._trims_drafts = trims_drafts
 
     def breach(self, kind: str, found: str, num: int = 1) -> None:
         """Counts it `num` times, and logs the first one of its kind."""
-        self.report["counts"] = self._sum([*_NOTHING[1:], num])
+        self._add([*_NOTHING[1:], num])
         log_once(f"breach of the {kind} identity", found)
 
     def add_step(self, payload: Any, counted: Any, scheduled: Scheduled) -> None:
-        """Adds one processed output. Raises ValueError if the payload is not allowed.
+        """Adds one processed output. Raises TypeError or ValueError if the payload is
+        none.
 
-        payload: what the worker sent with it: a StepRecord as a tuple, which may end
-            before the fields with defaults, or what gives that from `read`.
+        payload: what the worker sent with it, or what gives that from `read`: by how
+            much the step raised each of ops.COUNTER_COLUMNS (missed begins are among
+            the invalid slots) and, as far as they are there, "fallbacks": new ones, by
+            reason; "info": a GroupInfo for each group, once; "audit": steps, unverified
+            slots and findings by class.
         counted: Counted, or SpecDecodingStats of a step without grammar-invalid drafts.
         """
-        read = getattr(payload, "read", None)
-        if read is not None:
+        if read := getattr(payload, "read", None):
             payload = read()
-        try:
-            # vLLM counts scheduled windows, each once: as many are the same ones, and
-            # their drafts those that were scheduled. So it is in nearly every step.
-            (found,) = payload
-            windows, staged, accepted, rejected, restored, invalid, copied, kept = found
-            agree = (
-                windows == counted.num_drafts == len(scheduled[0])
-                and staged == counted.num_draft_tokens
-                and accepted == counted.num_accepted_tokens == staged - rejected
-                and rejected >= 0 == invalid <= restored
-            )
-        except (TypeError, ValueError):
-            agree = False  # it is not counts alone
-        if agree:
+        counts, *news = payload
+        windows, staged, accepted, rejected, restored, invalid, copied, kept = counts
+        # vLLM counts scheduled windows, each once: as many are the same ones, and their
+        # drafts those that were scheduled. So it is in nearly every step.
+        if (
+            windows == counted.num_drafts == len(scheduled[0])
+            and staged == counted.num_draft_tokens
+            and accepted == counted.num_accepted_tokens == staged - rejected
+            and rejected >= 0 == invalid <= restored
+        ):
             parts = accepted, rejected, 0
+        elif min(counts) < 0:
+            raise ValueError(f"payload is {payload!r}")
         else:
-            try:
-                record = msgspec.convert(payload, StepRecord)
-            except msgspec.ValidationError as error:
-                raise ValueError(f"payload is {payload!r}: {error}") from None
-            windows, staged, _, _, restored, invalid, copied, kept = record.counts
-            for name in ("fallbacks", "audit"):
-                if risen := getattr(record, name):
-                    sums = Counter(self.report.get(name)) + Counter(risen)
-                    self.report[name] = dict(sums)
-            if record.info:
-                self.report["info"] = record.info
             if invalid:
                 self.breach("worker", f"the worker reported {invalid}", invalid)
-            committed, dropped = self._compare(record.counts, counted, scheduled)
-            parts = committed, staged - committed - dropped, dropped
-        counts = [windows, staged, *parts, restored, copied, kept, 0]
+            parts = self._compare(counts, counted, *scheduled)
+        self._add([windows, staged, *parts, restored, copied, kept, 0])
+        if news:
+            self._add_news(*news)
+
+    def _add_news(self, fallbacks: Any, info: Any = (), audit: Any = None) -> None:
+        for name, new in (("fallbacks", fallbacks), ("audit", audit)):
+            if new:
+                self.report[name] = dict(Counter(self.report.get(name)) + Counter(new))
+        if info:
+            self.report["info"] = info
+
+    def _add(self, counts: list[int]) -> None:
         if self.report:
-            counts = self._sum(counts)
+            counts = list(
+                map(operator.add, self.report.get("counts", _NOTHING), counts)
+            )
         self.report["counts"] = counts
 
-    def _sum(self, counts: list[int]) -> list[int]:
-        return list(map(operator.add, self.report.get("counts", _NOTHING), counts))
-
     def _compare(
-        self, counts: Sequence[int], counted: Any, scheduled: Scheduled
-    ) -> tuple[int, int]:
-        """Committed and dropped drafts. Each identity that does not hold is a breach.
+        self,
+        counts: Sequence[int],
+        counted: Any,
+        drafts: Mapping[str, Sequence[int]],
+        output: Any,
+        num_ids: Sequence[int],
+    ) -> tuple[int, int, int]:
+        """Committed, rejected and dropped drafts. Each identity that does not hold is a
+        breach.
 
-        The parts add up whatever was found: these two are clipped, and rejected is the
-        rest. Drafts that the worker left out (trims_drafts) are taken from the rejected
-        ones, then from the dropped ones; drafts it ran beyond what was scheduled (a
-        breach) are dropped ones.
+        The parts add up whatever was found. Drafts that the worker left out
+        (trims_drafts) are taken from the rejected ones, then from the dropped ones;
+        drafts it ran beyond what was scheduled (a breach) are dropped ones.
         """
         windows, staged, accepted, rejected, *_ = counts
-        drafts, output, num_ids = scheduled
         num_drafts = sum(map(len, drafts.values()))
         committed = min(counted.num_accepted_tokens, staged)
         uncounted = max(num_drafts, staged) - counted.num_draft_tokens
         dropped = min(max(uncounted, 0), staged - committed)
+        parts = committed, staged - committed - dropped, dropped
         if windows == staged == 0:
-            return committed, dropped
-        if accepted + rejected != staged:
-            split = f"{accepted} accepted + {rejected} rejected drafts are not {staged}"
-            self.breach("split", f"{split} staged")
-        for what, run, expected in (
-            ("windows", windows, sum(map(bool, drafts.values()))),
-            ("drafts", staged, num_drafts),
+            return parts  # the step ran as vanilla vLLM
+        # Fewest and most drafts accepted in all windows, as far as the output shows.
+        fewest = most = 0
+        for request_id, tokens in drafts.items():
+            row = output.req_id_to_index.get(request_id)
+            ids = num_ids[row] if num_ids and row is not None else 0
+            from_ids = max(ids - self._num_sampled, 0)
+            fewest += from_ids
+            most += from_ids if ids else len(tokens)
+        num_windows, all_run = sum(map(bool, drafts.values())), not self._trims_drafts
+        for kind, found, low, high in (
+            ("split", accepted + rejected, staged, staged),
+            ("windows", windows, num_windows * all_run, num_windows),
+            ("drafts", staged, num_drafts * all_run, num_drafts),
+            ("accepted", accepted, fewest, most),
         ):
-            if run > expected or (run < expected and not self._trims_drafts):
-                self.breach(what, f"{run} {what} run, {expected} scheduled")
-        # Fewest and most drafts accepted in all windows, as far as the output tells.
-        least = most = counted.num_accepted_tokens
-        if counted.num_draft_tokens != num_drafts or accepted != least:
-            least = most = 0
-            for request_id, tokens in drafts.items():
-                row = output.req_id_to_index.get(request_id)
-                ids = num_ids[row] if row is not None and num_ids else 0
-                from_ids = max(ids - self._num_sampled, 0) if tokens else 0
-                least += from_ids
-                most += from_ids if ids else len(tokens)
-        if not least <= accepted <= most:
-            found = (
-                f"{accepted} drafts accepted on the device, {least} to {most} by its"
-            )
-            of_vllm = f"{counted.num_accepted_tokens} in windows counted"
-            self.breach("accepted", f"{found} output, {of_vllm}")
-        return committed, dropped
+            if not low <= found <= high:
+                text = f"{found} by the worker's counts, {tuple(counts)}; expected"
+                of_vllm = f"vLLM counted {counted.num_accepted_tokens} accepted"
+                self.breach(kind, f"{text} {low} to {high}, and {of_vllm}")
+        return parts
 
 
 _logged: set[str] = set()
 
 
-def log_once(what: str, found: str, level: int = logging.ERROR) -> None:
+def log_once(what: str, found: str) -> None:
     """Logs the first of this kind in this process, with the exception that is being
     handled, if any."""
     if what not in _logged:
         _logged.add(what)
         handling = sys.exc_info()[0] is not None
-        logger.log(level, "NWOR %s: %s (logged once)", what, found, exc_info=handling)
+        logger.error("NWOR %s: %s (logged once)", what, found, exc_info=handling)
 
 
 # Engine index -> rows of vllm:nwor_info that came last. An engine sends them once, but
@@ -291,29 +263,29 @@ class NworPrometheus:
         label_values: Mapping[int, Sequence[Any]],
     ) -> None:
         counters = [create(counter_cls, *counter) for counter in COUNTERS.items()]
-        self._fallbacks = create(counter_cls, "fallbacks", FALLBACKS_HELP, "reason")
+        fallbacks = create(counter_cls, "fallbacks", FALLBACKS_HELP, "reason")
         mode = {"multiprocess_mode": "mostrecent"}
         self._gauge = create(gauge_cls, "info", INFO_HELP, *GroupInfo._fields, **mode)
         self._label_values = label_values
+        self._counters, self._fallbacks, self._waiting = {}, {}, {}
         self._shown: dict[int, Sequence[Sequence[Any]]] = {}
-        self._increase = {
-            engine: [counter.labels(*values).inc for counter in counters]
-            for engine, values in label_values.items()
-        }
-        for values in label_values.values():
-            for reason in FALLBACKS:
-                self._fallbacks.labels(*values, reason)
-        self._waiting = {engine: deque[Sequence[int]]() for engine in label_values}
-        # Another process collects from a file, or Ray from a push: nobody asks here.
-        several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        nobody_asks = several or not hasattr(counters[0], "collect")
-        self._max_waiting = 0 if nobody_asks else MAX_WAITING
-        for counter in () if nobody_asks else counters:
+        for engine, values in label_values.items():
+            self._counters[engine] = [counter.labels(*values) for counter in counters]
+            self._fallbacks[engine] = {
+                reason: fallbacks.labels(*values, reason) for reason in FALLBACKS
+            }
+            self._waiting[engine] = deque[Sequence[int]]()
+        self._flushing = threading.Lock()
+        # Otherwise another process collects, from a file, or Ray, from a push.
+        is_collected = hasattr(counters[0], "collect")
+        is_collected &= "PROMETHEUS_MULTIPROC_DIR" not in os.environ
+        self._max_waiting = MAX_WAITING * is_collected
+        for counter in counters if is_collected else ():
             counter.collect = partial(self._collect, counter.collect)
 
     def add(self, report: Mapping[str, Any], engine: int) -> None:
         """Adds the increments of `NworStats.report` for engine index `engine`. Counts
-        wait until somebody collects: so many counters take longer than a step's hooks
+        wait for a collection: so many counters take longer than a step's hooks
         together."""
         waiting = self._waiting[engine]
         waiting.append(report["counts"])
@@ -321,29 +293,24 @@ class NworPrometheus:
             self._flush(engine)
         if len(report) == 1 and engine in self._shown:
             return
-        values = self._label_values[engine]
         for reason, num in report.get("fallbacks", {}).items():
-            self._fallbacks.labels(*values, reason).inc(num)
-        if "info" in report:
-            _info[engine] = report["info"]
-        if engine in _info:  # what was shown before goes to 0
-            for value, rows in ((0, self._shown.get(engine, ())), (1, _info[engine])):
-                for row in rows:
-                    self._gauge.labels(*values, *map(str, row)).set(value)
-            self._shown[engine] = _info[engine]
+            self._fallbacks[engine][reason].inc(num)
+        rows = _info[engine] = report.get("info") or _info.get(engine, ())
+        # What was shown before goes to 0.
+        for value, shown in ((0, self._shown.get(engine, ())), (1, rows)):
+            for row in shown:
+                labels = *self._label_values[engine], *map(str, row)
+                self._gauge.labels(*labels).set(value)
+        self._shown[engine] = rows
 
     def _flush(self, engine: int) -> None:
-        """Bumps the counters by all that waits. Several threads may: each report is
-        taken by one of them."""
-        counts = _NOTHING
-        try:
-            while True:
-                taken = self._waiting[engine].popleft()
-                counts = list(map(operator.add, counts, taken))
-        except IndexError:
-            for increase, num in zip(self._increase[engine], counts, strict=True):
-                if num:
-                    increase(num)
+        waiting = self._waiting[engine]
+        with self._flushing:
+            taken = [waiting.popleft() for _ in range(len(waiting))]
+        columns = zip(*taken, strict=True)
+        for counter, column in zip(self._counters[engine], columns, strict=False):
+            if num := sum(column):
+                counter.inc(num)
 
     def _collect(self, collect: Callable[[], Any]) -> Any:
         for engine in self._waiting:

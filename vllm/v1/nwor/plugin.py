@@ -33,7 +33,6 @@ HOOKS = {
     "vllm.v1.engine.core": ".hooks.engine_core",
     "vllm.v1.core.sched.scheduler": ".hooks.stats",
     "vllm.v1.metrics.loggers": ".hooks.stats",
-    "vllm.v1.engine.utils": ".hooks.stats",
 }
 
 # What the KV audit hooks besides.

@@ -42,7 +42,7 @@ _NO_COUNTS = (memoryview(bytes(8 * _NUM_COUNTERS)).cast("q"),) * 2
 
 class StepPayload:
     """What a step reports to the scheduler, to be read once the step's output is there:
-    the fields of a metrics.StepRecord. Another process gets a plain tuple.
+    what NworStats.add_step takes. Another process gets a plain tuple.
 
     slots: what the counters were and became, each [num_launches * 8] int64. The memory
         may be used again once the step's output was processed.

@@ -103,10 +103,8 @@ def group_refusal(verdicts: Sequence[LayerVerdict]) -> str | None:
 def install(module: ModuleType) -> None:
     """Wraps the engine core in `module`; what that does depends on the mode when an
     engine starts. Raises HostMismatch."""
-    from . import stats
-
     wrappers = {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
-    install_all(module, {**wrappers, **stats.wrappers(module)})
+    install_all(module, wrappers)
 
 
 def config_refusal(vllm_config: Any) -> str | None:

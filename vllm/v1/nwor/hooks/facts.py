@@ -168,14 +168,12 @@ v1.core.kv_cache_utils:KVCacheBlock has block_id:int
 v1.outputs:ModelRunnerOutput
     has req_ids:list req_id_to_index:dict sampled_token_ids:list
 v1.engine:EngineCoreOutputs has outputs:list scheduler_stats
-v1.metrics.stats:SchedulerStats has spec_decoding_stats kv_connector_stats:dict
+v1.metrics.stats:SchedulerStats has spec_decoding_stats
 v1.spec_decode.metrics:SpecDecodingStats
     has num_drafts:int num_draft_tokens:int num_accepted_tokens:int
 v1.metrics.loggers:PrometheusStatLogger
     has _counter_cls _gauge_cls per_engine_labelvalues
 .__init__ does unregister_vllm_metrics()
-v1.metrics.loggers:StatLoggerManager has stat_loggers
-v1.engine.utils:EngineHandshakeMetadata has parallel_config:dict
 """,
     "audit.runner": """
 v1.worker.gpu_worker:Worker has model_runner

@@ -4,28 +4,15 @@
     worker     `attach` puts a payload on the step's own ModelRunnerOutput; the KV
                audit's counts come with it, once a second
     scheduler  update_from_output: payload and scheduler's counts meet (`NworStats`);
-               the increments leave in kv_connector_stats["nwor"] of the SchedulerStats,
-               the only free-form field that reaches the front end in all versions
-    front end  StatLoggerManager.record: takes them out again, before vLLM's own loggers
-               (which know KV connectors only) see them, and bumps the counters that
-               PrometheusStatLogger.__init__ created
+               the increments leave in a field that NWOR adds to SchedulerStats
+    front end  PrometheusStatLogger.record bumps the counters that its __init__ created
 
 Each may be another process; with several API servers a report goes to one of them. A
-front end without NWOR would hand a report to vLLM's KV connector logging, which fails
-on it. So an engine sends nothing before its front end has said that it takes reports: a
-mark on the engine's ParallelConfig, which is neither a field of it nor hashed. With the
+front end without NWOR, or with its metrics off, ignores the report: msgpack carries the
+fields of a dataclass by name, and a decoder skips those that it does not know. With the
 mode off and the audit on all of this is there, too, and shows the audit's counters.
 
-    EngineHandshakeMetadata          every engine process asks the front end it belongs
-                                     to how to run (those of a headless node the head's)
-    EngineCoreProc._perform_handshake
-                                     behind an external or hybrid load balancer, ranks
-                                     above 0 report to a front end of their own, whose
-                                     mark counts: rank 0's says how to run
-    CoreEngineActorManager.__init__  Ray's data-parallel engines get a config instead
-    PrometheusStatLogger.__init__    an engine in the front end's process shares its own
-
-`commits` is told here, too, if anybody asked for it.
+`commits` is called here, too, if anybody registered.
 
 A failure here costs numbers, never tokens: it is logged once, and counted as a breach
 where there is a counter (VLLM_NWOR_STRICT=always raises instead).
@@ -33,41 +20,21 @@ where there is a counter (VLLM_NWOR_STRICT=always raises instead).
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator
-from functools import partial
+import dataclasses
+from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from .. import commits
-from ..config import AuditMode, Mode, NworConfig, NworConfigError
-from ..metrics import NOTHING_COUNTED, Counted, NworPrometheus, NworStats, log_once
+from ..config import AuditMode, Mode, NworConfig
+from ..metrics import Counted, NworPrometheus, NworStats, log_once
 from ._wrap import HookTarget, HostMismatch, Wrapper, argument, check, install_all
 from .engine_core import block_sizes
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
-ENGINES = "vllm.v1.engine.utils"
-ENGINE_CORE = "vllm.v1.engine.core"
-REPORT_KEY = "nwor"
-# A front end that takes reports marks its engines with what it shows of them.
-MARK = "nwor_front_end"
-COUNTS, AUDIT = 1, 2
-NOT_SHOWN = {
-    COUNTS: (
-        "metrics are off",
-        "the front end (LLM, AsyncLLM, vllm serve or the head of a headless node) does "
-        "not take them. Set VLLM_NWOR_MODE in its environment before it loads vLLM's "
-        "plugins, which it does once",
-    ),
-    AUDIT: (
-        "audit: no metrics",
-        "the front end does not take them. Set VLLM_NWOR_AUDIT in its environment, too",
-    ),
-}
-NO_FIELD = "SchedulerStats has a field for extensions"
+STATS = "vllm.v1.metrics.stats"
 
 UPDATE = HookTarget(
     SCHEDULER,
@@ -85,10 +52,10 @@ COUNT = HookTarget(
 )
 RECORD = HookTarget(
     LOGGERS,
-    "StatLoggerManager.record",
+    "PrometheusStatLogger.record",
     ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
-    why="the only way of a SchedulerStats to the loggers: the report is taken out",
-    delete_when=NO_FIELD,
+    why="each SchedulerStats comes by here: its report is added to our counters",
+    delete_when="vLLM hands each SchedulerStats to plugins",
 )
 CREATE = HookTarget(
     LOGGERS,
@@ -97,55 +64,46 @@ CREATE = HookTarget(
     why="it unregisters all vllm: metrics, so that ours must be created after it",
     delete_when="vLLM has a registry of metrics for plugins",
 )
-HANDSHAKE = HookTarget(
-    ENGINES,
-    "EngineHandshakeMetadata.__init__",
-    ("self", "addresses", "parallel_config"),
-    why="sets attributes of an engine process's ParallelConfig: this front end's mark",
-    delete_when=NO_FIELD,
-)
-ACTORS = HookTarget(
-    ENGINES,
-    "CoreEngineActorManager.__init__",
-    ("self", "vllm_config"),
-    why="Ray's data-parallel engines do without that handshake: the mark goes before",
-    delete_when=NO_FIELD,
-)
-OWN_HANDSHAKE = HookTarget(
-    ENGINE_CORE,
-    "EngineCoreProc._perform_handshake",
-    (
-        *("self", "ctx", "handshake_address", "identity", "local_client", "headless"),
-        *("vllm_config", "parallel_config_to_update"),
-    ),
-    why="the second handshake, with a front end of the rank's own, drops what that "
-    "says of the ParallelConfig: the mark is kept",
-    delete_when=NO_FIELD,
-)
-LEDGER = (UPDATE, COUNT, RECORD, CREATE, HANDSHAKE, ACTORS, OWN_HANDSHAKE)
+LEDGER = (UPDATE, COUNT, RECORD, CREATE)
+
+
+@dataclasses.dataclass
+class _Extension:
+    """The field that SchedulerStats gets: NworStats.report. vLLM's own __init__ of the
+    class does not take it."""
+
+    nwor_report: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
 
 def install(module: ModuleType) -> None:
-    """Wraps what LEDGER has of `module`; of the scheduler nothing while
-    VLLM_NWOR_EMIT_METRICS is 0 (of the others all: reports are always taken out).
-    Raises HostMismatch if it is not as expected; nothing was wrapped then."""
+    """Wraps what LEDGER has of `module`, unless VLLM_NWOR_EMIT_METRICS is 0, and gives
+    SchedulerStats its field. Raises HostMismatch if it is not as expected; nothing was
+    wrapped then."""
+    if not NworConfig.from_env().emit_metrics:
+        return
     if module.__name__ == SCHEDULER:
-        if not NworConfig.from_env().emit_metrics:
-            return
         check(COUNT, module)
-    install_all(module, wrappers(module))
+    extend(getattr(import_module(STATS), "SchedulerStats", None))
+    wrappers = {t: w for t, w in _WRAPPERS.items() if t.module == module.__name__}
+    install_all(module, wrappers)
 
 
-def wrappers(module: ModuleType) -> dict[HookTarget, Wrapper]:
-    """What LEDGER has of `module`, but for COUNT."""
-    return {t: w for t, w in _WRAPPERS.items() if t.module == module.__name__}
+def extend(cls: Any) -> None:
+    """Adds the field of _Extension to a dataclass; decoders that were made before do
+    not know it."""
+    if not dataclasses.is_dataclass(cls):
+        raise HostMismatch(f"{STATS}.SchedulerStats is not a dataclass in this vLLM")
+    (field,) = dataclasses.fields(_Extension)
+    cls.__dataclass_fields__[field.name] = field
+    cls.__annotations__ = {**cls.__annotations__, field.name: dict[str, Any] | None}
+    setattr(cls, field.name, field.default)
 
 
 # --- worker ---------------------------------------------------------------------------
 
 
 def attach(result: Any, take_payload: Callable[[], Any]) -> None:
-    """Makes a step's output carry what `Report.take_payload` gives; never raises.
+    """Makes a step's output carry what `take_payload` gives; never raises.
 
     result: what the runner's sample_tokens returned: a ModelRunnerOutput, whose
         attribute `nwor_stats` that becomes, or an asynchronous output that gives one
@@ -175,22 +133,23 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     stats: NworStats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
     payload = getattr(output, "nwor_stats", None)
-    if commits.registered:
-        wrapped = partial(_telling, wrapped, scheduler, stats)
-    if payload is None and not stats.report:
+    if payload is None and not stats.report and not commits.registered:
         return wrapped(*args, **kwargs)
-    step: Any = None
     counted: Any = None
-    carrier: Any = None
+    committed: Any = ()
     try:
+        scheduled = args[0] if args else kwargs["scheduler_output"]
+        if commits.registered:
+            sizes = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
+            committed = commits.pending(scheduler, scheduled, output, sizes)
         if payload is not None:
-            scheduled = args[0] if args else kwargs["scheduler_output"]
+            num_ids = list(map(len, output.sampled_token_ids or ()))
+            step = scheduled.scheduled_spec_decode_tokens, output, num_ids
             if scheduled.num_invalid_spec_tokens or not scheduler.log_stats:
                 counted = Counted(scheduler.make_spec_decoding_stats)
                 scheduler.make_spec_decoding_stats = counted
-            num_ids = list(map(len, output.sampled_token_ids or ()))
-            step = scheduled.scheduled_spec_decode_tokens, output, num_ids
     except Exception as error:
+        payload = None
         _failed("step", error, stats)
     try:
         engine_outputs = wrapped(*args, **kwargs)
@@ -198,147 +157,65 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
         if counted is not None:
             del scheduler.make_spec_decoding_stats
     try:
-        for found in engine_outputs.values():
-            if found.scheduler_stats is not None:
-                carrier = found  # the only one; none while statistics are off
-        if counted is None and step is not None:
-            counted = carrier.scheduler_stats.spec_decoding_stats
-    except Exception as error:
-        # Windows of which vLLM says nothing are dropped ones, not lost.
-        _failed("sums", error, stats)
-    try:
-        if step is not None:
-            stats.add_step(payload, counted or NOTHING_COUNTED, step)
-    except Exception as error:
-        _failed("payload", error, stats)
-    try:
+        if committed:
+            commits.publish(committed, sizes)
+        # vLLM puts them on the first one; there are none while statistics are off.
+        carrier: Any = next(iter(engine_outputs.values()), None)
+        found = carrier and carrier.scheduler_stats
+        if payload is not None:
+            counted = counted or found.spec_decoding_stats or Counted()
+            stats.add_step(payload, counted, step)
         # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
         # wait for the next ones, unless nothing is left that could make any.
         if (
-            carrier is not None
+            found is not None
             and stats.report
             and (carrier.outputs or not scheduler.has_unfinished_requests())
         ):
-            if stats.has_front_end:
-                others = carrier.scheduler_stats.kv_connector_stats or {}
-                carried = {**others, REPORT_KEY: stats.report}
-                carrier.scheduler_stats.kv_connector_stats = carried
-            stats.report = {}
+            found.nwor_report, stats.report = stats.report, {}
     except Exception as error:
         _failed("report", error, stats)
     return engine_outputs
 
 
-def _telling(
-    wrapped: Any, scheduler: Any, stats: NworStats, *args: Any, **kwargs: Any
-) -> Any:
-    """vLLM's update_from_output, and on_commit's callbacks."""
-    found, sizes = [], {}
-    try:
-        step, output = (argument(UPDATE, p, args, kwargs) for p in UPDATE.params[1:])
-        sizes = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
-        found = commits.pending(scheduler, step, output, sizes)
-    except Exception as error:
-        _failed("on_commit", error, stats)
-    engine_outputs = wrapped(*args, **kwargs)
-    commits.tell(found, sizes)
-    return engine_outputs
-
-
 def _new_stats(scheduler: Any) -> NworStats:
-    config = getattr(scheduler, "vllm_config", None)
-    speculative = getattr(config, "speculative_config", None)
+    speculative = scheduler.vllm_config.speculative_config
     trims = getattr(speculative, "method", None) == "ngram_gpu" or getattr(
         speculative, "enable_adaptive_verification", False
     )
-    # A step runs: whoever started this engine has marked its config.
-    mark = getattr(getattr(config, "parallel_config", None), MARK, 0)
-    with contextlib.suppress(NworConfigError):  # the environment is another by now
-        for part, told in NOT_SHOWN.items():
-            if scheduler.log_stats and _told() & part & ~mark:
-                log_once(*told, logging.WARNING)
     num_sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
-    stats = scheduler.nwor_stats = NworStats(num_sampled, trims, bool(mark))
+    stats = scheduler.nwor_stats = NworStats(num_sampled, trims)
     return stats
-
-
-def _told() -> int:
-    """COUNTS, AUDIT, both or neither, as the environment is now."""
-    config = NworConfig.from_env()
-    has_mode, has_audit = config.mode is not Mode.OFF, config.audit is not AuditMode.OFF
-    return config.emit_metrics and COUNTS * has_mode + AUDIT * has_audit
 
 
 # --- front end ------------------------------------------------------------------------
 
 
-def _shown() -> int:
-    """What this process takes out of vLLM's statistics and shows."""
-    with contextlib.suppress(HostMismatch):  # its hook has said so
-        if told := _told():
-            check(RECORD, import_module(LOGGERS))
-            return told
-    return 0
-
-
-def _handshake(wrapped: Any, metadata: Any, args: Any, kwargs: Any) -> None:
-    wrapped(*args, **kwargs)
-    metadata.parallel_config = {**metadata.parallel_config, MARK: _shown()}
-
-
-def _start_actors(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> None:
-    config = argument(ACTORS, "vllm_config", args, kwargs)
-    setattr(config.parallel_config, MARK, _shown())
-    wrapped(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _perform_handshake(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    config = argument(OWN_HANDSHAKE, "vllm_config", args, kwargs).parallel_config
-    said = SimpleNamespace()
-    is_own = argument(OWN_HANDSHAKE, OWN_HANDSHAKE.params[-1], args, kwargs) is None
-    if is_own:
-        args, kwargs = args[:6], kwargs | {OWN_HANDSHAKE.params[-1]: said}
-    with wrapped(*args, **kwargs) as addresses:
-        if is_own:
-            setattr(config, MARK, getattr(said, MARK, 0))
-        yield addresses
-
-
 def _create_prometheus(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
-    shown = _shown()
-    if not shown:
-        return
+    created: list[Any] = []
+    stat_logger.nwor_prometheus = created
     try:
+        config, values = NworConfig.from_env(), stat_logger.per_engine_labelvalues
         classes = stat_logger._counter_cls, stat_logger._gauge_cls
-        label_values = stat_logger.per_engine_labelvalues
-        created: list[Any] = []
-        if shown & COUNTS:
-            created.append(NworPrometheus(*classes, label_values))
-        if shown & AUDIT:
+        if config.emit_metrics and config.mode is not Mode.OFF:
+            created.append(NworPrometheus(*classes, values))
+        if config.emit_metrics and config.audit is not AuditMode.OFF:
             from ..audit.stats import AuditPrometheus
 
-            created.append(AuditPrometheus(classes[0], label_values))
-        stat_logger.nwor_prometheus = created
-        config = argument(CREATE, "vllm_config", args, kwargs)
-        setattr(config.parallel_config, MARK, shown)
+            created.append(AuditPrometheus(classes[0], values))
     except Exception as error:
         _failed("no vllm:nwor metrics", error)
 
 
-def _record(wrapped: Any, manager: Any, args: Any, kwargs: Any) -> Any:
-    scheduler_stats = args[0] if args else kwargs.get("scheduler_stats")
-    carried = getattr(scheduler_stats, "kv_connector_stats", None)
-    if carried and REPORT_KEY in carried:
-        # The dict is the scheduler's hook's own, or came from another process.
-        report = carried.pop(REPORT_KEY)
-        scheduler_stats.kv_connector_stats = carried or None
+def _record(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> Any:
+    scheduler_stats = args[0] if args else kwargs["scheduler_stats"]
+    report = getattr(scheduler_stats, "nwor_report", None)
+    if report:
         try:
-            engine = (args[3] if len(args) > 3 else kwargs.get("engine_idx")) or 0
-            for stat_logger in manager.stat_loggers:
-                for prometheus in getattr(stat_logger, "nwor_prometheus", ()):
-                    prometheus.add(report, engine)
+            engine = argument(RECORD, "engine_idx", args, kwargs) or 0
+            for prometheus in getattr(stat_logger, "nwor_prometheus", ()):
+                prometheus.add(report, engine)
         except Exception as error:
             _failed("a report was lost", error)
     return wrapped(*args, **kwargs)
@@ -359,7 +236,4 @@ _WRAPPERS: dict[HookTarget, Wrapper] = {
     UPDATE: _update_from_output,
     RECORD: _record,
     CREATE: _create_prometheus,
-    HANDSHAKE: _handshake,
-    ACTORS: _start_actors,
-    OWN_HANDSHAKE: _perform_handshake,
 }
