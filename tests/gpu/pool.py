@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.gpu import models, results
-from tests.gpu.engines import BY_NAME, EngineSpec
+from tests.gpu.engines import BY_NAME, GROUPS, EngineSpec
 
 T = TypeVar("T")
 
@@ -158,6 +158,12 @@ class Pool:
         report = json.loads(out.read_text()) if out.exists() else {}
         tail = log.read_text(errors="replace")[-LOG_TAIL:]
         return Finished(report, status, seconds, tail)
+
+
+def engines_of(*groups: str) -> pytest.MarkDecorator:
+    """A test for each engine of these groups of engines.yml."""
+    names = [spec.name for group in groups for spec in GROUPS[group]]
+    return pytest.mark.parametrize("engine", names)
 
 
 def engines_fixture(

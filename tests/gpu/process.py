@@ -48,16 +48,6 @@ FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill"
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
-def trace() -> str:
-    """The exception being handled, with each file as seen from where Python imports it
-    (vllm/v1/outputs.py): results are committed."""
-    text = traceback.format_exc()
-    folders = {str(Path(entry).resolve()) for entry in sys.path} | set(sys.path)
-    for folder in sorted(folders - {"", "/"}, key=len, reverse=True):
-        text = text.replace(f'"{folder}/', '"')
-    return text
-
-
 def by_name(spec: EngineSpec) -> dict[str, Row]:
     return {row.name: row for row in rows(spec)}
 
@@ -345,16 +335,14 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     error leaves the engine broken, vLLM's own check for synchronisation."""
     import vllm.utils.gpu_sync_debug as sync_debug
 
-    is_strict = os.environ.get("NWOR_TEST_JIT") == "error"
-    more = {"jit_monitor_mode": "error"} if is_strict else {}
-    compiled = [] if is_strict else record_jit()
-    engine = start(spec, models, report, **more)
+    compiled = record_jit()
+    engine = start(spec, models, report)
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
     checked_rows = [by_name(spec)[name] for name in CHECKED_ROWS]
     for row in checked_rows:
         engine.run(row)
-    report.save(jit_mode="error" if is_strict else "recorded", compiled=compiled)
+    report.save(compiled=compiled)
     # Those rows again: the first time may prepare what later steps only use.
     num_first = len(compiled)
     for row in checked_rows:
@@ -369,7 +357,7 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
             engine.run(row)
             checked[row.name] = None
         except RuntimeError:
-            checked[row.name] = trace()[-3000:]
+            checked[row.name] = traceback.format_exc()[-3000:]
             break
         finally:
             report.save(sync_check=checked)
@@ -441,7 +429,7 @@ def main(job: str, name: str, out: str, models: str) -> int:
     try:
         JOBS[job](spec, Path(models), report)
     except BaseException:
-        text = trace()
+        text = traceback.format_exc()
         print(text, flush=True)
         report.save(error=text[-6000:])
         return 1

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.gpu.compare import counter_problems, differing
-from tests.gpu.engines import BY_NAME, SLEEP
-from tests.gpu.pool import OFF, ON, Finished, Runs, engines_fixture
+from tests.gpu.engines import BY_NAME
+from tests.gpu.pool import OFF, ON, Finished, Runs, engines_fixture, engines_of
 from tests.gpu.process import PHASES, SLEEP_ROWS
 
-ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in SLEEP])
+ENGINES = engines_of("sleep")
 
 
 def phases(run: Finished) -> dict[str, Any]:

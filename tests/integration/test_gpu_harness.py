@@ -17,12 +17,12 @@ import pytest
 from benchmarks import report
 
 from tests.gpu import compare, test_poison
-from tests.gpu.engines import CPU, EngineSpec
+from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Pool
 from tests.gpu.rows import Row
 from tests.helpers.player import Request
 
-STAGE = "stage"
+STAGE, CPU = "stage", BY_NAME["cpu-mla"]
 V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 ROW, NAME = "batch 8", "eight/0"
 # What vLLM compiles there counts the ranks of logprobs.

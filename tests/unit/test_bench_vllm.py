@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench_vllm.py, its parts, the worker extension and tools/gpu/host_profile.py.
+"""bench_vllm.py, its parts, the worker extension, and both programs of tools/gpu.
 
 No engine runs here: a stand-in gives runs with known tokens and times.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import os
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmarks import ab, files, report, settings, summary
+from benchmarks import ab, environment, files, report, settings, summary
 from benchmarks.ab import NworDone, Run
 from benchmarks.arguments import parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.worker_extension import NworWorkerExtension
 
 import bench_vllm
+from tools.gpu import bench as cells
 from tools.gpu import host_profile
 from vllm_nwor.hooks import _wrap
 
@@ -50,8 +54,10 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
     )
 
 
-def fake_engine() -> Mock:
-    """An engine whose runs are make_run's."""
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """What programs get for an engine, whose runs are make_run's, on the device cpu, in
+    an empty directory."""
     group = {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
     target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
@@ -59,21 +65,13 @@ def fake_engine() -> Mock:
     engine.run.side_effect = lambda arm, times=False: make_run(arm.hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
     engine._encode.return_value = waves
-    return engine
-
-
-@pytest.fixture
-def engine(monkeypatch, tmp_path):
-    """What programs get for an engine, on the device cpu, in an empty directory."""
-    engine = fake_engine()
-    for module, name, stand_in in (
-        (settings, "built_for", lambda: "cpu"),
-        (bench_vllm, "find_models", lambda options: None),
-        (bench_vllm, "prepare_process", lambda options, on: None),
-        (bench_vllm, "Engine", lambda options, on: engine),
-        (host_profile, "Engine", lambda options, on: engine),
-    ):
-        monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(settings, "built_for", lambda: "cpu")
+    monkeypatch.setattr(bench_vllm, "find_models", lambda options: None)
+    for module in (bench_vllm, host_profile, cells):
+        monkeypatch.setattr(module, "prepare_process", lambda options, on: None)
+        monkeypatch.setattr(module, "Engine", lambda options, on: engine)
+    for module in (host_profile, cells):
+        monkeypatch.setattr(module, "device_for", lambda options: "cpu")
     monkeypatch.chdir(tmp_path)
     return engine
 
@@ -161,30 +159,6 @@ def test_interval_of_thirteen_values_is_the_known_one():
     assert (found.low, found.median, found.high, found.reach) == (4, 7, 10, 3)
     constant = ab.median_interval([2.5] * 7)
     assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
-
-
-def test_each_tested_arm_has_pairs_with_the_baseline():
-    arms = []
-
-    def run(arm: ab.Arm) -> Run:
-        arms.append(arm.name)
-        return make_run(arm.hooked, {"nwor": 2.0, "stage": 4.0}.get(arm.name, 1.0))
-
-    pairs = ab.compare(run, [*ARMS, STAGE], 2, None, 60, lambda what: None)
-    assert ab.runs_a_round([*ARMS, STAGE]) == 5
-    round_ = ["unhooked", "nwor", "stage", "unhooked", "unhooked"]
-    turned = ["unhooked", "unhooked", "stage", "nwor", "unhooked"]
-    assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
-    timed = {"stage": [make_run(True)]}
-    found = summary.comparison(pairs, "unhooked", None, timed)
-    medians = {name: one["median"] for name, one in found["ratio"].items()}
-    assert medians == {"nwor": 0.5, "stage": 0.25, "control": 1.0}
-    hosts = {
-        name: one["host"] and one["host"]["num_begins"]
-        for name, one in found["nwor"].items()
-    }
-    assert hosts == {"nwor": None, "stage": 2}
-    assert found["num_pairs"] == 2
 
 
 @pytest.mark.parametrize(("noise", "num_pairs"), [(0.0, 7), (0.5, 12)])
@@ -401,6 +375,63 @@ def test_extension_switches_nothing_in_the_middle_of_a_step(worker):
     assert called(worker) == []
 
 
+# --- tools/gpu/bench.py
+
+
+def test_cells_are_commands_that_bench_vllm_takes():
+    model = settings.Model("somewhere", "shape:llama-8b", True)
+    for cell in cells.CELLS:
+        for batch in cell.batches:
+            options = parse(cell.arguments(batch))
+            assert options.nwor_mode == ("off" if options.audits else "stage")
+            assert options.audits == ("audit" in cell.name)
+            engine = settings.engine_arguments(options, "cuda", model, model)
+            assert engine.get("block_size", 0) == cell.block_size
+            mean = sum(options.acceptance) / len(options.acceptance)
+            assert mean == pytest.approx(cell.acceptance / 100)
+    assert {len(cells.BY_NAME[name].batches) for name in cells.BUDGETED} == {3}
+
+
+def run_cell(cell: str) -> dict[int, Any]:
+    """The results, by batch size."""
+    assert cells.main([cell, "--results", ".", "--seconds", "0"]) == 0
+    paths = Path().glob(f"bench_gpu_{cell}_b*.json")
+    found = [json.loads(path.read_text()) for path in paths]
+    return {one["arguments"]["batch_size"]: one for one in found}
+
+
+def test_a_cell_runs_each_batch_size_on_one_engine(engine, monkeypatch):
+    """Each file says with which command of bench_vllm.py it can be had again, and its
+    name another vLLM."""
+    results = run_cell("v2-k4-a30")
+    assert set(results) == {1, 16, 64}
+    for batch, found in results.items():
+        assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
+        assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
+        assert list(found["samples"]) == ["cow", "stage", "control"]
+        lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
+        assert (lengths, "true_off" in found) == ({7}, False)
+
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
+    command = run_cell("v1-ngram-no-metrics")[1]["command"]
+    assert command.startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
+    assert os.environ["VLLM_NWOR_EMIT_METRICS"] == "0"
+    assert environment.of_release("a", {"packages": {"vllm": "0.33.1"}}) == "a_v0.33"
+
+
+def test_an_engine_without_nwor_is_compared_once_it_finds_all_compiled(
+    engine, monkeypatch
+):
+    """One that had to compile has fewer KV blocks for that reason."""
+    monkeypatch.setattr(
+        bench_vllm, "run_true_off", lambda argv: copy.deepcopy(TRUE_OFF)
+    )
+    assert run_cell("v2-default-seqs")[16]["true_off"]["kv_blocks"] == 70
+    results = run_cell("v2-k4-a70")
+    assert results[1]["true_off"]["kv_blocks"] is None
+    assert "true_off" not in results[16]
+
+
 # --- tools/gpu/host_profile.py
 
 
@@ -419,8 +450,6 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
     engine.run.side_effect = run
     for name, stand_in in (
         ("kinds_of_ops", lambda manager: kinds),
-        ("device_for", lambda options: "cpu"),
-        ("prepare_process", lambda options, on: None),
         ("kernel_times", lambda engine, arm: {}),
     ):
         monkeypatch.setattr(host_profile, name, stand_in)

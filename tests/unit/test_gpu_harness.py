@@ -11,7 +11,6 @@ import contextlib
 import copy
 import itertools
 import json
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +21,9 @@ import psutil
 import pytest
 import torch
 from benchmarks import environment
-from benchmarks.arguments import parse
-from benchmarks.settings import Model, engine_arguments
 
 from tests.gpu import engines, results, watch
 from tests.gpu.pool import Pool
-from tests.unit import test_bench_vllm
-from tests.unit.test_bench_vllm import TRUE_OFF
-from tools.gpu import bench
 
 # -- tables ----------------------------------------------------------------------------
 
@@ -43,82 +37,6 @@ def test_matrix_covers_every_pair_with_at_most_twelve_engines():
         for spec in engines.MATRIX
         for values in itertools.product(*spec.factors)
     )
-
-
-LLAMA = Model("somewhere", "shape:llama-8b", True)
-
-
-def test_cells_are_commands_that_bench_vllm_takes():
-    budgeted = set()
-    for cell in bench.CELLS:
-        for batch in cell.batches:
-            options = parse(cell.arguments(batch))
-            assert options.nwor_mode == ("off" if options.audits else "stage")
-            assert options.audits == ("audit" in cell.name)
-            assert options.acceptance is not None
-            engine = engine_arguments(options, "cuda", LLAMA, LLAMA)
-            assert engine.get("block_size", 0) == cell.block_size
-            mean = sum(options.acceptance) / len(options.acceptance)
-            assert mean == pytest.approx(cell.acceptance / 100)
-            if cell.name in bench.BUDGETED:
-                budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
-    assert len(budgeted) == 5 * 3
-    assert ("v2", 8, 50, 64) in budgeted
-
-
-@pytest.fixture
-def bench_cell(monkeypatch, tmp_path):
-    """Runs a cell by bench.py, with an engine that only notes what it is asked for;
-    the results, by batch size."""
-    started = []
-
-    def start(options, on):
-        started.append(options.max_num_seqs)
-        return test_bench_vllm.fake_engine()
-
-    def run(cell):
-        before = len(started)
-        assert bench.main([cell, "--results", str(tmp_path), "--seconds", "0"]) == 0
-        assert len(started) == before + 1
-        paths = tmp_path.glob(f"bench_gpu_{cell}_b*.json")
-        found = [json.loads(path.read_text()) for path in paths]
-        return {one["arguments"]["batch_size"]: one for one in found}
-
-    for name, stand_in in (
-        ("bench.Engine", start),
-        ("bench.prepare_process", lambda options, on: None),
-        ("bench.device_for", lambda options: "cuda"),
-        ("bench.report.text", lambda result: ""),
-        ("bench.bench_vllm.run_true_off", lambda argv: copy.deepcopy(TRUE_OFF)),
-    ):
-        monkeypatch.setattr(f"tools.gpu.{name}", stand_in)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
-    return run
-
-
-def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell, monkeypatch):
-    """Each file says with which command of bench_vllm.py it can be had again."""
-    results = bench_cell("v2-k4-a30")
-    assert set(results) == {1, 16, 64}
-    for batch, found in results.items():
-        assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
-        assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
-        assert list(found["samples"]) == ["cow", "stage", "control"]
-        lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
-        assert (lengths, "true_off" in found) == ({7}, False)
-
-    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
-    command = bench_cell("v1-ngram-no-metrics")[1]["command"]
-    assert command.startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
-    assert os.environ["VLLM_NWOR_EMIT_METRICS"] == "0"
-
-
-def test_an_engine_without_nwor_is_compared_once_it_finds_all_compiled(bench_cell):
-    assert bench_cell("v2-default-seqs")[16]["true_off"]["kv_blocks"] == 70
-    # One that had to compile has fewer blocks for that reason.
-    results = bench_cell("v2-k4-a70")
-    assert results[1]["true_off"]["kv_blocks"] is None
-    assert "true_off" not in results[16]
 
 
 # -- the byte oracle -------------------------------------------------------------------
