@@ -2,7 +2,7 @@
 """The engines of the GPU tests (engines.yml), and what an EngineSpec means to vLLM.
 
 MATRIX covers every pair of values of the five factors that vLLM 0.26 allows together
-(`uncovered_pairs` tells; a unit test holds it to that). What it does not allow, or what
+(`uncovered_pairs`; a unit test holds it to that). What it does not allow, or what
 this project does not run:
 
     ngram is synchronous only; per-token-head caches are TRITON_ATTN's only;

@@ -112,10 +112,13 @@ class Pool:
         models.make(self.models)
 
     def map(
-        self, chain: Callable[[EngineSpec], T], specs: Sequence[EngineSpec]
+        self,
+        chain: Callable[[EngineSpec], T],
+        specs: Sequence[EngineSpec],
+        jobs: int | None = None,
     ) -> dict[str, T]:
         """Runs `chain` for each engine, `jobs` of them at a time; by engine name."""
-        with ThreadPoolExecutor(max_workers=self.jobs) as threads:
+        with ThreadPoolExecutor(max_workers=jobs or self.jobs) as threads:
             futures = {spec.name: threads.submit(chain, spec) for spec in specs}
             return {name: future.result() for name, future in futures.items()}
 
@@ -199,8 +202,6 @@ def engines_fixture(
             and request.fixturename in item.fixturenames
         }
         specs = [BY_NAME[name] for name in sorted(names, key=list(BY_NAME).index)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pool, "jobs", jobs or pool.jobs)
-            return pool.map(saved, [spec for spec in specs if can_run(spec)])
+        return pool.map(saved, [spec for spec in specs if can_run(spec)], jobs)
 
     return runs

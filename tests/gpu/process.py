@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import write_whole
+
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import SEED, Engine
 from tests.gpu.rows import Row, offloaded, prompt, rows
@@ -62,9 +64,7 @@ class Report:
 
     def save(self, **more: Any) -> None:
         self.found.update(more)
-        temporary = self.path.with_suffix(".part")
-        temporary.write_text(json.dumps(self.found))
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps(self.found).encode())
 
 
 def start(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Engine:
@@ -234,10 +234,10 @@ def run_filled(
         return engine.run(row).plain()
     engine.forget()  # what is cached may not be filled
     engine.rpc("test_oracle", "Filler", "fill", *filling)
-    from tests.gpu.watch import unwritten_told
+    from tests.gpu.watch import unwritten_blocks
 
     forget = partial(engine.rpc, "test_oracle", "Filler", "forget")
-    with unwritten_told(engine.scheduler, forget):
+    with unwritten_blocks(engine.scheduler, forget):
         found = engine.run(row).plain()
     return found | {"filled": engine.rpc("test_oracle", "Filler", "stop")[0]}
 
@@ -303,7 +303,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         )
         loaded = engine.run(Row("later", (later, filler)))  # all from the host
         computed = engine.run_again(Row("fresh", (fresh,)))
-    # Of each one's first token, which the loaded text alone decides.
+    # Of each request's first token, which the loaded text alone decides.
     differences = [
         largest_difference(
             loaded.logprobs[one.name][0], computed.logprobs[f"fresh/{one.name}"][0]

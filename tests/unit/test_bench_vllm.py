@@ -102,7 +102,7 @@ def test_true_off_gets_the_same_requests():
     options = parse(bench_vllm.true_off_arguments(words.split(), Path("off.json")))
     assert (options.batch_size, options.max_tokens) == (2, 9)
     assert (options.mode, options.nwor_mode) == ("off", "off")
-    assert (options.json, options.pairs_until_ci) == (Path("off.json"), None)
+    assert (options.json, options.repeats) == (Path("off.json"), 7)
 
 
 # --- what it writes

@@ -65,7 +65,7 @@ def put(record, *path):
     record[last] = value
 
 
-# What is put out of order, and the checks that must tell.
+# What is put out of order, and the checks that must fail.
 BAD = [
     (("load", "num_failed", 1), {"load"}),
     (("load", "kinds", "abort_before_first_token", 0), {"load"}),

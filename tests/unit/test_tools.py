@@ -55,20 +55,6 @@ def test_missing_thing_is_one_line_with_its_command(tmp_path, package):
         assert "make deps" in hint
 
 
-def test_only_make_deps_changes_the_system():
-    def make(target: str) -> str:
-        """The commands that make would run."""
-        command = ["make", "--dry-run", "--no-print-directory", target]
-        return subprocess.check_output(command, cwd=ROOT, text=True)
-
-    changes = ("--install\n", "\ntools/monitoring/fetch_prometheus.sh\n")
-    assert [word for word in changes if word in make("deps")] == list(changes)
-    for target in ("test", "bench", "nightly"):
-        commands = make(target)
-        assert "check_system.sh" in commands
-        assert [word for word in changes if word in commands] == []
-
-
 # --- setup_env.py ---
 
 
