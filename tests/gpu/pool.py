@@ -132,7 +132,6 @@ class Pool:
         out.unlink(missing_ok=True)
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_NWOR_")}
         env |= ENVIRONMENT | spec.environment()
-        env["NWOR_TEST_TRACE"] = str(self.folder / f"{label}.trace.json")
         env["VLLM_NWOR_MODE"] = mode
         if mode != OFF:
             env["VLLM_NWOR_STRICT"] = "always"
