@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarantees 1, 2, 3 and 7 on real engines, on every pair of what vLLM allows together.
 
-The engines are rows of MATRIX in engines.py, what they are made to do is in rows.py,
-what is checked in compare.py, how bytes are watched in tests/helpers/oracle.py. Each
-engine runs twice in processes of its own, with NWOR off and on; the off one must fail
-the oracle.
+The engines are in engines.yml, what they are made to do is in rows.py, what is checked
+in compare.py, how bytes are watched in tests/helpers/oracle.py. Each engine runs twice
+in processes of its own, with NWOR off and on; the off one must fail the oracle.
 
 NWOR_GPU_MODE=stage has them run with shadow blocks. Not covered: pipeline parallelism
 (refused), block copies (full attention makes none), and FLASHINFER, which the test
