@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from benchmarks import environment, report
-from benchmarks.arguments import file_to_write, whole
+from benchmarks.arguments import whole
 from benchmarks.files import json_text, write_json
 from torch import Tensor
 
@@ -213,7 +213,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-kib", type=whole(MIN_KIB), help=text)
     parser.add_argument("--samples", type=whole(3), help="default 40, on the CPU 15")
     text = "where to write, whole or not at all"
-    parser.add_argument("--json", type=file_to_write(".json"), help=text)
+    parser.add_argument("--json", type=Path, help=text)
     options = parser.parse_args(arguments)
     options.max_kib = options.max_kib or DEFAULT_MAX_KIB[options.device]
     options.samples = options.samples or DEFAULT_SAMPLES[options.device]

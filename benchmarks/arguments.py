@@ -81,19 +81,12 @@ def positive(high: float) -> Callable[[str], float]:
     return rule(float, lambda value: 0 < value <= high, f"numbers above 0 up to {high}")
 
 
-def file_to_write(suffix: str) -> Callable[[str], Path]:
-    """The path of a file with this suffix, which need not exist."""
-    allowed = f"a file name that ends in {suffix}"
-    return rule(Path, lambda p: p.suffix == suffix and not p.is_dir(), allowed)
-
-
 rates = rule(
     lambda text: tuple(map(float, text.split(","))),
     lambda found: all(a >= b for a, b in itertools.pairwise((1.0, *found, 0.0))),
     "one number from 0 to 1 for each draft position, separated by commas, none above "
     "the one before it",
 )
-existing = rule(Path, Path.is_file, "an existing file")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -124,16 +117,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("model", f"{text} (converted SmolLM2-135M-Instruct)")
     add("draft-model", "the drafter's model, named as --model is")
     text = "a JSON file, a list of strings; built-in ones by default"
-    add("prompts", text, existing)
+    add("prompts", text, Path)
     add("max-tokens", "most tokens of an answer (64)", whole(1), 64)
     text = f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs in"
     add("repeats", f"{text} the other modes ({DEFAULT_RUNS})", whole(1))
     text = "synthetic rejection sampling: the share of windows that accept each draft"
     add("acceptance", f"{text} position, as in 0.8,0.6,0.4,0.2 (GPU only)", rates)
     choose("device", ("auto", "cpu", "cuda"), "auto", "what vLLM must be built for")
-    add("json", "write what was measured to this file", file_to_write(".json"))
-    text = "add pairs until all 90 %% intervals reach no farther than this from their"
-    text += " medians, for example 0.005, or --max-pairs is reached"
+    add("json", "write what was measured to this file", Path)
+    text = "in compare, add pairs until all 90 %% intervals reach no farther than this"
+    text += " from their medians, for example 0.005, or --max-pairs is reached"
     add("pairs-until-ci", text, positive(1))
     add("max-pairs", "see above (60)", whole(MIN_PAIRS), 60)
     add("context", "make every prompt this many tokens long", whole(1))
@@ -166,12 +159,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     has_drafter = options.draft_model is not None
     has_default = method == "draft_model" and options.model is None
     lacks_drafter = method in METHODS_WITH_MODEL and not (has_drafter or has_default)
-    is_single = not compares and f"goes with --mode compare, not {options.mode}"
     refuse(
         options,
         repeats=compares and least < MIN_PAIRS and f"allowed: from {MIN_PAIRS} up",
         max_pairs=options.max_pairs < least and f"allowed: from --repeats {least} up",
-        pairs_until_ci=options.pairs_until_ci is not None and is_single,
         acceptance=options.acceptance is not None
         and len(options.acceptance) != k
         and f"allowed: one rate for each of --num-speculative-tokens {k}",
@@ -190,8 +181,6 @@ def refuse(options: Options, **why: str | bool) -> None:
     with it, and what is allowed."""
     for name, text in why.items():
         if text:
-            value = getattr(options, name)
-            if isinstance(value, tuple):
-                value = ",".join(f"{one:g}" for one in value)
             argument = f"argument --{name.replace('_', '-')}"
+            value = getattr(options, name)
             raise BadArgument(f"{argument}: '{value}' cannot be used; {text}")

@@ -46,7 +46,7 @@ def describe(device: str, root: Path) -> dict[str, Any]:
     """The environment of this process.
 
     device: "cpu" or "cuda"; with "cuda", torch is asked for the GPU's name.
-    root: the repository, whose commit is recorded if git can tell it.
+    root: the repository, whose commit is recorded if git knows it.
     """
     # The first on the path is the one that is imported.
     packages = ((p, importlib.metadata.distributions(name=p)) for p in PACKAGES)
@@ -96,8 +96,8 @@ def warnings(device: str) -> list[str]:
 def _commit(root: Path) -> str | None:
     """What COMMIT_VARIABLE says, for the copy of a tree; else the checked-out commit,
     with "+" if tracked files differ from it."""
-    if told := os.environ.get(COMMIT_VARIABLE):
-        return told
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

@@ -26,8 +26,8 @@ _FOLDERS = re.compile(r"(?<![\w.~*:)\]}>/-])/(?:[\w.+@~-]+/)+")
 
 def recorded(content: Any, digits: int = SIGNIFICANT_DIGITS) -> Any:
     """`content`, of what JSON has, as a result file holds it: fractions rounded, and
-    each absolute path in its texts cut down to its last part, for it would tell of the
-    machine. What was recorded already stays as it is."""
+    each absolute path in its texts cut down to its last part: folders are the
+    machine's. What was recorded already stays as it is."""
     if isinstance(content, str):
         return _FOLDERS.sub("", content)
     if isinstance(content, float) and not content.is_integer():

@@ -247,7 +247,7 @@ def host_range(result: Result, name: str) -> str:
 
 
 def once_an_engine(results: Sequence[Result]) -> list[Result]:
-    """One for all batch sizes of an engine: that which has more to tell."""
+    """One for all batch sizes of an engine: that which has more in it."""
     rows: dict[tuple[object, ...], Result] = {}
     for result in results:
         args, start_s = result["arguments"], result["engine"]["start_s"]

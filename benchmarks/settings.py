@@ -57,10 +57,11 @@ class Model:
 
 
 def find_model(argument: str, value: str | None, default: str) -> Model:
-    """The model that `value` names; None names `default` in the cache folder.
+    """The model that `value` names; None names `default` in the cache folder. What is
+    neither a shape nor a model's directory is for vLLM to find.
 
-    argument: the option's name, for the message. Raises BadArgument: no such shape or
-    directory, or the default was not made yet.
+    argument: the option's name, for the message. Raises BadArgument: the default was
+    not made yet.
     """
     name = (value or "").removeprefix(SHAPE)
     if name != value and name in SHAPES:
@@ -76,13 +77,6 @@ def find_model(argument: str, value: str | None, default: str) -> Model:
             f"argument {argument}: the default model {default} is not in the cache "
             f"folder; make it with `python tools/setup/make_models.py --only {default}`"
             ", or name another model"
-        )
-    looks_like_path = value.startswith((".", "/", "~")) or value.count("/") != 1
-    if looks_like_path or path.exists():
-        raise BadArgument(
-            f"argument {argument}: '{value}' holds no config.json; allowed values: a "
-            "model's directory, a Hugging Face name (owner/name), or one of "
-            + ", ".join(SHAPE + name for name in SHAPES)
         )
     return Model(value, value, random_weights=False)
 

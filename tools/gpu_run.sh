@@ -5,7 +5,7 @@
 #   tools/gpu_run.sh [STEP [ARGUMENT...]]...
 #
 # Steps, their arguments and the variables that are read: tools/gpu/README.md. A step
-# that fails or outlives its limit does not stop the others; the exit status tells
+# that fails or outlives its limit does not stop the others; the exit status says
 # whether one did.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -129,7 +129,7 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
     fi
     # Random weights: token ids instead of text. Greedy answers depend on who shares
     # the batch, so the probe is alone. The C library gives freed memory back at once,
-    # as in `make soak`, so that what is kept can be told from what lies about.
+    # as in `make soak`, so that a leak can be seen.
     "$PYTHON" tools/soak/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
         --mode "$mode" --json "$RESULTS/$json" --log "$log" \
         --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \

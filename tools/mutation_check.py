@@ -14,7 +14,7 @@ have to pass in the copy before the first mutation. The checkout stays as it is.
 Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
 a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
 1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
-missed for want of the check that was removed; in the file, a result in the result.
+missed because that check was removed; in the file, a result in the result.
 
 Not covered: the CUDA kernels, which share window.h and table.h with the CPU code.
 """

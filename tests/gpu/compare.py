@@ -46,14 +46,14 @@ def judge(spec: EngineSpec, runs: Chain) -> dict[str, Any]:
         _judge_whole(spec, reports),
     ):
         problems[check].append(text)
-    told = runs[ON if reports[ON].get("facts") else OFF]
+    known = runs[ON if reports[ON].get("facts") else OFF]
     return {
         "unsettled": problems.pop("unsettled"),
         "unmet": problems.pop("unmet"),
         "problems": problems,
         "seconds": {mode: run.seconds for mode, run in runs.items()},
         "start_s": {mode: report.get("start_s") for mode, report in reports.items()},
-        "facts": told.entry()["facts"],
+        "facts": known.entry()["facts"],
         "rows": {row.name: summary(reports[ON], row.name) for row in rows(spec)},
     }
 

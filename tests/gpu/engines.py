@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of the GPU tests: one row each, and what a row means to vLLM.
+"""The engines of the GPU tests (engines.yml), and what an EngineSpec means to vLLM.
 
 MATRIX covers every pair of values of the five factors that vLLM 0.26 allows together
-(`uncovered_pairs` tells; a unit test holds it to that). What it does not allow, or what
+(`uncovered_pairs`; a unit test holds it to that). What it does not allow, or what
 this project does not run:
 
     ngram is synchronous only; per-token-head caches are TRITON_ATTN's only;
@@ -19,6 +19,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 # How often each draft position is accepted, for the first k of them.
 RATES = (0.8, 0.6, 0.4, 0.25, 0.15, 0.1, 0.05)
@@ -47,11 +49,11 @@ DYNAMIC = [[1, 4, 4], [5, 16, 2], [17, MAX_NUM_SEQS, 1]]
 class EngineSpec:
     """One engine.
 
-    drafter: a key of RUNNERS; it settles the model runner, unless `on` does.
-    backend: attention backend.
-    graphs: vLLM's cudagraph_mode, or EAGER. kv_cache: vLLM's kv_cache_dtype, "auto" for
-    bf16. num_blocks: KV blocks, few on purpose. kv_layout: NHD or HND by
-    VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector keeps blocks on the host.
+    drafter: a key of RUNNERS; it settles the model runner, unless `runs_on` does.
+    backend: attention backend. graphs: vLLM's cudagraph_mode, or EAGER. kv_cache:
+    vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks, few on purpose.
+    kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector
+    keeps blocks on the host.
     rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
     get the target's weights, so that some of their drafts are right. adaptive: vLLM
     decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
@@ -62,8 +64,8 @@ class EngineSpec:
     drafter: str
     backend: str
     graphs: str
-    kv_cache: str
     asynchronous: bool
+    kv_cache: str = "auto"
     num_drafts: int = 4
     block_size: int = 16
     num_blocks: int = 256
@@ -74,11 +76,11 @@ class EngineSpec:
     adaptive: bool = False
     dynamic: bool = False
     executor: str = ""
-    on: str = ""
+    runs_on: str = ""
 
     @property
     def runner(self) -> str:
-        return self.on or RUNNERS[self.drafter]
+        return self.runs_on or RUNNERS[self.drafter]
 
     @property
     def is_mla(self) -> bool:
@@ -201,129 +203,16 @@ class EngineSpec:
         return config
 
 
-def _engines(table: str) -> tuple[EngineSpec, ...]:
-    """An engine a line: name (which ends with "-async" if it is), drafter, backend,
-    graphs, KV cache, and what else is not EngineSpec's default."""
-    specs = []
-    for line in table.strip().splitlines():
-        name, drafter, backend, graphs, kv_cache, *others = line.split()
-        values: dict[str, Any] = {}
-        for key, _, value in (other.partition("=") for other in others):
-            values[key] = int(value) if value.isdigit() else value or True
-        settled = (drafter, backend, graphs, kv_cache, name.endswith("-async"))
-        specs.append(EngineSpec(name, *settled, **values))
-    return tuple(specs)
-
-
-MATRIX = _engines("""
-ngram-flash-piecewise ngram FLASH_ATTN PIECEWISE auto
-ngram-triton-full-int8 ngram TRITON_ATTN FULL int8_per_token_head num_drafts=7
-ngram-mla-eager ngram TRITON_MLA EAGER auto
-ngram-mla-piecewise-fp8 ngram FLASHMLA PIECEWISE fp8 block_size=64 num_blocks=128
-draft-flash-full-fp8-async draft_model FLASH_ATTN FULL fp8
-draft-triton-piecewise-fp8 draft_model TRITON_ATTN PIECEWISE fp8 kv_layout=HND
-draft-triton-eager-bf16 draft_model TRITON_ATTN EAGER auto num_drafts=2 \
-    block_size=32 num_blocks=128
-draft-triton-eager-fp8pth-async draft_model TRITON_ATTN EAGER fp8_per_token_head
-eagle-flash-eager-fp8 eagle FLASH_ATTN EAGER fp8 kv_layout=HND
-eagle-triton-piecewise-int8-async eagle TRITON_ATTN PIECEWISE int8_per_token_head \
-    num_drafts=3
-mtp-mla-full-async mtp FLASH_ATTN_MLA FULL auto
-eagle-flash-default-async eagle FLASH_ATTN FULL_AND_PIECEWISE auto num_drafts=7
-""")
-
-# Engines whose synchronisation, launches and JIT compilation are watched.
-SYNC = _engines("""
-sync-v1-ngram ngram FLASH_ATTN FULL auto
-sync-v1-draft-async draft_model FLASH_ATTN FULL auto
-sync-v2-eagle-async eagle FLASH_ATTN FULL auto
-sync-v2-eagle eagle TRITON_ATTN FULL fp8
-""")
-
-# Engines whose layouts are probed; they generate nothing.
-LAYOUTS = _engines("""
-layout-flash ngram FLASH_ATTN EAGER auto
-layout-flash-fp8 ngram FLASH_ATTN EAGER fp8
-layout-flash-hnd ngram FLASH_ATTN EAGER auto kv_layout=HND
-layout-triton ngram TRITON_ATTN EAGER auto
-layout-triton-hnd ngram TRITON_ATTN EAGER auto kv_layout=HND
-layout-triton-int8 ngram TRITON_ATTN EAGER int8_per_token_head
-layout-triton-fp8pth-hnd ngram TRITON_ATTN EAGER fp8_per_token_head kv_layout=HND
-layout-triton-int4 ngram TRITON_ATTN EAGER int4_per_token_head
-layout-flex ngram FLEX_ATTENTION EAGER auto
-layout-mla ngram TRITON_MLA EAGER auto
-layout-mla-fp8 ngram FLASHMLA EAGER fp8 block_size=64
-""")
-
-# Two GPUs: the oracle runs on both ranks.
-PARALLEL = _engines("""
-tp2-v1-ngram ngram FLASH_ATTN PIECEWISE auto tensor_parallel=2
-tp2-v2-eagle-async eagle FLASH_ATTN FULL auto tensor_parallel=2
-""")
-
-# Their worker is a Ray actor.
-RAY = _engines("""
-ray-v2-eagle-async eagle FLASH_ATTN FULL auto executor=ray
-ray-compiled-v1-ngram ngram FLASH_ATTN FULL auto executor=ray-compiled
-""")
-
-# Engines that are put to sleep: one of each runner.
-SLEEP = _engines("""
-sleep-v1-ngram ngram FLASH_ATTN FULL auto
-sleep-v2-eagle-async eagle FLASH_ATTN FULL auto
-""")
-
-# Drafters that vLLM 0.33 brought to the V2 runner.
-NEWER = _engines("""
-ngram-flash-v2-async ngram FLASH_ATTN FULL_AND_PIECEWISE auto on=v2
-draft-flash-v2-async draft_model FLASH_ATTN FULL fp8 on=v2
-""")
-
-# Drafters and rejection rules that no CPU can run, the first one's compiled, which FULL
-# alone turns off; and EAGLE on V1, which MATRIX leaves out.
-METHODS = _engines("""
-ngram-gpu-flash-async ngram_gpu FLASH_ATTN PIECEWISE auto
-dspark-flash-async dspark FLASH_ATTN FULL auto
-block-eagle-flash eagle FLASH_ATTN FULL auto rejection=block
-eagle-flash-v1-async eagle FLASH_ATTN FULL auto on=v1
-""")
-NEWER_METHODS = _engines("""
-ngram-gpu-flash-v2-async ngram_gpu FLASH_ATTN FULL auto on=v2
-dspark-flash-adaptive-async dspark FLASH_ATTN FULL auto adaptive
-eagle-flash-adaptive eagle FLASH_ATTN FULL auto adaptive
-fly-draft-flash-v2-async draft_model FLASH_ATTN FULL auto rejection=fly on=v2
-fly-draft-flash draft_model FLASH_ATTN FULL auto rejection=fly
-eagle-flash-dynamic-async eagle FLASH_ATTN FULL auto dynamic
-""")
-
-# Its drafter reads a copy of the block table that was made while shadow blocks were in
-# it: staged all the same, it would read a cache that nobody has written.
-(COPYING,) = _engines("copying-flex eagle FLEX_ATTENTION EAGER auto")
-# Engines whose OffloadingConnector stores what was never written (vLLM 0.26.0); the
-# first one's drafter is left out.
-CORRUPTING = _engines("""
-corrupting-v2 eagle FLASH_ATTN EAGER auto offloads
-corrupting-v1-ngram ngram FLASH_ATTN EAGER auto offloads
-""")
-# Beside the OffloadingConnector, so few blocks that prompts come back from the host.
-OFFLOADING = _engines("""
-offload-v1-ngram ngram FLASH_ATTN FULL auto num_blocks=48 offloads
-offload-v2-eagle-async eagle FLASH_ATTN FULL auto num_blocks=48 offloads
-""")
-
-# FLASHMLA without fp8.
-(FLASHMLA,) = _engines("""
-flashmla-bf16 ngram FLASHMLA EAGER auto block_size=64 num_blocks=128
-""")
-
-# For tests of these tests: its cache has rows, as on a GPU.
-(CPU,) = _engines("cpu-mla ngram CPU_MLA EAGER auto num_blocks=64 rejection=standard")
-
-_ALL = (
-    *(*MATRIX, *NEWER, *SYNC, *LAYOUTS, *PARALLEL, *SLEEP, *OFFLOADING, *CORRUPTING),
-    *(*METHODS, *NEWER_METHODS, *RAY, COPYING, FLASHMLA, CPU),
-)
-BY_NAME = {spec.name: spec for spec in _ALL}
+_READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
+GROUPS = {
+    group: tuple(
+        EngineSpec(name, asynchronous=name.endswith("-async"), **fields)
+        for name, fields in engines.items()
+    )
+    for group, engines in _READ.items()
+}
+BY_NAME = {spec.name: spec for group in GROUPS.values() for spec in group}
+MATRIX = GROUPS["matrix"]
 
 FACTORS = (
     ("ngram", "draft_model", "head"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM engine in this process, made to run rows; and what its counters say.
 
-Two runs make the same batches, and each batch is recorded, so that it can be told if
-they did not. Workers are reached by collective_rpc only, so that tensor parallel
+Two runs make the same batches, and each batch is recorded, so that it shows if they did
+not. Workers are reached by collective_rpc only, so that tensor parallel
 engines run the same way.
 """
 
@@ -105,7 +105,7 @@ class Engine(Player):
             for _ in range(DRAIN_STEPS):
                 self.llm.step()
         outcome.seconds = time.perf_counter() - started
-        self._outcome = Outcome()  # what comes between rows is none's
+        self._outcome = Outcome()  # what comes between rows is of no row
         return outcome
 
     def forget(self) -> None:

@@ -4,93 +4,29 @@
 vLLM loads them with load_format="dummy"; `worker.GpuTestExtension` then gives them
 random weights of a useful size. The tokenizer knows the printable ASCII characters, one
 token each, which is enough for grammars. Shapes are the smallest that the kernels take:
-head size 64 for FlashAttention, DeepSeek's 512 + 64 for the MLA ones.
+head size 64 for FlashAttention, DeepSeek's 512 + 64 for the MLA ones, of whose layers
+none is a mixture of experts (all come before first_k_dense_replace). DSpark makes all
+drafts of a request in one pass; a low-rank head lets each know the one before it, and
+another says how likely each is to be accepted.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-VOCABULARY = 128
-PAD, BOS, EOS = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
-NUM_LAYERS = 3
-
-_SHARED: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": NUM_LAYERS,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-}
-_LLAMA = _SHARED | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "mlp_bias": False,
-}
-# No layer is a mixture of experts: all come before first_k_dense_replace.
-_MLA = _SHARED | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 99,
-    "moe_layer_freq": 1,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_nextn_predict_layers": 1,
-}
-# In one pass, all drafts of a request; a low-rank head then lets each know the one
-# before it, and another says how likely each is to be accepted.
-_DSPARK = _SHARED | {
-    "architectures": ["Qwen3DSparkModel"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "markov_rank": 32,
-    "enable_confidence_head": True,
-    "dflash_config": {"mask_token_id": PAD, "target_layer_ids": [0, 1]},
-}
-CONFIGS = {
-    "llama": _LLAMA,
-    "draft": _LLAMA | {"num_hidden_layers": 1},
-    "eagle": _LLAMA | {"num_hidden_layers": 1},
-    "mla": _MLA,
-    "dspark": _DSPARK,
-}
 
 
 def make(root: Path) -> None:
-    """Writes CONFIGS and their tokenizer below `root`, a folder each."""
-    for name, config in CONFIGS.items():
+    """Writes the configurations of models.json, and their tokenizer, below `root`, a
+    folder each."""
+    known = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+    shared = known.pop("shared")
+    for name, config in known.items():
         folder = root / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        (folder / "config.json").write_text(json.dumps(shared | config))
         _make_tokenizer(folder)
 
 
@@ -109,10 +45,10 @@ def _make_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL[BOS],
-        "eos_token": SPECIAL[EOS],
-        "pad_token": SPECIAL[PAD],
+        "bos_token": SPECIAL[1],
+        "eos_token": SPECIAL[2],
+        "pad_token": SPECIAL[0],
         "model_max_length": 2048,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.gpu import models, results
-from tests.gpu.engines import BY_NAME, EngineSpec
+from tests.gpu.engines import BY_NAME, GROUPS, EngineSpec
 
 T = TypeVar("T")
 
@@ -112,10 +112,13 @@ class Pool:
         models.make(self.models)
 
     def map(
-        self, chain: Callable[[EngineSpec], T], specs: Sequence[EngineSpec]
+        self,
+        chain: Callable[[EngineSpec], T],
+        specs: Sequence[EngineSpec],
+        jobs: int | None = None,
     ) -> dict[str, T]:
         """Runs `chain` for each engine, `jobs` of them at a time; by engine name."""
-        with ThreadPoolExecutor(max_workers=self.jobs) as threads:
+        with ThreadPoolExecutor(max_workers=jobs or self.jobs) as threads:
             futures = {spec.name: threads.submit(chain, spec) for spec in specs}
             return {name: future.result() for name, future in futures.items()}
 
@@ -129,7 +132,6 @@ class Pool:
         out.unlink(missing_ok=True)
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_NWOR_")}
         env |= ENVIRONMENT | spec.environment()
-        env["NWOR_TEST_TRACE"] = str(self.folder / f"{label}.trace.json")
         env["VLLM_NWOR_MODE"] = mode
         if mode != OFF:
             env["VLLM_NWOR_STRICT"] = "always"
@@ -158,6 +160,12 @@ class Pool:
         report = json.loads(out.read_text()) if out.exists() else {}
         tail = log.read_text(errors="replace")[-LOG_TAIL:]
         return Finished(report, status, seconds, tail)
+
+
+def engines_of(*groups: str) -> pytest.MarkDecorator:
+    """A test for each engine of these groups of engines.yml."""
+    names = [spec.name for group in groups for spec in GROUPS[group]]
+    return pytest.mark.parametrize("engine", names)
 
 
 def engines_fixture(
@@ -193,8 +201,6 @@ def engines_fixture(
             and request.fixturename in item.fixturenames
         }
         specs = [BY_NAME[name] for name in sorted(names, key=list(BY_NAME).index)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pool, "jobs", jobs or pool.jobs)
-            return pool.map(saved, [spec for spec in specs if can_run(spec)])
+        return pool.map(saved, [spec for spec in specs if can_run(spec)], jobs)
 
     return runs

@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -20,6 +21,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks.files import write_whole
 
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import SEED, Engine
@@ -48,16 +51,6 @@ FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill"
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
-def trace() -> str:
-    """The exception being handled, with each file as seen from where Python imports it
-    (vllm/v1/outputs.py): results are committed."""
-    text = traceback.format_exc()
-    folders = {str(Path(entry).resolve()) for entry in sys.path} | set(sys.path)
-    for folder in sorted(folders - {"", "/"}, key=len, reverse=True):
-        text = text.replace(f'"{folder}/', '"')
-    return text
-
-
 def by_name(spec: EngineSpec) -> dict[str, Row]:
     return {row.name: row for row in rows(spec)}
 
@@ -72,9 +65,7 @@ class Report:
 
     def save(self, **more: Any) -> None:
         self.found.update(more)
-        temporary = self.path.with_suffix(".part")
-        temporary.write_text(json.dumps(self.found))
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps(self.found).encode())
 
 
 def start(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Engine:
@@ -244,10 +235,10 @@ def run_filled(
         return engine.run(row).plain()
     engine.forget()  # what is cached may not be filled
     engine.rpc("test_oracle", "Filler", "fill", *filling)
-    from tests.gpu.watch import unwritten_told
+    from tests.gpu.watch import unwritten_blocks
 
     forget = partial(engine.rpc, "test_oracle", "Filler", "forget")
-    with unwritten_told(engine.scheduler, forget):
+    with unwritten_blocks(engine.scheduler, forget):
         found = engine.run(row).plain()
     return found | {"filled": engine.rpc("test_oracle", "Filler", "stop")[0]}
 
@@ -313,7 +304,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         )
         loaded = engine.run(Row("later", (later, filler)))  # all from the host
         computed = engine.run_again(Row("fresh", (fresh,)))
-    # Of each one's first token, which the loaded text alone decides.
+    # Of each request's first token, which the loaded text alone decides.
     differences = [
         largest_difference(
             loaded.logprobs[one.name][0], computed.logprobs[f"fresh/{one.name}"][0]
@@ -345,16 +336,14 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     error leaves the engine broken, vLLM's own check for synchronisation."""
     import vllm.utils.gpu_sync_debug as sync_debug
 
-    is_strict = os.environ.get("NWOR_TEST_JIT") == "error"
-    more = {"jit_monitor_mode": "error"} if is_strict else {}
-    compiled = [] if is_strict else record_jit()
-    engine = start(spec, models, report, **more)
+    compiled = record_jit()
+    engine = start(spec, models, report)
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
     checked_rows = [by_name(spec)[name] for name in CHECKED_ROWS]
     for row in checked_rows:
         engine.run(row)
-    report.save(jit_mode="error" if is_strict else "recorded", compiled=compiled)
+    report.save(compiled=compiled)
     # Those rows again: the first time may prepare what later steps only use.
     num_first = len(compiled)
     for row in checked_rows:
@@ -369,7 +358,7 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
             engine.run(row)
             checked[row.name] = None
         except RuntimeError:
-            checked[row.name] = trace()[-3000:]
+            checked[row.name] = traceback.format_exc()[-3000:]
             break
         finally:
             report.save(sync_check=checked)
@@ -398,10 +387,9 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities) as profiler:
         outcome = engine.run(row)
         torch.accelerator.synchronize()
-    path = Path(os.environ["NWOR_TEST_TRACE"])
-    profiler.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    path.unlink()
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        profiler.export_chrome_trace(trace.name)
+        events = json.loads(Path(trace.name).read_text())["traceEvents"]
     names: dict[str, Counter[str]] = {category: Counter() for category in CATEGORIES}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in names:
@@ -413,21 +401,8 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
     }
 
 
-JOBS = {
-    job.__name__: job
-    for job in (
-        matrix,
-        sync,
-        layouts,
-        missed,
-        sleep,
-        outputs,
-        audit,
-        corrupting,
-        offload,
-        poison,
-    )
-}
+_JOBS = (matrix, sync, layouts, missed, sleep, outputs, audit, corrupting, offload)
+JOBS = {job.__name__: job for job in (*_JOBS, poison)}
 
 
 def main(job: str, name: str, out: str, models: str) -> int:
@@ -441,7 +416,7 @@ def main(job: str, name: str, out: str, models: str) -> int:
     try:
         JOBS[job](spec, Path(models), report)
     except BaseException:
-        text = trace()
+        text = traceback.format_exc()
         print(text, flush=True)
         report.save(error=text[-6000:])
         return 1

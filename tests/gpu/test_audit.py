@@ -13,27 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from tests.gpu.engines import (
-    BY_NAME,
-    CORRUPTING,
-    MATRIX,
-    PARALLEL,
-    SLEEP,
-    EngineSpec,
-)
-from tests.gpu.pool import OFF, ON, Chain, Runs, engines_fixture
+from tests.gpu.engines import BY_NAME, EngineSpec
+from tests.gpu.pool import OFF, ON, Chain, Runs, engines_fixture, engines_of
 from tests.gpu.process import PHASES
 
 COMMAND = "make gpu-test STEPS='build audit'"
 AUDIT = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_MIB": "4096"}
 STRICT = {"VLLM_NWOR_STRICT": "always"}
-ENGINES = pytest.mark.parametrize(
-    "engine", [spec.name for spec in (*MATRIX, *PARALLEL)]
-)
-SLEEPERS = pytest.mark.parametrize("engine", [spec.name for spec in SLEEP])
-CELLS = pytest.mark.parametrize("engine", [spec.name for spec in CORRUPTING])
+ENGINES = engines_of("matrix", "parallel")
+SLEEPERS, CELLS = engines_of("sleep"), engines_of("corrupting")
 FAULTY, MENDED = "faulty", "mended"
 
 

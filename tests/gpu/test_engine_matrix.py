@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarantees 1, 2, 3 and 7 on real engines, on every pair of what vLLM allows together.
 
-The engines are rows of MATRIX in engines.py, what they are made to do is in rows.py,
-what is checked in compare.py, how bytes are watched in tests/helpers/oracle.py. Each
-engine runs twice in processes of its own, with NWOR off and on; the off one must fail
-the oracle.
+The engines are in engines.yml, what they are made to do is in rows.py, what is checked
+in compare.py, how bytes are watched in tests/helpers/oracle.py. Each engine runs twice
+in processes of its own, with NWOR off and on; the off one must fail the oracle.
 
 NWOR_GPU_MODE=stage has them run with shadow blocks. Not covered: pipeline parallelism
 (refused), block copies (full attention makes none), and FLASHINFER, which the test
@@ -22,18 +21,8 @@ from packaging.version import parse
 
 from tests.gpu import results
 from tests.gpu.compare import CHECKS, judge
-from tests.gpu.engines import (
-    BY_NAME,
-    COPYING,
-    MATRIX,
-    METHODS,
-    NEWER,
-    NEWER_METHODS,
-    PARALLEL,
-    RAY,
-    EngineSpec,
-)
-from tests.gpu.pool import OFF, ON, Pool, engines_fixture
+from tests.gpu.engines import BY_NAME, GROUPS, EngineSpec
+from tests.gpu.pool import OFF, ON, Pool, engines_fixture, engines_of
 
 Verdict = dict[str, Any]
 # An engine on V2, and what a step counts that begin did not see.
@@ -43,9 +32,9 @@ MISSING, MISSED = "eagle-flash-eager-fp8", "nwor_fallbacks/begin_missed"
 def can_run(spec: EngineSpec) -> bool:
     """Whether the installed vLLM has such a method, on V2, or such an executor."""
     is_newer = parse(version("vllm")) >= parse("0.33")
-    if spec in (*NEWER, *NEWER_METHODS):
+    if spec in GROUPS["newer"]:
         return is_newer
-    if spec in RAY:
+    if spec in GROUPS["ray"]:
         return find_spec("ray") is not None and (spec.executor == "ray" or not is_newer)
     return True
 
@@ -82,18 +71,14 @@ def assert_check(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
         pytest.skip("; ".join(verdict["unmet"])[:500])
 
 
-def engines_of(*specs: EngineSpec) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("engine", [spec.name for spec in specs])
-
-
 @pytest.mark.parametrize("check", CHECKS)
-@engines_of(*MATRIX, *METHODS, *NEWER, *NEWER_METHODS)
+@engines_of("matrix", "methods", "newer")
 def test_matrix(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
     assert_check(verdicts, engine, check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@engines_of(*PARALLEL)
+@engines_of("parallel")
 def test_two_ranks(
     single_verdicts: dict[str, Verdict], engine: str, check: str
 ) -> None:
@@ -103,7 +88,7 @@ def test_two_ranks(
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@engines_of(*RAY)
+@engines_of("ray")
 def test_ray(single_verdicts: dict[str, Verdict], engine: str, check: str) -> None:
     """NWOR is at work in a Ray actor, to which vLLM brings its variables."""
     assert_check(single_verdicts, engine, check)
@@ -112,16 +97,15 @@ def test_ray(single_verdicts: dict[str, Verdict], engine: str, check: str) -> No
 def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:
     """Forced, its drafts are others than vanilla's, and no error says so; refused, the
     group is logged and nothing changes."""
-    lenient = {"VLLM_NWOR_STRICT": "0"}
-    off = pool.run("outputs", COPYING, "off")
-    refused = pool.run("outputs", COPYING, "stage", **lenient)
-    forced = pool.run(
-        "outputs", COPYING, "stage", NWOR_TEST_VIEWS=COPYING.backend, **lenient
-    )
+    spec, lenient = BY_NAME["copying-flex"], {"VLLM_NWOR_STRICT": "0"}
+    views = {"NWOR_TEST_VIEWS": spec.backend}
+    off = pool.run("outputs", spec, "off")
+    refused = pool.run("outputs", spec, "stage", **lenient)
+    forced = pool.run("outputs", spec, "stage", **lenient, **views)
 
     runs = {"off": off, "refused": refused, "forced": forced}
     entries = {
-        f"{COPYING.name}-{name}": run.entry("groups", "counters")
+        f"{spec.name}-{name}": run.entry("groups", "counters")
         | {"is_vanillas": run.whole()["tokens"] == off.whole()["tokens"]}
         for name, run in runs.items()
     }

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from tests.gpu.engines import BY_NAME
+from tests.gpu.pool import ON, Finished, Runs, engines_fixture, engines_of
 
-from tests.gpu.engines import BY_NAME, LAYOUTS
-from tests.gpu.pool import ON, Finished, Runs, engines_fixture
-
-ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in LAYOUTS])
+ENGINES = engines_of("layouts")
 runs = engines_fixture(
     "gpu_layouts",
     # Not strict: a refusal is to be seen here as an answer, not as a dead engine.
@@ -33,19 +31,23 @@ def layers(run: Finished) -> list[dict[str, Any]]:
     return found
 
 
-@ENGINES
-def test_layers_are_protected_as_rows(runs: Runs, engine: str) -> None:
-    for layer in layers(runs[engine][ON]):
-        assert layer["rows"], layer
-        assert layer["is_protected"], (layer, runs[engine][ON].report["groups"])
-        assert layer["slot_bytes"] == layer["slot_bytes_expected"], layer
+IMPLEMENTATIONS = {
+    "FLASH_ATTN": "FlashAttentionImpl",
+    "TRITON_ATTN": "TritonAttentionImpl",
+    "FLEX_ATTENTION": "FlexAttentionImpl",
+    "TRITON_MLA": "TritonMLAImpl",
+    "FLASHMLA": "FlashMLAImpl",
+    "FLASH_ATTN_MLA": "FlashAttnMLAImpl",
+}
 
 
 @ENGINES
 def test_the_writer_writes_there_and_nowhere_else(runs: Runs, engine: str) -> None:
     for layer in layers(runs[engine][ON]):
-        assert layer["missed_bytes"] == 0, layer
-        assert layer["extra_bytes"] == 0, layer
+        assert layer["rows"], layer
+        assert layer["is_protected"], (layer, runs[engine][ON].report["groups"])
+        assert layer["slot_bytes"] == layer["slot_bytes_expected"], layer
+        assert layer["missed_bytes"] == layer["extra_bytes"] == 0, layer
 
 
 @ENGINES
@@ -59,17 +61,8 @@ def test_probing_leaves_no_trace(runs: Runs, engine: str) -> None:
 def test_backend_and_order_are_those_asked_for(runs: Runs, engine: str) -> None:
     """A row that silently fell back to another backend or order would prove nothing."""
     spec = BY_NAME[engine]
-    names = {
-        "FLASH_ATTN": "FlashAttentionImpl",
-        "TRITON_ATTN": "TritonAttentionImpl",
-        "FLEX_ATTENTION": "FlexAttentionImpl",
-        "TRITON_MLA": "TritonMLAImpl",
-        "FLASHMLA": "FlashMLAImpl",
-        "FLASH_ATTN_MLA": "FlashAttnMLAImpl",
-    }
     for layer in layers(runs[engine][ON]):
-        assert layer["impl"] == names[spec.backend], layer
+        assert layer["impl"] == IMPLEMENTATIONS[spec.backend], layer
         if not spec.is_mla:
             _, head_stride, slot_stride, _ = layer["strides"]
-            heads_outside = head_stride > slot_stride
-            assert heads_outside == (spec.kv_layout == "HND"), layer
+            assert (head_stride > slot_stride) == (spec.kv_layout == "HND"), layer

@@ -3,8 +3,8 @@
 
 Counted by the torch profiler over one row of requests, in a process with NWOR off and
 in one with it on; each profiles twice, so that vanilla is first compared with itself.
-Also here: VLLM_GPU_SYNC_CHECK=error, wherever vanilla passes it, and vLLM's monitor of
-JIT compilation in its mode "error".
+Also here: VLLM_GPU_SYNC_CHECK=error, wherever vanilla passes it, and what is compiled
+after start-up.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.engines import SYNC, EngineSpec
-from tests.gpu.pool import OFF, ON, Chain, Finished, Pool, Runs, engines_fixture
+from tests.gpu.engines import EngineSpec
+from tests.gpu.pool import OFF, ON, Chain, Finished, Runs, engines_fixture, engines_of
 
 # Calls of the CUDA runtime and driver that make the host wait.
 SYNCHRONISING = (
@@ -38,20 +38,12 @@ ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost")
 OURS = "nwor"
 
 
-def run_chain(pool: Pool, spec: EngineSpec) -> Chain:
-    """Off, then on; on with the monitor's own errors if vanilla gives no cause."""
-    check = {"VLLM_GPU_SYNC_CHECK": "error"}
-    off = pool.run("sync", spec, OFF, **check)
-    jit = "error" if off.report.get("compiled") == [] else "recorded"
-    return {OFF: off, ON: pool.run("sync", spec, ON, NWOR_TEST_JIT=jit, **check)}
-
-
 def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     """For the results file: what the tests compare, without the names of vLLM's own
     kernels and of the host's operators, which are many."""
     found: dict[str, Any] = {}
     for mode, run in chain.items():
-        found[mode] = run.entry("jit_mode", "compiled", "compiled_again")
+        found[mode] = run.entry("compiled", "compiled_again")
         found[mode]["sync_check"] = {
             row: text and waiting_line(text)
             for row, text in run.report.get("sync_check", {}).items()
@@ -76,7 +68,12 @@ def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     return {spec.name: found}
 
 
-runs = engines_fixture("gpu_sync", run_chain, shortened, by_mode=True)
+runs = engines_fixture(
+    "gpu_sync",
+    lambda pool, spec: pool.off_on("sync", spec, VLLM_GPU_SYNC_CHECK="error"),
+    shortened,
+    by_mode=True,
+)
 
 
 def waiting_line(trace: str) -> str:
@@ -130,7 +127,7 @@ def difference(one: Counter[str], other: Counter[str]) -> dict[str, int]:
     return {n: other[n] - one[n] for n in sorted(names) if other[n] != one[n]}
 
 
-ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in SYNC])
+ENGINES = engines_of("sync")
 
 
 @ENGINES
@@ -199,11 +196,9 @@ def test_sync_check_passes_where_vanilla_does(runs: Runs, engine: str) -> None:
 
 
 @ENGINES
-def test_jit_monitor_has_nothing_to_say(runs: Runs, engine: str) -> None:
-    """Where vanilla compiles nothing after start-up, NWOR ran with the monitor in mode
-    "error"; elsewhere it must compile nothing that vanilla does not."""
-    off, on = runs[engine][OFF].report, runs[engine][ON].report
-    assert "compiled" in off, runs[engine][OFF].trouble()
-    assert "compiled" in on, runs[engine][ON].trouble()
-    if on["jit_mode"] == "recorded":
-        assert set(on["compiled"]) <= set(off["compiled"])
+def test_nothing_is_compiled_that_vanilla_does_not(runs: Runs, engine: str) -> None:
+    """After start-up; in its mode "error" vLLM's monitor would raise for each."""
+    off, on = (runs[engine][mode] for mode in (OFF, ON))
+    assert "compiled" in off.report, off.trouble()
+    assert "compiled" in on.report, on.trouble()
+    assert set(on.report["compiled"]) <= set(off.report["compiled"])

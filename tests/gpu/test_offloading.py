@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.gpu.compare import counter_problems
-from tests.gpu.engines import BY_NAME, OFFLOADING
-from tests.gpu.pool import OFF, ON, Runs, engines_fixture
+from tests.gpu.engines import BY_NAME
+from tests.gpu.pool import OFF, ON, Runs, engines_fixture, engines_of
 
-ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in OFFLOADING])
+ENGINES = engines_of("offloading")
 runs = engines_fixture(
     "gpu_offloading",
     lambda pool, spec: pool.off_on("offload", spec),

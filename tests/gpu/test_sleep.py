@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.gpu.compare import counter_problems, differing
-from tests.gpu.engines import BY_NAME, SLEEP
-from tests.gpu.pool import OFF, ON, Finished, Runs, engines_fixture
+from tests.gpu.engines import BY_NAME
+from tests.gpu.pool import OFF, ON, Finished, Runs, engines_fixture, engines_of
 from tests.gpu.process import PHASES, SLEEP_ROWS
 
-ENGINES = pytest.mark.parametrize("engine", [spec.name for spec in SLEEP])
+ENGINES = engines_of("sleep")
 
 
 def phases(run: Finished) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_nothing_of_ours_is_in_the_pool_that_is_emptied(
     runs: Runs, engine: str
 ) -> None:
     memory = found(runs[engine][ON], "awake")["memory"]
-    # What is told of addresses is true: the caches themselves are in it.
+    # Such addresses are recognised: the caches themselves are in it.
     assert set(memory["cache_pools"]) == {"kv_cache"}
     pools = memory["pools"]
     assert pools
@@ -124,11 +124,11 @@ def test_requests_that_run_while_it_sleeps(runs: Runs, engine: str) -> None:
     off, on = (found(runs[engine][mode], "live", "interrupted") for mode in (OFF, ON))
     assert off["num_live"] == on["num_live"] > 0
     assert differing(off, on) == []
-    device, told = on["device_counters"], on["counters"]
+    device, vllms = on["device_counters"], on["counters"]
     assert device["staged"] == device["committed"] + device["rejected"] > 0
     assert device["invalid_slots"] == 0
-    assert told.get("nwor_breaches", 0) == 0
-    assert not any(n for name, n in told.items() if "nwor_fallbacks" in name)
+    assert vllms.get("nwor_breaches", 0) == 0
+    assert not any(n for name, n in vllms.items() if "nwor_fallbacks" in name)
 
 
 @pytest.mark.parametrize("phase", PHASES)

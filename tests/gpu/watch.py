@@ -160,7 +160,7 @@ class OracleExtension(NworWorkerExtension):
 class Filler(Watch):
     """Instead of watching, fills before each forward all slots of the target's layers
     that no request has written, those of rejected drafts among them: `written` has the
-    others. Of blocks that lost what they held it is told (`forget`, `unwritten_told`).
+    others. Blocks that lost what they held are named by `forget` (`unwritten_blocks`).
     NWOR is off."""
 
     def fill(self, contents: str, takes_one: bool) -> None:
@@ -214,11 +214,11 @@ class Filler(Watch):
 
 
 @contextmanager
-def unwritten_told(
+def unwritten_blocks(
     scheduler: Any, forget: Callable[[list[int]], Any]
 ) -> Iterator[None]:
-    """Before a step runs, `forget` is told of the blocks that nobody has written any
-    more: those given out for it, and those that are neither in use nor cached."""
+    """Before a step runs, `forget` is called with the blocks that nobody has written
+    any more: those given out for it, and those that are neither in use nor cached."""
     pool = scheduler.kv_cache_manager.block_pool
     schedule, get_new_blocks = scheduler.schedule, pool.get_new_blocks
     given: set[int] = set()
@@ -228,7 +228,7 @@ def unwritten_told(
         given.update(block.block_id for block in blocks)
         return blocks
 
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def scheduling(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         unwritten = given.union(
             block.block_id
@@ -240,7 +240,7 @@ def unwritten_told(
         return output
 
     with (
-        mock.patch.object(scheduler, "schedule", telling),
+        mock.patch.object(scheduler, "schedule", scheduling),
         mock.patch.object(pool, "get_new_blocks", giving),
     ):
         yield

@@ -226,7 +226,7 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
 
     The writer gets random keys and values for three tokens in a scratch cache of the
     real one's shape and strides, on two backgrounds; a byte that changed on either is
-    its own. All other bytes of the scratch, guard bytes around it included, must stay.
+    the slot's. All others of the scratch, guard bytes around it included, must stay.
     """
     from vllm_nwor.kv_layout import LayoutRefused
     from vllm_nwor.kv_probe import probe_layout

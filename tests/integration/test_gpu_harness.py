@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU tests' own parts on real engines: a CPU's with MLA, whose cache has rows as
 on a GPU. Off, cow and stage run in processes of their own, watched by the byte oracle;
-and a verdict is to tell if what they wrote were otherwise. The V2 runner, which needs a
+and a verdict has to name what is wrong in what they wrote. The V2 runner, which needs a
 GPU, has a stand-in in tests/unit/test_gpu_harness.py.
 """
 
@@ -17,12 +17,12 @@ import pytest
 from benchmarks import report
 
 from tests.gpu import compare, test_poison
-from tests.gpu.engines import CPU, EngineSpec
+from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Pool
 from tests.gpu.rows import Row
 from tests.helpers.player import Request
 
-STAGE = "stage"
+STAGE, CPU = "stage", BY_NAME["cpu-mla"]
 V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 ROW, NAME = "batch 8", "eight/0"
 # What vLLM compiles there counts the ranks of logprobs.
@@ -44,7 +44,7 @@ def changed(runs: Chain) -> Chain:
     return {mode: copy.deepcopy(runs[mode]) for mode in (OFF, ON)}
 
 
-def told(runs: Chain, spec: EngineSpec = CPU) -> set[str]:
+def failing(runs: Chain, spec: EngineSpec = CPU) -> set[str]:
     """The checks that found something, and what could not be judged."""
     verdict = compare.judge(spec, runs)
     kinds = verdict["problems"] | {k: verdict[k] for k in ("unsettled", "unmet")}
@@ -56,7 +56,7 @@ def test_verdict_of_a_healthy_engine(runs, mode, monkeypatch):
     monkeypatch.setattr(compare, "ON", mode)
     chain = {OFF: runs[OFF], mode: runs[mode]}
     verdict = compare.judge(CPU, chain)
-    assert told(chain) == set(), verdict
+    assert failing(chain) == set(), verdict
     assert verdict["rows"][ROW]["dirty_slots_restored"] > 0
     assert verdict["facts"]["resolved"] == [mode]
     assert not verdict["facts"].keys() & {"targets", "protected"}
@@ -86,7 +86,7 @@ ERRORS = [
     for mode in (OFF, ON)
     for name in compare.PASSES
 ]
-# What is changed, each to its last item, and what must tell.
+# What is changed, each to its last item, and the checks that must fail.
 TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
     "token": ([(ON, *PLAIN, "tokens", NAME, 0, one_more)], {"outputs"}),
     "logprob": ([(ON, *WATCHED, "logprobs", NAME, 0, [[1, 0.5, 1]])], {"outputs"}),
@@ -145,7 +145,7 @@ def test_verdict_names_the_trouble(changed, trouble):
     changes, wanted = TROUBLE[trouble]
     for mode, *path in changes:
         change(changed[mode].report, *path)
-    assert told(changed) == wanted
+    assert failing(changed) == wanted
 
 
 def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(changed):
@@ -154,8 +154,8 @@ def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(changed):
         for run in changed.values():
             drafts = run.report["plain"][ROW]["counters"]
             drafts["spec_decode_num_draft_tokens"] += by
-        assert told(changed, trimming) == wrong
-        assert told(changed) == {"counters"}
+        assert failing(changed, trimming) == wrong
+        assert failing(changed) == {"counters"}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return pool.run("poison", CPU, OFF, **QUICK)
 
 
-def told_of(run: Finished) -> dict[str, str]:
+def verdicts_of(run: Finished) -> dict[str, str]:
     entry = test_poison.judge(CPU, run)
     return {name: entry[name]["verdict"] for name in ("poison", "taken", "nan")}
 
@@ -214,7 +214,7 @@ def test_what_slots_that_nobody_has_written_may_hold(filled):
         (("plain", {}), "poison", "FAILED"),
     ],
 )
-def test_what_filled_slots_changed_is_told(filled, path, name, wanted):
+def test_what_filled_slots_changed_is_in_the_verdict(filled, path, name, wanted):
     run = copy.deepcopy(filled)
     change(run.report, *path)
-    assert told_of(run)[name] == getattr(test_poison, wanted)
+    assert verdicts_of(run)[name] == getattr(test_poison, wanted)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.watch import Filler, unwritten_told
+from tests.gpu.watch import Filler, unwritten_blocks
 from tests.helpers.drafters import ScriptedDrafter, mixture_of_four, truth_of
 from tests.helpers.engine import Engine, Request, Result
 from tests.helpers.oracle import SnapshotOracle
@@ -69,7 +69,7 @@ def test_masked_rows_may_hold_poison(row: str) -> None:
 
     def filled(contents: str, takes_one: bool = False) -> tuple[Any, ...]:
         filler.fill(contents, takes_one)
-        with unwritten_told(off.scheduler, filler.forget):
+        with unwritten_blocks(off.scheduler, filler.forget):
             found = run(off)
         assert filler.stop()["num_filled"] > 10_000
         return found

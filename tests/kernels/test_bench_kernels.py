@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench_kernels.py: its own argument, a small run, and no number when a byte is wrong.
-The arguments that it shares with bench_vllm.py are tested there."""
+"""bench_kernels.py: a small run, and no number when a byte is wrong."""
 
 from __future__ import annotations
 
@@ -19,33 +18,14 @@ def small_cache(monkeypatch):
     monkeypatch.setattr(bench_kernels, "CPU_CACHE_BYTES", 1 << 14)
 
 
-def test_a_size_below_the_smallest_ends_with_2(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        bench_kernels.main(["--max-kib", "3"])
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "'3' is not allowed; allowed values: whole numbers from 4" in printed.err
-
-
 def test_a_small_run(small_cache, tmp_path, capsys):
-    path = tmp_path / "new" / "kernels.json"
+    path = tmp_path / "kernels.json"
     assert bench_kernels.main([*SMALL, "--json", str(path)]) == 0
-    printed = capsys.readouterr().out
-    parts = ('"device": "cpu"', "hnd, 8192 bytes: checked", "GB/s")
-    places = [printed.index(part) for part in parts]
-    assert places == sorted(places)
-    written = json.loads(path.read_text())
-    # To run again, without a folder of this machine.
-    assert written["command"].endswith("--samples 3 --json kernels.json")
-    results = written["results"]
+    assert "hnd, 8192 bytes: checked" in capsys.readouterr().out
+    results = json.loads(path.read_text())["results"]
     assert [(r["layout"], r["bytes"]) for r in results] == [
         *(("nhd", 4096), ("nhd", 8192), ("hnd", 4096), ("hnd", 8192)),
     ]
-    for result in results:
-        assert min(result["gb_per_s"][name] for name in ("copy", "log", "restore")) > 0
-        for name in ("log", "restore"):
-            median, low, high = result[f"{name}_of_copy"]
-            assert 0 < low <= median <= high
 
 
 def test_a_wrong_byte_leaves_no_number(small_cache, tmp_path, capsys, monkeypatch):

