@@ -18,6 +18,7 @@ def pending(monkeypatch):
     """Modules for which a post-import hook was left, in order."""
     names: list[str] = []
     monkeypatch.setattr(plugin, "_registered", [])
+    plugin._check_host.cache_clear()
     monkeypatch.setattr(
         wrapt, "register_post_import_hook", lambda hook, name: names.append(name)
     )

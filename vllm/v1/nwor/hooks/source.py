@@ -170,50 +170,8 @@ def check_target(target: HookTarget, tree: Tree) -> None:
         body = getattr(source.find(owner)[1], "body", [])
         fields = [dotted(s.target) for s in body if isinstance(s, ast.AnnAssign)]
         names = ["self", *fields]
-    if tuple(names[: len(target.params)]) != target.params:
-        raise Mismatch(
-            f"{target.name} has parameters ({', '.join(names)}); "
-            f"expected it to begin with ({', '.join(target.params)})"
-        )
-
-
-# The name that tools/apply_to_vllm.py gives the decorator in a fork's modules.
-DECORATOR = "nwor_hook"
-
-
-def place_of(target: HookTarget, tree: Tree) -> ast.AST | None:
-    """What of its own module's source a decorator of `target` goes above: the function,
-    the class if that is a dataclass and the function its __init__; None if the module
-    only imports it. Raises Mismatch."""
-    check_target(target, tree)
-    source = tree.module(target.module)
-    found: ast.AST | None = source.code
-    for name in target.qualname.split("."):
-        body = _flat(getattr(found, "body", []))
-        inside = next((s for s in body if getattr(s, "name", None) == name), None)
-        if inside is None and name == "__init__" and found is not None:
-            return found
-        if inside is None and "." in target.qualname:
-            raise Mismatch(f"{target.name} is inherited or imported")
-        found = inside
-    return found
-
-
-def check_decorated(target: HookTarget, tree: Tree) -> None:
-    """That a fork has our decorator on `target`, over all others. Raises Mismatch."""
-    place = place_of(target, tree)
-    if place is None:
-        name = target.qualname
-        statements = map(ast.unparse, tree.module(target.module).code.body)
-        is_decorated = f"{name} = {DECORATOR}('{name}')({name})" in statements
-    else:
-        decorators = [ast.unparse(d) for d in getattr(place, "decorator_list", [])]
-        is_decorated = decorators[:1] == [f"{DECORATOR}('{target.qualname}')"]
-    if not is_decorated:
-        raise Mismatch(
-            f'{target.name} does not have {DECORATOR}("{target.qualname}") as its '
-            "outermost decorator; tools/apply_to_vllm.py --check names all of these"
-        )
+    if (mismatch := target.matches(tuple(names))) is not None:
+        raise Mismatch(mismatch)
 
 
 def check_fact(fact: Fact, tree: Tree) -> None:
