@@ -11,7 +11,7 @@ fault in between costs blocks and never correctness.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -91,13 +91,18 @@ def group_refusal(verdicts: Sequence[LayerVerdict]) -> str | None:
     for verdict in verdicts:
         if verdict.refusal and not verdict.is_drafters:
             return verdict.refusal
-    copying = sorted({verdict.copies for verdict in verdicts} - {""})
+    copying = {verdict.copies for verdict in verdicts} - {""}
     if copying and any(verdict.is_drafters for verdict in verdicts):
-        return (
-            f"the drafter has layers in this group, and {', '.join(copying)} may copy "
-            "the block table into its metadata"
-        )
+        return copies_refusal(copying)
     return None
+
+
+def copies_refusal(copying: Iterable[str]) -> str:
+    """copying: what may copy the block table, in a drafter's group."""
+    return (
+        f"the drafter has layers in this group, and {', '.join(sorted(copying))} may "
+        "copy the block table into its metadata"
+    )
 
 
 def install(module: ModuleType) -> None:
