@@ -147,8 +147,6 @@ RETURNS, HOOKED = f"{STEP} returns left right", f"{STEP} hooked self batch"
 TABLE, BOTH = "m:Runner has table:Table", f"{STEP} does self.prepare() self.run()"
 # Facts of SMALL; what is changed in it or in BASE, and what is said then.
 OTHERWISE = [
-    ("m:Runner has size", "size", "bulk", "has no attribute size"),
-    ("m:Runner has limit", "limit", "most", "has no attribute limit"),
     ("m:Runner has limit", "Runner", "Walker", "vllm.m.Runner does not exist"),
     ("m:Runner has gone|extra", "self.ex", "ex", "has no attribute gone or extra"),
     ("m:Runner has size:int", ": int", ": str", ".size is str; expected int"),
@@ -159,9 +157,7 @@ OTHERWISE = [
     (TABLE, "= T", "= d.T", "Runner.table is d.Table; expected Table"),
     (TABLE, "= T", "= d(); self.table = T", "table is Table, d; expected Table"),
     (TABLE, "Table(config)", "config", "is without a type; expected Table"),
-    (f"{STEP} does self.run()", "self.run(", "run(", "does not have self.run()"),
     (f"{STEP} does self.run()", ".run(batch)", ".run", "does not have self.run()"),
-    (f"{STEP} does self.left", "self.left", "left", "does not have self.left"),
     (BOTH, "prepare()", "run(); self.prepare()", "self.run() before self.prepare(); e"),
     (f"{STEP} does self.run()!", ".idle", ".run", "outside vllm.m.Runner.step, too"),
     (RETURNS, "left, r", "right, r", "returns right, right; exp"),
@@ -178,7 +174,6 @@ OTHERWISE = [
     (BATCH, "flag=False", "flag", "expected (self, batch, ..."),
     (BATCH, "batch, ", "b, ", "has parameters (self, b, flag)"),
     (HOOKED, "batch, ", "", "has parameters (self, flag); expected it to begin with"),
-    (HOOKED, "def step", "def stop", "vllm.m.Runner.step does not"),
     (
         f"{DATA} name width",
         "name: str",

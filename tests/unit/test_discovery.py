@@ -396,12 +396,6 @@ def staged_runner_v2(*backends, drafter=(), kernel_block_size=None, **tables):
             SLOTS,
         ),
         (staged_runner_v2("FLASHINFER", block_sizes=[SLOTS]), SLOTS),
-        (
-            staged_runner_v2(
-                "FLASHINFER", kernel_block_sizes=None, block_sizes=[SLOTS]
-            ),
-            SLOTS,
-        ),
         (staged_runner_v2("FLASH_ATTN", "TRITON_ATTN", drafter=["d"]), SLOTS),
     ],
 )
