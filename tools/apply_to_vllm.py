@@ -185,17 +185,23 @@ class Graft:
         """Why this vLLM cannot carry NWOR."""
         read = files_of(self.root)
         tree = Tree(lambda path: self.texts.get(path) or read(path))
-        told = [sentence for module in FACTS for sentence in mismatches(module, tree)]
+        problems = [
+            sentence for module in FACTS for sentence in mismatches(module, tree)
+        ]
         for path, text in self.texts.items():
             for number, line in enumerate(text.split("\n"), 1):
                 if "nwor" in line.lower():
-                    told.append(f"{path}:{number} has to do with NWOR: {line.strip()}")
+                    problems.append(
+                        f"{path}:{number} has to do with NWOR: {line.strip()}"
+                    )
         for path, place, *_ in self.lines:
             if not re.search(place.pattern, self.texts[path], re.MULTILINE):
-                told.append(f"{path} has no {place.name}")
+                problems.append(f"{path} has no {place.name}")
         if not self.builds and not (ROOT / LIBRARY).is_file():
-            told.append(f"{LIBRARY} is not there to be copied; `make setup` builds it")
-        return list(dict.fromkeys(told))
+            problems.append(
+                f"{LIBRARY} is not there to be copied; `make setup` builds it"
+            )
+        return list(dict.fromkeys(problems))
 
     def grafted(self, path: str, subjects: Collection[str] | None = None) -> str:
         """A file of vLLM's with our lines, or with those of some commits."""
@@ -209,14 +215,14 @@ class Graft:
 
     def drift(self) -> list[str]:
         """What is not as it is to be, of a tree without refusals."""
-        told = []
+        problems = []
         for path in self.texts:
             marked, wanted = self.marked[path], split_marked(self.grafted(path))[1]
             for verb, lines in ("lacks", wanted - marked), ("has", marked - wanted):
-                told += [f"{path} {verb}, below line {n}: {x}" for n, x in lines]
+                problems += [f"{path} {verb}, below line {n}: {x}" for n, x in lines]
         there = [*self.copies, *([] if self.builds else [LIBRARY])]
-        told += [f"{p} is missing" for p in there if not (self.root / p).is_file()]
-        return told + self.foreign()
+        problems += [f"{p} is missing" for p in there if not (self.root / p).is_file()]
+        return problems + self.foreign()
 
     def foreign(self) -> list[str]:
         """Files in our folders that are not this version's."""
@@ -234,13 +240,15 @@ class Graft:
             write_whole(self.root / path, (ROOT / path).read_bytes())
         if (ROOT / LIBRARY).is_file() and not (self.root / LIBRARY).exists():
             write_whole(self.root / LIBRARY, (ROOT / LIBRARY).read_bytes())
-        if told := Graft(self.root).drift():
-            raise Refused(told)
+        if problems := Graft(self.root).drift():
+            raise Refused(problems)
 
     def revert(self) -> None:
         """Raises Refused, before anything was changed, if a file is not ours."""
-        if told := self.foreign():
-            raise Refused([*told, "nothing was changed: the version it came with can"])
+        if problems := self.foreign():
+            raise Refused(
+                [*problems, "nothing was changed: the version it came with can"]
+            )
         for path in filter(self.marked.get, self.texts):
             write_whole(self.root / path, self.texts[path].encode())
         for folder in FOLDERS:
@@ -265,9 +273,9 @@ class Graft:
         text = files_of(self.root)("vllm/_version.py") or ""
         found = re.search(r"^__version__.*?['\"](\d+\.\d+\.\d+)['\"+]", text, re.M)
         link = f"v{found[1]}/{path}" if found else f"main/{path}"
-        told = [textwrap.fill(f"Why: {reason}.", 72) for reason in why]
+        reasons = [textwrap.fill(f"Why: {reason}.", 72) for reason in why]
         ends = [f"Drop-when: {condition}" for condition in until]
-        return "\n".join([*told, "", f"Upstream: {UPSTREAM}/{link}", *ends])
+        return "\n".join([*reasons, "", f"Upstream: {UPSTREAM}/{link}", *ends])
 
     def series(self, folder: Path) -> int:
         """Writes the patches; how many. Raises Refused."""
@@ -312,11 +320,11 @@ def run(graft: Graft, args: argparse.Namespace) -> str:
         raise Refused(graft.refusals)
     if args.series:
         return f"needs the {graft.series(args.series)} patches in {args.series}"
-    if not (told := graft.drift()):
+    if not (problems := graft.drift()):
         return "has all of it"
     folders = [graft.root / folder for folder in FOLDERS]
     if any(graft.marked.values()) or any(folder.exists() for folder in folders):
-        raise Refused(told)
+        raise Refused(problems)
     if args.check:
         raise Refused(["there is nothing of NWOR"])
     graft.apply()

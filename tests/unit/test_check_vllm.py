@@ -163,7 +163,6 @@ OTHERWISE = [
     (RETURNS, "left, r", "right, r", "returns right, right; exp"),
     (RETURNS, "left, r", "left, 1, r", "returns left, ?, right;"),
     (RETURNS, ".left, right", "", "returns no tuple; expected l"),
-    (RETURNS, "False)", "0) -> tuple[int]", "return tuple[int]; expected 2 parts"),
     ("m:Runner.other returns Thing", "Thing", "Thong", "returns Thong; expected Thing"),
     (
         FLAG,
@@ -186,7 +185,6 @@ OTHERWISE = [
 FINE = [
     ("m:Runner has limit", "(Base)", "(Root)"),
     ("m:Data has width:list", "list[int]", "'list'"),
-    (RETURNS, "=False)", "=0) -> tuple[int, int]"),
     (BATCH, "=False", "=False, more=1"),
 ]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes shadow blocks away from the scheduler, before it knows how many there are.
 
-The workers allocate all blocks; the scheduler is told of fewer. What lies between is
+The workers allocate all blocks; the scheduler gets fewer. What lies between is
 described on the workers' configs (their attribute `nwor_shadow`), and that mark is the
 handshake: a worker without it cannot know which blocks are free of requests, and uses
 the undo log. The scheduler's number is lowered first and the mark made last, so that a

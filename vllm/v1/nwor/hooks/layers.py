@@ -48,7 +48,7 @@ class GroupRefused(ValueError):
 
 
 def told(error: Exception) -> str:
-    """An exception that nobody expected, in words; its traceback goes to the log."""
+    """An unexpected exception as text; its traceback goes to the log."""
     logger.debug("NWOR: at start-up", exc_info=True)
     return f"{type(error).__name__}: {error}"
 
@@ -107,6 +107,11 @@ def _target_layers_of(
             layout = _layout_of(runner, layer, spec, layouts)
         except LayoutRefused as refused:
             raise GroupRefused(f"layer {name}: {refused}") from refused
+        except Exception as error:
+            raise GroupRefused(
+                f"layer {name}: {type(layer.impl).__name__} cannot be probed: "
+                f"{told(error)}"
+            ) from error
         poison = _poison(layer.impl, kv_cache)
         layers.append(LayerCache(name, kv_cache, layout, poison))
     return layers
@@ -206,14 +211,7 @@ def _layout_of(
     )
     if key not in layouts:
         dtype = runner.vllm_config.model_config.dtype
-        try:
-            layouts[key] = probe_layout(layer, kv_cache, dtype)
-        except LayoutRefused:
-            raise
-        except Exception as error:
-            raise LayoutRefused(
-                f"{type(impl).__name__} cannot be probed: {told(error)}"
-            ) from error
+        layouts[key] = probe_layout(layer, kv_cache, dtype)
     if layouts[key].runs is not None and kv_cache.device.type != "cpu":
         raise LayoutRefused(
             f"{type(impl).__name__} packs its slots; only rows are supported on "
