@@ -94,14 +94,9 @@ def build_of_vllm(version: str) -> dict[str, str]:
     return STUB if version == "installed" else build_files(version)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def version(request):
     return getattr(request, "param", "installed")
-
-
-@pytest.fixture(scope="module")
-def sources(version):
-    return files_of_vllm(version)
 
 
 RELEASES = [
@@ -113,29 +108,21 @@ of_each_release = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def site(sources, tmp_path):
+def site(version, tmp_path):
     """As site-packages lie."""
-    return laid_out(tmp_path / "site", sources)
+    return laid_out(tmp_path / "site", files_of_vllm(version))
 
 
 @pytest.fixture
-def checkout(version, sources, tmp_path):
-    return laid_out(tmp_path / "checkout", sources | build_of_vllm(version))
+def checkout(version, tmp_path):
+    files = files_of_vllm(version) | build_of_vllm(version)
+    return laid_out(tmp_path / "checkout", files)
 
 
 def digests(folder: Path) -> dict[str, bytes]:
     """Of all but libraries, which a checkout's build makes."""
     found = contents(folder).items()
     return {path: digest for path, digest in found if not path.endswith(".so")}
-
-
-@pytest.fixture(scope="module")
-def patched_once(version, sources, tmp_path_factory):
-    """A checkout."""
-    files = sources | build_of_vllm(version)
-    folder = laid_out(tmp_path_factory.mktemp("patched"), files)
-    tool.Graft(folder).apply()
-    return folder
 
 
 @pytest.fixture
@@ -145,8 +132,9 @@ def no_facts(monkeypatch):
 
 
 @pytest.fixture
-def patched(patched_once, tmp_path, no_facts):
-    return Path(shutil.copytree(patched_once, tmp_path / "patched"))
+def patched(checkout, no_facts):
+    tool.Graft(checkout).apply()
+    return checkout
 
 
 @pytest.fixture
