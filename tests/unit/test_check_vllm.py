@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterable
@@ -36,8 +35,6 @@ from vllm_nwor.hooks.source import (
 
 pytestmark = pytest.mark.usefixtures("parsed_once")
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "check_vllm.py"
 SITE = Path(str(importlib.util.find_spec("vllm").origin)).parents[1]
 read = functools.cache(files_of(SITE))
 WHOLE = Tree(read)
@@ -300,10 +297,7 @@ def test_a_release_that_is_not_to_be_had_is_no_success(main, capsys):
     assert "no source of vllm 9.9.9: ERROR" in capsys.readouterr().err
 
 
-def test_a_tree_is_checked_as_it_lies_there(needed, tmp_path):
-    laid_out(tmp_path, doctored(needed))
-    done = subprocess.run(
-        [sys.executable, TOOL, tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines() == [f"{tmp_path}: {said}" for said in SAID]
+def test_a_tree_is_checked_as_it_lies_there(needed, main, tmp_path, capsys):
+    tree = laid_out(tmp_path / "tree", doctored(needed))
+    assert main(str(tree)) == 1
+    assert capsys.readouterr().out.splitlines() == [f"{tree}: {said}" for said in SAID]
