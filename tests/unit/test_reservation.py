@@ -228,6 +228,7 @@ COPIES = (
         ([TARGETS, ODD], [ODD], "odd"),
         # Nobody protects a drafter's own layers; one without a verdict may be another.
         ([LayerVerdict(True, "packed")], [TARGETS], [1]),
+        ([LayerVerdict(True, "packed"), TARGETS], [ODD], [0]),
         ([DRAFTERS], [ODD], "odd"),
         ([DRAFTERS, None], [ODD], [0]),
         ([DRAFTERS, TARGETS], [ODD], [0]),
