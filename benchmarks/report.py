@@ -202,8 +202,8 @@ def budgets(results: Sequence[Result], name: str) -> str:
     spent = [host_us(one, name) for one in results]
     budget = summary.HOST_BUDGET_US
     return (
-        f"{name}: budget of throughput met in {verdicts['met']} of {len(results)} "
-        f"lines, not resolved in {verdicts['not resolved']}, missed in "
+        f"`{name}`: throughput budget met in {verdicts['met']} of {len(results)} "
+        f"measurements, not resolved in {verdicts['not resolved']}, missed in "
         f"{verdicts['missed']}; begin + commit {min(spent):.1f} to {max(spent):.1f} "
         f"us, over its budget of {budget:.0f} us in {sum(us > budget for us in spent)}."
     )

@@ -162,12 +162,13 @@ def tested(result: dict[str, Any]) -> list[str]:
 
 def verdict(ratio: dict[str, float], control: dict[str, float]) -> str:
     """Whether a ratio is within RATIO_BUDGET, which goes by the low end of its
-    interval. What noise alone may give, a median inside the control's interval, is
-    never "met": a difference was not resolved, wherever the low end is. Nor is it where
-    the control differs from itself."""
-    holds = ratio["low"] >= RATIO_BUDGET
-    is_noise = control["low"] <= ratio["median"] <= control["high"]
-    if is_noise or not control["low"] <= 1 <= control["high"]:
+    interval, lowered by as much as the control's interval is away from 1: a run that is
+    biased has to be better by its bias. What noise alone may give, a median inside the
+    control's interval, is never "met": a difference was not resolved, wherever the low
+    end is."""
+    bias = max(control["low"] - 1, 1 - control["high"], 0)
+    holds = ratio["low"] - bias >= RATIO_BUDGET
+    if control["low"] <= ratio["median"] <= control["high"]:
         return "not resolved, low end holds" if holds else "not resolved"
     return "met" if holds else "missed"
 

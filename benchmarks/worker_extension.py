@@ -48,11 +48,10 @@ class HostTimes:
             if manager.is_open:
                 self.begin_ns.append(elapsed)
 
-        def on_commit(acceptance: Any, counters_to: Any = None) -> bool:
+        def on_commit(acceptance: Any) -> None:
             started = clock()
-            is_told = commit(acceptance, counters_to)
+            commit(acceptance)
             self.commit_ns.append(clock() - started)
-            return is_told
 
         self.timed = {"stage": on_stage, "begin": on_begin, "commit": on_commit}
 

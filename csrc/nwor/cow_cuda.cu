@@ -55,70 +55,22 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   copy_jobs<Direction::kToLog>(jobs, num_jobs);
 }
 
-// What one thread or block counted; bytes are drafts until the end.
-struct Counts {
-  unsigned of[kNumCounters] = {};
-
-  __device__ void add(const RestoreArgs& args, int64_t draft) {
-    const int32_t* window = args.log.windows + 3 * draft;
-    const int64_t slot = args.log.slots[draft];
-    const bool is_known = window[0] < args.acceptance.num_reqs;
-    of[kInvalidSlots] += slot == kInvalidSlot || !is_known;
-    if (window[0] < 0 || !is_known) {
-      return;
-    }
-    const bool is_rejected =
-        window[1] >= num_accepted(args.acceptance, window[0], window[2]);
-    of[kWindows] += window[1] == 0;
-    of[kStaged] += 1;
-    of[kCommitted] += !is_rejected;
-    of[kRejected] += is_rejected;
-    of[kRestoredBytes] += is_rejected && slot >= 0;
+// What a draft adds to the counters.
+__device__ void count_draft(const RestoreArgs& args, int64_t draft, unsigned* counts) {
+  const int32_t* window = args.log.windows + 3 * draft;
+  const int64_t slot = args.log.slots[draft];
+  const bool is_known = window[0] < args.acceptance.num_reqs;
+  counts[kInvalidSlots] += slot == kInvalidSlot || !is_known;
+  if (window[0] < 0 || !is_known) {
+    return;
   }
-};
-
-// The work of a block that only counts: all drafts, so that it knows the sums, and can
-// write them where the host reads them. No other launch of the stream runs beside it.
-__device__ void count_drafts(const RestoreArgs& args) {
-  __shared__ unsigned long long bytes_per_draft;
-  __shared__ unsigned sums[kNumCounters];
-  if (threadIdx.x < kNumCounters) {
-    sums[threadIdx.x] = 0;
-  }
-  if (threadIdx.x == 0) {
-    bytes_per_draft = 0;
-  }
-  __syncthreads();
-  unsigned long long layer_bytes = 0;
-  for (int64_t i = threadIdx.x; i < args.table.num_layers; i += kBlockThreads) {
-    layer_bytes += args.table.rows[i].num_heads * args.table.rows[i].run_bytes;
-  }
-  atomicAdd(&bytes_per_draft, layer_bytes);
-
-  Counts counts;
-#pragma unroll 4
-  for (int64_t draft = threadIdx.x; draft < args.num_drafts; draft += kBlockThreads) {
-    counts.add(args, draft);
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kNumCounters; ++i) {
-    const unsigned of_warp = __reduce_add_sync(kFullWarp, counts.of[i]);
-    if (threadIdx.x % kWarpThreads == 0) {
-      atomicAdd(&sums[i], of_warp);
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < kNumCounters) {
-    const int i = threadIdx.x;
-    const int64_t total =
-        args.counters[i] +
-        static_cast<int64_t>(sums[i] * (i == kRestoredBytes ? bytes_per_draft : 1));
-    args.counters[i] = total;
-    if (args.counters_to != nullptr) {
-      args.counters_to[i] = total;
-    }
-  }
+  const bool is_rejected =
+      window[1] >= num_accepted(args.acceptance, window[0], window[2]);
+  counts[kWindows] += window[1] == 0;
+  counts[kStaged] += 1;
+  counts[kCommitted] += !is_rejected;
+  counts[kRejected] += is_rejected;
+  counts[kRestoredBytes] += is_rejected && slot >= 0;
 }
 
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
@@ -127,7 +79,13 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   __shared__ CopyJob jobs[kMaxLayersPerBlock];
   __shared__ int num_jobs;
   if (blockIdx.x == 0) {
-    count_drafts(args);
+    count_windows(args.table, args.counters, args.counters_to, [&](unsigned* counts) {
+#pragma unroll 4
+      for (int64_t draft = threadIdx.x; draft < args.num_drafts;
+           draft += kBlockThreads) {
+        count_draft(args, draft, counts);
+      }
+    });
     return;
   }
   const int64_t block = blockIdx.x - 1;

@@ -276,77 +276,42 @@ __global__ void __launch_bounds__(kBlockThreads)
                             window.first_position, args.entry_tokens);
 }
 
-// The work of the first block: all windows, so that it knows the sums, and can write
-// them where the host reads them. No other launch of the stream runs beside it.
-__device__ void count_windows(const ShadowCommitArgs& args) {
-  __shared__ unsigned long long slot_bytes;
-  __shared__ unsigned sums[kNumCounters];
-  if (threadIdx.x < kNumCounters) {
-    sums[threadIdx.x] = 0;
+// What the window of request r adds to the counters.
+__device__ void count_window(const ShadowCommitArgs& args, int64_t r,
+                             unsigned* counts) {
+  if (!args.saved.has_seat(r)) {
+    return;
   }
-  if (threadIdx.x == 0) {
-    slot_bytes = 0;
+  const int32_t* saved = args.saved.row(r);
+  const StagedWindow window = load_window(saved);
+  const int num_drafts = abs(window.num_drafts);
+  if (num_drafts == 0) {
+    return;
   }
-  __syncthreads();
-  const int64_t before = threadIdx.x < kNumCounters ? args.counters[threadIdx.x] : 0;
-  unsigned long long layer_bytes = 0;
-  // By other warps than look at the first windows.
-  for (int64_t i = kBlockThreads - 1 - threadIdx.x; i < args.table.num_layers;
-       i += kBlockThreads) {
-    layer_bytes += args.table.rows[i].num_heads * args.table.rows[i].run_bytes;
+  const auto accepted = static_cast<int>(
+      clamp_accepted(num_accepted(args.acceptance, r, num_drafts), num_drafts));
+  counts[kWindows] += 1;
+  counts[kStaged] += num_drafts;
+  counts[kCommitted] += accepted;
+  counts[kRejected] += num_drafts - accepted;
+  if (window.num_drafts < 0) {
+    counts[kInvalidSlots] += num_drafts;
+    return;
   }
-  atomicAdd(&slot_bytes, layer_bytes);
-  unsigned counts[kNumCounters] = {};
-  for (int64_t r = threadIdx.x; r < args.num_reqs; r += kBlockThreads) {
-    if (!args.saved.has_seat(r)) {
-      continue;
-    }
-    const int32_t* saved = args.saved.row(r);
-    const StagedWindow window = load_window(saved);
-    const int num_drafts = abs(window.num_drafts);
-    if (num_drafts == 0) {
-      continue;
-    }
-    const auto accepted = static_cast<int>(
-        clamp_accepted(num_accepted(args.acceptance, r, num_drafts), num_drafts));
-    counts[kWindows] += 1;
-    counts[kStaged] += num_drafts;
-    counts[kCommitted] += accepted;
-    counts[kRejected] += num_drafts - accepted;
-    if (window.num_drafts < 0) {
-      counts[kInvalidSlots] += num_drafts;
-      continue;
-    }
-    const int64_t kept =
-        window.first_draft() + accepted - window.first_staged(args.entry_tokens);
-    counts[kShadowCopiedBytes] += saved[kSavedCopiedRows];
-    counts[kCommittedBytes] += kept > 0 ? static_cast<unsigned>(kept) : 0;
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kNumCounters; ++i) {
-    const unsigned of_warp = __reduce_add_sync(kFullWarp, counts[i]);
-    if (threadIdx.x % kWarpThreads == 0) {
-      atomicAdd(&sums[i], of_warp);
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < kNumCounters) {
-    const int i = threadIdx.x;
-    const bool is_rows = i == kShadowCopiedBytes || i == kCommittedBytes;
-    const int64_t total =
-        before + static_cast<int64_t>(sums[i] * (is_rows ? slot_bytes : 1));
-    args.counters[i] = total;
-    if (args.counters_to != nullptr) {
-      args.counters_to[i] = total;
-    }
-  }
+  const int64_t kept =
+      window.first_draft() + accepted - window.first_staged(args.entry_tokens);
+  counts[kShadowCopiedBytes] += saved[kSavedCopiedRows];
+  counts[kCommittedBytes] += kept > 0 ? static_cast<unsigned>(kept) : 0;
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
     commit_kernel(const __grid_constant__ ShadowCommitArgs args, unsigned num_parts) {
   if (blockIdx.x == 0) {
-    count_windows(args);
+    count_windows(args.table, args.counters, args.counters_to, [&](unsigned* counts) {
+      for (int64_t r = threadIdx.x; r < args.num_reqs; r += kBlockThreads) {
+        count_window(args, r, counts);
+      }
+    });
     return;
   }
   __shared__ SharedWindow shared;

@@ -69,4 +69,53 @@ __device__ inline int64_t num_accepted_by_warp(const Acceptance& acceptance,
   return num_valid > 0 ? num_valid - 1 : 0;
 }
 
+// The work of a thread block that only counts, of all windows of a launch, so that it
+// knows the sums and can write them where the host reads them: no other launch of the
+// stream runs beside it. count(counts) has each of its threads add what it looks at,
+// bytes in slots. counters_to: as the op's.
+template <typename Count>
+__device__ void count_windows(const LayerTable& table, int64_t* counters,
+                              int64_t* counters_to, const Count& count) {
+  __shared__ unsigned long long slot_bytes;
+  __shared__ unsigned sums[kNumCounters];
+  if (threadIdx.x < kNumCounters) {
+    sums[threadIdx.x] = 0;
+  }
+  if (threadIdx.x == 0) {
+    slot_bytes = 0;
+  }
+  __syncthreads();
+  // What nothing depends on is read first: each look is a wait for memory.
+  const int64_t before = threadIdx.x < kNumCounters ? counters[threadIdx.x] : 0;
+  unsigned long long layer_bytes = 0;
+  // By other warps than look at the first windows.
+  for (int64_t i = kBlockThreads - 1 - threadIdx.x; i < table.num_layers;
+       i += kBlockThreads) {
+    layer_bytes += table.rows[i].num_heads * table.rows[i].run_bytes;
+  }
+  atomicAdd(&slot_bytes, layer_bytes);
+  unsigned counts[kNumCounters] = {};
+  count(counts);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kNumCounters; ++i) {
+    const unsigned of_warp = __reduce_add_sync(kFullWarp, counts[i]);
+    if (threadIdx.x % kWarpThreads == 0) {
+      atomicAdd(&sums[i], of_warp);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kNumCounters) {
+    const int i = threadIdx.x;
+    const bool is_bytes =
+        i == kRestoredBytes || i == kShadowCopiedBytes || i == kCommittedBytes;
+    const int64_t total =
+        before + static_cast<int64_t>(sums[i] * (is_bytes ? slot_bytes : 1));
+    counters[i] = total;
+    if (counters_to != nullptr) {
+      counters_to[i] = total;
+    }
+  }
+}
+
 }  // namespace nwor

@@ -99,7 +99,7 @@ def cow_engine(off: Baseline) -> Engine:
 def forget_fallbacks(engine: Engine) -> None:
     """They are counted, logged and reported as from the start."""
     engine.manager.fallbacks.clear()
-    engine.runner.nwor_state.report._told_fallbacks = {}
+    engine.runner.nwor_state.report._reported = {}
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def failing(
 
 def failing_op(engine: Engine, name: str, *how: Any) -> AbstractContextManager[Any]:
     """That op of the engine's fails as `failing` says."""
-    ops = engine.manager.launches.ops
+    ops = engine.manager.ops
     return mock.patch.object(ops, name, failing(getattr(ops, name), *how))
 
 
@@ -296,8 +296,8 @@ def test_strict_raises_where_the_default_falls_back(
         config = replace(manager.config, strictness=Strict.ALWAYS)
         patch.setattr(manager, "config", config)
         for op in (op for op in REASONS if REASONS[op] == reason):
-            broken = failing(getattr(manager.launches.ops, op), always)
-            patch.setattr(manager.launches.ops, op, broken)
+            broken = failing(getattr(manager.ops, op), always)
+            patch.setattr(manager.ops, op, broken)
         if reason == "over_capacity":
             patch.setattr(manager, "capacity", 4)
         if reason == "begin_missed":
@@ -559,7 +559,7 @@ def no_memory() -> Iterator[None]:
     empty = torch.empty
 
     def failing_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if sys._getframe(1).f_globals["__name__"] == "vllm_nwor.device_memory":
+        if sys._getframe(1).f_globals["__name__"] == "vllm_nwor.layer_tables":
             raise torch.OutOfMemoryError(NO_MEMORY)
         return empty(*args, **kwargs)
 

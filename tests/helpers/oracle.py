@@ -241,16 +241,16 @@ class ShadowOracle(SnapshotOracle):
         runner = self.probe.runner
         shadow = runner.nwor_state.manager.shadow
         found = self.memory.read()
-        for group in shadow.groups:
+        for gid, group in shadow.groups.items():
             tokens = group.entry_tokens
-            for seat, saved in enumerate(group.saved.tolist()):
+            for seat, saved in enumerate(shadow.saved[gid].tolist()):
                 staged_in, valid, real = saved[SAVED_COLUMNS - 3 : SAVED_COLUMNS]
                 if staged_in != shadow.step or real == 0:
                     continue
                 block = (valid - 1) // tokens
                 entry = group.first_entry + seat * group.span + block % group.span
                 rows = torch.arange(valid - block * tokens)
-                layers = runner.kv_cache_config.kv_cache_groups[group.group_id]
+                layers = runner.kv_cache_config.kv_cache_groups[gid]
                 for name in self.targets.keys() & layers.layer_names:
                     index = self.memory.index[name]
                     present, wanted = (

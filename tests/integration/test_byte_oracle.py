@@ -344,7 +344,7 @@ SABOTAGE = {
 @pytest.mark.parametrize("fault", SABOTAGE)
 def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     """The oracle sees each wrong way to restore, so its silence means something."""
-    patched = cow.manager.launches.ops
+    patched = cow.manager.ops
     ops = copy.copy(patched)
 
     def restore(table, runs, undo_log, log_slots, log_windows, sampled, *rest):

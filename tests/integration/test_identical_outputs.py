@@ -181,7 +181,7 @@ def test_a_row_changes_hands_from_one_step_to_the_next() -> None:
 
 def test_comparison_sees_a_wrong_restore() -> None:
     """The rows can fail: undoing one accepted draft too many changes the outputs."""
-    ops = shared("cow", **ENGINE).manager.launches.ops
+    ops = shared("cow", **ENGINE).manager.ops
     restore = ops.restore_rejected_drafts
 
     def too_many(table, runs, undo_log, slots, windows, sampled, *rest):

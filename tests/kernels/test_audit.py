@@ -42,10 +42,9 @@ from vllm_nwor.audit.tables import (
     num_bytes,
 )
 from vllm_nwor.config import AuditMode, OnReject
-from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import State
 from vllm_nwor.kv_layout import packed_layout, row_layout
-from vllm_nwor.launches import LayerCache
+from vllm_nwor.layer_tables import DeviceMemory, LayerCache
 from vllm_nwor.window import SampledIds
 
 N = 4  # slots a block

@@ -37,9 +37,9 @@ from tests.kernels.transaction import (
     run_step,
 )
 from vllm_nwor import builtin_ops
-from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.kv_layout import KVLayout
-from vllm_nwor.launches import GroupLog, Launch, Launches, LayerCache
+from vllm_nwor.layer_tables import DeviceMemory, LayerCache
+from vllm_nwor.undo_log import GroupLog, UndoLog
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 CPU = torch.device("cpu")
@@ -218,17 +218,15 @@ def test_rejected_slots_are_poisoned(device, kinds):
         caches.append(LayerCache(f"{number}", cache, layout, 0x40 + number))
     memory = DeviceMemory(device, None)
     group = GroupLog(0, caches, step.num_drafts, memory, poisons=True)
-    launches = Launches(
-        [Launch(group, part, step.counters[0]) for part in group.tables],
-        builtin_ops.load(device),
-    )
+    counters = [step.counters[0] for _ in group.tables]
+    log = UndoLog([group], counters, builtin_ops.load(device))
 
     rows = len(slots), step.logits_indices, step.cu_num_logits
-    launches.log(VerificationWindows(step.num_drafts, *rows, [step.slot_mapping]))
+    log.begin(VerificationWindows(step.num_drafts, *rows, [step.slot_mapping]))
     step.forward()
     wanted = [layer.memory.clone() for layer in step.layers]
     num_rejected = torch.tensor([2, 3, 0, 0], dtype=torch.int32, device=device)
-    launches.restore(NumRejected(num_rejected), step.num_drafts, None)
+    log.commit(NumRejected(num_rejected), None)
 
     for number, (layer, expected) in enumerate(zip(step.layers, wanted, strict=True)):
         expected[layer.index([2, 3, 47, 45])] = 0x40 + number

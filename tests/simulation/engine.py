@@ -52,7 +52,6 @@ from vllm_nwor.draft_manager import (
     StagedGroup,
     State,
 )
-from vllm_nwor.launches import num_bytes
 from vllm_nwor.metrics import (
     BEGIN_FAILED,
     BEGIN_MISSED,
@@ -67,6 +66,7 @@ from vllm_nwor.metrics import (
     NworStats,
 )
 from vllm_nwor.report import Report
+from vllm_nwor.undo_log import num_bytes
 
 LOG_GUARD = 0xA7
 
@@ -406,7 +406,7 @@ class Engine:
 
         def end() -> None:
             if self.manager.is_open:
-                self.report.commit(step.acceptance(form))
+                self.manager.commit(step.acceptance(form))
             else:
                 self.manager.end_unlogged(step.num_drafts)
 

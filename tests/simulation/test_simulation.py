@@ -132,7 +132,7 @@ def failed_steps_commit(rule: seats.Rule, seat: seats.Seat) -> None:
 
 def breaks(manager: DraftCommitManager, op: str, bug: Any) -> None:
     """In the seam of all parts of the manager: bug(the original, *args) for `op`."""
-    seam = manager.launches.ops
+    seam = manager.ops
     setattr(seam, op, partial(bug, getattr(seam, op)))
 
 
@@ -188,7 +188,7 @@ def tables_left(op: Any, *args: Any) -> None:
 
 
 def skipped_group(manager: DraftCommitManager) -> None:
-    for copies in (manager.launches._logs, manager.launches._restores):
+    for copies in (manager.undo_log._begins, manager.undo_log._commits):
         del copies[max(len(copies) - 1, 1) :]
 
 

@@ -30,9 +30,9 @@ from vllm_nwor.draft_manager import (
 )
 from vllm_nwor.hooks import discovery, engine_core, layers, staging
 from vllm_nwor.kv_layout import row_layout
-from vllm_nwor.launches import num_bytes
 from vllm_nwor.report import Report
 from vllm_nwor.shadow_blocks import ShadowRegion, blocks_per_seat
+from vllm_nwor.undo_log import num_bytes
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
 SPEC = FullAttentionSpec(
@@ -292,13 +292,13 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
             "its layers could not be examined: OSError: x",
         ),
         (
-            "device_memory.DeviceMemory.take",
+            "layer_tables.DeviceMemory.take",
             "the undo log cannot be set up: OSError: x",
         ),
         ("hooks.discovery.Report", "the undo log cannot be set up: OSError: x"),
         ("hooks.discovery.config_refusal", "vLLM is not as expected: OSError: x"),
         (
-            "device_memory.DeviceMemory.take",
+            "layer_tables.DeviceMemory.take",
             "no memory for the undo log of 12 drafts: x",
         ),
     ],
@@ -343,8 +343,9 @@ def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
     for said, expected in ((None, 2), (1, 1), (5, 5)):
         if said is not None:
             found.vllm_config.max_concurrent_batches = said
-        _, _, report = build(found)
-        assert len(report._ring) == expected + 1
+        manager, *_ = build(found)
+        slots = {id(next(manager._ring)) for _ in range(20)}
+        assert len(slots) == expected + 1
 
 
 # Of BLOCKS blocks the last two are shadow blocks, for one request.
@@ -404,10 +405,9 @@ def test_a_group_with_shadow_blocks_is_staged(found, entry_tokens):
 
     assert (info.requested, info.resolved) == ("stage", "stage")
     assert info.reason == "1 layers, rows"
-    (group,) = manager.shadow.groups
+    group = manager.shadow.groups[0]
     assert group.entry_tokens == entry_tokens
     assert group.first_entry == found.kv_cache_config.nwor_shadow[0].first_block
-    assert group.tables == manager.groups[0].tables
     manager, (info,), _ = build(found)
     assert (manager.shadow, info.resolved) == (None, "cow")
 
@@ -508,7 +508,7 @@ def test_one_group_is_staged_and_another_logged():
         manager, infos, _ = build(found, mode=Mode.STAGE)
 
     assert [info.resolved for info in infos] == ["cow", "stage"]
-    assert [group.group_id for group in manager.shadow.groups] == [1]
+    assert list(manager.shadow.groups) == [1]
     assert [group.group_id for group in manager.groups] == [1, 0]
     (line,) = lines
     start = "INFO NWOR stage requested; group 0: cow (no shadow blocks: "

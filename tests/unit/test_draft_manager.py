@@ -16,25 +16,17 @@ from msgspec import structs
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import builtin_ops, ops
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
-from vllm_nwor.device_memory import DeviceMemory
-from vllm_nwor.draft_manager import (
-    DraftCommitManager,
-    LayerCache,
-    NworError,
-    StagedGroup,
-    State,
-)
+from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
 from vllm_nwor.kv_layout import packed_layout, row_layout
-from vllm_nwor.launches import num_bytes
+from vllm_nwor.layer_tables import ALIGNMENT, DeviceMemory, LayerCache
 from vllm_nwor.ops import SAVED_COLUMNS
-from vllm_nwor.report import Report
 from vllm_nwor.shadow_blocks import (
     ShadowBlocks,
-    ShadowGroup,
     ShadowRegion,
+    StagedGroup,
     blocks_per_seat,
 )
-from vllm_nwor.shadow_blocks import num_bytes as num_shadow_bytes
+from vllm_nwor.undo_log import num_bytes
 from vllm_nwor.window import NumRejected, VerificationWindows
 
 # Blocks of requests and, behind them, shadow blocks: two for each of two seats.
@@ -65,6 +57,7 @@ class World:
         has_builtins=False,
         on_reject=OnReject.RESTORE,
         has_packed=False,
+        debug_sync=False,
     ):
         shape = (BLOCKS + SHADOW_BLOCKS, HEADS, SLOTS, DIM)
         self.ops = FaultyOps()
@@ -85,7 +78,12 @@ class World:
                 layers[1] = LayerCache("1", cache, packed_layout(runs, cache))
             groups.append((gid, layers))
         self.manager = DraftCommitManager(
-            NworConfig(mode=Mode.COW, strictness=strict, on_reject=on_reject),
+            NworConfig(
+                mode=Mode.COW,
+                strictness=strict,
+                on_reject=on_reject,
+                debug_sync=debug_sync,
+            ),
             groups,
             capacity,
             storage,
@@ -108,10 +106,10 @@ class World:
         self.manager.stage(self.step)
         self.manager.begin(self.step)
 
-    def commit(self, to=None):
+    def commit(self):
         """All drafts were rejected."""
         rejected = NumRejected(torch.tensor([2, 1], dtype=torch.int32))
-        return self.manager.commit(rejected, to)
+        self.manager.commit(rejected)
 
 
 def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
@@ -119,11 +117,10 @@ def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
     known = []
     monkeypatch.setattr(builtin_ops, "remember", lambda _, them: known.extend(them))
     world = World(True, False, has_builtins=True)
-    report = Report([], world.manager)
     known += (*world.step.slot_mappings, *world.step.block_tables)
     known += (getattr(world.step, name) for name in world.step.__struct_fields__)
     known.append(rejected := torch.tensor([2, 1], dtype=torch.int32))
-    ops_of_step = vars(world.manager.launches.ops)
+    ops_of_step = vars(world.manager.ops)
     called = []
 
     def watched(op, name, *arguments):
@@ -136,7 +133,7 @@ def test_the_ops_know_all_tensors_but_those_of_the_step(monkeypatch):
     for name, op in ops_of_step.items():
         monkeypatch.setitem(ops_of_step, name, partial(watched, op, name))
     world.open()
-    report.commit(NumRejected(rejected))
+    world.manager.commit(NumRejected(rejected))
 
     launched = {"stage", "commit_draft_layer", "log_cache_slots"}
     assert set(called) == launched | {"restore_rejected_drafts"}
@@ -261,16 +258,86 @@ def test_a_begin_that_finds_windows_drops_them(kind):
 
 
 @pytest.mark.parametrize("kind", [(False, False), (False, True)], ids=str)
-@pytest.mark.parametrize("copies", [True, False])
-def test_counters_of_a_failed_restore_are_published_if_they_can_be(kind, copies):
+def test_a_step_whose_restore_fails_goes_without_counts(kind):
     world = World(*kind, fails="restore")
-    if not copies:
-        world.manager._copy_counters = lambda *_: 1 // 0
-    to = torch.full_like(world.manager.counters, -1)
-    world.open()
+    counts = []
+    for _ in range(2):
+        world.open()
+        world.commit()
+        counts.append(world.manager.counts)
 
-    assert world.commit(to) is copies
-    assert not copies or torch.equal(to, world.manager.counters)
+    assert counts[0] is None
+    (found,) = counts[1].read()
+    assert found[:4] == (2, 3, 0, 3)  # of the second step alone
+
+
+def test_guarantee_9_a_begin_that_is_missed_beside_staged_groups_is_counted():
+    world = World(True, False)
+    world.manager.stage(world.step)
+
+    world.commit()
+
+    assert world.manager.fallbacks == {"begin_missed": 1}
+    assert world.manager.state is State.IDLE
+
+
+def test_a_log_beside_staged_groups_goes_with_their_failed_commit():
+    """Else the next step would restore it over another's bytes."""
+    world = World(True, False, fails="commit")
+    world.open()
+    with pytest.raises(NworError, match=r"^NWOR commit_failed: commit_draft_layer: "):
+        world.commit()
+    world.manager.stage(world.step)
+    world.manager.check_state()
+
+    world.commit()
+
+    assert "restore" not in world.ops.calls
+    assert world.manager.fallbacks == {"commit_failed": 1, "begin_missed": 1}
+
+
+@pytest.mark.parametrize("moment", ["stage", "commit", "publish"])
+def test_an_interrupt_leaves_tables_that_abort_puts_back(moment):
+    """As KeyboardInterrupt, which no part of ours catches."""
+    world = World(True, strict=Strict.NEVER)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if moment == "publish":
+        world.ops.arm(Fault("commit", 0, 0))
+        world.open()
+        with pytest.raises(NworError):
+            world.commit()
+        world.manager._copy_counters = interrupt
+    else:
+        op = {"stage": "stage", "commit": "commit_draft_layer"}[moment]
+        original = getattr(world.ops, op)
+
+        def interrupted(*arguments):
+            original(*arguments)
+            raise KeyboardInterrupt
+
+        setattr(world.ops, op, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.open()
+        world.commit()
+
+    world.manager.abort("step_failed")
+
+    assert world.step.block_tables[0].tolist() == TABLE
+    assert world.manager.state is State.IDLE
+
+
+def test_counts_of_an_earlier_step_are_not_a_failed_ones():
+    world = World(False)
+    world.open()
+    world.commit()
+    assert world.manager.counts is not None
+    world.ops.arm(Fault("restore", 0, 0))
+    world.open()
+    world.commit()
+    assert world.manager.counts is None
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -290,7 +357,7 @@ def test_given_storage_bounds_the_capacity(is_staged):
     assert manager.log_bytes == 5 * ROW_BYTES
     ours = [manager.groups[0].undo_log]
     if is_staged:
-        ours.append(manager.shadow.groups[0].saved)
+        ours.append(manager.shadow.saved[0])
     for tensor in ours:
         assert 0 <= tensor.data_ptr() - storage.data_ptr() < storage.numel()
 
@@ -318,9 +385,19 @@ def saved_in(tensor):
     """The same with what its shadow blocks save."""
 
     def break_it(manager):
-        group = manager.shadow.groups[0]
+        saved = manager.shadow.saved
         there = tensor(manager).view(-1).view(torch.int32)
-        group.saved = there[: group.saved.numel()].view(group.saved.shape)
+        saved[0] = there[: saved[0].numel()].view(saved[0].shape)
+
+    return break_it
+
+
+def in_state(state):
+    """The same without windows, in a state that nothing has led to."""
+
+    def break_it(manager):
+        manager.undo_log.abort()
+        manager.state = state
 
     return break_it
 
@@ -333,12 +410,12 @@ def exchange_places(manager):
 @pytest.mark.parametrize(
     ("number", "is_staged", "break_it"),
     [
-        (1, False, lambda m: setattr(m, "_num_drafts", 0)),
-        (1, True, lambda m: setattr(m, "_num_drafts", 0)),
+        (1, False, lambda m: m.undo_log.abort()),
+        (1, False, lambda m: setattr(m, "state", State.IDLE)),
         (1, True, lambda m: setattr(m, "state", State.LOGGED)),
         (1, True, lambda m: m.shadow.abort()),
-        (2, False, lambda m: vars(m).update(state=State.FAILED, _num_drafts=0)),
-        (2, False, lambda m: vars(m).update(state=State.VANILLA, _num_drafts=0)),
+        (2, False, in_state(State.FAILED)),
+        (2, False, in_state(State.VANILLA)),
         (3, False, lambda m: m.groups[0].log_windows[2, 1].fill_(1)),
         (4, False, lambda m: m.groups[0].tables[0].table[1, 0].add_(1)),
         (4, False, exchange_places),
@@ -373,8 +450,7 @@ def test_what_a_log_copies_poison_from_is_the_managers_too():
 
 
 def test_debug_sync_checks_the_invariants_after_each_op():
-    world = World(False)
-    world.manager.config = NworConfig(mode=Mode.COW, debug_sync=True)
+    world = World(False, debug_sync=True)
     world.manager.counters[0, 1] += 1
 
     for move in (world.open, world.commit):
@@ -395,34 +471,39 @@ def test_a_seat_has_a_block_for_each_that_drafts_can_touch(block_size):
         assert blocks_per_seat(num_drafts, block_size) == touched
 
 
-def shadow_group(entry_tokens):
+def staged_group(entry_tokens):
     region = ShadowRegion(44, 3, 2, num_real_blocks=40, block_size=16)
+    return StagedGroup(region, entry_tokens)
+
+
+def shadow_blocks(group):
     memory = DeviceMemory(torch.device("cpu"), None)
-    return ShadowGroup(0, [], region, entry_tokens, memory)
+    return ShadowBlocks([(0, group, [])], [], None, memory)
 
 
 @pytest.mark.parametrize(("entry_tokens", "per_block"), [(16, 1), (8, 2), (1, 16)])
 def test_a_group_counts_in_entries_of_the_workers_table(entry_tokens, per_block):
-    made = shadow_group(entry_tokens)
+    group = staged_group(entry_tokens)
 
-    assert made.first_entry == 44 * per_block
-    assert made.num_real_entries == 40 * per_block
-    assert made.span == 2 * per_block
-    assert made.saved.shape == (3, SAVED_COLUMNS + 2 * made.span)
-    assert made.saved.dtype == torch.int32
-    assert not made.saved.any()
-    assert made.saved.nbytes == num_shadow_bytes(3, made.span)
+    assert group.first_entry == 44 * per_block
+    assert group.num_real_entries == 40 * per_block
+    assert group.span == 2 * per_block
+    saved = shadow_blocks(group).saved[0]
+    assert saved.shape == (3, SAVED_COLUMNS + 2 * group.span)
+    assert saved.dtype == torch.int32
+    assert not saved.any()
+    assert saved.nbytes + ALIGNMENT == group.num_bytes
 
 
 @pytest.mark.parametrize("entry_tokens", [3, 32])
 def test_entries_that_do_not_divide_a_block_are_refused(entry_tokens):
     sentence = f"entry_tokens is {entry_tokens}; must divide the block size 16"
     with pytest.raises(ValueError, match=f"^{sentence}$"):
-        shadow_group(entry_tokens)
+        staged_group(entry_tokens)
 
 
 def test_the_last_number_of_a_step_is_followed_by_the_first():
-    shadow = ShadowBlocks([shadow_group(16)], [], None)
+    shadow = shadow_blocks(staged_group(16))
     shadow.step = 2**31 - 2
     for expected in (2**31 - 1, 1, 2):
         shadow.start_step()

@@ -8,9 +8,10 @@ those of the kept rows (shadow blocks). Copies are of bytes, blind to their type
 are two ways to it, and each KV-cache group has one:
 
     undo log       begin saves the old bytes of the drafts' slots, commit restores those
-                   of the rejected ones (launches.py)
-    shadow blocks  stage has the drafts verified in private blocks, commit copies the
-                   kept rows to the request's own (shadow_blocks.py)
+                   of the rejected ones (undo_log.py)
+    shadow blocks  stage, which is their begin, has the drafts verified in private
+                   blocks, commit copies the kept rows to the request's own
+                   (shadow_blocks.py)
 
 A step whose windows cannot all be staged uses the undo log for all groups. Under
 VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
@@ -51,16 +52,20 @@ invariants.py has what holds in these states, and `check_state` checks it.
 stage or begin, and commit, enqueue one launch each a KV-cache group on the current
 stream (a group whose layers are packed in several ways: one for each packing). They
 allocate nothing on the device, never wait for it and have no loop over layers.
+
+Counts: the ops of a commit count on the device, and write what the counters have become
+to a slot of a ring of host memory. A step whose commit failed goes without counts; the
+next commit first copies what its own are compared with.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -68,15 +73,7 @@ import torch
 from . import builtin_ops
 from . import ops as native_ops
 from .config import NworConfig, OnReject
-from .device_memory import ALIGNMENT, DeviceMemory
-from .launches import (
-    GroupLog,
-    Launch,
-    Launches,
-    LayerCache,
-    bytes_per_draft,
-    num_bytes,
-)
+from .layer_tables import DeviceMemory, LayerCache
 from .metrics import (
     BEGIN_FAILED,
     BEGIN_MISSED,
@@ -86,8 +83,9 @@ from .metrics import (
     STAGE_FAILED,
     STALE_LOG,
 )
-from .shadow_blocks import ShadowBlocks, ShadowGroup, ShadowRegion
-from .shadow_blocks import num_bytes as num_shadow_bytes
+from .report import MAX_IN_FLIGHT, StepPayload, counter_ring
+from .shadow_blocks import BlockTableLost, ShadowBlocks, StagedGroup
+from .undo_log import GroupLog, UndoLog, bytes_per_draft, num_bytes
 from .window import Acceptance, VerificationWindows
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -114,42 +112,22 @@ class State(enum.Enum):
         self.is_open = name in ("staged", "logged")
 
 
-# For stage and commit: a name of the module is one look-up less.
+# A name of the module is one look-up less in each step.
 _IDLE, _STAGED, _FAILED = State.IDLE, State.STAGED, State.FAILED
-
-
-@dataclass(frozen=True)
-class StagedGroup:
-    """What makes a KV-cache group a staged one.
-
-    region: its shadow blocks. entry_tokens: positions for which an entry of the
-    worker's block table stands.
-    """
-
-    region: ShadowRegion
-    entry_tokens: int
-
-    @property
-    def span(self) -> int:
-        """Entries of the block table that belong to a seat."""
-        return self.region.blocks_per_seat * self.region.block_size // self.entry_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory that the group takes beside its undo log."""
-        return num_shadow_bytes(self.region.num_seats, self.span) + ALIGNMENT
 
 
 class DraftCommitManager:
     """Begins, commits and aborts the verification windows of one model runner.
 
     groups: the protected KV-cache groups, staged ones first. capacity: drafts a step
-        that fit the log. shadow: the shadow blocks of the staged groups, or None.
+        that fit the log. undo_log: of all groups. shadow: the shadow blocks of the
+        staged groups, or None. ops: the namespace that both call into.
     counters: [num_tables, 8] int64, device (ops.COUNTER_COLUMNS), a row for each
         launch of a commit, only ever added to, by the kernels. Every launch sees all
         windows, so that windows and tokens are read from row 0; bytes and invalid
         slots are summed.
-    launches: how a step's copies to and from the undo log are enqueued.
+    counts: of the last commit, until somebody takes them (report.py) or the next step
+        starts; None if there are none.
     fallbacks: steps that did not run as they should, by reason.
     """
 
@@ -161,15 +139,18 @@ class DraftCommitManager:
         storage: torch.Tensor | None = None,
         ops: Any = None,
         staged: Mapping[int, StagedGroup] | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         """groups: (KV-cache group id, its layers), at least one, each with layers.
 
         storage: [num_bytes] uint8, device: memory for the undo log and all that
-            belongs to it (launches.num_bytes); what does not fit lowers the capacity.
+            belongs to it (undo_log.num_bytes); what does not fit lowers the capacity.
             None allocates it.
         ops: the seam where tests inject faults: what has the functions of `ops`; None
             for builtin_ops.
         staged: for the KV-cache groups that have shadow blocks.
+        max_in_flight: steps, from the oldest whose counts were not read to the newest
+            that made its commit.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -181,61 +162,56 @@ class DraftCommitManager:
         self.device = groups[0][1][0].kv_cache.device
         staged = staged or {}
         groups = sorted(groups, key=lambda group: group[0] not in staged)
-        shadow_bytes = sum(entry.num_bytes for entry in staged.values())
+        shadow_bytes = sum(group.num_bytes for group in staged.values())
         poisons = config.on_reject is OnReject.POISON
         self.capacity = _fitting_capacity(
             capacity, groups, storage, shadow_bytes, poisons
         )
+        has_builtins = ops is None
+        self.ops = builtin_ops.load(self.device) if ops is None else ops
+        self._debug_sync = config.debug_sync
+        if config.debug_sync and self.device.type != "cpu":
+            self.ops = _that_wait(self.ops, self.device)
         memory = DeviceMemory(self.device, storage)
         self.groups = [
             GroupLog(group_id, layers, self.capacity, memory, poisons)
             for group_id, layers in groups
         ]
-        parts_of_groups = [
-            (group, part) for group in self.groups for part in group.tables
-        ]
+        num_tables = sum(len(group.tables) for group in self.groups)
         columns = len(native_ops.COUNTER_COLUMNS)
-        self.counters = memory.take((len(parts_of_groups), columns), torch.int64)
-        rows = self.counters.zero_().unbind()
-        launches = [
-            Launch(group, part, counters)
-            for (group, part), counters in zip(parts_of_groups, rows, strict=True)
-        ]
+        self.counters = memory.take((num_tables, columns), torch.int64).zero_()
+        rows = self.counters.unbind()
+        self.undo_log = UndoLog(self.groups, rows, self.ops)
         self.shadow: ShadowBlocks | None = None
-        # Of the groups that are logged beside staged ones; their rows of the counters.
-        self._beside: Launches | None = None
-        self._is_logged_beside = False
-        self._num_staged_rows = sum(
-            len(group.tables) for group in self.groups if group.group_id in staged
-        )
-        shadow_groups = [
-            ShadowGroup(
-                group.group_id,
-                group.tables,
-                staged[group.group_id].region,
-                staged[group.group_id].entry_tokens,
+        # Of the groups that are logged in a step in which others are staged.
+        self._log_beside: UndoLog | None = None
+        self._has_failed_beside = False
+        of_staged = [group for group in self.groups if group.group_id in staged]
+        others = self.groups[len(of_staged) :]
+        num_staged = sum(len(group.tables) for group in of_staged)
+        if of_staged:
+            self.shadow = ShadowBlocks(
+                [(g.group_id, staged[g.group_id], g.tables) for g in of_staged],
+                rows[:num_staged],
+                self.ops,
                 memory,
             )
-            for group in self.groups
-            if group.group_id in staged
-        ]
-        self._has_builtins = ops is None
-        if ops is None:
-            ops = builtin_ops.load(self.device)
-        self.remember((*memory.taken, *rows))
-        self.launches = Launches(launches, ops)
-        if shadow_groups:
-            staged_rows = rows[: self._num_staged_rows]
-            self.shadow = ShadowBlocks(shadow_groups, staged_rows, ops)
-            if launches[self._num_staged_rows :]:
-                self._beside = Launches(launches[self._num_staged_rows :], ops)
+            if others:
+                self._log_beside = UndoLog(
+                    others, rows[num_staged:], self.ops, num_staged
+                )
+        ring = counter_ring(self.counters, max_in_flight)
+        self._ring = cycle(ring)
+        # Where the last commit's counters went, and whether they did.
+        self._slot = next(self._ring)
+        self._is_counted = True
+        self.counts: StepPayload | None = None
+        if has_builtins:
+            of_ring = (row for slot in ring for row in slot.rows)
+            builtin_ops.remember(self, (*memory.taken, *rows, *of_ring))
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self._copy_counters = native_ops.publish
-        self._num_drafts = 0
-        self._debug_sync = config.debug_sync
-        # A step that stage takes needs neither begin nor the log's part of commit.
-        self._stages_all = self._beside is None and not config.debug_sync
 
     @property
     def log_bytes_per_draft(self) -> int:
@@ -250,11 +226,11 @@ class DraftCommitManager:
     @property
     def shadow_bytes(self) -> int:
         """Bytes of the caches that the shadow blocks take."""
-        staged = () if self.shadow is None else self.shadow.groups
-        slots = {one.group_id: one.num_slots for one in staged}
+        staged = {} if self.shadow is None else self.shadow.groups
         return sum(
-            slots.get(group.group_id, 0) * group.bytes_per_draft
+            staged[group.group_id].num_slots * group.bytes_per_draft
             for group in self.groups
+            if group.group_id in staged
         )
 
     @property
@@ -262,19 +238,22 @@ class DraftCommitManager:
         """Whether there are windows to commit."""
         return self.state.is_open
 
-    def remember(self, tensors: Sequence[torch.Tensor]) -> None:
-        """As builtin_ops.remember: what is handed to the ops again and again."""
-        if self._has_builtins:
-            builtin_ops.remember(self, tensors)
+    @property
+    def num_drafts(self) -> int:
+        """Of the open windows, at most; 0 if there are none."""
+        is_staged = self.state is _STAGED and self.shadow is not None
+        way: Any = self.shadow if is_staged else self.undo_log
+        return int(way.num_drafts)
 
     def start_step(self, keeps: bool = True) -> None:
-        """Call when the runner starts a step, also one without drafts: windows that
-        the step before left behind are dropped.
+        """Call when the runner starts a step, also one without drafts: windows and
+        counts that the step before left behind are dropped.
 
         keeps: as ShadowBlocks.start_step.
 
         Raises: as abort.
         """
+        self.counts = None
         if self.state is not _IDLE:
             self.abort(STALE_LOG)
         if self.shadow is not None:
@@ -297,45 +276,31 @@ class DraftCommitManager:
         if shadow is None or windows.num_drafts == 0:
             return False
         if windows.num_reqs > shadow.num_seats:
-            self._count_no_seat(windows.num_reqs, shadow.num_seats)
-            return False
-        if self._beside is not None and windows.num_drafts > self.capacity:
-            return False
-        shadow.windows = windows
-        block_tables: Any = windows.block_tables
-        try:
-            for launch in shadow.stages:
-                gid, table, runs, saved, first, real, span, tokens, patches = launch
-                shadow.ops.stage(
-                    table,
-                    runs,
-                    block_tables[gid],
-                    windows.slot_mappings[gid],
-                    windows.query_start_loc,
-                    windows.seq_lens,
-                    windows.cu_num_logits,
-                    windows.seats,
-                    saved,
-                    first,
-                    real,
-                    span,
-                    tokens,
-                    shadow.step,
-                    patches,
-                    windows.num_leading_zeros,
+            self.fallbacks[NO_SEAT] += 1
+            if self.fallbacks[NO_SEAT] == 1:
+                self._log(
+                    NO_SEAT,
+                    f"a step of {windows.num_reqs} requests, shadow blocks for "
+                    f"{shadow.num_seats}; it uses the undo log",
                 )
-            if self._debug_sync:
-                gid, patches = None, False
-                self._wait()
+            return False
+        if self._log_beside is not None and windows.num_drafts > self.capacity:
+            return False
+        self.state = _STAGED  # whatever is raised, tables may have to be put back
+        try:
+            shadow.begin(windows)
         except Exception as error:
-            self._put_back(STAGE_FAILED, gid, patches)
+            self.state = _IDLE
+            if isinstance(error, BlockTableLost):
+                self._lose_table(STAGE_FAILED, error)
             self._fall_back(
                 STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
             )
             return False
-        self._num_drafts = windows.num_drafts
-        self.state = _STAGED
-        return self._stages_all
+        self._has_failed_beside = False
+        if self._debug_sync:
+            self.check_state()
+        return self._log_beside is None
 
     def _leave_last_step(self, num_drafts: int) -> None:
         """What an earlier step left is dropped by one with so many drafts. Called in
@@ -345,17 +310,6 @@ class DraftCommitManager:
             raise NworError(
                 f"NWOR {COMMIT_FAILED}: the commit before this step failed; the KV "
                 "cache is not as it should be"
-            )
-
-    def _count_no_seat(self, num_reqs: int, num_seats: int) -> None:
-        self.fallbacks[NO_SEAT] += 1
-        if self.fallbacks[NO_SEAT] == 1:
-            logger.warning(
-                "NWOR %s: a step of %d requests, shadow blocks for %d; it uses the "
-                "undo log (further ones are counted in vllm:nwor_fallbacks)",
-                NO_SEAT,
-                num_reqs,
-                num_seats,
             )
 
     def begin(self, windows: VerificationWindows) -> None:
@@ -368,123 +322,98 @@ class DraftCommitManager:
             NworError: under VLLM_NWOR_STRICT=always, if the windows cannot be logged,
                 or the commit before failed.
         """
-        if self.state is State.STAGED:
-            self._begin_beside(windows)
-            return
         num_drafts = windows.num_drafts
-        if self.state is not _IDLE:
-            self._leave_last_step(num_drafts)
-        if num_drafts == 0:
-            return
-        self.state = State.VANILLA
-        if num_drafts > self.capacity:
-            self._fall_back(
-                OVER_CAPACITY,
-                f"{num_drafts} drafts do not fit the undo log of {self.capacity} rows",
-            )
-            return
-        try:
-            self.launches.log(windows)
-            if self.config.debug_sync:
-                self._wait()
-        except Exception as error:
-            self._fall_back(BEGIN_FAILED, f"log_cache_slots: {error}", error)
-            return
-        self._num_drafts = num_drafts
-        self.state = State.LOGGED
-        if self.config.debug_sync:
-            self.check_state()
-
-    def _begin_beside(self, windows: VerificationWindows) -> None:
-        """begin, for groups that are logged in a step in which others are staged."""
-        self._is_logged_beside = False
-        if self._beside is not None:
+        log: UndoLog | None = self.undo_log
+        if self.state is _STAGED:
+            log = self._log_beside
+        else:
+            if self.state is not _IDLE:
+                self._leave_last_step(num_drafts)
+            if num_drafts == 0:
+                return
+            if num_drafts > self.capacity:
+                self.state = State.VANILLA
+                self._fall_back(
+                    OVER_CAPACITY,
+                    f"{num_drafts} drafts do not fit the undo log of {self.capacity} "
+                    "rows",
+                )
+                return
+        if log is not None:
             try:
-                self._beside.log(windows)
-                self._is_logged_beside = True
+                log.begin(windows)
             except Exception as error:
-                self._fall_back(BEGIN_FAILED, f"log_cache_slots: {error}", error)
-        if self.config.debug_sync:
-            self._wait()
+                outcome = "the step ran as vanilla vLLM"
+                if self.state is _STAGED:
+                    self._has_failed_beside = True
+                    outcome = "the groups without shadow blocks ran as vanilla vLLM"
+                else:
+                    self.state = State.VANILLA
+                self._fall_back(
+                    BEGIN_FAILED, f"log_cache_slots: {error}", error, outcome
+                )
+                return
+        if self.state is not _STAGED:
+            self.state = State.LOGGED
+        if self._debug_sync:
             self.check_state()
 
-    def commit(
-        self, acceptance: Acceptance, counters_to: Sequence[torch.Tensor] | None = None
-    ) -> bool:
-        """Keeps the accepted drafts, undoes the rejected ones and counts the windows.
-        Call right after rejection sampling, on the stream of the forward, before the
-        drafter runs.
-
-        counters_to: as `publish` takes it, written behind the restore.
-
-        Returns whether counters_to gets the counters of this commit; False without it
-        and without a log, when nothing is done.
+    def commit(self, acceptance: Acceptance) -> None:
+        """Keeps the accepted drafts, undoes the rejected ones and counts the windows
+        (`counts`). Call right after rejection sampling, on the stream of the forward,
+        before the drafter runs. Requires that the manager is open.
 
         Raises:
             NworError: if copying from shadow blocks fails; under
                 VLLM_NWOR_STRICT=always, if restoring fails.
         """
+        self.counts = counters_to = None
+        if self._is_counted or self._publish():
+            self._slot = next(self._ring)
+            counters_to = self._slot.rows
+        self._is_counted = False
+        log: UndoLog | None = self.undo_log
         if self.state is _STAGED:
-            self.state = _FAILED
-            self._num_drafts = 0
-            shadow: Any = self.shadow
-            windows = shadow.windows
+            log, shadow = self._log_beside, self.shadow
+            assert shadow is not None
             try:
-                for launch in shadow.commits:
-                    row, gid, table, runs, saved, counters, tokens, undoes = launch
-                    shadow.ops.commit_draft_layer(
-                        table,
-                        runs,
-                        windows.block_tables[gid],
-                        windows.slot_mappings[gid],
-                        windows.seats,
-                        saved,
-                        acceptance.sampled_token_ids,
-                        acceptance.vocab_size,
-                        acceptance.num_rejected,
-                        counters,
-                        windows.num_reqs,
-                        tokens,
-                        undoes,
-                        None if counters_to is None else counters_to[row],
-                    )
-                shadow.windows = None
-                if self._debug_sync:
-                    self._wait()
+                shadow.commit(acceptance, counters_to)
             except Exception as error:
                 self._fail_staged(error)
+        if log is None:
             self.state = _IDLE
-            if self._stages_all:
-                return counters_to is not None
-            return self._commit_beside(windows.num_drafts, acceptance, counters_to)
-        if self.state is not State.LOGGED:
-            return False
-        self.state = State.FAILED
-        num_drafts, self._num_drafts = self._num_drafts, 0
-        try:
-            self.launches.restore(acceptance, num_drafts, counters_to)
-            if self.config.debug_sync:
-                self._wait()
-        except Exception as error:
-            published = False
-            if counters_to is not None:
-                # What failed did not write its row.
-                with contextlib.suppress(Exception):
-                    self._copy_counters(counters_to, self.counters)
-                    published = True
-            self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
-            return published
-        self.state = State.IDLE
-        if self.config.debug_sync:
+        elif not self._restore(log, acceptance, counters_to):
+            counters_to = None
+        if counters_to is not None:
+            self._is_counted = True
+            self.counts = self._slot.payload
+        if self._debug_sync:
             self.check_state()
-        return counters_to is not None
+
+    def _publish(self) -> bool:
+        """Enqueues a copy of the counters to the slot, where no op of the last commit
+        did. Returns whether that worked.
+
+        Raises:
+            NworError: under VLLM_NWOR_STRICT=always, if it did not.
+        """
+        try:
+            self._copy_counters(self._slot.rows, self.counters)
+        except Exception as error:
+            outcome = "the step goes without counts"
+            self._fall_back(COMMIT_FAILED, f"publish: {error}", error, outcome)
+            return False
+        return True
 
     def _fail_staged(self, error: Exception) -> NoReturn:
         """The commit from shadow blocks failed: the tables are put back."""
         assert self.shadow is not None
+        self.state = _FAILED
+        if self._log_beside is not None:
+            self._log_beside.abort()
         try:
             self.shadow.abort()
-        except Exception as failure:
+        except BlockTableLost as failure:
             error = failure
         self.fallbacks[COMMIT_FAILED] += 1
         raise NworError(
@@ -492,62 +421,44 @@ class DraftCommitManager:
             "this step are not in the KV cache"
         ) from error
 
-    def _commit_beside(
+    def _restore(
         self,
-        num_drafts: int,
+        log: UndoLog,
         acceptance: Acceptance,
         counters_to: Sequence[torch.Tensor] | None,
     ) -> bool:
-        """commit, for groups that were logged in a step in which others are staged."""
-        is_told = counters_to is not None
-        if self._beside is not None:
-            is_logged, self._is_logged_beside = self._is_logged_beside, False
-            to = None if counters_to is None else counters_to[self._num_staged_rows :]
-            try:
-                if is_logged:
-                    self._beside.restore(acceptance, num_drafts, to)
-            except Exception as error:
-                self.state = State.FAILED
-                self._fall_back(
-                    COMMIT_FAILED, f"restore_rejected_drafts: {error}", error
-                )
-                is_logged = False
-            if counters_to is not None and not is_logged:
-                is_told = self.publish(counters_to)
-        if self._debug_sync:
-            self.check_state()
-        return is_told
+        """commit, for logged groups. Returns whether counters_to has all counters."""
+        if log.num_drafts == 0:  # beside staged groups
+            self.state = _IDLE
+            if not self._has_failed_beside:
+                self._miss_begin("the drafts of the groups without shadow blocks")
+            return counters_to is not None and self._publish()
+        try:
+            log.commit(acceptance, counters_to)
+        except Exception as error:
+            self.state = _FAILED
+            self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
+            return False
+        self.state = _IDLE
+        return True
 
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where there is no log: a step that was left to vanilla
         vLLM ends, or one without drafts, or one that begin never saw.
 
-        num_drafts: as begin would have been told. If there are any, and begin was told
-        nothing, that is a fallback, begin_missed.
+        num_drafts: of the step. If there are any, and begin was not called, that is a
+        fallback, begin_missed.
 
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if begin was missed.
         """
         if self.state is State.VANILLA:
-            self.state = State.IDLE
+            self.state = _IDLE
         elif num_drafts > 0 and not self.is_open:
-            self._fall_back(
-                BEGIN_MISSED, f"{num_drafts} drafts were sampled that begin never saw"
-            )
+            self._miss_begin(f"{num_drafts} drafts")
 
-    def publish(self, to: Sequence[torch.Tensor]) -> bool:
-        """Enqueues a copy of the counters to `to`: [8] int64 for each launch of commit,
-        cpu, pinned if the counters are on a device. Returns whether that worked.
-
-        Raises:
-            NworError: under VLLM_NWOR_STRICT=always, if it did not.
-        """
-        try:
-            self._copy_counters(to, self.counters)
-        except Exception as error:
-            self._fall_back(COMMIT_FAILED, f"publish: {error}", error)
-            return False
-        return True
+    def _miss_begin(self, what: str) -> None:
+        self._fall_back(BEGIN_MISSED, f"{what} were sampled that begin never saw")
 
     def abort(self, reason: str) -> None:
         """Drops windows that were never committed: the tables are put back, the cache
@@ -558,28 +469,20 @@ class DraftCommitManager:
                 there were windows.
         """
         if self.state is State.VANILLA:
-            self.state = State.IDLE
+            self.state = _IDLE
         if not self.is_open:
             return
-        num_drafts, self._num_drafts = self._num_drafts, 0
-        self.state = State.IDLE
-        self._put_back(reason)
+        num_drafts = self.num_drafts
+        self.state = _IDLE
+        self.undo_log.abort()
+        if self._log_beside is not None:
+            self._log_beside.abort()
+        if self.shadow is not None:
+            try:
+                self.shadow.abort()
+            except BlockTableLost as error:
+                self._lose_table(reason, error)
         self._fall_back(reason, f"windows with {num_drafts} drafts were dropped")
-
-    def _put_back(self, reason: str, *failed: Any) -> None:
-        """Raises NworError if a table of a staged group cannot be put back.
-
-        failed: as ShadowBlocks.abort.
-        """
-        if self.shadow is None:
-            return
-        try:
-            self.shadow.abort(*failed)
-        except Exception as error:
-            self.fallbacks[reason] += 1
-            raise NworError(
-                f"NWOR {reason}: a block table cannot be put back: {error}"
-            ) from error
 
     def check_state(self) -> None:
         """Checks the numbered invariants of invariants.py. Waits for the device.
@@ -591,9 +494,9 @@ class DraftCommitManager:
 
         invariants.check(self)
 
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+    def _lose_table(self, reason: str, error: BlockTableLost) -> NoReturn:
+        self.fallbacks[reason] += 1
+        raise NworError(f"NWOR {reason}: {error}") from error
 
     def _fall_back(
         self,
@@ -606,12 +509,29 @@ class DraftCommitManager:
         if self.config.strict_steps:
             raise NworError(f"NWOR {reason}: {detail}") from cause
         if self.fallbacks[reason] == 1:
-            logger.warning(
-                "NWOR %s: %s; %s (further ones are counted in vllm:nwor_fallbacks)",
-                reason,
-                detail,
-                outcome,
-            )
+            self._log(reason, f"{detail}; {outcome}")
+
+    def _log(self, reason: str, text: str) -> None:
+        """Of the first fallback for this reason."""
+        logger.warning(
+            "NWOR %s: %s (further ones are counted in vllm:nwor_fallbacks)",
+            reason,
+            text,
+        )
+
+
+def _that_wait(ops: Any, device: torch.device) -> SimpleNamespace:
+    """The ops, each of which then waits for the device: VLLM_NWOR_DEBUG_SYNC."""
+
+    def waiting(op: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            op(*arguments)
+            torch.accelerator.synchronize(device)
+
+        return run
+
+    names = native_ops.NAMES
+    return SimpleNamespace(**{name: waiting(getattr(ops, name)) for name in names})
 
 
 def _fitting_capacity(

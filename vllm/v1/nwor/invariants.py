@@ -21,9 +21,9 @@ from itertools import pairwise
 import torch
 
 from .draft_manager import DraftCommitManager, State
-from .launches import GroupLog
 from .metrics import BEGIN_FAILED, COMMIT_FAILED, OVER_CAPACITY
 from .ops import COUNTER_COLUMNS
+from .undo_log import GroupLog
 
 
 def check(manager: DraftCommitManager) -> None:
@@ -32,7 +32,7 @@ def check(manager: DraftCommitManager) -> None:
     Raises:
         AssertionError: naming the invariant that does not hold, and what was found.
     """
-    num_drafts, fallbacks = manager._num_drafts, manager.fallbacks
+    num_drafts, fallbacks = manager.num_drafts, manager.fallbacks
     is_patched = manager.shadow is not None and manager.shadow.windows is not None
     is_staged = manager.state is State.STAGED
     _require(1, is_patched == is_staged, f"{manager.state}, in tables: {is_patched}")
@@ -47,6 +47,9 @@ def check(manager: DraftCommitManager) -> None:
     if manager.state is State.VANILLA:
         counted = fallbacks[OVER_CAPACITY] + fallbacks[BEGIN_FAILED]
         _require(2, counted > 0, f"VANILLA after {fallbacks}")
+    beside = manager._log_beside
+    if beside is not None and not is_staged:
+        _require(1, beside.num_drafts == 0, f"{manager.state}, logged beside")
     ranges = [_memory(manager.counters)]
     for group in manager.groups:
         logged = group.log_windows[: 0 if is_staged else num_drafts].tolist()
@@ -59,7 +62,7 @@ def check(manager: DraftCommitManager) -> None:
         parts = group.tables if group.source is None else (*group.tables, group.source)
         ranges += (_memory(part.table) for part in parts)
     if manager.shadow is not None:
-        ranges += (_memory(group.saved) for group in manager.shadow.groups)
+        ranges += map(_memory, manager.shadow.saved.values())
     ranges.sort()
     for (_, end), (first, _) in pairwise(ranges):
         _require(5, end <= first, f"two tensors at {first:#x}")

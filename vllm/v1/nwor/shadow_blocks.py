@@ -7,12 +7,10 @@ there; then the kept rows are copied to the real blocks and the table is put bac
 backend that reads through the block table gives the same bits, under any CUDA graph,
 because only the content of buffers changes that outlive the step.
 
-    stage    committed rows of those blocks -> shadow; table and slots name the shadow
+    begin    committed rows of those blocks -> shadow; table and slots name the shadow
     (vLLM's forward and rejection sampling)
     commit   kept rows -> real blocks; table and slots put back; counted
     abort    table and slots put back, nothing copied: the step failed
-
-Stage and commit are called on the manager, abort here.
 
 Invariants:
 
@@ -41,9 +39,8 @@ from typing import Any
 import torch
 
 from . import ops as native_ops
-from .device_memory import DeviceMemory
-from .launches import CopyTable
-from .window import VerificationWindows
+from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory
+from .window import Acceptance, VerificationWindows
 
 # int32, on the device.
 _MAX_STEP = 2**31 - 1
@@ -78,86 +75,120 @@ def blocks_per_seat(num_drafts: int, block_size: int) -> int:
     return 1 + -(-(num_drafts - 1) // block_size)
 
 
-class ShadowGroup:
-    """One KV-cache group: its layers' tables, where its shadow blocks are, and what
-    stage keeps of the windows.
+@dataclass(frozen=True)
+class StagedGroup:
+    """What makes a KV-cache group a staged one.
 
-    entry_tokens: positions for which an entry of the worker's block table stands: the
-        block size, or a kernel's smaller one. All counts in entries from here on.
-    saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, device (ops.stage).
+    region: its shadow blocks. entry_tokens: positions for which an entry of the
+    worker's block table stands: the block size, or a kernel's smaller one.
+
+    Raises ValueError: entry_tokens does not divide the block size.
     """
 
-    def __init__(
-        self,
-        group_id: int,
-        tables: Sequence[CopyTable],
-        region: ShadowRegion,
-        entry_tokens: int,
-        memory: DeviceMemory,
-    ) -> None:
-        """Raises ValueError: entry_tokens does not divide the block size."""
-        if region.block_size % entry_tokens != 0:
+    region: ShadowRegion
+    entry_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.region.block_size % self.entry_tokens != 0:
             raise ValueError(
-                f"entry_tokens is {entry_tokens}; must divide the block size "
-                f"{region.block_size}"
+                f"entry_tokens is {self.entry_tokens}; must divide the block size "
+                f"{self.region.block_size}"
             )
-        entries_per_block = region.block_size // entry_tokens
-        self.group_id = group_id
-        self.tables = tuple(tables)
-        self.num_seats = region.num_seats
-        self.entry_tokens = entry_tokens
-        self.first_entry = region.first_block * entries_per_block
-        self.num_real_entries = region.num_real_blocks * entries_per_block
-        self.span = region.blocks_per_seat * entries_per_block
-        self.num_slots = region.num_blocks * region.block_size
-        self.entries = self.first_entry, self.num_real_entries, self.span
-        self.saved = memory.take(
-            (region.num_seats, native_ops.SAVED_COLUMNS + 2 * self.span), torch.int32
-        ).zero_()
+
+    @property
+    def _entries_per_block(self) -> int:
+        return self.region.block_size // self.entry_tokens
+
+    @property
+    def first_entry(self) -> int:
+        """Of the shadow blocks."""
+        return self.region.first_block * self._entries_per_block
+
+    @property
+    def num_real_entries(self) -> int:
+        """Entries below are the scheduler's."""
+        return self.region.num_real_blocks * self._entries_per_block
+
+    @property
+    def span(self) -> int:
+        """Entries of a seat."""
+        return self.region.blocks_per_seat * self._entries_per_block
+
+    @property
+    def num_slots(self) -> int:
+        return self.region.num_blocks * self.region.block_size
+
+    @property
+    def saved_shape(self) -> tuple[int, int]:
+        """Of what stage keeps of the windows: `saved` of ops.stage."""
+        return self.region.num_seats, native_ops.SAVED_COLUMNS + 2 * self.span
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the group takes beside its undo log."""
+        return num_bytes(self.region.num_seats, self.span)
 
 
 def num_bytes(num_seats: int, span: int) -> int:
-    """Memory of what a group keeps of its windows."""
-    return num_seats * (native_ops.SAVED_COLUMNS + 2 * span) * torch.int32.itemsize
+    """Memory that is enough for what a group keeps of its windows."""
+    columns = native_ops.SAVED_COLUMNS + 2 * span
+    return num_seats * columns * torch.int32.itemsize + ALIGNMENT
+
+
+class BlockTableLost(RuntimeError):
+    """A block table or slot mapping still names shadow blocks, and cannot be put back:
+    what goes on would write to them."""
 
 
 class ShadowBlocks:
-    """All staged groups of a runner. The manager makes the launches of stage and commit
-    itself: what a call costs between two steps of a model is a good part of theirs.
+    """All staged groups of a runner: one launch for each table of layers, on the
+    current stream, to begin, and one to commit.
 
     num_seats: a step with more requests cannot be staged.
-    stages, commits: a launch each, in order: of the arguments of ops.stage and
-        ops.commit_draft_layer those that no step changes, behind the KV-cache group id
-        (and, of commits, the row of the counters).
+    groups: by KV-cache group id.
     step: of the runner, with drafts or without, whoever protects them.
     windows: the step's, from before its first launch until its tables are put back.
+    saved: what stage keeps of the windows, by group: int32, device (ops.stage).
+    ops: what has the functions of the module `ops`.
     """
 
     def __init__(
         self,
-        groups: Sequence[ShadowGroup],
+        groups: Sequence[tuple[int, StagedGroup, Sequence[CopyTable]]],
         counters: Sequence[torch.Tensor],
         ops: Any,
+        memory: DeviceMemory,
     ) -> None:
-        """counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
-        group, in order. ops: as in Launches."""
-        self.groups = tuple(groups)
-        self.num_seats = min(group.num_seats for group in groups)
+        """groups: (KV-cache group id, its shadow blocks, its layers).
+        counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
+        group, in order: the first ones of all that commit's counters_to has."""
+        self.num_seats = min(group.region.num_seats for _, group, _ in groups)
+        self.groups = {gid: group for gid, group, _ in groups}
+        self.saved: dict[int, torch.Tensor] = {}
         self.ops = ops
-        self.stages: list[Any] = []
-        self.commits: list[Any] = []
-        for group in self.groups:
-            saved = group.saved
-            constants = saved, *group.entries, group.entry_tokens
-            last = len(group.tables) - 1
-            for index, part in enumerate(group.tables):
-                of_table = group.group_id, part.table, part.runs
-                self.stages.append((*of_table, *constants, index == 0))
-                row = len(self.commits)
-                counted = saved, counters[row], group.entry_tokens, index == last
-                self.commits.append((row, *of_table, *counted))
         self.step = 1
         self.windows: VerificationWindows | None = None
+        # By launch, the arguments that no step changes.
+        self._begins: list[Any] = []
+        self._commits: list[Any] = []
+        self._undos: list[Any] = []  # by group
+        for gid, group, tables in groups:
+            saved = memory.take(group.saved_shape, torch.int32).zero_()
+            self.saved[gid] = saved
+            tokens = group.entry_tokens
+            entries = group.first_entry, group.num_real_entries, group.span
+            for index, part in enumerate(tables):
+                of_table = gid, part.table, part.runs, saved
+                self._begins.append((*of_table, *entries, tokens, index == 0))
+                row = len(self._commits)
+                undoes = index == len(tables) - 1
+                self._commits.append((row, *of_table, counters[row], tokens, undoes))
+            self._undos.append((gid, saved, tokens))
+
+    @property
+    def num_drafts(self) -> int:
+        """Of the open step, at most; 0 without one."""
+        return 0 if self.windows is None else self.windows.num_drafts
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: only what was
@@ -169,36 +200,106 @@ class ShadowBlocks:
         if self.step > _MAX_STEP:
             self.step = 1
 
-    def abort(
-        self, failed_group: int | None = None, is_untouched: bool = False
-    ) -> None:
-        """Enqueues the putting back of table and slots; does nothing without a step.
-
-        failed_group: where stage failed; is_untouched: in the group's first launch.
+    def begin(self, windows: VerificationWindows) -> None:
+        """Enqueues the copies to shadow blocks and the patching of tables and slots.
+        Requires that there are no more requests than seats, and no open step.
 
         Raises:
-            Exception: a table could not be put back, after all others were.
+            BlockTableLost: a launch failed, and a table could not be put back.
+            Exception: a launch failed; the tables are vLLM's own.
         """
-        windows, self.windows = self.windows, None
-        if windows is None:
-            return
-        assert windows.block_tables is not None
+        self.windows = windows
+        block_tables: Any = windows.block_tables
+        try:
+            for launch in self._begins:
+                gid, table, runs, saved, first, real, span, tokens, patches = launch
+                self.ops.stage(
+                    table,
+                    runs,
+                    block_tables[gid],
+                    windows.slot_mappings[gid],
+                    windows.query_start_loc,
+                    windows.seq_lens,
+                    windows.cu_num_logits,
+                    windows.seats,
+                    saved,
+                    first,
+                    real,
+                    span,
+                    tokens,
+                    self.step,
+                    patches,
+                    windows.num_leading_zeros,
+                )
+        except Exception:
+            self._put_back(gid, patches)
+            raise
+
+    def commit(
+        self, acceptance: Acceptance, counters_to: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Enqueues the copies of kept rows, the counting, and the putting back of
+        tables and slots. Requires an open step.
+
+        counters_to: [8] int64 for each launch of a commit, cpu, pinned if the caches
+            are on a device: gets the counters too.
+
+        Raises:
+            Exception: kept rows are lost, tables may be patched: call abort.
+        """
+        windows: Any = self.windows
+        for launch in self._commits:
+            row, gid, table, runs, saved, counters, tokens, undoes = launch
+            self.ops.commit_draft_layer(
+                table,
+                runs,
+                windows.block_tables[gid],
+                windows.slot_mappings[gid],
+                windows.seats,
+                saved,
+                acceptance.sampled_token_ids,
+                acceptance.vocab_size,
+                acceptance.num_rejected,
+                counters,
+                windows.num_reqs,
+                tokens,
+                undoes,
+                None if counters_to is None else counters_to[row],
+            )
+        self.windows = None
+
+    def abort(self) -> None:
+        """Enqueues the putting back of tables and slots; does nothing without a step.
+
+        Raises:
+            BlockTableLost: a table could not be put back; all others were.
+        """
+        if self.windows is not None:
+            self._put_back()
+
+    def _put_back(
+        self, failed_group: int | None = None, is_untouched: bool = False
+    ) -> None:
+        """failed_group: where begin failed, and went no further; is_untouched: in the
+        group's first launch. Raises BlockTableLost."""
+        windows: Any = self.windows
+        self.windows = None
         failure: Exception | None = None
-        for group in self.groups:
+        for gid, saved, tokens in self._undos:
             try:
                 self.ops.unstage(
-                    windows.block_tables[group.group_id],
-                    windows.slot_mappings[group.group_id],
+                    windows.block_tables[gid],
+                    windows.slot_mappings[gid],
                     windows.seats,
-                    group.saved,
+                    saved,
                     windows.num_reqs,
-                    group.entry_tokens,
+                    tokens,
                 )
             except Exception as error:
                 # What an earlier step saved of a group need not fit this one.
-                if group.group_id != failed_group or not is_untouched:
+                if gid != failed_group or not is_untouched:
                     failure = error
-            if group.group_id == failed_group:
+            if gid == failed_group:
                 break
         if failure is not None:
-            raise failure
+            raise BlockTableLost(f"a block table cannot be put back: {failure}")

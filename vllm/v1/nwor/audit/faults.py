@@ -80,10 +80,11 @@ def _restore(
     bench.start()
     rejected: list[int] = []
     manager = bench.runner.nwor_state.manager
-    restore = manager.launches.restore
+    log = manager.undo_log
+    commit = log.commit
 
-    def bent(acceptance: SampledIds, num_drafts: int, counters_to: Any) -> None:
-        (group,) = manager.groups
+    def bent(acceptance: SampledIds, counters_to: Any) -> None:
+        (group,), num_drafts = manager.groups, log.num_drafts
         num_kept = (acceptance.sampled_token_ids != -1).sum(dim=1) - 1
         windows, slots = group.log_windows[:num_drafts], group.log_slots[:num_drafts]
         requests, places, _ = windows.long().unbind(1)
@@ -91,9 +92,9 @@ def _restore(
         rejected.extend(slots[fell].tolist())
         if rejected:
             bend(slots)
-        restore(acceptance, num_drafts, counters_to)
+        commit(acceptance, counters_to)
 
-    with patch.object(manager.launches, "restore", bent):
+    with patch.object(log, "commit", bent):
         while not rejected and bench.llm.has_unfinished_requests():
             bench.step()
     return rejected

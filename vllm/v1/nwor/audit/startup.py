@@ -18,10 +18,9 @@ import torch
 
 from .. import ops
 from ..config import AUDIT_FILE, NworConfig, NworConfigError
-from ..device_memory import DeviceMemory
 from ..hooks.engine_core import parallel_refusal
 from ..hooks.layers import entry_tokens, sleeps, target_layers, told
-from ..launches import LayerCache
+from ..layer_tables import DeviceMemory, LayerCache
 from . import offloading
 from .state import Audit, Loads
 from .tables import AuditedGroup, GroupShape, num_bytes

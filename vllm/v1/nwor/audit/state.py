@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import builtin_ops
-from ..device_memory import DeviceMemory
+from ..layer_tables import DeviceMemory
 from ..window import Acceptance
 from .findings import Outbox
 from .requests import Loads, Request, Requests

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
-from ..device_memory import ALIGNMENT, DeviceMemory
-from ..launches import LayerCache, copy_tables
+from ..layer_tables import ALIGNMENT, DeviceMemory, LayerCache, copy_tables
 from ..ops import TABLE_COLUMNS
 from .findings import COLUMNS, MAX_KEPT
 

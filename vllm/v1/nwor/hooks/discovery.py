@@ -16,13 +16,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
 from .. import ops
 from ..config import Mode, NworConfig, OnReject
-from ..device_memory import ALIGNMENT
-from ..draft_manager import DraftCommitManager, LayerCache, NworError, StagedGroup
-from ..launches import num_bytes
+from ..draft_manager import DraftCommitManager, NworError
+from ..layer_tables import LayerCache
 from ..metrics import GroupInfo
 from ..report import MAX_IN_FLIGHT, Report
-from ..shadow_blocks import blocks_per_seat
+from ..shadow_blocks import StagedGroup, blocks_per_seat
 from ..shadow_blocks import num_bytes as num_shadow_bytes
+from ..undo_log import num_bytes
 from .engine_core import config_refusal, connectors_in_forward
 from .layers import GroupRefused, draft_layer_names, sleeps, target_layers, told
 from .staging import staged_group
@@ -100,9 +100,14 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
         in_flight = getattr(vllm_config, "max_concurrent_batches", MAX_IN_FLIGHT)
         try:
             manager = DraftCommitManager(
-                config, protected, capacity, storage, staged=staged
+                config,
+                protected,
+                capacity,
+                storage,
+                staged=staged,
+                max_in_flight=in_flight,
             )
-            return manager, infos, Report(infos, manager, in_flight)
+            return manager, infos, Report(infos, manager)
         except (torch.OutOfMemoryError, MemoryError) as error:
             reason = f"no memory for the undo log of {capacity} drafts: {error}"
         except Exception as error:
@@ -142,7 +147,7 @@ def reserved_bytes(runner: Any, config: NworConfig) -> int:
             # Kernel blocks, which entries of a table may stand for, have 16 tokens.
             entries_per_block = -(-block_size // 16)
             span = blocks_per_seat(num_drafts, block_size) * entries_per_block
-            size += num_shadow_bytes(num_seqs, span) + ALIGNMENT
+            size += num_shadow_bytes(num_seqs, span)
     return size
 
 

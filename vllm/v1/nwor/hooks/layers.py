@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
-from ..launches import NARROW_POISON, POISON, LayerCache
+from ..layer_tables import NARROW_POISON, POISON, LayerCache
 
 logger = logging.getLogger("vllm.v1.nwor")
 

@@ -202,7 +202,7 @@ def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     manager = state.manager
     if manager is None:
         return wrapped(*args, **kwargs)
-    state.windows = state.report.step = None
+    state.windows = None
     new = scheduled.scheduled_new_reqs
     resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
     manager.start_step(not (new or resumed) or not _have_drafts(scheduled))

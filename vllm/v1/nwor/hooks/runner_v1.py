@@ -112,7 +112,7 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
         return output
     is_open = state.manager is not None and state.manager.state.is_open
     if is_open:
-        state.report.commit(
+        state.manager.commit(
             SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
         )
     elif state.manager is not None:

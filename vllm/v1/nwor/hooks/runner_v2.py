@@ -91,7 +91,7 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
         return result
     is_open = state.manager is not None and state.manager.state.is_open
     if is_open:
-        state.report.commit(NumRejected(result[2]))
+        state.manager.commit(NumRejected(result[2]))
     elif state.manager is not None:
         batch = argument(SAMPLE, "input_batch", args, kwargs)
         state.manager.end_unlogged(batch.num_draft_tokens)

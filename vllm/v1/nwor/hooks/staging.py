@@ -8,8 +8,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..draft_manager import StagedGroup
-from ..launches import LayerCache
+from ..layer_tables import LayerCache
+from ..shadow_blocks import StagedGroup
 from .engine_core import VERDICT, LayerVerdict, copies_refusal, stage_refusal
 from .layers import draft_layer_names, entry_tokens, layer_refusal, told
 

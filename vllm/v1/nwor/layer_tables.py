@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of layers that the ops take, and the memory in which all lies that
+outlives a step.
+
+On CUDA that memory is one tensor, allocated while vLLM measures what is left for the KV
+cache. What is allocated later, while vLLM binds the KV cache, comes from a pool whose
+content vLLM gives up when the engine sleeps: our tables of addresses would be lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .kv_layout import KVLayout
+
+# As the CUDA allocator aligns; each tensor may take as much for its alignment.
+ALIGNMENT = 256
+
+# What VLLM_NWOR_ON_REJECT=poison has in each byte of a rejected slot. Read as numbers
+# these are large but finite, also times a scale of the same bytes: 5e4 as bf16 or fp32;
+# as int8 71. Where all of a slot is fp16 or fp8 the other one is larger: 3e4 as fp16,
+# 240 as fp8 e4m3, 29e3 as e5m2.
+POISON, NARROW_POISON = 0x47, 0x77
+
+
+class DeviceMemory:
+    """Hands out tensors of `storage`, one after another; without it, allocates them.
+
+    storage: [num_bytes] uint8 on `device`, or None. taken: what was handed out.
+    """
+
+    def __init__(self, device: torch.device, storage: torch.Tensor | None) -> None:
+        self.device = device
+        self._storage = storage
+        self._used = 0
+        self.taken: list[torch.Tensor] = []
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor with undefined content.
+
+        Raises:
+            ValueError: what is left of the storage is too small for it.
+        """
+        if self._storage is None:
+            self.taken.append(torch.empty(shape, dtype=dtype, device=self.device))
+            return self.taken[-1]
+        num_bytes = math.prod(shape) * dtype.itemsize
+        first = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if first + num_bytes > self._storage.numel():
+            raise ValueError(
+                f"a tensor of {num_bytes} bytes does not fit the storage of "
+                f"{self._storage.numel()} bytes, of which {self._used} are used"
+            )
+        self._used = first + num_bytes
+        self.taken.append(self._storage[first : self._used].view(dtype).view(shape))
+        return self.taken[-1]
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One target layer's cache. Whoever holds its table keeps `kv_cache` alive.
+
+    poison: the byte for its rejected slots, if they are poisoned.
+    """
+
+    name: str
+    kv_cache: torch.Tensor
+    layout: KVLayout
+    poison: int = POISON
+
+
+@dataclass(frozen=True)
+class CopyTable:
+    """Layers that one launch covers.
+
+    table: [num_layers, 9] int64, device (ops.TABLE_COLUMNS).
+    runs: [block_size, num_runs, 2] int32, device, or None for row caches.
+    names: of the layers.
+    """
+
+    table: torch.Tensor
+    runs: torch.Tensor | None
+    names: tuple[str, ...]
+
+
+def copy_tables(
+    layers: Sequence[LayerCache], memory: DeviceMemory
+) -> tuple[CopyTable, ...]:
+    """The layers' table rows: all row caches in one table, the first, and one for each
+    distinct packing. A layer's place in a row of the log follows the layers' order."""
+    kinds: list[tuple[torch.Tensor | None, list[list[int]], list[str]]] = []
+    log_offset = 0
+    for layer in layers:
+        runs = layer.layout.runs
+        for kind in kinds:
+            known = kind[0]
+            if runs is known or (
+                runs is not None and known is not None and torch.equal(runs, known)
+            ):
+                break
+        else:
+            kind = (runs, [], [])
+            kinds.append(kind)
+        kind[1].append(layer.layout.table_row(layer.kv_cache.data_ptr(), log_offset))
+        kind[2].append(layer.name)
+        log_offset += layer.layout.slot_bytes
+    kinds.sort(key=lambda kind: kind[0] is not None)
+    tables = []
+    for runs, rows, names in kinds:
+        host = torch.tensor(rows, dtype=torch.int64)
+        table = memory.take(tuple(host.shape), torch.int64).copy_(host)
+        on_device = None if runs is None else runs.to(memory.device)
+        tables.append(CopyTable(table, on_device, tuple(names)))
+    return tuple(tables)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UndoLog: drafts are written where vLLM writes them, and rejected ones undone.
+
+    begin    old bytes at every draft's slot -> log
+    (vLLM's forward and rejection sampling)
+    commit   log -> slots of the rejected drafts; counted
+    abort    the log is dropped: the cache stays as vLLM left it
+
+A row of the log is one draft, its layers side by side. Beside it the log keeps each
+draft's slot, request and position: V2's drafter overwrites vLLM's slot buffer before
+the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .kv_layout import KVLayout
+from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory, LayerCache, copy_tables
+from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
+from .window import Acceptance, VerificationWindows
+
+_ITEM = 8  # bytes of an int64
+_ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
+
+
+def bytes_per_draft(layers: Sequence[LayerCache]) -> int:
+    """Bytes of a row of these layers' undo log."""
+    return sum(layer.layout.slot_bytes for layer in layers)
+
+
+def num_bytes(capacity: int, row_bytes: int, num_groups: int, num_layers: int) -> int:
+    """Memory that is enough for all groups' logs and tables, and their counters.
+
+    capacity: drafts. row_bytes: of a draft, over all groups. num_groups, num_layers: at
+        least those that there will be.
+    """
+    tables = num_layers * _ITEM * (len(TABLE_COLUMNS) + len(COUNTER_COLUMNS))
+    tensors = 3 * num_groups + num_layers + 1
+    return (
+        capacity * (row_bytes + num_groups * _ENTRY_BYTES)
+        + tables
+        + tensors * ALIGNMENT
+    )
+
+
+class GroupLog:
+    """The undo log of one KV-cache group, and the tables of the layers in it.
+
+    undo_log: [capacity, bytes_per_draft] uint8, device.
+    log_slots: [capacity] int64, device. log_windows: [capacity, 3] int32, device.
+    source: what a log copies from in place of each of `tables`: poison; or None.
+    """
+
+    def __init__(
+        self,
+        group_id: int,
+        layers: Sequence[LayerCache],
+        capacity: int,
+        memory: DeviceMemory,
+        poisons: bool = False,
+    ) -> None:
+        self.group_id = group_id
+        self.layers = tuple(layers)
+        self.bytes_per_draft = bytes_per_draft(layers)
+        self.undo_log = memory.take((capacity, self.bytes_per_draft), torch.uint8)
+        self.log_slots = memory.take((capacity,), torch.int64).fill_(-1)
+        self.log_windows = memory.take((capacity, 3), torch.int32).zero_()
+        self.tables = copy_tables(self.layers, memory)
+        self.source: CopyTable | None = None
+        if poisons:
+            self._poisoned = [_poisoned(layer, memory) for layer in layers]
+            (self.source,) = copy_tables(self._poisoned, memory)
+
+
+def _poisoned(layer: LayerCache, memory: DeviceMemory) -> LayerCache:
+    """The layer as if each of its slots held poison: all of them are the same bytes."""
+    layout = layer.layout
+    num_bytes = layout.slot_bytes
+    slot = memory.take((num_bytes,), torch.uint8).fill_(layer.poison)
+    size = layout.block_size, layout.num_blocks
+    return LayerCache(layer.name, slot, KVLayout(*size, 0, 0, 0, 1, num_bytes))
+
+
+class UndoLog:
+    """The logs of some KV-cache groups: one launch for each table of layers, on the
+    current stream, to begin, and one to commit.
+
+    num_drafts: logged by begin, until commit or abort; 0 without a log.
+    ops: what has the functions of the module `ops`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupLog],
+        counters: Sequence[torch.Tensor],
+        ops: Any,
+        first_row: int = 0,
+    ) -> None:
+        """counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
+        group, in order. first_row: of these in all that commit's counters_to has."""
+        self.ops = ops
+        self.num_drafts = 0
+        # By launch, the arguments that no step changes.
+        self._begins: list[Any] = []
+        self._commits: list[Any] = []
+        for group in groups:
+            log = group.undo_log, group.log_slots, group.log_windows
+            for part in group.tables:
+                source = group.source or part
+                self._begins.append((group.group_id, source.table, source.runs, *log))
+                row = len(self._commits)
+                of_table = first_row + row, part.table, part.runs
+                self._commits.append((*of_table, *log, counters[row]))
+
+    def begin(self, windows: VerificationWindows) -> None:
+        """Enqueues the copies of the old bytes at every draft slot.
+
+        Raises:
+            Exception: the caches are as they were; there is no log.
+        """
+        self.num_drafts = 0
+        slot_mappings = windows.slot_mappings
+        for group_id, table, runs, undo_log, slots, of_windows in self._begins:
+            self.ops.log_cache_slots(
+                table,
+                runs,
+                slot_mappings[group_id],
+                windows.logits_indices,
+                windows.cu_num_logits,
+                undo_log,
+                slots,
+                of_windows,
+                windows.num_drafts,
+                windows.num_leading_zeros,
+            )
+        self.num_drafts = windows.num_drafts
+
+    def commit(
+        self, acceptance: Acceptance, counters_to: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Enqueues the restoring of rejected slots, and the counting; the log is used
+        up.
+
+        counters_to: [8] int64 for each launch of a commit, cpu, pinned if the caches
+            are on a device: gets the counters too.
+
+        Raises:
+            Exception: after all other launches were enqueued.
+        """
+        num_drafts, self.num_drafts = self.num_drafts, 0
+        failure: Exception | None = None
+        for launch in self._commits:
+            row, table, runs, undo_log, slots, of_windows, counters = launch
+            try:
+                self.ops.restore_rejected_drafts(
+                    table,
+                    runs,
+                    undo_log,
+                    slots,
+                    of_windows,
+                    acceptance.sampled_token_ids,
+                    acceptance.vocab_size,
+                    acceptance.num_rejected,
+                    counters,
+                    num_drafts,
+                    None if counters_to is None else counters_to[row],
+                )
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def abort(self) -> None:
+        """Drops the log, if there is one."""
+        self.num_drafts = 0
