@@ -5,19 +5,19 @@
     python tools/apply_to_vllm.py TREE [--check | --revert | --series FOLDER]
 
 TREE is what has `vllm/` in it: a checkout, or site-packages. It gets vllm/v1/nwor, a
-line above each function that a LEDGER names (the decorator of graft.py), and our
-variables in envs.py; a checkout also csrc/nwor and what builds it, in CMakeLists.txt,
-setup.py and requirements/common.txt, and anything else the library built here. Each
-line in a file of vLLM's ends with MARK.
+call of plugin.hook_module at the end of each module that a LEDGER names, and our
+variables in envs.py; a checkout also csrc/nwor and what builds it, in CMakeLists.txt
+and setup.py, and any other TREE the library built here. Each line in a file of vLLM's
+ends with MARK.
 
 Without an option the files are changed where they lie, and read again. --series leaves
 TREE as it is and writes patches for `git am`, one concern each, with what it is for
 and when it can go. --check says what TREE lacks of all this or has otherwise, --revert
 takes out our lines and files and nothing else. A second run changes nothing.
 
-Nothing is changed if a function is missing, has other parameters or an unknown
-decorator, or if anything else that NWOR relies on does not hold; each is named.
-Run it with a Python that has torch, wrapt and a vLLM, such as that vLLM's own.
+Nothing is changed if a signature or anything else that NWOR relies on does not hold, or
+a place for our lines is missing; each is named. Run it with a Python that has torch and
+a vLLM, such as that vLLM's own.
 
 Exit status: 0 done, 1 TREE is not as expected, 2 wrong arguments.
 """
@@ -25,7 +25,6 @@ Exit status: 0 done, 1 TREE is not as expected, 2 wrong arguments.
 from __future__ import annotations
 
 import argparse
-import ast
 import filecmp
 import importlib.util
 import re
@@ -35,7 +34,7 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -56,30 +55,24 @@ from benchmarks.files import write_whole  # noqa: E402
 from vllm_nwor.config import ENV_NAMES  # noqa: E402
 from vllm_nwor.hooks._wrap import HookTarget  # noqa: E402
 from vllm_nwor.hooks.source import (  # noqa: E402
-    DECORATOR,
     FACTS,
     HOOKED,
-    Mismatch,
     Tree,
-    check_decorated,
-    dotted,
     files_of,
     ledger,
     mismatches,
-    place_of,
 )
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS  # noqa: E402
 
 MARK = "  # nwor"
 LIBRARY = "vllm/v1/nwor/_nwor_C.so"
-# vLLM's own on functions of a LEDGER: all of them hand the parameters through.
-KNOWN_DECORATORS = (
-    *("contextmanager", "dataclass", "step_eplb_after", "torch.inference_mode"),
-)
 UPSTREAM = "https://github.com/vllm-project/vllm/blob"
 ADD, BUILD = "nwor: add the package vllm/v1/nwor", "nwor: build csrc/nwor"
-DECLARE, IMPORT = "nwor: declare its variables", "nwor: name the decorator"
+DECLARE = "nwor: declare its variables"
 FOLDERS = {"vllm/v1/nwor": ADD, "csrc/nwor": BUILD}
+# A file of vLLM's that is hooked -> its module.
+MODULES = {f"{name.replace('.', '/')}.py": name for name in (*HOOKS, *AUDIT_HOOKS)}
+ENVS, CMAKE, SETUP = "vllm/envs.py", "CMakeLists.txt", "setup.py"
 
 Marked = Counter[tuple[int, str]]  # our lines, with the number of others above each
 
@@ -88,40 +81,62 @@ class Refused(Exception):
     """TREE is not as expected; its argument: a sentence for each thing."""
 
 
+class Place(NamedTuple):
+    """Where our lines go in a file: behind the first match of a pattern, which ends
+    where a line begins."""
+
+    name: str
+    pattern: str
+
+
+END = Place("newline at its end", r"(?<=\n)\Z")
+# Not at the end: vLLM's own file returns early where there is no GPU.
+PROJECT = Place("project()", r"^project\([^)]*\)\n")
+BUILT = Place(
+    "ext_modules, package_data and setup()",
+    r"^ext_modules\b[\s\S]*^package_data\b[\s\S]*^(?=setup\()",
+)
+
+
 class Line(NamedTuple):
-    """One for a file of vLLM's, above its line `above` (from 0), in a commit."""
+    """One for a file of vLLM's, in a commit."""
 
     path: str
-    above: int
+    place: Place
     text: str
     subject: str
 
 
-class Place(NamedTuple):
-    """A function that LEDGERs name."""
+def our_lines() -> Iterator[Line]:
+    """All that go into vLLM's files."""
+    for path, module in MODULES.items():
+        for text in (
+            "from vllm.v1.nwor.plugin import hook_module",
+            "hook_module(__name__)",
+        ):
+            yield Line(path, END, text + MARK, hooking(module))
+    for name in ENV_NAMES:
+        text = f'environment_variables["{name}"] = lambda: None{MARK}'
+        yield Line(ENVS, END, text, DECLARE)
+    text = f"cmake_language(DEFER CALL include csrc/nwor/nwor.cmake){MARK}"
+    yield Line(CMAKE, PROJECT, text, BUILD)
+    extension = 'CMakeExtension(name="vllm.v1.nwor._nwor_C", optional=True)'
+    for text in (
+        f"if ext_modules: ext_modules.append({extension})",
+        'package_data["vllm"].append("v1/nwor/_nwor_C.so")',
+    ):
+        yield Line(SETUP, BUILT, text + MARK, BUILD)
 
-    module: str
-    name: str
 
-    @property
-    def path(self) -> str:
-        return f"{self.module.replace('.', '/')}.py"
-
-    @property
-    def subject(self) -> str:
-        return f"nwor: hook {self.name} of {self.module}"
+def hooking(module: str) -> str:
+    return f"nwor: hook {module}"
 
 
-def places() -> dict[Place, list[HookTarget]]:
-    """All of them, with their rows."""
+def rows_of(module: str) -> list[HookTarget]:
+    """What LEDGERs have of a module of vLLM's."""
     # A file may wrap in another one's module, too.
     rows = dict.fromkeys(row for name in HOOKED for row in ledger(name))
-    found: dict[Place, list[HookTarget]] = {}
-    for module in dict.fromkeys((*HOOKS, *AUDIT_HOOKS)):
-        for row in rows:
-            if row.module == module:
-                found.setdefault(Place(module, row.qualname), []).append(row)
-    return found
+    return [row for row in rows if row.module == module]
 
 
 def split_marked(text: str) -> tuple[str, Marked]:
@@ -144,26 +159,20 @@ def files_in(root: Path, folder: str) -> Iterator[str]:
 
 
 class Graft:
-    """A tree, and what it is to hold. Raises Refused if it is none of vLLM's.
+    """A tree, and what it is to hold. Raises Refused if it is none of vLLM's."""
 
-    facts: what else NWOR relies on is compared, too: of these modules of ours.
-    """
-
-    def __init__(self, root: Path, facts: Iterable[str] = FACTS) -> None:
-        self.root, self.facts = root, facts
+    def __init__(self, root: Path) -> None:
+        self.root = root
         if not (root / "vllm" / "__init__.py").is_file():
             raise Refused([f"there is no {root}/vllm/__init__.py"])
-        self.places = places()
-        self.modules = list(dict.fromkeys(place.path for place in self.places))
-        wanted = [*self.modules, "vllm/envs.py", "CMakeLists.txt", "setup.py"]
-        if (root / "setup.py").is_file():
-            wanted.append("requirements/common.txt")
+        self.builds = (root / CMAKE).is_file()
         self.texts: dict[str, str] = {}  # of vLLM's files, without our lines
         self.marked: dict[str, Marked] = {}
-        for path in (path for path in wanted if (root / path).is_file()):
-            text = (root / path).read_bytes().decode()
-            self.texts[path], self.marked[path] = split_marked(text)
-        self.builds = "CMakeLists.txt" in self.texts
+        for path in (*MODULES, ENVS, *((CMAKE, SETUP) if self.builds else ())):
+            if (root / path).is_file():
+                text = (root / path).read_bytes().decode()
+                self.texts[path], self.marked[path] = split_marked(text)
+        self.lines = [line for line in our_lines() if line.path in self.texts]
         self.copies = {
             path: subject
             for folder, subject in FOLDERS.items()
@@ -171,124 +180,49 @@ class Graft:
             if subject == ADD or self.builds
         }
 
-    # --- what is to be there ---
-
     @cached_property
-    def lines(self) -> list[Line]:
-        """All that go into vLLM's files. Raises Refused."""
+    def refusals(self) -> list[str]:
+        """Why this vLLM cannot carry NWOR."""
         read = files_of(self.root)
         tree = Tree(lambda path: self.texts.get(path) or read(path))
-        told = [
-            sentence for module in self.facts for sentence in mismatches(module, tree)
+        problems = [
+            sentence for module in FACTS for sentence in mismatches(module, tree)
         ]
         for path, text in self.texts.items():
             for number, line in enumerate(text.split("\n"), 1):
                 if "nwor" in line.lower():
-                    told.append(f"{path}:{number} has to do with NWOR: {line.strip()}")
-        if not self.builds and not (ROOT / LIBRARY).is_file():
-            told.append(f"{LIBRARY} is not there to be copied; `make setup` builds it")
-        found: list[Line] = []
-        decorators = (self._decorator(*place, tree) for place in self.places.items())
-        for lines in (self._wiring(), *decorators):
-            try:
-                found += lines
-            except Mismatch as mismatch:
-                told.append(str(mismatch))
-        if told:
-            raise Refused(list(dict.fromkeys(told)))
-        return found
-
-    def _decorator(
-        self, place: Place, rows: list[HookTarget], tree: Tree
-    ) -> Iterator[Line]:
-        for row in rows:
-            node = place_of(row, tree)
-        call = f'{DECORATOR}("{place.name}")'
-        if node is None:
-            above = self._below(place.path)
-            text = f"{place.name} = {call}({place.name})"
-        else:
-            decorators = getattr(node, "decorator_list", [])
-            for decorator in decorators:
-                name = dotted(getattr(decorator, "func", decorator))
-                if name not in KNOWN_DECORATORS:
-                    raise Mismatch(
-                        f"{place.module}.{place.name} is decorated with "
-                        f"@{ast.unparse(decorator)}, which NWOR does not know"
+                    problems.append(
+                        f"{path}:{number} has to do with NWOR: {line.strip()}"
                     )
-            above = min(part.lineno for part in (node, *decorators)) - 1
-            text = f"{' ' * node.col_offset}@{call}"
-        yield Line(place.path, above, f"{text}{MARK}", place.subject)
-
-    def _below(self, path: str, name: str | None = None) -> int:
-        """The line below an assignment to `name`, or below the imports that a file
-        begins with. Raises Mismatch."""
-        last = 0
-        for statement in ast.parse(self.texts[path]).body:
-            if name is None and isinstance(statement, ast.FunctionDef | ast.ClassDef):
-                break
-            if name is None and isinstance(statement, ast.Import | ast.ImportFrom):
-                last = statement.end_lineno or 0
-            elif isinstance(statement, ast.Assign | ast.AnnAssign):
-                targets = getattr(statement, "targets", None) or [statement.target]
-                if name is not None and name in map(dotted, targets):
-                    return statement.end_lineno or 0
-        if name is not None:
-            raise Mismatch(f"{path} does not assign to {name}")
-        return last
-
-    def _wiring(self) -> Iterator[Line]:
-        for path in filter(self.texts.get, self.modules):
-            above = self._below(path)
-            text = f"from vllm.v1.nwor.graft import hook_for{MARK}"
-            yield Line(path, above, text, IMPORT)
-            yield Line(path, above, f"{DECORATOR} = hook_for(__name__){MARK}", IMPORT)
-        above = self._below(path := "vllm/envs.py", "environment_variables")
-        for name in ENV_NAMES:
-            text = f'environment_variables["{name}"] = lambda: None{MARK}'
-            yield Line(path, above, text, DECLARE)
-        if text := self.texts.get(path := "CMakeLists.txt", ""):
-            found = re.search(r"^project\([^)]*\)", text, re.MULTILINE)
-            if found is None:
-                raise Mismatch(f"{path} has no project()")
-            above = text.count("\n", 0, found.end()) + 1
-            # Behind all else: vLLM's own file returns early where there is no GPU.
-            text = f"cmake_language(DEFER CALL include csrc/nwor/nwor.cmake){MARK}"
-            yield Line(path, above, text, BUILD)
-        if path in self.texts and (path := "setup.py") in self.texts:
-            self._below(path, "ext_modules")
-            above = self._below(path, "package_data")
-            extension = 'CMakeExtension(name="vllm.v1.nwor._nwor_C", optional=True)'
-            text = f"if ext_modules: ext_modules.append({extension}){MARK}"
-            yield Line(path, above, text, BUILD)
-            text = f'package_data["vllm"].append("v1/nwor/_nwor_C.so"){MARK}'
-            yield Line(path, above, text, BUILD)
-        if text := self.texts.get(path := "requirements/common.txt", ""):
-            above = text.count("\n") + (not text.endswith("\n"))
-            yield Line(path, above, f"wrapt >= 1.16{MARK}", BUILD)
+        for path, place, *_ in self.lines:
+            if not re.search(place.pattern, self.texts[path], re.MULTILINE):
+                problems.append(f"{path} has no {place.name}")
+        if not self.builds and not (ROOT / LIBRARY).is_file():
+            problems.append(
+                f"{LIBRARY} is not there to be copied; `make setup` builds it"
+            )
+        return list(dict.fromkeys(problems))
 
     def grafted(self, path: str, subjects: Collection[str] | None = None) -> str:
         """A file of vLLM's with our lines, or with those of some commits."""
-        result = self.texts[path].split("\n")
+        text = self.texts[path]
         wanted = [line for line in self.lines if line.path == path]
-        # From the last on, so that those above stay where they are.
-        for line in sorted(wanted, key=lambda line: line.above)[::-1]:
-            if not subjects or line.subject in subjects:
-                result.insert(line.above, line.text)
-        return "\n".join(result)
-
-    # --- what is there ---
+        added = [x.text for x in wanted if subjects is None or x.subject in subjects]
+        found = re.search(wanted[0].place.pattern, text, re.MULTILINE)
+        assert found is not None
+        ours = "".join(f"{line}\n" for line in added)
+        return text[: found.end()] + ours + text[found.end() :]
 
     def drift(self) -> list[str]:
-        """What is not as it is to be. Raises Refused if that cannot be said."""
-        told = []
+        """What is not as it is to be, of a tree without refusals."""
+        problems = []
         for path in self.texts:
             marked, wanted = self.marked[path], split_marked(self.grafted(path))[1]
             for verb, lines in ("lacks", wanted - marked), ("has", marked - wanted):
-                told += [f"{path} {verb}, below line {n}: {x}" for n, x in lines]
+                problems += [f"{path} {verb}, below line {n}: {x}" for n, x in lines]
         there = [*self.copies, *([] if self.builds else [LIBRARY])]
-        told += [f"{p} is missing" for p in there if not (self.root / p).is_file()]
-        return told + self.foreign()
+        problems += [f"{p} is missing" for p in there if not (self.root / p).is_file()]
+        return problems + self.foreign()
 
     def foreign(self) -> list[str]:
         """Files in our folders that are not this version's."""
@@ -298,31 +232,23 @@ class Graft:
         same = filecmp.cmpfiles(ROOT, self.root, found, shallow=False)[0]
         return [f"{path} is not this version's" for path in found if path not in same]
 
-    # --- what to do ---
-
     def apply(self) -> None:
-        """Raises Refused before anything was changed, or if what was written is not
-        read again as it should."""
+        """Raises Refused if what was written is not read again as it should."""
         for path in self.texts:
             write_whole(self.root / path, self.grafted(path).encode())
         for path in self.copies:
             write_whole(self.root / path, (ROOT / path).read_bytes())
         if (ROOT / LIBRARY).is_file() and not (self.root / LIBRARY).exists():
             write_whole(self.root / LIBRARY, (ROOT / LIBRARY).read_bytes())
-        told = Graft(self.root, facts=()).drift()
-        tree = Tree(files_of(self.root))
-        for row in (row for rows in self.places.values() for row in rows):
-            try:
-                check_decorated(row, tree)
-            except Mismatch as mismatch:
-                told.append(str(mismatch))
-        if told:
-            raise Refused(told)
+        if problems := Graft(self.root).drift():
+            raise Refused(problems)
 
     def revert(self) -> None:
         """Raises Refused, before anything was changed, if a file is not ours."""
-        if told := self.foreign():
-            raise Refused([*told, "nothing was changed: the version it came with can"])
+        if problems := self.foreign():
+            raise Refused(
+                [*problems, "nothing was changed: the version it came with can"]
+            )
         for path in filter(self.marked.get, self.texts):
             write_whole(self.root / path, self.texts[path].encode())
         for folder in FOLDERS:
@@ -330,28 +256,26 @@ class Graft:
 
     def commits(self) -> dict[str, str]:
         """Subject -> body, in order."""
-        gone = ["no function is decorated any more"]
-        package = self._body(["what the decorators put on"], gone, "vllm/plugins/")
-        found = {ADD: package}
+        gone = ["no module is hooked any more"]
+        found = {ADD: self._body(["what hooks vLLM"], gone, "vllm/plugins/")}
         if self.builds:
-            found[BUILD] = self._body(["NWOR's ops"], gone, "CMakeLists.txt")
+            found[BUILD] = self._body(["NWOR's ops"], gone, CMAKE)
         why, until = "vLLM warns of others", "vLLM lets others declare variables"
-        found[DECLARE] = self._body([why], [until], "vllm/envs.py")
-        found[IMPORT] = self._body(["for the lines to come"], gone, "vllm/plugins/")
-        lines = {line.subject: line for line in self.lines}
-        for place, rows in self.places.items():
-            why, until = [row.why for row in rows], [row.delete_when for row in rows]
-            at = f"#L{lines[place.subject].above + 1}"
-            found[place.subject] = self._body(why, until, place.path, at)
+        found[DECLARE] = self._body([why], [until], ENVS)
+        for path, module in MODULES.items():
+            rows = rows_of(module)
+            whys = [f"{row.qualname}: {row.why}" for row in rows]
+            untils = [f"{row.qualname}: {row.delete_when}" for row in rows]
+            found[hooking(module)] = self._body(whys, untils, path)
         return found
 
-    def _body(self, why: list[str], until: list[str], path: str, at: str = "") -> str:
+    def _body(self, why: list[str], until: list[str], path: str) -> str:
         text = files_of(self.root)("vllm/_version.py") or ""
         found = re.search(r"^__version__.*?['\"](\d+\.\d+\.\d+)['\"+]", text, re.M)
-        link = f"v{found[1]}/{path}{at}" if found else f"main/{path}"
-        told = [textwrap.fill(f"Why: {reason}.", 72) for reason in dict.fromkeys(why)]
-        ends = [f"Drop-when: {condition}" for condition in dict.fromkeys(until)]
-        return "\n".join([*told, "", f"Upstream: {UPSTREAM}/{link}", *ends])
+        link = f"v{found[1]}/{path}" if found else f"main/{path}"
+        reasons = [textwrap.fill(f"Why: {reason}.", 72) for reason in why]
+        ends = [f"Drop-when: {condition}" for condition in until]
+        return "\n".join([*reasons, "", f"Upstream: {UPSTREAM}/{link}", *ends])
 
     def series(self, folder: Path) -> int:
         """Writes the patches; how many. Raises Refused."""
@@ -392,13 +316,15 @@ def run(graft: Graft, args: argparse.Namespace) -> str:
     if args.revert:
         graft.revert()
         return "has nothing of it"
+    if graft.refusals:
+        raise Refused(graft.refusals)
     if args.series:
         return f"needs the {graft.series(args.series)} patches in {args.series}"
-    if not (told := graft.drift()):
+    if not (problems := graft.drift()):
         return "has all of it"
     folders = [graft.root / folder for folder in FOLDERS]
     if any(graft.marked.values()) or any(folder.exists() for folder in folders):
-        raise Refused(told)
+        raise Refused(problems)
     if args.check:
         raise Refused(["there is nothing of NWOR"])
     graft.apply()

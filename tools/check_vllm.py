@@ -127,12 +127,12 @@ def check(name: str, read: Callable[[str], str | None]) -> bool:
     tree = Tree(read)
     if tree.read("vllm/__init__.py") is None:
         raise NoSource("there is no vllm/__init__.py")
-    told = [f"{name}: {m}: {x}" for m in FACTS for x in mismatches(m, tree)]
+    problems = [f"{name}: {m}: {x}" for m in FACTS for x in mismatches(m, tree)]
     num_facts = sum(len(words) for m in FACTS for *_, words in facts(m))
     num_rows = sum(len(ledger(m)) for m in FACTS)
     all_hold = f"{name}: {num_rows} signatures and {num_facts} facts hold"
-    print("\n".join(told or [all_hold]))
-    return not told
+    print("\n".join(problems or [all_hold]))
+    return not problems
 
 
 def unpack(version: str) -> Path:

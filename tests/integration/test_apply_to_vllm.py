@@ -18,7 +18,6 @@ from tests.helpers.environment import REPO, subprocess_env
 from tools import apply_to_vllm as tool
 
 SITE = Path(pytest.__file__).parents[1]
-RUNNER = "vllm.v1.worker.gpu_model_runner"
 COUNTED = "Scheduler.make_spec_decoding_stats"
 
 
@@ -27,38 +26,33 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("patched")
     shutil.copytree(SITE / "vllm", folder / "vllm", copy_function=os.symlink)
     before = (SITE / "vllm" / "envs.py").read_bytes()
-    tool.Graft(folder, facts=()).apply()
+    tool.Graft(folder).apply()
     assert (SITE / "vllm" / "envs.py").read_bytes() == before
     return folder
 
 
-# Each function that LEDGERs name -> how many wrappers lie over it once all are on: one
-# for each row, but for what is counted in an object of its class.
+# Each function that LEDGERs name -> how many wrappers lie over it once all are on: one,
+# but for what is counted in an object of its class.
 ROWS = {
-    (place.module, place.name): len(rows) * (place.name != COUNTED)
-    for place, rows in tool.places().items()
+    (module, row.qualname): int(row.qualname != COUNTED)
+    for module in tool.MODULES.values()
+    for row in tool.rows_of(module)
 }
 LOOK = f"""
 import os, pkgutil, sys
 from importlib import import_module
-import wrapt
 from vllm import envs, plugins
 from vllm.v1 import nwor
 from vllm.v1.nwor import plugin
 
-def is_hook(value):  # of any copy of the package
-    if isinstance(value, wrapt.FunctionWrapper):
-        return True
-    return value.__code__.co_filename.endswith("nwor/hooks/_wrap.py")
-
-def layers():  # how many wrappers lie over each of them now
+def layers():  # how many wrappers, of any copy of the package, lie over each of them
     found = {{}}
     for module, qualname in {list(ROWS)}:
         owner, _, name = qualname.rpartition(".")
         host = import_module(module)
         value = vars(getattr(host, owner) if owner else host)[name]
         found[module, qualname] = 0
-        while is_hook(value):
+        while value.__code__.co_filename.endswith("nwor/hooks/_wrap.py"):
             value = value.__wrapped__
             found[module, qualname] += 1
     return found
@@ -91,7 +85,7 @@ def test_off_is_what_was_there(patched: Path) -> None:
 assert set(layers().values()) == {0}
 ours = {n for n in sys.modules if n.startswith(("vllm.v1.nwor", "vllm_nwor"))}
 assert {n.removeprefix("vllm.v1.nwor") for n in ours} == {
-    "", ".config", ".graft", ".plugin"
+    "", ".config", ".plugin"
 }, ours
 assert envs.environment_variables["VLLM_NWOR_MODE"]() is None
 os.environ["VLLM_NWOR_MODE"] = "cow"
@@ -108,7 +102,8 @@ def test_on_all_is_wrapped_once_and_the_byte_oracle_passes_without_the_plugin(
     patched: Path,
 ) -> None:
     """Taken off and put on again, as what the plugin puts on; modes off, cow and stage
-    by decorators alone, with the library in the tree; then the plugin is loaded."""
+    by the calls in its modules alone, with the library in the tree; then the plugin is
+    loaded."""
     printed = run(
         patched,
         f"""
@@ -152,43 +147,3 @@ assert import_module("vllm.v1.nwor.hooks._wrap") is _wrap
         VLLM_NWOR_AUDIT="log",
     )
     assert " 3 passed" in f" {printed[-1]}"
-
-
-def test_a_decorator_that_a_merge_lost_is_named_and_no_other_of_its_module_is_put_on(
-    patched: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(patched / "vllm", tmp_path / "vllm", copy_function=os.symlink)
-    file = tmp_path / f"{RUNNER.replace('.', '/')}.py"
-    text = file.read_text()
-    line = '    @nwor_hook("GPUModelRunner._sample")  # nwor\n'
-    assert line in text
-    file.unlink()
-    file.write_text(text.replace(line, ""))
-    code = f"""
-from tests.helpers.logs import nwor_log
-with nwor_log() as lines:
-    layers()
-    # The same again where it is an error.
-    first = sys.modules.pop({RUNNER!r})
-    os.environ["VLLM_NWOR_STRICT"] = "1"
-    try:
-        import_module({RUNNER!r})
-    except RuntimeError as error:
-        print(type(error).__name__, error)
-    del os.environ["VLLM_NWOR_STRICT"]
-    sys.modules[{RUNNER!r}] = first
-    del os.environ["VLLM_PLUGINS"]
-    plugins.load_general_plugins()
-found = {{name: n for (module, name), n in layers().items() if module == {RUNNER!r}}}
-assert {{name for name, n in found.items() if n}} == {{"GPUModelRunner.sample_tokens"}}
-assert max(layers().values()) == 1
-print(*{{line for line in lines if not line.startswith("INFO")}}, sep="\\n")
-"""
-    printed = run(tmp_path, code, VLLM_NWOR_MODE="cow")
-    said = (
-        f"{RUNNER}.GPUModelRunner._sample does not have "
-        'nwor_hook("GPUModelRunner._sample") as its outermost decorator; '
-        "tools/apply_to_vllm.py --check names all of these"
-    )
-    told = f"ERROR NWOR is off for {RUNNER}: {said}"
-    assert printed[-2:] == [f"HostMismatch {said}", told]

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,11 @@ from vllm_nwor.hooks.source import files_of
 
 pytestmark = pytest.mark.usefixtures("parsed_once")
 ROOT = Path(__file__).resolve().parents[2]
-RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 # What the tool changes of a checkout's build; what a build makes of that is tried on
 # those of releases.
 STUB = {
     "CMakeLists.txt": "project(stub\n  LANGUAGES CXX)\nset(DEVICE cpu)\n",
-    "setup.py": "ext_modules = []\npackage_data = {\n    'vllm': [],\n}\n",
-    "requirements/common.txt": "numpy\ntorch",
+    "setup.py": "ext_modules = []\npackage_data = {\n    'vllm': [],\n}\nsetup()\n",
     "csrc/ops.h": "",
 }
 # What builds a checkout, and no wheel has; of csrc what is built for any device.
@@ -87,8 +84,7 @@ def files_of_vllm(version: str) -> dict[str, str]:
     """What is touched and read of a vLLM, by path."""
     installed = version == "installed"
     read = files_of(SITE) if installed else check_vllm.Release(version).read
-    paths = ("vllm/_version.py", *(place.path for place in tool.places()))
-    texts = {path: read(path) for path in paths}
+    texts = {path: read(path) for path in ("vllm/_version.py", *tool.MODULES)}
     return files_read(read) | {path: text for path, text in texts.items() if text}
 
 
@@ -98,14 +94,9 @@ def build_of_vllm(version: str) -> dict[str, str]:
     return STUB if version == "installed" else build_files(version)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def version(request):
     return getattr(request, "param", "installed")
-
-
-@pytest.fixture(scope="module")
-def sources(version):
-    return files_of_vllm(version)
 
 
 RELEASES = [
@@ -117,14 +108,15 @@ of_each_release = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def site(sources, tmp_path):
+def site(version, tmp_path):
     """As site-packages lie."""
-    return laid_out(tmp_path / "site", sources)
+    return laid_out(tmp_path / "site", files_of_vllm(version))
 
 
 @pytest.fixture
-def checkout(version, sources, tmp_path):
-    return laid_out(tmp_path / "checkout", sources | build_of_vllm(version))
+def checkout(version, tmp_path):
+    files = files_of_vllm(version) | build_of_vllm(version)
+    return laid_out(tmp_path / "checkout", files)
 
 
 def digests(folder: Path) -> dict[str, bytes]:
@@ -133,24 +125,16 @@ def digests(folder: Path) -> dict[str, bytes]:
     return {path: digest for path, digest in found if not path.endswith(".so")}
 
 
-@pytest.fixture(scope="module")
-def patched_once(version, sources, tmp_path_factory):
-    """A checkout."""
-    files = sources | build_of_vllm(version)
-    folder = laid_out(tmp_path_factory.mktemp("patched"), files)
-    tool.Graft(folder).apply()
-    return folder
-
-
 @pytest.fixture
 def no_facts(monkeypatch):
     """They are not compared again, for they take seconds."""
-    monkeypatch.setattr(tool, "Graft", partial(tool.Graft, facts=()))
+    monkeypatch.setattr(tool, "mismatches", lambda *_: [])
 
 
 @pytest.fixture
-def patched(patched_once, tmp_path, no_facts):
-    return Path(shutil.copytree(patched_once, tmp_path / "patched"))
+def patched(checkout, no_facts):
+    tool.Graft(checkout).apply()
+    return checkout
 
 
 @pytest.fixture
@@ -184,12 +168,12 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
     assert "no CMakeLists.txt" in said
     patched = digests(site)
     changed = {path for path in before if patched[path] != before[path]}
-    assert changed == {place.path for place in tool.places()} | {"vllm/envs.py"}
+    assert changed == {*tool.MODULES, "vllm/envs.py"}
     package = {path for path in patched if path.startswith("vllm/v1/nwor/")}
     assert set(patched) - set(before) == {"vllm/v1/nwor", *package}
     library = (site / tool.LIBRARY).read_bytes()
     assert library == (ROOT / tool.LIBRARY).read_bytes()
-    for path in changed:  # whole lines, and every one of them can be told
+    for path in changed:  # whole lines, and every one of them is marked
         text, marked = tool.split_marked((site / path).read_text())
         assert hashlib.sha256(text.encode()).digest() == before[path]
         assert marked
@@ -198,9 +182,11 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
     assert run(site) == (0, ["has all of it"])
     assert digests(site) == patched
 
+    (site / tool.LIBRARY).unlink()
+    assert run(site, "--check") == (1, [f"{tool.LIBRARY} is missing"])
     assert run(site, "--revert")[0] == 0
     assert digests(site) == before
-    assert not (site / tool.LIBRARY).exists()
+    assert not (site / "vllm/v1/nwor").exists()
 
 
 @of_each_release
@@ -216,7 +202,7 @@ def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
     assert digests(checkout) == before
     patches = sorted((tmp_path / "patches").glob("*.patch"))
     assert f"needs the {len(patches)} patches" in said
-    assert len(patches) == 4 + len(tool.places())
+    assert len(patches) == 3 + len(tool.MODULES)
     assert run(checkout, "--series", tmp_path / "patches")[0] == 1
 
     git(clone, "am", "-q", *patches)
@@ -224,104 +210,83 @@ def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
     assert run(checkout)[0] == 0
     patched = digests(clone)
     assert digests(checkout) == patched
-    assert run(clone) == (0, ["has all of it"])
+    assert run(clone) == (0, ["has all of it"])  # its build makes the library
     assert digests(clone) == patched
     assert run(clone, "--revert")[0] == 0
     assert digests(clone) == before
 
     log = git(clone, "log", "--format=%H%n%s%n%b%x00", f"-{len(patches)}").split("\0")
-    told = {}
+    commits = {}
     for text in filter(None, map(str.strip, log)):
         commit, subject, body = text.split("\n", 2)
-        told[subject] = (commit, body)
-    assert len(told) == len(patches)
-    upstream = re.compile("^Upstream: https://github.com/vllm-project/vllm/", re.M)
-    assert all(upstream.search(body) and "Why: " in body for _, body in told.values())
-    for place, rows in tool.places().items():
-        commit, body = told[place.subject]
-        assert all(f"Drop-when: {row.delete_when}" in body for row in rows)
-        # One function's line, and nothing else, is what can be dropped.
+        commits[subject] = (commit, body)
+        assert "\nUpstream: https://github.com/vllm-project/vllm/" in body
+        assert "Why: " in body
+    assert len(commits) == len(patches)
+    for path, module in tool.MODULES.items():
+        commit, body = commits[tool.hooking(module)]
+        rows = tool.rows_of(module)
+        ends = [f"Drop-when: {row.qualname}: {row.delete_when}" for row in rows]
+        assert set(ends) < set(body.split("\n"))
+        # The call, and nothing else, is what can be dropped.
         changed = git(clone, "show", "--numstat", "--format=", commit).split()
-        assert changed == ["1", "0", place.path]
+        assert changed == ["2", "0", path]
 
 
 # --- what is not as it should be ---
 
 
-SAMPLE, EXECUTE, MODE, OURS = (
-    '    @nwor_hook("GPUModelRunner._sample")  # nwor\n',
-    '    @nwor_hook("GPUModelRunner.execute_model")  # nwor\n',
+RUNNER, OURS = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/nwor"
+CALL, MODE, DEFERRED = (
+    "hook_module(__name__)  # nwor\n",
     'environment_variables["VLLM_NWOR_MODE"] = lambda: None  # nwor\n',
-    "vllm/v1/nwor",
+    "cmake_language(DEFER CALL include csrc/nwor/nwor.cmake)  # nwor\n",
 )
-DEFERRED = "cmake_language(DEFER CALL include csrc/nwor/nwor.cmake)  # nwor\n"
 EXTENSION = (
     'if ext_modules: ext_modules.append(CMakeExtension(name="vllm.v1.nwor._nwor_C", '
     "optional=True))  # nwor\n"
 )
-VARIABLES = "environment_variables"
-INFERENCE = "    @torch.inference_mode()\n"
-OTHERS, HAS = "is not this version's", "has @nwor_hook("
-ENVS, CMAKE, COMMON = "vllm/envs.py", "CMakeLists.txt", "requirements/common.txt"
-UNNAMED = SAMPLE.replace("GPUModelRunner.", "")
+OTHERS, HAS = "is not this version's", "has hook_module("
 TOO_SOON = DEFERRED.replace("DEFER CALL", "EVAL CODE")
 # What is changed in a file, and what is said of it.
 DRIFT = {
-    "a decorator is lost": (RUNNER, SAMPLE, "", "lacks @nwor_hook("),
-    "it is not the outermost": (RUNNER, EXECUTE + INFERENCE, INFERENCE + EXECUTE, HAS),
-    "it names another function": (RUNNER, SAMPLE, UNNAMED, f'{HAS}"_sample")'),
-    "it is there twice": (RUNNER, SAMPLE, SAMPLE * 2, HAS),
-    "no library is built": (CMAKE, DEFERRED, "", "lacks cmake_language("),
-    "it is built too soon": (CMAKE, DEFERRED, TOO_SOON, "has cmake_language(EVAL CODE"),
-    "no extension is declared": ("setup.py", EXTENSION, "", "lacks if ext_modules: "),
-    "wrapt is not required": (COMMON, "wrapt >= 1.16  # nwor", "", "lacks wrapt"),
-    "a variable is unknown": (ENVS, MODE, "", "lacks environment_variables["),
+    "a call is lost": (RUNNER, CALL, "", "lacks hook_module("),
+    "it is not at the end": (RUNNER, CALL, f"{CALL}theirs = 1\n", "lacks from vllm"),
+    "it is there twice": (RUNNER, CALL, CALL * 2, HAS),
+    "no library is built": (tool.CMAKE, DEFERRED, "", "lacks cmake_language("),
+    "built too soon": (tool.CMAKE, DEFERRED, TOO_SOON, "has cmake_language(EVAL CODE"),
+    "no extension is declared": (tool.SETUP, EXTENSION, "", "lacks if ext_modules: "),
+    "a variable is unknown": (tool.ENVS, MODE, "", "lacks environment_variables["),
     "a file was edited": (f"{OURS}/window.py", "", "\n", OTHERS),
     "a file is another's": (f"{OURS}/older.py", "", "\n", OTHERS),
 }
 
 
-def drifted(tree: Path, drift: str) -> str:
-    """Makes that change; what is said of it, line numbers left out."""
+@pytest.mark.parametrize("drift", DRIFT)
+def test_drift_is_named_and_not_painted_over(drift, patched, run):
     path, old, new, said = DRIFT[drift]
-    file = tree / path
+    file = patched / path
     text = file.read_text() if file.exists() else ""
     assert old in text
     file.write_text(text.replace(old, new, 1))
-    return f"{path} {said}"
-
-
-@of_each_release
-@pytest.mark.parametrize("drift", DRIFT)
-def test_drift_is_named_and_not_painted_over(drift, patched, run):
-    said = drifted(patched, drift)
     before = digests(patched)
     for options in (("--check",), ()):
-        status, told = run(patched, *options)
+        status, lines = run(patched, *options)
         assert status == 1
-        told = [re.sub(r", below line \d+:", "", line) for line in told]
-        assert any(line.startswith(said) for line in told), told
+        lines = [re.sub(r", below line \d+:", "", line) for line in lines]
+        assert any(line.startswith(f"{path} {said}") for line in lines), lines
     assert digests(patched) == before
-
-
-def test_a_missing_file_is_named(site, patched, run):
-    """A checkout's library is made by its build."""
-    (patched / tool.LIBRARY).unlink()
-    assert run(patched, "--check") == (0, ["has all of it"])
-    run(site)
-    (site / tool.LIBRARY).unlink()
-    assert run(site, "--check") == (1, [f"{tool.LIBRARY} is missing"])
 
 
 def test_revert_leaves_what_is_not_ours(patched, run):
-    (patched / "vllm/v1/nwor/theirs.py").write_text("")
+    theirs = patched / OURS / "theirs.py"
+    theirs.write_text("")
     before = digests(patched)
-    status, told = run(patched, "--revert")
+    status, lines = run(patched, "--revert")
     assert status == 1
-    assert told[0] == "vllm/v1/nwor/theirs.py is not this version's"
+    assert lines[0] == f"{OURS}/theirs.py is not this version's"
     assert digests(patched) == before
-    (patched / "vllm/v1/nwor/theirs.py").unlink()
-    drifted(patched, "a decorator is lost")
+    theirs.unlink()
     with (patched / RUNNER).open("a") as file:
         file.write("# theirs\n")
     assert run(patched, "--revert")[0] == 0
@@ -329,54 +294,42 @@ def test_revert_leaves_what_is_not_ours(patched, run):
     assert "nwor" not in (patched / RUNNER).read_text()
 
 
-def test_lines_go_behind_statements_of_several_lines(patched):
-    assert f"LANGUAGES CXX)\n{DEFERRED}" in (patched / CMAKE).read_text()
-    data = runpy.run_path(str(patched / "setup.py"))["package_data"]
-    assert data == {"vllm": ["v1/nwor/_nwor_C.so"]}
-
-
 HEAD = "    def _model_forward("
 FORWARD = "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward"
-BATCH = "vllm/v1/worker/gpu/input_batch.py"
-GONE = "vllm.v1.worker.gpu.input_batch.InputBatch has no attribute cu_num_logits"
-BESIDE = f"{FORWARD} is decorated with @%s, which NWOR does not know"
-ASSIGN = "does not assign to"
+PACKED = "has no ext_modules, package_data and setup()"
 REFUSED = {
-    "missing": (RUNNER, HEAD, "    def _forward(", f"{FORWARD} does not exist"),
-    "decorated": (RUNNER, HEAD, f"    @theirs(1)\n{HEAD}", BESIDE % "theirs(1)"),
-    "hooked by hand": (RUNNER, HEAD, f"    @nwor_hook\n{HEAD}", BESIDE % "nwor_hook"),
-    "a fact": (BATCH, "cu_num_logits", "cu_logits", GONE),
-    "variables": (ENVS, VARIABLES, "variables", f"{ENVS} {ASSIGN} {VARIABLES}"),
-    "project": (CMAKE, "project(", "# project(", f"{CMAKE} has no project()"),
+    "moved on": (RUNNER, HEAD, "    def _forward(", f"{FORWARD} does not exist"),
+    "by hand": (RUNNER, HEAD, f"    # NWOR\n{HEAD}", f"{RUNNER}:"),
+    "no end of line": (RUNNER, "", "# theirs", f"{RUNNER} has no newline at its end"),
+    "project": (tool.CMAKE, "project(", "# project(", f"{tool.CMAKE} has no project()"),
     **{
-        name: ("setup.py", name, "others", f"setup.py {ASSIGN} {name}")
-        for name in ("ext_modules", "package_data")
+        name: (tool.SETUP, name, "others", f"{tool.SETUP} {PACKED}")
+        for name in ("ext_modules", "package_data", "setup(")
     },
 }
 
 
-@of_each_release
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_vllm_that_moved_on_is_refused_by_name(
     name, checkout, tmp_path, run, request
 ):
-    path, old, new, told = REFUSED[name]
-    if name != "a fact":
+    path, old, new, said = REFUSED[name]
+    if name != "moved on":
         request.getfixturevalue("no_facts")
     text = (checkout / path).read_text()
     assert old in text
-    (checkout / path).write_text(text.replace(old, new))
+    (checkout / path).write_text(text.replace(old, new, 1) if old else text + new)
     before = digests(checkout)
     for options in ((), ("--check",), ("--series", tmp_path / "patches")):
         status, lines = run(checkout, *options)
         assert status == 1
-        assert told in lines
+        assert any(line.startswith(said) for line in lines), lines
     assert digests(checkout) == before
     assert not (tmp_path / "patches").exists()
 
 
-def test_what_is_written_is_read_again(site, run, monkeypatch):
-    """A disk that keeps an old file: the fact is named."""
+def test_what_is_written_is_read_again(site, run, monkeypatch, no_facts):
+    """A disk that keeps an old file."""
     write = tool.write_whole
 
     def forgetful(path: Path, content: bytes) -> None:
@@ -384,10 +337,9 @@ def test_what_is_written_is_read_again(site, run, monkeypatch):
             write(path, content)
 
     monkeypatch.setattr(tool, "write_whole", forgetful)
-    status, told = run(site)
+    status, lines = run(site)
     assert status == 1
-    assert any(line.startswith(f"{RUNNER} lacks, below line") for line in told)
-    assert any("does not have nwor_hook(" in line for line in told)
+    assert any(line.startswith(f"{RUNNER} lacks, below line") for line in lines)
 
 
 def test_a_folder_without_vllm_is_refused(tmp_path, run):
@@ -413,7 +365,6 @@ told = setup.call_args.kwargs
 extensions = {one.name: one for one in told["ext_modules"]}
 assert len(extensions) > 1, extensions
 assert "v1/nwor/_nwor_C.so" in told["package_data"]["vllm"]
-assert any(one.startswith("wrapt") for one in told["install_requires"])
 distribution = setuptools.Distribution({
     "name": "vllm",
     "cmdclass": told["cmdclass"],
@@ -429,7 +380,7 @@ distribution.run_command("build_ext")
 def test_a_releases_own_build_builds_the_library(checkout, tmp_path):
     """As vLLM's setup.py does it; for a device of which its CMakeLists.txt returns
     before it has downloaded anything (the last word on a command line counts)."""
-    tool.Graft(checkout, facts=()).apply()
+    tool.Graft(checkout).apply()
     (checkout / tool.LIBRARY).unlink()
     tools = str(Path(native.find_tool("cmake")).parent)
     command(
@@ -445,4 +396,4 @@ def test_a_releases_own_build_builds_the_library(checkout, tmp_path):
         code = "import torch, _nwor_C; print(_nwor_C.__file__)"
         found = command(sys.executable, "-c", code, cwd=library.parent)
         assert found == f"{library}\n"
-    assert not tool.Graft(checkout, facts=()).drift()
+    assert not tool.Graft(checkout).drift()

@@ -3,6 +3,9 @@
 whole process: tests/e2e/test_off_is_vanilla.py; a vLLM with another signature:
 tests/e2e/test_fault_points.py."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import vllm
 import wrapt
@@ -18,6 +21,7 @@ def pending(monkeypatch):
     """Modules for which a post-import hook was left, in order."""
     names: list[str] = []
     monkeypatch.setattr(plugin, "_registered", [])
+    plugin._check_host.cache_clear()
     monkeypatch.setattr(
         wrapt, "register_post_import_hook", lambda hook, name: names.append(name)
     )
@@ -82,6 +86,28 @@ def test_a_version_nobody_has_tried_gets_one_warning(pending, monkeypatch):
         "0.32.0, 0.33.0); it runs if every signature it relies on matches"
     ]
     assert pending == OURS
+
+
+def test_a_fork_hooks_a_module_where_it_ends(pending, monkeypatch):
+    """Not a module that has nothing to be hooked, and with one warning."""
+    scheduler, core = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
+    names, hooked = (scheduler, core, "vllm.v1.worker.gpu_worker", "vllm"), []
+    for name in names[:3]:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(vllm, "__version__", "9.9.9")
+    monkeypatch.setattr(
+        plugin,
+        "_guarded",
+        lambda hook: lambda host: hooked.append((host.__name__, hook)),
+    )
+    with nwor_log() as lines:
+        for mode in ("off", "cow"):
+            monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+            for name in names:
+                plugin.hook_module(name)
+            assert len(lines) == (mode == "cow")
+    assert hooked == [(scheduler, ".hooks.stats"), (core, ".hooks.engine_core")]
+    assert pending == []
 
 
 def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):

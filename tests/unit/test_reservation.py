@@ -209,54 +209,47 @@ def test_what_cannot_have_shadow_blocks_is_refused_with_a_sentence(
         reach.refused_stand_in(name, sentence, modes)
 
 
-DRAFTERS = LayerVerdict(True)
-COPIES = "the drafter has layers in this group, and FLEX may copy the block table"
+TARGETS, DRAFTERS = LayerVerdict(False), LayerVerdict(True)
+PACKED, ODD = LayerVerdict(False, "packed"), LayerVerdict(False, "odd")
+FLEX = LayerVerdict(False, copies="FLEX")
+COPIES = (
+    "the drafter has layers in this group, and FLEX may copy the block table into its "
+    "metadata"
+)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "staged", "sentence"),
+    ("first", "second", "expected"),
     [
-        (LayerVerdict(False), LayerVerdict(False), [0, 1], None),
-        (LayerVerdict(False, "packed"), LayerVerdict(False), [1], None),
-        (LayerVerdict(False, "packed"), LayerVerdict(False, "odd"), [], "packed; odd"),
-        (LayerVerdict(False, "odd"), LayerVerdict(False, "odd"), [], "odd"),
-        # Nobody protects a drafter's own layers.
-        (LayerVerdict(True, "packed"), LayerVerdict(False), [1], None),
-        (DRAFTERS, LayerVerdict(False, "odd"), [], "odd"),
+        # Of each group its layers' verdicts; which are staged, or why none is.
+        ([TARGETS], [TARGETS], [0, 1]),
+        ([PACKED], [TARGETS], [1]),
+        ([PACKED], [ODD], "packed; odd"),
+        ([TARGETS, ODD], [ODD], "odd"),
+        # Nobody protects a drafter's own layers; one without a verdict may be another.
+        ([LayerVerdict(True, "packed")], [TARGETS], [1]),
+        ([LayerVerdict(True, "packed"), TARGETS], [ODD], [0]),
+        ([DRAFTERS], [ODD], "odd"),
+        ([DRAFTERS, None], [ODD], [0]),
+        ([DRAFTERS, TARGETS], [ODD], [0]),
         # A copy hurts a drafter in the same group only.
-        (LayerVerdict(False, copies="FLEX"), DRAFTERS, [0], None),
-        (LayerVerdict(True, copies="FLEX"), LayerVerdict(False), [1], None),
+        ([FLEX], [DRAFTERS], [0]),
+        ([LayerVerdict(True, copies="FLEX")], [TARGETS], [1]),
+        ([FLEX, DRAFTERS], [DRAFTERS], COPIES),
     ],
 )
-def test_groups_that_a_worker_will_refuse_get_no_blocks(
-    first, second, staged, sentence
-):
-    verdicts = {"layer 0": first, "layer 1": second}
-    config = kv_cache_config(FULL, SLIDING)
+def test_groups_that_a_worker_will_refuse_get_no_blocks(first, second, expected):
+    config, verdicts = kv_cache_config(FULL, SLIDING), {}
+    for group, found in zip(config.kv_cache_groups, (first, second), strict=True):
+        group.layer_names = [f"{group.layer_names[0]}.{n}" for n in range(len(found))]
+        verdicts |= dict(zip(group.layer_names, found, strict=True))
+    known = {name: verdict for name, verdict in verdicts.items() if verdict}
 
-    found = plan(vllm_config(), config, budget(100), verdicts)
+    found = plan(vllm_config(), config, budget(100), known)
 
-    assert found == sentence if sentence else list(found) == staged
-    if len(staged) == 1:
-        assert found[staged[0]].num_real_blocks == NUM_BLOCKS - 2 * NUM_SEQS
-
-
-@pytest.mark.parametrize("others", [{}, {"draft": LayerVerdict(False)}])
-def test_a_group_in_which_a_layer_may_be_the_targets_gets_blocks(others):
-    config = kv_cache_config(FULL)
-    config.kv_cache_groups[0].layer_names.append("draft")
-
-    found = plan(vllm_config(), config, budget(100), {"layer 0": DRAFTERS, **others})
-
-    assert list(found) == [0]
-
-
-def test_a_copying_backend_and_a_drafter_in_one_group():
-    config = kv_cache_config(FULL)
-    config.kv_cache_groups[0].layer_names.append("draft")
-    verdicts = {"layer 0": LayerVerdict(False, copies="FLEX"), "draft": DRAFTERS}
-
-    assert plan(vllm_config(), config, STAGE, verdicts).startswith(COPIES)
+    assert (found if isinstance(found, str) else list(found)) == expected
+    if len(expected) == 1:
+        assert found[expected[0]].num_real_blocks == NUM_BLOCKS - 2 * NUM_SEQS
 
 
 def test_the_workers_verdicts_come_with_their_specs(mode):
@@ -339,7 +332,7 @@ def refused(workers, sentence):
     return scheduler
 
 
-@pytest.mark.parametrize("place", ["plan", "_lower", "block_sizes", "config_refusal"])
+@pytest.mark.parametrize("place", ["plan", "_lower"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monkeypatch):
     mode("stage")

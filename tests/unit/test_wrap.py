@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installing wrappers: checked before the first one goes in, idempotent, reversible."""
 
+from functools import partial
 from inspect import getattr_static
 from types import FunctionType, ModuleType
 
@@ -66,6 +67,11 @@ def test_a_wrapper_sees_the_call_and_keeps_the_original():
             target("Runner.finish", ("self", "token_ids")),
             "host.Runner.finish has parameters (self, tokens); "
             "expected it to begin with (self, token_ids)",
+        ),
+        (
+            target(params=("self", "flag")),
+            "host.Runner.step has parameters (self, tokens, flag); "
+            "expected it to begin with (self, flag)",
         ),
         (target("Runner.gone"), "host.Runner.gone does not exist in this vLLM"),
         (target("Gone.step"), "host.Gone.step does not exist in this vLLM"),
@@ -140,18 +146,23 @@ def test_unhooked_all_is_as_it_was_before_and_rehooked_as_after():
         assert Sub.finish(1) == ("wrapped", ("static", 1))
 
 
-@pytest.mark.parametrize("switch", [unhook, rehook])
+@pytest.mark.parametrize("switch", [unhook, rehook, install_all])
 def test_what_somebody_put_over_a_hook_stays_and_so_do_all_hooks(switch, monkeypatch):
     module = host()
     finish = target("Runner.finish")
     install_all(module, {target(): doubling, finish: doubling})
+    if switch is install_all:
+        switch = partial(install_all, module, {finish: doubling})
     if switch is rehook:
         unhook()
     before = vars(module.Runner)["step"]
-    monkeypatch.setattr(module.Runner, "finish", len)
 
-    with pytest.raises(HostMismatch, match=r"^host\.Runner\.finish is <built-in .*len"):
+    def theirs(self, tokens): ...
+
+    monkeypatch.setattr(module.Runner, "finish", theirs)
+
+    with pytest.raises(HostMismatch, match=r"^host\.Runner\.finish is <.*theirs"):
         switch()
 
     assert vars(module.Runner)["step"] is before
-    assert vars(module.Runner)["finish"] is len
+    assert vars(module.Runner)["finish"] is theirs

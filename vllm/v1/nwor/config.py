@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 
-class Mode(enum.Enum):
+class Mode(enum.StrEnum):
     """What happens to the KV entries of draft tokens.
 
     OFF: vanilla vLLM, nothing is wrapped.
@@ -29,7 +28,7 @@ class Mode(enum.Enum):
     COW = "cow"
 
 
-class Strict(enum.Enum):
+class Strict(enum.StrEnum):
     """Where a failure of ours raises instead of falling back to vanilla vLLM.
 
     NEVER: nowhere. STARTUP: what is refused at start-up. ALWAYS: what fails in a step,
@@ -41,7 +40,7 @@ class Strict(enum.Enum):
     ALWAYS = "always"
 
 
-class OnReject(enum.Enum):
+class OnReject(enum.StrEnum):
     """What mode cow leaves at the slots of rejected drafts.
 
     RESTORE: what they held before the step. POISON: large numbers, so that a later read
@@ -52,7 +51,7 @@ class OnReject(enum.Enum):
     POISON = "poison"
 
 
-class AuditMode(enum.Enum):
+class AuditMode(enum.StrEnum):
     """What the KV audit does with what it finds.
 
     OFF: there is no audit, nothing of it is wrapped. LOG: findings are logged and
@@ -62,9 +61,6 @@ class AuditMode(enum.Enum):
     OFF = "off"
     LOG = "log"
     RAISE = "raise"
-
-
-_Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
 class NworConfigError(ValueError):
@@ -83,6 +79,7 @@ ENV_NAMES = (
     AUDIT_MIB := "VLLM_NWOR_AUDIT_MIB",
     AUDIT_FILE := "VLLM_NWOR_AUDIT_FILE",
 )
+SWITCH = ("0", "1")
 # MiB of cache whose bytes the audit compares in a step, unless AUDIT_MIB says.
 DEFAULT_AUDIT_MIB = 32
 
@@ -123,16 +120,16 @@ class NworConfig:
         blocks = "5 % of the blocks", "KV blocks"
         audit_mib = _number(env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", 0)
         config = cls(
-            mode=_choice(MODE, env.get(MODE) or "off", Mode),
-            emit_metrics=_switch(env, EMIT_METRICS, default=True),
-            strictness=_choice(STRICT, env.get(STRICT) or "0", Strict),
-            debug_sync=_switch(env, DEBUG_SYNC, default=False),
+            mode=Mode(_choice(env, MODE, Mode, "off")),
+            emit_metrics=_choice(env, EMIT_METRICS, SWITCH, "1") == "1",
+            strictness=Strict(_choice(env, STRICT, Strict, "0")),
+            debug_sync=_choice(env, DEBUG_SYNC, SWITCH, "0") == "1",
             max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", 1),
             max_shadow_blocks=_number(env, SHADOW_BLOCKS, *blocks, 0),
-            audit=_choice(AUDIT, env.get(AUDIT) or "off", AuditMode),
+            audit=AuditMode(_choice(env, AUDIT, AuditMode, "off")),
             audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
             audit_file=env.get(AUDIT_FILE, ""),
-            on_reject=_choice(ON_REJECT, env.get(ON_REJECT) or "restore", OnReject),
+            on_reject=OnReject(_choice(env, ON_REJECT, OnReject, "restore")),
         )
         if config.on_reject is OnReject.POISON and config.mode is not Mode.COW:
             raise NworConfigError(
@@ -142,21 +139,15 @@ class NworConfig:
         return config
 
 
-def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:
-    try:
-        return choices(value)
-    except ValueError:
-        allowed = ", ".join(choice.value for choice in choices)
+def _choice(
+    env: Mapping[str, str], name: str, choices: Iterable[str], default: str
+) -> str:
+    value = env.get(name) or default
+    if value not in list(choices):
         raise NworConfigError(
-            f"{name}={value!r} is not allowed; allowed values: {allowed}"
-        ) from None
-
-
-def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
-    value = env.get(name) or ("1" if default else "0")
-    if value not in ("0", "1"):
-        raise NworConfigError(f"{name}={value!r} is not allowed; allowed values: 0, 1")
-    return value == "1"
+            f"{name}={value!r} is not allowed; allowed values: {', '.join(choices)}"
+        )
+    return value
 
 
 def _number(

@@ -56,8 +56,8 @@ def versions(vllm: Path | None) -> Iterator[Line]:
         found = re.search(r"^__version__.*?['\"]([^'\"]+)", text, re.MULTILINE)
         version = found[1] if found else "unknown"
         is_tried = version.split("+")[0] in TRIED_VLLM_VERSIONS
-        told = "" if is_tried else f" (tried: {', '.join(TRIED_VLLM_VERSIONS)})"
-        yield True, "vllm", f"{version}{told}, {vllm}"
+        tried = "" if is_tried else f" (tried: {', '.join(TRIED_VLLM_VERSIONS)})"
+        yield True, "vllm", f"{version}{tried}, {vllm}"
     for name in ("torch", "wrapt"):
         try:
             yield True, name, metadata.version(name)
@@ -106,21 +106,22 @@ def processes() -> Iterator[Line]:
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    *said, last = done.stdout.splitlines() or ["without a word"]
+    *output, last = done.stdout.splitlines() or ["without output"]
     if done.returncode != 0:
         yield False, "plugin", f"a process of vLLM does not start: {last}"
         return
     if last != NOT_LOADED:
         yield True, "plugin", "loaded by vLLM"
-        told = f"{last} in front end, engine core and workers, which inherit it"
-        yield True, "mode", f"{told}; other nodes (Ray, headless) have their variables"
+        where = "in front end, engine core and workers, which inherit it"
+        others = "other nodes (Ray, headless) have their variables"
+        yield True, "mode", f"{last} {where}; {others}"
         return
     if not metadata.entry_points(group="vllm.general_plugins", name="nwor"):
         reason = "its entry point is not installed"
     elif "VLLM_PLUGINS" in os.environ:
         reason = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
     else:
-        reason = "; ".join(line for line in said if "rror" in line)
+        reason = "; ".join(line for line in output if "rror" in line)
     mode = NworConfig.from_env().mode
     yield mode is Mode.OFF, "plugin", f"{NOT_LOADED} by vLLM: {reason}"
     yield mode is Mode.OFF, "mode", f"off everywhere ({mode.value} is set)"
@@ -130,16 +131,16 @@ def hooks(vllm: Path) -> Iterator[Line]:
     try:
         from .hooks.source import FACTS, Tree, files_of, mismatches
 
-        read = files_of(vllm.parent)
-        gone = [name for name, path in RUNNERS.items() if read(path) is None]
+        tree = Tree(files_of(vllm.parent))
+        gone = [name for name, path in RUNNERS.items() if tree.read(path) is None]
         for module in FACTS:
-            told = mismatches(module, Tree(read))
+            problems = mismatches(module, tree)
             if gone == [module]:  # the other one is enough
                 yield True, "hooks", f"{module}: there is no {RUNNERS[module]}"
-            elif not told:
-                yield True, "hooks", f"{module}: all that is relied on is there"
+            elif problems:
+                yield from ((False, "hooks", f"{module}: {line}") for line in problems)
             else:
-                yield from ((False, "hooks", f"{module}: {line}") for line in told)
+                yield True, "hooks", f"{module}: all that is relied on is there"
     except (ImportError, OSError, ValueError, SyntaxError) as error:
         yield False, "hooks", f"vLLM's source cannot be compared: {error}"
 

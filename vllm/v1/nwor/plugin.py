@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 from .config import ENV_NAMES, AuditMode, Mode, NworConfig
@@ -44,15 +46,16 @@ AUDIT_HOOKS = {
     "vllm.v1.core.sched.scheduler": ".audit.stats",
 }
 
-# Of the two, those that vLLM has been arranged to get.
-_registered: list[dict[str, str]] = []
-
 
 def hooks_of(config: NworConfig) -> list[dict[str, str]]:
     """HOOKS, AUDIT_HOOKS, as the modes ask for them."""
     if config.audit is not AuditMode.OFF:
         return [HOOKS, AUDIT_HOOKS]
     return [] if config.mode is Mode.OFF else [HOOKS]
+
+
+# Of the two, those that vLLM has been arranged to get.
+_registered: list[dict[str, str]] = []
 
 
 def register() -> None:
@@ -85,6 +88,19 @@ def register() -> None:
         _registered.append(hooks)
 
 
+def hook_module(name: str) -> None:
+    """Hooks a module of vLLM as register() would, now: a fork that carries this package
+    calls it at the end of each (tools/apply_to_vllm.py), and needs no plugin.
+
+    While the modes are off nothing but their reader is imported. Raises
+    NworConfigError, as register(); HostMismatch under VLLM_NWOR_STRICT.
+    """
+    for hooks in hooks_of(NworConfig.from_env()):
+        if name in hooks:
+            _check_host()
+            _guarded(hooks[name])(sys.modules[name])
+
+
 def _module_of_vllm(name: str) -> ModuleType | None:
     """None if there is no such, or no vLLM."""
     try:
@@ -97,13 +113,11 @@ def _module_of_vllm(name: str) -> ModuleType | None:
 
 def _carried() -> ModuleType | None:
     """This module as a fork of vLLM carries it, if another package was asked."""
-    if __package__ == _Alias.NAME:
+    file = getattr(_module_of_vllm("vllm"), "__file__", None)
+    if __package__ == _Alias.NAME or file is None:  # None: an empty namespace
         return None
-    v1 = _module_of_vllm("vllm.v1")
-    is_namespace = getattr(sys.modules.get("vllm"), "__file__", None) is None
-    if v1 is None or is_namespace or not PathFinder.find_spec(_Alias.NAME, v1.__path__):
-        return None
-    return import_module(f"{_Alias.NAME}.plugin")
+    is_there = Path(file).with_name("v1").joinpath("nwor").is_dir()
+    return import_module(f"{_Alias.NAME}.plugin") if is_there else None
 
 
 class _Alias(MetaPathFinder, Loader):
@@ -142,6 +156,7 @@ class _Alias(MetaPathFinder, Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
+@cache  # one warning
 def _check_host() -> None:
     vllm = _module_of_vllm("vllm")
     if vllm is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installing wrappers on vLLM's methods: checked, idempotent, all or nothing.
+"""Installing wrappers on vLLM's functions: checked, idempotent, all or nothing.
 
 A hook file lists what it wraps as `HookTarget` rows (its LEDGER) and calls
 `install_all`. Before the first wrapper goes in, every target's signature is compared
@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 # vLLM's own function, and what is called in its place: with it, its `self`, and what it
 # was called with.
@@ -51,6 +49,16 @@ class HookTarget:
     def name(self) -> str:
         return f"{self.module}.{self.qualname}"
 
+    def matches(self, found: tuple[str, ...]) -> str | None:
+        """None if a function with the parameters `found` has those that are relied on,
+        or a sentence that says otherwise."""
+        if found[: len(self.params)] == self.params:
+            return None
+        return (
+            f"{self.name} has parameters ({', '.join(found)}); "
+            f"expected it to begin with ({', '.join(self.params)})"
+        )
+
 
 def argument(
     target: HookTarget, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -61,67 +69,35 @@ def argument(
     return args[index] if index < len(args) else kwargs.get(name)
 
 
-# Modules of a fork that graft.py refused -> why. The plugin does not hook them, either.
-refused: dict[str, str] = {}
-
-
-class UnfinishedModule(ModuleType):
-    """Stands for a module of vLLM that is being imported, in a fork that has our
-    decorator on its functions (graft.py). install_all only leaves here what is to be
-    wrapped; `hook_function` does it when the function is there.
-
-    check_source: `check`, on the module's source.
-    """
-
-    def __init__(self, name: str, check_source: Callable[[HookTarget], None]) -> None:
-        super().__init__(name)
-        self.check_source = check_source
-        self.wrappers: dict[HookTarget, Wrapper] = {}
-
-
 def check(target: HookTarget, module: ModuleType) -> None:
     """Raises HostMismatch unless `module` has `target` with the expected parameters."""
-    if isinstance(module, UnfinishedModule):
-        module.check_source(target)
-        return
-    if module.__name__ in refused:
-        raise HostMismatch(refused[module.__name__])
     owner: Any = module
     for part in target.qualname.split("."):
         owner = getattr(owner, part, None)
     if owner is None:
         raise HostMismatch(f"{target.name} does not exist in this vLLM")
     found = tuple(inspect.signature(owner).parameters)
-    if found[: len(target.params)] != target.params:
-        raise HostMismatch(
-            f"{target.name} has parameters ({', '.join(found)}); "
-            f"expected it to begin with ({', '.join(target.params)})"
-        )
+    if (mismatch := target.matches(found)) is not None:
+        raise HostMismatch(mismatch)
 
 
 _INHERITED = object()
 
 
-@dataclass
 class _Hook:
-    """A wrapper in its place, `target` in `module`. original: what the class or module
-    itself had there, _INHERITED if only a base had it. wrapper: what is put on.
-    """
+    """A wrapper and its place, an attribute of a class or a module. original: what that
+    itself has there, _INHERITED if only a base has it. It is not put on yet."""
 
-    module: ModuleType
-    target: HookTarget
-    original: Any = None
-    wrapper: Any = None
+    def __init__(self, module: ModuleType, target: HookTarget, wrapper: Wrapper):
+        owner, _, self.name = target.qualname.rpartition(".")
+        self.module, self.target = module, target
+        self.owner: Any = getattr(module, owner) if owner else module
+        self.original = vars(self.owner).get(self.name, _INHERITED)
+        function = inspect.getattr_static(self.owner, self.name)
+        self.wrapper = _hooked(target, function, wrapper)
 
-    @property
-    def owner(self) -> Any:
-        """The class or module whose attribute `name` it is."""
-        name = self.target.qualname.rpartition(".")[0]
-        return getattr(self.module, name) if name else self.module
-
-    @property
-    def name(self) -> str:
-        return self.target.qualname.rpartition(".")[2]
+    def is_of(self, module: ModuleType, target: HookTarget) -> bool:
+        return (self.module, self.target.qualname) == (module, target.qualname)
 
     def is_on(self) -> bool:
         """Raises HostMismatch if something that is not ours is in the place."""
@@ -156,43 +132,29 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
     """
     for target in wrappers:
         check(target, module)
-    if isinstance(module, UnfinishedModule):
-        module.wrappers.update(wrappers)
-        return
     for target, wrapper in wrappers.items():
-        place = (module, target.qualname)
-        for hook in _hooks:
-            if (hook.module, hook.target.qualname) == place:
-                hook.is_on()
-                break
-        else:
-            hook = _Hook(module, target)
-            function = inspect.getattr_static(hook.owner, hook.name)
-            hook.original = vars(hook.owner).get(hook.name, _INHERITED)
-            hook.wrapper = _hooked(target, function, wrapper)
+        hook = next((hook for hook in _hooks if hook.is_of(module, target)), None)
+        if hook is None:
+            hook = _Hook(module, target, wrapper)
             _hooks.append(hook)
-        hook.put_on()
-
-
-def hook_function(
-    module: ModuleType, target: HookTarget, function: Any, wrapper: Wrapper
-) -> Any:
-    """What to put in the place of `function`, which becomes `target` in `module` later;
-    as if install_all had wrapped it there."""
-    hooked = _hooked(target, function, wrapper)
-    _hooks.append(_Hook(module, target, function, hooked))
-    return hooked
+        if not hook.is_on():
+            hook.put_on()
 
 
 def _hooked(target: HookTarget, function: Any, wrapper: Wrapper) -> Any:
-    """`function` with `wrapper` on it. A method gets a plain function: a step calls
-    seven of them, and wrapt's objects take it two or three microseconds more each."""
-    if target.params[0] != "self" or not inspect.isfunction(function):
-        return wrapt.FunctionWrapper(function, wrapper)
+    """`function` with `wrapper` on it: a plain function. A step calls seven of them,
+    and objects of wrapt's take two or three microseconds more each."""
+    if target.params[0] == "self":
 
-    @functools.wraps(function)
-    def hooked(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(function.__get__(self), self, args, kwargs)
+        @functools.wraps(function)
+        def hooked(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(function.__get__(self), self, args, kwargs)
+
+    else:
+
+        @functools.wraps(function)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(function, None, args, kwargs)
 
     return hooked
 

@@ -48,7 +48,7 @@ def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Buil
 
     Raises:
         NworError: under VLLM_NWOR_STRICT, if a group is refused. Nothing else: what
-            nobody expected is a refusal too.
+            is unexpected is a refusal, too.
     """
     try:
         built = _build(runner, config, storage)
@@ -84,7 +84,7 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
             resolved, reason = Mode.OFF.value, layers
         elif layers:
             protected.append((gid, layers))
-            resolved, reason = Mode.COW.value, _told_of(layers, vllm_config)
+            resolved, reason = Mode.COW.value, _protection_of(layers, vllm_config)
             if config.mode is Mode.STAGE:
                 shadow = staged_group(runner, gid, group, layers)
                 if isinstance(shadow, str):
@@ -158,7 +158,7 @@ def reserve(
 ) -> torch.Tensor | None:
     """[num_bytes] uint8 on the runner's device, before vLLM sizes the KV cache. None if
     none is needed, or there is not enough: what needs it tries once more when the
-    caches are bound, and tells. Raises nothing."""
+    caches are bound, and says so. Raises nothing."""
     try:
         size = num_bytes(runner, config)
         return torch.empty(size, dtype=torch.uint8, device=runner.device)
@@ -175,16 +175,16 @@ def _has_state_of_each_draft(runner: Any, group: Any) -> bool:
     return isinstance(spec, MambaSpec) and spec.num_speculative_blocks >= num_drafts
 
 
-def _told_of(layers: list[LayerCache], vllm_config: Any) -> str:
+def _protection_of(layers: list[LayerCache], vllm_config: Any) -> str:
     """What is protected, and which KV connectors may read it inside the forward."""
     is_packed = any(layer.layout.runs is not None for layer in layers)
-    told_of = f"{len(layers)} layers, {'packed slots' if is_packed else 'rows'}"
+    text = f"{len(layers)} layers, {'packed slots' if is_packed else 'rows'}"
     if names := connectors_in_forward(vllm_config):
-        told_of += (
+        text += (
             f"; {names} may export rejected drafts' bytes during the forward, before "
             "commit"
         )
-    return told_of
+    return text
 
 
 def _capacity(vllm_config: Any, config: NworConfig) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes shadow blocks away from the scheduler, before it knows how many there are.
 
-The workers allocate all blocks; the scheduler is told of fewer. What lies between is
+The workers allocate all blocks; the scheduler gets fewer. What lies between is
 described on the workers' configs (their attribute `nwor_shadow`), and that mark is the
 handshake: a worker without it cannot know which blocks are free of requests, and uses
 the undo log. The scheduler's number is lowered first and the mark made last, so that a
@@ -11,7 +11,7 @@ fault in between costs blocks and never correctness.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -91,13 +91,18 @@ def group_refusal(verdicts: Sequence[LayerVerdict]) -> str | None:
     for verdict in verdicts:
         if verdict.refusal and not verdict.is_drafters:
             return verdict.refusal
-    copying = sorted({verdict.copies for verdict in verdicts} - {""})
+    copying = {verdict.copies for verdict in verdicts} - {""}
     if copying and any(verdict.is_drafters for verdict in verdicts):
-        return (
-            f"the drafter has layers in this group, and {', '.join(copying)} may copy "
-            "the block table into its metadata"
-        )
+        return copies_refusal(copying)
     return None
+
+
+def copies_refusal(copying: Iterable[str]) -> str:
+    """copying: what may copy the block table, in a drafter's group."""
+    return (
+        f"the drafter has layers in this group, and {', '.join(sorted(copying))} may "
+        "copy the block table into its metadata"
+    )
 
 
 def install(module: ModuleType) -> None:

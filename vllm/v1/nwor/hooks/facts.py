@@ -6,11 +6,10 @@ Data only: `source.py` compares it with the source of a vLLM. What releases may 
 not is no fact, or has alternatives. An entry begins with a place below `vllm`: a
 module; behind the colon a class in it; ".name": a function of the place above. Then
 
-    has      attributes; behind a colon the type they are declared with; a|b: either
-    made     attribute=call: what is assigned to it is always made by that call
+    has      attributes; a|b: either; behind a colon the type that it is declared with
+             or, where it is not declared, what is called for all that is assigned to it
     does     expressions in its code, calls with (): each for the first time behind the
-             one before it
-    only     calls that the module makes here and nowhere else
+             one before it; "!": the module makes this call nowhere else
     returns  the (last) names of the parts of the tuple returned, or of the one value
     takes    parameters, all of them; "...": others, too, that have defaults
 """
@@ -33,29 +32,26 @@ v1.core.sched.output:NewRequestData has req_id:str
     "runner_v1": """
 v1.worker.gpu_model_runner:GPUModelRunner
     has vllm_config device kv_cache_config compilation_config get_kv_cache_spec drafter
-        execute_model_state
-    made input_batch=InputBatch seq_lens=torch.zeros positions=torch.zeros
-        input_ids=self._make_buffer query_start_loc=self._make_buffer
+        execute_model_state input_batch:InputBatch seq_lens:torch.zeros
+        positions:torch.zeros input_ids:self._make_buffer
+        query_start_loc:self._make_buffer
     does self.query_start_loc.gpu
 .execute_model
     does self._update_states() self._prepare_inputs() self._build_attention_metadata()
-        self._model_forward()
-    only self._model_forward()
+        self._model_forward()!
 ._prepare_inputs
     does self.input_batch.block_table.commit_block_table()
         self.input_batch.block_table.compute_slot_mapping()
-        self._calc_spec_decode_metadata()
+        self._calc_spec_decode_metadata()!
     does self._prepare_input_ids() self._calc_spec_decode_metadata()
-    only self._calc_spec_decode_metadata()
 ._calc_spec_decode_metadata returns SpecDecodeMetadata
 .sample_tokens
-    does self._sample() self.propose_draft_token_ids() self._bookkeeping_sync()
+    does self._sample()! self.propose_draft_token_ids() self._bookkeeping_sync()
         self.finalize_kv_connector() AsyncGPUModelRunnerOutput()
-    only self._sample()
 v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput has _model_runner_output
 v1.worker.gpu_input_batch:InputBatch
     has num_reqs req_ids num_computed_tokens_cpu token_ids_cpu vocab_size
-    made block_table=MultiGroupBlockTable
+        block_table:MultiGroupBlockTable
 v1.worker.block_table:MultiGroupBlockTable has block_tables __getitem__
 v1.worker.block_table:BlockTable
     has block_size does self.slot_mapping.gpu does self.block_table.gpu
@@ -68,30 +64,27 @@ v1.outputs:SamplerOutput has sampled_token_ids:torch.Tensor
 v1.worker.gpu.model_runner:GPUModelRunner
     has vllm_config device kv_cache_config compilation_config get_kv_cache_spec
         speculator attn_groups req_states max_num_reqs execute_model_state
-    made block_tables=BlockTables
+        block_tables:BlockTables
 .execute_model
     does self.finish_requests() self.add_requests() self.update_requests()
         self.block_tables.apply_staged_writes() self.prepare_inputs()
-        self.prepare_attn() self.model_state.prepare_attn()
+        self.prepare_attn()! self.model_state.prepare_attn()
         self.cudagraph_manager.run_fullgraph() self.model()
-    only self.prepare_attn()
 .prepare_attn
     does self.block_tables.gather_block_tables()
         self.block_tables.compute_slot_mappings()
     returns block_tables slot_mappings
 .sample returns sampler_output num_sampled num_rejected
 .sample_tokens
-    does self.sample() AsyncOutput() self.postprocess_sampled()
+    does self.sample()! AsyncOutput() self.postprocess_sampled()
         self.speculator.propose()
-    only self.sample()
 v1.worker.gpu.async_utils:AsyncOutput has model_runner_output
 v1.worker.gpu.input_batch:InputBatch
     has req_ids:list num_reqs:int num_tokens:int num_draft_tokens:int
         logits_indices:torch.Tensor cu_num_logits:torch.Tensor
         query_start_loc:torch.Tensor seq_lens:torch.Tensor idx_mapping:torch.Tensor
         input_ids:torch.Tensor positions:torch.Tensor
-v1.worker.gpu.states:RequestState has req_id_to_index
-    made all_token_ids=StagedWriteTensor
+v1.worker.gpu.states:RequestState has req_id_to_index all_token_ids:StagedWriteTensor
 v1.worker.gpu.block_table:BlockTables
     has block_sizes|kernel_block_sizes input_block_tables
 v1.worker.utils:AttentionGroup has backend does kernel_block_size

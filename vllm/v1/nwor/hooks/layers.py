@@ -48,7 +48,7 @@ class GroupRefused(ValueError):
 
 
 def told(error: Exception) -> str:
-    """An exception that nobody expected, in words; its traceback goes to the log."""
+    """An unexpected exception as text; its traceback goes to the log."""
     logger.debug("NWOR: at start-up", exc_info=True)
     return f"{type(error).__name__}: {error}"
 
@@ -90,8 +90,9 @@ def _target_layers_of(
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             spec = spec.kv_cache_specs[name]
-        check_spec(name, spec)
         layer = modules[name]
+        if (refusal := layer_refusal(name, spec, layer)) is not None:
+            raise GroupRefused(refusal)
         kv_cache = layer.kv_cache
         if not isinstance(kv_cache, torch.Tensor):
             raise GroupRefused(
@@ -102,11 +103,15 @@ def _target_layers_of(
         if identity in seen:
             continue
         seen.add(identity)
-        check_layer(name, layer)
         try:
             layout = _layout_of(runner, layer, spec, layouts)
         except LayoutRefused as refused:
             raise GroupRefused(f"layer {name}: {refused}") from refused
+        except Exception as error:
+            raise GroupRefused(
+                f"layer {name}: {type(layer.impl).__name__} cannot be probed: "
+                f"{told(error)}"
+            ) from error
         poison = _poison(layer.impl, kv_cache)
         layers.append(LayerCache(name, kv_cache, layout, poison))
     return layers
@@ -125,39 +130,38 @@ def _poison(impl: Any, kv_cache: torch.Tensor) -> int:
     return NARROW_POISON if is_narrow else POISON
 
 
-def check_spec(name: str, spec: Any) -> None:
-    """Refuses specs whose cache is not one slot for each token."""
-    kind = type(spec).__name__
+def layer_refusal(name: str, spec: Any, layer: Any) -> str | None:
+    """Why a layer's cache is known to be neither rows, a slot for each token, nor a
+    known packing. None: probing decides."""
+    kind, impl = type(spec).__name__, getattr(layer, "impl", None)
+    impl_kind = type(impl).__name__
+    cache_dtype = str(getattr(impl, "kv_cache_dtype", ""))
+    packs = [
+        text for start, text in REFUSED_IMPLS.items() if impl_kind.startswith(start)
+    ]
     if not isinstance(spec, AttentionSpec):
-        raise GroupRefused(f"layer {name} has a {kind}, which is not slot based")
-    if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
-        raise GroupRefused(f"layer {name} has a {kind}, which drafts never write")
-    if (
+        refusal = f"has a {kind}, which is not slot based"
+    elif isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
+        refusal = f"has a {kind}, which drafts never write"
+    elif (
         getattr(spec, "tokens_per_state", 1) != 1
         or getattr(spec, "storage_block_size", spec.block_size) != spec.block_size
         or not getattr(spec, "uses_slot_mapping", True)
     ):
-        raise GroupRefused(f"layer {name} has a compressed or ring-shaped {kind}")
-
-
-def check_layer(name: str, layer: Any) -> None:
-    """Refuses layers whose cache is known to be neither rows nor a known packing."""
-    impl = getattr(layer, "impl", None)
-    if impl is None:
-        raise GroupRefused(
-            f"layer {name} is a {type(layer).__name__}: no attention implementation "
-            "writes its cache, so nothing can be probed"
+        refusal = f"has a compressed or ring-shaped {kind}"
+    elif impl is None:
+        refusal = (
+            f"is a {type(layer).__name__}: no attention implementation writes its "
+            "cache, so nothing can be probed"
         )
-    cache_dtype = str(getattr(impl, "kv_cache_dtype", ""))
-    if cache_dtype in REFUSED_CACHE_DTYPES:
-        raise GroupRefused(
-            f"layer {name} has a KV cache of type {cache_dtype}, which "
-            f"{REFUSED_CACHE_DTYPES[cache_dtype]}"
-        )
-    kind = type(impl).__name__
-    for start, reason in REFUSED_IMPLS.items():
-        if kind.startswith(start):
-            raise GroupRefused(f"layer {name} has a {kind}, which {reason}")
+    elif cache_dtype in REFUSED_CACHE_DTYPES:
+        reason = REFUSED_CACHE_DTYPES[cache_dtype]
+        refusal = f"has a KV cache of type {cache_dtype}, which {reason}"
+    elif packs:
+        refusal = f"has a {impl_kind}, which {packs[0]}"
+    else:
+        return None
+    return f"layer {name} {refusal}"
 
 
 def entry_tokens(runner: Any, gid: int) -> int:
@@ -207,14 +211,7 @@ def _layout_of(
     )
     if key not in layouts:
         dtype = runner.vllm_config.model_config.dtype
-        try:
-            layouts[key] = probe_layout(layer, kv_cache, dtype)
-        except LayoutRefused:
-            raise
-        except Exception as error:
-            raise LayoutRefused(
-                f"{type(impl).__name__} cannot be probed: {told(error)}"
-            ) from error
+        layouts[key] = probe_layout(layer, kv_cache, dtype)
     if layouts[key].runs is not None and kv_cache.device.type != "cpu":
         raise LayoutRefused(
             f"{type(impl).__name__} packs its slots; only rows are supported on "

@@ -10,15 +10,8 @@ from typing import Any
 
 from ..layer_tables import LayerCache
 from ..shadow_blocks import StagedGroup
-from .engine_core import VERDICT, LayerVerdict, group_refusal, stage_refusal
-from .layers import (
-    GroupRefused,
-    check_layer,
-    check_spec,
-    draft_layer_names,
-    entry_tokens,
-    told,
-)
+from .engine_core import VERDICT, LayerVerdict, copies_refusal, stage_refusal
+from .layers import draft_layer_names, entry_tokens, layer_refusal, told
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -48,34 +41,15 @@ def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) ->
         draft_names = draft_layer_names(runner)
         modules = runner.compilation_config.static_forward_context
         for name, spec in specs.items():
-            verdict = LayerVerdict(name in draft_names)
-            try:
-                check_spec(name, spec)
-                check_layer(name, modules[name])
-            except GroupRefused as refused:
-                verdict = verdict._replace(refusal=str(refused))
+            refusal = layer_refusal(name, spec, modules[name])
             backend = modules[name].get_attn_backend().get_name()
-            if reuses_metadata and backend not in VIEWING_BACKENDS:
-                verdict = verdict._replace(copies=backend)
+            copies = reuses_metadata and backend not in VIEWING_BACKENDS
+            verdict = LayerVerdict(
+                name in draft_names, refusal or "", backend if copies else ""
+            )
             object.__setattr__(spec, VERDICT, verdict)  # specs are frozen
     except Exception as error:
         logger.debug("NWOR: layers are not marked: %s", told(error))
-
-
-def _verdicts_of_bound(runner: Any, gid: int, group: Any) -> list[LayerVerdict]:
-    """Of a group of the V2 runner whose caches are bound: who copies its block table,
-    and whether the drafter has layers in it."""
-    has_drafter = not draft_layer_names(runner).isdisjoint(group.layer_names)
-    found = [LayerVerdict(has_drafter)]
-    for attention in runner.attn_groups[gid]:
-        backend = attention.backend.get_name()
-        if backend not in VIEWING_BACKENDS:
-            found.append(LayerVerdict(False, copies=backend))
-        kernel_block_size = getattr(attention, "kernel_block_size", None)
-        if kernel_block_size is not None:
-            copies = f"a kernel block size of {kernel_block_size}"
-            found.append(LayerVerdict(False, copies=copies))
-    return found
 
 
 def staged_group(
@@ -83,10 +57,18 @@ def staged_group(
 ) -> StagedGroup | str:
     """What the group needs for shadow blocks, or why it has none."""
     refusal = stage_refusal(runner.vllm_config)
-    if hasattr(runner, "block_tables"):  # V2
-        refusal = refusal or group_refusal(_verdicts_of_bound(runner, gid, group))
     if refusal is not None:
         return refusal
+    has_drafter = not draft_layer_names(runner).isdisjoint(group.layer_names)
+    if has_drafter and hasattr(runner, "block_tables"):  # V2
+        copying = set()
+        for attention in runner.attn_groups[gid]:
+            copying |= {attention.backend.get_name()} - {*VIEWING_BACKENDS}
+            kernel_block_size = getattr(attention, "kernel_block_size", None)
+            if kernel_block_size is not None:
+                copying.add(f"a kernel block size of {kernel_block_size}")
+        if copying:
+            return copies_refusal(copying)
     nothing = "the engine core has reserved no blocks for them"
     reserved = getattr(runner.kv_cache_config, "nwor_shadow", nothing)
     if isinstance(reserved, str):
