@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,22 +112,19 @@ def cow(cow_engine: Engine) -> Iterator[Engine]:
 
 # --- ops ------------------------------------------------------------------------------
 
-At = Callable[[int], bool] | int
-
 
 def failing(
     op: Callable[..., None],
-    at: At,
+    at: int | None,
     late: bool = False,
     error: Exception | None = None,
 ) -> Callable[..., None]:
-    """`op`, raising at a call (numbered from 0), or at those that `at` selects, before
-    it did anything or (late) after it did its work."""
+    """`op`, raising at this call (numbered from 0; None: at every one), before it did
+    anything or (late) after it did its work."""
     calls = itertools.count()
 
     def run(*args: Any) -> None:
-        call = next(calls)
-        fails = at(call) if callable(at) else call == at
+        fails = next(calls) == at or at is None
         if late or not fails:
             op(*args)
         if fails:
@@ -152,14 +148,19 @@ VANILLA = (
 )
 
 
-def num_launches(engine: Engine, wanted: Result) -> int:
+def num_launches(engine: Engine, expected: Result) -> int:
     """Of each op in a run: one for each table and step with drafts."""
-    num_windowed = sum(1 for step in wanted.steps if step.drafted)
+    num_windowed = sum(1 for step in expected.steps if step.drafted)
     return num_windowed * len(engine.manager.counters)
 
 
 def run_with_fault(
-    engine: Engine, op: str, at: At, late: bool, error: Exception, wanted: Result
+    engine: Engine,
+    op: str,
+    at: int | None,
+    late: bool,
+    error: Exception,
+    expected: Result,
 ) -> SnapshotOracle:
     """One run in which calls fail: nothing is lost, and each is counted once. The
     cache: rejected slots hold old or new bytes, all else is as vanilla."""
@@ -167,7 +168,7 @@ def run_with_fault(
     oracle, before = SnapshotOracle(engine.probe), counters(engine)
     with failing_op(engine, op, at, late, error):
         found = engine.run(ALL, [oracle])
-    assert_same(found, wanted)
+    assert_same(found, expected)
     assert set(engine.manager.fallbacks) == {REASONS[op]}
     num_failed = engine.manager.fallbacks[REASONS[op]]
     assert {violation.kind for violation in oracle.violations} <= {"not restored"}
@@ -176,10 +177,10 @@ def run_with_fault(
     rise = risen(before, counters(engine))
     assert rise[f"nwor_fallbacks/{REASONS[op]}"] == num_failed
     assert rise["nwor_breaches"] == 0
-    if isinstance(at, int):
+    if at is not None:
         assert num_failed == 1
         # FAILED lasts until a step has drafts again.
-        num_calls = num_launches(engine, wanted)
+        num_calls = num_launches(engine, expected)
         is_last = op == "restore_rejected_drafts" and at >= num_calls - NUM_GROUPS
         assert engine.manager.state is (State.FAILED if is_last else State.IDLE)
         if op == "restore_rejected_drafts":
@@ -190,22 +191,12 @@ def run_with_fault(
     return oracle
 
 
-def every_third(call: int) -> bool:
-    return call % 3 == 2
-
-
-def always(call: int) -> bool:
-    return True
-
-
-# Which calls fail, whether after their work, and what they raise.
-FAULTS: dict[str, tuple[At, bool, Exception]] = {
+# Which call fails, whether after its work, and what it raises.
+FAULTS: dict[str, tuple[int | None, bool, Exception]] = {
     "no memory": (4, False, MemoryError("injected: no memory")),
-    "no device memory": (4, True, torch.OutOfMemoryError("injected: none left")),
-    "driver is gone": (every_third, False, OSError("injected: the driver is gone")),
-    "refused": (every_third, True, ValueError("injected: refused")),
-    "always before": (always, False, RuntimeError("injected")),
-    "always after": (always, True, RuntimeError("injected")),
+    "no device memory": (5, True, torch.OutOfMemoryError("injected: none left")),
+    "always before": (None, False, RuntimeError("injected")),
+    "always after": (None, True, RuntimeError("injected")),
 }
 
 
@@ -219,12 +210,9 @@ def test_an_op_that_fails_loses_nothing(
         oracle = run_with_fault(cow, op, at, late, error, off.result)
     assert lines == [f"WARNING NWOR {REASONS[op]}: {op}: {error}{VANILLA}"]
     num_failed = cow.manager.fallbacks[REASONS[op]]
-    num_windowed = num_launches(cow, off.result) // NUM_GROUPS
-    if at is always:
-        assert num_failed == num_windowed
+    if at is None:
+        assert num_failed == num_launches(cow, off.result) // NUM_GROUPS
         assert late or oracle.violations != []
-    elif at is every_third:
-        assert 1 < num_failed <= num_windowed
     cow.run([LATE])
 
 
@@ -275,11 +263,11 @@ def lose_begin(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runner, "_model_forward", vanilla)
 
 
-# The state in which a strict engine stops, and what it says behind the reason.
+# The state in which a strict engine stops, and the message behind the reason; one for
+# each hook that raises.
 STRICT = {
     "begin_failed": (State.VANILLA, "log_cache_slots: injected$"),
     "commit_failed": (State.FAILED, "restore_rejected_drafts: injected$"),
-    "over_capacity": (State.VANILLA, r"\d+ drafts do not fit the undo log of 4 rows$"),
     "stale_log": (State.IDLE, r"windows with \d+ drafts were dropped"),
     "begin_missed": (State.IDLE, r"\d+ drafts were sampled that begin never saw"),
 }
@@ -290,23 +278,21 @@ def test_strict_raises_where_the_default_falls_back(
     reason: str, cow: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM_NWOR_STRICT=always. Afterwards a run is as ever."""
-    state, said = STRICT[reason]
+    state, message = STRICT[reason]
     manager = cow.manager
     with monkeypatch.context() as patch:
         config = replace(manager.config, strictness=Strict.ALWAYS)
         patch.setattr(manager, "config", config)
         for op in (op for op in REASONS if REASONS[op] == reason):
-            broken = failing(getattr(manager.ops, op), always)
+            broken = failing(getattr(manager.ops, op), None)
             patch.setattr(manager.ops, op, broken)
-        if reason == "over_capacity":
-            patch.setattr(manager, "capacity", 4)
         if reason == "begin_missed":
             lose_begin(cow, patch)
         if reason == "stale_log":
             with vllm_failing(cow, "forward", State.LOGGED):
                 cow.run(ALL)
             cow.llm.abort_request([request.name for request in ALL])
-        with pytest.raises(NworError, match=f"^NWOR {reason}: {said}"):
+        with pytest.raises(NworError, match=f"^NWOR {reason}: {message}"):
             cow.run(ALL)
     assert manager.state is state
     assert manager.fallbacks == {reason: 1}
@@ -352,11 +338,11 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     client; the window in flight is counted as dropped; no block stays behind."""
     abort = point(phase, off.result)
     requests = [*SURVIVORS, replace(VICTIM, **abort), LATE]
-    wanted = off.engine.run(requests)
+    expected = off.engine.run(requests)
     before, free = counters(cow), num_free_blocks(cow)
     oracle = SnapshotOracle(cow.probe)
     found = cow.run(requests, [oracle])
-    assert_same(found, wanted)
+    assert_same(found, expected)
     for request in (*SURVIVORS, LATE):
         assert found.tokens[request.name] == off.result.tokens[request.name]
         assert len(found.tokens[request.name]) == request.max_tokens
@@ -476,23 +462,12 @@ def test_tables_are_put_back_as_soon_as_vllm_fails(where: str, stage: Engine) ->
 
 
 def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
-    """A budget of no shadow blocks reserves none: the groups are logged, and say why.
-    Windows beyond VLLM_NWOR_MAX_LOG_ROWS are vanilla, and counted; those that fit are
-    protected."""
-    with nwor_log() as lines:
-        engine = Engine(
-            "stage", {"SHADOW_BLOCKS": "0", "MAX_LOG_ROWS": "4"}, **ARGUMENTS
-        )
+    """A budget of no shadow blocks reserves none: the groups are logged. Windows beyond
+    VLLM_NWOR_MAX_LOG_ROWS are vanilla, and counted; those that fit are protected."""
+    engine = Engine("stage", {"SHADOW_BLOCKS": "0", "MAX_LOG_ROWS": "4"}, **ARGUMENTS)
     ScriptedDrafter(off.truth, mixture).attach(engine.runner)
     assert resolved(engine) == ["cow"] * NUM_GROUPS
     assert num_scheduler_blocks(engine) == num_scheduler_blocks(off.engine)
-    sentence = (
-        "0 of 64 KV blocks may be shadow blocks, and a request needs 4 "
-        "(VLLM_NWOR_SHADOW_BLOCKS raises the number)"
-    )
-    assert lines[0] == f"INFO NWOR: no shadow blocks: {sentence}"
-    assert f"group 0: cow (no shadow blocks: {sentence}; " in lines[1]
-
     oracle, before = SnapshotOracle(engine.probe), counters(engine)
     with nwor_log() as lines:
         found = engine.run(ALL, [oracle])
@@ -522,8 +497,6 @@ MISMATCH = (
     "spec_decode_metadata); expected it to begin with (self, logits, "
     "spec_decode_metadata)"
 )
-NO_MEMORY = "injected: no memory for the log"
-NO_SPECULATION = "no speculative decoding is configured"
 # vLLM's own ngram drafter has something to propose.
 REPEATING = [Request("repeating", tuple(range(10, 40)) * 2, 20)]
 
@@ -554,66 +527,48 @@ def renamed_parameter(strict: str = "0") -> Iterator[None]:
         yield
 
 
-@contextmanager
-def no_memory() -> Iterator[None]:
-    empty = torch.empty
-
-    def failing_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if sys._getframe(1).f_globals["__name__"] == "vllm_nwor.layer_tables":
-            raise torch.OutOfMemoryError(NO_MEMORY)
-        return empty(*args, **kwargs)
-
-    with mock.patch.object(torch, "empty", failing_empty):
-        yield
-
-
-@pytest.mark.parametrize(
-    ("reason", "refusing"),
-    [
-        (MISMATCH, renamed_parameter),
-        (NO_MEMORY, no_memory),
-        (NO_SPECULATION, nullcontext),
-    ],
-    ids=["another vLLM", "no memory", "no speculation"],
-)
-def test_an_engine_that_is_refused_runs_as_vanilla(
-    reason: str,
-    refusing: Callable[[], AbstractContextManager[None]],
-    off: Baseline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By name: one line in the log, and a row of the gauge, which is there also when
-    NWOR was asked for and refused; an error under STRICT."""
-    none = {"speculative_config": None} if reason is NO_SPECULATION else {}
-    with monkeypatch.context() as patch:
-        patch.delattr(off.engine.runner, "propose_draft_token_ids")
-        if none:
-            patch.setattr(off.engine.runner.drafter, "propose", lambda *_, **__: [[]])
-        vanilla = off.engine.run(REPEATING)
-    with nwor_log() as lines, refusing():
-        engine = Engine("cow", **ARGUMENTS | none)
-        found = engine.run(REPEATING)
-    assert found.tokens == vanilla.tokens
-    assert found.logprobs == vanilla.logprobs
-    assert found.num_drafted == vanilla.num_drafted
-    assert (vanilla.num_drafted > 0) == (not none)
+def check_refused(engine: Engine, lines: list[str], reason: str) -> str:
+    """By name: one line in the log, which is returned, and a row of the gauge, which is
+    there also when NWOR was asked for and refused."""
     assert engine.manager is None
     (line,) = lines
     assert reason in line
     info, *_ = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
     assert (info.labels["requested"], info.labels["resolved"]) == ("cow", "off")
     assert reason in info.labels["reason"]
-    if reason is MISMATCH:
-        assert line == f"ERROR NWOR is off for {gpu_model_runner.__name__}: {MISMATCH}"
-        message = f"^{re.escape(MISMATCH)}$"
-        with pytest.raises(HostMismatch, match=message), renamed_parameter("1"):
-            pass
-    if none:
-        groups = "; ".join(f"group {n}: off ({reason})" for n in range(NUM_GROUPS))
-        assert line == f"WARNING NWOR cow requested; {groups}"
-        expected = f"NWOR cow requested, refused: {groups}"
-        with pytest.raises(NworError, match=f"^{re.escape(expected)}$"):
-            Engine("cow", {"STRICT": "1"}, **ARGUMENTS | none)
+    return line
+
+
+def test_another_vllm_runs_as_vanilla(
+    off: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(off.engine.runner, "propose_draft_token_ids")
+        vanilla = off.engine.run(REPEATING)
+    with nwor_log() as lines, renamed_parameter():
+        engine = Engine("cow", **ARGUMENTS)
+        found = engine.run(REPEATING)
+    assert_same(found, vanilla)
+    assert vanilla.num_drafted > 0
+    line = check_refused(engine, lines, MISMATCH)
+    assert line == f"ERROR NWOR is off for {gpu_model_runner.__name__}: {MISMATCH}"
+    message = f"^{re.escape(MISMATCH)}$"
+    with pytest.raises(HostMismatch, match=message), renamed_parameter("1"):
+        pass
+
+
+def test_nothing_is_protected_without_speculation() -> None:
+    reason = "no speculative decoding is configured"
+    arguments = ARGUMENTS | {"speculative_config": None}
+    with nwor_log() as lines:
+        engine = Engine("cow", **arguments)
+        engine.run(REPEATING)
+    line = check_refused(engine, lines, reason)
+    groups = "; ".join(f"group {n}: off ({reason})" for n in range(NUM_GROUPS))
+    assert line == f"WARNING NWOR cow requested; {groups}"
+    expected = f"NWOR cow requested, refused: {groups}"
+    with pytest.raises(NworError, match=f"^{re.escape(expected)}$"):
+        Engine("cow", {"STRICT": "1"}, **arguments)
 
 
 # --- processes ------------------------------------------------------------------------

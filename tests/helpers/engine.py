@@ -85,11 +85,11 @@ class Result(Outputs):
         return [(step.scheduled, step.drafted, step.accepted) for step in self.steps]
 
 
-def assert_same(found: Result, wanted: Result) -> None:
+def assert_same(found: Result, expected: Result) -> None:
     """All outputs, and how batches were composed."""
     for part in ("tokens", "logprobs", "text", "finish", "cached"):
-        assert getattr(found, part) == getattr(wanted, part), part
-    assert found.schedule() == wanted.schedule()
+        assert getattr(found, part) == getattr(expected, part), part
+    assert found.schedule() == expected.schedule()
 
 
 @contextmanager

@@ -182,8 +182,8 @@ class SnapshotOracle(Observer):
             self.num_rejected += len(rejected)
             self.num_dirty += int((before[wrote] != after[wrote]).any(1).sum())
             spared[at] = True
-            wanted = before[at] if self.poison is None else self.poison
-            is_wrong = found[at] != wanted
+            expected = before[at] if self.poison is None else self.poison
+            is_wrong = found[at] != expected
             self._add("not restored", name, rejected[is_wrong.any(1)])
             is_torn = is_wrong & (found[at] != after[at])
             self._add("torn", name, rejected[is_torn.any(1)])
@@ -203,8 +203,8 @@ class SnapshotOracle(Observer):
             self._report("unmapped write", unasked, after)
         self.num_steps += 1
 
-    def _report(self, kind: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
-        for name, slots in self.memory.differing(wanted, found).items():
+    def _report(self, kind: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+        for name, slots in self.memory.differing(expected, found).items():
             self._violation(kind, name, slots)
 
     def _add(self, kind: str, layer: str, slots: torch.Tensor) -> None:
@@ -253,11 +253,11 @@ class ShadowOracle(SnapshotOracle):
                 layers = runner.kv_cache_config.kv_cache_groups[gid]
                 for name in self.targets.keys() & layers.layer_names:
                     index = self.memory.index[name]
-                    present, wanted = (
+                    present, expected = (
                         index[entry * tokens + rows],
                         index[real * tokens + rows],
                     )
-                    is_wrong = (found[present] != found[wanted]).any(1)
+                    is_wrong = (found[present] != found[expected]).any(1)
                     self.num_present += len(rows)
                     self._add("not present", name, (entry * tokens + rows)[is_wrong])
 
@@ -330,7 +330,7 @@ def committed_hashes(
         # Those of the step before are in the result.
         expected = {name: hashes.clone() for name, hashes in expected.items()}
         for name, aliases in recorder.memory.aliases.items():
-            is_dirty, is_unknown, wanted = dirty[name], unknown[name], expected[name]
+            is_dirty, is_unknown, restored = dirty[name], unknown[name], expected[name]
             is_written, is_rejected = (torch.zeros_like(is_dirty) for _ in range(2))
             for slots in (step.slots[n] for n in aliases if n in step.slots):
                 is_written.view(-1)[slots[slots >= 0]] = True
@@ -341,15 +341,15 @@ def committed_hashes(
             is_unknown |= is_overlaid
             for block in step.zeroed_blocks:
                 is_dirty[block] = is_unknown[block] = False
-                wanted[block] = 0  # the hash of zeros
+                restored[block] = 0  # the hash of zeros
             for source, to in step.copied_blocks:
                 is_dirty[to] = is_dirty[source]
                 is_unknown[to] = is_unknown[source]
-                wanted[to] = wanted[source]
+                restored[to] = restored[source]
             is_dirty[is_written] = False
             is_dirty |= is_rejected
             is_unknown &= ~is_written | is_rejected
-            expected[name] = torch.where(is_dirty, wanted, found[name])
+            expected[name] = torch.where(is_dirty, restored, found[name])
             num_dirty += int((expected[name] != found[name]).sum())
         result.append(expected)
         unknown_after.append({name: flags.clone() for name, flags in unknown.items()})

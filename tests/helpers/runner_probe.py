@@ -14,7 +14,7 @@ the model module, so its place relative to NWOR's wrappers is certain:
                         drafter included
 
 Which drafts a step had and which were rejected is worked out here on the host, from
-vLLM's own metadata, and checked against what vLLM tells its scheduler.
+vLLM's own metadata, and checked against what vLLM reports to its scheduler.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def target_layers(runner: Any) -> dict[str, Any]:
 class RunnerProbe:
     """The caches and the steps of one runner.
 
-    observers: told of each step's moments; without any, no step is watched. steps:
+    observers: called at each step's moments; without any, no step is watched. steps:
     those that ran to their end since the caller last emptied it. live_slots: for each
     layer the runner's own slots of the step, once its sampler has returned.
     """
@@ -188,7 +188,7 @@ class RunnerProbe:
 
         setattr(owner, name, observed)
 
-    def _tell(self, moment: str, *_: Any, **__: Any) -> None:
+    def _notify(self, moment: str, *_: Any, **__: Any) -> None:
         if self._step is not None:
             for observer in self.observers:
                 getattr(observer, moment)(self._step)
@@ -210,7 +210,7 @@ class RunnerProbe:
         context: Any = get_forward_context()
         self.step.graph = context.cudagraph_runtime_mode.name
         self._note_slots(context.slot_mapping)
-        self._tell("forward_begins")
+        self._notify("forward_begins")
 
     def _observe_v1(self) -> None:
         runner = self.runner
@@ -233,7 +233,7 @@ class RunnerProbe:
                 name: batch.block_table[group].slot_mapping.gpu
                 for name, group in self.group_of.items()
             }
-            self._tell("committed")
+            self._notify("committed")
 
         def done(output: Any, *args: Any, **kwargs: Any) -> None:
             step, self._step = self.step, None
@@ -243,12 +243,12 @@ class RunnerProbe:
                 for observer in self.observers:
                     observer.step_done(step)
 
-        forward_ends = functools.partial(self._tell, "forward_ends")
+        forward_ends = functools.partial(self._notify, "forward_ends")
         self._wrap(runner, "_model_forward", self.v1_forward_begins, forward_ends)
         self._wrap(runner, "_sample", after=sampled)
         self._wrap(runner, "sample_tokens", after=done)
         if runner.device.type == "cpu":
-            forward_starts = functools.partial(self._tell, "forward_starts")
+            forward_starts = functools.partial(self._notify, "forward_starts")
             runner.get_model().register_forward_pre_hook(forward_starts)
 
     def _observe_v2(self) -> None:
@@ -275,14 +275,14 @@ class RunnerProbe:
                     if (num := step.accepted.get(request_name(name), one - 1))
                     != one - 1
                 ]
-            self._tell("committed")
+            self._notify("committed")
             self._step = None
 
         def note_graph(mode: str, *args: Any, **kwargs: Any) -> None:
             self.step.graph = mode
 
-        forward_begins = functools.partial(self._tell, "forward_begins")
-        forward_ends = functools.partial(self._tell, "forward_ends")
+        forward_begins = functools.partial(self._notify, "forward_begins")
+        forward_ends = functools.partial(self._notify, "forward_ends")
         self._wrap(runner, "prepare_attn", forward_begins, prepared)
         self._wrap(runner, "sample", forward_ends, sampled)
         manager = getattr(runner, "cudagraph_manager", None)
@@ -330,7 +330,7 @@ def _step_from(scheduler_output: Any) -> Step:
 
 
 def _check_acceptance(step: Step, output: Any) -> None:
-    """The acceptance counted above is what vLLM itself tells its scheduler, where the
+    """The acceptance counted above is what vLLM reports to its scheduler, as far as the
     host knows by now."""
     if not isinstance(output, ModelRunnerOutput):
         return

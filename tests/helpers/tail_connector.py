@@ -75,7 +75,7 @@ class TailConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keeps the blocks; the last commit is told when this step is over."""
+        """Keeps the blocks; the last commit is reported when this step is over."""
         if self.registration is None:
             end = min(request.num_computed_tokens, request.num_tokens)
             block = block_ids[(end - 1) // self._block_size]

@@ -46,13 +46,11 @@ from tests.helpers.oracle import (
     HashRecorder,
     ShadowOracle,
     SnapshotOracle,
-    Violation,
     committed_hashes,
     differences,
     hash_rows,
 )
 from tests.helpers.player import counters
-from tests.helpers.runner_probe import Step
 from vllm_nwor.kv_probe import probe_layout
 from vllm_nwor.ops import SAVED_COLUMNS
 
@@ -143,9 +141,9 @@ def watch(
     num_threads: int = 1,
     is_counted: bool = True,
 ) -> Run:
-    """Plays `requests` twice: to learn what the target says, unless `truth` tells, and
-    under the oracles, some drafts right and some wrong. is_counted: NWOR's counters are
-    checked, too."""
+    """Plays `requests` twice: to learn what the target says, unless `truth` is given,
+    and under the oracles, some drafts right and some wrong. is_counted: NWOR's counters
+    are checked, too."""
 
     case = case or Case()
 
@@ -201,7 +199,7 @@ def check_on(off: Run, on: Run, case: Case) -> None:
         assert on.oracle.num_dirty > 50
     # The last drafts of requests that have ended.
     most = len(off.result.tokens) * NUM_DRAFTS if case.num_native else 0
-    assert check_exact(off, on, most) > 50, "it cannot tell vanilla"
+    assert check_exact(off, on, most) > 50, "vanilla would pass, too"
 
 
 def check_exact(off: Run, on: Run, most_unknown: int = 0) -> int:
@@ -319,7 +317,7 @@ def test_hash_sees_every_byte() -> None:
 @pytest.mark.parametrize("off", ["bf16"], indirect=True)
 def test_more_requests_than_seats(off: tuple[Run, Case], few_seats: Engine) -> None:
     """Steps in which a request lacks shadow blocks use the undo log, others do not, and
-    `check_counts` tells them apart; nothing else differs."""
+    `check_counts` distinguishes them; nothing else differs."""
     run, case = off
     on = watch(few_seats, REQUESTS, run.truth, case)
     check_on(run, on, case)
@@ -332,24 +330,21 @@ def test_more_requests_than_seats(off: tuple[Run, Case], few_seats: Engine) -> N
 
 
 SABOTAGE = {
-    "no_restore": "not restored",
     "one_layer_skipped": "not restored",
     "slot_shifted": "stray write",
     "one_draft_too_many": "stray write",
-    "one_draft_too_few": "not restored",
     "log_not_taken": "torn",
 }
 
 
 @pytest.mark.parametrize("fault", SABOTAGE)
 def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
-    """The oracle sees each wrong way to restore, so its silence means something."""
+    """The oracle sees each wrong way to restore, so its silence means something; and a
+    comparison of outputs sees that an accepted draft was undone."""
     patched = cow.manager.ops
     ops = copy.copy(patched)
 
     def restore(table, runs, undo_log, log_slots, log_windows, sampled, *rest):
-        if fault == "no_restore":
-            return
         if fault == "one_layer_skipped":
             table = table[1:]
         if fault == "slot_shifted":
@@ -357,8 +352,6 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
         if fault == "one_draft_too_many":
             sampled = sampled.clone()
             sampled.scatter_(1, (sampled >= 0).sum(1, keepdim=True).long() - 1, -1)
-        if fault == "one_draft_too_few":
-            sampled = torch.nn.functional.pad(sampled, (1, 0), value=7)
         ops.restore_rejected_drafts(
             table, runs, undo_log, log_slots, log_windows, sampled, *rest
         )
@@ -372,6 +365,9 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     ):
         sick = watch(cow, FEW_REQUESTS, is_counted=False)
     assert SABOTAGE[fault] in {violation.kind for violation in sick.oracle.violations}
+    if fault == "one_draft_too_many":
+        texts = {r.name: [*r.prompt, *sick.result.tokens[r.name]] for r in FEW_REQUESTS}
+        assert texts != {n: sick.truth[n][: len(text)] for n, text in texts.items()}
 
 
 def valid_too_high(commit: Any, *arguments: Any) -> None:
@@ -406,20 +402,3 @@ def test_two_threads(cow: Engine) -> None:
     run = watch(cow, short, num_threads=2)
     assert run.oracle.violations == []
     assert run.oracle.num_dirty > 0
-
-
-def test_violation_names_the_slot(cow: Engine) -> None:
-    """One byte changed in one slot during commit is reported as that slot."""
-    name, layer = list(cow.probe.target_layers().items())[2]
-    page = layer.kv_cache[5, 1].view(torch.uint8).view(-1)
-    byte = int((owners(layer)[1] == 7).nonzero()[3])
-
-    class Meddler(SnapshotOracle):
-        def committed(self, step: Step) -> None:
-            page[byte] ^= 0x10
-            super().committed(step)
-
-    oracle = Meddler(cow.probe)
-    cow.run([Request("one", prompt(9, 10), 1)], [oracle])
-    slot = 5 * BLOCK_SIZE + 7
-    assert oracle.violations == [Violation(0, "stray write", name, (slot,))]

@@ -4,7 +4,7 @@
 Each row runs an off engine, which is vLLM's own code, a cow and a stage engine with the
 same arrivals, and compares everything: tokens, logprobs, ranks, texts, how each step
 was composed. It also checks that the row did what its name says, and that NWOR's
-counters tell exactly what the runner did. Drafts are scripted where the row is about
+counters say exactly what the runner did. Drafts are scripted where the row is about
 which of them are right (tests/helpers/drafters.py). test_byte_oracle.py compares
 outputs, too: with fp8 caches and with other packings, and where requests are preempted.
 
@@ -16,12 +16,10 @@ neither).
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -149,54 +147,6 @@ def rows_before_drafts(result: Result, name: str) -> tuple[int, int]:
     return lacking, total
 
 
-def test_a_block_and_a_row_change_hands() -> None:
-    """The second request gets the first one's block and batch row, and verifies its
-    first drafts at the position where the first one ended: all that distinguishes it
-    for its shadow blocks is that steps without drafts lie between."""
-    requests = [
-        Request("first", prompt(1, 10), 11),
-        Request("second", prompt(2, 20), 30, at=14),
-    ]
-    off = compare(requests, all_wrong)
-    slots = {}
-    for step in off.steps:
-        ((name, _),) = step.scheduled.items()
-        slots.setdefault(name, next(iter(step.slots.values()))[:10].tolist())
-    assert slots["first"] == slots["second"]
-
-
-def test_a_row_changes_hands_from_one_step_to_the_next() -> None:
-    """A request moves into the row of one that was as long as it: all that
-    distinguishes them for the row's shadow blocks is their own block."""
-    requests = [
-        Request("gone", prompt(1, 10), 30, abort_at=8),
-        Request("moved", prompt(2, 10), 30),
-    ]
-    off = compare(requests, all_wrong)
-    assert [list(step.scheduled) for step in off.steps[7:9]] == [
-        ["gone", "moved"],
-        ["moved"],
-    ]
-
-
-def test_comparison_sees_a_wrong_restore() -> None:
-    """The rows can fail: undoing one accepted draft too many changes the outputs."""
-    ops = shared("cow", **ENGINE).manager.ops
-    restore = ops.restore_rejected_drafts
-
-    def too_many(table, runs, undo_log, slots, windows, sampled, *rest):
-        last = (sampled >= 0).sum(1, keepdim=True).long() - 1
-        restore(
-            table, runs, undo_log, slots, windows, sampled.scatter(1, last, -1), *rest
-        )
-
-    with (
-        mock.patch.object(ops, "restore_rejected_drafts", too_many),
-        pytest.raises(AssertionError, match="tokens"),
-    ):
-        compare([Request("one", prompt(1, 40), 80)])
-
-
 def outcomes(result: Result) -> set[tuple[int, int]]:
     """(drafts, accepted) of the windows."""
     return {
@@ -276,10 +226,10 @@ def test_settings_that_change_nothing() -> None:
     settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "always"}
     engines = [*engines_of(["off"]), like_off("stage", settings, **ENGINE)]
     compare([Request(f"r{i}", prompt(i, 30), 40) for i in range(2)], mixture, engines)
-    said = "Stat logging disabled"
-    with pytest.raises(AssertionError, match=said):
+    message = "Stat logging disabled"
+    with pytest.raises(AssertionError, match=message):
         engines[1].llm.get_metrics()
-    assert f"`{said}`" in (REPO / "docs" / "operations.md").read_text()
+    assert f"`{message}`" in (REPO / "docs" / "operations.md").read_text()
 
 
 def test_prefix_caching() -> None:
@@ -299,15 +249,6 @@ def test_prefix_caching() -> None:
     assert off.cached["continued"] >= 96  # the block at 64..95 holds a's own output
     assert off.cached["b"] == 0
     assert off.tokens["again"] == off.tokens["a"]
-
-
-def test_a_prefix_from_the_same_step() -> None:
-    """Two requests with one prompt arrive together: the second finds blocks that the
-    first one's tokens fill in that very step."""
-    requests = [Request(name, prompt(1, 40), 50) for name in ("one", "other")]
-    off = compare(requests)
-    assert off.steps[0].scheduled == {"one": 40, "other": 40 - BLOCK_SIZE}
-    assert off.cached == {"one": 0, "other": BLOCK_SIZE}
 
 
 def test_an_id_again_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,28 +300,12 @@ OBJECT = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# Beside each grammar whether a text is of it.
-GRAMMARS: dict[str, tuple[StructuredOutputsParams, Callable[[str], Any]]] = {
-    "json": (
-        StructuredOutputsParams(json=OBJECT),
-        lambda text: set(json.loads(text)) == {"name", "age"},
-    ),
-    "regex": (
-        StructuredOutputsParams(regex=r"[a-f]{4}-[0-9]{6}-[a-f]{8}"),
-        re.compile(r"[a-f]{4}-[0-9]{6}-[a-f]{8}").fullmatch,
-    ),
-    "choice": (
-        StructuredOutputsParams(choice=["a long answer", "another one", "no"]),
-        ("a long answer", "another one", "no").__contains__,
-    ),
-}
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_structured_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structured_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammar-constrained requests beside a free one. Wrong drafts break the grammar:
     vLLM's scheduler drops them before they are run."""
-    grammar, is_valid = GRAMMARS[name]
+    grammar = StructuredOutputsParams(json=OBJECT)
     params = {"structured_outputs": grammar, "ignore_eos": False}
     requests = [
         Request("free", prompt(1, 30), 30),
@@ -401,8 +326,8 @@ def test_structured_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(num_invalid.values())) == 1
     assert num_invalid["off"] > 0, "no draft broke the grammar"
     assert any("bound" in step.drafted for step in off.steps)
-    assert is_valid(off.text["bound"])
-    assert is_valid(off.text["bound2"])
+    for name in ("bound", "bound2"):
+        assert set(json.loads(off.text[name])) == {"name", "age"}
 
 
 def two_ranks(mode: str, settings: dict[str, str] | None = None) -> Engine:

@@ -42,7 +42,7 @@ class Trial:
     arguments: dict[str, Any]
     num_seats: int
     requests: list[Request]
-    is_untold: bool  # of what the connector loads; only the scheduler tells
+    is_untold: bool  # of what the connector loads; only the scheduler says
 
     def plan(self) -> Plan:
         """So many drafts at most, and any number of them right; always alike."""

@@ -152,7 +152,7 @@ class Table:
     """Layers of one launch, and their rows as the ops take them.
 
     log_offset: of the first layer's bytes in a row of the log; `gap` bytes lie between
-    layers. log_end: behind the last one's.
+    layers. log_end: behind the last layer's.
     """
 
     def __init__(
@@ -415,8 +415,8 @@ def check(op: str, layers: Sequence[Layer], arguments: Mapping[str, Any]) -> Non
     getattr(reference, op)(SimpleNamespace(**copies))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # before the host reads what was published
-    for memory, wanted, names in storages.values():
-        assert torch.equal(memory.cpu(), wanted), f"{op}: {names}"
+    for memory, expected, names in storages.values():
+        assert torch.equal(memory.cpu(), expected), f"{op}: {names}"
     for number, layer in enumerate(layers):
-        wanted = reference.layers[layer.base].memory
-        assert torch.equal(layer.memory.cpu(), wanted), f"{op}: layer {number}"
+        expected = reference.layers[layer.base].memory
+        assert torch.equal(layer.memory.cpu(), expected), f"{op}: layer {number}"

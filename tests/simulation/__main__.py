@@ -14,6 +14,7 @@ an engine (--replay plays there if --of-seats is given, too).
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -25,45 +26,35 @@ import torch
 from benchmarks import environment
 from benchmarks.files import write_json
 
-from tests.simulation.operations import (
-    Operation,
-    draw_operations,
-    from_text,
-    shrink,
-    to_text,
-)
+from tests.simulation.operations import Operation, draw_operations, shrink
 from tests.simulation.simulator import Simulator
 
 REPO = Path(__file__).resolve().parents[2]
 OPERATIONS_PER_SEED = 1000
-
-# What the simulator makes one of: seed, breakage, of_seats.
-World = tuple[int, Any, bool]
 
 
 class Failure(AssertionError):
     """A seed's failure, cut down. operations: the short list."""
 
     def __init__(
-        self, world: World, error: Exception | str, operations: list[Operation]
+        self, error: Exception, seed: int, operations: list[Operation], of_seats: bool
     ) -> None:
-        seed, _, of_seats = world
         super().__init__(
             f"{error}\nseed {seed} fails with {len(operations)} operations; replay:\n"
             f"  python -m tests.simulation --seed {seed} --replay "
-            f"'{to_text(operations)}'{' --of-seats' * of_seats}"
+            f"'{json.dumps(operations)}'{' --of-seats' * of_seats}"
         )
-        self.operations = operations
+        self.seed, self.operations = seed, operations
 
 
 def run(
     seed: int,
-    wanted: int,
+    num_left: int,
     totals: Counter[Any],
     breakage: Any = None,
     of_seats: bool = False,
 ) -> None:
-    """Plays `wanted` operations (with of_seats as many steps, if not a few more),
+    """Plays `num_left` operations (with of_seats as many steps, if not a few more),
     OPERATIONS_PER_SEED a seed, from `seed` on.
 
     totals: what happened is added to it.
@@ -71,41 +62,35 @@ def run(
     Raises:
         Failure: the first one found, already cut down.
     """
-    while wanted > 0:
-        world = seed, breakage, of_seats
-        simulator = Simulator(*world)
-        limit = OPERATIONS_PER_SEED if of_seats else min(OPERATIONS_PER_SEED, wanted)
+    while num_left > 0:
+        simulator = Simulator(seed, breakage, of_seats)
+        limit = OPERATIONS_PER_SEED if of_seats else min(OPERATIONS_PER_SEED, num_left)
         try:
             simulator.play(draw_operations(random.Random(seed)), limit)
         except Exception as error:
-            raise _cut_down(world, error) from error
+            raise _cut_down(error, seed, breakage, of_seats) from error
         totals += simulator.totals
-        wanted -= simulator.totals["operations", "run"] if of_seats else limit
+        num_left -= simulator.totals["operations", "run"] if of_seats else limit
         seed += 1
 
 
-def _cut_down(world: World, error: Exception) -> Failure:
+def _cut_down(error: Exception, seed: int, breakage: Any, of_seats: bool) -> Failure:
     """A failure counts as the same if its kind is."""
-
-    def kind(error: Exception) -> tuple[type, str]:
-        return type(error), getattr(error, "kind", "")
-
-    found = []
+    kinds = {(type(error), getattr(error, "kind", ""))}
+    latest = error
 
     def fails(operations: list[Operation]) -> bool:
+        nonlocal latest
         try:
-            Simulator(*world).play(operations)
-        except Exception as latest:
-            if kind(latest) == kind(error):
-                found.append(latest)
+            Simulator(seed, breakage, of_seats).play(operations)
+        except Exception as found:
+            if (type(found), getattr(found, "kind", "")) in kinds:
+                latest = found
                 return True
         return False
 
-    operations: list[Operation] = error.played  # type: ignore[attr-defined]
-    if not fails(operations):
-        return Failure(world, f"fails only now and then: {error}", [])
-    operations = shrink(operations, fails)
-    return Failure(world, found[-1], operations)
+    operations = shrink(error.played, fails)  # type: ignore[attr-defined]
+    return Failure(latest, seed, operations, of_seats)
 
 
 def record(
@@ -154,7 +139,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)  # copies this small gain nothing from more
     if args.replay is not None:
-        Simulator(args.seed, None, args.of_seats).play(from_text(args.replay))
+        Simulator(args.seed, None, args.of_seats).play(json.loads(args.replay))
         print("no violation")
         return 0
     started = time.perf_counter()

@@ -148,8 +148,8 @@ class Engine:
     totals: what happens is added to it.
     launches: for each row of the manager's counters the group and the layers' names.
     tables, slots: the worker's, that stage patches; own: copies as vLLM filled them.
-    state, counters, fallbacks: what the manager's should be. told: what of the
-        fallbacks came to the metrics. log_lines: warnings about them, by reason.
+    state, counters, fallbacks: what the manager's should be. reported: what of
+        the fallbacks came to the metrics. log_lines: warnings about them, by reason.
     seats: the step, the valid rows and their last entry that a commit left for a group
         and seat.
     """
@@ -201,7 +201,7 @@ class Engine:
         self.state = State.IDLE
         self.counters = self.manager.counters.numpy().copy()
         self.fallbacks: Counter[str] = Counter()
-        self.told: Counter[str] = Counter()
+        self.reported: Counter[str] = Counter()
 
     def _make_manager(self) -> DraftCommitManager:
         groups = [
@@ -496,7 +496,7 @@ class Engine:
     ) -> bool:
         """Calls what must count these fallbacks, log the first of each, and leave the
         expected state. raises: None: under STRICT; True: tokens are lost, the exception
-        is all that tells. Returns whether it did."""
+        is the only sign. Returns whether there was one."""
         raised = False
         try:
             call()
@@ -596,8 +596,8 @@ class Engine:
         if payload is not None:
             self.stats.add_step(payload, counted, scheduled)
         report, self.stats.report = self.stats.report, {}
-        self.told.update(report.get("fallbacks", {}))
-        require_same("fallbacks in the metrics", self.told, self.fallbacks)
+        self.reported.update(report.get("fallbacks", {}))
+        require_same("fallbacks in the metrics", self.reported, self.fallbacks)
         counts = report.get("counts", [0] * len(COUNTERS))
         found = dict(zip(COUNTERS, counts, strict=True))
         parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")

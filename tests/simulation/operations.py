@@ -8,18 +8,18 @@ still be played, and a failing one be cut down. 0 is the plainest value of each 
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS
 from tests.simulation.step import EMPTY, FORMS, PADDED, PLAIN
 
-# Kind, then its numbers.
-Operation = tuple[str, tuple[int, ...]]
+# Kind, then its numbers; as JSON reads it.
+Operation = list[Any]
 
 # Of a run: none; an op raises; vLLM's forward or sampler raises; begin is not called;
-# NWOR is told to log all groups.
+# all groups are logged.
 FAULTS = (
     *("none", "log", "restore", "stage", "commit"),
     *("forward", "sampler", "missed", "all logged"),
@@ -77,22 +77,13 @@ def draw_operations(draw: random.Random) -> Iterator[Operation]:
     weights = [weight for weight, _ in _KINDS.values()]
     while True:
         for kind in draw.choices(KINDS, weights, k=64):
-            yield kind, _KINDS[kind][1](draw)
+            yield [kind, *_KINDS[kind][1](draw)]
             if draw.random() < 0.05:
                 # All requests with the same numbers: those of one length stay so.
                 _, *numbers = _advance(draw)
                 for request in range(MAX_REQUESTS):
-                    yield "advance", (request, *numbers)
-                yield "run", _run(draw)
-
-
-def to_text(operations: list[Operation]) -> str:
-    """One line of JSON that `from_text` reads back."""
-    return json.dumps([[kind, *numbers] for kind, numbers in operations])
-
-
-def from_text(text: str) -> list[Operation]:
-    return [(kind, tuple(numbers)) for kind, *numbers in json.loads(text)]
+                    yield ["advance", request, *numbers]
+                yield ["run", *_run(draw)]
 
 
 def shrink(
@@ -112,12 +103,12 @@ def shrink(
                     operations = fewer
                 else:
                     start += length
-        for at, (kind, numbers) in enumerate(operations):
-            for place, number in enumerate(numbers):
-                for smaller in range(number):
-                    plainer = (*numbers[:place], smaller, *numbers[place + 1 :])
-                    changed = [*operations[:at], (kind, plainer), *operations[at + 1 :]]
+        for at, operation in enumerate(operations):
+            for place in range(1, len(operation)):
+                for smaller in range(operation[place]):
+                    plainer = [*operation[:place], smaller, *operation[place + 1 :]]
+                    changed = [*operations[:at], plainer, *operations[at + 1 :]]
                     if fails(changed):
-                        operations, numbers = changed, plainer
+                        operations, operation = changed, plainer
                         break
     return operations

@@ -9,15 +9,11 @@ and much faster. Every write is a new number, never a function of the token, so 
 row that counts and is not the real one shows at once.
 
 What of the rule is needed, `test_simulation` shows by leaving it out. Two parts are
-belt and braces, no interleaving tells them from the rule without them: `valid` equal to
-the first position, and `entry` 0 after a row that was not staged. Rows before the first
-position are asked for where it lies inside the first staged entry. A commit into this
-entry in the step before was its only owner's: an entry partly filled is nobody's else,
-and who gets it later has rows in it after a step of its own, or by a copy and then has
-drafts in its first step: both set the seat's step apart. So it was this request's,
-whose rows before `valid` are in the shadow, and whose first position is not behind
-`valid`. And an entry whose last row was written beside the shadow is full of known
-tokens: it is not staged again.
+redundant, no interleaving distinguishes the rule from one without them: `valid` equal
+to the first position, and `entry` 0 after a row that was not staged. For an entry that
+is partly filled has one owner: whoever gets it later does so by a step without drafts,
+or by a copy and has drafts in its first step, and both set the seat's step apart. And
+an entry whose last row was written beside the shadow is full, and not staged again.
 """
 
 from __future__ import annotations

@@ -70,10 +70,8 @@ class Simulator:
             self._remove(request)
         assert len(self.blocks.free) == self.cache.num_blocks - 1, "blocks are lost"
 
-    def play(
-        self, operations: Iterable[Operation], limit: int | None = None
-    ) -> list[Operation]:
-        """Plays operations until `limit` of them took effect; returns all.
+    def play(self, operations: Iterable[Operation], limit: int | None = None) -> None:
+        """Plays operations until `limit` of them took effect.
 
         Raises:
             Violation, or whatever the package raises: with the operations that were
@@ -86,10 +84,11 @@ class Simulator:
             patch.object(LOGGER, "disabled", True),
         ):
             try:
-                for kind, numbers in operations:
+                for operation in operations:
                     if self.num_operations == limit:
                         break
-                    played.append((kind, numbers))
+                    played.append(operation)
+                    kind, *numbers = operation
                     if getattr(self, kind.replace(" ", "_"))(*numbers):
                         self.totals["operations", kind] += 1
                         self.num_operations += 1
@@ -98,7 +97,6 @@ class Simulator:
             except Exception as error:
                 error.played = played  # type: ignore[attr-defined]
                 raise
-        return played
 
     def _log(self, reason: str) -> None:
         self.engine.log_lines[reason] += 1
