@@ -20,12 +20,13 @@ was written; 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,22 @@ TRUE_OFF_RUNS = 7
 TIMED_RUNS = 5
 # What a result has of NworWorkerExtension.nwor_report.
 ENGINE = ("kv_blocks", "groups", "log_bytes_per_draft", "log_bytes", "fallbacks")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, a line now and then if that is no terminal; what it gives is
+    called before each run with the run's name."""
+    from tqdm import tqdm
+
+    calm = 0.1 if sys.stderr.isatty() else 15
+    with tqdm(total=total, desc=what, unit="run", mininterval=calm) as bar:
+
+        def begins(name: str) -> None:
+            bar.set_postfix_str(name)
+            bar.update()
+
+        yield begins
 
 
 def note(text: str) -> None:
@@ -92,6 +109,7 @@ def runs_of(
     engine: Engine,
     arm: ab.Arm,
     number: int,
+    begins: Callable[[str], None],
     expected: Sequence[Sequence[int]],
     times: bool = True,
 ) -> list[ab.Run]:
@@ -99,7 +117,7 @@ def runs_of(
     runs = []
     for run in range(1, number + 1):
         name = f"{arm.name}{', timed' * times}, {run}"
-        note(name)
+        begins(name)
         runs.append(engine.run(arm, times))
         ab.check_outputs(expected, runs[-1].outputs, "an earlier run", name)
     return runs
@@ -119,10 +137,13 @@ def compare(
     until = options.pairs_until_ci
     expected = None if true_off is None else true_off["outputs"]["tokens"]
     are_timed = [] if options.audits else arms[1:]
-    pairs = ab.compare(engine.run, arms, repeats, until, max_pairs, note, expected)
-    first = pairs[0].test.outputs
-    timed = {arm.name: runs_of(engine, arm, TIMED_RUNS, first) for arm in are_timed}
     num_runs = len(arms) + TIMED_RUNS * len(are_timed)
+    with progress("compare", num_runs + ab.runs_a_round(arms) * repeats) as begins:
+        limits = (repeats, until, max_pairs)
+        pairs = ab.compare(engine.run, arms, *limits, begins, expected)
+        first, timed = pairs[0].test.outputs, {}
+        for arm in are_timed:
+            timed[arm.name] = runs_of(engine, arm, TIMED_RUNS, begins, first)
     num_runs += ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
@@ -148,11 +169,12 @@ def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
     """
     mode, arm = options.mode, ab.Arm(options.mode, hooked=options.nwor_mode != "off")
     num_timed = TIMED_RUNS * arm.hooked
-    note("warm-up")
-    first = engine.run(arm).outputs
-    runs = runs_of(engine, arm, options.repeats, first, times=False)
-    timed = runs_of(engine, arm, num_timed, first)
-    num_runs = 1 + len(runs) + len(timed)
+    num_runs = 1 + options.repeats + num_timed
+    with progress(mode, num_runs) as begins:
+        begins("warm-up")
+        first = engine.run(arm).outputs
+        runs = runs_of(engine, arm, options.repeats, begins, first, times=False)
+        timed = runs_of(engine, arm, num_timed, begins, first)
     return {
         "outputs": summary.outputs(first, num_runs) | {"tokens": first},
         "samples": [run.tokens_per_second for run in runs],

@@ -58,7 +58,7 @@ class Engine:
             config = EngineArgs(**arguments)
             self._engine = LLMEngine.from_engine_args(config)
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise EngineFailed(f"vLLM did not start: {error}") from error
+            raise EngineFailed(f"vLLM did not start: {_sentence(error)}") from error
         client = self._engine.engine_core
         if not isinstance(client, InprocClient):
             raise EngineFailed(
@@ -218,3 +218,10 @@ def _done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
     counts["logged_bytes"] = counts["staged"] * per_draft
     begin, commit = after["begin_ns"], after["commit_ns"]
     return NworDone(counts, [ns / 1e3 for ns in begin], [ns / 1e3 for ns in commit])
+
+
+def _sentence(error: BaseException) -> str:
+    """The last line of an error that says something, without pydantic's appendix."""
+    lines = filter(None, map(str.strip, str(error).splitlines()))
+    found = [line for line in lines if "pydantic.dev" not in line]
+    return found[-1] if found else type(error).__name__
