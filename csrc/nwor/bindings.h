@@ -31,39 +31,27 @@ void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
              Tensor saved, int64_t num_reqs, int64_t entry_tokens);
 
 // The audit: audit_bindings.cpp says what `tables` is.
-void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
-                    Tensor owners, Tensor plan, Tensor findings, Tensor stores,
-                    int64_t block_size, int64_t entry_tokens, int64_t window);
-void audit_describe_layers(Tensor tables, int64_t index, Tensor table,
-                           OptionalTensor runs, Tensor contents, int64_t first_column);
-void audit_seat(Tensor tables, Tensor tokens, int64_t length, int64_t seat,
-                int64_t generation, int64_t seed, bool opaque, int64_t loads,
-                int64_t hit_length);
+void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
+                int64_t seed, bool opaque, int64_t loads);
 void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                Tensor block_table, int64_t num_reqs, Tensor tokens, Tensor positions,
-                Tensor slot_mapping, int64_t num_tokens, int64_t step);
+                Tensor block_table, int64_t num_reqs, int64_t num_tokens, int64_t step,
+                Tensor tokens, Tensor positions, Tensor slot_mapping);
 void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                   Tensor block_table, int64_t num_reqs, OptionalTensor cu_num_logits,
+                   Tensor block_table, int64_t num_reqs, int64_t num_tokens,
+                   int64_t step, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, int64_t num_tokens, int64_t step,
-                   bool is_undone, int64_t num_blocks, OptionalTensor findings_to);
-void audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                 Tensor block_table, int64_t num_reqs, Tensor tokens, int64_t length,
-                 int64_t row, int64_t step, int64_t num_blocks);
-void audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                Tensor block_table, int64_t num_reqs, int64_t num_blocks, int64_t step);
-void audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int64_t step,
-                   bool fills);
+                   OptionalTensor num_rejected, bool is_undone, OptionalTensor hits,
+                   int64_t num_blocks, int64_t num_hit_blocks, Tensor findings_to);
+void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
+                  int64_t step);
 void audit_snapshot(Tensor tables, bool again);
-void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations);
-void audit_publish(Tensor tables, Tensor findings_to);
 
 // All of them: op(name, arguments as PyTorch's schemas have them). The table of
 // addresses hides from PyTorch which caches an op reads and writes; of the audit's ops,
 // which take a step's batch alike, none writes a cache.
 #define NWOR_AUDIT_BATCH                                                          \
   "Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor block_table, " \
-  "int num_reqs, "
+  "int num_reqs, int num_tokens, int step, "
 
 // clang-format off: it would indent each one further than the one before.
 #define NWOR_OPS(op)                                                                   \
@@ -90,35 +78,19 @@ void audit_publish(Tensor tables, Tensor findings_to);
   op(unstage,                                                                          \
      "Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? seats, Tensor "         \
      "saved, int num_reqs, int entry_tokens")                                          \
-  op(audit_describe,                                                                   \
-     "Tensor(a!) tables, Tensor records, Tensor seats, Tensor expected, Tensor "       \
-     "owners, Tensor plan, Tensor findings, Tensor stores, int block_size, int "       \
-     "entry_tokens, int window")                                                       \
-  op(audit_describe_layers,                                                            \
-     "Tensor(a!) tables, int index, Tensor table, Tensor? runs, Tensor contents, "     \
-     "int first_column")                                                               \
   op(audit_seat,                                                                       \
-     "Tensor tables, Tensor tokens, int length, int seat, int generation, int "        \
-     "seed, bool opaque, int loads, int hit_length")                                   \
+     "Tensor tables, Tensor tokens, int seat, int generation, int seed, bool "         \
+     "opaque, int loads")                                                              \
   op(audit_plan, NWOR_AUDIT_BATCH                                                      \
-     "Tensor tokens, Tensor positions, Tensor slot_mapping, int num_tokens, int "      \
-     "step")                                                                           \
+     "Tensor tokens, Tensor positions, Tensor slot_mapping")                           \
   op(audit_resolve, NWOR_AUDIT_BATCH                                                   \
      "Tensor? cu_num_logits, Tensor? sampled_token_ids, int vocab_size, Tensor? "      \
-     "num_rejected, int num_tokens, int step, bool is_undone, int num_blocks, "        \
-     "Tensor(a!)? findings_to=None")                                                   \
-  op(audit_adopt, NWOR_AUDIT_BATCH                                                     \
-     "Tensor tokens, int length, int row, int step, int num_blocks")                   \
-  op(audit_scan, NWOR_AUDIT_BATCH                                                      \
-     "int num_blocks, int step")                                                       \
-  op(audit_hand_on,                                                                    \
-     "Tensor tables, Tensor blocks, Tensor numbers, int step, bool fills")             \
+     "num_rejected, bool is_undone, Tensor? hits, int num_blocks, int "                \
+     "num_hit_blocks, Tensor(a!) findings_to")                                         \
+  op(audit_blocks,                                                                     \
+     "Tensor tables, int event, Tensor blocks, Tensor values, int step")               \
   op(audit_snapshot,                                                                   \
-     "Tensor tables, bool again")                                                      \
-  op(audit_hand_out,                                                                   \
-     "Tensor tables, Tensor blocks, Tensor generations")                               \
-  op(audit_publish,                                                                    \
-     "Tensor tables, Tensor(a!) findings_to")
+     "Tensor tables, bool again")
 // clang-format on
 
 }  // namespace nwor

@@ -67,7 +67,7 @@ def test_stores_and_loads_of_a_mended_vllm_are_no_findings(
 ) -> None:
     engine, later = stored(**changes)
     num_loaded = load(engine, later)
-    assert engine.audit.audit.loads.name == {"adapter": "TOLD"}.get(adapter, "UNTOLD")
+    assert engine.audit.audit.loads.name == {"adapter": "KNOWN"}.get(adapter, "UNKNOWN")
     assert found(engine) == []
     # What came back is what was stored; where that is not known, it is counted.
     totals = engine.audit.audit.totals()

@@ -35,12 +35,7 @@ from vllm_nwor.audit import startup
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
-from vllm_nwor.audit.tables import (
-    TABLES_COLUMNS,
-    AuditedGroup,
-    GroupShape,
-    num_bytes,
-)
+from vllm_nwor.audit.tables import STORED, AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.config import AuditMode, OnReject
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import State
@@ -271,7 +266,7 @@ class World:
         numbers = [self.numbers[name] for name in names]
         self.v2_batch = SimpleNamespace(
             req_ids=names,
-            idx_mapping=torch.tensor(numbers, device=self.device),
+            idx_mapping=torch.tensor(numbers, device=self.device).long(),
             input_ids=batch.tokens,
             **batch._asdict(),
         )
@@ -303,15 +298,9 @@ class World:
         return Text(tokens, 0, request.is_opaque)
 
     def hand_on(self, *args: Any, **kwargs: Any) -> list[Finding]:
-        """A KV connector takes or fills blocks; what is found until the next step."""
+        """A KV connector takes or fills blocks; what is found until a step's end."""
         self.audit.hand_on(*args, **kwargs)
-        self.publish()
-        return self.found()
-
-    def publish(self) -> None:
-        for group, to in zip(self.audit.groups, self.audit.outbox.claim(), strict=True):
-            ops.audit_publish(group.tables, to)
-        self.audit.outbox.sent()
+        return self.step()
 
     def found(self) -> list[Finding]:
         return self.audit.outbox.take(self.audit.outbox.num_sent).findings
@@ -743,12 +732,12 @@ def test_what_a_failed_step_left_behind_is_not_believed():
 # --- KV connectors --------------------------------------------------------------------
 
 
-def filling(loads: Loads = Loads.TOLD, **settings: Any) -> World:
+def filling(loads: Loads = Loads.KNOWN, **settings: Any) -> World:
     """A load is to fill the first two blocks, which hold what another text left; if it
     is one that is told of, it was."""
     world = computed(loads=loads, **settings)
     world.finish("a")
-    if loads is Loads.TOLD:
+    if loads is Loads.KNOWN:
         world.audit.hand_on([[1, 2]], fills=True)
     return world
 
@@ -771,7 +760,7 @@ def test_a_load_of_what_was_there_before_is_no_finding():
     assert world.counts("unverified") == (8,)
 
 
-@pytest.mark.parametrize("loads", [Loads.TOLD, Loads.UNTOLD], ids=["told", "untold"])
+@pytest.mark.parametrize("loads", [Loads.KNOWN, Loads.UNKNOWN], ids=["told", "untold"])
 def test_drafts_behind_what_was_loaded_into_their_block(loads):
     """A load fills whole blocks: what is undone there is what it brought, not what the
     slots held when they were last looked at."""
@@ -784,7 +773,7 @@ def test_drafts_behind_what_was_loaded_into_their_block(loads):
 def test_a_load_into_what_was_another_groups_block():
     """Its request never comes; the block goes back to the first group, where a draft
     is undone."""
-    world = World(num_groups=2, is_undone=True, loads=Loads.TOLD)
+    world = World(num_groups=2, is_undone=True, loads=Loads.KNOWN)
     world.runs("a", TEXT[:4], [1], by_group=[[1], []])
     world.finish("a")
     world.audit.hand_on([[], [1]], fills=True)
@@ -794,7 +783,7 @@ def test_a_load_into_what_was_another_groups_block():
 
 
 def test_a_load_that_nobody_tells_of_and_whose_request_never_comes():
-    world = World(is_undone=True, loads=Loads.UNTOLD)
+    world = World(is_undone=True, loads=Loads.UNKNOWN)
     world.runs("a", TEXT[:4], [1])
     world.finish("a")
     world.fill(OTHER[:4])
@@ -802,7 +791,7 @@ def test_a_load_that_nobody_tells_of_and_whose_request_never_comes():
 
 
 def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
-    world = filling(Loads.UNTOLD)
+    world = filling(Loads.UNKNOWN)
     world.fill(OTHER[:8])
     world.local = {"b": 0}
     assert world.runs("b", OTHER[:8], [1, 2, 3], hit=7) == []
@@ -811,7 +800,7 @@ def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
 
 def test_a_load_of_what_nobody_knew_to_be_there_is_no_finding():
     """Another request has had the block meanwhile, and did not write that far."""
-    world = filling(Loads.UNTOLD, is_undone=True)
+    world = filling(Loads.UNKNOWN, is_undone=True)
     assert world.runs("b", [91], [1], rejected=(77,)) == []
     world.finish("b")
     world.fill(TEXT[:4])
@@ -822,7 +811,7 @@ def test_a_load_of_what_nobody_knew_to_be_there_is_no_finding():
 @pytest.mark.parametrize("told_by", ["nobody", "the scheduler", "the connector"])
 def test_what_was_found_in_the_cache_and_not_loaded_is_verified(told_by):
     """The first block is another text's, in the cache; the second one was loaded."""
-    world = World(loads=Loads.TOLD if told_by == "the connector" else Loads.UNTOLD)
+    world = World(loads=Loads.KNOWN if told_by == "the connector" else Loads.UNKNOWN)
     assert world.runs("a", TEXT[:4], [1]) == []
     world.finish("a")
     if told_by == "the connector":
@@ -841,7 +830,7 @@ def test_what_was_found_in_the_cache_and_not_loaded_is_verified(told_by):
 def stored(**settings: Any) -> World:
     """The first two blocks of a text were stored to places 6 and 7, and another request
     has taken the blocks."""
-    world = computed(loads=Loads.TOLD, **{"num_stored": 4} | settings)
+    world = computed(loads=Loads.KNOWN, **{"num_stored": 4} | settings)
     world.audit.hand_on([[1, 2]], places=[[6, 7]])
     taken(world)
     return world
@@ -948,7 +937,7 @@ def test_what_later_stores_took_the_room_of_is_unverified():
 def test_what_later_stores_took_the_room_of_is_unverified_beyond_the_budget():
     """The block is looked at when others have been stored: no finding, whatever is in
     it. Four blocks are looked at when a request comes, and one in each step."""
-    world = World(loads=Loads.TOLD, num_stored=6, budget=1)
+    world = World(loads=Loads.KNOWN, num_stored=6, budget=1)
     blocks = [1, 2, 3, 4, 5, 6]
     assert world.runs("a", TEXT[:24], blocks) == []
     world.audit.hand_on([blocks], places=[blocks])
@@ -965,7 +954,7 @@ def test_what_later_stores_took_the_room_of_is_unverified_beyond_the_budget():
 
 
 def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back():
-    world = with_rejected(loads=Loads.TOLD, num_stored=4)
+    world = with_rejected(loads=Loads.KNOWN, num_stored=4)
     assert told(world.hand_on([[1, 2]], places=[[6, 7]])) == ["handed_on"]
     taken(world)
     assert loaded(world, TEXT, brings=[*TEXT[:7], 77]) == []
@@ -986,18 +975,19 @@ def test_a_copied_block_comes_from_the_same_store():
 
 
 @pytest.mark.parametrize(
-    ("num_stored", "numbers", "message"),
+    ("num_stored", "block", "numbers", "message"),
     [
-        (0, [1], "numbers[0] is 1; must be at least 0, and 0 where"),
-        (2, [-1], "numbers[0] is -1; must be at least 0"),
-        (2, [1, 2], "numbers"),
+        (0, 1, [1], "values[0] is 1; must be at least 0, and 0 where"),
+        (2, 1, [-1], "values[0] is -1; must be at least 0"),
+        (2, 1, [1, 2], "values"),
+        (2, NUM_BLOCKS, [0], f"blocks[0] is {NUM_BLOCKS}; must be between 0 and"),
     ],
 )
-def test_numbers_of_stores_that_make_no_sense_are_refused(num_stored, numbers, message):
+def test_stores_that_make_no_sense_are_refused(num_stored, block, numbers, message):
     tables = World(num_stored=num_stored).audit.groups[0].tables
-    blocks = torch.tensor([1], dtype=torch.int32)
+    blocks = torch.tensor([block], dtype=torch.int32)
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        ops.audit_hand_on(tables, blocks, torch.tensor(numbers), 1, False)
+        ops.audit_blocks(tables, STORED, blocks, torch.tensor(numbers), 1)
 
 
 @pytest.mark.parametrize("is_undone", [False, True])
@@ -1038,30 +1028,26 @@ def test_a_copied_block_is_known(is_told):
     assert told(world.step(a=0, b=0)) == ([] if is_told else ["wrong_prefix"])
 
 
-def without_host(world: World, count: int, *blocks: int) -> None:
+def without_host(world: World, count: int, *blocks: int, rows: Any = None) -> None:
     """Steps before each of which blocks change, and that the host does not ask for."""
     found, world.found = world.found, lambda: []
     for _ in range(count):
         for cache in world.caches:
             cache[list(blocks)] += 1
-        world.step(a=0, b=0)
+        world.step(**(rows or {"a": 0, "b": 0}))
     world.found = found
 
 
-def test_more_findings_than_the_table_holds_are_counted(monkeypatch):
-    world = prefilled()
-    outbox = world.audit.outbox
-    with monkeypatch.context() as patch:
-        patch.setattr(outbox, "claim", lambda: [None])
-        patch.setattr(outbox, "sent", lambda: None)
-        # 8 slots in each table, 320 in all.
-        without_host(world, 20 if world.has_packed else 40, 1, 4)
-    assert world.counts("findings") == (320,)
-    world.publish()
-    kept = outbox.take(outbox.num_sent)
-    assert (len(kept.findings), kept.num_lost) == (256, 64)
-    assert kept.findings[0].step == 2  # the first ones are kept
-    assert world.step(a=0, b=0) == []
+def test_more_findings_than_the_table_holds_are_counted():
+    world = World(num_blocks=90, max_tokens=400)
+    assert world.runs("a", [7] * 4 * 80, range(1, 85)) == []
+    without_host(world, 1, *range(1, 81), rows={"a": 0})
+    # Of each slot, in each table of layers.
+    num_findings = 4 * 80 * (1 + world.has_packed)
+    assert world.counts("findings") == (num_findings,)
+    kept = world.audit.outbox.take(world.audit.outbox.num_sent)
+    assert (len(kept.findings), kept.num_lost) == (256, num_findings - 256)
+    assert world.step(a=0) == []
 
 
 def test_findings_of_steps_that_nobody_asked_for_wait():
@@ -1092,7 +1078,7 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     world = prefilled()
     audit, outbox = world.runner.nwor_audit, world.audit.outbox
     arrivals = [Mock(**{"query.return_value": False}) for _ in range(2)]
-    slots = [next(outbox._slots)._replace(arrival=arrival) for arrival in arrivals]
+    slots = [(next(outbox._slots)[0], arrival) for arrival in arrivals]
     monkeypatch.setattr(outbox, "_slots", iter(slots))
     outputs = []
     for block in (15, 1):  # nobody's, and one of a's
@@ -1177,13 +1163,9 @@ def test_a_batch_that_makes_no_sense_is_refused(device, tensor, value, message):
 
 def test_what_is_no_description_of_tables_is_refused():
     tables = World().audit.groups[0].tables
-    no_layers = tables.clone()
-    no_layers[TABLES_COLUMNS:] = 0
     for wrong, message in (
-        (torch.zeros_like(tables), "was not written by audit_describe"),
         (tables[:-1].clone(), "for each table of layers"),
         (tables.int(), "tables has dtype Int; must be Long"),
-        (no_layers, "lacks its layers 0"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.audit_snapshot(wrong, False)

@@ -34,9 +34,9 @@ import pathlib, sys, torch
 from vllm_nwor import builtin_ops, ops
 
 ops.LIBRARY = pathlib.Path(sys.argv[1])
-publish = builtin_ops.load(torch.device("cpu")).audit_publish
+snapshot = builtin_ops.load(torch.device("cpu")).audit_snapshot
 try:
-    publish(torch.zeros(3), torch.zeros(3))
+    snapshot(torch.zeros(3), False)
 except RuntimeError as error:
     print(error)
 if not torch.cuda.is_available():
@@ -47,7 +47,7 @@ if not torch.cuda.is_available():
     else:
         raise AssertionError("kernels were loaded without a driver")
 """
-REFUSED = "audit_publish: tables has dtype Float; must be Long"
+REFUSED = "audit_snapshot: tables has dtype Float; must be Long"
 
 
 def undefined_symbols(library: Path) -> list[str]:

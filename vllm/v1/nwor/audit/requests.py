@@ -23,8 +23,8 @@ class Loads(enum.IntEnum):
     what a request is said to have found."""
 
     NONE = 0
-    TOLD = 1
-    UNTOLD = 2
+    KNOWN = 1
+    UNKNOWN = 2
 
 
 @dataclass

@@ -79,7 +79,7 @@ def _num_seats(runner: Any) -> int:
 
 
 def _num_stored(runner: Any, config: NworConfig, num_blocks: int) -> int:
-    is_told = _loads_of(runner.vllm_config) is Loads.TOLD
+    is_told = _loads_of(runner.vllm_config) is Loads.KNOWN
     return num_blocks // STORED_SHARE if is_told and config.audit_mib else 0
 
 
@@ -89,7 +89,7 @@ def _loads_of(vllm_config: Any) -> Loads:
         return Loads.NONE
     is_told = offloading.tells() and transfer.kv_connector == offloading.NAME
     is_vllms = not getattr(transfer, "kv_connector_module_path", None)
-    return Loads.TOLD if is_told and is_vllms else Loads.UNTOLD
+    return Loads.KNOWN if is_told and is_vllms else Loads.UNKNOWN
 
 
 def _refusal(runner: Any) -> str | None:

@@ -7,11 +7,10 @@ A step, in this order; each line is one op for each KV-cache group:
     plan          who is about to write what where, of all requests; foreign_write
     (vLLM's forward, rejection sampling, NWOR's commit)
     resolve       what is kept; wrong_prefix at each row and at the end of each block;
-                  checksums of what was written: missing_write, changed (rejected);
-                  then of older blocks, within the budget: changed
-      adopt       requests that are new in the batch: each slot that they found
-      scan        the older blocks, behind adopt: where there are such requests
-      publish     what was found goes to the host, which does not wait for it
+                  checksums of what was written: missing_write, changed (rejected); each
+                  slot that requests found that are new in the batch; checksums of older
+                  blocks, within the budget: changed; what was found goes to the host,
+                  which does not wait for it
 
 Identities are recorded for all rows before anything is compared: a request may find in
 the prefix cache what another one writes in this very step.
@@ -31,7 +30,7 @@ from ..device_memory import DeviceMemory
 from ..window import Acceptance
 from .findings import Outbox
 from .requests import Loads, Request, Requests
-from .tables import AuditedGroup
+from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
 # Who owns a block that goes to another KV-cache group.
 NOBODY = 0
@@ -95,11 +94,11 @@ class Text(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What resolve needs of a plan. fresh: (row, length, tokens) of the requests that
-    came into the batch with something in the cache."""
+    """What resolve needs of a plan. fresh: (row, tokens) of the requests that came into
+    the batch with something in the cache."""
 
     batch: Batch
-    fresh: list[tuple[int, int, torch.Tensor]]
+    fresh: list[tuple[int, torch.Tensor]]
 
 
 class Audit:
@@ -178,14 +177,14 @@ class Audit:
         for name in finished:
             self.requests.forget(name)
         for group in self.groups:
-            self._hand_out(group, dict.fromkeys(zeroed, NOBODY))
+            self._give_out(group, dict.fromkeys(zeroed, NOBODY))
             for source, to in copied:
                 group.copy_block(source, to)
         owners: list[dict[int, int]] = [{} for _ in self.groups]
         for name, num_computed, blocks in new:
             loads = self.loads
-            if loads is Loads.UNTOLD and name in local:
-                loads = Loads.TOLD
+            if loads is Loads.UNKNOWN and name in local:
+                loads = Loads.KNOWN
                 if local[name] < num_computed:
                     self._fill(blocks, local[name], num_computed)
             request = self.requests.add(name, num_computed, loads)
@@ -193,7 +192,7 @@ class Audit:
         for name, blocks in grown:
             self._give(owners, self.requests[name], blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
-            self._hand_out(group, of_group)
+            self._give_out(group, of_group)
 
     def _give(
         self,
@@ -212,10 +211,10 @@ class Audit:
             for group, of_group in zip(self.groups, owners, strict=True):
                 is_its = group_id == group.shape.group_id
                 of_group.update(dict.fromkeys(own, generation if is_its else NOBODY))
-                if is_its and self.loads is Loads.UNTOLD:
+                if is_its and self.loads is Loads.UNKNOWN:
                     # A load for a request that ended first may have filled them.
                     empty = filter(None, ids[-(-num_computed // size) :])
-                    self._hand_out(group, dict.fromkeys(empty, NOBODY))
+                    self._give_out(group, dict.fromkeys(empty, NOBODY))
 
     def _fill(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> None:
         """A KV connector fills a request's blocks between two positions."""
@@ -227,13 +226,21 @@ class Audit:
             fills=True,
         )
 
-    def _hand_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
+    def _give_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
         if owners:
-            self._ops.audit_hand_out(
-                group.tables,
-                torch.tensor(list(owners), dtype=torch.int32),
-                torch.tensor(list(owners.values()), dtype=torch.int32),
-            )
+            self._blocks(group, GIVEN, list(owners), list(owners.values()))
+
+    def _blocks(
+        self,
+        group: AuditedGroup,
+        event: int,
+        blocks: Sequence[int],
+        values: Sequence[int],
+    ) -> None:
+        """event, values: as BlockEvent of csrc/nwor/audit.h."""
+        ids = torch.tensor(blocks, dtype=torch.int32)
+        of_ids = torch.tensor(values, dtype=torch.int64)
+        self._ops.audit_blocks(group.tables, event, ids, of_ids, self.step)
 
     # -- the cache -----------------------------------------------------------------
 
@@ -268,16 +275,11 @@ class Audit:
             if places is not None:
                 numbers_of = group.stored if fills else group.store
                 numbers = numbers_of(places[group_id])
-            self._ops.audit_hand_on(
-                group.tables,
-                torch.tensor(blocks[group_id], dtype=torch.int32),
-                torch.tensor(numbers, dtype=torch.int64),
-                self.step,
-                fills,
-            )
+            event = FILLED if fills else STORED
+            self._blocks(group, event, blocks[group_id], numbers)
             if fills:
                 others = chain(*blocks[:group_id], *blocks[group_id + 1 :])
-                self._hand_out(group, dict.fromkeys(others, NOBODY))
+                self._give_out(group, dict.fromkeys(others, NOBODY))
 
     # -- a step --------------------------------------------------------------------
 
@@ -311,8 +313,6 @@ class Audit:
                 batch.tokens,
                 batch.positions,
                 batch.slot_mappings[group.shape.group_id],
-                batch.num_tokens,
-                self.step,
             )
         self._open = step
 
@@ -323,6 +323,8 @@ class Audit:
             batch.query_start_loc,
             batch.block_tables[group.shape.group_id],
             batch.num_reqs,
+            batch.num_tokens,
+            self.step,
         )
 
     def _seat_rows(
@@ -350,7 +352,6 @@ class Audit:
 
     def _sit_down(self, step: _Step, row: int, request: Request, text: Text) -> None:
         tokens = text.tokens
-        length = len(tokens)
         if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
@@ -360,16 +361,14 @@ class Audit:
             self._ops.audit_seat(
                 group.tables,
                 tokens,
-                length,
                 request.seat,
                 request.generation,
                 text.seed,
                 is_opaque,
                 request.loads,
-                length,
             )
-        if length:
-            step.fresh.append((row, length, tokens))
+        if len(tokens):
+            step.fresh.append((row, tokens))
 
     def resolve(
         self,
@@ -389,34 +388,28 @@ class Audit:
         if acceptance is not None:
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
-        num_blocks = self._num_scanned
-        # One call, unless requests came with something in the cache.
-        is_one_call = not step.fresh
+        hits, num_blocks = None, self._num_scanned
+        if step.fresh:
+            hits = torch.tensor(
+                [(row, tokens.data_ptr(), len(tokens)) for row, tokens in step.fresh]
+            )
+        hit_blocks = HIT_BUDGETS * num_blocks
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
-            rows = self._rows(group, step.batch)
             self._ops.audit_resolve(
-                *rows,
+                *self._rows(group, step.batch),
                 cu_num_logits,
                 *kept,
-                step.batch.num_tokens,
-                self.step,
                 is_undone,
-                num_blocks if is_one_call else 0,
-                findings_to if is_one_call else None,
+                hits,
+                num_blocks,
+                hit_blocks,
+                findings_to,
             )
-            for row, length, tokens in step.fresh:
-                hit_blocks = HIT_BUDGETS * num_blocks
-                self._ops.audit_adopt(*rows, tokens, length, row, self.step, hit_blocks)
-            if not is_one_call:
-                self._ops.audit_scan(*rows, num_blocks, self.step)
-                self._ops.audit_publish(group.tables, findings_to)
         self.outbox.sent()
 
     def totals(self) -> Mapping[str, int]:
         """How much was compared so far: identities, and slots' bytes; returned: slots
         that came back from a KV connector, with what was stored."""
-        names = ("findings", "unverified", "identities", "contents")
-        columns = {name: column for column, name in enumerate(names)} | {"returned": 9}
+        names = ("findings", "unverified", "identities", "contents", "returned")
         headers = torch.stack([group.findings[0] for group in self.groups])
-        found = headers.sum(dim=0).tolist()
-        return {name: found[column] for name, column in columns.items()}
+        return dict(zip(names, headers.sum(dim=0).tolist(), strict=False))
