@@ -78,9 +78,10 @@ struct PlanRow {
   int32_t token;
   int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
   int64_t seat;
-  // 1 + layer: that layer's checksum alone did not change when it should have (layer:
-  // in the table that is being recorded); -1: its bytes are not recorded.
-  int64_t suspect;
+  // Of a row that is kept: layers whose checksums did not change when they should have,
+  // and the first one's column of `contents`; -1: its bytes are not recorded.
+  int32_t num_same;
+  int32_t first_same;
   SlotRecord old;
 };
 static_assert(sizeof(PlanRow) == 80, "a PlanRow is a row of plan");
@@ -94,37 +95,35 @@ enum FindingClass : int64_t {
   kNeverLoaded,
 };
 
-// A row of `findings`, int64 [1 + capacity, 12]; the first row is a FindingsHeader.
+// A row of `findings`, int64 [1 + capacity, 11]; the first row is a FindingsHeader.
 // Finding number n since the last step's end is in row 1 + n; there is no room for more
 // than `capacity`. The findings of a step are shown in the order of their columns.
 struct Finding {
   int64_t step;
   int64_t kind;
-  int64_t table;
   int64_t owner;  // generation of the request that the slot belongs to
   int64_t position;
   int64_t slot;
-  int64_t layer;  // index in its table's list; -1: no layer in particular
+  int64_t layer;  // its column of `contents`; -1: no layer in particular
   int64_t num_layers;
   int64_t writer;  // generation of the request that wrote last
   int64_t writer_step;
   int64_t expected;
   int64_t found;
 };
-static_assert(sizeof(Finding) == 96, "a Finding is a row of findings");
+static_assert(sizeof(Finding) == 88, "a Finding is a row of findings");
 
 // Running totals.
 struct FindingsHeader {
   int64_t num_findings;
-  int64_t num_unverified;   // slots taken over from somewhere that is not audited
-  int64_t num_identities;   // slots and block ends compared
-  int64_t num_contents;     // slots whose bytes were compared
-  int64_t num_returned;     // slots compared with what was stored when a load came
-  int64_t cursor;           // of the batch's blocks, the next one to compare
-  int64_t next_cursor;      // from the end of the step on
-  int64_t num_published;    // findings up to the end of the last step
-  int64_t num_suspects;     // rows of plan that are suspects
-  int64_t num_blocks_done;  // thread blocks of a launch that are through
+  int64_t num_unverified;  // slots taken over from somewhere that is not audited
+  int64_t num_identities;  // slots and block ends compared
+  int64_t num_contents;    // slots whose bytes were compared
+  int64_t num_returned;    // slots compared with what was stored when a load came
+  int64_t cursor;          // of the batch's blocks, the next one to compare
+  int64_t next_cursor;     // from the end of the step on
+  int64_t num_published;   // findings up to the end of the last step
+  int64_t num_suspects;    // rows of plan that are suspects
   int64_t unused[2];
 };
 static_assert(sizeof(FindingsHeader) == sizeof(Finding), "it is a row of findings");
@@ -190,7 +189,6 @@ struct AuditPart {
   LayerTable table;
   RunList runs;
   int64_t first_column;
-  int64_t index;
   int64_t is_last;  // of the group
 
   // [num_layers]: what is known of a slot.
@@ -252,13 +250,6 @@ struct AuditResolveArgs : AuditStep {
   Acceptance acceptance{};
   const AuditHit* hits = nullptr;  // on the host
   int64_t num_hits = 0;
-};
-
-// Whose bytes a scan compares: of one row its hit; with row -1 of all rows, from the
-// cursor on.
-struct ScanRange {
-  int64_t row;
-  int64_t num_blocks;
 };
 
 struct AuditSeatArgs {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The audit on the CPU: who calls the passes of audit_passes.h. Where bytes are read,
-// slots are shared out among PyTorch's threads.
+// The audit on the CPU: who calls the passes of audit_passes.h.
 #include <algorithm>
 #include <vector>
 
@@ -14,12 +13,15 @@
 namespace nwor {
 namespace {
 
-// A team of one.
+// One of `count` teams of a pass.
 class Solo {
  public:
-  // slot_bytes: where checksums are asked for, of a slot in a layer at most.
-  explicit Solo(int64_t slot_bytes = 0) : words_((slot_bytes + 7) / 8) {}
+  Solo(int64_t number, int64_t count) : number_(number), count_(count) {}
 
+  // Neighbouring slots may lie in one cache line.
+  Share share(int64_t count) const {
+    return {count * number_ / count_, count * (number_ + 1) / count_, 1};
+  }
   int64_t index() const { return 0; }
   int64_t size() const { return 1; }
   int64_t lane() const { return 0; }
@@ -37,10 +39,13 @@ class Solo {
   Value load(const Value* from) const {
     return *from;
   }
+  int64_t* room(int64_t count) {
+    room_.resize(count);
+    return room_.data();
+  }
   int64_t num_accepted(const Acceptance& acceptance, int64_t r, int64_t num_drafts) {
     return ::nwor::num_accepted(acceptance, r, num_drafts);
   }
-
   const int32_t* checksums(const AuditPart& part, int64_t slot) {
     sums_.resize(part.table.num_layers);
     for (int64_t i = 0; i < part.table.num_layers; ++i) {
@@ -52,6 +57,15 @@ class Solo {
  private:
   int32_t layer_checksum(const LayerRow& layer, const RunList& runs, int64_t slot) {
     const auto* base = reinterpret_cast<const uint8_t*>(layer.base);
+    if (runs.data == nullptr) {
+      words_.resize((layer.num_heads * layer.run_bytes + 7) / 8);
+    } else if (words_.empty()) {
+      int64_t num_bytes = 0;  // of every slot of the part
+      for (int64_t j = 0; j < runs.num_runs; ++j) {
+        num_bytes += runs.data[2 * j + 1];
+      }
+      words_.resize((num_bytes + 7) / 8);
+    }
     auto* const begin = reinterpret_cast<uint8_t*>(words_.data());
     uint8_t* to = begin;
     words_.back() = 0;
@@ -77,121 +91,80 @@ class Solo {
     return static_cast<int32_t>(sum);
   }
 
+  int64_t number_;
+  int64_t count_;
+  std::vector<int64_t> room_;
   std::vector<int32_t> sums_;
   std::vector<uint64_t> words_;  // one layer's bytes of a slot
 };
 
-// Bytes of a slot in a part's largest layer.
-int64_t slot_bytes(const AuditPart& part) {
-  if (part.runs.data != nullptr) {
-    return check_runs("audit", part.table, part.runs, 0);
-  }
-  int64_t longest = 0;
-  for (int64_t i = 0; i < part.table.num_layers; ++i) {
-    const LayerRow& layer = part.table.rows[i];
-    longest = std::max(longest, layer.num_heads * layer.run_bytes);
-  }
-  return longest;
-}
+struct Cpu {
+  const char* op;
 
-// body(team, i) for each of `count` slots, whose checksums it takes.
-template <typename Body>
-void for_slots(const AuditPart& part, int64_t count, const Body& body) {
-  const int64_t cost = slot_cost(part.table, part.runs) * part.table.num_layers;
-  const int64_t num_bytes = slot_bytes(part);
-  parallel_for(count, std::max<int64_t>(1, kCostPerThread / cost),
-               [&](int64_t begin, int64_t end) {
-                 Solo team(num_bytes);
-                 for (int64_t i = begin; i < end; ++i) {
-                   body(team, i);
-                 }
-               });
-}
-
-void check_batch(const char* op, const AuditStep& args) {
-  const AuditBatch& batch = args.batch;
-  NWOR_CHECK(batch.query_start_loc[0] == 0, op, "query_start_loc[0] is ",
-             batch.query_start_loc[0], "; must be 0");
-  for (int64_t r = 0; r < batch.num_reqs; ++r) {
-    const int64_t seat = batch.row_seats.at(r);
-    NWOR_CHECK(seat >= 0 && seat < args.group.num_seats, op, "row_seats[", r, "] is ",
-               seat, "; must be between 0 and ", args.group.num_seats - 1);
-    const int64_t begin = batch.query_start_loc[r];
-    const int64_t end = batch.query_start_loc[r + 1];
-    NWOR_CHECK(begin <= end && end <= args.num_tokens, op, "query_start_loc[", r + 1,
-               "] is ", end, "; must be between ", begin, " and ", args.num_tokens);
+  template <typename Pass>
+  void run(const Pass& pass, int64_t num_teams) const {
+    Solo team(0, 1);
+    if (num_teams > 0) {
+      pass(team);
+    }
   }
-}
 
-// pass(args, r) for each request of a batch.
-template <typename Args>
-void for_requests(const Args& args, void (*pass)(Solo&, const Args&, int64_t)) {
-  Solo team;
-  for (int64_t r = 0; r < args.batch.num_reqs; ++r) {
-    pass(team, args, r);
-  }
-}
-
-void scan(const AuditResolveArgs& args, const ScanRange& range) {
-  for (int64_t i = 0; range.num_blocks > 0 && i < args.group.num_parts; ++i) {
-    const AuditPart& part = args.parts[i];
-    std::vector<int64_t> ends(std::max<int64_t>(1, args.batch.num_reqs));
-    Solo solo;
-    const Places places = places_of(solo, args, range, ends.data());
-    move_cursor(args.group, range, places);
-    for_slots(part, places.count * args.group.block_size, [&](Solo& team, int64_t n) {
-      scan_slot(team, args, part, range, places, n);
+  // Slots are shared out among PyTorch's threads.
+  template <typename Pass>
+  void run_slots(const Pass& pass, int64_t num_slots) const {
+    const AuditPart& part = pass.part;
+    const int64_t cost = slot_cost(part.table, part.runs) * part.table.num_layers;
+    const int64_t num_teams = std::max<int64_t>(1, num_slots * cost / kCostPerThread);
+    parallel_for(num_teams, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        Solo team(i, num_teams);
+        pass(team);
+      }
     });
   }
-}
+  void run_scan(const ScanSlots& pass) const {
+    Solo team(0, 1);
+    run_slots(pass, pass.places(team).count * pass.group.block_size);
+  }
+
+  void check(const AuditPart& part) const {
+    check_layers(op, part.table, part.runs);
+    if (part.runs.data != nullptr) {
+      check_runs(op, part.table, part.runs, 0);
+    }
+  }
+  void check(const AuditStep& args) const {
+    const AuditBatch& batch = args.batch;
+    NWOR_CHECK(batch.query_start_loc[0] == 0, op, "query_start_loc[0] is ",
+               batch.query_start_loc[0], "; must be 0");
+    for (int64_t r = 0; r < batch.num_reqs; ++r) {
+      const int64_t seat = batch.row_seats.at(r);
+      NWOR_CHECK(seat >= 0 && seat < args.group.num_seats, op, "row_seats[", r, "] is ",
+                 seat, "; must be between 0 and ", args.group.num_seats - 1);
+      const int64_t begin = batch.query_start_loc[r];
+      const int64_t end = batch.query_start_loc[r + 1];
+      NWOR_CHECK(begin <= end && end <= args.num_tokens, op, "query_start_loc[", r + 1,
+                 "] is ", end, "; must be between ", begin, " and ", args.num_tokens);
+    }
+  }
+};
 
 }  // namespace
 
 void audit_seat_cpu(const AuditSeatArgs& args) {
-  Solo team;
-  seat_request(team, args);
+  call(Cpu{"audit_seat"}, args);
 }
-
 void audit_plan_cpu(const AuditPlanArgs& args) {
-  check_batch("audit_plan", args);
-  for_requests(args, plan_request<Solo>);
+  call(Cpu{"audit_plan"}, args);
 }
-
 void audit_resolve_cpu(const AuditResolveArgs& args) {
-  check_batch("audit_resolve", args);
-  Solo solo;
-  for_requests(args, keep_request<Solo>);
-  for_requests(args, check_request<Solo>);
-  for (int64_t i = 0; i < args.group.num_parts; ++i) {
-    const AuditPart& part = args.parts[i];
-    for_slots(part, args.num_tokens,
-              [&](Solo& team, int64_t row) { record_row(team, args, part, row); });
-    judge_suspects(solo, args, part);
-  }
-  for (int64_t i = 0; i < args.num_hits; ++i) {
-    adopt(solo, args, args.hits[i]);
-    scan(args, {args.hits[i].row, args.num_hit_blocks});
-  }
-  scan(args, {-1, args.num_blocks});
-  publish(solo, args);
+  call(Cpu{"audit_resolve"}, args);
 }
-
 void audit_blocks_cpu(const AuditBlocksArgs& args) {
-  Solo team;
-  for (int64_t i = 0; i < args.count; ++i) {
-    block_event(team, args, args.blocks[i], args.values[i]);
-  }
+  call(Cpu{"audit_blocks"}, args);
 }
-
 void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
-  const AuditGroup& group = args.group;
-  for (int64_t i = 0; i < group.num_parts; ++i) {
-    const AuditPart& part = args.parts[i];
-    check_layers("audit_snapshot", part.table, part.runs);
-    for_slots(part, group.num_slots(), [&](Solo& team, int64_t slot) {
-      snapshot_slot(team, group, part, args.again, slot);
-    });
-  }
+  call(Cpu{"audit_snapshot"}, args);
 }
 
 }  // namespace nwor

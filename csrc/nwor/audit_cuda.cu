@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The audit on CUDA: who calls the passes of audit_passes.h. A thread block for each
-// request (plan, resolve), or for each slot, a warp for each of its layers (record,
-// scan, snapshot). Row layouts only. Grids follow from what the host knows; nothing
-// waits.
+// request, or for each slot, a warp for each of its layers. Row layouts only. Grids
+// follow from what the host knows; nothing waits.
 #include <algorithm>
 
 #include "audit_passes.h"
@@ -14,12 +13,24 @@
 namespace nwor {
 namespace {
 
-constexpr int kAuditThreads = 512;
+// Threads of a thread block, and how many blocks fit a multiprocessor at least.
+template <typename Pass>
+constexpr int kThreadsOf = 512;
 // A step has few rows: what counts is how long one takes.
-constexpr int kRecordThreads = 1024;
+template <>
+constexpr int kThreadsOf<RecordRows> = 1024;
+template <>
+constexpr int kThreadsOf<BlockEvents> = kBlockThreads;
+template <>
+constexpr int kThreadsOf<Publish> = kBlockThreads;
+template <typename Pass>
+constexpr int kBlocksOf = 1;
+// The registers of one would not let them.
+template <>
+constexpr int kBlocksOf<ScanSlots> = 2;
+
 constexpr int kMaxLayers = 512;
 constexpr int kMaxRows = 4096;  // requests in a batch
-constexpr int kIdsPerLaunch = 256;
 // Thread blocks of a launch that walks slots, for each multiprocessor.
 constexpr int kBlocksForSlots = 8;
 constexpr uint32_t kSumUnroll = 8;
@@ -124,6 +135,7 @@ __device__ int32_t layer_checksum(const LayerRow& layer, int64_t slot) {
 template <int kThreads>
 class Block {
  public:
+  __device__ Share share(int64_t count) const { return {blockIdx.x, count, gridDim.x}; }
   __device__ int64_t index() const { return threadIdx.x; }
   __device__ int64_t size() const { return kThreads; }
   __device__ int64_t lane() const { return lane_id(); }
@@ -187,6 +199,11 @@ class Block {
     return static_cast<int64_t>(__ldcg(reinterpret_cast<const long long*>(from)));
   }
 
+  __device__ int64_t* room(int64_t) const {
+    __shared__ int64_t values[kMaxRows];
+    return values;
+  }
+
   __device__ int64_t num_accepted(const Acceptance& acceptance, int64_t r,
                                   int64_t num_drafts) const {
     return of_first(is_first_warp() ? num_accepted_by_warp(acceptance, r, num_drafts)
@@ -210,226 +227,82 @@ class Block {
   __device__ static int warp_id() { return threadIdx.x / kWarpThreads; }
 };
 
-// Whether this is the last thread block of the launch; what the others wrote is seen.
-__device__ bool is_last_block(FindingsHeader* header) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = count(header->num_blocks_done) == static_cast<int64_t>(gridDim.x) - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  return is_last;
-}
-
-// --- kernels ---------------------------------------------------------------------
-
-__global__ void __launch_bounds__(kAuditThreads)
-    audit_seat_kernel(const __grid_constant__ AuditSeatArgs args) {
+template <typename Pass>
+__global__ void __launch_bounds__(kThreadsOf<Pass>, kBlocksOf<Pass>)
+    audit_kernel(const __grid_constant__ Pass pass) {
   wait_for_stream();
-  Block<kAuditThreads> team;
-  seat_request(team, args);
+  Block<kThreadsOf<Pass>> team;
+  pass(team);
 }
 
-__global__ void __launch_bounds__(kAuditThreads)
-    audit_plan_kernel(const __grid_constant__ AuditPlanArgs args) {
-  wait_for_stream();
-  Block<kAuditThreads> team;
-  plan_request(team, args, blockIdx.x);
-}
+template <typename Pass>
+DriverKernel launcher(reinterpret_cast<const void*>(&audit_kernel<Pass>));
 
-__global__ void __launch_bounds__(kAuditThreads)
-    audit_keep_kernel(const __grid_constant__ AuditResolveArgs args) {
-  wait_for_stream();
-  Block<kAuditThreads> team;
-  keep_request(team, args, blockIdx.x);
-}
-
-__global__ void __launch_bounds__(kAuditThreads)
-    audit_check_kernel(const __grid_constant__ AuditResolveArgs args) {
-  wait_for_stream();
-  Block<kAuditThreads> team;
-  check_request(team, args, blockIdx.x);
-}
-
-__global__ void __launch_bounds__(kAuditThreads)
-    audit_adopt_kernel(const __grid_constant__ AuditResolveArgs args,
-                       const __grid_constant__ AuditHit hit) {
-  wait_for_stream();
-  Block<kAuditThreads> team;
-  adopt(team, args, hit);
-}
-
-__global__ void __launch_bounds__(kRecordThreads)
-    audit_record_kernel(const __grid_constant__ AuditResolveArgs args,
-                        const __grid_constant__ AuditPart part) {
-  wait_for_stream();
-  Block<kRecordThreads> team;
-  for (int64_t i = blockIdx.x; i < args.num_tokens; i += gridDim.x) {
-    record_row(team, args, part, i);
-  }
-  if (is_last_block(args.group.header)) {
-    judge_suspects(team, args, part);
-  }
-}
-
-// Two blocks of threads on a multiprocessor: the registers of one would not let them.
-__global__ void __launch_bounds__(kAuditThreads, 2)
-    audit_scan_kernel(const __grid_constant__ AuditResolveArgs args,
-                      const __grid_constant__ AuditPart part,
-                      const __grid_constant__ ScanRange range) {
-  wait_for_stream();
-  __shared__ int64_t ends[kMaxRows];
-  Block<kAuditThreads> team;
-  const Places places = places_of(team, args, range, ends);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    move_cursor(args.group, range, places);
-  }
-  const int64_t num_slots = places.count * args.group.block_size;
-  for (int64_t n = blockIdx.x; n < num_slots; n += gridDim.x) {
-    scan_slot(team, args, part, range, places, n);
-  }
-}
-
-__global__ void __launch_bounds__(kAuditThreads)
-    audit_snapshot_kernel(const __grid_constant__ AuditSnapshotArgs args,
-                          const __grid_constant__ AuditPart part) {
-  wait_for_stream();
-  Block<kAuditThreads> team;
-  for (int64_t slot = blockIdx.x; slot < args.group.num_slots(); slot += gridDim.x) {
-    snapshot_slot(team, args.group, part, args.again, slot);
-  }
-}
-
-// Numbers that the host has: they travel with the launch. A thread block for each.
-struct Ids {
-  int32_t blocks[kIdsPerLaunch];
-  int64_t values[kIdsPerLaunch];
-};
-__global__ void __launch_bounds__(kBlockThreads)
-    audit_blocks_kernel(const __grid_constant__ AuditBlocksArgs args,
-                        const __grid_constant__ Ids ids) {
-  wait_for_stream();
-  Block<kBlockThreads> team;
-  block_event(team, args, ids.blocks[blockIdx.x], ids.values[blockIdx.x]);
-}
-
-__global__ void __launch_bounds__(kBlockThreads)
-    audit_publish_kernel(const __grid_constant__ AuditResolveArgs args) {
-  wait_for_stream();
-  Block<kBlockThreads> team;
-  publish(team, args);
-}
-
-// --- launches --------------------------------------------------------------------
-
-DriverKernel seat_launcher(reinterpret_cast<const void*>(&audit_seat_kernel));
-DriverKernel plan_launcher(reinterpret_cast<const void*>(&audit_plan_kernel));
-DriverKernel keep_launcher(reinterpret_cast<const void*>(&audit_keep_kernel));
-DriverKernel check_launcher(reinterpret_cast<const void*>(&audit_check_kernel));
-DriverKernel adopt_launcher(reinterpret_cast<const void*>(&audit_adopt_kernel));
-DriverKernel record_launcher(reinterpret_cast<const void*>(&audit_record_kernel));
-DriverKernel scan_launcher(reinterpret_cast<const void*>(&audit_scan_kernel));
-DriverKernel snapshot_launcher(reinterpret_cast<const void*>(&audit_snapshot_kernel));
-DriverKernel blocks_launcher(reinterpret_cast<const void*>(&audit_blocks_kernel));
-DriverKernel publish_launcher(reinterpret_cast<const void*>(&audit_publish_kernel));
-
-// Where an op's kernels are launched.
-struct Launcher {
+struct Gpu {
   const char* op;
   int device;
   void* stream;
 
-  // args: the kernel's.
-  template <typename... Args>
-  void operator()(DriverKernel& kernel, int64_t num_blocks, unsigned num_threads,
-                  const Args&... args) const {
-    if (num_blocks > 0) {
-      void* arguments[] = {const_cast<Args*>(&args)...};
-      kernel.launch_early(op, device, grid_size(op, num_blocks), num_threads, stream,
-                          arguments);
+  template <typename Pass>
+  void run(const Pass& pass, int64_t num_teams) const {
+    if (num_teams > 0) {
+      void* arguments[] = {const_cast<Pass*>(&pass)};
+      launcher<Pass>.launch_early(op, device, grid_size(op, num_teams),
+                                  kThreadsOf<Pass>, stream, arguments);
     }
   }
 
-  // Thread blocks for `num_slots` slots, of which each takes one at a time.
-  int64_t blocks_for_slots(int64_t num_slots) const {
-    return std::min<int64_t>(num_slots,
-                             kBlocksForSlots * num_multiprocessors(op, device));
+  // A thread block takes one slot at a time.
+  template <typename Pass>
+  void run_slots(const Pass& pass, int64_t num_slots) const {
+    run(pass, std::min<int64_t>(num_slots,
+                                kBlocksForSlots * num_multiprocessors(op, device)));
+  }
+  void run_scan(const ScanSlots& pass) const {
+    const AuditGroup& group = pass.group;
+    const int64_t num_blocks =
+        std::min(pass.max_blocks, pass.num_rows() * group.max_blocks);
+    run_slots(pass, num_blocks * group.block_size);
   }
 
-  void scan(const AuditResolveArgs& args, int64_t row, int64_t num_blocks) const {
-    // A batch has no more blocks than its requests may have; beyond a cache's own
-    // number it takes another step to come around.
-    const AuditGroup& group = args.group;
-    const ScanRange range{row, std::min(num_blocks, group.num_blocks)};
-    const int64_t num_rows = row < 0 ? args.batch.num_reqs : 1;
-    const int64_t most_blocks = std::min(range.num_blocks, num_rows * group.max_blocks);
-    const int64_t grid = blocks_for_slots(most_blocks * group.block_size);
-    for (int64_t i = 0; i < group.num_parts; ++i) {
-      (*this)(scan_launcher, grid, kAuditThreads, args, args.parts[i], range);
-    }
+  void check(const AuditPart& part) const {
+    NWOR_CHECK(part.runs.data == nullptr, op,
+               "runs are given; slots must be rows on CUDA");
+    NWOR_CHECK(part.table.num_layers <= kMaxLayers, op, "table has ",
+               part.table.num_layers, " layers; must have at most ", kMaxLayers,
+               " on CUDA");
+  }
+  void check(const AuditStep& args) const {
+    NWOR_CHECK(args.batch.num_reqs <= kMaxRows, op, "num_reqs is ", args.batch.num_reqs,
+               "; must be at most ", kMaxRows, " on CUDA");
   }
 };
+
+template <typename... Passes>
+void load(const Gpu& gpu) {
+  (launcher<Passes>.load(gpu.op, gpu.device), ...);
+}
 
 }  // namespace
 
 void audit_seat_cuda(const AuditSeatArgs& args, int device, void* stream) {
-  Launcher{"audit_seat", device, stream}(seat_launcher, 1, kAuditThreads, args);
+  call(Gpu{"audit_seat", device, stream}, args);
 }
-
 void audit_plan_cuda(const AuditPlanArgs& args, int device, void* stream) {
-  const Launcher launch{"audit_plan", device, stream};
-  launch(plan_launcher, args.batch.num_reqs, kAuditThreads, args);
+  call(Gpu{"audit_plan", device, stream}, args);
 }
-
 void audit_resolve_cuda(const AuditResolveArgs& args, int device, void* stream) {
-  const Launcher launch{"audit_resolve", device, stream};
-  const int64_t num_reqs = args.batch.num_reqs;
-  NWOR_CHECK(num_reqs <= kMaxRows, launch.op, "num_reqs is ", num_reqs,
-             "; must be at most ", kMaxRows, " on CUDA");
-  launch(keep_launcher, num_reqs, kAuditThreads, args);
-  launch(check_launcher, num_reqs, kAuditThreads, args);
-  for (int64_t i = 0; i < args.group.num_parts; ++i) {
-    launch(record_launcher, args.num_tokens, kRecordThreads, args, args.parts[i]);
-  }
-  for (int64_t i = 0; i < args.num_hits; ++i) {
-    launch(adopt_launcher, 1, kAuditThreads, args, args.hits[i]);
-    launch.scan(args, args.hits[i].row, args.num_hit_blocks);
-  }
-  launch.scan(args, -1, args.num_blocks);
-  launch(publish_launcher, 1, kBlockThreads, args);
+  call(Gpu{"audit_resolve", device, stream}, args);
 }
-
 void audit_blocks_cuda(const AuditBlocksArgs& args, int device, void* stream) {
-  const Launcher launch{"audit_blocks", device, stream};
-  for (int64_t first = 0; first < args.count; first += kIdsPerLaunch) {
-    const int64_t count = std::min<int64_t>(args.count - first, kIdsPerLaunch);
-    Ids ids{};
-    std::copy_n(args.blocks + first, count, ids.blocks);
-    std::copy_n(args.values + first, count, ids.values);
-    launch(blocks_launcher, count, kBlockThreads, args, ids);
-  }
+  call(Gpu{"audit_blocks", device, stream}, args);
 }
-
 void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream) {
-  const Launcher launch{"audit_snapshot", device, stream};
-  for (int64_t i = 0; i < args.group.num_parts; ++i) {
-    const AuditPart& part = args.parts[i];
-    NWOR_CHECK(part.runs.data == nullptr, launch.op,
-               "runs are given; slots must be rows on CUDA");
-    NWOR_CHECK(part.table.num_layers <= kMaxLayers, launch.op, "table has ",
-               part.table.num_layers, " layers; must have at most ", kMaxLayers,
-               " on CUDA");
-    launch(snapshot_launcher, launch.blocks_for_slots(args.group.num_slots()),
-           kAuditThreads, args, part);
-  }
+  const Gpu gpu{"audit_snapshot", device, stream};
+  call(gpu, args);
   // The audit begins: what the first launches of the others would do besides.
-  for (DriverKernel* kernel : {&seat_launcher, &plan_launcher, &keep_launcher,
-                               &check_launcher, &adopt_launcher, &record_launcher,
-                               &scan_launcher, &blocks_launcher, &publish_launcher}) {
-    kernel->load(launch.op, device);
-  }
+  load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
+       ScanSlots, BlockEvents, Publish>(gpu);
 }
 
 }  // namespace nwor

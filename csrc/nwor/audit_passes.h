@@ -1,21 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How the rules of audit_rules.h are applied to requests, slots and blocks, on the CPU
-// and on CUDA. A step is plan, the forward, then keep, record, check, for each request
-// that is new in the batch adopt and scan, then scan of all, and publish.
+// How the rules of audit_rules.h are applied to requests, slots and blocks, and in
+// which order: the same on the CPU and on CUDA.
 //
-// Each pass is for a team of threads that all call it: a thread block on CUDA
-// (audit_cuda.cu, `Block`), one thread on the CPU (audit_cpu.cpp, `Solo`). A team has
+// A pass is called by teams of threads, which share out what there is to do; all
+// threads of a team call it. A team is a thread block on CUDA (audit_cuda.cu, `Block`),
+// one thread on the CPU (audit_cpu.cpp, `Solo`). It has
 //
+//   share(count)         the items that are this team's: Share
 //   index(), size()      of this thread, and of the team
 //   sync()               what the team's threads wrote is seen by all of them
 //   sum(value)           up to this thread, and of all
 //   of_first(value)      the first thread's; a sync lies between two calls
-//   is_first_warp(), is_last_warp(), kLanes, lane(), and for all lanes of a warp:
-//   warp_sum(value)      up to this lane
-//   num_lanes(is), first_lane(is), of_last_lane(value)     first_lane: -1 if there is
-//   none num_accepted(...)    of window.h checksums(part, slot)  of a slot in the
-//   part's layers, after a sync
+//   load(address)        a value that other teams may have written
+//   room(count)          for as many int64, of the team
+//   num_accepted(...)    of window.h
+//   checksums(...)       of a slot in a part's layers; ends with a sync
+//
+// and of its warps is_first_warp(), is_last_warp(), lane(), num_lanes(), and for all
+// lanes of one: warp_sum(value), up to this lane; count_lanes(is); first_lane(is), -1
+// if it is none; of_last_lane(value).
 //
 // Values that come from the device are not trusted: a request whose seat or rows are
 // out of range is left alone.
@@ -24,6 +28,13 @@
 #include "audit_rules.h"
 
 namespace nwor {
+
+// for (auto [i, end, stride] = team.share(count); i < end; i += stride)
+struct Share {
+  int64_t i;
+  int64_t end;
+  int64_t stride;
+};
 
 // The sum up to a thread, this one included, and of all.
 struct TeamSum {
@@ -49,119 +60,138 @@ NWOR_RULE Rows rows_of(const AuditStep& args, int64_t r) {
 }
 
 // A request comes into the batch.
-template <typename Team>
-NWOR_RULE void seat_request(Team& team, const AuditSeatArgs& args) {
-  const AuditGroup& group = args.group;
-  const int64_t length = args.fresh.hit_length;
-  int64_t hash = args.fresh.seed;
-  for (int64_t first = 0; first < length; first += team.size()) {
-    const int64_t p = first + team.index();
-    const TeamSum sum = team.sum(p < length ? identity_of(args.tokens[p], p) : 0);
-    if (p < length && group.is_block_end(p)) {
-      group.expected_at(args.seat, p / group.block_size) = add(hash, sum.inclusive);
+struct SeatRequest : AuditSeatArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    const int64_t length = fresh.hit_length;
+    int64_t hash = fresh.seed;
+    for (int64_t first = 0; first < length; first += team.size()) {
+      const int64_t p = first + team.index();
+      const TeamSum sum = team.sum(p < length ? identity_of(tokens[p], p) : 0);
+      if (p < length && group.is_block_end(p)) {
+        group.expected_at(seat, p / group.block_size) = add(hash, sum.inclusive);
+      }
+      hash = add(hash, sum.total);
     }
-    hash = add(hash, sum.total);
+    for (int64_t b = length / group.block_size + team.index(); b < group.max_blocks;
+         b += team.size()) {
+      group.expected_at(seat, b) = 0;
+    }
+    if (team.index() == 0) {
+      group.seats[seat] = fresh;
+      group.seats[seat].hash = hash;
+      group.seats[seat].length = length;
+    }
   }
-  for (int64_t b = length / group.block_size + team.index(); b < group.max_blocks;
-       b += team.size()) {
-    group.expected_at(args.seat, b) = 0;
-  }
-  if (team.index() == 0) {
-    Seat seat = args.fresh;
-    seat.hash = hash;
-    seat.length = length;
-    group.seats[args.seat] = seat;
-  }
-}
+};
 
-template <typename Team>
-NWOR_RULE void plan_request(Team& team, const AuditPlanArgs& args, int64_t r) {
-  const Rows rows = rows_of(args, r);
-  if (rows.begin == rows.end) {
-    return;
-  }
-  const int64_t seat_index = args.batch.row_seats.at(r);
-  int64_t hash = team.of_first(
-      team.index() == 0 ? base_of(args.group, seat_index, args.positions[rows.begin])
-                        : 0);
-  for (int64_t first = rows.begin; first < rows.end; first += team.size()) {
-    const int64_t i = first + team.index();
-    const TeamSum sum =
-        team.sum(i < rows.end ? identity_of(args.tokens[i], args.positions[i]) : 0);
-    if (i < rows.end) {
-      plan_row(args, r, i, add(hash, sum.inclusive));
+struct PlanRequests : AuditPlanArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (auto [r, end, stride] = team.share(batch.num_reqs); r < end; r += stride) {
+      const Rows rows = rows_of(*this, r);
+      if (rows.begin < rows.end) {
+        plan(team, r, rows);
+      }
     }
-    hash = add(hash, sum.total);
   }
-}
+
+  template <typename Team>
+  NWOR_RULE void plan(Team& team, int64_t r, const Rows& rows) const {
+    const int64_t seat_index = batch.row_seats.at(r);
+    int64_t hash = team.of_first(
+        team.index() == 0 ? base_of(group, seat_index, positions[rows.begin]) : 0);
+    for (int64_t first = rows.begin; first < rows.end; first += team.size()) {
+      const int64_t i = first + team.index();
+      const TeamSum sum =
+          team.sum(i < rows.end ? identity_of(tokens[i], positions[i]) : 0);
+      if (i < rows.end) {
+        plan_row(*this, r, i, add(hash, sum.inclusive));
+      }
+      hash = add(hash, sum.total);
+    }
+  }
+};
 
 // What is kept, of all requests, before any is checked: one may have found another's
 // block in this step.
-template <typename Team>
-NWOR_RULE void keep_request(Team& team, const AuditResolveArgs& args, int64_t r) {
-  const Rows rows = rows_of(args, r);
-  const int64_t num_drafts = num_drafts_of(args, r);
-  const int64_t accepted =
-      num_drafts > 0 ? team.num_accepted(args.acceptance, r, num_drafts) : 0;
-  const int64_t kept_end = kept_end_of(rows.end, num_drafts, accepted);
-  for (int64_t i = rows.begin + team.index(); i < rows.end; i += team.size()) {
-    keep_row(args, r, i, i < kept_end, i == kept_end - 1);
-  }
-}
-
-// Whether a request's table leads to what it wrote and has written.
-template <typename Team>
-NWOR_RULE void check_request(Team& team, const AuditResolveArgs& args, int64_t r) {
-  const AuditGroup& group = args.group;
-  const Rows rows = rows_of(args, r);
-  if (!rows.is_valid) {
-    return;
-  }
-  const Seat& seat = group.seats[args.batch.row_seats.at(r)];
-  if (seat.opaque) {
-    return;
-  }
-  int64_t num_compared = 0;
-  for (int64_t i = rows.begin + team.index(); i < rows.end; i += team.size()) {
-    num_compared += check_row(args, r, i);
-  }
-  team.sync();  // a row that is reported takes its block's end off
-  const int64_t end = least(seat.length / group.block_size, group.max_blocks);
-  for (int64_t b = group.first_block(seat.length) + team.index(); b < end;
-       b += team.size()) {
-    num_compared += check_end(args, r, b);
-  }
-  const int64_t total = team.sum(num_compared).total;
-  if (team.index() == 0) {
-    count(group.header->num_identities, total);
-  }
-}
-
-template <typename Team>
-NWOR_RULE void adopt(Team& team, const AuditStep& args, const AuditHit& hit) {
-  const AuditGroup& group = args.group;
-  const int64_t seat_index = args.batch.row_seats.at(hit.row);
-  if (seat_index < 0 || seat_index >= group.num_seats) {
-    return;
-  }
-  Seat& seat = group.seats[seat_index];
-  if (team.index() == 0) {
-    seat.is_new = 0;
-  }
-  if (seat.opaque) {
-    return;
-  }
-  // From the last on: a block that is reported is not known to the next any more.
-  const int64_t first = group.first_block(hit.length);
-  for (int64_t end = group.last_block(hit.length); end > first; end -= team.size()) {
-    const int64_t b = end - 1 - team.index();
-    const int64_t hash = b >= first ? hash_before(group, seat_index, b) : 0;
-    team.sync();
-    if (b >= first) {
-      adopt_block(args, hit, b, hash);
+struct KeepRequests : AuditResolveArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (auto [r, end, stride] = team.share(batch.num_reqs); r < end; r += stride) {
+      const Rows rows = rows_of(*this, r);
+      const int64_t num_drafts = num_drafts_of(*this, r);
+      const int64_t accepted =
+          num_drafts > 0 ? team.num_accepted(acceptance, r, num_drafts) : 0;
+      const int64_t kept_end = kept_end_of(rows.end, num_drafts, accepted);
+      for (int64_t i = rows.begin + team.index(); i < rows.end; i += team.size()) {
+        keep_row(*this, r, i, i < kept_end, i == kept_end - 1);
+      }
+      team.sync();
     }
   }
-}
+};
+
+// Whether the requests' tables lead to what they wrote and have written.
+struct CheckRequests : AuditResolveArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (auto [r, end, stride] = team.share(batch.num_reqs); r < end; r += stride) {
+      const Rows rows = rows_of(*this, r);
+      if (rows.is_valid && !group.seats[batch.row_seats.at(r)].opaque) {
+        check(team, r, rows);
+      }
+    }
+  }
+
+  template <typename Team>
+  NWOR_RULE void check(Team& team, int64_t r, const Rows& rows) const {
+    const int64_t length = group.seats[batch.row_seats.at(r)].length;
+    int64_t num_compared = 0;
+    for (int64_t i = rows.begin + team.index(); i < rows.end; i += team.size()) {
+      num_compared += check_row(*this, r, i);
+    }
+    team.sync();  // a row that is reported takes its block's end off
+    const int64_t end = least(length / group.block_size, group.max_blocks);
+    for (int64_t b = group.first_block(length) + team.index(); b < end;
+         b += team.size()) {
+      num_compared += check_end(*this, r, b);
+    }
+    const int64_t total = team.sum(num_compared).total;
+    if (team.index() == 0) {
+      count(group.header->num_identities, total);
+    }
+  }
+};
+
+struct AdoptHit : AuditResolveArgs {
+  AuditHit hit;
+
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    const int64_t seat_index = batch.row_seats.at(hit.row);
+    if (seat_index < 0 || seat_index >= group.num_seats) {
+      return;
+    }
+    Seat& seat = group.seats[seat_index];
+    if (team.index() == 0) {
+      seat.is_new = 0;
+    }
+    if (seat.opaque) {
+      return;
+    }
+    // From the last on: a block that is reported is not known to the next any more.
+    const int64_t first = group.first_block(hit.length);
+    for (int64_t end = group.last_block(hit.length); end > first; end -= team.size()) {
+      const int64_t b = end - 1 - team.index();
+      const int64_t hash = b >= first ? hash_before(group, seat_index, b) : 0;
+      team.sync();
+      if (b >= first) {
+        adopt_block(*this, hit, b, hash);
+      }
+    }
+  }
+};
 
 // --- bytes -----------------------------------------------------------------------
 
@@ -187,304 +217,402 @@ NWOR_RULE Compared compare(Team& team, const int32_t* known, const int32_t* foun
   return compared;
 }
 
+// A slot's checksums become what is known of it.
 template <typename Team>
-NWOR_RULE void keep_checksums(Team& team, int32_t* known, const int32_t* found,
-                              int64_t num_layers) {
-  for (int64_t i = team.index(); i < num_layers; i += team.size()) {
+NWOR_RULE void keep_checksums(Team& team, const AuditGroup& group,
+                              const AuditPart& part, int64_t slot,
+                              const int32_t* found) {
+  int32_t* const known = part.known(group, slot);
+  for (int64_t i = team.index(); i < part.table.num_layers; i += team.size()) {
     known[i] = found[i];
   }
 }
 
-// Row i of a step: what was written, once it is known what is kept.
-template <typename Team>
-NWOR_RULE void record_row(Team& team, const AuditResolveArgs& args,
-                          const AuditPart& part, int64_t i) {
-  const AuditGroup& group = args.group;
-  const PlanRow& row = group.plan[i];
-  const int64_t slot = row.slot;
-  // One value for all threads: judging a row changes its `suspect`.
-  const bool is_recorded = slot >= 0 && slot < group.num_slots() && row.suspect == 0;
-  const bool is_judged = row.old.content != kContentNone;
-  team.sync();
-  if (!is_recorded) {
-    return;
-  }
-  const int64_t num_layers = part.table.num_layers;
-  int32_t* const known = part.known(group, slot);
-  const int32_t* const found = team.checksums(part, slot);
-  if (is_judged && team.is_first_warp()) {
-    const Compared compared = compare(team, known, found, num_layers);
-    if (team.index() == 0) {
-      judge_row(args, part, i, compared);
-    }
-  }
-  team.sync();
-  keep_checksums(team, known, found, num_layers);
-  if (part.is_last && team.index() == 0) {
-    group.records[slot].content = kContentKnown;
-  }
-  team.sync();  // before the next row's checksums
-}
+// What was written, once it is known what is kept.
+struct RecordRows : AuditResolveArgs {
+  AuditPart part;
 
-// When all rows were judged: by the last team.
-template <typename Team>
-NWOR_RULE void judge_suspects(Team& team, const AuditResolveArgs& args,
-                              const AuditPart& part) {
-  FindingsHeader* const header = args.group.header;
-  const int64_t num_suspects = team.load(&header->num_suspects);
-  team.sync();
-  if (team.index() == 0) {
-    header->num_blocks_done = 0;
-    header->num_suspects = 0;
-  }
-  if (num_suspects == 0) {
-    return;
-  }
-  for (int64_t i = team.index(); i < args.num_tokens; i += team.size()) {
-    judge_suspect(args, part, i);
-  }
-  team.sync();
-  for (int64_t i = team.index(); i < args.num_tokens; i += team.size()) {
-    args.group.plan[i].suspect = least(args.group.plan[i].suspect, 0);
-  }
-}
-
-// By a warp: compares the slots of a full block from its end back, a record's own token
-// leading from its H to the one before, up to the first that is wrong or not known.
-template <typename Team>
-NWOR_RULE void check_block(Team& team, const AuditStep& args, int64_t r, int64_t b) {
-  const AuditGroup& group = args.group;
-  const int64_t seat_index = args.batch.row_seats.at(r);
-  int64_t hash = group.expected_at(seat_index, b);
-  if (hash == 0 || group.seats[seat_index].opaque) {
-    return;
-  }
-  const int64_t begin = b * group.block_size;
-  for (int64_t last = begin + group.block_size - 1; last >= begin;
-       last -= team.num_lanes()) {
-    const int64_t p = last - team.lane();
-    const int64_t slot = p >= begin ? args.slot(r, p) : -1;
-    const bool is_known = group.is_in_cache(slot);
-    SlotRecord record{};
-    if (is_known) {
-      record = group.records[slot];
-    }
-    const int64_t own = is_known ? identity_of(record.token, p) : 0;
-    const int64_t through = team.warp_sum(own);
-    const int64_t here = subtract(hash, subtract(through, own));
-    const bool ends = !is_known || record.state == kSlotUnknown;
-    const bool is_wrong = !ends && !holds(record, here);
-    const int64_t stop = team.first_lane(ends || is_wrong);
-    if (stop >= 0) {
-      if (is_wrong && team.lane() == stop) {
-        report_prefix(group, slot, p, here, seat_index, args.step);
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (auto [i, end, stride] = team.share(num_tokens); i < end; i += stride) {
+      const PlanRow& row = group.plan[i];
+      if (row.slot >= 0 && row.slot < group.num_slots() && row.num_same >= 0) {
+        record(team, i, row.slot, row.old.content != kContentNone);
       }
+    }
+  }
+
+  template <typename Team>
+  NWOR_RULE void record(Team& team, int64_t i, int64_t slot, bool is_judged) const {
+    const int32_t* const found = team.checksums(part, slot);
+    if (is_judged && team.is_first_warp()) {
+      const Compared compared =
+          compare(team, part.known(group, slot), found, part.table.num_layers);
+      if (team.index() == 0) {
+        judge_row(*this, part, i, compared);
+      }
+    }
+    team.sync();
+    keep_checksums(team, group, part, slot, found);
+    if (part.is_last && team.index() == 0) {
+      group.records[slot].content = kContentKnown;
+    }
+    team.sync();  // before the next row's checksums
+  }
+};
+
+// Whose bytes a scan compares: of one row its hit; with row -1 of all rows, from the
+// cursor on.
+struct ScanSlots : AuditResolveArgs {
+  AuditPart part;
+  int64_t row;
+  int64_t max_blocks;
+
+  int64_t num_rows() const { return row < 0 ? batch.num_reqs : 1; }
+
+  // The blocks of the rows, side by side, and which of them are looked at: `count` from
+  // `start` on and around.
+  struct Places {
+    const int64_t* ends;  // [num_rows()]: blocks of the rows up to each, it included
+    int64_t total;
+    int64_t start;
+    int64_t count;
+  };
+
+  template <typename Team>
+  NWOR_RULE Places places(Team& team) const {
+    const int64_t num_rows = row < 0 ? batch.num_reqs : 1;
+    int64_t* const ends = team.room(num_rows);
+    int64_t total = 0;
+    for (int64_t first = 0; first < num_rows; first += team.size()) {
+      const int64_t i = first + team.index();
+      const TeamSum sum = team.sum(i < num_rows ? blocks_of(i).count : 0);
+      if (i < num_rows) {
+        ends[i] = total + sum.inclusive;
+      }
+      total += sum.total;
+    }
+    team.sync();
+    return {ends, total, row < 0 ? group.header->cursor : 0, least(max_blocks, total)};
+  }
+
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    const Places all = places(team);
+    auto [n, end, stride] = team.share(all.count * group.block_size);
+    if (n == 0 && team.index() == 0 && row < 0 && all.total > 0) {
+      group.header->next_cursor = (all.start + all.count) % all.total;
+    }
+    for (; n < end; n += stride) {
+      scan(team, all, (all.start + n / group.block_size) % all.total,
+           n % group.block_size);
+    }
+  }
+
+ private:
+  struct RowBlocks {
+    int64_t first;
+    int64_t count;
+  };
+  NWOR_RULE RowBlocks blocks_of(int64_t i) const {
+    const int64_t seat_index = batch.row_seats.at(row < 0 ? i : row);
+    if (seat_index < 0 || seat_index >= group.num_seats) {
+      return {0, 0};
+    }
+    const Seat& seat = group.seats[seat_index];
+    const int64_t length = row < 0 ? seat.length : seat.hit_length;
+    const int64_t first = group.first_block(length);
+    const int64_t end = group.last_block(length);
+    return {first, end > first ? end - first : 0};
+  }
+
+  // Offset o of place n.
+  template <typename Team>
+  NWOR_RULE void scan(Team& team, const Places& all, int64_t n, int64_t o) const {
+    // The row: the first that ends behind n.
+    int64_t low = 0;
+    for (int64_t high = (row < 0 ? batch.num_reqs : 1) - 1; low < high;) {
+      const int64_t middle = (low + high) / 2;
+      if (all.ends[middle] > n) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    const int64_t r = row < 0 ? low : row;
+    const int64_t b = blocks_of(low).first + n - (low == 0 ? 0 : all.ends[low - 1]);
+    const int64_t length = group.seats[batch.row_seats.at(r)].length;
+    if (o == 0 && part.is_last && team.is_last_warp() &&
+        (b + 1) * group.block_size <= length) {
+      check_block(team, r, b);
+    }
+    const int64_t position = b * group.block_size + o;
+    const int64_t slot = position < length ? this->slot(r, position) : -1;
+    if (group.is_in_cache(slot) && has_bytes(group.records[slot])) {
+      check_bytes(team, r, position, slot);
+    }
+  }
+
+  // By a warp: compares the slots of a full block from its end back, a record's own
+  // token leading from its H to the one before, up to the first that is wrong or not
+  // known.
+  template <typename Team>
+  NWOR_RULE void check_block(Team& team, int64_t r, int64_t b) const {
+    const int64_t seat_index = batch.row_seats.at(r);
+    int64_t hash = group.expected_at(seat_index, b);
+    if (hash == 0 || group.seats[seat_index].opaque) {
       return;
     }
-    hash = subtract(hash, team.of_last_lane(through));
-  }
-}
-
-// The blocks of a row that a scan looks at.
-struct RowBlocks {
-  int64_t first;
-  int64_t count;
-};
-NWOR_RULE RowBlocks blocks_of(const AuditStep& args, const ScanRange& range,
-                              int64_t r) {
-  const AuditGroup& group = args.group;
-  const int64_t seat_index = args.batch.row_seats.at(r);
-  if (seat_index < 0 || seat_index >= group.num_seats) {
-    return {0, 0};
-  }
-  const Seat& seat = group.seats[seat_index];
-  const int64_t length = range.row < 0 ? seat.length : seat.hit_length;
-  const int64_t first = group.first_block(length);
-  const int64_t end = group.last_block(length);
-  return {first, end > first ? end - first : 0};
-}
-
-// The blocks of a scan's rows, side by side, and which of them it looks at: `count`
-// from `start` on and around.
-struct Places {
-  int64_t first_row;
-  int64_t num_rows;
-  const int64_t* ends;  // [num_rows]: blocks of the rows up to each, it included
-  int64_t total;
-  int64_t start;
-  int64_t count;
-};
-
-// ends: room for them, of the team.
-template <typename Team>
-NWOR_RULE Places places_of(Team& team, const AuditStep& args, const ScanRange& range,
-                           int64_t* ends) {
-  const bool is_hit = range.row >= 0;
-  Places places{
-      is_hit ? range.row : 0, is_hit ? 1 : args.batch.num_reqs, ends, 0, 0, 0};
-  for (int64_t first = 0; first < places.num_rows; first += team.size()) {
-    const int64_t i = first + team.index();
-    const bool is_row = i < places.num_rows;
-    const TeamSum sum =
-        team.sum(is_row ? blocks_of(args, range, places.first_row + i).count : 0);
-    if (is_row) {
-      ends[i] = places.total + sum.inclusive;
-    }
-    places.total += sum.total;
-  }
-  team.sync();
-  places.count = least(range.num_blocks, places.total);
-  places.start = is_hit ? 0 : args.group.header->cursor;
-  return places;
-}
-
-// By one thread of all teams.
-NWOR_RULE void move_cursor(const AuditGroup& group, const ScanRange& range,
-                           const Places& places) {
-  if (range.row < 0 && places.total > 0) {
-    group.header->next_cursor = (places.start + places.count) % places.total;
-  }
-}
-
-// Slot number `unit` of the blocks that a scan looks at.
-template <typename Team>
-NWOR_RULE void scan_slot(Team& team, const AuditResolveArgs& args,
-                         const AuditPart& part, const ScanRange& range,
-                         const Places& places, int64_t unit) {
-  const AuditGroup& group = args.group;
-  const int64_t n = (places.start + unit / group.block_size) % places.total;
-  const int64_t o = unit % group.block_size;
-  // The row: the first that ends behind n.
-  int64_t low = 0;
-  for (int64_t high = places.num_rows - 1; low < high;) {
-    const int64_t middle = (low + high) / 2;
-    if (places.ends[middle] > n) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  const int64_t r = places.first_row + low;
-  const int64_t b =
-      blocks_of(args, range, r).first + n - (low == 0 ? 0 : places.ends[low - 1]);
-  const int64_t seat_index = args.batch.row_seats.at(r);
-  const int64_t length = group.seats[seat_index].length;
-  if (o == 0 && part.is_last && team.is_last_warp() &&
-      (b + 1) * group.block_size <= length) {
-    check_block(team, args, r, b);
-  }
-  const int64_t position = b * group.block_size + o;
-  const int64_t slot = position < length ? args.slot(r, position) : -1;
-  if (!group.is_in_cache(slot) || !has_bytes(group.records[slot])) {
-    return;
-  }
-  SlotRecord& record = group.records[slot];
-  // Of the requests that share the slot, one compares it.
-  const auto content =
-      static_cast<int32_t>(team.of_first(team.index() == 0 ? claim(record) : 0));
-  if (content != kContentClaimed) {
-    const int64_t num_layers = part.table.num_layers;
-    int32_t* const known = part.known(group, slot);
-    const int32_t* const found = team.checksums(part, slot);
-    if (team.is_first_warp()) {
-      const Compared compared = compare(team, known, found, num_layers);
-      Stored stored{is_fresh(content) ? stored_slot(group, slot) : kNotStored, {}};
-      if (stored.slot >= 0) {
-        stored.compared =
-            compare(team, part.known(group, stored.slot), found, num_layers);
+    const int64_t begin = b * group.block_size;
+    for (int64_t last = begin + group.block_size - 1; last >= begin;
+         last -= team.num_lanes()) {
+      const int64_t p = last - team.lane();
+      const int64_t slot = p >= begin ? this->slot(r, p) : -1;
+      const bool is_known = group.is_in_cache(slot);
+      SlotRecord record{};
+      if (is_known) {
+        record = group.records[slot];
       }
+      const int64_t own = is_known ? identity_of(record.token, p) : 0;
+      const int64_t through = team.warp_sum(own);
+      const int64_t here = subtract(hash, subtract(through, own));
+      const bool ends = !is_known || record.state == kSlotUnknown;
+      const bool is_wrong = !ends && !holds(record, here);
+      const int64_t stop = team.first_lane(ends || is_wrong);
+      if (stop >= 0) {
+        if (is_wrong && team.lane() == stop) {
+          report_prefix(group, slot, p, here, seat_index, step);
+        }
+        return;
+      }
+      hash = subtract(hash, team.of_last_lane(through));
+    }
+  }
+
+  template <typename Team>
+  NWOR_RULE void check_bytes(Team& team, int64_t r, int64_t position,
+                             int64_t slot) const {
+    SlotRecord& record = group.records[slot];
+    // Of the requests that share the slot, one compares it.
+    const auto content =
+        static_cast<int32_t>(team.of_first(team.index() == 0 ? claim(record) : 0));
+    if (content != kContentClaimed) {
+      const int32_t* const found = team.checksums(part, slot);
+      if (team.is_first_warp()) {
+        const int64_t num_layers = part.table.num_layers;
+        const Compared compared =
+            compare(team, part.known(group, slot), found, num_layers);
+        Stored stored{is_fresh(content) ? stored_slot(group, slot) : kNotStored, {}};
+        if (stored.slot >= 0) {
+          stored.compared =
+              compare(team, part.known(group, stored.slot), found, num_layers);
+        }
+        if (team.index() == 0) {
+          judge_slot(*this, part, batch.row_seats.at(r), slot, position, content,
+                     compared, stored);
+          count(group.header->num_contents, part.is_last && content == kContentKnown);
+        }
+      }
+      team.sync();
+      keep_checksums(team, group, part, slot, found);
+      team.sync();
       if (team.index() == 0) {
-        judge_slot(args, part, seat_index, slot, position, content, compared, stored);
-        count(group.header->num_contents, part.is_last && content == kContentKnown);
+        release(record, part.is_last ? int32_t{kContentKnown} : content);
       }
     }
-    team.sync();
-    keep_checksums(team, known, found, num_layers);
-    team.sync();
-    if (team.index() == 0) {
-      release(record, part.is_last ? int32_t{kContentKnown} : content);
+    team.sync();  // before the next slot's content and checksums
+  }
+};
+
+struct SnapshotSlots : AuditSnapshotArgs {
+  AuditPart part;
+
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (auto [slot, end, stride] = team.share(group.num_slots()); slot < end;
+         slot += stride) {
+      if (is_taken(group.records[slot], again)) {
+        keep_checksums(team, group, part, slot, team.checksums(part, slot));
+        if (team.index() == 0) {
+          group.records[slot].content = kContentKnown;
+        }
+      }
+      team.sync();
     }
   }
-  team.sync();  // before the next slot's content and checksums
-}
-
-template <typename Team>
-NWOR_RULE void snapshot_slot(Team& team, const AuditGroup& group, const AuditPart& part,
-                             bool again, int64_t slot) {
-  if (!is_taken(group.records[slot], again)) {
-    return;
-  }
-  const int32_t* const found = team.checksums(part, slot);
-  keep_checksums(team, part.known(group, slot), found, part.table.num_layers);
-  if (team.index() == 0) {
-    group.records[slot].content = kContentKnown;
-  }
-  team.sync();
-}
+};
 
 // --- blocks ----------------------------------------------------------------------
 
-template <typename Team>
-NWOR_RULE void block_event(Team& team, const AuditBlocksArgs& args, int64_t block,
-                           int64_t value) {
-  const AuditGroup& group = args.group;
-  const int64_t size = group.block_size;
-  SlotRecord* const records = group.records + block * size;
-  if (args.event == kGiven) {
+// What becomes of some blocks. Their numbers, which the host has, travel with the call.
+struct BlockEvents {
+  static constexpr int64_t kMaxCount = 256;
+
+  AuditGroup group;
+  BlockEvent event;
+  int64_t step;
+  int64_t num_blocks;
+  int64_t values[kMaxCount];
+  int32_t blocks[kMaxCount];
+
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (auto [i, end, stride] = team.share(num_blocks); i < end; i += stride) {
+      const int64_t block = blocks[i];
+      const int64_t value = values[i];
+      if (event == kGiven) {
+        give(team, block, static_cast<int32_t>(value));
+      } else if (event == kFilled) {
+        fill(team, block, value);
+      } else {
+        store(team, block, value);
+      }
+    }
+  }
+
+  template <typename Team>
+  NWOR_RULE void give(Team& team, int64_t block, int32_t generation) const {
     if (team.index() == 0) {
-      group.owners[block] = static_cast<int32_t>(value);
+      group.owners[block] = generation;
     }
-    for (int64_t o = team.index(); o < size && value == 0; o += team.size()) {
-      records[o] = {0,          -1,          0, records[o].step, records[o].generation,
-                    kSlotNever, kContentNone};
-    }
-  } else if (args.event == kFilled) {
-    if (team.index() == 0) {
-      group.stores[block] = value;
-    }
-    for (int64_t o = team.index(); o < size; o += team.size()) {
-      records[o].state = kSlotLoaded;
-    }
-  } else {
-    if (team.index() == 0) {
-      check_stored(group, block, args.step);
-    }
-    if (value == 0) {
+    if (generation != 0) {
       return;
     }
-    const int64_t kept = group.kept_block(value);
-    if (team.index() == 0) {
-      group.stores[kept] = value;
+    for (int64_t o = team.index(); o < group.block_size; o += team.size()) {
+      SlotRecord& record = group.records[block * group.block_size + o];
+      record = {0, -1, 0, record.step, record.generation, kSlotNever, kContentNone};
     }
+  }
+
+  template <typename Team>
+  NWOR_RULE void fill(Team& team, int64_t block, int64_t number) const {
+    if (team.index() == 0) {
+      group.stores[block] = number;
+    }
+    for (int64_t o = team.index(); o < group.block_size; o += team.size()) {
+      group.records[block * group.block_size + o].state = kSlotLoaded;
+    }
+  }
+
+  // What is known of the block is kept, with the store's number.
+  template <typename Team>
+  NWOR_RULE void store(Team& team, int64_t block, int64_t number) const {
+    if (team.index() == 0) {
+      check_stored(group, block, step);
+    }
+    if (number == 0) {
+      return;
+    }
+    const int64_t kept = group.kept_block(number);
+    if (team.index() == 0) {
+      group.stores[kept] = number;
+    }
+    const int64_t size = group.block_size;
     for (int64_t o = team.index(); o < size; o += team.size()) {
-      group.records[kept * size + o] = records[o];
+      group.records[kept * size + o] = group.records[block * size + o];
     }
     const int64_t num_sums = size * group.num_columns;
     for (int64_t i = team.index(); i < num_sums; i += team.size()) {
       group.contents[kept * num_sums + i] = group.contents[block * num_sums + i];
     }
   }
-}
+};
 
 // --- publish ---------------------------------------------------------------------
 
-// The end of a step: the header and what was found since the last one.
-template <typename Team>
-NWOR_RULE void publish(Team& team, const AuditResolveArgs& args) {
-  FindingsHeader* const header = args.group.header;
-  const int64_t num_new =
-      least(header->num_findings - header->num_published, args.group.capacity);
-  constexpr int64_t kWords = sizeof(Finding) / sizeof(int64_t);
-  const auto* from = reinterpret_cast<const int64_t*>(header + 1);
-  auto* to = reinterpret_cast<int64_t*>(args.findings_to + 1);
-  for (int64_t i = team.index(); i < num_new * kWords; i += team.size()) {
-    to[i] = from[i];
+// The end of a step, by one team: all rows were judged; the header and what was found
+// since the last one go to the host.
+struct Publish : AuditResolveArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    FindingsHeader* const header = group.header;
+    for (int64_t i = header->num_suspects > 0 ? team.index() : num_tokens;
+         i < num_tokens; i += team.size()) {
+      judge_suspect(*this, i);
+    }
+    team.sync();
+    const int64_t num_new =
+        least(team.load(&header->num_findings) - header->num_published, group.capacity);
+    constexpr int64_t kWords = sizeof(Finding) / sizeof(int64_t);
+    const auto* from = reinterpret_cast<const int64_t*>(header + 1);
+    auto* to = reinterpret_cast<int64_t*>(findings_to + 1);
+    for (int64_t i = team.index(); i < num_new * kWords; i += team.size()) {
+      to[i] = team.load(from + i);
+    }
+    team.sync();
+    if (team.index() == 0) {
+      header->num_suspects = 0;
+      *findings_to = *header;
+      header->num_published = header->num_findings;
+      header->cursor = header->next_cursor;
+    }
   }
-  team.sync();
-  if (team.index() == 0) {
-    *args.findings_to = *header;
-    header->num_published = header->num_findings;
-    header->cursor = header->next_cursor;
+};
+
+// --- calls -----------------------------------------------------------------------
+
+// Device: run(pass, n): for n teams; run_slots(pass, part, n): for n slots, whose bytes
+// are read; check(args): whether it can do a step.
+
+template <typename Device>
+void call(const Device& device, const AuditSeatArgs& args) {
+  device.run(SeatRequest{args}, 1);
+}
+
+template <typename Device>
+void call(const Device& device, const AuditPlanArgs& args) {
+  device.check(args);
+  device.run(PlanRequests{args}, args.batch.num_reqs);
+}
+
+template <typename Device>
+void scan(const Device& device, const AuditResolveArgs& args, int64_t row,
+          int64_t num_blocks) {
+  // A batch has no more blocks than its requests may have; beyond a cache's own number
+  // it takes another step to come around.
+  const AuditGroup& group = args.group;
+  const int64_t max_blocks =
+      num_blocks < group.num_blocks ? num_blocks : group.num_blocks;
+  for (int64_t i = 0; max_blocks > 0 && i < group.num_parts; ++i) {
+    device.run_scan(ScanSlots{args, args.parts[i], row, max_blocks});
+  }
+}
+
+template <typename Device>
+void call(const Device& device, const AuditResolveArgs& args) {
+  device.check(args);
+  device.run(KeepRequests{args}, args.batch.num_reqs);
+  device.run(CheckRequests{args}, args.batch.num_reqs);
+  for (int64_t i = 0; i < args.group.num_parts; ++i) {
+    const RecordRows rows{args, args.parts[i]};
+    device.run_slots(rows, args.num_tokens);
+  }
+  for (int64_t i = 0; i < args.num_hits; ++i) {
+    device.run(AdoptHit{args, args.hits[i]}, 1);
+    scan(device, args, args.hits[i].row, args.num_hit_blocks);
+  }
+  scan(device, args, -1, args.num_blocks);
+  device.run(Publish{args}, 1);
+}
+
+template <typename Device>
+void call(const Device& device, const AuditBlocksArgs& args) {
+  for (int64_t first = 0; first < args.count; first += BlockEvents::kMaxCount) {
+    BlockEvents events{args.group, args.event, args.step, 0, {}, {}};
+    for (int64_t& i = events.num_blocks;
+         i < BlockEvents::kMaxCount && first + i < args.count; ++i) {
+      events.blocks[i] = args.blocks[first + i];
+      events.values[i] = args.values[first + i];
+    }
+    device.run(events, events.num_blocks);
+  }
+}
+
+template <typename Device>
+void call(const Device& device, const AuditSnapshotArgs& args) {
+  for (int64_t i = 0; i < args.group.num_parts; ++i) {
+    device.check(args.parts[i]);
+    device.run_slots(SnapshotSlots{args, args.parts[i]}, args.group.num_slots());
   }
 }
 

@@ -97,9 +97,9 @@ NWOR_RULE void report(const AuditGroup& group, const Finding& finding) {
 NWOR_RULE Finding at_slot(const AuditGroup& group, FindingClass kind, int64_t slot,
                           int64_t position, const Seat& seat, int64_t step) {
   const SlotRecord& record = group.records[slot];
-  return {step, kind, 0, seat.generation,   position,
-          slot, -1,   0, record.generation, record.step,
-          0,    0};
+  return {step, kind, seat.generation,   position,    slot,
+          -1,   0,    record.generation, record.step, 0,
+          0};
 }
 
 // Of a write of `token` by `seat`, which makes its text H = `hash`.
@@ -186,7 +186,7 @@ NWOR_RULE void plan_row(const AuditPlanArgs& args, int64_t r, int64_t i, int64_t
   const int64_t position = args.positions[i];
   const int64_t slot = args.slot_mapping[i];
   PlanRow& row = group.plan[i];
-  row = {-1, hash, position, args.tokens[i], kSlotPlanned, seat_index, 0, {}};
+  row = {-1, hash, position, args.tokens[i], kSlotPlanned, seat_index, 0, 0, {}};
   if (slot < 0) {
     return;
   }
@@ -194,7 +194,7 @@ NWOR_RULE void plan_row(const AuditPlanArgs& args, int64_t r, int64_t i, int64_t
     const int64_t owner =
         slot < group.num_slots() ? group.owners[slot / group.block_size] : 0;
     const int64_t expected = args.slot(r, position);
-    report(group, {args.step, kForeignWrite, 0, owner, position, slot, -1, 0,
+    report(group, {args.step, kForeignWrite, owner, position, slot, -1, 0,
                    seat.generation, args.step, expected, slot});
   }
   if (slot >= group.num_slots()) {
@@ -212,7 +212,7 @@ NWOR_RULE void plan_row(const AuditPlanArgs& args, int64_t r, int64_t i, int64_t
     // Another row of this step, or of one that failed: it has no checksums.
     row.old.state = kSlotUnknown;
     row.old.content = kContentNone;
-    row.suspect = -1;
+    row.num_same = -1;
   } else if (row.old.state == kSlotLoaded || is_behind_hit(group, seat, position)) {
     row.old.content = kContentNone;  // a load fills whole blocks
   } else if (row.old.content == kContentLoaded) {
@@ -388,10 +388,9 @@ NWOR_RULE Finding other_bytes(const AuditGroup& group, const AuditPart& part,
                               int64_t slot, int64_t position, const Seat& seat,
                               int64_t step, const Compared& compared) {
   Finding finding = at_slot(group, kChanged, slot, position, seat, step);
-  finding.table = part.index;
   if (compared.num_same < compared.num_layers) {
     const int64_t layer = compared.first_other;
-    finding.layer = layer;
+    finding.layer = part.first_column + layer;
     finding.num_layers = compared.num_layers - compared.num_same;
     finding.expected = static_cast<uint32_t>(compared.known[layer]);
     finding.found = static_cast<uint32_t>(compared.found[layer]);
@@ -399,21 +398,7 @@ NWOR_RULE Finding other_bytes(const AuditGroup& group, const AuditPart& part,
   return finding;
 }
 
-NWOR_RULE void report_missing(const AuditResolveArgs& args, const AuditPart& part,
-                              int64_t i, int64_t layer, int64_t num_layers) {
-  const AuditGroup& group = args.group;
-  const PlanRow& row = group.plan[i];
-  Finding finding = at_slot(group, kMissingWrite, row.slot, row.position,
-                            group.seats[row.seat], args.step);
-  finding.table = part.index;
-  finding.layer = layer;
-  finding.num_layers = num_layers;
-  finding.expected = row.hash;
-  finding.found = row.old.hash;
-  report(group, finding);
-}
-
-// What row i's checksums say of it, before they are recorded.
+// What row i's checksums in a part say of it, before they are recorded.
 NWOR_RULE void judge_row(const AuditResolveArgs& args, const AuditPart& part, int64_t i,
                          const Compared& compared) {
   const AuditGroup& group = args.group;
@@ -436,27 +421,33 @@ NWOR_RULE void judge_row(const AuditResolveArgs& args, const AuditPart& part, in
       compared.num_same == 0) {
     return;
   }
-  // One checksum of 32 bits in billions agrees by chance: it takes a second one, of
-  // another layer, or of this layer at the position before (judge_suspect).
-  const bool is_sure = compared.num_same > 1;
-  row.suspect = 2 * (1 + compared.first_same) + is_sure;
-  count(group.header->num_suspects);
-  if (is_sure) {
-    report_missing(args, part, i, compared.first_same, compared.num_same);
+  if (row.num_same == 0) {
+    row.first_same = static_cast<int32_t>(part.first_column + compared.first_same);
+    count(group.header->num_suspects);
   }
+  row.num_same += static_cast<int32_t>(compared.num_same);
 }
 
-// Row i, when all rows were judged.
-NWOR_RULE void judge_suspect(const AuditResolveArgs& args, const AuditPart& part,
-                             int64_t i) {
+// Row i, when all rows were judged. One checksum of 32 bits in billions agrees by
+// chance: it takes a second one, of another layer, or of this layer at the position
+// before.
+NWOR_RULE void judge_suspect(const AuditResolveArgs& args, int64_t i) {
   const AuditGroup& group = args.group;
   const PlanRow& row = group.plan[i];
-  if (i == 0 || row.suspect <= 0 || row.suspect % 2 == 1) {
+  if (row.num_same <= 0) {
     return;
   }
-  const PlanRow& previous = group.plan[i - 1];
-  if (previous.seat == row.seat && previous.suspect / 2 == row.suspect / 2) {
-    report_missing(args, part, i, row.suspect / 2 - 1, 1);
+  bool is_sure = row.num_same > 1;
+  if (!is_sure && i > 0) {
+    const PlanRow& previous = group.plan[i - 1];
+    is_sure = previous.seat == row.seat && previous.num_same == 1 &&
+              previous.first_same == row.first_same;
+  }
+  if (is_sure) {
+    const Seat& seat = group.seats[row.seat];
+    report(group, {args.step, kMissingWrite, seat.generation, row.position, row.slot,
+                   row.first_same, row.num_same, seat.generation, args.step, row.hash,
+                   row.old.hash});
   }
 }
 
@@ -514,7 +505,7 @@ NWOR_RULE void judge_slot(const AuditResolveArgs& args, const AuditPart& part,
     Finding finding =
         other_bytes(group, part, slot, position, seat, args.step, compared);
     finding.kind = kNeverLoaded;
-    finding.layer = 0;
+    finding.layer = part.first_column;
     finding.num_layers = compared.num_layers;
     finding.expected = group.records[slot].hash;
     report(group, finding);

@@ -97,15 +97,15 @@ def decode(
     row: Sequence[int], group: AuditedGroup, name_of: Callable[[int], str | None]
 ) -> Finding:
     """A row of `findings`, in the columns of Finding of csrc/nwor/audit.h."""
-    step, number, table, owner, position, slot, layer, num_layers = row[:8]
-    writer, writer_step, *values = row[8:]
+    step, number, owner, position, slot, layer, num_layers = row[:7]
+    writer, writer_step, *values = row[7:]
     kind, shape = CLASSES[number], group.shape
     # Slots are numbers; the others are bits.
     text = str if kind == "foreign_write" else lambda n: f"{n & (2**64 - 1):#x}"
     return Finding(
         kind,
         shape.group_id,
-        group.parts[table].names[layer] if layer >= 0 else None,
+        group.names[layer] if layer >= 0 else None,
         num_layers,
         slot // shape.block_size,
         slot,

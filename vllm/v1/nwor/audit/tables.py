@@ -18,7 +18,7 @@ from ..ops import TABLE_COLUMNS
 from .findings import MAX_KEPT
 
 # Columns of int64 tables: SlotRecord, Seat, PlanRow, Finding.
-RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 8, 10, 12
+RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 8, 10, 11
 # What becomes of blocks: BlockEvent.
 GIVEN, FILLED, STORED = range(3)
 
@@ -81,8 +81,9 @@ class AuditedGroup:
     """One KV-cache group's tables. Memory: 32 bytes a slot, and 4 a slot and layer.
 
     tables: what all ops take: the addresses and sizes of the others, on the host.
-    parts: the layers by their packing, none if bytes are not compared. numbers: of the
-    stores, by the place of a KV connector that holds them.
+    parts: the layers by their packing, none if bytes are not compared. names: of layers,
+    by their columns in `contents`. numbers: of the stores, by the place of a KV
+    connector that holds them.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class AuditedGroup:
         self._num_stores = 0
         self.layers = tuple(layers)
         self.parts = copy_tables(layers, memory) if compares_bytes else ()
-        num_columns = len(layers) if compares_bytes else 0
+        self.names = [name for part in self.parts for name in part.names]
         self.tensors = {
             name: memory.take(sizes, dtype).zero_()
             for name, (sizes, dtype) in _shapes(
-                shape, num_columns, num_seats, max_tokens
+                shape, len(self.names), num_seats, max_tokens
             ).items()
         }
         self.records, self.contents = self.tensors["records"], self.tensors["contents"]
@@ -119,11 +120,11 @@ class AuditedGroup:
         columns = [
             -1 if self.records.device.type == "cpu" else index,
             *(tensor.data_ptr() for tensor in self.tensors.values()),
-            *(self.contents.shape[1], num_seats, shape.max_blocks, max_tokens),
+            *(len(self.names), num_seats, shape.max_blocks, max_tokens),
             *(MAX_KEPT, shape.num_blocks, shape.num_stored, shape.block_size),
             *(shape.entry_tokens, shape.window, len(self.parts)),
         ]
-        first_column = 0  # each part's checksums follow the others'
+        first_column = 0
         for number, part in enumerate(self.parts):
             runs = (0, 0, 0)
             if part.runs is not None:
@@ -131,7 +132,7 @@ class AuditedGroup:
             is_last = number == len(self.parts) - 1
             num_layers = len(part.names)
             columns += [part.table.data_ptr(), num_layers, *runs]
-            columns += [first_column, number, is_last]
+            columns += [first_column, is_last]
             first_column += num_layers
         return torch.tensor(columns, dtype=torch.int64)
 
