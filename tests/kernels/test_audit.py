@@ -34,7 +34,7 @@ from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.runner import RunnerAuditV2
-from vllm_nwor.audit.state import Audit, Batch, Loads, Scheduled, Text
+from vllm_nwor.audit.state import Audit, Batch, Loads
 from vllm_nwor.audit.tables import STORED, AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.config import AuditMode, OnReject
 from vllm_nwor.device_memory import DeviceMemory
@@ -167,7 +167,9 @@ class World:
         by_group: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.requests[name] = Request(list(text), list(blocks), hit)
-        self.news.append((name, hit, by_group or [list(blocks)] * self.num_groups))
+        new = SimpleNamespace(req_id=name, num_computed_tokens=hit, mm_features=[])
+        new.block_ids = by_group or [list(blocks)] * self.num_groups
+        self.news.append(new)
         self.numbers[name] = max({0, 1, 2, 3} - set(self.numbers.values()))
         row = self.texts[self.numbers[name]]
         row[: len(text)] = torch.tensor(text, dtype=torch.int32)
@@ -205,8 +207,15 @@ class World:
         layer and slot."""
         works = {k: Work(w) if isinstance(w, int) else w for k, w in rows.items()}
         has_drafts = any(work.drafts for work in works.values())
-        scheduled = (self.finished, self.news, [], self.copied, (), self.local)
-        self.audit.begin_step(Scheduled(*scheduled, has_drafts))
+        scheduled: Any = SchedulerOutput.make_empty()
+        for new in self.news:
+            new.prompt_embeds = self.requests[new.req_id].is_opaque or None
+        scheduled.scheduled_new_reqs = self.news
+        scheduled.finished_req_ids = self.finished
+        scheduled.kv_cache_block_copies = self.copied
+        scheduled.nwor_audit = {name: (None, num) for name, num in self.local.items()}
+        scheduled.scheduled_spec_decode_tokens = has_drafts
+        self.runner.nwor_audit.begin_step(self.runner, scheduled)
         self.finished, self.news, self.copied = [], [], []
         tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
         blocks = torch.zeros((len(works), self.max_tokens // N), dtype=torch.int32)
@@ -261,8 +270,6 @@ class World:
         if not self.is_v2:
             self.audit.plan(batch, names, lambda row: self._text(names[row]))
             return
-        for name in names:
-            self.runner.nwor_audit.about[name] = (0, self.requests[name].is_opaque)
         numbers = [self.numbers[name] for name in names]
         self.v2_batch = SimpleNamespace(
             req_ids=names,
@@ -292,10 +299,9 @@ class World:
         of_runner = self.runner.nwor_audit
         of_runner.resolve(self.runner, result, self.v2_batch, self.is_undone)
 
-    def _text(self, name: str) -> Text:
+    def _text(self, name: str) -> tuple[torch.Tensor, None]:
         request = self.requests[name]
-        tokens = torch.tensor(request.text[: request.computed], dtype=torch.int32)
-        return Text(tokens, 0, request.is_opaque)
+        return torch.tensor(request.text[: request.computed], dtype=torch.int32), None
 
     def hand_on(self, *args: Any, **kwargs: Any) -> list[Finding]:
         """A KV connector takes or fills blocks; what is found until a step's end."""
@@ -965,7 +971,7 @@ def test_a_copied_block_comes_from_the_same_store():
     """A block is copied before anybody looked at what a load brought."""
     world = stored()
     world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
-    world.audit.begin_step(Scheduled([], [], [], [(2, 11)]))
+    world.copied = [(2, 11)]
     world.fill(TEXT[:8])
     world.fill(TEXT[:8], 4, (1, 10))
     world.fill(TEXT[:8], 4, (1, 11))
@@ -1275,7 +1281,8 @@ def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
         nwor_log() as lines,
         pytest.raises(AttributeError) if strict else nullcontext(),
     ):
-        audit.begin_step(runner, None)  # no SchedulerOutput
+        for _ in range(2):
+            audit.begin_step(runner, object())  # no SchedulerOutput
     told = "ERROR NWOR audit: off from here on, because it failed"
     assert lines == ([] if strict else [told])
     left = audit if strict else None

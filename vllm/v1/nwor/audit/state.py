@@ -18,9 +18,8 @@ the prefix cache what another one writes in this very step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,32 +28,13 @@ from .. import builtin_ops
 from ..device_memory import DeviceMemory
 from ..window import Acceptance
 from .findings import Outbox
-from .requests import Loads, Request, Requests
+from .requests import Loads, Request, Requests, seed_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
 # Who owns a block that goes to another KV-cache group.
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
-
-
-class Scheduled(NamedTuple):
-    """What the scheduler says of a step's requests and blocks.
-
-    finished: requests. new: (request, tokens computed, its blocks by group), also for
-    one that is resumed. grown: (request, new blocks by group). copied: (block, to
-    block). zeroed: blocks that vLLM fills with zeros. local: of the tokens computed of
-    new requests, those found in the cache, where that is known: a KV connector has
-    brought the others. has_drafts: whether a request has draft tokens in this step.
-    """
-
-    finished: Collection[str]
-    new: Sequence[tuple[str, int, Sequence[Sequence[int]]]]
-    grown: Sequence[tuple[str, Sequence[Sequence[int]]]]
-    copied: Sequence[tuple[int, int]] = ()
-    zeroed: Sequence[int] = ()
-    local: Mapping[str, int] = MappingProxyType({})
-    has_drafts: bool = False
 
 
 class Batch(NamedTuple):
@@ -78,19 +58,9 @@ class Batch(NamedTuple):
     row_seats: torch.Tensor | None = None
 
 
-class Text(NamedTuple):
-    """What is known of a request that comes into the batch.
-
-    tokens: [num_computed] int32: what is in the cache already. seed: stands for
-    what else its keys and values depend on (its LoRA). is_opaque: they depend on more
-    than token ids (embeddings, images): its identity is not looked at. seat: where the
-    batch has row_seats, this row's.
-    """
-
-    tokens: torch.Tensor
-    seed: int
-    is_opaque: bool
-    seat: int | None = None
+# Of a row of the batch: its text, [num_computed] int32, what is in the cache already;
+# and its number among row_seats, where the batch has them.
+TextOf = Callable[[int], tuple[torch.Tensor, int | None]]
 
 
 class _Step(NamedTuple):
@@ -133,7 +103,7 @@ class Audit:
         self._row_ids: list[str] = []
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
         self._open: _Step | None = None
-        self._news: Scheduled | None = None
+        self._scheduled: Any = None
         self._had_drafts = self._has_drafts = False
         self.snapshot()
 
@@ -161,38 +131,72 @@ class Audit:
 
     # -- what the scheduler says ---------------------------------------------------
 
-    def begin_step(self, scheduled: Scheduled) -> None:
-        """Before the step's rows. It is taken in by `plan`: until then a connector may
-        read blocks for the requests that had them."""
+    def begin_step(self, scheduled: Any) -> None:
+        """Before the step's rows. scheduled: vLLM's SchedulerOutput. It is taken in by
+        `plan`: until then a connector may read blocks for the requests that had
+        them."""
         self._take_in()
         self.step += 1
         self._open = None
-        self._news = scheduled
+        self._scheduled = scheduled
 
     def _take_in(self) -> None:
-        news, self._news = self._news, None
-        if news is None:
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is None:
             return
-        finished, new, grown, copied, zeroed, local, self._has_drafts = news
-        for name in finished:
+        self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
+        for name in scheduled.finished_req_ids:
             self.requests.forget(name)
+        zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
         for group in self.groups:
             self._give_out(group, dict.fromkeys(zeroed, NOBODY))
-            for source, to in copied:
-                group.copy_block(source, to)
+            for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
+                group.copy_block(*copy)
         owners: list[dict[int, int]] = [{} for _ in self.groups]
-        for name, num_computed, blocks in new:
-            loads = self.loads
-            if loads is Loads.UNKNOWN and name in local:
-                loads = Loads.KNOWN
-                if local[name] < num_computed:
-                    self._fill(blocks, local[name], num_computed)
-            request = self.requests.add(name, num_computed, loads)
-            self._give(owners, request, blocks, num_computed)
-        for name, blocks in grown:
-            self._give(owners, self.requests[name], blocks, 0)
+        known = getattr(scheduled, "nwor_audit", {})
+        for new in scheduled.scheduled_new_reqs:
+            salt, num_local = known.get(new.req_id, (None, None))
+            about = (
+                seed_of(new, salt),
+                bool(new.mm_features) or new.prompt_embeds is not None,
+            )
+            computed = new.num_computed_tokens
+            self._add(owners, new.req_id, computed, new.block_ids, num_local, *about)
+        cached = scheduled.scheduled_cached_reqs
+        for name, num_computed, blocks in zip(
+            cached.req_ids,
+            cached.num_computed_tokens,
+            cached.new_block_ids,
+            strict=True,
+        ):
+            request = self.requests[name]
+            if name in cached.resumed_req_ids:
+                about = request.seed, request.is_opaque
+                self._add(owners, name, num_computed, blocks, None, *about)
+            elif blocks is not None:
+                self._give(owners, request, blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
             self._give_out(group, of_group)
+
+    def _add(
+        self,
+        owners: Sequence[dict[int, int]],
+        name: str,
+        num_computed: int,
+        blocks: Sequence[Sequence[int]],
+        num_local: int | None,
+        *about: Any,
+    ) -> None:
+        """A request comes, or comes back. num_local: of the tokens computed, those
+        found in the cache, where that is known: a KV connector has brought the others.
+        owners: as _give. about: the last arguments of Requests.add."""
+        loads = self.loads
+        if loads is Loads.UNKNOWN and num_local is not None:
+            loads = Loads.KNOWN
+            if num_local < num_computed:
+                self._fill(blocks, num_local, num_computed)
+        request = self.requests.add(name, num_computed, loads, *about)
+        self._give(owners, request, blocks, num_computed)
 
     def _give(
         self,
@@ -289,7 +293,7 @@ class Audit:
         return self._open is not None
 
     def plan(
-        self, batch: Batch, row_ids: Sequence[str], text_of: Callable[[int], Text]
+        self, batch: Batch, row_ids: Sequence[str], text_of: TextOf
     ) -> None:
         """Call when block tables and slots are final and name real blocks.
 
@@ -328,17 +332,17 @@ class Audit:
         )
 
     def _seat_rows(
-        self, step: _Step, row_ids: Sequence[str], text_of: Callable[[int], Text]
+        self, step: _Step, row_ids: Sequence[str], text_of: TextOf
     ) -> None:
         seats = []
         for row, name in enumerate(row_ids):
             request = self.requests[name]
             if request.seat is None:
-                text = text_of(row)
-                request.seat = text.seat
-                if text.seat is None:
-                    request.seat = self.requests.free_seat(row_ids)
-                self._sit_down(step, row, request, text)
+                tokens, seat = text_of(row)
+                if seat is None:
+                    seat = self.requests.free_seat(row_ids)
+                request.seat = seat
+                self._sit_down(step, row, request, tokens)
             seats.append(request.seat)
         if step.batch.row_seats is not None:
             self.requests.is_changed = not self.requests.all_sit
@@ -350,12 +354,13 @@ class Audit:
             on_host = on_host.pin_memory()
         self._row_seats[: len(seats)].copy_(on_host, non_blocking=True)
 
-    def _sit_down(self, step: _Step, row: int, request: Request, text: Text) -> None:
-        tokens = text.tokens
+    def _sit_down(
+        self, step: _Step, row: int, request: Request, tokens: torch.Tensor
+    ) -> None:
         if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
-        is_opaque = text.is_opaque or (request.was_seated and self._is_async)
+        is_opaque = request.is_opaque or (request.was_seated and self._is_async)
         request.was_seated = True
         for group in self.groups:
             self._ops.audit_seat(
@@ -363,7 +368,7 @@ class Audit:
                 tokens,
                 request.seat,
                 request.generation,
-                text.seed,
+                request.seed,
                 is_opaque,
                 request.loads,
             )

@@ -81,8 +81,8 @@ class AuditedGroup:
     """One KV-cache group's tables. Memory: 32 bytes a slot, and 4 a slot and layer.
 
     tables: what all ops take: the addresses and sizes of the others, on the host.
-    parts: the layers by their packing, none if bytes are not compared. names: of layers,
-    by their columns in `contents`. numbers: of the stores, by the place of a KV
+    parts: the layers by their packing, none if bytes are not compared. names: of the
+    layers, by their columns in `contents`. numbers: of the stores, by the place of a KV
     connector that holds them.
     """
 
