@@ -1219,9 +1219,9 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     transfer = SimpleNamespace(kv_connector="OffloadingConnector")
     vllm_config.kv_transfer_config = transfer
     # An engine of an earlier test may have hooked the connector in this process.
-    monkeypatch.setattr(startup.offloading, "tells", lambda: False)
+    monkeypatch.setattr(startup.offloading, "is_hooked", lambda: False)
     assert reserved() == size
-    monkeypatch.setattr(startup.offloading, "tells", lambda: True)
+    monkeypatch.setattr(startup.offloading, "is_hooked", lambda: True)
     assert 1.1 * size < reserved() <= 0.0015 * room
     cache.num_gpu_blocks_override = 1000
     assert reserved() < size / 10

@@ -97,10 +97,6 @@ class RunnerAudit:
         self.unreported: Counter[str] = Counter()
         self.reported_at = 0.0
 
-    def restart(self, budget_bytes: int) -> None:
-        """As Audit.restart."""
-        self.audit.restart(budget_bytes)
-
     @guarded
     def begin_step(self, runner: Any, scheduled: Any) -> None:
         """scheduled: vLLM's SchedulerOutput. What earlier steps found is logged here
@@ -182,11 +178,12 @@ class RunnerAudit:
         return found
 
     @guarded
-    def hand_on(self, runner: Any, read: Callable[[], Any], fills: bool) -> None:
-        """A KV connector is about to read or fill blocks: those that `read` gives
-        (offloading.py)."""
-        blocks, places = read()
-        self.audit.hand_on(blocks, fills, places)
+    def hand_on(
+        self, runner: Any, connector: Any, blocks: Any, chunks: Any, fills: bool
+    ) -> None:
+        """A KV connector is about to read or fill blocks (offloading.py)."""
+        found = offloading.read(runner.kv_cache_config, connector, blocks, chunks)
+        self.audit.hand_on(*found, fills=fills)
 
     @guarded
     def forget_cache(self, runner: Any) -> None:

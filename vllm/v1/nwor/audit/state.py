@@ -265,14 +265,14 @@ class Audit:
     def hand_on(
         self,
         blocks: Sequence[Sequence[int]],
-        fills: bool = False,
         places: Sequence[Sequence[int]] | None = None,
+        fills: bool = False,
     ) -> None:
         """A KV connector is about to read these blocks, by KV-cache group: handed_on.
-        fills: or to fill them; what they held is kept, to see that it changes, but not
-        what another group had there. places:
-        where it holds each, if only what is stored gets there: what a load brings from
-        a place is compared with what was stored last to it."""
+        places: where it holds each, if only what is stored gets there: what a load
+        brings from a place is compared with what was stored last to it. fills: or to
+        fill them; what they held is kept, to see that it changes, but not what another
+        group had there."""
         for group in self.groups:
             group_id = group.shape.group_id
             numbers = [0] * len(blocks[group_id])
@@ -292,9 +292,7 @@ class Audit:
         """Whether a plan waits for its resolve."""
         return self._open is not None
 
-    def plan(
-        self, batch: Batch, row_ids: Sequence[str], text_of: TextOf
-    ) -> None:
+    def plan(self, batch: Batch, row_ids: Sequence[str], text_of: TextOf) -> None:
         """Call when block tables and slots are final and name real blocks.
 
         row_ids: the request of each row of the batch. text_of: asked for rows whose
@@ -331,9 +329,7 @@ class Audit:
             self.step,
         )
 
-    def _seat_rows(
-        self, step: _Step, row_ids: Sequence[str], text_of: TextOf
-    ) -> None:
+    def _seat_rows(self, step: _Step, row_ids: Sequence[str], text_of: TextOf) -> None:
         seats = []
         for row, name in enumerate(row_ids):
             request = self.requests[name]
