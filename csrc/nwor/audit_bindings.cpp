@@ -75,12 +75,6 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
   return {call.group, batch, num_tokens, step};
 }
 
-void check_length(const Call& call, int64_t length) {
-  const int64_t room = call.group.max_blocks * call.group.block_size;
-  NWOR_CHECK(length >= 0 && length <= room, call.tensors.op(), "a length is ", length,
-             "; must be between 0 and ", room, ", the room of a seat");
-}
-
 }  // namespace
 
 void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
@@ -89,7 +83,9 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
   const int64_t length = tokens.size(0);
   NWOR_CHECK(seat >= 0 && seat < call.group.num_seats, call.tensors.op(), "seat is ",
              seat, "; must be between 0 and ", call.group.num_seats - 1);
-  check_length(call, length);
+  const int64_t room = call.group.max_blocks * call.group.block_size;
+  NWOR_CHECK(length <= room, call.tensors.op(), "tokens has ", length,
+             " entries; must have at most ", room, ", the room of a seat");
   const AuditSeatArgs args{call.group,
                            values_of<int32_t>(call.tensors, "tokens", tokens),
                            seat,
@@ -148,13 +144,6 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
     args.hits =
         reinterpret_cast<const AuditHit*>(on_host<int64_t>(op, "hits", *hits, 2));
     args.num_hits = hits->size(0);
-    TensorArgs(op, "hits", *hits).size_is("hits", *hits, 1, 3, "its columns");
-    for (int64_t i = 0; i < args.num_hits; ++i) {
-      NWOR_CHECK(args.hits[i].row >= 0 && args.hits[i].row < num_reqs, op, "hits[", i,
-                 "] has row ", args.hits[i].row, "; must be between 0 and ",
-                 num_reqs - 1);
-      check_length(call, args.hits[i].length);
-    }
   }
 #ifdef NWOR_CUDA
   if (tensors.on_cuda()) {
@@ -177,14 +166,10 @@ void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
                              step};
   TensorArgs(op, "values", values)
       .size_is("values", values, 0, args.count, "as blocks");
-  const bool is_known = event == kGiven || group.num_stored > 0;
   for (int64_t i = 0; i < args.count; ++i) {
     NWOR_CHECK(args.blocks[i] >= 0 && args.blocks[i] < group.num_blocks, op, "blocks[",
                i, "] is ", args.blocks[i], "; must be between 0 and ",
                group.num_blocks - 1);
-    NWOR_CHECK(args.values[i] >= 0 && (is_known || args.values[i] == 0), op, "values[",
-               i, "] is ", args.values[i], "; must be at least 0",
-               is_known ? "" : ", and 0 where stores has no room");
   }
   NWOR_DISPATCH(call.tensors, args, audit_blocks);
 }

@@ -53,8 +53,8 @@ def load(engine: Engine, later: list[Request]) -> int:
 
 @pytest.fixture(params=["adapter", "none"])
 def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """none: of a connector the audit knows nothing but what the scheduler does: how much
-    of what a request found was not in the cache."""
+    """none: the audit knows nothing of the connector but what the scheduler does: how
+    much of what a request found was not in the cache."""
     if request.param == "none":
         monkeypatch.setattr(offloading, "is_hooked", lambda: False)
         monkeypatch.setattr(offloading, "watch", lambda runner: None)

@@ -35,7 +35,7 @@ from vllm_nwor.audit import startup
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch, Loads
-from vllm_nwor.audit.tables import STORED, AuditedGroup, GroupShape, num_bytes
+from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.config import AuditMode, OnReject
 from vllm_nwor.device_memory import DeviceMemory
 from vllm_nwor.draft_manager import State
@@ -982,20 +982,10 @@ def test_a_copied_block_comes_from_the_same_store():
     assert fields(world.step(c=1), "kind slot") == [("handed_on", 11 * N)]
 
 
-@pytest.mark.parametrize(
-    ("num_stored", "block", "numbers", "message"),
-    [
-        (0, 1, [1], "values[0] is 1; must be at least 0, and 0 where"),
-        (2, 1, [-1], "values[0] is -1; must be at least 0"),
-        (2, 1, [1, 2], "values"),
-        (2, NUM_BLOCKS, [0], f"blocks[0] is {NUM_BLOCKS}; must be between 0 and"),
-    ],
-)
-def test_stores_that_make_no_sense_are_refused(num_stored, block, numbers, message):
-    tables = World(num_stored=num_stored).audit.groups[0].tables
-    blocks = torch.tensor([block], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        ops.audit_blocks(tables, STORED, blocks, torch.tensor(numbers), 1)
+@pytest.mark.parametrize("block", [-1, NUM_BLOCKS])
+def test_a_block_that_is_not_in_the_cache_is_refused(block):
+    with pytest.raises(RuntimeError, match=rf"blocks\[1\] is {block}; must be between"):
+        World().audit.hand_on([[1, block]])
 
 
 @pytest.mark.parametrize("is_undone", [False, True])
