@@ -258,10 +258,13 @@ struct Gpu {
     run(pass, std::min<int64_t>(num_slots,
                                 kBlocksForSlots * num_multiprocessors(op, device)));
   }
-  void run_scan(const ScanSlots& pass) const {
+  void run_scan(ScanSlots pass) const {
+    // A batch has no more blocks than its requests may have; beyond a cache's own
+    // number it takes another step to come around.
     const AuditGroup& group = pass.group;
-    const int64_t num_blocks =
-        std::min(pass.max_blocks, pass.num_rows() * group.max_blocks);
+    pass.max_blocks = std::min(pass.max_blocks, group.num_blocks);
+    const int64_t num_rows = pass.row < 0 ? pass.batch.num_reqs : 1;
+    const int64_t num_blocks = std::min(pass.max_blocks, num_rows * group.max_blocks);
     run_slots(pass, num_blocks * group.block_size);
   }
 

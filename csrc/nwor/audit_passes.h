@@ -268,12 +268,10 @@ struct ScanSlots : AuditResolveArgs {
   int64_t row;
   int64_t max_blocks;
 
-  int64_t num_rows() const { return row < 0 ? batch.num_reqs : 1; }
-
   // The blocks of the rows, side by side, and which of them are looked at: `count` from
   // `start` on and around.
   struct Places {
-    const int64_t* ends;  // [num_rows()]: blocks of the rows up to each, it included
+    const int64_t* ends;  // [num_rows]: blocks of the rows up to each, it included
     int64_t total;
     int64_t start;
     int64_t count;
@@ -551,8 +549,8 @@ struct Publish : AuditResolveArgs {
 
 // --- calls -----------------------------------------------------------------------
 
-// Device: run(pass, n): for n teams; run_slots(pass, part, n): for n slots, whose bytes
-// are read; check(args): whether it can do a step.
+// Device: run(pass, n): for n teams; run_slots(pass, n), run_scan(pass): for slots
+// whose bytes are read; check(args), check(part): whether it can.
 
 template <typename Device>
 void call(const Device& device, const AuditSeatArgs& args) {
@@ -568,13 +566,8 @@ void call(const Device& device, const AuditPlanArgs& args) {
 template <typename Device>
 void scan(const Device& device, const AuditResolveArgs& args, int64_t row,
           int64_t num_blocks) {
-  // A batch has no more blocks than its requests may have; beyond a cache's own number
-  // it takes another step to come around.
-  const AuditGroup& group = args.group;
-  const int64_t max_blocks =
-      num_blocks < group.num_blocks ? num_blocks : group.num_blocks;
-  for (int64_t i = 0; max_blocks > 0 && i < group.num_parts; ++i) {
-    device.run_scan(ScanSlots{args, args.parts[i], row, max_blocks});
+  for (int64_t i = 0; num_blocks > 0 && i < args.group.num_parts; ++i) {
+    device.run_scan(ScanSlots{args, args.parts[i], row, num_blocks});
   }
 }
 
