@@ -524,9 +524,14 @@ struct Publish : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     FindingsHeader* const header = group.header;
-    for (int64_t i = header->num_suspects > 0 ? team.index() : num_tokens;
-         i < num_tokens; i += team.size()) {
-      judge_suspect(*this, i);
+    if (header->num_suspects > 0) {
+      for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
+        judge_suspect(*this, i);
+      }
+      team.sync();
+      for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
+        group.plan[i].num_same = 0;
+      }
     }
     team.sync();
     const int64_t num_new =

@@ -440,7 +440,7 @@ NWOR_RULE void judge_suspect(const AuditResolveArgs& args, int64_t i) {
   bool is_sure = row.num_same > 1;
   if (!is_sure && i > 0) {
     const PlanRow& previous = group.plan[i - 1];
-    is_sure = previous.seat == row.seat && previous.num_same == 1 &&
+    is_sure = previous.seat == row.seat && previous.num_same > 0 &&
               previous.first_same == row.first_same;
   }
   if (is_sure) {
