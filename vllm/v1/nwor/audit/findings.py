@@ -155,8 +155,7 @@ class Outbox:
         )
         self._claimed: Slot | None = None
         self._on_their_way: deque[Slot] = deque()
-        # How often was sent, and how much of it was read.
-        self.num_sent = self._num_read = 0
+        self.num_sent = 0
         # Of each group findings and unverified slots, as last read: they only rise.
         self._totals = [[0, 0] for _ in groups]
         self._found = Found()
@@ -190,7 +189,6 @@ class Outbox:
                 return False
             arrival.synchronize()
         self._on_their_way.popleft()
-        self._num_read += 1
         found = self._found
         found.num_steps += 1
         for group, totals, table in zip(
@@ -210,8 +208,9 @@ class Outbox:
         """What has come since the last call. through: waits for what was sent by then,
         as num_sent counts, and never for a later step, which may not have begun."""
         with self._lock:
-            while self._on_their_way and self._arrive(self._num_read < through):
-                pass
+            while waiting := len(self._on_their_way):
+                if not self._arrive(waits=self.num_sent - waiting < through):
+                    break
             found, self._found = self._found, Found()
         return found
 
