@@ -180,15 +180,21 @@ struct AdoptHit : AuditResolveArgs {
     if (seat.opaque) {
       return;
     }
-    // From the last on: a block that is reported is not known to the next any more.
-    const int64_t first = group.first_block(hit.length);
-    for (int64_t end = group.last_block(hit.length); end > first; end -= team.size()) {
-      const int64_t b = end - 1 - team.index();
-      const int64_t hash = b >= first ? hash_before(group, seat_index, b) : 0;
+    const int64_t end = group.last_block(hit.length);
+    const int64_t begin = group.first_block(hit.length);
+    int64_t b = begin + team.index();
+    int64_t hash = b < end ? hash_before(group, seat_index, b) : 0;
+    for (int64_t first = begin; first < end; first += team.size()) {
+      // A block that is reported is not known to the next any more.
+      const int64_t next = b + team.size();
+      const int64_t hash_of_next =
+          next < end ? hash_before(group, seat_index, next) : 0;
       team.sync();
-      if (b >= first) {
+      if (b < end) {
         adopt_block(*this, hit, b, hash);
       }
+      b = next;
+      hash = hash_of_next;
     }
   }
 };
