@@ -104,7 +104,7 @@ class NworWorkerExtension:
     def nwor_set_audit(self, mib: int) -> None:
         """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.
         Between requests, after nwor_set_hooked(True)."""
-        self.model_runner.nwor_audit.restart(mib << 20)
+        self.model_runner.nwor_audit.audit.restart(mib << 20)
 
     def nwor_reseed(self, seed: int) -> None:
         """Seeds every generator that a step may draw from: Python's, numpy's, and

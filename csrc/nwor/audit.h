@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The KV audit: what it keeps of slots and requests, and the launchers' arguments;
-// audit_rules.h has what CPU and CUDA do with a row. It reads caches and never writes
-// them.
+// The KV audit: what it keeps of slots and requests, and the launchers' arguments.
+// audit_rules.h has what is done with a row, audit_passes.h who does it, on the CPU and
+// on CUDA alike. It reads caches and never writes them.
 //
 // A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
 // the position of what was written there: equal for equal texts, and a sum, so that
 // a batch is one parallel scan. It is chained from the request's own value, never
 // from the slot before, which may be the bad one.
 //
-// Mirrored by vllm/v1/nwor/audit/tables.py; a test compares the two.
+// Mirrored by vllm/v1/nwor/audit/tables.py.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ enum SlotState : int32_t {
   kSlotPlanned,
   kSlotCommitted,
   kSlotRejected,
-  kSlotLoaded,  // a KV connector was told to fill it
+  kSlotLoaded,  // a KV connector fills it
 };
 
 // What is known of a slot's bytes. Replaced: the checksums are of what a load should
@@ -53,9 +53,9 @@ struct alignas(16) SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 
-// Where a request's hit may come from besides the cache. Told: the slots that a load
-// fills are kSlotLoaded. Untold: any slot of a hit may have been filled.
-enum Loads : int64_t { kNoLoads, kToldLoads, kUntoldLoads };
+// Where a request's hit may come from besides the cache. Known: the slots that a load
+// fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
+enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
 // A row of `seats`, int64 [num_seats, 8]: a request in the batch.
 struct Seat {
@@ -78,9 +78,10 @@ struct PlanRow {
   int32_t token;
   int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
   int64_t seat;
-  // 1 + layer: that layer's checksum alone did not change when it should have (layer:
-  // in the table that is being recorded); -1: its bytes are not recorded.
-  int64_t suspect;
+  // Of a row that is kept: layers whose checksums did not change when they should have,
+  // and the first one's column of `contents`; -1: its bytes are not recorded.
+  int32_t num_same;
+  int32_t first_same;
   SlotRecord old;
 };
 static_assert(sizeof(PlanRow) == 80, "a PlanRow is a row of plan");
@@ -94,74 +95,108 @@ enum FindingClass : int64_t {
   kNeverLoaded,
 };
 
-// A row of `findings`, int64 [1 + capacity, 12]; the first row is a FindingsHeader.
-// Finding number n since the last audit_publish is in row 1 + n; there is no room for
-// more than `capacity`.
+// A row of `findings`, int64 [1 + capacity, 11]; the first row is a FindingsHeader.
+// Finding number n since the last step's end is in row 1 + n; there is no room for more
+// than `capacity`. The findings of a step are shown in the order of their columns.
 struct Finding {
-  int64_t kind;
-  int64_t layer;  // index in its table's list; -1: no layer in particular
-  int64_t num_layers;
-  int64_t slot;
-  int64_t position;
-  int64_t owner;   // generation of the request that the slot belongs to
-  int64_t writer;  // and of the one that wrote last
-  int64_t writer_step;
   int64_t step;
+  int64_t kind;
+  int64_t owner;  // generation of the request that the slot belongs to
+  int64_t position;
+  int64_t slot;
+  int64_t layer;  // its column of `contents`; -1: no layer in particular
+  int64_t num_layers;
+  int64_t writer;  // generation of the request that wrote last
+  int64_t writer_step;
   int64_t expected;
   int64_t found;
-  int64_t table;
 };
-static_assert(sizeof(Finding) == 96, "a Finding is a row of findings");
+static_assert(sizeof(Finding) == 88, "a Finding is a row of findings");
 
 // Running totals.
 struct FindingsHeader {
   int64_t num_findings;
-  int64_t num_unverified;   // slots taken over from somewhere that is not audited
-  int64_t num_identities;   // slots and block ends compared
-  int64_t num_contents;     // slots whose bytes were compared
-  int64_t cursor;           // of the batch's blocks, the next one to compare
-  int64_t next_cursor;      // from the next audit_publish on
-  int64_t num_published;    // findings up to the last audit_publish
-  int64_t num_suspects;     // rows of plan that are suspects
-  int64_t num_blocks_done;  // thread blocks of a launch that are through
-  int64_t num_returned;     // slots compared with what was stored when a load came
+  int64_t num_unverified;  // slots taken over from somewhere that is not audited
+  int64_t num_identities;  // slots and block ends compared
+  int64_t num_contents;    // slots whose bytes were compared
+  int64_t num_returned;    // slots compared with what was stored when a load came
+  int64_t cursor;          // of the batch's blocks, the next one to compare
+  int64_t next_cursor;     // from the end of the step on
+  int64_t num_published;   // findings up to the end of the last step
+  int64_t num_suspects;    // rows of plan that are suspects
   int64_t unused[2];
 };
-static_assert(sizeof(FindingsHeader) == 96, "the header is a row of findings");
+static_assert(sizeof(FindingsHeader) == sizeof(Finding), "it is a row of findings");
 
-// One group's state, and this step's batch. Positions below `window` from a
-// request's end may be gone (0: none are); block 0 is the scheduler's null block.
+// One group's state: the begin of `tables`, int64 on the host. Behind it lie num_parts
+// AuditParts.
 //
 // Behind the cache's slots, `records` and `contents` have those of num_stored blocks
 // more, the kept ones: what was known of the blocks that a KV connector stored last.
-// Stores have numbers, from 1; number n is kept in block num_blocks() + n % num_stored.
+// Stores have numbers, from 1; number n is kept in block num_blocks + n % num_stored.
 struct AuditGroup {
+  int64_t device;  // CUDA's number; -1: the CPU
   SlotRecord* records;
-  int64_t num_slots;
   Seat* seats;
-  int64_t num_seats;
   int64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
-  int64_t max_blocks;
-  int32_t* owners;     // [num_blocks]: generation; 0: nobody's
-  int64_t block_size;  // tokens a block, as the scheduler counts
+  int32_t* owners;    // [num_blocks]: generation; 0: nobody's
   PlanRow* plan;
-  int64_t max_tokens;
-  Finding* findings;  // behind the header
-  int64_t capacity;
   FindingsHeader* header;
   // [num_blocks + num_stored]: which store a load brought to the block; of a kept
   // block, which it is. 0: none.
   int64_t* stores;
+  int32_t* contents;  // [rows of records, num_columns]: checksums
+  int64_t num_columns;
+  int64_t num_seats;
+  int64_t max_blocks;
+  int64_t max_tokens;
+  int64_t capacity;
+  int64_t num_blocks;
   int64_t num_stored;
+  int64_t block_size;    // tokens a block, as the scheduler counts
+  int64_t entry_tokens;  // positions that an entry of the block table stands for
+  int64_t window;  // positions below it from a request's end may be gone; 0: none are
+  int64_t num_parts;
 
-  NWOR_HOST_DEVICE int64_t num_blocks() const { return num_slots / block_size; }
+  NWOR_HOST_DEVICE int64_t num_slots() const { return num_blocks * block_size; }
   NWOR_HOST_DEVICE int64_t kept_block(int64_t number) const {
-    return num_blocks() + number % num_stored;
+    return num_blocks + number % num_stored;
   }
   NWOR_HOST_DEVICE bool is_block_end(int64_t position) const {
     return (position + 1) % block_size == 0;
   }
+  // Block 0 is the scheduler's null block.
+  NWOR_HOST_DEVICE bool is_in_cache(int64_t slot) const {
+    return slot >= block_size && slot < num_slots();
+  }
+  // The first block of a request of `length` tokens that is still its own, and the one
+  // behind its last.
+  NWOR_HOST_DEVICE int64_t first_block(int64_t length) const {
+    return window > 0 && length >= window ? (length - window + 1) / block_size : 0;
+  }
+  NWOR_HOST_DEVICE int64_t last_block(int64_t length) const {
+    const int64_t end = (length + block_size - 1) / block_size;
+    return end < max_blocks ? end : max_blocks;
+  }
+  NWOR_HOST_DEVICE int64_t& expected_at(int64_t seat, int64_t block) const {
+    return expected[seat * max_blocks + block];
+  }
 };
+constexpr int64_t kGroupColumns = sizeof(AuditGroup) / sizeof(int64_t);
+
+// Layers of one table, whose checksums are columns of `contents` from first_column on.
+struct AuditPart {
+  LayerTable table;
+  RunList runs;
+  int64_t first_column;
+  int64_t is_last;  // of the group
+
+  // [num_layers]: what is known of a slot.
+  NWOR_HOST_DEVICE int32_t* known(const AuditGroup& group, int64_t slot) const {
+    return group.contents + slot * group.num_columns + first_column;
+  }
+};
+constexpr int64_t kPartColumns = sizeof(AuditPart) / sizeof(int64_t);
 
 struct AuditBatch {
   IndexArray row_seats;            // [num_reqs]
@@ -170,142 +205,97 @@ struct AuditBatch {
   const int32_t* block_table;  // [num_reqs, width], rows may be strided
   int64_t table_stride;
   int64_t width;
-  int64_t entry_tokens;  // positions that an entry of the block table stands for
-
-  // The slot of `position` by the block table; -1: the table does not go so far.
-  // With entries of 16 positions, position 35 is offset 3 of the third entry.
-  NWOR_HOST_DEVICE int64_t slot(int64_t r, int64_t position) const {
-    const int64_t entry = position / entry_tokens;
-    if (position < 0 || entry >= width) {
-      return -1;
-    }
-    return block_table[r * table_stride + entry] * entry_tokens +
-           position % entry_tokens;
-  }
 };
 
 // What all calls of a step get.
 struct AuditStep {
   AuditGroup group;
   AuditBatch batch;
-  int64_t window;
+  int64_t num_tokens;
   int64_t step;
+
+  // The slot of `position` by the block table; -1: the table does not go so far.
+  // With entries of 16 positions, position 35 is offset 3 of the third entry.
+  NWOR_HOST_DEVICE int64_t slot(int64_t r, int64_t position) const {
+    const int64_t entry = position / group.entry_tokens;
+    if (position < 0 || entry >= batch.width) {
+      return -1;
+    }
+    return batch.block_table[r * batch.table_stride + entry] * group.entry_tokens +
+           position % group.entry_tokens;
+  }
 };
 
 struct AuditPlanArgs : AuditStep {
   const int32_t* tokens;
   const int64_t* positions;
   const int64_t* slot_mapping;
-  int64_t num_tokens;
+};
+
+// What a request that is new in the batch found in the cache.
+struct AuditHit {
+  int64_t row;
+  const int32_t* tokens;  // [length]
+  int64_t length;
 };
 
 struct AuditResolveArgs : AuditStep {
-  const int32_t* cu_num_logits;  // [num_reqs], or nullptr: no drafts
-  Acceptance acceptance;
-  bool is_undone;  // rejected slots hold what they held before the step
-};
-
-// Bytes: one table of layers, whose checksums are columns of `contents` from
-// first_column on.
-struct AuditBytes {
-  LayerTable table;
-  RunList runs;
-  int32_t* contents;  // [rows of records, num_columns]
-  int64_t num_columns;
-  int64_t first_column;
-  int64_t table_index;
-
-  // [num_layers]: what is known of a slot.
-  NWOR_HOST_DEVICE int32_t* known(int64_t slot) const {
-    return contents + slot * num_columns + first_column;
-  }
-};
-
-struct AuditRecordArgs : AuditStep {
-  AuditBytes bytes;
-  int64_t num_tokens;
-  bool is_undone;  // as in AuditResolveArgs
-  bool is_last;    // table of the group
-};
-
-struct AuditScanArgs : AuditStep {
-  AuditBytes bytes;
-  int64_t row;  // its hit; or -1: of all rows, from the cursor on
+  bool is_undone;          // rejected slots hold what they held before the step
+  const AuditPart* parts;  // on the host
+  // Blocks of the batch whose bytes are compared, and of each hit.
   int64_t num_blocks;
-  bool is_last;  // table of the group
+  int64_t num_hit_blocks;
+  FindingsHeader* findings_to;  // as AuditGroup::header, memory that the host reads
+  const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
+  Acceptance acceptance{};
+  const AuditHit* hits = nullptr;  // on the host
+  int64_t num_hits = 0;
 };
 
 struct AuditSeatArgs {
   AuditGroup group;
-  const int32_t* tokens;  // [length], what is in the cache already
-  int64_t length;
+  const int32_t* tokens;  // [fresh.hit_length], what is in the cache already
   int64_t seat;
   Seat fresh;  // what is known of it but hash and length
 };
 
-struct AuditAdoptArgs : AuditStep {
-  const int32_t* tokens;  // [length]
-  int64_t length;
-  int64_t row;
+// What becomes of a block, and what its value is.
+enum BlockEvent : int64_t {
+  kGiven,   // to a request: its generation; 0: to another group, so that its slots hold
+            // nothing of this one
+  kFilled,  // by a KV connector: the number of the store that it brings; 0: not known
+  kStored,  // by a KV connector: the number of the store; 0: it is not kept
 };
-
-// Blocks of the group that a KV connector is about to read, or to fill.
-struct AuditHandOnArgs {
+struct AuditBlocksArgs {
   AuditGroup group;
-  const int32_t* blocks;   // [count], on the host
-  const int64_t* numbers;  // the same: of the stores that they are, or come from
+  BlockEvent event;
+  const int32_t* blocks;  // [count], on the host
+  const int64_t* values;  // the same
   int64_t count;
   int64_t step;
-  bool fills;
-  int32_t* contents;  // as in AuditBytes; nullptr: bytes are not compared
-  int64_t num_columns;
 };
 
+// Takes the checksums of all slots that no step has written; again: of those that have
+// some already.
 struct AuditSnapshotArgs {
   AuditGroup group;
-  AuditBytes bytes;
+  const AuditPart* parts;  // on the host
   bool again;
-};
-
-// Blocks go to requests. A generation of 0: the block goes to another group, and its
-// slots hold nothing of this one.
-struct AuditHandOutArgs {
-  AuditGroup group;
-  const int32_t* blocks;       // [count], on the host
-  const int32_t* generations;  // the same
-  int64_t count;
-};
-
-// The end of a step: the header and what was found since the last one go to the host.
-struct AuditPublishArgs {
-  AuditGroup group;
-  FindingsHeader* header_to;
-  Finding* findings_to;
 };
 
 void audit_seat_cpu(const AuditSeatArgs& args);
 void audit_plan_cpu(const AuditPlanArgs& args);
 void audit_resolve_cpu(const AuditResolveArgs& args);
-void audit_adopt_cpu(const AuditAdoptArgs& args);
-void audit_record_cpu(const AuditRecordArgs& args);
-void audit_scan_cpu(const AuditScanArgs& args);
-void audit_hand_on_cpu(const AuditHandOnArgs& args);
+void audit_blocks_cpu(const AuditBlocksArgs& args);
 void audit_snapshot_cpu(const AuditSnapshotArgs& args);
-void audit_hand_out_cpu(const AuditHandOutArgs& args);
-void audit_publish_cpu(const AuditPublishArgs& args);
 
 #ifdef NWOR_CUDA
 // `stream` is a cudaStream_t of the current device. None waits for it.
 void audit_seat_cuda(const AuditSeatArgs& args, int device, void* stream);
 void audit_plan_cuda(const AuditPlanArgs& args, int device, void* stream);
 void audit_resolve_cuda(const AuditResolveArgs& args, int device, void* stream);
-void audit_adopt_cuda(const AuditAdoptArgs& args, int device, void* stream);
-void audit_record_cuda(const AuditRecordArgs& args, int device, void* stream);
-void audit_scan_cuda(const AuditScanArgs& args, int device, void* stream);
-void audit_hand_on_cuda(const AuditHandOnArgs& args, int device, void* stream);
+void audit_blocks_cuda(const AuditBlocksArgs& args, int device, void* stream);
 void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream);
-void audit_hand_out_cuda(const AuditHandOutArgs& args, int device, void* stream);
-void audit_publish_cuda(const AuditPublishArgs& args, int device, void* stream);
 #endif
 
 }  // namespace nwor

@@ -1,20 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the audit does with one row, slot or block, the same on CPU and CUDA; who loops
-// over them is in audit_cpu.cpp and audit_cuda.cu.
+// What the audit does with one row, slot or block; who loops over them is in
+// audit_passes.h.
 //
-// On CUDA many threads are here at once. What two of them may touch is counted or
-// exchanged by atomics: the header, a record's state in plan (of the rows that go to
-// one slot one gets what the slot held), a record's content in scan (requests share
-// blocks). Everything else belongs to one thread of a launch, and launches follow each
-// other.
+// Many threads are here at once. What two of them may touch is counted or exchanged by
+// atomics: the header, a record's state in plan (of the rows that go to one slot one
+// gets what the slot held), a record's content in scan (requests share blocks).
+// Everything else belongs to one thread of a launch, and launches follow each other.
 #pragma once
 
 #include "audit.h"
 
+#ifdef __CUDACC__
+#define NWOR_RULE __device__ inline
+#else
+#define NWOR_RULE inline
+#endif
+
 namespace nwor {
 
-NWOR_HOST_DEVICE inline uint64_t mix64(uint64_t value) {
+NWOR_RULE uint64_t mix64(uint64_t value) {
   // splitmix64's finaliser.
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ULL;
   value = (value ^ (value >> 27)) * 0x94D049BB133111EBULL;
@@ -22,77 +27,85 @@ NWOR_HOST_DEVICE inline uint64_t mix64(uint64_t value) {
 }
 
 // What token `token` at `position` adds to H.
-NWOR_HOST_DEVICE inline int64_t identity_of(int64_t token, int64_t position) {
+NWOR_RULE int64_t identity_of(int64_t token, int64_t position) {
   return static_cast<int64_t>(
       mix64(static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ULL +
             mix64(static_cast<uint64_t>(position) + 1)));
 }
 
 // Both wrap around.
-NWOR_HOST_DEVICE inline int64_t add(int64_t a, int64_t b) {
+NWOR_RULE int64_t add(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
 }
-NWOR_HOST_DEVICE inline int64_t subtract(int64_t a, int64_t b) {
+NWOR_RULE int64_t subtract(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
 }
 
 // What word number `index` of a slot, 8 bytes, adds to its checksum in a layer.
-NWOR_HOST_DEVICE inline uint32_t checksum_of(uint64_t word, int64_t index) {
+NWOR_RULE uint32_t checksum_of(uint64_t word, int64_t index) {
   return static_cast<uint32_t>(
       mix64(word + static_cast<uint64_t>(index + 1) * 0x9E3779B97F4A7C15ULL) >> 32);
 }
 
 // `by` more, and what it was.
-NWOR_HOST_DEVICE inline int64_t count(int64_t& counter, int64_t by = 1) {
-#ifdef __CUDA_ARCH__
+NWOR_RULE int64_t count(int64_t& counter, int64_t by = 1) {
+#ifdef __CUDACC__
   return static_cast<int64_t>(atomicAdd(reinterpret_cast<unsigned long long*>(&counter),
                                         static_cast<unsigned long long>(by)));
 #else
-  const int64_t before = counter;
-  counter += by;
-  return before;
+  return __atomic_fetch_add(&counter, by, __ATOMIC_RELAXED);
 #endif
 }
 
 // `value` instead, and what it was.
-NWOR_HOST_DEVICE inline int32_t exchange(int32_t& place, int32_t value) {
-#ifdef __CUDA_ARCH__
+NWOR_RULE int32_t exchange(int32_t& place, int32_t value) {
+#ifdef __CUDACC__
   return atomicExch(&place, value);
 #else
-  const int32_t before = place;
-  place = value;
-  return before;
+  return __atomic_exchange_n(&place, value, __ATOMIC_SEQ_CST);
 #endif
 }
 
-NWOR_HOST_DEVICE inline int64_t least(int64_t a, int64_t b) {
-  return a < b ? a : b;
+// A slot's content while a team compares it, and afterwards; what it was.
+NWOR_RULE int32_t claim(SlotRecord& record) {
+  const int32_t content = exchange(record.content, kContentClaimed);
+#ifdef __CUDACC__
+  __threadfence();
+#endif
+  return content;
 }
-NWOR_HOST_DEVICE inline int64_t most(int64_t a, int64_t b) {
-  return a < b ? b : a;
+NWOR_RULE void release(SlotRecord& record, int32_t content) {
+#ifdef __CUDACC__
+  __threadfence();
+#endif
+  exchange(record.content, content);
 }
 
-NWOR_HOST_DEVICE inline void report(const AuditGroup& group, const Finding& finding) {
-  const int64_t number = count(group.header->num_findings);
-  if (number - group.header->num_published < group.capacity) {
-    group.findings[number - group.header->num_published] = finding;
+NWOR_RULE int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+NWOR_RULE void report(const AuditGroup& group, const Finding& finding) {
+  const int64_t number =
+      count(group.header->num_findings) - group.header->num_published;
+  if (number < group.capacity) {
+    reinterpret_cast<Finding*>(group.header)[1 + number] = finding;
   }
 }
 
 // What is found at `slot`, which belongs to `seat`.
-NWOR_HOST_DEVICE inline Finding at_slot(const AuditGroup& group, FindingClass kind,
-                                        int64_t slot, int64_t position,
-                                        const Seat& seat, int64_t step) {
+NWOR_RULE Finding at_slot(const AuditGroup& group, FindingClass kind, int64_t slot,
+                          int64_t position, const Seat& seat, int64_t step) {
   const SlotRecord& record = group.records[slot];
-  return {kind,        -1,   0, slot, position, seat.generation, record.generation,
-          record.step, step, 0, 0,    0};
+  return {step, kind, seat.generation,   position,    slot,
+          -1,   0,    record.generation, record.step, 0,
+          0};
 }
 
 // Of a write of `token` by `seat`, which makes its text H = `hash`.
-NWOR_HOST_DEVICE inline SlotRecord written(int64_t hash, int32_t token,
-                                           int64_t position, int64_t step,
-                                           const Seat& seat, SlotState state,
-                                           SlotContent content) {
+NWOR_RULE SlotRecord written(int64_t hash, int32_t token, int64_t position,
+                             int64_t step, const Seat& seat, SlotState state,
+                             SlotContent content) {
   return {hash,
           token,
           static_cast<int32_t>(position),
@@ -102,34 +115,14 @@ NWOR_HOST_DEVICE inline SlotRecord written(int64_t hash, int32_t token,
           content};
 }
 
-NWOR_HOST_DEVICE inline bool is_in_cache(const AuditGroup& group, int64_t slot) {
-  return slot >= group.block_size && slot < group.num_slots;
-}
-
-// The first block of a request of `length` tokens that is still its own, and the one
-// behind its last.
-NWOR_HOST_DEVICE inline int64_t first_block(const AuditGroup& group, int64_t length,
-                                            int64_t window) {
-  return window > 0 ? most(0, length - window + 1) / group.block_size : 0;
-}
-NWOR_HOST_DEVICE inline int64_t last_block(const AuditGroup& group, int64_t length) {
-  return least((length + group.block_size - 1) / group.block_size, group.max_blocks);
-}
-
 // Compares what a slot is said to hold with H = `hash`.
-NWOR_HOST_DEVICE inline bool holds(const SlotRecord& record, int64_t hash) {
+NWOR_RULE bool holds(const SlotRecord& record, int64_t hash) {
   return record.state == kSlotUnknown ||
          (record.state == kSlotCommitted && record.hash == hash);
 }
 
-NWOR_HOST_DEVICE inline int64_t& expected_at(const AuditGroup& group, int64_t seat,
-                                             int64_t block) {
-  return group.expected[seat * group.max_blocks + block];
-}
-
-NWOR_HOST_DEVICE inline void report_prefix(const AuditGroup& group, int64_t slot,
-                                           int64_t position, int64_t hash,
-                                           int64_t seat_index, int64_t step) {
+NWOR_RULE void report_prefix(const AuditGroup& group, int64_t slot, int64_t position,
+                             int64_t hash, int64_t seat_index, int64_t step) {
   Finding finding =
       at_slot(group, kWrongPrefix, slot, position, group.seats[seat_index], step);
   finding.expected = hash;
@@ -138,7 +131,7 @@ NWOR_HOST_DEVICE inline void report_prefix(const AuditGroup& group, int64_t slot
   report(group, finding);
   // Once for a block: its end is not looked at any more.
   if (position / group.block_size < group.max_blocks) {
-    expected_at(group, seat_index, position / group.block_size) = 0;
+    group.expected_at(seat_index, position / group.block_size) = 0;
   }
 }
 
@@ -146,8 +139,7 @@ NWOR_HOST_DEVICE inline void report_prefix(const AuditGroup& group, int64_t slot
 
 // H in front of `start`, where the request goes on. Behind a load that failed it
 // goes back to a block's begin; from anywhere else its text is not known any more.
-NWOR_HOST_DEVICE inline int64_t base_of(const AuditGroup& group, int64_t seat_index,
-                                        int64_t start) {
+NWOR_RULE int64_t base_of(const AuditGroup& group, int64_t seat_index, int64_t start) {
   Seat& seat = group.seats[seat_index];
   int64_t hash = seat.seed;
   if (start == seat.length) {
@@ -156,7 +148,7 @@ NWOR_HOST_DEVICE inline int64_t base_of(const AuditGroup& group, int64_t seat_in
     const bool is_back = start < seat.length && group.is_block_end(start - 1) &&
                          start / group.block_size <= group.max_blocks;
     const int64_t known =
-        is_back ? expected_at(group, seat_index, start / group.block_size - 1) : 0;
+        is_back ? group.expected_at(seat_index, start / group.block_size - 1) : 0;
     if (known != 0) {
       hash = known;
     } else {
@@ -170,50 +162,49 @@ NWOR_HOST_DEVICE inline int64_t base_of(const AuditGroup& group, int64_t seat_in
 
 // Whether `seat` may write `position` to `slot`: the block is its own, and the one
 // that its table has there.
-NWOR_HOST_DEVICE inline bool may_write(const AuditGroup& group, const AuditBatch& batch,
-                                       int64_t r, const Seat& seat, int64_t position,
-                                       int64_t slot) {
-  return slot == batch.slot(r, position) && slot < group.num_slots &&
+NWOR_RULE bool may_write(const AuditStep& args, int64_t r, const Seat& seat,
+                         int64_t position, int64_t slot) {
+  const AuditGroup& group = args.group;
+  return slot == args.slot(r, position) && slot < group.num_slots() &&
          (group.owners[slot / group.block_size] == seat.generation ||
           (seat.loads && position < seat.hit_length));
 }
 
 // Whether `position` is in the block where a hit ends that a load may have filled.
-NWOR_HOST_DEVICE inline bool is_behind_hit(const AuditGroup& group, const Seat& seat,
-                                           int64_t position) {
+NWOR_RULE bool is_behind_hit(const AuditGroup& group, const Seat& seat,
+                             int64_t position) {
   const int64_t hit = seat.hit_length;
-  return seat.loads == kUntoldLoads && hit > 0 && position >= hit &&
+  return seat.loads == kUnknownLoads && hit > 0 && position >= hit &&
          position / group.block_size == (hit - 1) / group.block_size;
 }
 
 // Row i, of request r, will make its text H = `hash`.
-NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int64_t i,
-                                      int64_t hash) {
+NWOR_RULE void plan_row(const AuditPlanArgs& args, int64_t r, int64_t i, int64_t hash) {
   const AuditGroup& group = args.group;
   const int64_t seat_index = args.batch.row_seats.at(r);
   const Seat& seat = group.seats[seat_index];
   const int64_t position = args.positions[i];
   const int64_t slot = args.slot_mapping[i];
   PlanRow& row = group.plan[i];
-  row = {-1, hash, position, args.tokens[i], kSlotPlanned, seat_index, 0, {}};
+  row = {-1, hash, position, args.tokens[i], kSlotPlanned, seat_index, 0, 0, {}};
   if (slot < 0) {
     return;
   }
-  if (!may_write(group, args.batch, r, seat, position, slot)) {
+  if (!may_write(args, r, seat, position, slot)) {
     const int64_t owner =
-        slot < group.num_slots ? group.owners[slot / group.block_size] : 0;
-    const int64_t expected = args.batch.slot(r, position);
-    report(group, {kForeignWrite, -1, 0, slot, position, owner, seat.generation,
-                   args.step, args.step, expected, slot, 0});
+        slot < group.num_slots() ? group.owners[slot / group.block_size] : 0;
+    const int64_t expected = args.slot(r, position);
+    report(group, {args.step, kForeignWrite, owner, position, slot, -1, 0,
+                   seat.generation, args.step, expected, slot});
   }
-  if (slot >= group.num_slots) {
+  if (slot >= group.num_slots()) {
     return;
   }
   SlotRecord& record = group.records[slot];
   row.slot = slot;
   // Before the exchange: another row that goes to this slot writes behind its own.
   row.old = record;
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
   __threadfence_block();
 #endif
   row.old.state = exchange(record.state, kSlotPlanned);
@@ -221,7 +212,7 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
     // Another row of this step, or of one that failed: it has no checksums.
     row.old.state = kSlotUnknown;
     row.old.content = kContentNone;
-    row.suspect = -1;
+    row.num_same = -1;
   } else if (row.old.state == kSlotLoaded || is_behind_hit(group, seat, position)) {
     row.old.content = kContentNone;  // a load fills whole blocks
   } else if (row.old.content == kContentLoaded) {
@@ -233,22 +224,22 @@ NWOR_HOST_DEVICE inline void plan_row(const AuditPlanArgs& args, int64_t r, int6
 
 // --- resolve ---------------------------------------------------------------------
 
-NWOR_HOST_DEVICE inline int64_t num_drafts_of(const AuditResolveArgs& args, int64_t r) {
+NWOR_RULE int64_t num_drafts_of(const AuditResolveArgs& args, int64_t r) {
   return args.cu_num_logits == nullptr
              ? 0
              : args.cu_num_logits[r] - (r == 0 ? 0 : args.cu_num_logits[r - 1]) - 1;
 }
 
 // Behind the last row that is kept, of those up to `end`.
-NWOR_HOST_DEVICE inline int64_t kept_end_of(int64_t end, int64_t num_drafts,
-                                            int64_t accepted) {
-  return end - most(0, num_drafts) + most(0, least(accepted, num_drafts));
+NWOR_RULE int64_t kept_end_of(int64_t end, int64_t num_drafts, int64_t accepted) {
+  const int64_t num_kept = least(accepted, num_drafts);
+  return end - (num_drafts > 0 ? num_drafts : 0) + (num_kept > 0 ? num_kept : 0);
 }
 
 // Row i of request r is kept, or was a draft that is rejected. is_end: the last one
 // that is kept.
-NWOR_HOST_DEVICE inline void keep_row(const AuditResolveArgs& args, int64_t r,
-                                      int64_t i, bool is_kept, bool is_end) {
+NWOR_RULE void keep_row(const AuditResolveArgs& args, int64_t r, int64_t i,
+                        bool is_kept, bool is_end) {
   const AuditGroup& group = args.group;
   const int64_t seat_index = args.batch.row_seats.at(r);
   Seat& seat = group.seats[seat_index];
@@ -266,7 +257,7 @@ NWOR_HOST_DEVICE inline void keep_row(const AuditResolveArgs& args, int64_t r,
   }
   if (is_kept && group.is_block_end(row.position) && !seat.opaque &&
       row.position / group.block_size < group.max_blocks) {
-    expected_at(group, seat_index, row.position / group.block_size) = row.hash;
+    group.expected_at(seat_index, row.position / group.block_size) = row.hash;
   }
   if (is_end) {
     seat.hash = row.hash;
@@ -275,12 +266,11 @@ NWOR_HOST_DEVICE inline void keep_row(const AuditResolveArgs& args, int64_t r,
 }
 
 // This step's row i, where the table has it. Returns slots compared.
-NWOR_HOST_DEVICE inline int64_t check_row(const AuditResolveArgs& args, int64_t r,
-                                          int64_t i) {
+NWOR_RULE int64_t check_row(const AuditResolveArgs& args, int64_t r, int64_t i) {
   const AuditGroup& group = args.group;
   const PlanRow& row = group.plan[i];
-  const int64_t slot = args.batch.slot(r, row.position);
-  if (row.state != kSlotCommitted || row.slot < 0 || !is_in_cache(group, slot)) {
+  const int64_t slot = args.slot(r, row.position);
+  if (row.state != kSlotCommitted || row.slot < 0 || !group.is_in_cache(slot)) {
     return 0;
   }
   if (!holds(group.records[slot], row.hash)) {
@@ -291,16 +281,15 @@ NWOR_HOST_DEVICE inline int64_t check_row(const AuditResolveArgs& args, int64_t 
 }
 
 // The end of block b of request r. Returns slots compared.
-NWOR_HOST_DEVICE inline int64_t check_end(const AuditResolveArgs& args, int64_t r,
-                                          int64_t b) {
+NWOR_RULE int64_t check_end(const AuditResolveArgs& args, int64_t r, int64_t b) {
   const AuditGroup& group = args.group;
   const int64_t seat_index = args.batch.row_seats.at(r);
   const Seat& seat = group.seats[seat_index];
-  const int64_t hash = expected_at(group, seat_index, b);
+  const int64_t hash = group.expected_at(seat_index, b);
   const int64_t position = (b + 1) * group.block_size - 1;
-  const int64_t slot = args.batch.slot(r, position);
+  const int64_t slot = args.slot(r, position);
   const bool is_adopted_soon = seat.is_new && position < seat.hit_length;
-  if (hash == 0 || is_adopted_soon || !is_in_cache(group, slot)) {
+  if (hash == 0 || is_adopted_soon || !group.is_in_cache(slot)) {
     return 0;
   }
   if (!holds(group.records[slot], hash)) {
@@ -316,7 +305,7 @@ constexpr int64_t kStoreForgotten = -2;
 
 // The kept slot that says what a load should have brought to `slot`; kNotStored: that
 // is not known; kStoreForgotten: later stores took its place.
-NWOR_HOST_DEVICE inline int64_t stored_slot(const AuditGroup& group, int64_t slot) {
+NWOR_RULE int64_t stored_slot(const AuditGroup& group, int64_t slot) {
   const int64_t number = group.stores[slot / group.block_size];
   if (number == 0) {
     return kNotStored;
@@ -334,25 +323,24 @@ NWOR_HOST_DEVICE inline int64_t stored_slot(const AuditGroup& group, int64_t slo
 // --- adopt -----------------------------------------------------------------------
 
 // H in front of block b, of a seat that was just taken.
-NWOR_HOST_DEVICE inline int64_t hash_before(const AuditGroup& group, int64_t seat_index,
-                                            int64_t b) {
-  return b == 0 ? group.seats[seat_index].seed : expected_at(group, seat_index, b - 1);
+NWOR_RULE int64_t hash_before(const AuditGroup& group, int64_t seat_index, int64_t b) {
+  return b == 0 ? group.seats[seat_index].seed : group.expected_at(seat_index, b - 1);
 }
 
 // Block b of a hit, whose text before it is H = `hash`.
-NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
-                                         int64_t hash) {
+NWOR_RULE void adopt_block(const AuditStep& args, const AuditHit& hit, int64_t b,
+                           int64_t hash) {
   const AuditGroup& group = args.group;
-  const int64_t seat_index = args.batch.row_seats.at(args.row);
+  const int64_t seat_index = args.batch.row_seats.at(hit.row);
   const Seat& seat = group.seats[seat_index];
   int64_t num_identities = 0;
   int64_t num_unverified = 0;
   bool is_reported = false;
   for (int64_t p = b * group.block_size;
-       p < least((b + 1) * group.block_size, args.length); ++p) {
-    hash = add(hash, identity_of(args.tokens[p], p));
-    const int64_t slot = args.batch.slot(args.row, p);
-    if (!is_in_cache(group, slot)) {
+       p < least((b + 1) * group.block_size, hit.length); ++p) {
+    hash = add(hash, identity_of(hit.tokens[p], p));
+    const int64_t slot = args.slot(hit.row, p);
+    if (!group.is_in_cache(slot)) {
       continue;
     }
     ++num_identities;
@@ -367,13 +355,13 @@ NWOR_HOST_DEVICE inline void adopt_block(const AuditAdoptArgs& args, int64_t b,
       group.stores[slot / group.block_size] = 0;  // what follows is counted here
     }
     if (record.state == kSlotUnknown || record.state == kSlotLoaded ||
-        seat.loads == kUntoldLoads) {
+        seat.loads == kUnknownLoads) {
       ++num_unverified;
       // A token of -1: another group's block, or nobody knows whose.
       const bool is_other = record.state == kSlotLoaded &&
                             record.content != kContentNone && record.token >= 0 &&
-                            record.token != args.tokens[p];
-      record = written(hash, args.tokens[p], p, args.step, seat, kSlotCommitted,
+                            record.token != hit.tokens[p];
+      record = written(hash, hit.tokens[p], p, args.step, seat, kSlotCommitted,
                        is_other ? kContentReplaced : kContentNone);
     } else if (!holds(record, hash) && !is_reported) {
       is_reported = true;
@@ -396,15 +384,13 @@ struct Compared {
   int64_t first_other;
 };
 
-NWOR_HOST_DEVICE inline Finding other_bytes(const AuditGroup& group,
-                                            const AuditBytes& bytes, int64_t slot,
-                                            int64_t position, const Seat& seat,
-                                            int64_t step, const Compared& compared) {
+NWOR_RULE Finding other_bytes(const AuditGroup& group, const AuditPart& part,
+                              int64_t slot, int64_t position, const Seat& seat,
+                              int64_t step, const Compared& compared) {
   Finding finding = at_slot(group, kChanged, slot, position, seat, step);
-  finding.table = bytes.table_index;
   if (compared.num_same < compared.num_layers) {
     const int64_t layer = compared.first_other;
-    finding.layer = layer;
+    finding.layer = part.first_column + layer;
     finding.num_layers = compared.num_layers - compared.num_same;
     finding.expected = static_cast<uint32_t>(compared.known[layer]);
     finding.found = static_cast<uint32_t>(compared.found[layer]);
@@ -412,30 +398,16 @@ NWOR_HOST_DEVICE inline Finding other_bytes(const AuditGroup& group,
   return finding;
 }
 
-NWOR_HOST_DEVICE inline void report_missing(const AuditRecordArgs& args, int64_t i,
-                                            int64_t layer, int64_t num_layers) {
-  const AuditGroup& group = args.group;
-  const PlanRow& row = group.plan[i];
-  Finding finding = at_slot(group, kMissingWrite, row.slot, row.position,
-                            group.seats[row.seat], args.step);
-  finding.table = args.bytes.table_index;
-  finding.layer = layer;
-  finding.num_layers = num_layers;
-  finding.expected = row.hash;
-  finding.found = row.old.hash;
-  report(group, finding);
-}
-
-// What row i's checksums say of it, before they are recorded.
-NWOR_HOST_DEVICE inline void judge_row(const AuditRecordArgs& args, int64_t i,
-                                       const Compared& compared) {
+// What row i's checksums in a part say of it, before they are recorded.
+NWOR_RULE void judge_row(const AuditResolveArgs& args, const AuditPart& part, int64_t i,
+                         const Compared& compared) {
   const AuditGroup& group = args.group;
   PlanRow& row = group.plan[i];
   const Seat& seat = group.seats[row.seat];
   if (row.state == kSlotRejected) {
     if (args.is_undone && compared.num_same < compared.num_layers) {
-      Finding finding = other_bytes(group, args.bytes, row.slot, row.position, seat,
-                                    args.step, compared);
+      Finding finding =
+          other_bytes(group, part, row.slot, row.position, seat, args.step, compared);
       finding.writer = seat.generation;
       finding.writer_step = args.step;
       report(group, finding);
@@ -449,43 +421,50 @@ NWOR_HOST_DEVICE inline void judge_row(const AuditRecordArgs& args, int64_t i,
       compared.num_same == 0) {
     return;
   }
-  // One checksum of 32 bits in billions agrees by chance: it takes a second one, of
-  // another layer, or of this layer at the position before (judge_suspect).
-  const bool is_sure = compared.num_same > 1;
-  row.suspect = 2 * (1 + compared.first_same) + is_sure;
-  count(group.header->num_suspects);
-  if (is_sure) {
-    report_missing(args, i, compared.first_same, compared.num_same);
+  if (row.num_same == 0) {
+    row.first_same = static_cast<int32_t>(part.first_column + compared.first_same);
+    count(group.header->num_suspects);
   }
+  row.num_same += static_cast<int32_t>(compared.num_same);
 }
 
-// Row i, when all rows were judged.
-NWOR_HOST_DEVICE inline void judge_suspect(const AuditRecordArgs& args, int64_t i) {
+// Row i, when all rows were judged. One checksum of 32 bits in billions agrees by
+// chance: it takes a second one, of another layer, or of this layer at the position
+// before.
+NWOR_RULE void judge_suspect(const AuditResolveArgs& args, int64_t i) {
   const AuditGroup& group = args.group;
   const PlanRow& row = group.plan[i];
-  if (i == 0 || row.suspect <= 0 || row.suspect % 2 == 1) {
+  if (row.num_same <= 0) {
     return;
   }
-  const PlanRow& previous = group.plan[i - 1];
-  if (previous.seat == row.seat && previous.suspect / 2 == row.suspect / 2) {
-    report_missing(args, i, row.suspect / 2 - 1, 1);
+  bool is_sure = row.num_same > 1;
+  if (!is_sure && i > 0) {
+    const PlanRow& previous = group.plan[i - 1];
+    is_sure = previous.seat == row.seat && previous.num_same > 0 &&
+              previous.first_same == row.first_same;
+  }
+  if (is_sure) {
+    const Seat& seat = group.seats[row.seat];
+    report(group, {args.step, kMissingWrite, seat.generation, row.position, row.slot,
+                   row.first_same, row.num_same, seat.generation, args.step, row.hash,
+                   row.old.hash});
   }
 }
 
 // Whether a snapshot takes the slot's checksums: of one that no step has written, or
 // was to. again: and that has those of the snapshot before, because its block has not
 // been another group's meanwhile.
-NWOR_HOST_DEVICE inline bool is_taken(const SlotRecord& record, bool again) {
+NWOR_RULE bool is_taken(const SlotRecord& record, bool again) {
   return record.step == 0 && (!again || record.content != kContentNone);
 }
 
 // Whether a slot is one whose bytes scan looks at.
-NWOR_HOST_DEVICE inline bool has_bytes(const SlotRecord& record) {
+NWOR_RULE bool has_bytes(const SlotRecord& record) {
   return record.state == kSlotCommitted || record.state == kSlotUnknown;
 }
 
 // Whether a load brought what a slot holds, and nobody looked at it yet.
-NWOR_HOST_DEVICE inline bool is_fresh(int32_t content) {
+NWOR_RULE bool is_fresh(int32_t content) {
   return content == kContentReplaced || content == kContentLoaded;
 }
 
@@ -495,10 +474,10 @@ struct Stored {
   int64_t slot;
   Compared compared;
 };
-NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_index,
-                                        int64_t slot, int64_t position, int32_t content,
-                                        const Compared& compared,
-                                        const Stored& stored) {
+NWOR_RULE void judge_slot(const AuditResolveArgs& args, const AuditPart& part,
+                          int64_t seat_index, int64_t slot, int64_t position,
+                          int32_t content, const Compared& compared,
+                          const Stored& stored) {
   const AuditGroup& group = args.group;
   const Seat& seat = group.seats[seat_index];
   const bool is_same = compared.num_same == compared.num_layers;
@@ -506,16 +485,16 @@ NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_
     // What has no checksums yet was taken over: it gets some.
     if (content != kContentNone && !is_same) {
       report(group,
-             other_bytes(group, args.bytes, slot, position, seat, args.step, compared));
+             other_bytes(group, part, slot, position, seat, args.step, compared));
     }
     return;
   }
   if (stored.slot == kStoreForgotten) {
-    count(group.header->num_unverified, args.is_last);
+    count(group.header->num_unverified, part.is_last);
     return;
   }
   if (stored.slot >= 0) {
-    count(group.header->num_returned, args.is_last);
+    count(group.header->num_returned, part.is_last);
     if (stored.compared.num_same == stored.compared.num_layers) {
       return;
     }
@@ -524,15 +503,15 @@ NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_
   const bool is_sure = compared.num_layers > 1 || stored.slot >= 0;
   if (content == kContentReplaced && is_same && is_sure) {
     Finding finding =
-        other_bytes(group, args.bytes, slot, position, seat, args.step, compared);
+        other_bytes(group, part, slot, position, seat, args.step, compared);
     finding.kind = kNeverLoaded;
-    finding.layer = 0;
+    finding.layer = part.first_column;
     finding.num_layers = compared.num_layers;
     finding.expected = group.records[slot].hash;
     report(group, finding);
   } else if (stored.slot >= 0) {
-    Finding finding = other_bytes(group, args.bytes, slot, position, seat, args.step,
-                                  stored.compared);
+    Finding finding =
+        other_bytes(group, part, slot, position, seat, args.step, stored.compared);
     finding.kind = kHandedOn;
     report(group, finding);
   }
@@ -540,22 +519,14 @@ NWOR_HOST_DEVICE inline void judge_slot(const AuditScanArgs& args, int64_t seat_
 
 // --- blocks ----------------------------------------------------------------------
 
-// number: of the store that a load brings, if `fills`.
-NWOR_HOST_DEVICE inline void hand_on_block(const AuditGroup& group, int64_t block,
-                                           int64_t number, int64_t step, bool fills) {
-  SlotRecord* records = group.records + block * group.block_size;
-  if (fills) {
-    group.stores[block] = number;
-    for (int64_t o = 0; o < group.block_size; ++o) {
-      records[o].state = kSlotLoaded;
-    }
-    return;
-  }
+// Each slot of a block that is stored must be committed, and its H follow from the one
+// before, or it is of another text.
+NWOR_RULE void check_stored(const AuditGroup& group, int64_t block, int64_t step) {
+  const SlotRecord* records = group.records + block * group.block_size;
   for (int64_t o = block == 0 ? group.block_size : 0; o < group.block_size; ++o) {
     if (records[o].state == kSlotUnknown) {
       return;
     }
-    // Each slot's H follows from the one before, or it is of another text.
     const bool is_next =
         o == 0 || records[o].hash ==
                       add(records[o - 1].hash,
@@ -574,32 +545,6 @@ NWOR_HOST_DEVICE inline void hand_on_block(const AuditGroup& group, int64_t bloc
     report(group, finding);
     return;
   }
-}
-
-NWOR_HOST_DEVICE inline void hand_out_block(const AuditGroup& group, int64_t block,
-                                            int32_t generation) {
-  group.owners[block] = generation;
-  if (generation != 0) {
-    return;
-  }
-  for (int64_t o = 0; o < group.block_size; ++o) {
-    SlotRecord& record = group.records[block * group.block_size + o];
-    record = {0, -1, 0, record.step, record.generation, kSlotNever, kContentNone};
-  }
-}
-
-// --- publish ---------------------------------------------------------------------
-
-NWOR_HOST_DEVICE inline int64_t num_to_publish(const AuditGroup& group) {
-  return least(group.header->num_findings - group.header->num_published,
-               group.capacity);
-}
-
-NWOR_HOST_DEVICE inline void end_step(const AuditPublishArgs& args) {
-  FindingsHeader* const header = args.group.header;
-  *args.header_to = *header;
-  header->num_published = header->num_findings;
-  header->cursor = header->next_cursor;
 }
 
 }  // namespace nwor

@@ -32,41 +32,28 @@ void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
              Tensor saved, int64_t num_reqs, int64_t entry_tokens);
 
 // The audit: audit_ops.cpp says what `tables` is.
-void audit_describe(Tensor tables, Tensor records, Tensor seats, Tensor expected,
-                    Tensor owners, Tensor plan, Tensor findings, Tensor stores,
-                    int64_t block_size, int64_t entry_tokens, int64_t window);
-void audit_describe_layers(Tensor tables, int64_t index, Tensor table,
-                           OptionalTensor runs, Tensor contents, int64_t first_column);
-void audit_seat(Tensor tables, Tensor tokens, int64_t length, int64_t seat,
-                int64_t generation, int64_t seed, bool opaque, int64_t loads,
-                int64_t hit_length);
+void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
+                int64_t seed, bool opaque, int64_t loads);
 void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                Tensor block_table, int64_t num_reqs, Tensor tokens, Tensor positions,
-                Tensor slot_mapping, int64_t num_tokens, int64_t step);
+                Tensor block_table, int64_t num_reqs, int64_t num_tokens, int64_t step,
+                Tensor tokens, Tensor positions, Tensor slot_mapping);
 void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                   Tensor block_table, int64_t num_reqs, OptionalTensor cu_num_logits,
+                   Tensor block_table, int64_t num_reqs, int64_t num_tokens,
+                   int64_t step, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, int64_t num_tokens, int64_t step,
-                   bool is_undone, int64_t num_blocks, OptionalTensor findings_to);
-void audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                 Tensor block_table, int64_t num_reqs, Tensor tokens, int64_t length,
-                 int64_t row, int64_t step, int64_t num_blocks);
-void audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
-                Tensor block_table, int64_t num_reqs, int64_t num_blocks, int64_t step);
-void audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int64_t step,
-                   bool fills);
+                   OptionalTensor num_rejected, bool is_undone, OptionalTensor hits,
+                   int64_t num_blocks, int64_t num_hit_blocks, Tensor findings_to);
+void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
+                  int64_t step);
 void audit_snapshot(Tensor tables, bool again);
-void audit_hand_out(Tensor tables, Tensor blocks, Tensor generations);
-void audit_publish(Tensor tables, Tensor findings_to);
 
 // All of them, by name.
 // clang-format off
 #define NWOR_OPS(op) \
   op(log_cache_slots) op(restore_rejected_drafts) \
   op(stage) op(commit_draft_layer) op(unstage) \
-  op(audit_describe) op(audit_describe_layers) op(audit_seat) op(audit_plan) \
-  op(audit_resolve) op(audit_adopt) op(audit_scan) op(audit_hand_on) \
-  op(audit_snapshot) op(audit_hand_out) op(audit_publish)
+  op(audit_seat) op(audit_plan) op(audit_resolve) op(audit_blocks) \
+  op(audit_snapshot)
 // clang-format on
 
 }  // namespace nwor

@@ -90,38 +90,22 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? seats, "
       "Tensor saved, int num_reqs, int entry_tokens) -> ()");
   ops.def(
-      "audit_describe(Tensor(a!) tables, Tensor records, Tensor seats, Tensor "
-      "expected, Tensor owners, Tensor plan, Tensor findings, Tensor stores, int "
-      "block_size, int entry_tokens, int window) -> ()");
-  ops.def(
-      "audit_describe_layers(Tensor(a!) tables, int index, Tensor table, Tensor? "
-      "runs, Tensor contents, int first_column) -> ()");
-  ops.def(
-      "audit_seat(Tensor tables, Tensor tokens, int length, int seat, int "
-      "generation, int seed, bool opaque, int loads, int hit_length) -> ()");
+      "audit_seat(Tensor tables, Tensor tokens, int seat, int generation, int seed, "
+      "bool opaque, int loads) -> ()");
   ops.def(
       "audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor "
-      "block_table, int num_reqs, Tensor tokens, Tensor positions, Tensor "
-      "slot_mapping, int num_tokens, int step) -> ()");
+      "block_table, int num_reqs, int num_tokens, int step, Tensor tokens, Tensor "
+      "positions, Tensor slot_mapping) -> ()");
   ops.def(
       "audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc, "
-      "Tensor block_table, int num_reqs, Tensor? cu_num_logits, Tensor? "
-      "sampled_token_ids, int vocab_size, Tensor? num_rejected, int num_tokens, "
-      "int step, bool is_undone, int num_blocks, Tensor(a!)? findings_to=None) -> "
-      "()");
+      "Tensor block_table, int num_reqs, int num_tokens, int step, Tensor? "
+      "cu_num_logits, Tensor? sampled_token_ids, int vocab_size, Tensor? "
+      "num_rejected, bool is_undone, Tensor? hits, int num_blocks, int "
+      "num_hit_blocks, Tensor(a!) findings_to) -> ()");
   ops.def(
-      "audit_adopt(Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor "
-      "block_table, int num_reqs, Tensor tokens, int length, int row, int step, "
-      "int num_blocks) -> ()");
-  ops.def(
-      "audit_scan(Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor "
-      "block_table, int num_reqs, int num_blocks, int step) -> ()");
-  ops.def(
-      "audit_hand_on(Tensor tables, Tensor blocks, Tensor numbers, int step, bool "
-      "fills) -> ()");
+      "audit_blocks(Tensor tables, int event, Tensor blocks, Tensor values, int step) "
+      "-> ()");
   ops.def("audit_snapshot(Tensor tables, bool again) -> ()");
-  ops.def("audit_hand_out(Tensor tables, Tensor blocks, Tensor generations) -> ()");
-  ops.def("audit_publish(Tensor tables, Tensor(a!) findings_to) -> ()");
 }
 
 #define NWOR_IMPLEMENT(name) \

@@ -45,24 +45,22 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
 
 def test_a_selftest_without_a_fault_fails() -> None:
     """The verdict is of what was found, not of what was planted."""
-    expected = Expected("changed", 1, "one")
     writer = Writer("one-1", 1, 1)
     finding = Finding("changed", 0, "layer", 1, 0, 5, 0, None, writer, 2, "0x0", "0x1")
-    layers = ["other", "layer"]
-    assert expected.matches(finding, [5], layers)
     nobody = replace(writer, request=None)
-    others: tuple[dict[str, Any], ...] = (
-        {"kind": "missing_write"},
-        {"slot": 6},
-        {"layer": "other"},
-        {"layer": None},
-        {"writer": replace(writer, request="two-1")},
-        {"writer": nobody},
-    )
-    for other in others:
-        assert not expected.matches(replace(finding, **other), [5], layers)
-    nothing = replace(finding, layer=None, writer=nobody)
-    expected = Expected("changed", None, None)
-    assert expected.matches(nothing, [5], layers)
-    for other in ({"layer": "layer"}, {"writer": writer}):
-        assert not expected.matches(replace(nothing, **other), [5], layers)
+
+    def matches(expected: Expected, **changes: Any) -> bool:
+        return expected.matches(replace(finding, **changes), [5], ["other", "layer"])
+
+    expected = Expected("changed", 1, "one")
+    assert matches(expected)
+    assert not matches(expected, kind="missing_write")
+    assert not matches(expected, slot=6)
+    assert not matches(expected, layer="other")
+    assert not matches(expected, layer=None)
+    assert not matches(expected, writer=replace(writer, request="two-1"))
+    assert not matches(expected, writer=nobody)
+    nothing = Expected("changed", None, None)
+    assert matches(nothing, layer=None, writer=nobody)
+    assert not matches(nothing, layer=None)
+    assert not matches(nothing, writer=nobody)

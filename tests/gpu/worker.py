@@ -120,7 +120,7 @@ class GpuTestExtension(OracleExtension):
             "is_reserved": vars(self.model_runner).get("nwor_audit_storage")
             is not None,
             "pools": [
-                pool_tag(t.data_ptr()) for g in groups for t in (*g._own, g.contents)
+                pool_tag(t.data_ptr()) for g in groups for t in g.tensors.values()
             ],
         }
 

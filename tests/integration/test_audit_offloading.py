@@ -53,10 +53,10 @@ def load(engine: Engine, later: list[Request]) -> int:
 
 @pytest.fixture(params=["adapter", "none"])
 def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """none: it is a connector of which the audit is told nothing but what the scheduler
-    says: how much of what a request found was not in the cache."""
+    """none: the audit knows nothing of the connector but what the scheduler does: how
+    much of what a request found was not in the cache."""
     if request.param == "none":
-        monkeypatch.setattr(offloading, "tells", lambda: False)
+        monkeypatch.setattr(offloading, "is_hooked", lambda: False)
         monkeypatch.setattr(offloading, "watch", lambda runner: None)
     return str(request.param)
 
@@ -67,7 +67,7 @@ def test_stores_and_loads_of_a_mended_vllm_are_no_findings(
 ) -> None:
     engine, later = stored(**changes)
     num_loaded = load(engine, later)
-    assert engine.audit.audit.loads.name == {"adapter": "TOLD"}.get(adapter, "UNTOLD")
+    assert engine.audit.audit.loads.name == {"adapter": "KNOWN"}.get(adapter, "UNKNOWN")
     assert found(engine) == []
     # What came back is what was stored; where that is not known, it is counted.
     totals = engine.audit.audit.totals()
@@ -221,7 +221,7 @@ def test_blocks_have_places_in_chunks(spec: Any, is_known: bool) -> None:
     )
     chunks = SimpleNamespace(block_ids=[7, 2, 9])
     config: Any = SimpleNamespace(kv_cache_groups=[None] * 3)
-    read = partial(offloading._read, config, connector)
+    read = partial(offloading.read, config, connector)
     places = [[31, 8, 9], [], [36]] if is_known else None
     assert read(blocks, chunks) == ([[11, 12, 13], [], [14]], places)
     # vLLM 0.32 and later leave groups out; before, a transfer is of all.

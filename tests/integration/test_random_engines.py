@@ -144,7 +144,7 @@ def test_what_is_drawn_is_exact(trial: Trial) -> None:
     num_shadow = span * trial.num_seats * case.num_groups
     seats = audit | {"SHADOW_BLOCKS": str(num_shadow)}
     off = watch(case.engine("off"), trial.requests, case=case)
-    untold: Any = {"tells": lambda: False, "watch": lambda runner: None}
+    untold: Any = {"is_hooked": lambda: False, "watch": lambda runner: None}
     for mode, values in {"off": audit, "cow": audit, "stage": seats}.items():
         hidden = mock.patch.multiple(offloading, **untold)
         with hidden if trial.is_untold else nullcontext():

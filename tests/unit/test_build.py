@@ -31,13 +31,13 @@ ops.LIBRARY = pathlib.Path(sys.argv[1])
 vllm_nwor.__path__ = [str(ops.LIBRARY.parent)]
 library = ops.load()
 assert library.__file__ == str(ops.LIBRARY)
-for publish in (library.audit_publish, ops.audit_publish):
+for snapshot in (library.audit_snapshot, ops.audit_snapshot):
     try:
-        publish(torch.zeros(3), torch.zeros(3))
+        snapshot(torch.zeros(3), False)
     except RuntimeError as error:
         print(error)
 """
-REFUSED = "audit_publish: tables has dtype Float; must be Long"
+REFUSED = "audit_snapshot: tables has dtype Float; must be Long"
 # What it uses of Python: all of it is in the stable ABI of 3.11.
 PYTHON = {
     *("PyCapsule_GetPointer", "PyErr_Occurred", "PyErr_SetString", "PyExc_ImportError"),
@@ -137,7 +137,7 @@ def test_rebuild_compiles_only_what_changed(built, edit):
     assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
 
 
-DEFINE = 'ops.def("audit_publish('
+DEFINE = 'ops.def("audit_snapshot('
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ DEFINE = 'ops.def("audit_publish('
     [
         ("cow_cpu.cpp", "", "this is no C++\n", "native build: `cmake` failed"),
         # All compiles, and is of no use.
-        ("torch_bindings.cpp", DEFINE, f"if (false) {DEFINE}", "audit_publish"),
+        ("torch_bindings.cpp", DEFINE, f"if (false) {DEFINE}", "audit_snapshot"),
     ],
 )
 def test_rebuild_says_why_it_is_of_no_use(name, old, new, said, built, edit):

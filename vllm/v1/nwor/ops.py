@@ -77,9 +77,7 @@ _NAMESPACE = "_C_cache_ops"
 NAMES = (
     *("log_cache_slots", "restore_rejected_drafts"),
     *("stage", "commit_draft_layer", "unstage"),
-    *("audit_describe", "audit_describe_layers", "audit_seat", "audit_plan"),
-    *("audit_resolve", "audit_adopt", "audit_scan", "audit_hand_on"),
-    *("audit_snapshot", "audit_hand_out", "audit_publish"),
+    *("audit_seat", "audit_plan", "audit_resolve", "audit_blocks", "audit_snapshot"),
 )
 # Set on torch's namespace object, for a second copy of this module: whose ops it has.
 _LIBRARY_MARK = "nwor_library"

@@ -16,8 +16,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_nwor.audit", description="The KV audit."
     )
-    told = "plant faults in a real engine on the CPU, and look for the findings"
-    parser.add_argument("--selftest", action="store_true", required=True, help=told)
+    text = "plant faults in a real engine on the CPU, and look for the findings"
+    parser.add_argument("--selftest", action="store_true", required=True, help=text)
     parser.parse_args()
     from . import selftest
 

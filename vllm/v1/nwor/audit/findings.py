@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .tables import AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
+
+Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
 
 # In the order of FindingClass of csrc/nwor/audit.h.
 MEANING = {
@@ -40,24 +42,6 @@ MEANING = {
 CLASSES = tuple(MEANING)
 
 
-class Row(NamedTuple):
-    """A row of `findings`: Finding of csrc/nwor/audit.h, int64."""
-
-    kind: int
-    layer: int
-    num_layers: int
-    slot: int
-    position: int
-    owner: int
-    writer: int
-    writer_step: int
-    step: int
-    expected: int
-    found: int
-    table: int
-
-
-COLUMNS = Row._fields
 # Steps whose findings may be on their way to the host: vLLM has two in flight.
 NUM_SLOTS = 4
 # Findings that are kept, in memory and in the file, and lines logged a step.
@@ -110,31 +94,27 @@ class Finding:
 
 
 def decode(
-    row: Row, group: AuditedGroup, name_of: Callable[[int], str | None]
+    row: Sequence[int], group: AuditedGroup, name_of: Callable[[int], str | None]
 ) -> Finding:
-    """A row in words."""
-    kind, shape = CLASSES[row.kind], group.shape
+    """A row of `findings`, in the columns of Finding of csrc/nwor/audit.h."""
+    step, number, owner, position, slot, layer, num_layers = row[:7]
+    writer, writer_step, *values = row[7:]
+    kind, shape = CLASSES[number], group.shape
     # Slots are numbers; the others are bits.
-    told = str if kind == "foreign_write" else lambda n: f"{n & (2**64 - 1):#x}"
+    text = str if kind == "foreign_write" else lambda n: f"{n & (2**64 - 1):#x}"
     return Finding(
         kind,
         shape.group_id,
-        group.parts[row.table].names[row.layer] if row.layer >= 0 else None,
-        row.num_layers,
-        row.slot // shape.block_size,
-        row.slot,
-        row.position,
-        name_of(row.owner),
-        Writer(name_of(row.writer), row.writer, row.writer_step),
-        row.step,
-        told(row.expected),
-        told(row.found),
+        group.names[layer] if layer >= 0 else None,
+        num_layers,
+        slot // shape.block_size,
+        slot,
+        position,
+        name_of(owner),
+        Writer(name_of(writer), writer, writer_step),
+        step,
+        *map(text, values),
     )
-
-
-def _order(row: Row) -> tuple[int, ...]:
-    """Of the findings of a step: threads of a GPU come in any order."""
-    return row.step, row.kind, row.table, row.owner, row.position
 
 
 @dataclass
@@ -148,14 +128,6 @@ class Found:
     num_unverified: int = 0
 
 
-class _Slot(NamedTuple):
-    """tables: each group's findings, [1 + MAX_KEPT, columns of a Row] int64, cpu,
-    pinned on CUDA. arrival: of what was sent to them last; None on the CPU."""
-
-    tables: Sequence[torch.Tensor]
-    arrival: torch.cuda.Event | None
-
-
 class Outbox:
     """Findings on their way to the host, which never waits for a step's end but where
     it reads that step's output.
@@ -167,21 +139,23 @@ class Outbox:
         self, groups: Sequence[AuditedGroup], name_of: Callable[[int], str | None]
     ) -> None:
         self._groups, self._name_of = groups, name_of
-        device = groups[0].findings.device
-        is_cuda = device.type == "cuda"
-        shape = (len(groups), 1 + MAX_KEPT, len(COLUMNS))
-        slots = [
-            _Slot(
-                torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda).unbind(),
-                torch.cuda.Event() if is_cuda else None,
+        table = groups[0].findings
+        # For each step on its way the groups' findings, cpu and pinned on CUDA, and
+        # when they are there; None on the CPU.
+        self._slots = itertools.cycle(
+            (
+                torch.zeros(
+                    (len(groups), *table.shape),
+                    dtype=table.dtype,
+                    pin_memory=table.is_cuda,
+                ).unbind(),
+                torch.cuda.Event() if table.is_cuda else None,
             )
             for _ in range(NUM_SLOTS)
-        ]
-        self._slots = itertools.cycle(slots)
-        self._claimed: _Slot | None = None
-        self._on_their_way: deque[_Slot] = deque()
-        # How often was sent, and how much of it was read.
-        self.num_sent = self._num_read = 0
+        )
+        self._claimed: Slot | None = None
+        self._on_their_way: deque[Slot] = deque()
+        self.num_sent = 0
         # Of each group findings and unverified slots, as last read: they only rise.
         self._totals = [[0, 0] for _ in groups]
         self._found = Found()
@@ -189,21 +163,21 @@ class Outbox:
         self._lock = threading.Lock()
 
     def claim(self) -> Sequence[torch.Tensor]:
-        """Where an op of this step shall write each group's findings: the tables of a
-        _Slot. Then `sent`; if that is not called, the next claim gives the same one."""
+        """Where an op of this step shall write each group's findings. Then `sent`; if
+        that is not called, the next claim gives the same."""
         with self._lock:
             if len(self._on_their_way) == NUM_SLOTS:
                 self._arrive(waits=True)
             self._claimed = self._claimed or next(self._slots)
-        return self._claimed.tables
+        return self._claimed[0]
 
     def sent(self) -> None:
         """What writes to the place that was claimed last has been enqueued."""
         with self._lock:
             slot, self._claimed = self._claimed, None
             assert slot is not None
-            if slot.arrival is not None:
-                slot.arrival.record()
+            if slot[1] is not None:
+                slot[1].record()
             self._on_their_way.append(slot)
             self.num_sent += 1
 
@@ -215,34 +189,28 @@ class Outbox:
                 return False
             arrival.synchronize()
         self._on_their_way.popleft()
-        self._num_read += 1
-        self._found.num_steps += 1
+        found = self._found
+        found.num_steps += 1
         for group, totals, table in zip(
             self._groups, self._totals, tables, strict=True
         ):
-            self._read(group, totals, table)
+            before, totals[:] = tuple(totals), table[0, :2].tolist()
+            count = totals[0] - before[0]
+            found.num_unverified += totals[1] - before[1]
+            found.num_lost += max(count - MAX_KEPT, 0)
+            if count:
+                # Threads of a GPU come in any order.
+                rows = sorted(table[1 : 1 + min(count, MAX_KEPT)].tolist())
+                found.findings += [decode(row, group, self._name_of) for row in rows]
         return True
-
-    def _read(
-        self, group: AuditedGroup, totals: list[int], table: torch.Tensor
-    ) -> None:
-        before, totals[:] = tuple(totals), table[0, :2].tolist()
-        count = totals[0] - before[0]
-        self._found.num_unverified += totals[1] - before[1]
-        self._found.num_lost += max(count - MAX_KEPT, 0)
-        if not count:
-            return
-        rows = map(Row._make, table[1 : 1 + min(count, MAX_KEPT)].tolist())
-        self._found.findings += [
-            decode(row, group, self._name_of) for row in sorted(rows, key=_order)
-        ]
 
     def take(self, through: int) -> Found:
         """What has come since the last call. through: waits for what was sent by then,
         as num_sent counts, and never for a later step, which may not have begun."""
         with self._lock:
-            while self._on_their_way and self._arrive(self._num_read < through):
-                pass
+            while waiting := len(self._on_their_way):
+                if not self._arrive(waits=self.num_sent - waiting < through):
+                    break
             found, self._found = self._found, Found()
         return found
 

@@ -3,9 +3,8 @@
 
 A store is submitted one step after it was decided, when that step has been resolved: so
 every slot of its blocks must be committed by then. A block that is not is stored as it
-is, and loaded into another request later. The blocks that a load fills are told apart
-from those that were found in the cache; that they change, and to what was stored, is
-seen when a request takes them over.
+is, and loaded into another request later. That the blocks that a load fills change, and
+to what was stored, is seen when a request takes them over.
 
 Where the connector holds a block is known by the numbers that its transfers give: of
 chunks of blocks, on the host. What was stored last to a place is what a load must bring
@@ -14,7 +13,6 @@ from there, unless others fill it, too: then nothing is known (`_places`).
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
@@ -52,13 +50,13 @@ def install(module: ModuleType) -> None:
     install_all(module, {PREEMPTIONS: _stores, LOADS: _stores_and_loads})
 
 
-def tells() -> bool:
-    """Whether `watch` will be told in this process."""
+def is_hooked() -> bool:
+    """Whether the audits of this process see what the connector reads and fills."""
     return is_installed(LOADS)
 
 
 def watch(runner: Any) -> None:
-    """Has the audit of `runner` told what its connector will read or fill."""
+    """From here on the audit of `runner` sees what its connector reads and fills."""
     _audited.add(runner)
 
 
@@ -87,18 +85,17 @@ def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
     return found
 
 
-def _tell(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None:
+def _hand_on(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None:
     """transfers: the blocks of each, and the connector's chunks."""
     for runner in list(_audited):
         # A process may have several engines, each with its own configuration.
         if runner.vllm_config is connector._vllm_config:
-            read = partial(_read, runner.kv_cache_config, connector)
             for blocks, chunks in transfers:
                 if (audit := runner.nwor_audit) is not None:
-                    audit.hand_on(runner, partial(read, blocks, chunks), fills)
+                    audit.hand_on(runner, connector, blocks, chunks, fills)
 
 
-def _read(
+def read(
     kv_cache_config: Any, connector: Any, blocks: Any, chunks: Any
 ) -> tuple[Blocks, Blocks | None]:
     """A transfer's blocks, and where the connector holds them; None: that does not say
@@ -133,13 +130,13 @@ def _stores(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
     metadata = argument(PREEMPTIONS, "kv_connector_metadata", args, kwargs)
     jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
     flushed = [(job.src_spec, job.dst_spec) for job in jobs if job is not None]
-    _tell(connector, _waiting(connector) + flushed, fills=False)
+    _hand_on(connector, _waiting(connector) + flushed, fills=False)
     return wrapped(*args, **kwargs)
 
 
 def _stores_and_loads(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
-    _tell(connector, _waiting(connector), fills=False)
+    _hand_on(connector, _waiting(connector), fills=False)
     loads = connector._connector_metadata.load_jobs
     filled = [(job.dst_spec, job.src_spec) for job in loads.values()]
-    _tell(connector, filled, fills=True)
+    _hand_on(connector, filled, fills=True)
     return wrapped(*args, **kwargs)

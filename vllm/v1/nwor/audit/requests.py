@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import enum
 import itertools
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
 
 
 class Loads(enum.IntEnum):
-    """Whether a KV connector fills blocks: not at all; where that is told (by its
-    adapter, or by the scheduler: all that was not found in the cache); or anywhere in
+    """Whether a KV connector fills blocks: not at all; where that is known (from its
+    adapter, or from the scheduler: all that was not found in the cache); or anywhere in
     what a request is said to have found."""
 
     NONE = 0
-    TOLD = 1
-    UNTOLD = 2
+    KNOWN = 1
+    UNKNOWN = 2
 
 
 @dataclass
@@ -32,15 +34,28 @@ class Request:
     """A request that the runner knows.
 
     num_found: tokens that were computed when it came. loads: whether a KV connector may
-    have brought some of them. seat: None until it is in a batch, and while another has
-    it. was_seated: its text is chained on the device.
+    have brought some of them. seed: stands for what its keys and values depend on
+    besides its tokens, or what is to keep them from others; 0: nothing. is_opaque: they
+    depend on more (embeddings, images): its identity is not looked at. seat: None until
+    it is in a batch, and while another has it. was_seated: its text is chained on the
+    device.
     """
 
     generation: int
     num_found: int
     loads: Loads
+    seed: int
+    is_opaque: bool
     seat: int | None = None
     was_seated: bool = False
+
+
+def seed_of(new: Any, salt: str | None) -> int:
+    """new: vLLM's NewRequestData."""
+    lora = getattr(new, "lora_request", None)
+    # As vLLM's prefix cache tells texts of the same tokens apart.
+    other = (lora.lora_name if lora is not None else None, salt or None)
+    return zlib.crc32(repr(other).encode()) + 1 if any(other) else 0
 
 
 class Requests:
@@ -65,13 +80,16 @@ class Requests:
     def name_of(self, generation: int) -> str | None:
         return self._names.get(generation)
 
-    def add(self, name: str, num_found: int, loads: Loads) -> Request:
+    def add(
+        self, name: str, num_found: int, loads: Loads, seed: int, is_opaque: bool
+    ) -> Request:
         """In the place of one of the same name."""
         self.forget(name)
-        request = Request(next(self._generations), num_found, loads)
+        generation = next(self._generations)
+        request = Request(generation, num_found, loads, seed, is_opaque)
         self._known[name] = request
-        self._names[request.generation] = name
-        self._names.pop(request.generation - MAX_NAMES, None)
+        self._names[generation] = name
+        self._names.pop(generation - MAX_NAMES, None)
         self.is_changed = True
         return request
 
@@ -94,12 +112,7 @@ class Requests:
         """If there is none, that of a request that is not among these; preempted
         perhaps."""
         if not self._free_seats:
-            present = set(row_ids)
-            self._stand_up(
-                next(
-                    request
-                    for name, request in self._known.items()
-                    if name not in present and request.seat is not None
-                )
-            )
+            absent = self._known.keys() - set(row_ids)
+            seated = (self._known[name] for name in absent)
+            self._stand_up(next(r for r in seated if r.seat is not None))
         return self._free_seats.pop()

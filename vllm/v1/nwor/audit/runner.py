@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
@@ -26,7 +25,7 @@ from ..report import MAX_IN_FLIGHT, NOTHING
 from ..window import Acceptance, NumRejected, SampledIds
 from . import offloading, startup
 from .findings import AuditError, Findings, Found
-from .state import Audit, Batch, Scheduled, Text
+from .state import Audit, Batch
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -39,8 +38,8 @@ WAKE_UP = HookTarget(
 )
 LEDGER = (WAKE_UP,)
 
-# At most so long the steps in which nothing was found are told together.
-TELLING_SECONDS = 1.0
+# At most so long the steps in which nothing was found are reported together.
+REPORT_SECONDS = 1.0
 
 
 def install(module: ModuleType) -> None:
@@ -95,15 +94,8 @@ class RunnerAudit:
         # Asynchronous outputs since one was read. vLLM reads those of one rank only.
         self.num_unread = 0
         # What no output has taken along yet, and when one took something.
-        self.untold: Counter[str] = Counter()
-        self.told_at = 0.0
-        # Of requests: what seeds their texts' identity, and whether those are opaque.
-        self.about: dict[str, tuple[int, bool]] = {}
-
-    def restart(self, budget_bytes: int) -> None:
-        """As Audit.restart."""
-        self.audit.restart(budget_bytes)
-        self.about.clear()
+        self.unreported: Counter[str] = Counter()
+        self.reported_at = 0.0
 
     @guarded
     def begin_step(self, runner: Any, scheduled: Any) -> None:
@@ -111,35 +103,7 @@ class RunnerAudit:
         where nobody reads this rank's outputs: it has nothing to keep from leaving."""
         if self.num_unread > MAX_IN_FLIGHT:
             self._take(0)
-        finished = scheduled.finished_req_ids
-        for name in finished:
-            self.about.pop(name, None)
-        known = getattr(scheduled, "nwor_audit", {})
-        new, grown, local = [], [], {}
-        for request in scheduled.scheduled_new_reqs:
-            name = request.req_id
-            new.append((name, request.num_computed_tokens, request.block_ids))
-            salt, num_local = known.get(name, (None, None))
-            self.about[name] = _about(request, salt)
-            if num_local is not None:
-                local[name] = num_local
-        cached = scheduled.scheduled_cached_reqs
-        for name, num_computed, blocks in zip(
-            cached.req_ids,
-            cached.num_computed_tokens,
-            cached.new_block_ids,
-            strict=True,
-        ):
-            if name in cached.resumed_req_ids:
-                new.append((name, num_computed, blocks))
-            elif blocks is not None:
-                grown.append((name, blocks))
-        copied = getattr(scheduled, "kv_cache_block_copies", None) or ()
-        zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
-        has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
-        self.audit.begin_step(
-            Scheduled(finished, new, grown, copied, zeroed, local, has_drafts)
-        )
+        self.audit.begin_step(scheduled)
 
     def _resolve(
         self,
@@ -164,27 +128,27 @@ class RunnerAudit:
         has none: what was found before belongs to an output that was not read yet."""
         through = self.audit.outbox.num_sent
 
-        def told(found: Any) -> Any:
+        def reported(found: Any) -> Any:
             # Also where the audit has failed since: what it had found is still true.
-            self.tell(runner, found, through)
+            self.report(runner, found, through)
             return found
 
         get_output = getattr(output, "get_output", None)
         if get_output is None:
-            return told(output) if getattr(output, "req_ids", None) else output
+            return reported(output) if getattr(output, "req_ids", None) else output
 
         def read() -> Any:
             self.num_unread = 0
             # The output refers to this function, and that to the output.
             del output.get_output
-            return told(get_output())
+            return reported(get_output())
 
         self.num_unread += 1
         output.get_output = read
         return output
 
     @guarded
-    def tell(self, runner: Any, output: Any, through: int) -> None:
+    def report(self, runner: Any, output: Any, through: int) -> None:
         """Logs what a step found, and has its output carry the numbers. through: as
         Outbox.take; when it is read, vLLM may have enqueued the next step.
 
@@ -196,44 +160,35 @@ class RunnerAudit:
             first = found.findings[0].line()
             raise AuditError(f"{len(found.findings)} findings, the first: {first}")
         now = time.monotonic()
-        is_due = found.findings or now >= self.told_at + TELLING_SECONDS
+        is_due = found.findings or now >= self.reported_at + REPORT_SECONDS
         if is_due and getattr(output, "req_ids", None):
             payload = getattr(output, "nwor_stats", NOTHING)
-            output.nwor_stats = payload.with_audit(dict(self.untold))
-            self.untold = Counter()
-            self.told_at = now
+            output.nwor_stats = payload.with_audit(dict(self.unreported))
+            self.unreported = Counter()
+            self.reported_at = now
 
     def _take(self, through: int) -> Found:
         """As Outbox.take; it is counted and logged."""
         found = self.audit.outbox.take(through)
-        self.untold["steps"] += found.num_steps
-        self.untold["unverified"] += found.num_unverified
+        self.unreported["steps"] += found.num_steps
+        self.unreported["unverified"] += found.num_unverified
         if found.findings:
-            self.untold.update(finding.kind for finding in found.findings)
+            self.unreported.update(finding.kind for finding in found.findings)
             self.findings.add(found.findings, found.num_lost)
         return found
 
     @guarded
-    def hand_on(self, runner: Any, read: Callable[[], Any], fills: bool) -> None:
-        """A KV connector is about to read or fill blocks: those that `read` gives
-        (offloading.py)."""
-        blocks, places = read()
-        self.audit.hand_on(blocks, fills, places)
+    def hand_on(
+        self, runner: Any, connector: Any, blocks: Any, chunks: Any, fills: bool
+    ) -> None:
+        """A KV connector is about to read or fill blocks (offloading.py)."""
+        found = offloading.read(runner.kv_cache_config, connector, blocks, chunks)
+        self.audit.hand_on(*found, fills=fills)
 
     @guarded
     def forget_cache(self, runner: Any) -> None:
         """As Audit.forget_cache."""
         self.audit.forget_cache()
-
-
-def _about(request: Any, salt: str | None) -> tuple[int, bool]:
-    lora = getattr(request, "lora_request", None)
-    # As vLLM's prefix cache tells texts of the same tokens apart.
-    other = (lora.lora_name if lora is not None else None, salt or None)
-    return (
-        zlib.crc32(repr(other).encode()) + 1 if any(other) else 0,
-        bool(request.mm_features) or request.prompt_embeds is not None,
-    )
 
 
 class RunnerAuditV1(RunnerAudit):
@@ -262,10 +217,9 @@ class RunnerAuditV1(RunnerAudit):
             lambda row: self._text_of(batch, row),
         )
 
-    def _text_of(self, batch: Any, row: int) -> Text:
+    def _text_of(self, batch: Any, row: int) -> tuple[torch.Tensor, None]:
         length = int(batch.num_computed_tokens_cpu[row])
-        tokens = torch.from_numpy(batch.token_ids_cpu[row, :length].copy())
-        return Text(tokens, *self.about[batch.req_ids[row]])
+        return torch.from_numpy(batch.token_ids_cpu[row, :length].copy()), None
 
     @guarded
     def resolve(self, runner: Any, output: Any, metadata: Any, was_open: bool) -> None:
@@ -307,11 +261,10 @@ class RunnerAuditV2(RunnerAudit):
             lambda row: self._text_of(runner, batch.req_ids[row]),
         )
 
-    def _text_of(self, runner: Any, name: str) -> Text:
+    def _text_of(self, runner: Any, name: str) -> tuple[torch.Tensor, int]:
         seat = runner.req_states.req_id_to_index[name]
         length = self.audit.requests[name].num_found
-        tokens = runner.req_states.all_token_ids.gpu[seat, :length]
-        return Text(tokens, *self.about[name], seat)
+        return runner.req_states.all_token_ids.gpu[seat, :length], seat
 
     @guarded
     def resolve(self, runner: Any, result: Any, batch: Any, was_open: bool) -> None:

@@ -262,8 +262,8 @@ def run(say: Callable[[str], None]) -> bool:
         of_class = [finding for finding in bench.found if finding.kind == expected.kind]
         is_right = bool(of_class) and expected.matches(of_class[0], slots, names)
         passed = passed and is_right
-        (told, *_) = (fault.__doc__ or "").splitlines()
-        say(f"{'ok  ' if is_right else 'FAIL'} {fault.__name__}: {told}")
+        (text, *_) = (fault.__doc__ or "").splitlines()
+        say(f"{'ok  ' if is_right else 'FAIL'} {fault.__name__}: {text}")
         if is_right:
             say(f"     {of_class[0].line()}")
         else:

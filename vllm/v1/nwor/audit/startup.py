@@ -78,17 +78,17 @@ def _num_seats(runner: Any) -> int:
 
 
 def _num_stored(runner: Any, config: NworConfig, num_blocks: int) -> int:
-    is_told = _loads_of(runner.vllm_config) is Loads.TOLD
-    return num_blocks // STORED_SHARE if is_told and config.audit_mib else 0
+    is_known = _loads_of(runner.vllm_config) is Loads.KNOWN
+    return num_blocks // STORED_SHARE if is_known and config.audit_mib else 0
 
 
 def _loads_of(vllm_config: Any) -> Loads:
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None:
         return Loads.NONE
-    is_told = offloading.tells() and transfer.kv_connector == offloading.NAME
+    is_hooked = offloading.is_hooked() and transfer.kv_connector == offloading.NAME
     is_vllms = not getattr(transfer, "kv_connector_module_path", None)
-    return Loads.TOLD if is_told and is_vllms else Loads.UNTOLD
+    return Loads.KNOWN if is_hooked and is_vllms else Loads.UNKNOWN
 
 
 def _refusal(runner: Any) -> str | None:
@@ -164,14 +164,10 @@ def _audit_of(
     scheduler = runner.vllm_config.scheduler_config
     memory = DeviceMemory(runner.device, storage)
     num_seats = _num_seats(runner)
-    max_tokens = scheduler.max_num_batched_tokens
-    compares = config.audit_mib > 0
+    sizes = num_seats, scheduler.max_num_batched_tokens, config.audit_mib > 0
     kv_groups = runner.kv_cache_config.kv_cache_groups
     return Audit(
-        [
-            AuditedGroup(shape, layers, num_seats, max_tokens, compares, memory)
-            for shape, layers in audited
-        ],
+        [AuditedGroup(*of_group, *sizes, memory) for of_group in audited],
         config.audit_mib << 20,
         num_seats,
         [group.kv_cache_spec.block_size for group in kv_groups],

@@ -7,11 +7,10 @@ A step, in this order; each line is one op for each KV-cache group:
     plan          who is about to write what where, of all requests; foreign_write
     (vLLM's forward, rejection sampling, NWOR's commit)
     resolve       what is kept; wrong_prefix at each row and at the end of each block;
-                  checksums of what was written: missing_write, changed (rejected);
-                  then of older blocks, within the budget: changed
-      adopt       requests that are new in the batch: each slot that they found
-      scan        the older blocks, behind adopt: where there are such requests
-      publish     what was found goes to the host, which does not wait for it
+                  checksums of what was written: missing_write, changed (rejected); each
+                  slot that requests found that are new in the batch; checksums of older
+                  blocks, within the budget: changed; what was found goes to the host,
+                  which does not wait for it
 
 Identities are recorded for all rows before anything is compared: a request may find in
 the prefix cache what another one writes in this very step.
@@ -19,9 +18,8 @@ the prefix cache what another one writes in this very step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,32 +28,13 @@ from .. import ops
 from ..layer_tables import DeviceMemory
 from ..window import Acceptance
 from .findings import Outbox
-from .requests import Loads, Request, Requests
-from .tables import AuditedGroup
+from .requests import Loads, Request, Requests, seed_of
+from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
 # Who owns a block that goes to another KV-cache group.
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
-
-
-class Scheduled(NamedTuple):
-    """What the scheduler says of a step's requests and blocks.
-
-    finished: requests. new: (request, tokens computed, its blocks by group), also for
-    one that is resumed. grown: (request, new blocks by group). copied: (block, to
-    block). zeroed: blocks that vLLM fills with zeros. local: of the tokens computed of
-    new requests, those found in the cache, where that is known: a KV connector has
-    brought the others. has_drafts: whether a request has draft tokens in this step.
-    """
-
-    finished: Collection[str]
-    new: Sequence[tuple[str, int, Sequence[Sequence[int]]]]
-    grown: Sequence[tuple[str, Sequence[Sequence[int]]]]
-    copied: Sequence[tuple[int, int]] = ()
-    zeroed: Sequence[int] = ()
-    local: Mapping[str, int] = MappingProxyType({})
-    has_drafts: bool = False
 
 
 class Batch(NamedTuple):
@@ -79,27 +58,17 @@ class Batch(NamedTuple):
     row_seats: torch.Tensor | None = None
 
 
-class Text(NamedTuple):
-    """What is known of a request that comes into the batch.
-
-    tokens: [num_computed] int32: what is in the cache already. seed: stands for
-    what else its keys and values depend on (its LoRA). is_opaque: they depend on more
-    than token ids (embeddings, images): its identity is not looked at. seat: where the
-    batch has row_seats, this row's.
-    """
-
-    tokens: torch.Tensor
-    seed: int
-    is_opaque: bool
-    seat: int | None = None
+# Of a row of the batch: its text, [num_computed] int32, what is in the cache already;
+# and its number among row_seats, where the batch has them.
+TextOf = Callable[[int], tuple[torch.Tensor, int | None]]
 
 
 class _Step(NamedTuple):
-    """What resolve needs of a plan. fresh: (row, length, tokens) of the requests that
-    came into the batch with something in the cache."""
+    """What resolve needs of a plan. fresh: (row, tokens) of the requests that came into
+    the batch with something in the cache."""
 
     batch: Batch
-    fresh: list[tuple[int, int, torch.Tensor]]
+    fresh: list[tuple[int, torch.Tensor]]
 
 
 class Audit:
@@ -134,7 +103,7 @@ class Audit:
         self._row_ids: list[str] = []
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
         self._open: _Step | None = None
-        self._news: Scheduled | None = None
+        self._scheduled: Any = None
         self._had_drafts = self._has_drafts = False
         self.snapshot()
 
@@ -162,38 +131,72 @@ class Audit:
 
     # -- what the scheduler says ---------------------------------------------------
 
-    def begin_step(self, scheduled: Scheduled) -> None:
-        """Before the step's rows. It is taken in by `plan`: until then a connector may
-        read blocks for the requests that had them."""
+    def begin_step(self, scheduled: Any) -> None:
+        """Before the step's rows. scheduled: vLLM's SchedulerOutput. It is taken in by
+        `plan`: until then a connector may read blocks for the requests that had
+        them."""
         self._take_in()
         self.step += 1
         self._open = None
-        self._news = scheduled
+        self._scheduled = scheduled
 
     def _take_in(self) -> None:
-        news, self._news = self._news, None
-        if news is None:
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is None:
             return
-        finished, new, grown, copied, zeroed, local, self._has_drafts = news
-        for name in finished:
+        self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
+        for name in scheduled.finished_req_ids:
             self.requests.forget(name)
+        zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
         for group in self.groups:
-            self._hand_out(group, dict.fromkeys(zeroed, NOBODY))
-            for source, to in copied:
-                group.copy_block(source, to)
+            self._give_out(group, dict.fromkeys(zeroed, NOBODY))
+            for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
+                group.copy_block(*copy)
         owners: list[dict[int, int]] = [{} for _ in self.groups]
-        for name, num_computed, blocks in new:
-            loads = self.loads
-            if loads is Loads.UNTOLD and name in local:
-                loads = Loads.TOLD
-                if local[name] < num_computed:
-                    self._fill(blocks, local[name], num_computed)
-            request = self.requests.add(name, num_computed, loads)
-            self._give(owners, request, blocks, num_computed)
-        for name, blocks in grown:
-            self._give(owners, self.requests[name], blocks, 0)
+        known = getattr(scheduled, "nwor_audit", {})
+        for new in scheduled.scheduled_new_reqs:
+            salt, num_local = known.get(new.req_id, (None, None))
+            about = (
+                seed_of(new, salt),
+                bool(new.mm_features) or new.prompt_embeds is not None,
+            )
+            computed = new.num_computed_tokens
+            self._add(owners, new.req_id, computed, new.block_ids, num_local, *about)
+        cached = scheduled.scheduled_cached_reqs
+        for name, num_computed, blocks in zip(
+            cached.req_ids,
+            cached.num_computed_tokens,
+            cached.new_block_ids,
+            strict=True,
+        ):
+            request = self.requests[name]
+            if name in cached.resumed_req_ids:
+                about = request.seed, request.is_opaque
+                self._add(owners, name, num_computed, blocks, None, *about)
+            elif blocks is not None:
+                self._give(owners, request, blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
-            self._hand_out(group, of_group)
+            self._give_out(group, of_group)
+
+    def _add(
+        self,
+        owners: Sequence[dict[int, int]],
+        name: str,
+        num_computed: int,
+        blocks: Sequence[Sequence[int]],
+        num_local: int | None,
+        *about: Any,
+    ) -> None:
+        """A request comes, or comes back. num_local: of the tokens computed, those
+        found in the cache, where that is known: a KV connector has brought the others.
+        owners: as _give. about: the last arguments of Requests.add."""
+        loads = self.loads
+        if loads is Loads.UNKNOWN and num_local is not None:
+            loads = Loads.KNOWN
+            if num_local < num_computed:
+                self._fill(blocks, num_local, num_computed)
+        request = self.requests.add(name, num_computed, loads, *about)
+        self._give(owners, request, blocks, num_computed)
 
     def _give(
         self,
@@ -212,10 +215,10 @@ class Audit:
             for group, of_group in zip(self.groups, owners, strict=True):
                 is_its = group_id == group.shape.group_id
                 of_group.update(dict.fromkeys(own, generation if is_its else NOBODY))
-                if is_its and self.loads is Loads.UNTOLD:
+                if is_its and self.loads is Loads.UNKNOWN:
                     # A load for a request that ended first may have filled them.
                     empty = filter(None, ids[-(-num_computed // size) :])
-                    self._hand_out(group, dict.fromkeys(empty, NOBODY))
+                    self._give_out(group, dict.fromkeys(empty, NOBODY))
 
     def _fill(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> None:
         """A KV connector fills a request's blocks between two positions."""
@@ -227,13 +230,21 @@ class Audit:
             fills=True,
         )
 
-    def _hand_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
+    def _give_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
         if owners:
-            self._ops.audit_hand_out(
-                group.tables,
-                torch.tensor(list(owners), dtype=torch.int32),
-                torch.tensor(list(owners.values()), dtype=torch.int32),
-            )
+            self._blocks(group, GIVEN, list(owners), list(owners.values()))
+
+    def _blocks(
+        self,
+        group: AuditedGroup,
+        event: int,
+        blocks: Sequence[int],
+        values: Sequence[int],
+    ) -> None:
+        """event, values: as BlockEvent of csrc/nwor/audit.h."""
+        ids = torch.tensor(blocks, dtype=torch.int32)
+        of_ids = torch.tensor(values, dtype=torch.int64)
+        self._ops.audit_blocks(group.tables, event, ids, of_ids, self.step)
 
     # -- the cache -----------------------------------------------------------------
 
@@ -254,30 +265,25 @@ class Audit:
     def hand_on(
         self,
         blocks: Sequence[Sequence[int]],
-        fills: bool = False,
         places: Sequence[Sequence[int]] | None = None,
+        fills: bool = False,
     ) -> None:
         """A KV connector is about to read these blocks, by KV-cache group: handed_on.
-        fills: or to fill them; what they held is kept, to see that it changes, but not
-        what another group had there. places:
-        where it holds each, if only what is stored gets there: what a load brings from
-        a place is compared with what was stored last to it."""
+        places: where it holds each, if only what is stored gets there: what a load
+        brings from a place is compared with what was stored last to it. fills: or to
+        fill them; what they held is kept, to see that it changes, but not what another
+        group had there."""
         for group in self.groups:
             group_id = group.shape.group_id
             numbers = [0] * len(blocks[group_id])
             if places is not None:
                 numbers_of = group.stored if fills else group.store
                 numbers = numbers_of(places[group_id])
-            self._ops.audit_hand_on(
-                group.tables,
-                torch.tensor(blocks[group_id], dtype=torch.int32),
-                torch.tensor(numbers, dtype=torch.int64),
-                self.step,
-                fills,
-            )
+            event = FILLED if fills else STORED
+            self._blocks(group, event, blocks[group_id], numbers)
             if fills:
                 others = chain(*blocks[:group_id], *blocks[group_id + 1 :])
-                self._hand_out(group, dict.fromkeys(others, NOBODY))
+                self._give_out(group, dict.fromkeys(others, NOBODY))
 
     # -- a step --------------------------------------------------------------------
 
@@ -286,9 +292,7 @@ class Audit:
         """Whether a plan waits for its resolve."""
         return self._open is not None
 
-    def plan(
-        self, batch: Batch, row_ids: Sequence[str], text_of: Callable[[int], Text]
-    ) -> None:
+    def plan(self, batch: Batch, row_ids: Sequence[str], text_of: TextOf) -> None:
         """Call when block tables and slots are final and name real blocks.
 
         row_ids: the request of each row of the batch. text_of: asked for rows whose
@@ -311,8 +315,6 @@ class Audit:
                 batch.tokens,
                 batch.positions,
                 batch.slot_mappings[group.shape.group_id],
-                batch.num_tokens,
-                self.step,
             )
         self._open = step
 
@@ -323,20 +325,20 @@ class Audit:
             batch.query_start_loc,
             batch.block_tables[group.shape.group_id],
             batch.num_reqs,
+            batch.num_tokens,
+            self.step,
         )
 
-    def _seat_rows(
-        self, step: _Step, row_ids: Sequence[str], text_of: Callable[[int], Text]
-    ) -> None:
+    def _seat_rows(self, step: _Step, row_ids: Sequence[str], text_of: TextOf) -> None:
         seats = []
         for row, name in enumerate(row_ids):
             request = self.requests[name]
             if request.seat is None:
-                text = text_of(row)
-                request.seat = text.seat
-                if text.seat is None:
-                    request.seat = self.requests.free_seat(row_ids)
-                self._sit_down(step, row, request, text)
+                tokens, seat = text_of(row)
+                if seat is None:
+                    seat = self.requests.free_seat(row_ids)
+                request.seat = seat
+                self._sit_down(step, row, request, tokens)
             seats.append(request.seat)
         if step.batch.row_seats is not None:
             self.requests.is_changed = not self.requests.all_sit
@@ -348,28 +350,26 @@ class Audit:
             on_host = on_host.pin_memory()
         self._row_seats[: len(seats)].copy_(on_host, non_blocking=True)
 
-    def _sit_down(self, step: _Step, row: int, request: Request, text: Text) -> None:
-        tokens = text.tokens
-        length = len(tokens)
+    def _sit_down(
+        self, step: _Step, row: int, request: Request, tokens: torch.Tensor
+    ) -> None:
         if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
-        is_opaque = text.is_opaque or (request.was_seated and self._is_async)
+        is_opaque = request.is_opaque or (request.was_seated and self._is_async)
         request.was_seated = True
         for group in self.groups:
             self._ops.audit_seat(
                 group.tables,
                 tokens,
-                length,
                 request.seat,
                 request.generation,
-                text.seed,
+                request.seed,
                 is_opaque,
                 request.loads,
-                length,
             )
-        if length:
-            step.fresh.append((row, length, tokens))
+        if len(tokens):
+            step.fresh.append((row, tokens))
 
     def resolve(
         self,
@@ -389,34 +389,28 @@ class Audit:
         if acceptance is not None:
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
-        num_blocks = self._num_scanned
-        # One call, unless requests came with something in the cache.
-        is_one_call = not step.fresh
+        hits, num_blocks = None, self._num_scanned
+        if step.fresh:
+            hits = torch.tensor(
+                [(row, tokens.data_ptr(), len(tokens)) for row, tokens in step.fresh]
+            )
+        hit_blocks = HIT_BUDGETS * num_blocks
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
-            rows = self._rows(group, step.batch)
             self._ops.audit_resolve(
-                *rows,
+                *self._rows(group, step.batch),
                 cu_num_logits,
                 *kept,
-                step.batch.num_tokens,
-                self.step,
                 is_undone,
-                num_blocks if is_one_call else 0,
-                findings_to if is_one_call else None,
+                hits,
+                num_blocks,
+                hit_blocks,
+                findings_to,
             )
-            for row, length, tokens in step.fresh:
-                hit_blocks = HIT_BUDGETS * num_blocks
-                self._ops.audit_adopt(*rows, tokens, length, row, self.step, hit_blocks)
-            if not is_one_call:
-                self._ops.audit_scan(*rows, num_blocks, self.step)
-                self._ops.audit_publish(group.tables, findings_to)
         self.outbox.sent()
 
     def totals(self) -> Mapping[str, int]:
         """How much was compared so far: identities, and slots' bytes; returned: slots
         that came back from a KV connector, with what was stored."""
-        names = ("findings", "unverified", "identities", "contents")
-        columns = {name: column for column, name in enumerate(names)} | {"returned": 9}
+        names = ("findings", "unverified", "identities", "contents", "returned")
         headers = torch.stack([group.findings[0] for group in self.groups])
-        found = headers.sum(dim=0).tolist()
-        return {name: found[column] for name, column in columns.items()}
+        return dict(zip(names, headers.sum(dim=0).tolist(), strict=False))

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ops
 from ..layer_tables import ALIGNMENT, DeviceMemory, LayerCache, copy_tables
 from ..ops import TABLE_COLUMNS
-from .findings import COLUMNS, MAX_KEPT
+from .findings import MAX_KEPT
 
-# Columns of int64 tables.
-RECORD_COLUMNS = 4
-SEAT_COLUMNS = 8
-PLAN_COLUMNS = 10
-# Entries of `tables`, and more for each part.
-TABLES_COLUMNS, PART_COLUMNS = 21, 9
+# Columns of int64 tables: SlotRecord, Seat, PlanRow, Finding.
+RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 8, 10, 11
+# What becomes of blocks: BlockEvent.
+GIVEN, FILLED, STORED = range(3)
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class GroupShape:
 def _shapes(
     shape: GroupShape, num_layers: int, num_seats: int, max_tokens: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Of a group's tables, by their names in AuditedGroup."""
+    """Of a group's tensors, by their names in AuditedGroup, in AuditGroup's order."""
     num_blocks = shape.num_blocks + shape.num_stored
     num_rows = num_blocks * shape.block_size
     return {
@@ -56,7 +53,7 @@ def _shapes(
         "expected": ((num_seats, shape.max_blocks), torch.int64),
         "owners": ((shape.num_blocks,), torch.int32),
         "plan": ((max_tokens, PLAN_COLUMNS), torch.int64),
-        "findings": ((1 + MAX_KEPT, len(COLUMNS)), torch.int64),
+        "findings": ((1 + MAX_KEPT, FINDING_COLUMNS), torch.int64),
         "stores": ((num_blocks,), torch.int64),
         "contents": ((num_rows, num_layers), torch.int32),
     }
@@ -82,19 +79,11 @@ def num_bytes(
 class AuditedGroup:
     """One KV-cache group's tables. Memory: 32 bytes a slot, and 4 a slot and layer.
 
-    tables: what all ops take: the addresses of the others, on the host. parts: the
-    layers by their packing, none if bytes are not compared. numbers: of the stores, by
-    the place of a KV connector that holds them.
+    tables: what all ops take: the addresses and sizes of the others, on the host.
+    parts: the layers by their packing, none if bytes are not compared. names: of the
+    layers, by their columns in `contents`. numbers: of the stores, by the place of a KV
+    connector that holds them.
     """
-
-    records: torch.Tensor
-    seats: torch.Tensor
-    expected: torch.Tensor
-    owners: torch.Tensor
-    plan: torch.Tensor
-    findings: torch.Tensor
-    stores: torch.Tensor
-    contents: torch.Tensor
 
     def __init__(
         self,
@@ -110,44 +99,53 @@ class AuditedGroup:
         self._num_stores = 0
         self.layers = tuple(layers)
         self.parts = copy_tables(layers, memory) if compares_bytes else ()
-        num_columns = len(layers) if compares_bytes else 0
-        for name, (sizes, dtype) in _shapes(
-            shape, num_columns, num_seats, max_tokens
-        ).items():
-            setattr(self, name, memory.take(sizes, dtype).zero_())
-        self.tables = torch.zeros(
-            TABLES_COLUMNS + len(self.parts) * PART_COLUMNS, dtype=torch.int64
-        )
-        self._own = (
-            *(self.records, self.seats, self.expected),
-            *(self.owners, self.plan, self.findings, self.stores),
-        )
-        library = ops.load(memory.device.type)
-        library.audit_describe(
-            self.tables, *self._own, shape.block_size, shape.entry_tokens, shape.window
-        )
-        column = 0  # each part's checksums follow the others'
-        for index, part in enumerate(self.parts):
-            library.audit_describe_layers(
-                self.tables, index, part.table, part.runs, self.contents, column
-            )
-            column += len(part.names)
+        self.names = [name for part in self.parts for name in part.names]
+        self.tensors = {
+            name: memory.take(sizes, dtype).zero_()
+            for name, (sizes, dtype) in _shapes(
+                shape, len(self.names), num_seats, max_tokens
+            ).items()
+        }
+        self.records, self.contents = self.tensors["records"], self.tensors["contents"]
+        self.findings = self.tensors["findings"]
+        self.tables = self._tables(num_seats, max_tokens)
         self.block_bytes = shape.block_size * sum(
             layer.layout.slot_bytes for layer in layers
         )
 
+    def _tables(self, num_seats: int, max_tokens: int) -> torch.Tensor:
+        """An AuditGroup, and an AuditPart for each table of layers; int64, cpu."""
+        shape, index = self.shape, self.records.device.index
+        columns = [
+            -1 if self.records.device.type == "cpu" else index,
+            *(tensor.data_ptr() for tensor in self.tensors.values()),
+            *(len(self.names), num_seats, shape.max_blocks, max_tokens),
+            *(MAX_KEPT, shape.num_blocks, shape.num_stored, shape.block_size),
+            *(shape.entry_tokens, shape.window, len(self.parts)),
+        ]
+        first_column = 0
+        for number, part in enumerate(self.parts):
+            runs = (0, 0, 0)
+            if part.runs is not None:
+                runs = part.runs.data_ptr(), part.runs.shape[0], part.runs.shape[1]
+            is_last = number == len(self.parts) - 1
+            num_layers = len(part.names)
+            columns += [part.table.data_ptr(), num_layers, *runs]
+            columns += [first_column, is_last]
+            first_column += num_layers
+        return torch.tensor(columns, dtype=torch.int64)
+
     @property
     def num_bytes(self) -> int:
-        tensors = (*self._own, self.contents)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def copy_block(self, source: int, to: int) -> None:
         """vLLM copies a block, so its slots hold what the other's did."""
-        size = self.shape.block_size
+        size, stores = self.shape.block_size, self.tensors["stores"]
         for table in (self.records, self.contents):
             rows = table[source * size : (source + 1) * size]
             table[to * size : (to + 1) * size] = rows
-        self.stores[to] = self.stores[source]
+        stores[to] = stores[source]
 
     def store(self, places: Sequence[int]) -> list[int]:
         """The numbers of stores to `places`; 0 for those of which nothing is kept,
