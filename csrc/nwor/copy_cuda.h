@@ -76,7 +76,7 @@ __device__ void copy_chunk(const CopyJob& job, uint32_t chunk, uint32_t lane) {
     }
   }
 
-  // The intrinsics tell the compiler, which sees addresses from a table, that this is
+  // The intrinsics say to the compiler, which sees addresses from a table, that this is
   // device memory. No byte is read twice: loads keep out of L1.
   Piece values[kUnroll];
 #pragma unroll

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # The Python module _nwor_C.so: Python's limited API and libtorch's stable ABI, one file
-# for the CPU and, where nvcc is found, CUDA. No find_package(Torch): that wants the CUDA
+# for the CPU and, where nvcc is found, CUDA. No find_package(Torch): that requires the CUDA
 # toolkit of the torch wheel and links far more than is used.
 #
 # CMakeLists.txt says how it is built by itself. In a fork of vLLM (tools/

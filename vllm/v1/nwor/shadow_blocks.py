@@ -25,7 +25,7 @@ runner: its batch row (V1), or its index in the request states (V2). Committed r
 the shadow has from the step before are not copied again. What a shadow has counts only
 if the seat was committed in the runner's step before this one, up to the first row that
 this step writes, to the block that is in the table now (csrc/nwor/shadow.h says why
-that is enough); so nobody has to tell when a request goes, moves or is preempted. The
+that is enough); so nobody has to notice when a request goes, moves or is preempted. The
 exception is a step that verifies drafts of a request which did not run in the step
 before: in that one nothing counts.
 """

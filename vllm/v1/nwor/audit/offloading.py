@@ -27,14 +27,14 @@ PREEMPTIONS = HookTarget(
     "OffloadingConnector.handle_preemptions",
     ("self", "kv_connector_metadata"),
     why="audit: stores decided in the last step are submitted here, or below",
-    delete_when="KV connectors tell which blocks they are about to read",
+    delete_when="KV connectors announce which blocks they are about to read",
 )
 LOADS = HookTarget(
     MODULE,
     "OffloadingConnector.start_load_kv",
     ("self", "forward_context"),
     why="audit: stores decided in the last step are submitted here",
-    delete_when="KV connectors tell which blocks they are about to read",
+    delete_when="KV connectors announce which blocks they are about to read",
 )
 LEDGER = (PREEMPTIONS, LOADS)
 

@@ -53,7 +53,7 @@ class Request:
 def seed_of(new: Any, salt: str | None) -> int:
     """new: vLLM's NewRequestData."""
     lora = getattr(new, "lora_request", None)
-    # As vLLM's prefix cache tells texts of the same tokens apart.
+    # As vLLM's prefix cache keeps texts of the same tokens apart.
     other = (lora.lora_name if lora is not None else None, salt or None)
     return zlib.crc32(repr(other).encode()) + 1 if any(other) else 0
 

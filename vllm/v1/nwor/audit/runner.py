@@ -34,7 +34,7 @@ WAKE_UP = HookTarget(
     "Worker.wake_up",
     ("self", "tags"),
     why="audit: the caches' content is another one",
-    delete_when="vLLM tells plugins that a KV cache lost its content",
+    delete_when="vLLM notifies plugins that a KV cache lost its content",
 )
 LEDGER = (WAKE_UP,)
 

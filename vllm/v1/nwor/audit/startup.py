@@ -19,7 +19,7 @@ import torch
 from .. import ops
 from ..config import AUDIT_FILE, NworConfig, NworConfigError
 from ..hooks.engine_core import parallel_refusal
-from ..hooks.layers import entry_tokens, sleeps, target_layers, told
+from ..hooks.layers import entry_tokens, error_text, sleeps, target_layers
 from ..layer_tables import DeviceMemory, LayerCache
 from . import offloading
 from .state import Audit, Loads
@@ -108,7 +108,7 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
     try:
         return _refusal(runner) or _build(runner, config)
     except Exception as error:
-        return f"vLLM is not as expected: {told(error)}"
+        return f"vLLM is not as expected: {error_text(error)}"
 
 
 def _build(runner: Any, config: NworConfig) -> Audit | str:

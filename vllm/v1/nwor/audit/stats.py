@@ -21,7 +21,7 @@ from .findings import CLASSES
 
 # Beside findings; the names are those of a payload, behind vllm:nwor_audit_.
 COUNTERS = {
-    "steps": "Steps that the KV audit has looked at; told once a second.",
+    "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
 }
 SCHEDULE = HookTarget(

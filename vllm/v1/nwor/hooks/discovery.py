@@ -24,7 +24,13 @@ from ..shadow_blocks import StagedGroup, blocks_per_seat
 from ..shadow_blocks import num_bytes as num_shadow_bytes
 from ..undo_log import num_bytes
 from .engine_core import config_refusal, connectors_in_forward
-from .layers import GroupRefused, draft_layer_names, sleeps, target_layers, told
+from .layers import (
+    GroupRefused,
+    draft_layer_names,
+    error_text,
+    sleeps,
+    target_layers,
+)
 from .staging import staged_group
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -53,7 +59,7 @@ def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Buil
     try:
         built = _build(runner, config, storage)
     except Exception as error:
-        reason = f"vLLM is not as expected: {told(error)}"
+        reason = f"vLLM is not as expected: {error_text(error)}"
         infos = [
             GroupInfo(gid, config.mode.value, Mode.OFF.value, reason)
             for gid in range(len(runner.kv_cache_config.kv_cache_groups))
@@ -111,7 +117,7 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
         except (torch.OutOfMemoryError, MemoryError) as error:
             reason = f"no memory for the undo log of {capacity} drafts: {error}"
         except Exception as error:
-            reason = f"the undo log cannot be set up: {told(error)}"
+            reason = f"the undo log cannot be set up: {error_text(error)}"
         infos = [
             info
             if info.resolved in (Mode.OFF.value, NATIVE)
@@ -163,7 +169,7 @@ def reserve(
         size = num_bytes(runner, config)
         return torch.empty(size, dtype=torch.uint8, device=runner.device)
     except Exception as error:
-        logger.debug("NWOR: no memory reserved: %s", told(error))
+        logger.debug("NWOR: no memory reserved: %s", error_text(error))
         return None
 
 

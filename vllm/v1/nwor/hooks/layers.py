@@ -47,7 +47,7 @@ class GroupRefused(ValueError):
     """A KV-cache group that NWOR leaves to vanilla vLLM; the text says why."""
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An unexpected exception as text; its traceback goes to the log."""
     logger.debug("NWOR: at start-up", exc_info=True)
     return f"{type(error).__name__}: {error}"
@@ -64,7 +64,7 @@ def target_layers(runner: Any) -> list[list[LayerCache] | str]:
         except GroupRefused as refused:
             found.append(str(refused))
         except Exception as error:
-            found.append(f"its layers could not be examined: {told(error)}")
+            found.append(f"its layers could not be examined: {error_text(error)}")
     return found
 
 
@@ -110,7 +110,7 @@ def _target_layers_of(
         except Exception as error:
             raise GroupRefused(
                 f"layer {name}: {type(layer.impl).__name__} cannot be probed: "
-                f"{told(error)}"
+                f"{error_text(error)}"
             ) from error
         poison = _poison(layer.impl, kv_cache)
         layers.append(LayerCache(name, kv_cache, layout, poison))

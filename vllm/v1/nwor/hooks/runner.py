@@ -57,7 +57,7 @@ def common(
             "GPUModelRunner.execute_model",
             ("self", "scheduler_output"),
             why="a step starts: a log left by a failed step is dropped",
-            delete_when="vLLM tells a runner that a step was abandoned",
+            delete_when="vLLM notifies a runner that a step was abandoned",
         ): execute_model,
         HookTarget(
             module,
@@ -101,7 +101,7 @@ def install(
     others: Mapping[HookTarget, Wrapper],
 ) -> None:
     """Wraps a model runner in `module`. If it is not as expected, but what gives out a
-    step's output is, its outputs still tell the front end that NWOR was refused.
+    step's output is, its outputs still report to the front end that NWOR was refused.
 
     Raises:
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
@@ -111,7 +111,7 @@ def install(
     except HostMismatch as mismatch:
         mode = NworConfig.from_env().mode
         if mode is not Mode.OFF:
-            # Without that target only the log tells, as it does in any case.
+            # Without that target only the log says so, as it does in any case.
             teller = partial(_sample_tokens_refused, mode.value, str(mismatch))
             with contextlib.suppress(HostMismatch):
                 install_all(module, {[*common][-1]: teller})
@@ -160,7 +160,7 @@ def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -
 def get_kv_cache_spec(
     wrapped: Wrapped, runner: Any, args: Any, kwargs: Any, reuses_metadata: bool
 ) -> Any:
-    """Wrapper: layers that cannot be staged are told to the engine core, on their
+    """Wrapper: layers that cannot be staged are reported to the engine core, on their
     specs."""
     specs = wrapped(*args, **kwargs)
     if NworConfig.from_env().mode is Mode.STAGE:

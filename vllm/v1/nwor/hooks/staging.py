@@ -11,7 +11,7 @@ from typing import Any
 from ..layer_tables import LayerCache
 from ..shadow_blocks import StagedGroup
 from .engine_core import VERDICT, LayerVerdict, copies_refusal, stage_refusal
-from .layers import draft_layer_names, entry_tokens, layer_refusal, told
+from .layers import draft_layer_names, entry_tokens, error_text, layer_refusal
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -49,7 +49,7 @@ def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) ->
             )
             object.__setattr__(spec, VERDICT, verdict)  # specs are frozen
     except Exception as error:
-        logger.debug("NWOR: layers are not marked: %s", told(error))
+        logger.debug("NWOR: layers are not marked: %s", error_text(error))
 
 
 def staged_group(
