@@ -27,6 +27,7 @@ k = [2, 0, 1] it is [3, 4, 6]: drafts 0 and 1 are rows 1 and 2, draft 2 is row 5
 from __future__ import annotations
 
 import importlib
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -143,9 +144,11 @@ def has_cuda() -> bool:
 @cache
 def _load_library() -> ModuleType:
     namespace = getattr(torch.ops, _NAMESPACE)
+    imported = sys.modules.get(f"{__package__}._nwor_C")  # by somebody else
+    is_ours = getattr(imported, "__file__", None) == str(LIBRARY)
     # Two libraries with the same op end the process without an exception.
     if getattr(namespace, _LIBRARY_MARK, None) != LIBRARY:
-        if hasattr(namespace, "log_cache_slots"):
+        if hasattr(namespace, "log_cache_slots") and not is_ours:
             raise NworOpsUnavailable(
                 f"{LIBRARY} is not where the registered ops came from: another copy of "
                 "vllm-nwor is loaded"
