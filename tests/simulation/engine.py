@@ -589,8 +589,7 @@ class Engine:
 
     def _check_report(self, step: Step, rose: Index | None, is_missed: bool) -> None:
         """What would be in the metrics, from worker and scheduler together. rose: sums
-        over the launches, None after a failed commit: whether its counts arrive is left
-        open."""
+        over the launches, None after a failed commit, which goes without counts."""
         payload = self.report.take_payload()
         counted, scheduled = step.counted_and_scheduled()
         if payload is not None:
@@ -604,6 +603,7 @@ class Engine:
         total = sum(found[part] for part in parts)
         require_same("guarantee 7 (sum)", total, found["tokens_staged"])
         if rose is None:
+            require_same("counts of a failed commit", counts, [0] * len(COUNTERS))
             return
         dropped = sum(rows.num_drafts for rows in step.rows if rows.dropped)
         is_counted = bool(step.staged or step.logged)
