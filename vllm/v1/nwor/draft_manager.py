@@ -63,9 +63,8 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -84,7 +83,7 @@ from .metrics import (
 )
 from .report import MAX_IN_FLIGHT, StepPayload, counter_ring
 from .shadow_blocks import BlockTableLost, ShadowBlocks, StagedGroup
-from .undo_log import GroupLog, UndoLog, bytes_per_draft, num_bytes
+from .undo_log import GroupLog, UndoLog, fitting_capacity
 from .window import Acceptance, VerificationWindows
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -163,14 +162,14 @@ class DraftCommitManager:
         groups = sorted(groups, key=lambda group: group[0] not in staged)
         shadow_bytes = sum(group.num_bytes for group in staged.values())
         poisons = config.on_reject is OnReject.POISON
-        self.capacity = _fitting_capacity(
+        self.capacity = fitting_capacity(
             capacity, groups, storage, shadow_bytes, poisons
         )
         has_builtins = ops is None
         self.ops = native_ops.load_builtins(self.device) if ops is None else ops
         self._debug_sync = config.debug_sync
         if config.debug_sync and self.device.type != "cpu":
-            self.ops = _that_wait(self.ops, self.device)
+            self.ops = native_ops.that_wait(self.ops, self.device)
         memory = DeviceMemory(self.device, storage)
         self.groups = [
             GroupLog(group_id, layers, self.capacity, memory, poisons)
@@ -517,41 +516,3 @@ class DraftCommitManager:
             reason,
             text,
         )
-
-
-def _that_wait(ops: Any, device: torch.device) -> SimpleNamespace:
-    """The ops, each of which then waits for the device: VLLM_NWOR_DEBUG_SYNC."""
-
-    def waiting(op: Callable[..., None]) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
-            op(*arguments)
-            torch.accelerator.synchronize(device)
-
-        return run
-
-    names = native_ops.NAMES
-    return SimpleNamespace(**{name: waiting(getattr(ops, name)) for name in names})
-
-
-def _fitting_capacity(
-    capacity: int,
-    groups: Sequence[tuple[int, Sequence[LayerCache]]],
-    storage: torch.Tensor | None,
-    shadow_bytes: int,
-    poisons: bool,
-) -> int:
-    """Drafts, at most `capacity`, whose log fits the storage. Raises ValueError."""
-    row_bytes = sum(bytes_per_draft(layers) for _, layers in groups)
-    num_layers = sum(len(layers) for _, layers in groups)
-    if storage is not None:
-        empty = num_bytes(0, row_bytes, len(groups), num_layers)
-        of_draft = num_bytes(1, row_bytes, len(groups), num_layers) - empty
-        left = storage.numel() - empty - shadow_bytes
-        if poisons:
-            left -= empty + of_draft
-        capacity = min(capacity, max(0, left) // of_draft)
-    if capacity < 1:
-        raise ValueError(
-            f"capacity is {capacity} drafts of {row_bytes} bytes; expected at least 1"
-        )
-    return capacity

@@ -29,10 +29,11 @@ from __future__ import annotations
 import importlib
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,6 +126,19 @@ def load_builtins(device: torch.device) -> SimpleNamespace:
         except RuntimeError as error:
             raise NworOpsUnavailable(f"{LIBRARY}: {error}") from error
     return SimpleNamespace(**{name: getattr(library, name) for name in NAMES})
+
+
+def that_wait(ops: Any, device: torch.device) -> SimpleNamespace:
+    """The ops, each of which then waits for the device: VLLM_NWOR_DEBUG_SYNC."""
+
+    def waiting(op: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            op(*arguments)
+            torch.accelerator.synchronize(device)
+
+        return run
+
+    return SimpleNamespace(**{name: waiting(getattr(ops, name)) for name in NAMES})
 
 
 def remember(owner: object, tensors: Iterable[Tensor]) -> None:

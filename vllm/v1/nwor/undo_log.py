@@ -47,6 +47,30 @@ def num_bytes(capacity: int, row_bytes: int, num_groups: int, num_layers: int) -
     )
 
 
+def fitting_capacity(
+    capacity: int,
+    groups: Sequence[tuple[int, Sequence[LayerCache]]],
+    storage: torch.Tensor | None,
+    shadow_bytes: int,
+    poisons: bool,
+) -> int:
+    """Drafts, at most `capacity`, whose log fits the storage. Raises ValueError."""
+    row_bytes = sum(bytes_per_draft(layers) for _, layers in groups)
+    num_layers = sum(len(layers) for _, layers in groups)
+    if storage is not None:
+        empty = num_bytes(0, row_bytes, len(groups), num_layers)
+        of_draft = num_bytes(1, row_bytes, len(groups), num_layers) - empty
+        left = storage.numel() - empty - shadow_bytes
+        if poisons:
+            left -= empty + of_draft
+        capacity = min(capacity, max(0, left) // of_draft)
+    if capacity < 1:
+        raise ValueError(
+            f"capacity is {capacity} drafts of {row_bytes} bytes; expected at least 1"
+        )
+    return capacity
+
+
 class GroupLog:
     """The undo log of one KV-cache group, and the tables of the layers in it.
 
