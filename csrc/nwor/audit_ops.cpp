@@ -135,6 +135,13 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
     args.hits =
         reinterpret_cast<const AuditHit*>(on_host<int64_t>(op, "hits", *hits, 2));
     args.num_hits = hits->size(0);
+    TensorArgs(op, "hits", *hits)
+        .size_is("hits", *hits, 1, sizeof(AuditHit) / 8, "a hit");
+    for (int64_t i = 0; i < args.num_hits; ++i) {
+      NWOR_CHECK(args.hits[i].row >= 0 && args.hits[i].row < num_reqs, op, "hits[", i,
+                 "] is of row ", args.hits[i].row, "; must be between 0 and ",
+                 num_reqs - 1);
+    }
   }
 #ifdef NWOR_CUDA
   if (tensors.on_cuda()) {

@@ -304,7 +304,7 @@ struct ScanSlots : AuditResolveArgs {
   NWOR_RULE void operator()(Team& team) const {
     const Places all = places(team);
     auto [n, end, stride] = team.share(all.count * group.block_size);
-    if (n == 0 && team.index() == 0 && row < 0 && all.total > 0) {
+    if (n == 0 && n < end && team.index() == 0 && row < 0 && all.total > 0) {
       group.header->next_cursor = (all.start + all.count) % all.total;
     }
     for (; n < end; n += stride) {

@@ -205,7 +205,7 @@ NWOR_RULE void plan_row(const AuditPlanArgs& args, int64_t r, int64_t i, int64_t
   // Before the exchange: another row that goes to this slot writes behind its own.
   row.old = record;
 #ifdef __CUDACC__
-  __threadfence_block();
+  __threadfence();
 #endif
   row.old.state = exchange(record.state, kSlotPlanned);
   if (row.old.state == kSlotPlanned) {

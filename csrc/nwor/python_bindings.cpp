@@ -194,7 +194,9 @@ PyObject* result_of(const Body& body) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
   }
-  Py_RETURN_NONE;
+  // Not Py_RETURN_NONE, which with the headers of some Pythons since 3.12 takes no
+  // reference, as is right for none before.
+  return Py_NewRef(Py_None);
 }
 
 template <auto kOp>
@@ -321,6 +323,9 @@ PyMODINIT_FUNC PyInit__nwor_C() {
     return nullptr;
   }
   PyObject* const module = PyModule_Create(&definition);
+  if (module == nullptr) {
+    return nullptr;
+  }
   PyModule_AddIntConstant(module, "version", nwor::kVersion);
 #ifdef NWOR_CUDA
   PyModule_AddStringConstant(module, "cuda_build", nwor::cuda_build());

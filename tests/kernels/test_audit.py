@@ -8,6 +8,7 @@ runs steps, spoils one thing, and expects exactly one finding, or none.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import re
@@ -1147,6 +1148,23 @@ def test_a_batch_that_makes_no_sense_is_refused(device, tensor, value, message):
     if device.type == "cuda":  # where no value is known to the host: left alone
         assert world.step(a=1, b=0) == []
         return
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        world.step(a=1, b=0)
+
+
+@pytest.mark.parametrize(
+    ("hits", "message"),
+    [([[2, 0, 0]], "hits[0] is of row 2; must be between 0 and 1"), ([[0, 0]], "hits")],
+)
+def test_a_hit_of_no_row_is_refused(device, hits, message):
+    world = prefilled()
+    world.audit._ops = copy.copy(world.audit._ops)
+    resolve = world.audit._ops.audit_resolve
+
+    def spoiled(*args):
+        resolve(*args[:12], torch.tensor(hits), *args[13:])
+
+    world.audit._ops.audit_resolve = spoiled
     with pytest.raises(RuntimeError, match=re.escape(message)):
         world.step(a=1, b=0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,14 @@ def test_rebuild_says_why_it_is_of_no_use(name, old, new, said, built, edit):
     assert result.returncode == 1
     assert said in result.stderr
     assert "up to date" not in result.stdout
+
+
+def test_nothing_is_returned_by_a_macro_that_is_only_right_for_newer_pythons():
+    """With the headers of 3.12.1 or 3.13.0 Py_RETURN_NONE takes no reference, also in
+    the limited API of 3.11, whose interpreter then runs out of them."""
+    for source in (ROOT / "csrc/nwor").glob("*.cpp"):
+        used = re.search(r"^\s*Py_RETURN_", source.read_text(), re.MULTILINE)
+        assert not used, source
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from vllm.v1.outputs import (
 )
 
 import vllm_nwor.metrics as metrics
+from vllm_nwor import commits
 from vllm_nwor.audit.findings import CLASSES
 from vllm_nwor.audit.stats import COUNTERS as AUDIT_COUNTERS
 from vllm_nwor.hooks import stats
@@ -315,6 +316,29 @@ def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims(
 # --- the scheduler's hooks ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("part", ["pending", "publish"])
+def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
+    def fail(*_):
+        raise OSError
+
+    whole = run(hooked_scheduler(), MIXED)
+    monkeypatch.setattr(commits, "registered", [None])
+    monkeypatch.setattr(stats, "block_sizes", lambda groups: {})
+    monkeypatch.setattr(commits, "pending", lambda *_: [None])
+    monkeypatch.setattr(commits, part, fail)
+    scheduler = hooked_scheduler()
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
+
+    found = [run(scheduler, MIXED), run(scheduler, MIXED)]
+
+    num_breaches = (
+        [1, 1] if part == "pending" else [0, 1]
+    )  # behind the report's leaving
+    assert [report["breaches"] for report in found] == num_breaches
+    for report in found:
+        assert report | {"breaches": 0} == whole
+
+
 @pytest.mark.parametrize(
     ("broken", "payload", "num_windows"),
     [
@@ -485,6 +509,8 @@ def test_a_report_is_a_field_that_a_front_end_without_nwor_skips():
     class Extended(Vanilla):
         __annotations__ = {}
 
+    # A decoder that was made before, as of an engine without NWOR.
+    msgspec.msgpack.decode(msgspec.msgpack.encode(Extended(2, [3])), type=Extended)
     for cls in (Extended, SchedulerStats):
         stats.extend(cls)
         stats.extend(cls)

@@ -41,7 +41,7 @@ from vllm import envs, plugins
 plugins.load_general_plugins()
 is_loaded = "VLLM_NWOR_MODE" in envs.environment_variables
 if is_loaded:
-    from vllm_nwor.config import NworConfig
+    from {__package__}.config import NworConfig
 print(NworConfig.from_env().mode.value if is_loaded else "{NOT_LOADED}")
 """
 
@@ -58,7 +58,8 @@ def versions(vllm: Path | None) -> Iterator[Line]:
         is_tried = version.split("+")[0] in TRIED_VLLM_VERSIONS
         tried = "" if is_tried else f" (tried: {', '.join(TRIED_VLLM_VERSIONS)})"
         yield True, "vllm", f"{version}{tried}, {vllm}"
-    for name in ("torch", "wrapt"):
+    is_forks = __package__ == "vllm.v1.nwor"  # whose modules call us by themselves
+    for name in ("torch",) if is_forks else ("torch", "wrapt"):
         try:
             yield True, name, metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -294,7 +294,8 @@ class NworPrometheus:
         if len(report) == 1 and engine in self._shown:
             return
         for reason, num in report.get("fallbacks", {}).items():
-            self._fallbacks[engine][reason].inc(num)
+            if reason in self._fallbacks[engine]:  # or another version counted it
+                self._fallbacks[engine][reason].inc(num)
         rows = _info[engine] = report.get("info") or _info.get(engine, ())
         # What was shown before goes to 0.
         for value, shown in ((0, self._shown.get(engine, ())), (1, rows)):

@@ -132,13 +132,13 @@ def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> N
     """
     for target in wrappers:
         check(target, module)
+    hooks = []
     for target, wrapper in wrappers.items():
-        hook = next((hook for hook in _hooks if hook.is_of(module, target)), None)
-        if hook is None:
-            hook = _Hook(module, target, wrapper)
-            _hooks.append(hook)
-        if not hook.is_on():
-            hook.put_on()
+        known = (hook for hook in _hooks if hook.is_of(module, target))
+        hooks.append(next(known, None) or _Hook(module, target, wrapper))
+    for hook in [hook for hook in hooks if not hook.is_on()]:
+        hook.put_on()
+    _hooks.extend(hook for hook in hooks if hook not in _hooks)
 
 
 def _hooked(target: HookTarget, function: Any, wrapper: Wrapper) -> Any:

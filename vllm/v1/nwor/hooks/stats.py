@@ -90,10 +90,14 @@ def install(module: ModuleType) -> None:
 
 def extend(cls: Any) -> None:
     """Adds the field of _Extension to a dataclass; decoders that were made before do
-    not know it."""
-    if not dataclasses.is_dataclass(cls):
-        raise HostMismatch(f"{STATS}.SchedulerStats is not a dataclass in this vLLM")
+    not know it. Raises HostMismatch if it cannot have one more."""
+    if not dataclasses.is_dataclass(cls) or "__slots__" in vars(cls):
+        raise HostMismatch(
+            f"{STATS}.SchedulerStats is not a dataclass without slots in this vLLM"
+        )
     (field,) = dataclasses.fields(_Extension)
+    if "__msgspec_cache__" in vars(cls):  # what decoders to come would go by
+        delattr(cls, "__msgspec_cache__")
     cls.__dataclass_fields__[field.name] = field
     cls.__annotations__ = {**cls.__annotations__, field.name: dict[str, Any] | None}
     setattr(cls, field.name, field.default)
@@ -135,13 +139,16 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     payload = getattr(output, "nwor_stats", None)
     if payload is None and not stats.report and not commits.registered:
         return wrapped(*args, **kwargs)
+    scheduled = args[0] if args else kwargs["scheduler_output"]
     counted: Any = None
     committed: Any = ()
     try:
-        scheduled = args[0] if args else kwargs["scheduler_output"]
         if commits.registered:
             sizes = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
             committed = commits.pending(scheduler, scheduled, output, sizes)
+    except Exception as error:
+        _failed("on_commit", error, stats)
+    try:
         if payload is not None:
             num_ids = list(map(len, output.sampled_token_ids or ()))
             step = scheduled.scheduled_spec_decode_tokens, output, num_ids
@@ -157,13 +164,12 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
         if counted is not None:
             del scheduler.make_spec_decoding_stats
     try:
-        if committed:
-            commits.publish(committed, sizes)
         # vLLM puts them on the first one; there are none while statistics are off.
         carrier: Any = next(iter(engine_outputs.values()), None)
         found = carrier and carrier.scheduler_stats
         if payload is not None:
-            counted = counted or found.spec_decoding_stats or Counted()
+            counted = counted or getattr(found, "spec_decoding_stats", None)
+            counted = counted or Counted()
             stats.add_step(payload, counted, step)
         # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
         # wait for the next ones, unless nothing is left that could make any.
@@ -175,6 +181,11 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
             found.nwor_report, stats.report = stats.report, {}
     except Exception as error:
         _failed("report", error, stats)
+    try:
+        if committed:
+            commits.publish(committed, sizes)
+    except Exception as error:
+        _failed("on_commit", error, stats)
     return engine_outputs
 
 
