@@ -26,9 +26,9 @@ SLOT_STATES = {
     ".": ("#ffffff", "nothing written"),
     "c": ("#cddcec", "committed before"),
     "a": ("#1f6fb4", "committed in this step"),
-    "x": ("#d62f2f", "rejected in this step: bytes changed"),
-    "d": ("#f2b5ae", "left behind by an earlier step"),
-    "o": ("#7cc47c", "rejected in this step: bytes as before"),
+    "x": ("#d55e00", "rejected in this step: bytes changed"),
+    "d": ("#f3c5a3", "left behind by an earlier step"),
+    "o": ("#56c7a5", "rejected in this step: bytes as before"),
 }
 _TITLES = {
     "vllm": "vLLM: keys and values of rejected drafts stay in the cache",
