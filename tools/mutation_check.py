@@ -191,6 +191,7 @@ def main() -> int:
     outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
         copy_tree(Path(folder))
+        of_the_copy = environment.describe("cpu", ROOT)  # the checkout may go on
         for one in try_all(chosen, Path(folder), partial(build_and_test, tests=tests)):
             outcomes.append(one)
             what = one["error"] or ", ".join(one["tests"])
@@ -200,7 +201,7 @@ def main() -> int:
     if args.json is not None:
         result = {"kind": "mutation_check", "schema": 1}
         result["command"] = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
-        result["environment"] = environment.describe("cpu", ROOT)
+        result["environment"] = of_the_copy
         result |= {"tests": tests, "mutations": outcomes}
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
         whole = {"selftest": result} if args.selftest else result
