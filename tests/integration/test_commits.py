@@ -372,8 +372,10 @@ def test_without_a_callback_nothing_is_read(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commits, "pending", None)
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")  # a call of it would raise
 
     alone.step()
+    assert alone.scheduler.nwor_stats.report == {}  # nor is it a breach
 
 
 @pytest.mark.parametrize(
