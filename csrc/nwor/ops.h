@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The ops: from tensors to launchers. Definitions: cow_ops.cpp, shadow_ops.cpp and
-// audit_ops.cpp. Two ways lead to them: python_bindings.cpp, which a step takes, and
-// PyTorch's dispatcher, torch_bindings.cpp.
+// audit_ops.cpp. Two ways lead to them: PyTorch's dispatcher (torch_bindings.cpp), and
+// builtins (python_bindings.cpp), as a step takes them.
+//
+// LoggedLayers and StagedLayers are the same launches for the table of layers that a
+// step after the other passes: what no step changes is checked and kept once, so that
+// a step brings, and fetches from memory, only what is its own.
 #pragma once
 
 #include "tensor_args.h"
@@ -30,6 +34,55 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
                         int64_t entry_tokens, bool undoes, OptionalTensor counters_to);
 void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
              Tensor saved, int64_t num_reqs, int64_t entry_tokens);
+
+// Arguments: as in the ops. What it is made of has to outlive it.
+class LoggedLayers {
+ public:
+  static constexpr const char* kName = "LoggedLayers";
+  // source, source_runs: the table that a log copies from. ring: [slots, 8] int64 on
+  // the host: among its rows a step's counters_to is chosen, by its number; -1: none.
+  LoggedLayers(Tensor source, OptionalTensor source_runs, Tensor table,
+               OptionalTensor runs, Tensor undo_log, Tensor log_slots,
+               Tensor log_windows, Tensor counters, Tensor ring);
+  void log(Tensor slot_mapping, Tensor logits_indices, Tensor cu_num_logits,
+           int64_t num_drafts, int64_t num_leading_zeros);
+  void restore(OptionalTensor sampled_token_ids, int64_t vocab_size,
+               OptionalTensor num_rejected, int64_t num_drafts, int64_t slot);
+
+ private:
+  TensorArgs log_tensors_;
+  TensorArgs restore_tensors_;
+  LogArgs log_;
+  RestoreArgs restore_;
+  CounterRing ring_;
+};
+
+// As LoggedLayers. Block table, slot mapping and seats that stage was called with have
+// to stay until commit or unstage.
+class StagedLayers {
+ public:
+  static constexpr const char* kName = "StagedLayers";
+  StagedLayers(Tensor table, OptionalTensor runs, Tensor saved, Tensor counters,
+               Tensor ring, int64_t first_entry, int64_t num_real_entries, int64_t span,
+               int64_t entry_tokens, bool patches, bool undoes);
+  void stage(Tensor block_table, Tensor slot_mapping, Tensor query_start_loc,
+             Tensor seq_lens, Tensor cu_num_logits, OptionalTensor seats, int64_t step,
+             int64_t num_leading_zeros);
+  // Refused where no stage came before.
+  void commit(OptionalTensor sampled_token_ids, int64_t vocab_size,
+              OptionalTensor num_rejected, int64_t slot);
+  // Does nothing where no step is staged: none was, its stage failed, or its commit
+  // has put the tables back.
+  void unstage();
+
+ private:
+  TensorArgs stage_tensors_;
+  TensorArgs commit_tensors_;
+  ShadowStageArgs stage_;
+  ShadowCommitArgs commit_;
+  CounterRing ring_;
+  bool is_staged_ = false;
+};
 
 // The audit: audit_ops.cpp says what `tables` is.
 void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,

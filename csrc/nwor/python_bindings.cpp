@@ -6,6 +6,8 @@
 // times what it costs in a tight loop. A builtin takes all of the op's arguments, by
 // position, with the same checks and texts, and reads tensors through DLPack's C
 // exchange API. It returns None, or raises RuntimeError, TypeError or OverflowError.
+// LoggedLayers and StagedLayers are classes: to look at a tensor, and to check it,
+// takes a step longer than what is done with it, so that it has those of its own only.
 //
 // The device of CUDA tensors must be the current one. The interpreter's lock is kept: a
 // launch enqueues, or where the queue is full waits for the device, which in vLLM waits
@@ -14,9 +16,11 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <exception>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -30,7 +34,7 @@ namespace nwor {
 namespace {
 
 // VERSION in vllm/v1/nwor/ops.py: raised with every change of what the module offers.
-constexpr long kVersion = 3;
+constexpr long kVersion = 4;
 
 // Of DLPack 1.x. PyTorch's copy of its header is not for users of the stable ABI.
 struct DlpackTensor {
@@ -89,9 +93,14 @@ int32_t device_type_of(int32_t dlpack_type) {
                                                                    : kForeign;
 }
 
-Tensor look_at(PyObject* object) {
+template <typename T>
+T read(PyObject* argument);
+
+// Not inlined: else a step fetches its code anew for each argument.
+template <>
+[[gnu::noinline]] Tensor read(PyObject* argument) {
   DlpackTensor found;
-  if (exchange->look_at(object, &found) != 0) {
+  if (exchange->look_at(argument, &found) != 0) {
     throw PythonError();
   }
   return {static_cast<char*>(found.data) + found.byte_offset,
@@ -101,66 +110,6 @@ Tensor look_at(PyObject* object) {
           found.num_dims,
           found.sizes,
           found.strides};
-}
-
-// Objects that need not be looked at, and what they are.
-class KnownTensors {
- public:
-  const Tensor* find(PyObject* object) const {
-    const auto place = std::find(objects_.begin(), objects_.end(), object);
-    return place == objects_.end() ? nullptr : &tensors_[place - objects_.begin()];
-  }
-  void add(PyObject* object, const Tensor& tensor) {
-    tensors_.push_back(tensor);
-    objects_.push_back(object);
-  }
-  void remove(PyObject* object) {
-    const auto place = std::find(objects_.begin(), objects_.end(), object);
-    if (place != objects_.end()) {
-      tensors_.erase(tensors_.begin() + (place - objects_.begin()));
-      objects_.erase(place);
-    }
-  }
-  // Gives back the references to all objects, which are ours. Whoever hears of an
-  // object's end may come back here.
-  void release() {
-    while (!objects_.empty()) {
-      PyObject* const object = objects_.back();
-      objects_.pop_back();
-      tensors_.pop_back();
-      Py_DECREF(object);
-    }
-  }
-
- private:
-  std::vector<PyObject*> objects_;
-  std::vector<Tensor> tensors_;
-};
-
-KnownTensors remembered;
-// Those of a step, from `stage` until its tables are put back, with a reference to
-// each.
-KnownTensors staged;
-bool is_staging = false;
-
-template <typename T>
-T read(PyObject* argument);
-
-// Not inlined: else a step fetches its code anew for each argument.
-template <>
-[[gnu::noinline]] Tensor read(PyObject* argument) {
-  if (const Tensor* const tensor = remembered.find(argument)) {
-    return *tensor;
-  }
-  if (const Tensor* const tensor = staged.find(argument)) {
-    return *tensor;
-  }
-  const Tensor tensor = look_at(argument);
-  if (is_staging) {
-    Py_INCREF(argument);
-    staged.add(argument, tensor);
-  }
-  return tensor;
 }
 
 template <>
@@ -199,40 +148,32 @@ PyObject* result_of(const Body& body) {
   return Py_NewRef(Py_None);
 }
 
+// Calls `body` with the arguments as the types Args.
+template <typename... Args, typename Body, size_t... kIndex>
+void apply(PyObject* const* arguments, const Body& body,
+           std::index_sequence<kIndex...>) {
+  // In braces, to be read in order.
+  std::tuple<Args...> values{read<Args>(arguments[kIndex])...};
+  const CurrentDevice is_current;
+  body(std::move(std::get<kIndex>(values))...);
+}
+
+template <typename... Args, typename Body>
+void apply(const char* name, PyObject* const* arguments, Py_ssize_t number,
+           const Body& body) {
+  NWOR_CHECK(number == sizeof...(Args), name, "got ", number, " arguments; must be ",
+             sizeof...(Args));
+  apply<Args...>(arguments, body, std::index_sequence_for<Args...>());
+}
+
 template <auto kOp>
 struct Builtin;
 
 template <typename... Args, void (*kOp)(Args...)>
 struct Builtin<kOp> {
   static PyObject* call(const char* name, PyObject* const* arguments,
-                        Py_ssize_t num_arguments) {
-    if constexpr (kStages) {
-      staged.release();
-    }
-    is_staging = kStages;
-    PyObject* const result = result_of([&] {
-      NWOR_CHECK(num_arguments == sizeof...(Args), name, "got ", num_arguments,
-                 " arguments; must be ", sizeof...(Args));
-      apply(arguments, std::index_sequence_for<Args...>());
-    });
-    is_staging = false;
-    if constexpr (kEnds) {
-      staged.release();
-    }
-    return result;
-  }
-
- private:
-  static constexpr bool kStages = std::is_same_v<Builtin, Builtin<&stage>>;
-  static constexpr bool kEnds = std::is_same_v<Builtin, Builtin<&commit_draft_layer>> ||
-                                std::is_same_v<Builtin, Builtin<&unstage>>;
-
-  template <size_t... kIndex>
-  static void apply(PyObject* const* arguments, std::index_sequence<kIndex...>) {
-    // In braces, to be read in order.
-    std::tuple<Args...> values{read<Args>(arguments[kIndex])...};
-    const CurrentDevice is_current;
-    kOp(std::move(std::get<kIndex>(values))...);
+                        Py_ssize_t number) {
+    return result_of([&] { apply<Args...>(name, arguments, number, kOp); });
   }
 };
 
@@ -242,26 +183,82 @@ struct Builtin<kOp> {
   }
 NWOR_OPS(NWOR_BUILTIN)
 
-// remember(*tensors): the ops take these objects for what they are now, without looking
-// at them again, until forget(*tensors), as often. Between the two they must live, and
-// their shapes, their strides and their memory must stay. From `stage` to the first
-// commit_draft_layer or unstage, or the next stage, the same holds of what stage was
-// called with, which lives that long.
-PyObject* call_remember(PyObject*, PyObject* const* tensors, Py_ssize_t number) {
-  return result_of([&] {
-    for (Py_ssize_t i = 0; i < number; ++i) {
-      remembered.add(tensors[i], look_at(tensors[i]));
-    }
-  });
-}
+// A class of Python around T, which is made of Args; it keeps them, as `made_of`.
+template <typename T, typename... Args>
+struct Class {
+  struct Object {
+    PyObject_HEAD;
+    PyObject* made_of;
+    T value;
+  };
 
-PyObject* call_forget(PyObject*, PyObject* const* tensors, Py_ssize_t number) {
-  return result_of([&] {
-    for (Py_ssize_t i = 0; i < number; ++i) {
-      remembered.remove(tensors[i]);
+  static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* named) {
+    std::vector<PyObject*> all(PyTuple_Size(arguments));
+    for (size_t i = 0; i < all.size(); ++i) {
+      all[i] = PyTuple_GetItem(arguments, static_cast<Py_ssize_t>(i));
     }
-  });
-}
+    PyObject* made = nullptr;
+    PyObject* const none = result_of([&] {
+      NWOR_CHECK(named == nullptr, T::kName, "takes arguments by position only");
+      apply<Args...>(T::kName, all.data(), static_cast<Py_ssize_t>(all.size()),
+                     [&](auto... values) {
+                       const T value(std::move(values)...);
+                       made = PyType_GenericAlloc(type, 0);
+                       if (made == nullptr) {
+                         throw PythonError();
+                       }
+                       auto* const object = reinterpret_cast<Object*>(made);
+                       new (&object->value) T(value);
+                       object->made_of = Py_NewRef(arguments);
+                     });
+    });
+    Py_XDECREF(none);
+    return made;
+  }
+
+  static void end(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    Py_DECREF(reinterpret_cast<Object*>(self)->made_of);
+    PyObject_Free(self);
+    Py_DECREF(type);
+  }
+
+  template <auto kMethod>
+  struct Method;
+
+  template <typename... Values, void (T::*kMethod)(Values...)>
+  struct Method<kMethod> {
+    static PyObject* call(PyObject* self, PyObject* const* arguments,
+                          Py_ssize_t number) {
+      return result_of([&] {
+        apply<Values...>(T::kName, arguments, number, [&](Values... values) {
+          (reinterpret_cast<Object*>(self)->value.*kMethod)(std::move(values)...);
+        });
+      });
+    }
+  };
+
+  // False with an exception set.
+  static bool add_to(PyObject* module, PyMethodDef* methods) {
+    static_assert(std::is_trivially_destructible_v<T>, "end() destroys nothing");
+    static PyMemberDef members[] = {
+        {"made_of", T_OBJECT, offsetof(Object, made_of), READONLY, nullptr}, {}};
+    PyType_Slot slots[] = {{Py_tp_members, members},
+                           {Py_tp_new, reinterpret_cast<void*>(&make)},
+                           {Py_tp_dealloc, reinterpret_cast<void*>(&end)},
+                           {Py_tp_methods, methods},
+                           {0, nullptr}};
+    const std::string name = std::string("_nwor_C.") + T::kName;
+    PyType_Spec spec{name.c_str(), sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
+    PyObject* const type = PyType_FromSpec(&spec);
+    return type != nullptr && PyModule_AddObject(module, T::kName, type) == 0;
+  }
+};
+
+using Logged = Class<LoggedLayers, Tensor, OptionalTensor, Tensor, OptionalTensor,
+                     Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Staged = Class<StagedLayers, Tensor, OptionalTensor, Tensor, Tensor, Tensor,
+                     int64_t, int64_t, int64_t, int64_t, bool, bool>;
 
 #ifdef NWOR_CUDA
 // Finds the driver's launch function and loads the kernels of log, restore, stage and
@@ -297,23 +294,41 @@ const DlpackExchange* exchange_of_torch() {
 }  // namespace
 }  // namespace nwor
 
-#define NWOR_METHOD(name)                                                           \
-  {#name,                                                                           \
-   reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&nwor::call_##name)), \
-   METH_FASTCALL, nullptr},
+namespace {
+
+template <typename Function>
+PyMethodDef method(const char* name, Function* function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+          METH_FASTCALL, nullptr};
+}
+
+}  // namespace
+
+#define NWOR_METHOD(name) method(#name, &nwor::call_##name),
 
 PyMODINIT_FUNC PyInit__nwor_C() {
-  static PyMethodDef methods[] = {NWOR_OPS(NWOR_METHOD) NWOR_METHOD(remember)
-                                      NWOR_METHOD(forget)
+  using nwor::Logged;
+  using nwor::LoggedLayers;
+  using nwor::Staged;
+  using nwor::StagedLayers;
+  constexpr PyMethodDef kEnd{nullptr, nullptr, 0, nullptr};
+  static PyMethodDef functions[] = {NWOR_OPS(NWOR_METHOD)
 #ifdef NWOR_CUDA
-                                          NWOR_METHOD(load_kernels)
+                                        NWOR_METHOD(load_kernels)
 #endif
-                                              {nullptr, nullptr, 0, nullptr}};
+                                            kEnd};
+  static PyMethodDef of_logged[] = {
+      method("log", &Logged::Method<&LoggedLayers::log>::call),
+      method("restore", &Logged::Method<&LoggedLayers::restore>::call), kEnd};
+  static PyMethodDef of_staged[] = {
+      method("stage", &Staged::Method<&StagedLayers::stage>::call),
+      method("commit", &Staged::Method<&StagedLayers::commit>::call),
+      method("unstage", &Staged::Method<&StagedLayers::unstage>::call), kEnd};
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                    "_nwor_C",
                                    nullptr,
                                    -1,
-                                   methods,
+                                   functions,
                                    nullptr,
                                    nullptr,
                                    nullptr,
@@ -323,7 +338,8 @@ PyMODINIT_FUNC PyInit__nwor_C() {
     return nullptr;
   }
   PyObject* const module = PyModule_Create(&definition);
-  if (module == nullptr) {
+  if (module == nullptr || !Logged::add_to(module, of_logged) ||
+      !Staged::add_to(module, of_staged)) {
     return nullptr;
   }
   PyModule_AddIntConstant(module, "version", nwor::kVersion);

@@ -7,15 +7,103 @@
 namespace nwor {
 namespace {
 
-void has_rows(const TensorArgs& tensors, const BlockTable& blocks, int64_t num_reqs) {
-  NWOR_CHECK(blocks.num_rows >= num_reqs, tensors.op(), "block_table has ",
-             blocks.num_rows, " rows; must have one for each of ", num_reqs,
+constexpr const char* kStage = "stage";
+constexpr const char* kCommit = "commit_draft_layer";
+constexpr const char* kUnstage = "unstage";
+constexpr int64_t kMaxInt32 = 2147483647;
+
+int64_t checked_entry_tokens(const TensorArgs& tensors, int64_t entry_tokens) {
+  NWOR_CHECK(entry_tokens > 0, tensors.op(), "entry_tokens is ", entry_tokens,
+             "; must be at least 1");
+  return entry_tokens;
+}
+
+// The rest is a step's.
+ShadowStageArgs stage_args(const TensorArgs& tensors, const Tensor& table,
+                           const OptionalTensor& runs, const Tensor& saved,
+                           int64_t first_entry, int64_t num_real_entries, int64_t span,
+                           int64_t entry_tokens, bool patches) {
+  ShadowStageArgs args{};
+  args.table = tensors.table(table);
+  args.runs = tensors.runs(runs);
+  args.saved = tensors.saved(saved);
+  NWOR_CHECK(args.saved.span == span, tensors.op(), "span is ", span, "; must be ",
+             args.saved.span, ", as the columns of saved say");
+  NWOR_CHECK(num_real_entries >= 1, tensors.op(), "num_real_entries is ",
+             num_real_entries, "; must be at least 1");
+  NWOR_CHECK(first_entry >= num_real_entries, tensors.op(), "first_entry is ",
+             first_entry, "; must be at least ", num_real_entries,
+             ", num_real_entries");
+  NWOR_CHECK(first_entry <= kMaxInt32 - args.saved.num_seats * span, tensors.op(),
+             "first_entry is ", first_entry, "; must leave room for ",
+             args.saved.num_seats, " seats of ", span, " entries below ", kMaxInt32);
+  args.first_entry = first_entry;
+  args.num_real_entries = num_real_entries;
+  args.entry_tokens = checked_entry_tokens(tensors, entry_tokens);
+  args.patches = patches;
+  return args;
+}
+
+ShadowCommitArgs commit_args(const TensorArgs& tensors, const Tensor& table,
+                             const OptionalTensor& runs, const Tensor& saved,
+                             const Tensor& counters, int64_t entry_tokens,
+                             bool undoes) {
+  ShadowCommitArgs args{};
+  args.table = tensors.table(table);
+  args.runs = tensors.runs(runs);
+  args.saved = tensors.saved(saved);
+  args.counters = tensors.counters(counters);
+  args.entry_tokens = checked_entry_tokens(tensors, entry_tokens);
+  args.undoes = undoes;
+  return args;
+}
+
+// What a step brings to each of the three.
+template <typename Args>
+void set_windows(const TensorArgs& tensors, Args& args, const Tensor& block_table,
+                 const Tensor& slot_mapping, const OptionalTensor& seats,
+                 int64_t num_reqs) {
+  args.blocks = tensors.block_table(block_table, slot_mapping);
+  args.saved.seats = tensors.seats(seats, num_reqs, args.saved);
+  args.num_reqs = num_reqs;
+  NWOR_CHECK(args.blocks.num_rows >= num_reqs, tensors.op(), "block_table has ",
+             args.blocks.num_rows, " rows; must have one for each of ", num_reqs,
              " requests");
 }
 
-void entry_tokens_fit(const TensorArgs& tensors, int64_t entry_tokens) {
-  NWOR_CHECK(entry_tokens > 0, tensors.op(), "entry_tokens is ", entry_tokens,
-             "; must be at least 1");
+void launch_stage(const TensorArgs& tensors, ShadowStageArgs& args,
+                  const Tensor& block_table, const Tensor& slot_mapping,
+                  const Tensor& query_start_loc, const Tensor& seq_lens,
+                  const Tensor& cu_num_logits, const OptionalTensor& seats,
+                  int64_t step, int64_t num_leading_zeros) {
+  args.query_start_loc = tensors.values<int32_t>("query_start_loc", query_start_loc);
+  args.seq_lens = tensors.values<int32_t>("seq_lens", seq_lens);
+  int64_t num_reqs = 0;
+  args.cu_num_logits =
+      tensors.cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
+  set_windows(tensors, args, block_table, slot_mapping, seats, num_reqs);
+  NWOR_CHECK(query_start_loc.size(0) > num_reqs, tensors.op(), "query_start_loc has ",
+             query_start_loc.size(0), " entries; must have ", num_reqs + 1,
+             ", one more than cu_num_logits");
+  NWOR_CHECK(seq_lens.size(0) >= num_reqs, tensors.op(), "seq_lens has ",
+             seq_lens.size(0), " entries; must have ", num_reqs,
+             ", as many as cu_num_logits");
+  NWOR_CHECK(step >= 1 && step <= kMaxInt32, tensors.op(), "step is ", step,
+             "; must be from 1 to ", kMaxInt32);
+  args.step = static_cast<int32_t>(step);
+  NWOR_DISPATCH(tensors, args, stage);
+}
+
+void launch_commit(const TensorArgs& tensors, ShadowCommitArgs& args,
+                   const OptionalTensor& sampled_token_ids, int64_t vocab_size,
+                   const OptionalTensor& num_rejected, int64_t* counters_to) {
+  args.acceptance = tensors.acceptance(sampled_token_ids, vocab_size, num_rejected);
+  args.counters_to = counters_to;
+  NWOR_CHECK(args.acceptance.num_reqs >= args.num_reqs, tensors.op(),
+             num_rejected.has_value() ? "num_rejected" : "sampled_token_ids", " has ",
+             args.acceptance.num_reqs, " rows; must have ", args.num_reqs,
+             ", num_reqs");
+  NWOR_DISPATCH(tensors, args, commit_draft_layer);
 }
 
 }  // namespace
@@ -25,44 +113,11 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
            OptionalTensor seats, Tensor saved, int64_t first_entry,
            int64_t num_real_entries, int64_t span, int64_t entry_tokens, int64_t step,
            bool patches, int64_t num_leading_zeros) {
-  const TensorArgs tensors("stage", "table", table);
-  const LayerTable layers = tensors.table(table);
-  const RunList run_list = tensors.runs(runs);
-  const BlockTable blocks = tensors.block_table(block_table, slot_mapping);
-  const auto* const starts =
-      tensors.values<int32_t>("query_start_loc", query_start_loc);
-  const auto* const lengths = tensors.values<int32_t>("seq_lens", seq_lens);
-  int64_t num_reqs = 0;
-  const int32_t* sums =
-      tensors.cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
-  const SavedWindows windows = tensors.saved(saved, seats, num_reqs);
-  NWOR_CHECK(windows.span == span, tensors.op(), "span is ", span, "; must be ",
-             windows.span, ", as the columns of saved say");
-  NWOR_CHECK(query_start_loc.size(0) > num_reqs, tensors.op(), "query_start_loc has ",
-             query_start_loc.size(0), " entries; must have ", num_reqs + 1,
-             ", one more than cu_num_logits");
-  NWOR_CHECK(seq_lens.size(0) >= num_reqs, tensors.op(), "seq_lens has ",
-             seq_lens.size(0), " entries; must have ", num_reqs,
-             ", as many as cu_num_logits");
-  has_rows(tensors, blocks, num_reqs);
-  entry_tokens_fit(tensors, entry_tokens);
-  constexpr int64_t kMaxInt32 = 2147483647;
-  NWOR_CHECK(step >= 1 && step <= kMaxInt32, tensors.op(), "step is ", step,
-             "; must be from 1 to ", kMaxInt32);
-  NWOR_CHECK(num_real_entries >= 1, tensors.op(), "num_real_entries is ",
-             num_real_entries, "; must be at least 1");
-  NWOR_CHECK(first_entry >= num_real_entries, tensors.op(), "first_entry is ",
-             first_entry, "; must be at least ", num_real_entries,
-             ", num_real_entries");
-  NWOR_CHECK(first_entry <= kMaxInt32 - windows.num_seats * span, tensors.op(),
-             "first_entry is ", first_entry, "; must leave room for ",
-             windows.num_seats, " seats of ", span, " entries below ", kMaxInt32);
-  const ShadowStageArgs args{layers,       run_list,    blocks,
-                             starts,       lengths,     sums,
-                             windows,      first_entry, num_real_entries,
-                             entry_tokens, num_reqs,    static_cast<int32_t>(step),
-                             patches};
-  NWOR_DISPATCH(tensors, args, stage);
+  const TensorArgs tensors(kStage, "table", table);
+  ShadowStageArgs args = stage_args(tensors, table, runs, saved, first_entry,
+                                    num_real_entries, span, entry_tokens, patches);
+  launch_stage(tensors, args, block_table, slot_mapping, query_start_loc, seq_lens,
+               cu_num_logits, seats, step, num_leading_zeros);
 }
 
 void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
@@ -70,35 +125,64 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
                         int64_t entry_tokens, bool undoes, OptionalTensor counters_to) {
-  const TensorArgs tensors("commit_draft_layer", "table", table);
-  const ShadowCommitArgs args{
-      tensors.table(table),
-      tensors.runs(runs),
-      tensors.block_table(block_table, slot_mapping),
-      tensors.saved(saved, seats, num_reqs),
-      tensors.acceptance(sampled_token_ids, vocab_size, num_rejected),
-      tensors.counters(counters),
-      tensors.counters_to(counters_to),
-      entry_tokens,
-      num_reqs,
-      undoes};
-  has_rows(tensors, args.blocks, num_reqs);
-  entry_tokens_fit(tensors, entry_tokens);
-  NWOR_CHECK(args.acceptance.num_reqs >= num_reqs, tensors.op(),
-             num_rejected.has_value() ? "num_rejected" : "sampled_token_ids", " has ",
-             args.acceptance.num_reqs, " rows; must have ", num_reqs, ", num_reqs");
-  NWOR_DISPATCH(tensors, args, commit_draft_layer);
+  const TensorArgs tensors(kCommit, "table", table);
+  ShadowCommitArgs args =
+      commit_args(tensors, table, runs, saved, counters, entry_tokens, undoes);
+  set_windows(tensors, args, block_table, slot_mapping, seats, num_reqs);
+  launch_commit(tensors, args, sampled_token_ids, vocab_size, num_rejected,
+                tensors.counters_to(counters_to));
 }
 
 void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
              Tensor saved, int64_t num_reqs, int64_t entry_tokens) {
-  const TensorArgs tensors("unstage", "block_table", block_table);
-  const ShadowUndoArgs args{tensors.block_table(block_table, slot_mapping),
-                            tensors.saved(saved, seats, num_reqs), entry_tokens,
-                            num_reqs};
-  has_rows(tensors, args.blocks, num_reqs);
-  entry_tokens_fit(tensors, entry_tokens);
+  const TensorArgs tensors(kUnstage, "block_table", block_table);
+  ShadowUndoArgs args{};
+  args.saved = tensors.saved(saved);
+  args.entry_tokens = checked_entry_tokens(tensors, entry_tokens);
+  set_windows(tensors, args, block_table, slot_mapping, seats, num_reqs);
   NWOR_DISPATCH(tensors, args, unstage);
+}
+
+StagedLayers::StagedLayers(Tensor table, OptionalTensor runs, Tensor saved,
+                           Tensor counters, Tensor ring, int64_t first_entry,
+                           int64_t num_real_entries, int64_t span, int64_t entry_tokens,
+                           bool patches, bool undoes)
+    : stage_tensors_(kStage, "table", table),
+      commit_tensors_(kCommit, "table", table),
+      stage_(stage_args(stage_tensors_, table, runs, saved, first_entry,
+                        num_real_entries, span, entry_tokens, patches)),
+      commit_(commit_args(commit_tensors_, table, runs, saved, counters, entry_tokens,
+                          undoes)),
+      ring_(commit_tensors_.ring(ring)) {}
+
+void StagedLayers::stage(Tensor block_table, Tensor slot_mapping,
+                         Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
+                         OptionalTensor seats, int64_t step,
+                         int64_t num_leading_zeros) {
+  is_staged_ = false;
+  launch_stage(stage_tensors_, stage_, block_table, slot_mapping, query_start_loc,
+               seq_lens, cu_num_logits, seats, step, num_leading_zeros);
+  commit_.blocks = stage_.blocks;
+  commit_.saved.seats = stage_.saved.seats;
+  commit_.num_reqs = stage_.num_reqs;
+  is_staged_ = true;
+}
+
+void StagedLayers::commit(OptionalTensor sampled_token_ids, int64_t vocab_size,
+                          OptionalTensor num_rejected, int64_t slot) {
+  NWOR_CHECK(is_staged_, kCommit, "no step is staged; stage must come first");
+  launch_commit(commit_tensors_, commit_, sampled_token_ids, vocab_size, num_rejected,
+                commit_tensors_.slot_of(ring_, slot));
+  is_staged_ = !commit_.undoes;
+}
+
+void StagedLayers::unstage() {
+  if (is_staged_) {
+    ShadowUndoArgs args{commit_.blocks, commit_.saved, commit_.entry_tokens,
+                        commit_.num_reqs};
+    NWOR_DISPATCH(commit_tensors_, args, unstage);
+    is_staged_ = false;
+  }
 }
 
 }  // namespace nwor

@@ -73,6 +73,7 @@ struct UndoLog {
   uint8_t* bytes;      // [capacity, row_bytes]
   int64_t row_stride;  // bytes from a row to the next
   int64_t row_bytes;   // bytes of a row that may be used
+  int64_t capacity;    // rows
   int64_t* slots;      // [capacity]
   int32_t* windows;    // [capacity, 3]: request, position, number of drafts
 
@@ -82,6 +83,16 @@ struct UndoLog {
 };
 
 enum class Direction { kToLog, kToCache };
+
+// Where a step's commit may write what the counters have become: int64 [num_slots, 8]
+// in host memory, rows may be strided.
+struct CounterRing {
+  int64_t* first;
+  int64_t num_slots;
+  int64_t stride;  // in elements
+
+  int64_t* at(int64_t slot) const { return first + slot * stride; }
+};
 
 // Columns of a row of counters, int64 [8]. Ops add to it.
 enum Counter : int {

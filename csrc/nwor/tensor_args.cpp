@@ -78,9 +78,9 @@ void TensorArgs::size_is(const char* name, const Tensor& tensor, int64_t dim,
              "; dimension ", dim, " must be ", size, ", ", meaning);
 }
 
-void TensorArgs::num_drafts(int64_t num_drafts, int64_t capacity) const {
-  NWOR_CHECK(num_drafts >= 0 && num_drafts <= capacity, op_, "num_drafts is ",
-             num_drafts, "; must be between 0 and ", capacity,
+void TensorArgs::num_drafts(int64_t num_drafts, const UndoLog& log) const {
+  NWOR_CHECK(num_drafts >= 0 && num_drafts <= log.capacity, op_, "num_drafts is ",
+             num_drafts, "; must be between 0 and ", log.capacity,
              ", the capacity of undo_log");
 }
 
@@ -166,8 +166,12 @@ UndoLog TensorArgs::undo_log(const Tensor& undo_log, const Tensor& log_slots,
   size_is("log_slots", log_slots, 0, undo_log.size(0), kCapacity);
   size_is("log_windows", log_windows, 0, undo_log.size(0), kCapacity);
   size_is("log_windows", log_windows, 1, 3, "request, position, drafts");
-  return {static_cast<uint8_t*>(undo_log.data_ptr()), undo_log.stride(0),
-          undo_log.size(1), slots, windows};
+  return {static_cast<uint8_t*>(undo_log.data_ptr()),
+          undo_log.stride(0),
+          undo_log.size(1),
+          undo_log.size(0),
+          slots,
+          windows};
 }
 
 Acceptance TensorArgs::acceptance(const OptionalTensor& sampled_token_ids,
@@ -202,27 +206,41 @@ int64_t* TensorArgs::counters(const Tensor& counters) const {
   return first;
 }
 
-int64_t* TensorArgs::counters_to(const OptionalTensor& counters_to) const {
-  if (!counters_to.has_value()) {
-    return nullptr;
-  }
-  constexpr const char* kName = "counters_to";
-  const int32_t type = counters_to->device_type();
-  NWOR_CHECK(type == kCpu, op_, kName, " is on ",
-             device_name(type, counters_to->device_index()), "; must be on cpu");
-  NWOR_CHECK(counters_to->scalar_type() == ScalarType::Long, op_, kName, " has dtype ",
-             torch::headeronly::toString(counters_to->scalar_type()), "; must be Long");
-  NWOR_CHECK(counters_to->dim() == 1 && counters_to->size(0) == kNumCounters &&
-                 counters_to->is_contiguous(),
-             op_, kName, " has shape ", shape_of(*counters_to), "; must be [",
-             static_cast<int>(kNumCounters), "], contiguous");
-  auto* const found = static_cast<int64_t*>(counters_to->data_ptr());
+int64_t* TensorArgs::host_counters(const char* name, const Tensor& counters,
+                                   int64_t num_dims) const {
+  const int32_t type = counters.device_type();
+  NWOR_CHECK(type == kCpu, op_, name, " is on ",
+             device_name(type, counters.device_index()), "; must be on cpu");
+  NWOR_CHECK(counters.scalar_type() == ScalarType::Long, op_, name, " has dtype ",
+             torch::headeronly::toString(counters.scalar_type()), "; must be Long");
+  NWOR_CHECK(
+      counters.dim() == num_dims && counters.size(num_dims - 1) == kNumCounters &&
+          counters.stride(num_dims - 1) == 1,
+      op_, name, " has shape ", shape_of(counters), "; must be [",
+      num_dims == 1 ? "" : "slots, ", static_cast<int>(kNumCounters), "], contiguous");
+  auto* const first = static_cast<int64_t*>(counters.data_ptr());
 #ifdef NWOR_CUDA
   if (on_cuda()) {
-    check_device_sees(op_, found);
+    check_device_sees(op_, first);
   }
 #endif
-  return found;
+  return first;
+}
+
+int64_t* TensorArgs::counters_to(const OptionalTensor& counters_to) const {
+  return counters_to.has_value() ? host_counters("counters_to", *counters_to, 1)
+                                 : nullptr;
+}
+
+CounterRing TensorArgs::ring(const Tensor& ring) const {
+  int64_t* const first = host_counters("ring", ring, 2);
+  return {first, ring.size(0), ring.stride(0)};
+}
+
+int64_t* TensorArgs::slot_of(const CounterRing& ring, int64_t slot) const {
+  NWOR_CHECK(slot >= -1 && slot < ring.num_slots, op_, "slot is ", slot,
+             "; must be from -1 to ", ring.num_slots - 1, ", the last of ring");
+  return slot < 0 ? nullptr : ring.at(slot);
 }
 
 BlockTable TensorArgs::block_table(const Tensor& block_table,
@@ -241,21 +259,26 @@ BlockTable TensorArgs::block_table(const Tensor& block_table,
           num_tokens};
 }
 
-SavedWindows TensorArgs::saved(const Tensor& saved, const OptionalTensor& seats,
-                               int64_t num_reqs) const {
+SavedWindows TensorArgs::saved(const Tensor& saved) const {
   auto* const rows = values<int32_t>("saved", saved, 2);
   const int64_t span = (saved.size(1) - kSavedEntries) / 2;
   NWOR_CHECK(span >= 1 && saved.size(1) == kSavedEntries + 2 * span, op_,
              "saved has shape ", shape_of(saved), "; dimension 1 must be ",
              kSavedEntries + 0, " + 2 * span, span at least 1");
-  NWOR_CHECK(num_reqs >= 0 && num_reqs <= saved.size(0), op_, "num_reqs is ", num_reqs,
-             " and saved has ", saved.size(0), " rows; must be between 0 and as many");
-  IndexArray of_rows{};
-  if (seats.has_value()) {
-    of_rows = indices("seats", *seats);
-    size_is("seats", *seats, 0, num_reqs, "one for each request");
+  return {rows, saved.size(0), span, {}};
+}
+
+IndexArray TensorArgs::seats(const OptionalTensor& seats, int64_t num_reqs,
+                             const SavedWindows& saved) const {
+  NWOR_CHECK(num_reqs >= 0 && num_reqs <= saved.num_seats, op_, "num_reqs is ",
+             num_reqs, " and saved has ", saved.num_seats,
+             " rows; must be between 0 and as many");
+  if (!seats.has_value()) {
+    return {};
   }
-  return {rows, saved.size(0), span, of_rows};
+  const IndexArray found = indices("seats", *seats);
+  size_is("seats", *seats, 0, num_reqs, "one for each request");
+  return found;
 }
 
 }  // namespace nwor

@@ -41,7 +41,8 @@ class TensorArgs {
   }
   void size_is(const char* name, const Tensor& tensor, int64_t dim, int64_t size,
                const char* meaning) const;
-  void num_drafts(int64_t num_drafts, int64_t capacity) const;
+  // Drafts of a step, that fit the log.
+  void num_drafts(int64_t num_drafts, const UndoLog& log) const;
 
   LayerTable table(const Tensor& table) const;
   RunList runs(const OptionalTensor& runs) const;
@@ -59,16 +60,24 @@ class TensorArgs {
   int64_t* counters(const Tensor& counters) const;
   // [kNumCounters] on the host, where the device sees it, or nullptr.
   int64_t* counters_to(const OptionalTensor& counters_to) const;
+  // [slots, kNumCounters] of the same.
+  CounterRing ring(const Tensor& ring) const;
+  // Of that, or nullptr for -1.
+  int64_t* slot_of(const CounterRing& ring, int64_t slot) const;
   // [tokens] or [1, tokens].
   int64_t* slot_mapping(const Tensor& slot_mapping, int64_t* num_tokens) const;
   // block_table [rows, width], rows may be strided.
   BlockTable block_table(const Tensor& block_table, const Tensor& slot_mapping) const;
-  // [num_seats, kSavedEntries + 2 * span], with room for num_reqs windows; seats:
-  // [num_reqs] or nothing.
-  SavedWindows saved(const Tensor& saved, const OptionalTensor& seats,
-                     int64_t num_reqs) const;
+  // [num_seats, kSavedEntries + 2 * span]; without the seats of a step.
+  SavedWindows saved(const Tensor& saved) const;
+  // [num_reqs] or nothing, with room in `saved` for that many windows.
+  IndexArray seats(const OptionalTensor& seats, int64_t num_reqs,
+                   const SavedWindows& saved) const;
 
  private:
+  int64_t* host_counters(const char* name, const Tensor& counters,
+                         int64_t num_dims) const;
+
   const char* op_;
   const char* reference_name_;
   int32_t device_type_;

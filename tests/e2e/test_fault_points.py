@@ -15,18 +15,17 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import pytest
 import torch
 from vllm.v1.worker import gpu_model_runner
 
-from tests.helpers import worker_probe
+from tests.helpers import seam, worker_probe
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
 from tests.helpers.engine import (
     Engine,
@@ -133,10 +132,12 @@ def failing(
     return run
 
 
-def failing_op(engine: Engine, name: str, *how: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def failing_op(engine: Engine, name: str, *how: Any) -> Iterator[None]:
     """That op of the engine's fails as `failing` says."""
-    ops = engine.manager.ops
-    return mock.patch.object(ops, name, failing(getattr(ops, name), *how))
+    with seam.of(engine.manager) as ops:
+        setattr(ops, name, failing(getattr(ops, name), *how))
+        yield
 
 
 REASONS = {
@@ -280,12 +281,11 @@ def test_strict_raises_where_the_default_falls_back(
     """VLLM_NWOR_STRICT=always. Afterwards a run is as ever."""
     state, message = STRICT[reason]
     manager = cow.manager
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, seam.of(manager) as ops:
         config = replace(manager.config, strictness=Strict.ALWAYS)
         patch.setattr(manager, "config", config)
         for op in (op for op in REASONS if REASONS[op] == reason):
-            broken = failing(getattr(manager.ops, op), None)
-            patch.setattr(manager.ops, op, broken)
+            patch.setattr(ops, op, failing(getattr(ops, op), None))
         if reason == "begin_missed":
             lose_begin(cow, patch)
         if reason == "stale_log":

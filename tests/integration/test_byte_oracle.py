@@ -17,11 +17,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.helpers import seam
 from tests.helpers.byte_map import owners
 from tests.helpers.drafters import (
     Plan,
@@ -51,6 +51,7 @@ from tests.helpers.oracle import (
     hash_rows,
 )
 from tests.helpers.player import counters
+from vllm_nwor import ops as native_ops
 from vllm_nwor.kv_probe import probe_layout
 from vllm_nwor.ops import SAVED_COLUMNS
 
@@ -341,8 +342,6 @@ SABOTAGE = {
 def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
     """The oracle sees each wrong way to restore, so its silence means something; and a
     comparison of outputs sees that an accepted draft was undone."""
-    patched = cow.manager.ops
-    ops = copy.copy(patched)
 
     def restore(table, runs, undo_log, log_slots, log_windows, sampled, *rest):
         if fault == "one_layer_skipped":
@@ -352,17 +351,18 @@ def test_oracle_reports_sabotage(cow: Engine, fault: str) -> None:
         if fault == "one_draft_too_many":
             sampled = sampled.clone()
             sampled.scatter_(1, (sampled >= 0).sum(1, keepdim=True).long() - 1, -1)
-        ops.restore_rejected_drafts(
+        native_ops.restore_rejected_drafts(
             table, runs, undo_log, log_slots, log_windows, sampled, *rest
         )
 
     def log(table, runs, slot_mapping, logits, cu, undo_log, *rest):
         scratch = undo_log.clone() if fault == "log_not_taken" else undo_log
-        ops.log_cache_slots(table, runs, slot_mapping, logits, cu, scratch, *rest)
+        native_ops.log_cache_slots(
+            table, runs, slot_mapping, logits, cu, scratch, *rest
+        )
 
-    with mock.patch.multiple(
-        patched, restore_rejected_drafts=restore, log_cache_slots=log
-    ):
+    with seam.of(cow.manager) as called:
+        called.restore_rejected_drafts, called.log_cache_slots = restore, log
         sick = watch(cow, FEW_REQUESTS, is_counted=False)
     assert SABOTAGE[fault] in {violation.kind for violation in sick.oracle.violations}
     if fault == "one_draft_too_many":
@@ -388,9 +388,8 @@ STAGE_SABOTAGE = {
 @pytest.mark.parametrize("op", STAGE_SABOTAGE)
 def test_shadow_oracle_reports_sabotage(few_seats: Engine, op: str) -> None:
     """A shadow row that counts as present and is another one than the real row."""
-    patched = few_seats.manager.shadow.ops
-    sabotaged = functools.partial(STAGE_SABOTAGE[op], getattr(patched, op))
-    with mock.patch.object(patched, op, sabotaged):
+    with seam.of(few_seats.manager) as ops:
+        setattr(ops, op, functools.partial(STAGE_SABOTAGE[op], getattr(ops, op)))
         sick = watch(few_seats, FEW_REQUESTS, is_counted=False)
     assert {violation.kind for violation in sick.oracle.violations} == {"not present"}
 

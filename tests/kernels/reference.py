@@ -11,7 +11,7 @@ their ends, with what the reference makes of a copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -392,9 +392,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def check(op: str, layers: Sequence[Layer], arguments: Mapping[str, Any]) -> None:
-    """Calls an op. Then all of its arguments' allocations and all layers' hold what the
-    reference makes of copies."""
+def check(
+    op: str,
+    layers: Sequence[Layer],
+    arguments: Mapping[str, Any],
+    call: Callable[..., object] | None = None,
+) -> None:
+    """Calls an op, or what is given in its place. Then the allocations of all its
+    arguments and layers hold what the reference makes of copies."""
     storages: dict[int, tuple[Tensor, Tensor, list[str]]] = {}
 
     def copied(name: str, value: Any) -> Any:
@@ -411,7 +416,7 @@ def check(op: str, layers: Sequence[Layer], arguments: Mapping[str, Any]) -> Non
 
     copies = {name: copied(name, value) for name, value in arguments.items()}
     reference = Reference(layers)
-    getattr(ops, op)(**arguments)
+    (call or getattr(ops, op))(**arguments)
     getattr(reference, op)(SimpleNamespace(**copies))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # before the host reads what was published

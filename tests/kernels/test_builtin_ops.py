@@ -6,17 +6,35 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.kernels.reference import check
+from tests.kernels.test_transaction import (
+    EXAMPLE,
+    PAGES,
+    column_major,
+    layout_for,
+    nhd,
+)
 from tests.kernels.test_validation import Calls
-from tests.kernels.transaction import COMMIT, LOG, STAGE, UNSTAGE
+from tests.kernels.transaction import (
+    COMMIT,
+    LOG,
+    RESTORE,
+    STAGE,
+    UNSTAGE,
+    AcceptanceForm,
+    Step,
+    drafts_in,
+)
 from vllm_nwor import ops
 
 CPU = torch.device("cpu")
 ALL = ops.load()
+NUM_REJECTED = AcceptanceForm.NUM_REJECTED
 
 
 @pytest.mark.parametrize("name", ops.NAMES)
@@ -107,98 +125,159 @@ def test_none_is_returned_and_not_used_up():
     assert abs(sys.getrefcount(None) - references) < 5_000
 
 
-class Owner:
-    """Something that can be weakly referenced."""
+# --- the classes ----------------------------------------------------------------------
 
 
-def test_a_remembered_tensor_is_not_looked_at_until_its_owners_are_gone():
-    calls = Calls(CPU)
-    slots = calls.arguments[LOG]["log_slots"]
-    memory, other = slots.data, torch.full_like(slots, 77)
-    owners = [Owner(), Owner()]
-    ops.remember(owners[0], [slots])
-    ops.remember(owners[1], [slots])
-    slots.data = other
+class ByClasses(Step):
+    """Whose launches are those of LoggedLayers and StagedLayers, one of each for every
+    table of the group."""
 
-    def written() -> bool:
-        """Whether the log went to `other`, not to `memory`."""
-        memory.fill_(77)
-        other.fill_(77)
-        assert calls.call_builtin(LOG) is None
-        assert (memory == 77).all() != (other == 77).all()
-        return bool((memory == 77).all())
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.known = {}
 
-    assert not written()
-    owners.pop(0)
-    assert not written()
-    owners.clear()
-    assert written()
+    def layers_of(self, of, table, a):
+        """Made of the arguments `a` of the first call that needs it."""
+        # The second slot is the one that the reference writes to.
+        ring = self.published._base[table : table + 2]
+        if of == "LoggedLayers":
+            tables = (a["table"], a["runs"]) * 2
+            log = self.undo_log, self.log_slots, self.log_windows
+            made_of = *tables, *log, self.counters[table], ring
+        else:
+            entries = ("first_entry", "num_real_entries", "span", "entry_tokens")
+            pages = (getattr(self.pages, name) for name in entries)
+            ends = table == 0, table == len(self.tables) - 1
+            of_table = a["table"], a["runs"], self.saved, self.counters[table]
+            made_of = *of_table, ring, *pages, *ends
+        return self.known.setdefault((of, table), getattr(ALL, of)(*made_of))
 
+    def check(self, op, table=0, **more):
+        of, method, names = METHODS[op]
 
-@pytest.mark.parametrize("ends", [COMMIT, UNSTAGE])
-def test_what_stage_looked_at_is_known_until_the_step_ends(ends):
-    """And lives that long; what follows looks again."""
-    calls = Calls(CPU)
-    calls.call(UNSTAGE)
-    slots = calls.arguments[STAGE]["slot_mapping"]
-    references, real = sys.getrefcount(slots), slots.tolist()
-    assert calls.call_builtin(STAGE) is None
-    assert sys.getrefcount(slots) == references + 1
-    staged, other = slots.data, torch.full_like(slots, 77)
-    assert staged.tolist() != real
+        def call(**a):
+            a |= {"slot": 1}
+            layers = self.known.get((of, table)) or self.layers_of(of, table, a)
+            getattr(layers, method)(*(a[name] for name in names.split()))
 
-    slots.data = other
-    assert calls.call_builtin(ends) is None
-
-    assert staged.tolist() == real
-    assert sys.getrefcount(slots) == references
-    assert calls.call_builtin(STAGE) is None
-    assert staged.tolist() == real
-    assert sys.getrefcount(slots) == references + 1
-    assert calls.call_builtin(STAGE, slot_mapping=staged) is None
-    assert sys.getrefcount(slots) == references
+        check(op, self.layers, self.arguments(op, table, **more), call)
 
 
-def test_a_step_may_begin_when_a_tensor_of_another_ends():
-    """Each commit puts back its own slots."""
-    calls, other = Calls(CPU), Calls(CPU)
-    slots = [each.arguments[STAGE]["slot_mapping"] for each in (calls, other)]
-    for each in (calls, other):
-        each.call(UNSTAGE)
-    real = [of.tolist() for of in slots]
-    doomed = slots[0].clone()
-    assert calls.call_builtin(STAGE, slot_mapping=doomed) is None
-    calls.call(UNSTAGE, slot_mapping=doomed)  # the builtins do not see it
-    begins = weakref.ref(doomed, lambda _: other.call_builtin(STAGE))
-    del doomed
-
-    assert calls.call_builtin(STAGE) is None
-    assert begins() is None
-    assert slots[1].tolist() != real[1]
-
-    assert calls.call_builtin(COMMIT) is None
-    assert slots[0].tolist() == real[0]
-    assert slots[1].tolist() != real[1]
-    assert other.call_builtin(COMMIT) is None
-    assert slots[1].tolist() == real[1]
-
-
-def test_a_remembered_tensor_lives_as_long_as_its_owner():
-    """Another object could have its address, and would be taken for it."""
-    owner, tensor = Owner(), torch.zeros(3)
-    known = weakref.ref(tensor)
-    ops.remember(owner, [tensor])
-    del tensor
-    assert known() is not None
-    del owner
-    assert known() is None
+METHODS = {
+    LOG: (
+        "LoggedLayers",
+        "log",
+        "slot_mapping logits_indices cu_num_logits num_drafts num_leading_zeros",
+    ),
+    RESTORE: (
+        "LoggedLayers",
+        "restore",
+        "sampled_token_ids vocab_size num_rejected num_drafts slot",
+    ),
+    STAGE: (
+        "StagedLayers",
+        "stage",
+        "block_table slot_mapping query_start_loc seq_lens cu_num_logits seats step "
+        "num_leading_zeros",
+    ),
+    COMMIT: (
+        "StagedLayers",
+        "commit",
+        "sampled_token_ids vocab_size num_rejected slot",
+    ),
+    UNSTAGE: ("StagedLayers", "unstage", ""),
+}
 
 
-def test_only_tensors_are_remembered():
-    """And nothing else that came with what is none."""
-    owner, tensor = Owner(), torch.zeros(3)
-    known = weakref.ref(tensor)
-    with pytest.raises(RuntimeError, match="list"):
-        ops.remember(owner, [tensor, [1]])
-    del tensor, owner
-    assert known() is None
+@pytest.mark.parametrize("form", [AcceptanceForm.SAMPLED, AcceptanceForm.NUM_REJECTED])
+@pytest.mark.parametrize("kinds", [[nhd], [nhd, column_major]])
+def test_the_classes_do_what_the_ops_do(device, kinds, form):
+    """Step after step, in either way, with the same objects, every byte of it. The
+    second step is staged in vain."""
+    if len(kinds) > 1 and device.type != "cpu":
+        pytest.skip("packed layouts are for the CPU")
+    tables = [[layout_for(PAGES, kind)] * 2 for kind in kinds]
+    step = ByClasses(device, tables, PAGES, capacity=6)
+    for later, ends, accepted in (
+        (0, COMMIT, 0),
+        (1, UNSTAGE, 0),
+        (1, COMMIT, 0),
+        (2, COMMIT, 2),
+    ):
+        step.step += 1
+        requests = [
+            replace(r, seq_len=r.seq_len + later, accepted=min(accepted, r.num_drafts))
+            for r in EXAMPLE
+        ]
+        step.load(requests, seats=[2, 0, 1])
+        step.check_tables(LOG)
+        step.check_tables(STAGE)
+        step.forward()
+        if ends == UNSTAGE:
+            step.check(UNSTAGE)
+        else:
+            step.check_tables(COMMIT, form)
+        step.check_tables(RESTORE, form)
+    assert step.windows()[0].num_drafts == 3
+
+
+def test_what_is_staged_ends_once(device):
+    """And where stage fails nothing is, whatever the step before has left."""
+    step = ByClasses(device, [[layout_for(PAGES)]], PAGES)
+    step.load(EXAMPLE)
+    step.check(STAGE)
+    layers = step.known["StagedLayers", 0]
+    tables = step.block_table.clone(), step.slot_mapping.clone()
+    accepted = NUM_REJECTED.arguments(step.drafts, step.accepted, device).values()
+    layers.commit(*accepted, -1)
+    said = "^commit_draft_layer: no step is staged; stage must come first$"
+
+    def refused():
+        with pytest.raises(RuntimeError, match=said):
+            layers.commit(*accepted, -1)
+
+    refused()
+    step.block_table[:], step.slot_mapping[:] = tables  # as if it were staged still
+    layers.unstage()
+    assert torch.equal(step.block_table, tables[0])
+
+    step.step += 1
+    step.load(EXAMPLE)
+    step.check(STAGE)
+    tables = step.block_table.clone(), step.slot_mapping.clone()
+    with pytest.raises(RuntimeError, match=r"^stage: step is 0; must be from 1 to "):
+        arguments = step.arguments(STAGE) | {"step": 0}
+        layers.stage(*(arguments[name] for name in METHODS[STAGE][2].split()))
+    refused()
+    layers.unstage()
+    assert torch.equal(step.slot_mapping, tables[1])
+
+
+@pytest.mark.parametrize("slot", [-2, 2])
+def test_a_slot_is_one_of_the_ring(device, slot):
+    step = ByClasses(device, [[nhd()]], capacity=3)
+    step.load(drafts_in((3, 4), (20,), accepted=(1, 0)))
+    step.check(LOG)
+    accepted = NUM_REJECTED.arguments(step.drafts, step.accepted, device).values()
+    said = f"slot is {slot}; must be from -1 to 1, the last of ring"
+    with pytest.raises(RuntimeError, match=f"^restore_rejected_drafts: {said}$"):
+        step.known["LoggedLayers", 0].restore(*accepted, 3, slot)
+
+
+def test_a_class_keeps_what_it_is_made_of(device):
+    step = ByClasses(device, [[nhd()]], capacity=3)
+    step.load(drafts_in((3, 4), (20,), accepted=(1, 0)))
+    step.check(LOG)
+    layers = step.known.pop(("LoggedLayers", 0))
+    tensor = layers.made_of[4]
+    assert tensor is step.undo_log
+    references = sys.getrefcount(tensor)
+    del layers
+    assert sys.getrefcount(tensor) == references - 1
+
+
+def test_a_class_is_made_of_all_its_arguments_by_position():
+    with pytest.raises(RuntimeError, match=r"^LoggedLayers: got 1 argu"):
+        ALL.LoggedLayers(1)
+    with pytest.raises(RuntimeError, match=r"^StagedLayers: takes argu"):
+        ALL.StagedLayers(table=1)

@@ -218,14 +218,15 @@ def test_rejected_slots_are_poisoned(device, kinds):
     memory = DeviceMemory(device, None)
     group = GroupLog(0, caches, step.num_drafts, memory, poisons=True)
     counters = [step.counters[0] for _ in group.tables]
-    log = UndoLog([group], counters, ops.load_builtins(device))
+    ring = [step.published[:1] for _ in group.tables]
+    log = UndoLog([group], counters, ring, ops.load_builtins(device))
 
     rows = len(slots), step.logits_indices, step.cu_num_logits
     log.begin(VerificationWindows(step.num_drafts, *rows, [step.slot_mapping]))
     step.forward()
     written = [layer.memory.clone() for layer in step.layers]
     num_rejected = torch.tensor([2, 3, 0, 0], dtype=torch.int32, device=device)
-    log.commit(NumRejected(num_rejected), None)
+    log.commit(NumRejected(num_rejected), -1)
 
     for number, (layer, expected) in enumerate(zip(step.layers, written, strict=True)):
         expected[layer.index([2, 3, 47, 45])] = 0x40 + number

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
+from tests.helpers import seam
 from tests.simulation.cache import (
     GUARD_BYTES,
     MAX_REQUESTS,
@@ -113,6 +114,12 @@ class FaultyOps:
     def __getattr__(self, name: str) -> Any:
         op = getattr(ops, name)
         return partial(self._run, self.NAMES[name], op) if name in self.NAMES else op
+
+    def LoggedLayers(self, *made_of: Any) -> seam.LoggedLayers:
+        return seam.LoggedLayers(self, *made_of)
+
+    def StagedLayers(self, *made_of: Any) -> seam.StagedLayers:
+        return seam.StagedLayers(self, *made_of)
 
     def _run(
         self, name: str, op: Callable[..., None], table: torch.Tensor, *args: Any

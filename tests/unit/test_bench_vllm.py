@@ -436,27 +436,34 @@ def test_an_engine_without_nwor_is_compared_once_it_finds_all_compiled(
 
 
 def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp_path):
-    """Every run's ops are those of its kind."""
-    ours = SimpleNamespace(stage="ours", audit_plan="ours")
-    manager = SimpleNamespace(device="cpu", ops=ours, shadow="some")
+    """Every run's launches are those of its kind."""
+    ways = {
+        way: SimpleNamespace(_begins=[(0, way)], _commits=[way])
+        for way in ("shadow", "undo_log")
+    }
+    manager = SimpleNamespace(device="cpu", **ways)
     engine.rpc.return_value = manager
-    kinds = host_profile.kinds_of_ops(manager)
+    kinds = host_profile.kinds_of_launches(manager)
     ran = set()
 
     def run(arm: ab.Arm, times: bool = False) -> Run:
-        ran.add((arm, manager.ops.stage))
+        ran.add((arm, manager.shadow._begins[0][1], manager.undo_log._commits[0]))
         return make_run(arm.hooked)
 
     engine.run.side_effect = run
     for name, stand_in in (
-        ("kinds_of_ops", lambda manager: kinds),
+        ("kinds_of_launches", lambda manager: kinds),
         ("kernel_times", lambda engine, arm: {}),
     ):
         monkeypatch.setattr(host_profile, name, stand_in)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
     assert host_profile.main(["v2-k4-a70", "--rounds", "2", "--json", "a.json"]) == 0
-    assert ran == {(arm, found.stage) for arm, found in kinds.values()}
-    assert vars(manager.ops)["stage"] == manager.ops.audit_plan == "ours"
+    assert ran == {
+        (arm, found.begins[0][0][1], found.commits[1][0])
+        for arm, found in kinds.values()
+    }
+    assert host_profile.Launches.of(manager) == kinds["stage"][1]
+    assert manager.undo_log._begins == [(0, "undo_log")]
     result = json.loads((tmp_path / "a.json").read_text())
     # (10, 30) and (5, 15) us in each run.
     for times in result["host"].values():

@@ -43,8 +43,10 @@ REFUSED = "audit_snapshot: tables has dtype Float; must be Long"
 PYTHON = {
     *("PyCapsule_GetPointer", "PyErr_Occurred", "PyErr_SetString", "PyExc_ImportError"),
     *("PyExc_RuntimeError", "PyImport_ImportModule", "PyLong_AsLongLong"),
-    *("PyModule_AddIntConstant", "PyModule_AddStringConstant", "PyModule_Create2"),
-    *("PyObject_GetAttrString", "_Py_Dealloc", "_Py_NoneStruct"),
+    *("PyModule_AddIntConstant", "PyModule_AddObject", "PyModule_AddStringConstant"),
+    *("PyModule_Create2", "PyObject_Free", "PyObject_GetAttrString"),
+    *("PyTuple_GetItem", "PyTuple_Size", "PyType_FromSpec", "PyType_GenericAlloc"),
+    *("_Py_Dealloc", "_Py_NoneStruct"),
 }
 
 # The builtins of a library with CUDA code, where there may be no GPU.

@@ -171,10 +171,10 @@ def test_counters_of_several_launches_are_told_once_and_their_bytes_summed():
     report = Report([], manager)
     before = torch.tensor([[1, 2, 1, 1, 10, 0, 5, 6], [1, 2, 1, 1, 30, 0, 7, 8]])
     risen = torch.tensor([[3, 9, 4, 5, 50, 1, 20, 3], [3, 9, 4, 5, 70, 2, 30, 4]])
-    first, second, _ = counter_ring(before, max_in_flight=2)
-    ops.publish(first.rows, before)
-    ops.publish(second.rows, before + risen)
-    manager.counts, manager.fallbacks["begin_missed"] = second.payload, 2
+    ring, payloads = counter_ring(before, max_in_flight=2)
+    ops.publish(ring[0], before)
+    ops.publish(ring[1], before + risen)
+    manager.counts, manager.fallbacks["begin_missed"] = payloads[1], 2
     payload = report.take_payload()
 
     # Three slots were invalid, and two begins missed.
@@ -341,7 +341,7 @@ def test_what_was_left_to_vanilla_is_not_missed():
     runner.manager.capacity = 2
     runner.step()
     runner.manager.capacity = 8
-    runner.manager.undo_log.ops = None
+    runner.manager.undo_log._begins = [(0, None)]
     runner.step()
 
     assert runner.manager.fallbacks == {"over_capacity": 1, "begin_failed": 1}
@@ -388,7 +388,7 @@ def test_where_vllm_fails_tables_are_put_back_at_once(where, fallbacks, error):
         else:
             assert runner.tables() == SHADOW
         if where.endswith("the tables stay"):
-            runner.manager.shadow.ops = None
+            runner.manager.shadow._undos = [None]
         raise error
 
     def forward():

@@ -5,7 +5,7 @@
     python tools/gpu/host_profile.py CELL --json results/host_profile_CELL.json
 
 Serves the same requests on the engine of a cell of cells.yml, each time with other
-functions in place of the ops that a step calls:
+functions in place of the launches of a step:
 
     unhooked   nothing: vLLM's own code
     stage      what NWOR does in mode stage
@@ -35,8 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -116,16 +115,38 @@ class HookTimes:
         }
 
 
-def kinds_of_ops(manager: Any) -> dict[str, tuple[ab.Arm, Any]]:
-    """What is run, and what it shall call in place of the ops, by name."""
+class Launches(NamedTuple):
+    """What a manager calls to begin, and to commit, in each way: for the shadow blocks
+    and for the undo log."""
+
+    begins: list[list[tuple[int, Callable[..., object]]]]
+    commits: list[list[Callable[..., object]]]
+
+    @classmethod
+    def of(cls, manager: Any) -> Launches:
+        ways = manager.shadow, manager.undo_log
+        return cls([way._begins for way in ways], [way._commits for way in ways])
+
+    def replaced(self, stand_in: Callable[..., object]) -> Launches:
+        begins = [[(group, stand_in) for group, _ in way] for way in self.begins]
+        return Launches(begins, [[stand_in for _ in way] for way in self.commits])
+
+    def put_into(self, manager: Any) -> None:
+        ways = manager.shadow, manager.undo_log
+        for way, begins, commits in zip(ways, self.begins, self.commits, strict=True):
+            way._begins, way._commits = begins, commits
+
+
+def kinds_of_launches(manager: Any) -> dict[str, tuple[ab.Arm, Launches]]:
+    """What is run, and what its launches shall be, by name."""
     import torch
 
-    names = ("stage", "commit_draft_layer", "unstage")
-    names += ("log_cache_slots", "restore_rejected_drafts")
-    nothing = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
     number = torch.zeros(1, device=manager.device)
-    add = SimpleNamespace(**dict.fromkeys(names, lambda *_: number.add_(1)))
-    builtins = SimpleNamespace(**vars(manager.ops))
+    builtins = Launches.of(manager)
+    nothing, add = (
+        builtins.replaced(stand_in)
+        for stand_in in (lambda *_: None, lambda *_: number.add_(1))
+    )
     staged = ab.Arm(STAGE, hooked=True)
     logged = ab.Arm("cow", hooked=True, stages=False)
     return {
@@ -176,7 +197,7 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     manager = engine.rpc(lambda worker: worker.model_runner.nwor_state.manager)
     if manager.shadow is None:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
-    kinds = kinds_of_ops(manager)
+    kinds = kinds_of_launches(manager)
     (staged, builtins), (logged, _) = kinds[STAGE], kinds["builtins"]
     # Microseconds of begin and of commit, one a step.
     times: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
@@ -184,15 +205,15 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     engine.run(staged)
     for number in range(rounds):
         for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
-            arm, called = kinds[kind]
-            vars(manager.ops).update(vars(called))
+            arm, launches = kinds[kind]
+            launches.put_into(manager)
             step_s[kind].append(engine.run(arm).step_s)
             timed = engine.run(arm, times=True).nwor if arm.hooked else None
             if timed is not None:
                 times[kind][0] += timed.begin_us
                 times[kind][1] += timed.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
-    vars(manager.ops).update(vars(builtins))
+    builtins.put_into(manager)
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False

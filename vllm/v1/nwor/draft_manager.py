@@ -64,7 +64,6 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any, NoReturn
 
 import torch
@@ -165,7 +164,6 @@ class DraftCommitManager:
         self.capacity = fitting_capacity(
             capacity, groups, storage, shadow_bytes, poisons
         )
-        has_builtins = ops is None
         self.ops = native_ops.load_builtins(self.device) if ops is None else ops
         self._debug_sync = config.debug_sync
         if config.debug_sync and self.device.type != "cpu":
@@ -178,8 +176,10 @@ class DraftCommitManager:
         num_tables = sum(len(group.tables) for group in self.groups)
         columns = len(native_ops.COUNTER_COLUMNS)
         self.counters = memory.take((num_tables, columns), torch.int64).zero_()
-        rows = self.counters.unbind()
-        self.undo_log = UndoLog(self.groups, rows, self.ops)
+        counters = self.counters.unbind()
+        self._ring, self._payloads = counter_ring(self.counters, max_in_flight)
+        ring = self._ring.unbind(1)
+        self.undo_log = UndoLog(self.groups, counters, ring, self.ops)
         self.shadow: ShadowBlocks | None = None
         # Of the groups that are logged in a step in which others are staged.
         self._log_beside: UndoLog | None = None
@@ -190,23 +190,19 @@ class DraftCommitManager:
         if of_staged:
             self.shadow = ShadowBlocks(
                 [(g.group_id, staged[g.group_id], g.tables) for g in of_staged],
-                rows[:num_staged],
+                counters[:num_staged],
+                ring[:num_staged],
                 self.ops,
                 memory,
             )
             if others:
                 self._log_beside = UndoLog(
-                    others, rows[num_staged:], self.ops, num_staged
+                    others, counters[num_staged:], ring[num_staged:], self.ops
                 )
-        ring = counter_ring(self.counters, max_in_flight)
-        self._ring = cycle(ring)
-        # Where the last commit's counters went, and whether they did.
-        self._slot = next(self._ring)
+        # Where in the ring the last commit's counters went, and whether they did.
+        self._slot = 0
         self._is_counted = True
         self.counts: StepPayload | None = None
-        if has_builtins:
-            of_ring = (row for slot in ring for row in slot.rows)
-            native_ops.remember(self, (*memory.taken, *rows, *of_ring))
         self.state = State.IDLE
         self.fallbacks: Counter[str] = Counter()
         self._copy_counters = native_ops.publish
@@ -365,26 +361,29 @@ class DraftCommitManager:
             NworError: if copying from shadow blocks fails; under
                 VLLM_NWOR_STRICT=always, if restoring fails.
         """
-        self.counts = counters_to = None
+        self.counts = None
+        slot = -1
         if self._is_counted or self._publish():
-            self._slot = next(self._ring)
-            counters_to = self._slot.rows
+            slot = self._slot + 1
+            if slot == len(self._payloads):
+                slot = 0
+            self._slot = slot
         self._is_counted = False
         log: UndoLog | None = self.undo_log
         if self.state is _STAGED:
             log, shadow = self._log_beside, self.shadow
             assert shadow is not None
             try:
-                shadow.commit(acceptance, counters_to)
+                shadow.commit(acceptance, slot)
             except Exception as error:
                 self._fail_staged(error)
         if log is None:
             self.state = _IDLE
-        elif not self._restore(log, acceptance, counters_to):
-            counters_to = None
-        if counters_to is not None:
+        elif not self._restore(log, acceptance, slot):
+            slot = -1
+        if slot >= 0:
             self._is_counted = True
-            self.counts = self._slot.payload
+            self.counts = self._payloads[slot]
         if self._debug_sync:
             self.check_state()
 
@@ -396,7 +395,7 @@ class DraftCommitManager:
             NworError: under VLLM_NWOR_STRICT=always, if it did not.
         """
         try:
-            self._copy_counters(self._slot.rows, self.counters)
+            self._copy_counters(self._ring[self._slot], self.counters)
         except Exception as error:
             outcome = "the step goes without counts"
             self._fall_back(COMMIT_FAILED, f"publish: {error}", error, outcome)
@@ -419,20 +418,15 @@ class DraftCommitManager:
             "this step are not in the KV cache"
         ) from error
 
-    def _restore(
-        self,
-        log: UndoLog,
-        acceptance: Acceptance,
-        counters_to: Sequence[torch.Tensor] | None,
-    ) -> bool:
-        """commit, for logged groups. Returns whether counters_to has all counters."""
+    def _restore(self, log: UndoLog, acceptance: Acceptance, slot: int) -> bool:
+        """commit, for logged groups. Returns whether the slot has all counters."""
         if log.num_drafts == 0:  # beside staged groups
             self.state = _IDLE
             if not self._has_failed_beside:
                 self._miss_begin("the drafts of the groups without shadow blocks")
-            return counters_to is not None and self._publish()
+            return slot >= 0 and self._publish()
         try:
-            log.commit(acceptance, counters_to)
+            log.commit(acceptance, slot)
         except Exception as error:
             self.state = _FAILED
             self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)

@@ -30,14 +30,13 @@ POISON, NARROW_POISON = 0x47, 0x77
 class DeviceMemory:
     """Hands out tensors of `storage`, one after another; without it, allocates them.
 
-    storage: [num_bytes] uint8 on `device`, or None. taken: what was handed out.
+    storage: [num_bytes] uint8 on `device`, or None.
     """
 
     def __init__(self, device: torch.device, storage: torch.Tensor | None) -> None:
         self.device = device
         self._storage = storage
         self._used = 0
-        self.taken: list[torch.Tensor] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor with undefined content.
@@ -46,8 +45,7 @@ class DeviceMemory:
             ValueError: what is left of the storage is too small for it.
         """
         if self._storage is None:
-            self.taken.append(torch.empty(shape, dtype=dtype, device=self.device))
-            return self.taken[-1]
+            return torch.empty(shape, dtype=dtype, device=self.device)
         num_bytes = math.prod(shape) * dtype.itemsize
         first = -(-self._used // ALIGNMENT) * ALIGNMENT
         if first + num_bytes > self._storage.numel():
@@ -56,8 +54,7 @@ class DeviceMemory:
                 f"{self._storage.numel()} bytes, of which {self._used} are used"
             )
         self._used = first + num_bytes
-        self.taken.append(self._storage[first : self._used].view(dtype).view(shape))
-        return self.taken[-1]
+        return self._storage[first : self._used].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ with the same checks and texts:
 - the attributes of this module are ops of PyTorch, in `torch.ops._C_cache_ops`;
 - the attributes of what `load` returns are builtin functions, for a step: PyTorch's
   dispatcher costs more there than the op (csrc/nwor/python_bindings.cpp). They take all
-  of the op's arguments, by position; on CUDA the tensors' device must be current.
+  of the op's arguments, by position; on CUDA the tensors' device must be current. Two
+  classes, LoggedLayers and StagedLayers, make the same launches step after step: what
+  no step changes is given, and checked, once.
 
 All of them copy bytes, blind to dtypes. None allocates or
 waits for the device: on CUDA each is one launch on the current stream, and may run in a
@@ -28,8 +30,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -73,7 +74,7 @@ INVALID_SLOT = -2
 
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
 # kVersion of csrc/nwor/python_bindings.cpp.
-VERSION = 3
+VERSION = 4
 
 _NAMESPACE = "_C_cache_ops"
 NAMES = (
@@ -81,6 +82,7 @@ NAMES = (
     *("stage", "commit_draft_layer", "unstage"),
     *("audit_seat", "audit_plan", "audit_resolve", "audit_blocks", "audit_snapshot"),
 )
+CLASSES = ("LoggedLayers", "StagedLayers")
 # Set on torch's namespace object, for a second copy of this module: whose ops it has.
 _LIBRARY_MARK = "nwor_library"
 
@@ -111,9 +113,9 @@ def load(device_type: str = "cpu") -> ModuleType:
 
 
 def load_builtins(device: torch.device) -> SimpleNamespace:
-    """The ops as the library's builtin functions, by name: what a step calls. On CUDA
-    also loads the kernels of log, restore, stage and commit, which a step should not
-    wait for.
+    """The ops as the library's builtin functions, and its classes, by name: what a step
+    calls. On CUDA also loads the kernels of log, restore, stage and commit, which a
+    step should not wait for.
 
     Raises:
         NworOpsUnavailable: on CUDA also if there is no code for this GPU.
@@ -125,29 +127,32 @@ def load_builtins(device: torch.device) -> SimpleNamespace:
             library.load_kernels(index)
         except RuntimeError as error:
             raise NworOpsUnavailable(f"{LIBRARY}: {error}") from error
-    return SimpleNamespace(**{name: getattr(library, name) for name in NAMES})
+    return SimpleNamespace(
+        **{name: getattr(library, name) for name in (*NAMES, *CLASSES)}
+    )
 
 
-def that_wait(ops: Any, device: torch.device) -> SimpleNamespace:
-    """The ops, each of which then waits for the device: VLLM_NWOR_DEBUG_SYNC."""
+class _Waits:
+    """An object each of whose methods then waits for the device."""
 
-    def waiting(op: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self, of: object, device: torch.device) -> None:
+        self._of, self._device = of, device
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
-            op(*arguments)
-            torch.accelerator.synchronize(device)
+            getattr(self._of, name)(*arguments)
+            torch.accelerator.synchronize(self._device)
 
         return run
 
-    return SimpleNamespace(**{name: waiting(getattr(ops, name)) for name in NAMES})
 
+def that_wait(ops: Any, device: torch.device) -> SimpleNamespace:
+    """The classes of `ops`, whose launches are waited for: VLLM_NWOR_DEBUG_SYNC."""
 
-def remember(owner: object, tensors: Iterable[Tensor]) -> None:
-    """As long as `owner` lives the builtins take these objects for what they are now:
-    to look at a tensor takes a step longer than all that is done with it. Their shapes,
-    strides and memory must not change."""
-    library, known = _load_library(), tuple(tensors)
-    weakref.finalize(owner, library.forget, *known)
-    library.remember(*known)
+    def waiting(of: Callable[..., object]) -> Callable[..., _Waits]:
+        return lambda *made_of: _Waits(of(*made_of), device)
+
+    return SimpleNamespace(**{name: waiting(getattr(ops, name)) for name in CLASSES})
 
 
 def has_cuda() -> bool:
@@ -197,12 +202,11 @@ def _no_result(*_args: object) -> None:
     """Fake of every op: they mutate their arguments and return nothing."""
 
 
-def publish(to: Sequence[Tensor], counters: Tensor) -> None:
-    """Copies `counters`, [rows, 8] int64, to as many [8] in `to`; does not wait for the
-    device. Mutated: `to`, on the host, in pinned memory if `counters` is on a device.
+def publish(to: Tensor, counters: Tensor) -> None:
+    """Copies `counters`, [rows, 8] int64, to `to`; does not wait for the device.
+    Mutated: `to`, on the host, in pinned memory if `counters` is on a device.
     """
-    for row, counted in zip(to, counters, strict=True):
-        row.copy_(counted, non_blocking=True)
+    to.copy_(counters, non_blocking=True)
 
 
 # The ops, once loaded; arguments are in the order of csrc/nwor/ops.h.
@@ -290,3 +294,21 @@ undoes: False for all but the last call of a group with several tables.
 unstage: OpOverload
 """Puts back what stage wrote to block_table and slot_mapping, where it still stands
 there, and copies nothing: a step that failed. Arguments: as commit_draft_layer."""
+
+# Classes of the library. Their methods take all arguments, by position, named as those
+# of the ops; they need not be called with what the class was made of, and keep it.
+#
+# LoggedLayers(source, source_runs, table, runs, undo_log, log_slots, log_windows,
+#     counters, ring): of one table.
+#   log(slot_mapping, logits_indices, cu_num_logits, num_drafts, num_leading_zeros)
+#   restore(sampled_token_ids, vocab_size, num_rejected, num_drafts, slot)
+# StagedLayers(table, runs, saved, counters, ring, first_entry, num_real_entries, span,
+#     entry_tokens, patches, undoes): of one table.
+#   stage(block_table, slot_mapping, query_start_loc, seq_lens, cu_num_logits, seats,
+#       step, num_leading_zeros): the first three have to stay until the step ends.
+#   commit(sampled_token_ids, vocab_size, num_rejected, slot): of the staged step.
+#   unstage(): does nothing where no step is staged, or its commit put the tables back.
+#
+# source, source_runs: of the table that a log copies from. ring: [slots, 8] int64, cpu,
+# rows may be strided, in pinned memory for CUDA. slot: of the ring, which is the step's
+# counters_to; -1: none.

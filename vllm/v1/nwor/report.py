@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -81,21 +81,17 @@ class StepPayload:
 NOTHING = StepPayload(_NO_COUNTS)
 
 
-class RingSlot(NamedTuple):
-    """Where a step's commit writes the counters.
-
-    rows: [8] int64 for each launch, cpu, pinned if the counters are on a device.
-    payload: what they became there, and what they were in the slot before.
-    """
-
-    rows: Sequence[torch.Tensor]
-    payload: StepPayload
-
-
-def counter_ring(counters: torch.Tensor, max_in_flight: int) -> list[RingSlot]:
-    """A slot for each step in flight, and one for what the oldest compares with.
+def counter_ring(
+    counters: torch.Tensor, max_in_flight: int
+) -> tuple[torch.Tensor, list[StepPayload]]:
+    """Where the commits of steps write the counters, one after another: a slot for each
+    step in flight, and one for what the oldest compares with.
 
     counters: [num_launches, 8] int64, zeros.
+
+    Returns:
+        [slots, num_launches, 8] int64, cpu, pinned if the counters are on a device; and
+        by slot the payload of a step that wrote to it.
     """
     ring = torch.zeros(
         (max_in_flight + 1, *counters.shape),
@@ -104,10 +100,7 @@ def counter_ring(counters: torch.Tensor, max_in_flight: int) -> list[RingSlot]:
     )
     # The same memory for quick reading: a torch operator costs more.
     slots = [slot.view(-1).numpy().data for slot in ring]
-    return [
-        RingSlot(slot.unbind(), StepPayload((slots[i - 1], slots[i])))
-        for i, slot in enumerate(ring)
-    ]
+    return ring, [StepPayload((slots[i - 1], slots[i])) for i in range(len(slots))]
 
 
 class Report:

@@ -149,41 +149,49 @@ class ShadowBlocks:
     step: of the runner, with drafts or without, whoever protects them.
     windows: the step's, from before its first launch until its tables are put back.
     saved: what stage keeps of the windows, by group: int32, device (ops.stage).
-    ops: what has the functions of the module `ops`.
     """
 
     def __init__(
         self,
         groups: Sequence[tuple[int, StagedGroup, Sequence[CopyTable]]],
         counters: Sequence[torch.Tensor],
+        ring: Sequence[torch.Tensor],
         ops: Any,
         memory: DeviceMemory,
     ) -> None:
         """groups: (KV-cache group id, its shadow blocks, its layers).
-        counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
-        group, in order: the first ones of all that commit's counters_to has."""
+        counters, ring: of each table of each group, in order, as ops.StagedLayers takes
+        them. ops: what has StagedLayers."""
         self.num_seats = min(group.region.num_seats for _, group, _ in groups)
         self.groups = {gid: group for gid, group, _ in groups}
         self.saved: dict[int, torch.Tensor] = {}
-        self.ops = ops
         self.step = 1
         self.windows: VerificationWindows | None = None
-        # By launch, the arguments that no step changes.
-        self._begins: list[Any] = []
+        # Methods of ops.StagedLayers: by table, but that a group is undone by its first
+        # one, which put the shadow blocks into its block table.
+        self._begins: list[tuple[int, Any]] = []
         self._commits: list[Any] = []
-        self._undos: list[Any] = []  # by group
+        self._undos: list[Any] = []
+        of_tables = zip(counters, ring, strict=True)
         for gid, group, tables in groups:
             saved = memory.take(group.saved_shape, torch.int32).zero_()
             self.saved[gid] = saved
-            tokens = group.entry_tokens
             entries = group.first_entry, group.num_real_entries, group.span
             for index, part in enumerate(tables):
-                of_table = gid, part.table, part.runs, saved
-                self._begins.append((*of_table, *entries, tokens, index == 0))
-                row = len(self._commits)
-                undoes = index == len(tables) - 1
-                self._commits.append((row, *of_table, counters[row], tokens, undoes))
-            self._undos.append((gid, saved, tokens))
+                layers = ops.StagedLayers(
+                    part.table,
+                    part.runs,
+                    saved,
+                    *next(of_tables),
+                    *entries,
+                    group.entry_tokens,
+                    index == 0,  # patches
+                    index == len(tables) - 1,  # undoes
+                )
+                self._begins.append((gid, layers.stage))
+                self._commits.append(layers.commit)
+                if index == 0:
+                    self._undos.append(layers.unstage)
 
     @property
     def num_drafts(self) -> int:
@@ -211,60 +219,36 @@ class ShadowBlocks:
         self.windows = windows
         block_tables: Any = windows.block_tables
         try:
-            for launch in self._begins:
-                gid, table, runs, saved, first, real, span, tokens, patches = launch
-                self.ops.stage(
-                    table,
-                    runs,
+            for gid, stage in self._begins:
+                stage(
                     block_tables[gid],
                     windows.slot_mappings[gid],
                     windows.query_start_loc,
                     windows.seq_lens,
                     windows.cu_num_logits,
                     windows.seats,
-                    saved,
-                    first,
-                    real,
-                    span,
-                    tokens,
                     self.step,
-                    patches,
                     windows.num_leading_zeros,
                 )
         except Exception:
-            self._put_back(gid, patches)
+            self.abort()
             raise
 
-    def commit(
-        self, acceptance: Acceptance, counters_to: Sequence[torch.Tensor] | None
-    ) -> None:
+    def commit(self, acceptance: Acceptance, slot: int) -> None:
         """Enqueues the copies of kept rows, the counting, and the putting back of
         tables and slots. Requires an open step.
 
-        counters_to: [8] int64 for each launch of a commit, cpu, pinned if the caches
-            are on a device: gets the counters too.
+        slot: of the ring, which gets the counters too; -1: none.
 
         Raises:
             Exception: kept rows are lost, tables may be patched: call abort.
         """
-        windows: Any = self.windows
-        for launch in self._commits:
-            row, gid, table, runs, saved, counters, tokens, undoes = launch
-            self.ops.commit_draft_layer(
-                table,
-                runs,
-                windows.block_tables[gid],
-                windows.slot_mappings[gid],
-                windows.seats,
-                saved,
+        for commit in self._commits:
+            commit(
                 acceptance.sampled_token_ids,
                 acceptance.vocab_size,
                 acceptance.num_rejected,
-                counters,
-                windows.num_reqs,
-                tokens,
-                undoes,
-                None if counters_to is None else counters_to[row],
+                slot,
             )
         self.windows = None
 
@@ -274,32 +258,14 @@ class ShadowBlocks:
         Raises:
             BlockTableLost: a table could not be put back; all others were.
         """
-        if self.windows is not None:
-            self._put_back()
-
-    def _put_back(
-        self, failed_group: int | None = None, is_untouched: bool = False
-    ) -> None:
-        """failed_group: where begin failed, and went no further; is_untouched: in the
-        group's first launch. Raises BlockTableLost."""
-        windows: Any = self.windows
-        self.windows = None
+        if self.windows is None:
+            return
         failure: Exception | None = None
-        for gid, saved, tokens in self._undos:
+        for unstage in self._undos:
             try:
-                self.ops.unstage(
-                    windows.block_tables[gid],
-                    windows.slot_mappings[gid],
-                    windows.seats,
-                    saved,
-                    windows.num_reqs,
-                    tokens,
-                )
+                unstage()
             except Exception as error:
-                # What an earlier step saved of a group need not fit this one.
-                if gid != failed_group or not is_untouched:
-                    failure = error
-            if gid == failed_group:
-                break
+                failure = error
+        self.windows = None
         if failure is not None:
             raise BlockTableLost(f"a block table cannot be put back: {failure}")

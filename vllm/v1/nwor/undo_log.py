@@ -114,31 +114,30 @@ class UndoLog:
     current stream, to begin, and one to commit.
 
     num_drafts: logged by begin, until commit or abort; 0 without a log.
-    ops: what has the functions of the module `ops`.
     """
 
     def __init__(
         self,
         groups: Sequence[GroupLog],
         counters: Sequence[torch.Tensor],
+        ring: Sequence[torch.Tensor],
         ops: Any,
-        first_row: int = 0,
     ) -> None:
-        """counters: [8] int64, device (ops.COUNTER_COLUMNS), one for each table of each
-        group, in order. first_row: of these in all that commit's counters_to has."""
-        self.ops = ops
+        """counters, ring: of each table of each group, in order, as ops.LoggedLayers
+        takes them. ops: what has LoggedLayers."""
         self.num_drafts = 0
-        # By launch, the arguments that no step changes.
-        self._begins: list[Any] = []
+        # Methods of ops.LoggedLayers, by table.
+        self._begins: list[tuple[int, Any]] = []
         self._commits: list[Any] = []
+        of_tables = zip(counters, ring, strict=True)
         for group in groups:
             log = group.undo_log, group.log_slots, group.log_windows
             for part in group.tables:
                 source = group.source or part
-                self._begins.append((group.group_id, source.table, source.runs, *log))
-                row = len(self._commits)
-                of_table = first_row + row, part.table, part.runs
-                self._commits.append((*of_table, *log, counters[row]))
+                tables = source.table, source.runs, part.table, part.runs
+                layers = ops.LoggedLayers(*tables, *log, *next(of_tables))
+                self._begins.append((group.group_id, layers.log))
+                self._commits.append(layers.restore)
 
     def begin(self, windows: VerificationWindows) -> None:
         """Enqueues the copies of the old bytes at every draft slot.
@@ -147,51 +146,35 @@ class UndoLog:
             Exception: the caches are as they were; there is no log.
         """
         self.num_drafts = 0
-        slot_mappings = windows.slot_mappings
-        for group_id, table, runs, undo_log, slots, of_windows in self._begins:
-            self.ops.log_cache_slots(
-                table,
-                runs,
-                slot_mappings[group_id],
+        for group_id, log in self._begins:
+            log(
+                windows.slot_mappings[group_id],
                 windows.logits_indices,
                 windows.cu_num_logits,
-                undo_log,
-                slots,
-                of_windows,
                 windows.num_drafts,
                 windows.num_leading_zeros,
             )
         self.num_drafts = windows.num_drafts
 
-    def commit(
-        self, acceptance: Acceptance, counters_to: Sequence[torch.Tensor] | None
-    ) -> None:
+    def commit(self, acceptance: Acceptance, slot: int) -> None:
         """Enqueues the restoring of rejected slots, and the counting; the log is used
         up.
 
-        counters_to: [8] int64 for each launch of a commit, cpu, pinned if the caches
-            are on a device: gets the counters too.
+        slot: of the ring, which gets the counters too; -1: none.
 
         Raises:
             Exception: after all other launches were enqueued.
         """
         num_drafts, self.num_drafts = self.num_drafts, 0
         failure: Exception | None = None
-        for launch in self._commits:
-            row, table, runs, undo_log, slots, of_windows, counters = launch
+        for restore in self._commits:
             try:
-                self.ops.restore_rejected_drafts(
-                    table,
-                    runs,
-                    undo_log,
-                    slots,
-                    of_windows,
+                restore(
                     acceptance.sampled_token_ids,
                     acceptance.vocab_size,
                     acceptance.num_rejected,
-                    counters,
                     num_drafts,
-                    None if counters_to is None else counters_to[row],
+                    slot,
                 )
             except Exception as error:
                 failure = error

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as a seam: LoggedLayers and StagedLayers (vllm_nwor.ops) that call functions,
+which tests replace, with all of an op's arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from vllm_nwor import ops as native
+from vllm_nwor.draft_manager import DraftCommitManager
+
+
+def _row(ring: Any, slot: int) -> Any:
+    return None if slot < 0 else ring[slot]
+
+
+class LoggedLayers:
+    """functions: what has log_cache_slots and restore_rejected_drafts."""
+
+    def __init__(self, functions: Any, *made_of: Any) -> None:
+        self.functions, self.made_of = functions, made_of
+        self.source, self.table, self.log_ = made_of[:2], made_of[2:4], made_of[4:7]
+        self.counters, self.ring = made_of[7:]
+
+    def log(self, slot_mapping: Any, logits: Any, cu: Any, *drafts: Any) -> None:
+        batch = slot_mapping, logits, cu
+        self.functions.log_cache_slots(*self.source, *batch, *self.log_, *drafts)
+
+    def restore(self, sampled: Any, vocab: int, rejected: Any, n: int, at: int) -> None:
+        accepted = sampled, vocab, rejected
+        self.functions.restore_rejected_drafts(
+            *self.table, *self.log_, *accepted, self.counters, n, _row(self.ring, at)
+        )
+
+
+class StagedLayers:
+    """functions: what has stage, commit_draft_layer and unstage."""
+
+    def __init__(self, functions: Any, *made_of: Any) -> None:
+        self.functions, self.made_of = functions, made_of
+        self.table, (self.saved, self.counters, self.ring) = made_of[:2], made_of[2:5]
+        *self.entries, self.entry_tokens, self.patches, self.undoes = made_of[5:]
+        self.step: Any = None
+
+    def stage(self, *args: Any) -> None:
+        block_table, slots, starts, lengths, cu, seats, step, zeros = args
+        self.step = block_table, slots, seats, len(cu) - zeros
+        self.has_failed = True  # having done its work, or not
+        self.functions.stage(
+            *self.table,
+            *(block_table, slots, starts, lengths, cu, seats, self.saved),
+            *(*self.entries, self.entry_tokens, step, self.patches, zeros),
+        )
+        self.has_failed = False
+
+    def commit(self, sampled: Any, vocab: int, rejected: Any, at: int) -> None:
+        *windows, num_reqs = self.step
+        self.functions.commit_draft_layer(
+            *self.table,
+            *(*windows, self.saved, sampled, vocab, rejected, self.counters, num_reqs),
+            *(self.entry_tokens, self.undoes, _row(self.ring, at)),
+        )
+        if self.undoes:
+            self.step = None
+
+    def unstage(self) -> None:
+        if self.step is None:
+            return
+        *windows, num_reqs = self.step
+        step = *windows, self.saved, num_reqs, self.entry_tokens
+        # What an earlier step saved need not fit one whose stage did nothing.
+        with contextlib.suppress(RuntimeError) if self.has_failed else _nothing:
+            self.functions.unstage(*step)
+        self.step = None
+
+
+_nothing: Any = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def of(manager: DraftCommitManager) -> Iterator[SimpleNamespace]:
+    """The functions that the manager's launches call meanwhile, to be replaced."""
+    functions = SimpleNamespace(**{n: getattr(native, n) for n in native.NAMES})
+    with contextlib.ExitStack() as stack:
+        for log in filter(None, (manager.undo_log, manager._log_beside)):
+            logged = [
+                (group, LoggedLayers(functions, *begin.__self__.made_of))
+                for group, begin in log._begins
+            ]
+            calls: dict[str, Any] = {
+                "_begins": [(group, layers.log) for group, layers in logged],
+                "_commits": [layers.restore for _, layers in logged],
+            }
+            stack.enter_context(mock.patch.multiple(log, **calls))
+        if manager.shadow is not None:
+            staged = [
+                (group, StagedLayers(functions, *begin.__self__.made_of))
+                for group, begin in manager.shadow._begins
+            ]
+            calls = {
+                "_begins": [(group, layers.stage) for group, layers in staged],
+                "_commits": [layers.commit for _, layers in staged],
+                "_undos": [layers.unstage for _, layers in staged if layers.patches],
+            }
+            stack.enter_context(mock.patch.multiple(manager.shadow, **calls))
+        yield functions
