@@ -235,9 +235,9 @@ class DraftCommitManager:
     @property
     def num_drafts(self) -> int:
         """Of the open windows, at most; 0 if there are none."""
-        is_staged = self.state is _STAGED and self.shadow is not None
-        way: Any = self.shadow if is_staged else self.undo_log
-        return int(way.num_drafts)
+        if self.state is _STAGED and self.shadow is not None:
+            return self.shadow.num_drafts
+        return self.undo_log.num_drafts
 
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: windows and

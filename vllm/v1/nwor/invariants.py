@@ -33,7 +33,7 @@ def check(manager: DraftCommitManager) -> None:
         AssertionError: naming the invariant that does not hold, and what was found.
     """
     num_drafts, fallbacks = manager.num_drafts, manager.fallbacks
-    is_patched = manager.shadow is not None and manager.shadow.windows is not None
+    is_patched = manager.shadow is not None and manager.shadow.num_drafts > 0
     is_staged = manager.state is State.STAGED
     _require(1, is_patched == is_staged, f"{manager.state}, in tables: {is_patched}")
     if manager.state is State.LOGGED:

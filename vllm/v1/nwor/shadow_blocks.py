@@ -147,7 +147,8 @@ class ShadowBlocks:
     num_seats: a step with more requests cannot be staged.
     groups: by KV-cache group id.
     step: of the runner, with drafts or without, whoever protects them.
-    windows: the step's, from before its first launch until its tables are put back.
+    num_drafts: of the open step, at most: from before its first launch until its tables
+        are put back; 0 without one.
     saved: what stage keeps of the windows, by group: int32, device (ops.stage).
     """
 
@@ -166,7 +167,10 @@ class ShadowBlocks:
         self.groups = {gid: group for gid, group, _ in groups}
         self.saved: dict[int, torch.Tensor] = {}
         self.step = 1
-        self.windows: VerificationWindows | None = None
+        self.num_drafts = 0
+        # What the launches of the open step read or write, until the next one starts:
+        # to free it takes the host longer than to keep it, and commit is in a hurry.
+        self._held: Any = None
         # Methods of ops.StagedLayers: by table, but that a group is undone by its first
         # one, which put the shadow blocks into its block table.
         self._begins: list[tuple[int, Any]] = []
@@ -193,17 +197,13 @@ class ShadowBlocks:
                 if index == 0:
                     self._undos.append(layers.unstage)
 
-    @property
-    def num_drafts(self) -> int:
-        """Of the open step, at most; 0 without one."""
-        return 0 if self.windows is None else self.windows.num_drafts
-
     def start_step(self, keeps: bool = True) -> None:
         """Call when the runner starts a step, also one without drafts: only what was
         committed in the step before counts as present in a shadow block.
 
         keeps: False: in this step nothing counts.
         """
+        self._held = None
         self.step += 1 if keeps else 2
         if self.step > _MAX_STEP:
             self.step = 1
@@ -216,8 +216,9 @@ class ShadowBlocks:
             BlockTableLost: a launch failed, and a table could not be put back.
             Exception: a launch failed; the tables are vLLM's own.
         """
-        self.windows = windows
+        self.num_drafts = windows.num_drafts
         block_tables: Any = windows.block_tables
+        self._held = block_tables, windows.slot_mappings, windows.seats
         try:
             for gid, stage in self._begins:
                 stage(
@@ -250,7 +251,7 @@ class ShadowBlocks:
                 acceptance.num_rejected,
                 slot,
             )
-        self.windows = None
+        self.num_drafts = 0
 
     def abort(self) -> None:
         """Enqueues the putting back of tables and slots; does nothing without a step.
@@ -258,7 +259,7 @@ class ShadowBlocks:
         Raises:
             BlockTableLost: a table could not be put back; all others were.
         """
-        if self.windows is None:
+        if self.num_drafts == 0:
             return
         failure: Exception | None = None
         for unstage in self._undos:
@@ -266,6 +267,6 @@ class ShadowBlocks:
                 unstage()
             except Exception as error:
                 failure = error
-        self.windows = None
+        self.num_drafts = 0
         if failure is not None:
             raise BlockTableLost(f"a block table cannot be put back: {failure}")
