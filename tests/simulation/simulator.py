@@ -4,12 +4,12 @@
 engine.py has what is checked in every step. An engine that raised is dead: a new one
 starts on the same memory.
 
-One operation is one event on the cache: a request arrives, gets rows (a prefill chunk
-or a verification window) in the next batch, is aborted, preempted, finished, forked or
-taken back to an earlier token, or the batch runs (stage, begin, forward, sampling,
-commit, with all its windows). An operation that found nothing to do (a request where
-there is none) is not counted, and what follows by itself (blocks allocated, evicted,
-found) neither.
+One operation is one event on the cache, a method of the Simulator. As plain data it is
+its name and numbers that mean something in any state (a request is chosen by its number
+modulo those that live), so that a list from which some were removed can still be
+played, and a failing one be cut down. 0 is the plainest value of each number. An
+operation that found nothing to do (a request where there is none) is not counted, and
+what follows by itself (blocks allocated, evicted, found) neither.
 """
 
 from __future__ import annotations
@@ -17,30 +17,84 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
 from tests.simulation.blocks import Blocks, Request, condense
-from tests.simulation.cache import MAX_REQUESTS, Cache
-from tests.simulation.engine import Engine, Fault, Settings
-from tests.simulation.operations import FAULTS, Operation
-from tests.simulation.seats import SeatCache, SeatEngine
-from tests.simulation.step import EMPTY, MAX_TOKENS, PADDED, PLAIN, Rows
+from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Cache
+from tests.simulation.engine import FAULTS, Engine, Fault, Settings
+from tests.simulation.seats import SeatCache, SeatEngine, SeatStep
+from tests.simulation.step import EMPTY, FORMS, MAX_TOKENS, PADDED, PLAIN, Rows, Step
 
 LOGGER = logging.getLogger("vllm.v1.nwor")
+
+# Kind, then its numbers; as JSON reads it.
+Operation = list[Any]
+
+# So often, if any: an op's is drawn in vain where no group is logged, or staged.
+_FAULT_WEIGHTS = (0, 4, 4, 3, 2, 2, 2, 2, 1)
+
+
+def _request(draw: random.Random) -> int:
+    return draw.randrange(16)
+
+
+def _advance(draw: random.Random) -> tuple[int, ...]:
+    num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS))
+    (special,) = draw.choices((PLAIN, PADDED, EMPTY), (20, 2, 1))
+    accepted = draw.randint(0, num_drafts)
+    return _request(draw), draw.randrange(24), num_drafts, accepted, special
+
+
+def _run(draw: random.Random) -> tuple[int, ...]:
+    fault = 0
+    if draw.random() > 0.85:
+        (fault,) = draw.choices(range(len(FAULTS)), _FAULT_WEIGHTS)
+    bound, pads = draw.choice((0, 0, 0, 1, 3)), draw.choice((0, 0, 3))
+    form, call, moment = (draw.randrange(number) for number in (len(FORMS), 6, 3))
+    return form, fault, call, moment, bound, pads
+
+
+# How often each kind happens, and how its numbers are drawn.
+_KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[int, ...]]]] = {
+    "arrive": (5, lambda d: (d.randrange(3), d.choice((4, 6, d.randrange(24))))),
+    "advance": (60, _advance),
+    "run": (12, _run),
+    "abort": (2, lambda d: (_request(d), d.choice((0, 1, 1)))),
+    "preempt": (2, lambda d: (_request(d),)),
+    "finish": (3, lambda d: (_request(d),)),
+    "fork": (5, lambda d: (_request(d), d.randrange(3), d.randrange(2))),
+    "take back": (2, lambda d: (_request(d),)),
+}
+KINDS = tuple(_KINDS)
+
+
+def draw_operations(draw: random.Random) -> Iterator[Operation]:
+    """Operations without end."""
+    weights = [weight for weight, _ in _KINDS.values()]
+    while True:
+        for kind in draw.choices(KINDS, weights, k=64):
+            yield [kind, *_KINDS[kind][1](draw)]
+            if draw.random() < 0.05:
+                # All requests with the same numbers: those of one length stay so.
+                _, *numbers = _advance(draw)
+                for request in range(MAX_REQUESTS):
+                    yield ["advance", request, *numbers]
+                yield ["run", *_run(draw)]
 
 
 class Simulator:
     """One world, drawn from a seed: its cache, its engine, its requests.
 
-    totals: what happened, by name or by (what, which).
+    planted: what is done to each manager before its first step; or a Rule, with which
+        the model of seats is played. totals: what happened, by name.
     """
 
-    def __init__(self, seed: int, breakage: Any = None, of_seats: bool = False) -> None:
-        draw = random.Random(seed)
+    def __init__(self, seed: int, planted: Any = None) -> None:
+        draw, of_seats = random.Random(seed), isinstance(planted, type)
         self.settings = Settings(
             strict=draw.random() < 0.1,
             has_indices=draw.random() < 0.5,
@@ -48,17 +102,18 @@ class Simulator:
         )
         self.cache: Any = SeatCache(draw) if of_seats else Cache(draw)
         self.make_engine: Any = SeatEngine if of_seats else Engine
+        self.make_step: Any = SeatStep if of_seats else Step
         self.is_lifo = draw.random() < 0.7
         self.payloads = np.random.default_rng(draw.randrange(1 << 32))
-        self.breakage = breakage
-        self.totals: Counter[Any] = Counter()
+        self.planted = planted
+        self.totals: Counter[str] = Counter()
         self.num_operations = self.num_arrived = 0
         self.requests: list[Request] = []
         self.batch: dict[str, Rows] = {}
         self._start_engine()
 
     def _start_engine(self) -> None:
-        args = self.cache, self.settings, self.totals, self.breakage
+        args = self.cache, self.settings, self.totals, self.planted
         self.engine = self.make_engine(*args)
         self.blocks = Blocks(self.cache, self.is_lifo, self.totals)
         self.rows: list[Request] = []
@@ -90,7 +145,7 @@ class Simulator:
                     played.append(operation)
                     kind, *numbers = operation
                     if getattr(self, kind.replace(" ", "_"))(*numbers):
-                        self.totals["operations", kind] += 1
+                        self.totals[f"operations/{kind}"] += 1
                         self.num_operations += 1
                 self.engine.check_bytes("the end")
                 self._end_engine()
@@ -101,17 +156,20 @@ class Simulator:
     def _log(self, reason: str) -> None:
         self.engine.log_lines[reason] += 1
 
-    # Each of these is an operation, and returns whether it took effect.
+    # -- operations: each returns whether it took effect ---------------------------
 
     def arrive(self, family: int, length: int) -> bool:
-        if len(self.requests) == MAX_REQUESTS:
-            return False
-        self._new_request(family).extend(length + 1)
-        return True
+        """A request with length + 1 tokens of prompt."""
+        if len(self.requests) < MAX_REQUESTS:
+            self._new_request(family).extend(length + 1)
+            return True
+        return False
 
     def advance(
         self, number: int, length: int, num_drafts: int, accepted: int, special: int
     ) -> bool:
+        """A request gets rows in the next batch, length + 1 prefill tokens or a window.
+        special: PLAIN, PADDED or EMPTY."""
         request = self._request(number)
         if request is None or request.name in self.batch:
             return False
@@ -131,14 +189,12 @@ class Simulator:
         end = rows.end - (rows.special == PADDED)
         while self.blocks.missing(request, end) > len(self.blocks.free):
             # The youngest other request that is not in the batch is preempted.
-            for victim in reversed(self.requests):
-                is_idle = victim is not request and victim.name not in self.batch
-                if is_idle and any(victim.blocks):
-                    self._release(victim)
-                    self.totals["forced_preemptions"] += 1
-                    break
-            else:
+            idle = [r for r in self.requests if any(r.blocks) and r is not request]
+            idle = [r for r in idle if r.name not in self.batch]
+            if not idle:
                 return False
+            self._release(idle[-1])
+            self.totals["forced_preemptions"] += 1
         self.blocks.grow(request, end)
         self.batch[request.name] = rows
         return True
@@ -151,6 +207,7 @@ class Simulator:
         return True
 
     def abort(self, number: int, in_flight: int) -> bool:
+        """in_flight: between log and commit, if it is in the batch."""
         request = self._request(number)
         if request is None:
             return False
@@ -169,6 +226,8 @@ class Simulator:
         return True
 
     def fork(self, number: int, family: int, replaces: int) -> bool:
+        """Another request begins with all that this one has computed. replaces: one of
+        its length finishes before."""
         parent = self._request(number)
         if (
             parent is None
@@ -198,6 +257,8 @@ class Simulator:
     def run(
         self, form: int, fault: int, call: int, moment: int, bound: int, pads: int
     ) -> bool:
+        """The batch runs: stage, begin, forward, sampling, commit, with all its
+        windows. fault: of FAULTS; the others: Engine.run and Fault."""
         if not self.batch:
             return False
         begins = False
@@ -210,9 +271,8 @@ class Simulator:
         self.rows = batch if has_indices else condense(self.rows, batch)
         in_order = [self.batch.pop(request.name) for request in self.rows]
         planted = Fault(FAULTS[fault], call, moment)
-        if self.engine.run(
-            *(in_order, pads, begins, self.payloads, form, planted, bound)
-        ):
+        step = self.make_step(in_order, self.cache.groups, pads, begins, bound)
+        if self.engine.run(step, self.payloads, form, planted):
             self._update(in_order)
         if self.engine.is_dead:
             self.totals["restarts"] += 1
@@ -243,11 +303,9 @@ class Simulator:
 
     def _new_request(self, family: int) -> Request:
         self.num_arrived += 1
-        request = Request(
-            f"r{self.num_arrived}", family, [[] for _ in self.cache.groups]
-        )
-        self.requests.append(request)
-        return request
+        blocks: list[list[int]] = [[] for _ in self.cache.groups]
+        self.requests.append(Request(f"r{self.num_arrived}", family, blocks))
+        return self.requests[-1]
 
     def _remove(self, request: Request) -> None:
         self._release(request)
