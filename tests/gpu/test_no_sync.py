@@ -20,51 +20,43 @@ from tests.gpu.pool import OFF, ON, Chain, Finished, Runs, engines_fixture, engi
 
 # Calls of the CUDA runtime and driver that make the host wait.
 SYNCHRONISING = (
-    "cudaDeviceSynchronize",
-    "cudaStreamSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-    "cudaMemcpy2D",
-    "cudaMemset",
-    "cuCtxSynchronize",
-    "cuStreamSynchronize",
-    "cuEventSynchronize",
-    "cuMemcpyDtoH_v2",
-    "cuMemcpyHtoD_v2",
+    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize"),
+    *("cudaMemcpy", "cudaMemcpy2D", "cudaMemset", "cuCtxSynchronize"),
+    *("cuStreamSynchronize", "cuEventSynchronize"),
+    *("cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
 )
 # Those of PyTorch's caching allocators, which also wait. Whether one finds a free block
 # of pinned memory depends on how far the device is: vanilla's number varies.
 ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost")
 OURS = "nwor"
+ENGINES = engines_of("sync")
 
 
 def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     """For the results file: what the tests compare, without the names of vLLM's own
     kernels and of the host's operators, which are many."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"added_work": None}
     for mode, run in chain.items():
-        found[mode] = run.entry("compiled", "compiled_again")
-        found[mode]["sync_check"] = {
-            row: text and waiting_line(text)
-            for row, text in run.report.get("sync_check", {}).items()
+        checked, profiles = (run.report.get(n, {}) for n in ("sync_check", "profiles"))
+        found[mode] = run.entry("compiled", "compiled_again") | {
+            "sync_check": {
+                row: text and waiting_line(text) for row, text in checked.items()
+            },
+            "profiles": [
+                {
+                    "steps": profile["steps"],
+                    "windowed_steps": profile["windowed_steps"],
+                    "synchronising": calls_of(profile, SYNCHRONISING),
+                    "allocating": calls_of(profile, ALLOCATING),
+                    "pageable_copies": pageable_copies(profile),
+                    "device_work": device_work(profile).total(),
+                }
+                for profile in profiles
+            ],
         }
-        found[mode]["profiles"] = [
-            {
-                "steps": profile["steps"],
-                "windowed_steps": profile["windowed_steps"],
-                "synchronising": calls_of(profile, SYNCHRONISING),
-                "allocating": calls_of(profile, ALLOCATING),
-                "pageable_copies": pageable_copies(profile),
-                "device_work": device_work(profile).total(),
-            }
-            for profile in run.report.get("profiles", ())
-        ]
-    work = [
-        device_work(run.report["profiles"][1])
-        for run in chain.values()
-        if len(run.report.get("profiles", ())) == 2
-    ]
-    found["added_work"] = difference(*work) if len(work) == 2 else None
+    if all(len(run.report.get("profiles", ())) == 2 for run in chain.values()):
+        work = (device_work(run.report["profiles"][1]) for run in chain.values())
+        found["added_work"] = difference(*work)
     return {spec.name: found}
 
 
@@ -82,13 +74,6 @@ def waiting_line(trace: str) -> str:
     return frames[-1] if frames else trace[-300:]
 
 
-def profiles(run: Finished) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run.report.get("profiles", [])
-    if len(found) != 2:
-        pytest.fail(f"no profiles: {run.trouble()}")
-    return found
-
-
 def calls_of(profile: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
     calls = Counter(profile["cuda_runtime"]) + Counter(profile["cuda_driver"])
     return {name: calls[name] for name in names if calls[name]}
@@ -100,34 +85,35 @@ def pageable_copies(profile: dict[str, Any]) -> dict[str, int]:
 
 def device_work(profile: dict[str, Any]) -> Counter[str]:
     """Everything that the device did: kernels, copies, fills, by name."""
-    work: Counter[str] = Counter()
-    for category in ("kernel", "gpu_memcpy", "gpu_memset"):
-        work += Counter(profile[category])
-    return work
+    parts = (Counter(profile[what]) for what in ("kernel", "gpu_memcpy", "gpu_memset"))
+    return sum(parts, Counter())
+
+
+def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """What `other` has more (or, negative, less) than `one`, by name."""
+    names = sorted(one.keys() | other.keys())
+    rose = {name: other.get(name, 0) - one.get(name, 0) for name in names}
+    return {name: number for name, number in rose.items() if number}
+
+
+def profiles(run: Finished) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.report.get("profiles", [])
+    if len(found) != 2:
+        pytest.fail(f"no profiles: {run.trouble()}")
+    return found
 
 
 def same_steps(runs: Runs, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The second profile of each process; skips where vanilla differs from itself."""
     first, off = profiles(runs[engine][OFF])
     on = profiles(runs[engine][ON])[1]
-    if (first["steps"], device_work(first)) != (off["steps"], device_work(off)):
-        pytest.skip(
-            "vanilla's work differs between two runs of the same requests: "
-            f"{difference(device_work(first), device_work(off))}"
-        )
+    differs = difference(device_work(first), device_work(off))
+    if first["steps"] != off["steps"] or differs:
+        pytest.skip(f"vanilla differs between two runs of the same requests: {differs}")
     assert off["windowed_steps"] > 0
     assert on["steps"] == off["steps"]
     assert on["windowed_steps"] == off["windowed_steps"]
     return off, on
-
-
-def difference(one: Counter[str], other: Counter[str]) -> dict[str, int]:
-    """What `other` has more (or, negative, less) than `one`, by name."""
-    names = one.keys() | other.keys()
-    return {n: other[n] - one[n] for n in sorted(names) if other[n] != one[n]}
-
-
-ENGINES = engines_of("sync")
 
 
 @ENGINES
@@ -147,7 +133,7 @@ def test_no_synchronising_call_is_added(runs: Runs, engine: str) -> None:
 @ENGINES
 def test_nothing_is_allocated(runs: Runs, engine: str) -> None:
     """The fewest of two profiles: what an allocator happens to lack is not in it."""
-    off, on = same_steps(runs, engine)
+    same_steps(runs, engine)
     fewest = {
         mode: {
             name: min(calls_of(p, ALLOCATING).get(name, 0) for p in profiles(run))
@@ -156,8 +142,6 @@ def test_nothing_is_allocated(runs: Runs, engine: str) -> None:
         for mode, run in runs[engine].items()
     }
     assert fewest[ON] == fewest[OFF]
-    operators = difference(Counter(off["cpu_op"]), Counter(on["cpu_op"]))
-    assert not any("pin_memory" in name or "resize" in name for name in operators)
 
 
 @ENGINES
@@ -176,8 +160,9 @@ def test_the_host_runs_no_other_operator(runs: Runs, engine: str) -> None:
     """On the host: what reads the counters afterwards works on CPU tensors of six
     numbers. Our own ops ran in the first step, long before."""
     off, on = same_steps(runs, engine)
-    added = difference(Counter(off["cpu_op"]), Counter(on["cpu_op"]))
-    assert not any("_C_cache_ops::" in name for name in added), added
+    added = difference(off["cpu_op"], on["cpu_op"])
+    ours = ("_C_cache_ops::", "pin_memory", "resize")
+    assert not any(part in name for name in added for part in ours), added
     waiting = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
     assert not (waiting | {"aten::index", "aten::copy_"}) & added.keys(), added
 
@@ -187,10 +172,9 @@ def test_sync_check_passes_where_vanilla_does(runs: Runs, engine: str) -> None:
     off = runs[engine][OFF].report.get("sync_check", {})
     on = runs[engine][ON].report.get("sync_check", {})
     assert off, runs[engine][OFF].trouble()
-    failed = {row: text for row, text in off.items() if text}
-    if failed:
-        row, text = next(iter(failed.items()))
-        pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
+    for row, text in off.items():
+        if text:
+            pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
     assert on.keys() == off.keys(), runs[engine][ON].trouble()
     assert not any(on.values()), on
 
