@@ -93,6 +93,7 @@ def shrink(
 ) -> list[Operation]:
     """The smallest list found for which `fails` still holds, as it does for
     `operations`: it does not without any one of them, or with any number smaller."""
+
     before: list[Operation] = []
     while before != operations:
         before = operations
@@ -100,8 +101,7 @@ def shrink(
         while length := length // 2:  # halves of them, quarters, ... single ones
             start = 0
             while start < len(operations):
-                fewer = operations[:start] + operations[start + length :]
-                if fails(fewer):
+                if fails(fewer := operations[:start] + operations[start + length :]):
                     operations = fewer
                 else:
                     start += length

@@ -78,18 +78,18 @@ class Blocks:
         self.chunk_tokens = lcm(*self.sizes)
         self.totals = totals
 
-    def missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that are needed until `num_tokens` tokens have slots."""
-        return sum(
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Blocks for the first `num_tokens` tokens, if there are enough free ones."""
+        missing = sum(
             max(-(-num_tokens // size) - len(blocks), 0)
             for size, blocks in self._by_group(request)
         )
-
-    def grow(self, request: Request, num_tokens: int) -> None:
-        """Blocks for the first `num_tokens` tokens. Requires enough free ones."""
+        if missing > len(self.free):
+            return False
         for size, blocks in self._by_group(request):
             while len(blocks) * size < num_tokens:
                 blocks.append(self._take())
+        return True
 
     def start(self, request: Request) -> None:
         """What the prefix cache knows of a request's text becomes its own; at least one
@@ -140,12 +140,10 @@ class Blocks:
     def release(self, request: Request) -> None:
         """All blocks go back, of which the last ones are given out first."""
         for blocks in request.blocks:
-            freed = []
-            for block in reversed(blocks):
+            for block in blocks:
                 self.references[block] -= 1
                 assert self.references[block] >= 0, f"block {block} is nobody's"
-                if self.references[block] == 0:
-                    freed.append(block)
+            freed = [block for block in blocks[::-1] if self.references[block] == 0]
             at_front = [b for b in freed if self.is_lifo and b not in self.key_of]
             self.free.extendleft(reversed(at_front))
             self.free.extend(block for block in freed if block not in at_front)

@@ -15,7 +15,7 @@ Checked in every step, over the whole allocation and its guard bytes:
     6  a planted fault turns exactly the launch that it hit into vanilla, is counted
        under its reason and logged once; under STRICT, and where kept rows are lost, it
        raises instead, which ends the engine
-    7  each launch's counters, and the scheduler's identities through metrics.NworStats
+    7  each launch's counters, and the scheduler's identities through NworStats
     9  a begin that is left out is counted, and is a breach
     block tables and slots are vLLM's own; between stage and commit or abort each entry
     with a draft is its seat's shadow, and nothing else is replaced
@@ -163,8 +163,6 @@ class Engine:
             for group in self.groups
             for name in group.protected
         }
-        names = sorted(name for _, names in self.launches for name in names)
-        require_same("layers", names, sorted(self.slot_bytes))
         self.tables = [
             np.zeros((MAX_REQUESTS, MAX_TOKENS // group.entry_tokens), np.int32)
             for group in self.groups
@@ -216,13 +214,21 @@ class Engine:
     # -- a step --------------------------------------------------------------------
 
     def run(
-        self, step: Step, payloads: np.random.Generator, form: int, fault: Fault
+        self,
+        batch: list[Rows],
+        begins: bool,
+        fault: Fault,
+        pads: int,
+        bound: int,
+        form: int,
+        payloads: np.random.Generator,
     ) -> bool:
-        """The runner's step. payloads: gives what the forward writes. form: of the
-        sampler's output.
+        """The runner's step. begins, pads, bound: as in Step. form: of the sampler's
+        output. payloads: gives what the forward writes.
 
         Returns whether the output reaches the scheduler; if NWOR raised, `is_dead`.
         """
+        step = Step(batch, self.groups, pads, begins, bound)
         payload = np.frombuffer(payloads.bytes(step.index.size), np.uint8)
         self.is_dead = self._begin(step, fault)
         if self.is_dead:

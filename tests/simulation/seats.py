@@ -20,7 +20,7 @@ an entry whose last row was written beside the shadow is full, and not staged ag
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Violation
@@ -37,16 +37,20 @@ class Rule:
 
     def __init__(self) -> None:
         self.step = 0
-        self.saved: dict[Any, tuple[int, int, int]] = {}
+        self.saved: Any = defaultdict(lambda: (0, -1, 0))
 
     def start(self, has_drafts: bool, is_staged: bool, begins: bool) -> None:
-        """A step of the runner begins. begins: a request that is new or comes back has
-        drafts in it, so that its rows had no step of their own: it counts twice."""
-        self.step += 1 + begins
+        """A step of the runner begins."""
+        self.step += self.rise(has_drafts, is_staged, begins)
+
+    def rise(self, has_drafts: bool, is_staged: bool, begins: bool) -> int:
+        """begins: a request that is new or comes back has drafts in this step, so that
+        its rows had no step of their own: it counts twice."""
+        return 1 + begins
 
     def counts(self, seat: Any, first_position: int, entry: int) -> bool:
         """Whether the rows before `first_position` are in the shadow of `entry`."""
-        return self.saved.get(seat) == (self.step - 1, first_position, entry)
+        return self.saved[seat] == (self.step - 1, first_position, entry)
 
     def stage(self, seat: Any) -> None:
         self.saved[seat] = self.step, -1, 0
@@ -72,15 +76,6 @@ class SeatCache:
         self.real[to] = self.real[source]
 
 
-class SeatStep:
-    """What a Step is to the SeatEngine."""
-
-    def __init__(
-        self, rows: list[Rows], groups: Any, pads: int, begins: bool, bound: int
-    ) -> None:
-        self.rows, self.begins = rows, begins
-
-
 class SeatEngine:
     """What the simulator has for an engine. shadows: of each seat what was written to
     each of its rows."""
@@ -101,13 +96,12 @@ class SeatEngine:
         self.shadows = [[0] * self.span for _ in range(MAX_REQUESTS)]
         self.num_writes = 0
 
-    def run(self, step: SeatStep, payloads: Any, form: int, fault: Any) -> bool:
+    def run(self, batch: list[Rows], begins: bool, fault: Any, **drawn: Any) -> bool:
         """A step of the runner; whether its output reaches the scheduler. Of the faults
         some fail after stage, and some are steps that log, or stage nothing."""
-        batch = step.rows
         has_drafts = any(rows.num_drafts for rows in batch)
         is_staged = has_drafts and fault.name not in ("stage", "missed", "all logged")
-        self.rule.start(has_drafts, is_staged, step.begins)
+        self.rule.start(has_drafts, is_staged, begins)
         seats = {
             rows: rows.request.index if self.has_indices else row
             for row, rows in enumerate(batch)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -26,64 +26,52 @@ import numpy as np
 from tests.simulation.blocks import Blocks, Request, condense
 from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Cache
 from tests.simulation.engine import FAULTS, Engine, Fault, Settings
-from tests.simulation.seats import SeatCache, SeatEngine, SeatStep
-from tests.simulation.step import EMPTY, FORMS, MAX_TOKENS, PADDED, PLAIN, Rows, Step
+from tests.simulation.seats import SeatCache, SeatEngine
+from tests.simulation.step import EMPTY, FORMS, MAX_TOKENS, PADDED, PLAIN, Rows
 
 LOGGER = logging.getLogger("vllm.v1.nwor")
 
 # Kind, then its numbers; as JSON reads it.
 Operation = list[Any]
 
-# So often, if any: an op's is drawn in vain where no group is logged, or staged.
-_FAULT_WEIGHTS = (0, 4, 4, 3, 2, 2, 2, 2, 1)
+# Of FAULTS, after none; an op's hits nothing where no group is logged, or staged.
+_FAULT_WEIGHTS = (120, 4, 7, 3, 3, 2, 2, 2, 1)
+_FAULT = [fault for fault, weight in enumerate(_FAULT_WEIGHTS) for _ in range(weight)]
+_NUM_DRAFTS, _ACCEPTED = (0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS), range(MAX_DRAFTS + 1)
+_SPECIAL = [PLAIN] * 20 + [PADDED] * 2 + [EMPTY]
+_REQUEST, _FORM = range(16), range(len(FORMS))
+_BOUND, _PADS = (0, 0, 0, 1, 3), (0, 0, 3)
 
-
-def _request(draw: random.Random) -> int:
-    return draw.randrange(16)
-
-
-def _advance(draw: random.Random) -> tuple[int, ...]:
-    num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS))
-    (special,) = draw.choices((PLAIN, PADDED, EMPTY), (20, 2, 1))
-    accepted = draw.randint(0, num_drafts)
-    return _request(draw), draw.randrange(24), num_drafts, accepted, special
-
-
-def _run(draw: random.Random) -> tuple[int, ...]:
-    fault = 0
-    if draw.random() > 0.85:
-        (fault,) = draw.choices(range(len(FAULTS)), _FAULT_WEIGHTS)
-    bound, pads = draw.choice((0, 0, 0, 1, 3)), draw.choice((0, 0, 3))
-    form, call, moment = (draw.randrange(number) for number in (len(FORMS), 6, 3))
-    return form, fault, call, moment, bound, pads
-
-
-# How often each kind happens, and how its numbers are drawn.
-_KINDS: dict[str, tuple[int, Callable[[random.Random], tuple[int, ...]]]] = {
-    "arrive": (5, lambda d: (d.randrange(3), d.choice((4, 6, d.randrange(24))))),
-    "advance": (60, _advance),
-    "run": (12, _run),
-    "abort": (2, lambda d: (_request(d), d.choice((0, 1, 1)))),
-    "preempt": (2, lambda d: (_request(d),)),
-    "finish": (3, lambda d: (_request(d),)),
-    "fork": (5, lambda d: (_request(d), d.randrange(3), d.randrange(2))),
-    "take back": (2, lambda d: (_request(d),)),
+# How often each kind happens, and what each of its numbers is drawn from.
+_KINDS: dict[str, tuple[int, tuple[Sequence[int], ...]]] = {
+    "arrive": (5, (range(3), [4, 6] * 24 + [*range(24)])),
+    "advance": (60, (_REQUEST, range(24), _NUM_DRAFTS, _ACCEPTED, _SPECIAL)),
+    "run": (12, (_FORM, _FAULT, range(6), range(3), _BOUND, _PADS)),
+    "abort": (2, (_REQUEST, (0, 1, 1))),
+    "preempt": (2, (_REQUEST,)),
+    "finish": (3, (_REQUEST,)),
+    "fork": (5, (_REQUEST, range(3), range(2))),
+    "take back": (2, (_REQUEST,)),
 }
 KINDS = tuple(_KINDS)
 
 
 def draw_operations(draw: random.Random) -> Iterator[Operation]:
     """Operations without end."""
+
+    def operation(kind: str) -> Operation:
+        return [kind, *map(draw.choice, _KINDS[kind][1])]
+
     weights = [weight for weight, _ in _KINDS.values()]
     while True:
         for kind in draw.choices(KINDS, weights, k=64):
-            yield [kind, *_KINDS[kind][1](draw)]
+            yield operation(kind)
             if draw.random() < 0.05:
                 # All requests with the same numbers: those of one length stay so.
-                _, *numbers = _advance(draw)
+                _, _, *numbers = operation("advance")
                 for request in range(MAX_REQUESTS):
                     yield ["advance", request, *numbers]
-                yield ["run", *_run(draw)]
+                yield operation("run")
 
 
 class Simulator:
@@ -102,7 +90,6 @@ class Simulator:
         )
         self.cache: Any = SeatCache(draw) if of_seats else Cache(draw)
         self.make_engine: Any = SeatEngine if of_seats else Engine
-        self.make_step: Any = SeatStep if of_seats else Step
         self.is_lifo = draw.random() < 0.7
         self.payloads = np.random.default_rng(draw.randrange(1 << 32))
         self.planted = planted
@@ -133,11 +120,12 @@ class Simulator:
             played, the failing one last, in the attribute `played`.
         """
         played: list[Operation] = []
-        with (
-            # A fallback's warning begins with its reason; a breach is an error.
-            patch.object(LOGGER, "warning", lambda _, reason, *__: self._log(reason)),
-            patch.object(LOGGER, "disabled", True),
-        ):
+
+        def log(_: str, reason: str, *__: Any) -> None:
+            """A fallback's warning begins with its reason; a breach is an error."""
+            self.engine.log_lines[reason] += 1
+
+        with patch.multiple(LOGGER, warning=log, disabled=True):
             try:
                 for operation in operations:
                     if self.num_operations == limit:
@@ -153,23 +141,20 @@ class Simulator:
                 error.played = played  # type: ignore[attr-defined]
                 raise
 
-    def _log(self, reason: str) -> None:
-        self.engine.log_lines[reason] += 1
-
     # -- operations: each returns whether it took effect ---------------------------
 
     def arrive(self, family: int, length: int) -> bool:
         """A request with length + 1 tokens of prompt."""
-        if len(self.requests) < MAX_REQUESTS:
-            self._new_request(family).extend(length + 1)
-            return True
-        return False
+        if len(self.requests) == MAX_REQUESTS:
+            return False
+        self._new_request(family).extend(length + 1)
+        return True
 
     def advance(
         self, number: int, length: int, num_drafts: int, accepted: int, special: int
     ) -> bool:
         """A request gets rows in the next batch, length + 1 prefill tokens or a window.
-        special: PLAIN, PADDED or EMPTY."""
+        accepted: modulo those there may be. special: PLAIN, PADDED or EMPTY."""
         request = self._request(number)
         if request is None or request.name in self.batch:
             return False
@@ -182,12 +167,12 @@ class Simulator:
             rows = Rows(request, num_rows, is_last=is_last)
         else:
             num_drafts = min(num_drafts, MAX_TOKENS - len(request.text))
-            accepted = 0 if special == EMPTY else min(accepted, num_drafts)
+            accepted = 0 if special == EMPTY else accepted % (num_drafts + 1)
             if special == PADDED and accepted == num_drafts:
                 special = PLAIN
             rows = Rows(request, num_rows + num_drafts, num_drafts, accepted, special)
         end = rows.end - (rows.special == PADDED)
-        while self.blocks.missing(request, end) > len(self.blocks.free):
+        while not self.blocks.grow(request, end):
             # The youngest other request that is not in the batch is preempted.
             idle = [r for r in self.requests if any(r.blocks) and r is not request]
             idle = [r for r in idle if r.name not in self.batch]
@@ -195,7 +180,6 @@ class Simulator:
                 return False
             self._release(idle[-1])
             self.totals["forced_preemptions"] += 1
-        self.blocks.grow(request, end)
         self.batch[request.name] = rows
         return True
 
@@ -261,18 +245,17 @@ class Simulator:
         windows. fault: of FAULTS; the others: Engine.run and Fault."""
         if not self.batch:
             return False
-        begins = False
-        for rows in self.batch.values():
-            if rows.request.index < 0:
-                rows.request.index = self.indices.pop()
-                begins |= rows.num_drafts > 0
+        new = [rows for rows in self.batch.values() if rows.request.index < 0]
+        for rows in new:
+            rows.request.index = self.indices.pop()
+        begins = any(rows.num_drafts for rows in new)
         batch = [rows.request for rows in self.batch.values()]
         has_indices = self.settings.has_indices
         self.rows = batch if has_indices else condense(self.rows, batch)
         in_order = [self.batch.pop(request.name) for request in self.rows]
         planted = Fault(FAULTS[fault], call, moment)
-        step = self.make_step(in_order, self.cache.groups, pads, begins, bound)
-        if self.engine.run(step, self.payloads, form, planted):
+        drawn = {"pads": pads, "bound": bound, "form": form, "payloads": self.payloads}
+        if self.engine.run(in_order, begins, planted, **drawn):
             self._update(in_order)
         if self.engine.is_dead:
             self.totals["restarts"] += 1
