@@ -57,9 +57,6 @@ FAULTS = (
     *("forward", "sampler", "missed", "all logged"),
 )
 
-# Applied to each manager before its first step: tests plant bugs with it.
-Breakage = Callable[[DraftCommitManager], None]
-
 
 class Fault(NamedTuple):
     """name: one of FAULTS. call: of the op, modulo those there are. moment: 0: it
@@ -114,15 +111,6 @@ class FaultyOps:
             raise self.ERRORS[self.fault.moment](f"planted: {self.fault}")
 
 
-class Settings(NamedTuple):
-    """strict: under VLLM_NWOR_STRICT=always. has_indices: V2's runner. capacity: of the
-    undo log, in drafts."""
-
-    strict: bool
-    has_indices: bool
-    capacity: int
-
-
 def require_same(kind: str, found: Any, expected: Any) -> None:
     """Raises Violation."""
     is_array = isinstance(found, np.ndarray)
@@ -133,6 +121,9 @@ def require_same(kind: str, found: Any, expected: Any) -> None:
 class Engine:
     """A manager with what counts for it, on the cache as it is.
 
+    planted: is done to the manager before its first step. strict: under
+        VLLM_NWOR_STRICT=always. has_indices: V2's runner. capacity: of the undo log, in
+        drafts.
     totals: what happens is added to it.
     launches: for each row of the manager's counters the group and the layers' names.
     tables, slots: the worker's, that stage patches; own: copies as vLLM filled them.
@@ -143,16 +134,18 @@ class Engine:
     def __init__(
         self,
         cache: Cache,
-        settings: Settings,
         totals: Counter[str],
-        planted: Breakage | None,
+        planted: Callable[[DraftCommitManager], None] | None,
+        strict: bool,
+        has_indices: bool,
+        capacity: int,
     ) -> None:
-        self.cache, self.groups, self.settings = cache, cache.groups, settings
-        self.totals = totals
+        self.cache, self.groups, self.totals = cache, cache.groups, totals
+        self.strict, self.has_indices = strict, has_indices
         self.seam = FaultyOps()
         self.regions = {g: group.region for g, group in enumerate(self.groups)}
         self.regions = {g: region for g, region in self.regions.items() if region}
-        self.manager = self._make_manager()
+        self.manager = self._make_manager(capacity)
         self.launches = [
             (log.group_id, part.names)
             for log in self.manager.groups
@@ -171,7 +164,7 @@ class Engine:
         self._note_own()
         self.num_seats = min((r.num_seats for r in self.regions.values()), default=0)
         # V2 with a seat for each of its indices; else the seats are the batch rows.
-        self.seats_are_indices = settings.has_indices and self.num_seats >= MAX_REQUESTS
+        self.seats_are_indices = has_indices and self.num_seats >= MAX_REQUESTS
         self.rule = Rule()
         self.is_dead = False
         if planted is not None:
@@ -185,7 +178,7 @@ class Engine:
         self.reported: Counter[str] = Counter()
         self.log_lines: Counter[str] = Counter()
 
-    def _make_manager(self) -> DraftCommitManager:
+    def _make_manager(self, capacity: int) -> DraftCommitManager:
         groups = [
             (gid, list(group.protected.values()))
             for gid, group in enumerate(self.groups)
@@ -196,13 +189,12 @@ class Engine:
             gid: StagedGroup(region, self.groups[gid].entry_tokens)
             for gid, region in self.regions.items()
         }
-        capacity, strict = self.settings.capacity, self.settings.strict
         size = num_bytes(capacity, sum(layers), len(groups), len(layers))
         size += sum(group.num_bytes for group in staged.values())
         self.memory = torch.full((size + 2 * GUARD_BYTES,), LOG_GUARD).byte()
         config = NworConfig(
             mode=Mode.STAGE if staged else Mode.COW,
-            strictness=Strict.ALWAYS if strict else Strict.STARTUP,
+            strictness=Strict.ALWAYS if self.strict else Strict.STARTUP,
         )
         storage = self.memory[GUARD_BYTES : GUARD_BYTES + size]
         return DraftCommitManager(config, groups, capacity, storage, self.seam, staged)
@@ -252,7 +244,7 @@ class Engine:
             self.state = State.IDLE
         self.rule.start(True, True, step.begins)
         self.seam.arm(fault._replace(name="none"))
-        if step.num_known and not is_missed and not (reasons and self.settings.strict):
+        if step.num_known and not is_missed and not (reasons and self.strict):
             reasons += self._plan(step, fault)
         if fault.name not in ("none", *self.seam.NAMES.values()):
             self.totals[f"faults/{fault.name}"] += 1
@@ -268,7 +260,7 @@ class Engine:
             if is_missed:
                 self.manager.abort(metrics.STALE_LOG)
             elif step.num_known:
-                has_indices = self.settings.has_indices, self.seats_are_indices
+                has_indices = self.has_indices, self.seats_are_indices
                 windows = step.windows(self.slots, self.tables, *has_indices)
                 if self.regions and fault.name != "all logged":
                     self.manager.stage(windows)
@@ -300,7 +292,7 @@ class Engine:
             staged = set()
         elif self._arm(fault, "stage", staged):
             reasons, staged = [metrics.STAGE_FAILED], set()
-            if self.settings.strict:
+            if self.strict:
                 return reasons
         logged = everything - staged
         if not staged and not fits:
@@ -309,7 +301,7 @@ class Engine:
         elif self._arm(fault, "log", logged):
             reasons.append(metrics.BEGIN_FAILED)
             logged = set()
-            if staged and self.settings.strict:  # the hook puts the tables back
+            if staged and self.strict:  # the hook puts the tables back
                 reasons.append(metrics.STEP_FAILED)
                 self.state = State.IDLE
                 return reasons
@@ -466,11 +458,13 @@ class Engine:
         self.fallbacks.update(reasons)
         self.totals.update(f"fallbacks/{reason}" for reason in reasons)
         require_same("fallbacks", self.manager.fallbacks, self.fallbacks)
-        strict, no_seat = self.settings.strict, {metrics.NO_SEAT}
+        no_seat = {metrics.NO_SEAT}
         if raises is None:
-            raises = strict and bool(set(reasons) - no_seat)
+            raises = self.strict and bool(set(reasons) - no_seat)
         require_same("strict", raised, raises)
-        logged = self.fallbacks.keys() & no_seat if strict else self.fallbacks.keys()
+        logged = (
+            self.fallbacks.keys() & no_seat if self.strict else self.fallbacks.keys()
+        )
         if not (raised and metrics.COMMIT_FAILED in reasons):
             require_same("log lines", self.log_lines, Counter(logged))
         require_same("state", self.manager.state, self.state)

@@ -85,13 +85,13 @@ class SeatEngine:
     def __init__(
         self,
         cache: SeatCache,
-        settings: Any,
         totals: Counter[str],
         rule: type[Rule],
+        has_indices: bool,
+        **drawn: Any,
     ) -> None:
-        self.cache, self.totals = cache, totals
+        self.cache, self.totals, self.has_indices = cache, totals, has_indices
         self.rule = rule()
-        self.has_indices = settings.has_indices
         self.span = (1 - -(MAX_DRAFTS - 1) // cache.tokens) * cache.tokens
         self.shadows = [[0] * self.span for _ in range(MAX_REQUESTS)]
         self.num_writes = 0

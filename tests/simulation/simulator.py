@@ -25,7 +25,7 @@ import numpy as np
 
 from tests.simulation.blocks import Blocks, Request, condense
 from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Cache
-from tests.simulation.engine import FAULTS, Engine, Fault, Settings
+from tests.simulation.engine import FAULTS, Engine, Fault
 from tests.simulation.seats import SeatCache, SeatEngine
 from tests.simulation.step import EMPTY, FORMS, MAX_TOKENS, PADDED, PLAIN, Rows
 
@@ -83,11 +83,11 @@ class Simulator:
 
     def __init__(self, seed: int, planted: Any = None) -> None:
         draw, of_seats = random.Random(seed), isinstance(planted, type)
-        self.settings = Settings(
-            strict=draw.random() < 0.1,
-            has_indices=draw.random() < 0.5,
-            capacity=draw.choice((6, 24, 24)),
-        )
+        self.settings: dict[str, Any] = {
+            "strict": draw.random() < 0.1,
+            "has_indices": draw.random() < 0.5,
+            "capacity": draw.choice((6, 24, 24)),
+        }
         self.cache: Any = SeatCache(draw) if of_seats else Cache(draw)
         self.make_engine: Any = SeatEngine if of_seats else Engine
         self.is_lifo = draw.random() < 0.7
@@ -100,8 +100,8 @@ class Simulator:
         self._start_engine()
 
     def _start_engine(self) -> None:
-        args = self.cache, self.settings, self.totals, self.planted
-        self.engine = self.make_engine(*args)
+        args = self.cache, self.totals, self.planted
+        self.engine = self.make_engine(*args, **self.settings)
         self.blocks = Blocks(self.cache, self.is_lifo, self.totals)
         self.rows: list[Request] = []
         self.indices = list(range(MAX_REQUESTS))
@@ -131,15 +131,22 @@ class Simulator:
                     if self.num_operations == limit:
                         break
                     played.append(operation)
-                    kind, *numbers = operation
-                    if getattr(self, kind.replace(" ", "_"))(*numbers):
-                        self.totals[f"operations/{kind}"] += 1
-                        self.num_operations += 1
+                    took_effect = self._do(*operation)
+                    self.totals[f"operations/{operation[0]}"] += took_effect
+                    self.num_operations += took_effect
                 self.engine.check_bytes("the end")
                 self._end_engine()
             except Exception as error:
                 error.played = played  # type: ignore[attr-defined]
                 raise
+
+    def _do(self, kind: str, *numbers: Any) -> bool:
+        if kind not in ("arrive", "run"):
+            if not self.requests:
+                return False
+            number, *more = numbers
+            numbers = self.requests[number % len(self.requests)], *more
+        return bool(getattr(self, kind.replace(" ", "_"))(*numbers))
 
     # -- operations: each returns whether it took effect ---------------------------
 
@@ -151,12 +158,16 @@ class Simulator:
         return True
 
     def advance(
-        self, number: int, length: int, num_drafts: int, accepted: int, special: int
+        self,
+        request: Request,
+        length: int,
+        num_drafts: int,
+        accepted: int,
+        special: int,
     ) -> bool:
         """A request gets rows in the next batch, length + 1 prefill tokens or a window.
         accepted: modulo those there may be. special: PLAIN, PADDED or EMPTY."""
-        request = self._request(number)
-        if request is None or request.name in self.batch:
+        if request.name in self.batch:
             return False
         if not any(request.blocks):
             self.blocks.start(request)
@@ -183,18 +194,13 @@ class Simulator:
         self.batch[request.name] = rows
         return True
 
-    def preempt(self, number: int) -> bool:
-        request = self._request(number)
-        if request is None or not any(request.blocks):
-            return False
+    def preempt(self, request: Request) -> bool:
+        had_blocks = any(request.blocks)
         self._release(request)
-        return True
+        return had_blocks
 
-    def abort(self, number: int, in_flight: int) -> bool:
+    def abort(self, request: Request, in_flight: int) -> bool:
         """in_flight: between log and commit, if it is in the batch."""
-        request = self._request(number)
-        if request is None:
-            return False
         if not in_flight or request.name not in self.batch:
             self._remove(request)
             return True
@@ -202,23 +208,17 @@ class Simulator:
         self.batch[request.name].dropped = True
         return not was_dropped
 
-    def finish(self, number: int) -> bool:
-        request = self._request(number)
-        if request is None or request.num_computed == 0:
+    def finish(self, request: Request) -> bool:
+        if request.num_computed == 0:
             return False
         self._remove(request)
         return True
 
-    def fork(self, number: int, family: int, replaces: int) -> bool:
+    def fork(self, parent: Request, family: int, replaces: int) -> bool:
         """Another request begins with all that this one has computed. replaces: one of
         its length finishes before."""
-        parent = self._request(number)
-        if (
-            parent is None
-            or parent.num_computed == 0
-            or parent.name in self.batch
-            or len(self.blocks.free) < len(self.cache.groups)
-        ):
+        is_idle = parent.num_computed > 0 and parent.name not in self.batch
+        if not is_idle or len(self.blocks.free) < len(self.cache.groups):
             return False
         for other in self.requests if replaces else ():
             if other is not parent and other.num_computed == parent.num_computed:
@@ -232,11 +232,9 @@ class Simulator:
         self.blocks.fork(parent, child)
         return True
 
-    def take_back(self, number: int) -> bool:
-        request = self._request(number)
-        if request is None or request.name in self.batch or request.num_computed == 0:
-            return False
-        return self.blocks.take_back(request)
+    def take_back(self, request: Request) -> bool:
+        is_idle = request.num_computed > 0 and request.name not in self.batch
+        return is_idle and self.blocks.take_back(request)
 
     def run(
         self, form: int, fault: int, call: int, moment: int, bound: int, pads: int
@@ -250,7 +248,7 @@ class Simulator:
             rows.request.index = self.indices.pop()
         begins = any(rows.num_drafts for rows in new)
         batch = [rows.request for rows in self.batch.values()]
-        has_indices = self.settings.has_indices
+        has_indices = self.settings["has_indices"]
         self.rows = batch if has_indices else condense(self.rows, batch)
         in_order = [self.batch.pop(request.name) for request in self.rows]
         planted = Fault(FAULTS[fault], call, moment)
@@ -280,9 +278,6 @@ class Simulator:
                 self._remove(request)
 
     # -- requests ------------------------------------------------------------------
-
-    def _request(self, number: int) -> Request | None:
-        return self.requests[number % len(self.requests)] if self.requests else None
 
     def _new_request(self, family: int) -> Request:
         self.num_arrived += 1

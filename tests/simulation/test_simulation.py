@@ -67,8 +67,8 @@ def test_worlds_differ_in_what_matters() -> None:
         found |= {f"{len(groups)} groups", f"{num_staged} staged"}
         found |= {
             f"{len(engine.launches)} launches",
-            f"strict {engine.settings.strict}",
-            f"indices {engine.settings.has_indices}",
+            f"strict {engine.strict}",
+            f"indices {engine.has_indices}",
             f"beside {0 < num_staged < len(engine.manager.groups)}",
             f"shared memory {len(starts) < len(groups)}",
         }
