@@ -110,10 +110,10 @@ class Engine(Player):
 
     def run_row(self, row: Row) -> dict[str, Any]:
         """What came of `run`, as plain data, and by how much the counters rose."""
-        before, device_before = counters(self), self.device_counters()
+        before, device_before = counters(self), self.report()["counters"]
         found = self.run(row).plain()
         found["counters"] = risen(before, counters(self))
-        found["device_counters"] = risen(device_before, self.device_counters())
+        found["device_counters"] = risen(device_before, self.report()["counters"])
         return found
 
     def forget(self) -> None:
@@ -135,15 +135,10 @@ class Engine(Player):
             if metric.name == "vllm:nwor_info" and getattr(metric, "value", 0) == 1
         ]
 
-    def groups(self) -> list[dict[str, Any]]:
-        """How NWOR runs each KV-cache group on the first worker."""
-        found: list[dict[str, Any]] = self.rpc("nwor_report")[0]["groups"]
+    def report(self) -> dict[str, Any]:
+        """NworWorkerExtension.nwor_report of the first worker."""
+        found: dict[str, Any] = self.rpc("nwor_report")[0]
         return found
-
-    def device_counters(self) -> dict[str, int]:
-        """NWOR's counters on the first worker's device; empty if it is off."""
-        counters: dict[str, int] = self.rpc("nwor_report")[0]["counters"]
-        return counters
 
 
 def start_ray() -> None:

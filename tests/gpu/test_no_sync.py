@@ -9,6 +9,8 @@ after start-up.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections import Counter
 from typing import Any
@@ -18,16 +20,6 @@ import pytest
 from tests.gpu.engines import EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Runs, engines_fixture, engines_of
 
-# Calls of the CUDA runtime and driver that make the host wait.
-SYNCHRONISING = (
-    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize"),
-    *("cudaMemcpy", "cudaMemcpy2D", "cudaMemset", "cuCtxSynchronize"),
-    *("cuStreamSynchronize", "cuEventSynchronize"),
-    *("cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
-)
-# Those of PyTorch's caching allocators, which also wait. Whether one finds a free block
-# of pinned memory depends on how far the device is: vanilla's number varies.
-ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost")
 OURS = "nwor"
 ENGINES = engines_of("sync")
 
@@ -36,26 +28,20 @@ def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     """For the results file: what the tests compare, without the names of vLLM's own
     kernels and of the host's operators, which are many."""
     found: dict[str, Any] = {"added_work": None}
+    profiles = {mode: run.report.get("profiles", []) for mode, run in chain.items()}
     for mode, run in chain.items():
-        checked, profiles = (run.report.get(n, {}) for n in ("sync_check", "profiles"))
-        found[mode] = run.entry("compiled", "compiled_again") | {
-            "sync_check": {
-                row: text and waiting_line(text) for row, text in checked.items()
-            },
-            "profiles": [
-                {
-                    "steps": profile["steps"],
-                    "windowed_steps": profile["windowed_steps"],
-                    "synchronising": calls_of(profile, SYNCHRONISING),
-                    "allocating": calls_of(profile, ALLOCATING),
-                    "pageable_copies": pageable_copies(profile),
-                    "device_work": device_work(profile).total(),
-                }
-                for profile in profiles
-            ],
+        checked = run.report.get("sync_check", {})
+        found[mode] = run.entry("compiled", "compiled_again")
+        found[mode]["sync_check"] = {
+            r: t and waiting_line(t) for r, t in checked.items()
         }
-    if all(len(run.report.get("profiles", ())) == 2 for run in chain.values()):
-        work = (device_work(run.report["profiles"][1]) for run in chain.values())
+        found[mode]["profiles"] = [
+            {name: seen[name] for name in seen if name != "cpu_op"}
+            | {"device_work": sum(seen["device_work"].values())}
+            for seen in profiles[mode]
+        ]
+    if all(map(bool, profiles.values())):
+        work = (of_mode[-1]["device_work"] for of_mode in profiles.values())
         found["added_work"] = difference(*work)
     return {spec.name: found}
 
@@ -72,21 +58,6 @@ def waiting_line(trace: str) -> str:
     """The frame in which a synchronising call was made."""
     frames = re.findall(r'File ".*', trace.partition("RuntimeError")[0])
     return frames[-1] if frames else trace[-300:]
-
-
-def calls_of(profile: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
-    calls = Counter(profile["cuda_runtime"]) + Counter(profile["cuda_driver"])
-    return {name: calls[name] for name in names if calls[name]}
-
-
-def pageable_copies(profile: dict[str, Any]) -> dict[str, int]:
-    return {n: c for n, c in profile["gpu_memcpy"].items() if "Pageable" in n}
-
-
-def device_work(profile: dict[str, Any]) -> Counter[str]:
-    """Everything that the device did: kernels, copies, fills, by name."""
-    parts = (Counter(profile[what]) for what in ("kernel", "gpu_memcpy", "gpu_memset"))
-    return sum(parts, Counter())
 
 
 def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
@@ -107,7 +78,7 @@ def same_steps(runs: Runs, engine: str) -> tuple[dict[str, Any], dict[str, Any]]
     """The second profile of each process; skips where vanilla differs from itself."""
     first, off = profiles(runs[engine][OFF])
     on = profiles(runs[engine][ON])[1]
-    differs = difference(device_work(first), device_work(off))
+    differs = difference(first["device_work"], off["device_work"])
     if first["steps"] != off["steps"] or differs:
         pytest.skip(f"vanilla differs between two runs of the same requests: {differs}")
     assert off["windowed_steps"] > 0
@@ -125,9 +96,9 @@ def test_both_come_to_their_end(runs: Runs, engine: str) -> None:
 @ENGINES
 def test_no_synchronising_call_is_added(runs: Runs, engine: str) -> None:
     off, on = same_steps(runs, engine)
-    assert calls_of(on, SYNCHRONISING) == calls_of(off, SYNCHRONISING)
+    assert on["synchronising"] == off["synchronising"]
     # A copy to pageable memory waits without such a call.
-    assert pageable_copies(on) == pageable_copies(off)
+    assert on["pageable_copies"] == off["pageable_copies"]
 
 
 @ENGINES
@@ -135,10 +106,9 @@ def test_nothing_is_allocated(runs: Runs, engine: str) -> None:
     """The fewest of two profiles: what an allocator happens to lack is not in it."""
     same_steps(runs, engine)
     fewest = {
-        mode: {
-            name: min(calls_of(p, ALLOCATING).get(name, 0) for p in profiles(run))
-            for name in ALLOCATING
-        }
+        mode: functools.reduce(
+            operator.and_, (Counter(p["allocating"]) for p in profiles(run))
+        )
         for mode, run in runs[engine].items()
     }
     assert fewest[ON] == fewest[OFF]
@@ -149,7 +119,7 @@ def test_two_launches_a_step_and_nothing_else(runs: Runs, engine: str) -> None:
     """One launch to log, one to restore, for the one group; the counters' way to the
     host is in the second."""
     off, on = same_steps(runs, engine)
-    added = difference(device_work(off), device_work(on))
+    added = difference(off["device_work"], on["device_work"])
     steps = on["windowed_steps"]
     assert all(OURS in name for name in added), added
     assert sorted(added.values()) == [steps, steps], added
