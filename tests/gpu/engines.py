@@ -188,8 +188,10 @@ GROUPS = {
         for name, fields in engines.items()
     )
     for group, engines in _READ.items()
+    if isinstance(engines, dict)
 }
 BY_NAME = {spec.name: spec for group in GROUPS.values() for spec in group}
+GROUPS["poisoned"] = tuple(BY_NAME[name] for name in _READ["poisoned"])
 MATRIX = GROUPS["matrix"]
 
 FACTORS = (

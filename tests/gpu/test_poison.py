@@ -16,30 +16,12 @@ import pytest
 
 from tests.gpu.compare import differing
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.pool import OFF, Finished, engines_fixture
+from tests.gpu.pool import OFF, Finished, engines_fixture, engines_of
 
-# By backend and KV cache; of each backend one that replays FULL graphs, if there is.
-NAMES = (
-    "layout-flash",
-    "sync-v1-ngram",
-    "sync-v2-eagle-async",
-    "layout-flash-fp8",
-    "draft-flash-full-fp8-async",
-    "layout-triton",
-    "sync-v2-eagle",
-    "ngram-triton-full-int8",
-    "draft-triton-eager-fp8pth-async",
-    "layout-triton-int4",
-    "layout-flex",
-    "layout-mla",
-    "flashmla-bf16",
-    "layout-mla-fp8",
-    "mtp-mla-full-async",
-)
 UNCHANGED, DIFFER, NAN = "outputs unchanged", "outputs differ", "outputs NaN"
 FAILED, UNSETTLED = "engine failed", "not told: differs from itself"
 VERDICTS = (UNCHANGED, DIFFER, NAN, FAILED)
-ENGINES = pytest.mark.parametrize("engine", NAMES)
+ENGINES = engines_of("poisoned")
 
 
 def verdict(plain: dict[str, Any], filled: dict[str, Any] | None) -> str:
