@@ -22,25 +22,21 @@ from typing import Any
 
 import yaml
 
+_READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
+# What every engine's process has in its environment; of vLLM's EngineArgs what all
+# engines have; of each drafter its model runner, and what it adds to EngineArgs'
+# speculative_config.
+ENVIRONMENT: dict[str, str] = _READ.pop("environment")
+ARGUMENTS: dict[str, Any] = _READ.pop("arguments")
+DRAFTERS: dict[str, dict[str, Any]] = _READ.pop("drafters")
+
 # How often each draft position is accepted, for the first k of them.
 RATES = (0.8, 0.6, 0.4, 0.25, 0.15, 0.1, 0.05)
-MAX_NUM_SEQS = 64
-MAX_NUM_BATCHED_TOKENS = 512
-MAX_MODEL_LEN = 640
-KV_CACHE_BYTES = 1 << 30
+MAX_NUM_SEQS: int = ARGUMENTS["max_num_seqs"]
+MAX_NUM_BATCHED_TOKENS: int = ARGUMENTS["max_num_batched_tokens"]
 HOST_BYTES = 1 << 28
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-EXTENSION = "tests.gpu.worker.GpuTestExtension"
-
 MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "CPU_MLA")
-RUNNERS = {
-    "ngram": "v1",
-    "ngram_gpu": "v1",
-    "draft_model": "v1",
-    "eagle": "v2",
-    "mtp": "v2",
-    "dspark": "v2",
-}
 # Requests in a step, from and to, and how many drafts each has then.
 DYNAMIC = [[1, 4, 4], [5, 16, 2], [17, MAX_NUM_SEQS, 1]]
 
@@ -49,7 +45,7 @@ DYNAMIC = [[1, 4, 4], [5, 16, 2], [17, MAX_NUM_SEQS, 1]]
 class EngineSpec:
     """One engine.
 
-    drafter: a key of RUNNERS; it settles the model runner, unless `runs_on` does.
+    drafter: a key of DRAFTERS; it settles the model runner, unless `runs_on` does.
     backend: attention backend. graphs: vLLM's cudagraph_mode, or EAGER. kv_cache:
     vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks, few on purpose.
     kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector
@@ -80,7 +76,7 @@ class EngineSpec:
 
     @property
     def runner(self) -> str:
-        return self.runs_on or RUNNERS[self.drafter]
+        return self.runs_on or str(DRAFTERS[self.drafter]["runner"])
 
     @property
     def is_mla(self) -> bool:
@@ -107,15 +103,13 @@ class EngineSpec:
     @property
     def factors(self) -> tuple[frozenset[str], ...]:
         """The row's value of each factor; the default graph mode counts as two."""
-        head = "head" if self.runner == "v2" else self.drafter
-        attention = "MLA" if self.is_mla else self.backend
-        graphs = ("FULL", "PIECEWISE") if "_AND_" in self.graphs else (self.graphs,)
         cache = "bf16" if self.kv_cache == "auto" else self.kv_cache
-        cache = "per_token_head" if cache.endswith("per_token_head") else cache
-        order = "async" if self.asynchronous else "sync"
-        return tuple(
-            frozenset(values)
-            for values in ((head,), (attention,), graphs, (cache,), (order,))
+        return (
+            frozenset({"head" if self.runner == "v2" else self.drafter}),
+            frozenset({"MLA" if self.is_mla else self.backend}),
+            frozenset(self.graphs.split("_AND_")),
+            frozenset({"per_token_head" if "per_token_head" in cache else cache}),
+            frozenset({"async" if self.asynchronous else "sync"}),
         )
 
     def environment(self) -> dict[str, str]:
@@ -130,25 +124,13 @@ class EngineSpec:
 
     def arguments(self, models: Path) -> dict[str, Any]:
         """Keyword arguments of vLLM's EngineArgs. models: see tests.gpu.models."""
-        arguments: dict[str, Any] = {
+        arguments = ARGUMENTS | {
             "model": str(models / ("mla" if self.is_mla else "llama")),
-            "load_format": "dummy",
-            "dtype": "bfloat16",
-            "seed": 0,
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": MAX_NUM_SEQS,
-            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_blocks + self.num_shadow_blocks,
-            # Engines start beside each other on one GPU: nothing is profiled.
-            "kv_cache_memory_bytes": KV_CACHE_BYTES,
-            "gpu_memory_utilization": 0.05,
             "kv_cache_dtype": self.kv_cache,
             "attention_backend": self.backend,
             "async_scheduling": self.asynchronous,
-            "enable_prefix_caching": True,
-            "disable_log_stats": False,
-            "worker_extension_cls": EXTENSION,
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
@@ -190,28 +172,26 @@ class EngineSpec:
             config["enable_adaptive_verification"] = True
         if self.dynamic:
             config["num_speculative_tokens_per_batch_size"] = DYNAMIC
-        if self.drafter in ("ngram", "ngram_gpu"):
-            config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-        elif self.drafter in ("draft_model", "dspark"):
-            name = "draft" if self.drafter == "draft_model" else "dspark"
-            config |= {
-                "model": str(models / name),
-                "attention_backend": self.backend,
-            }
-        elif self.drafter == "eagle":
-            config["model"] = str(models / "eagle")
+        for name, value in DRAFTERS[self.drafter].items():
+            if name == "model":
+                config["model"] = str(models / value)
+            elif name == "attention_backend":
+                config["attention_backend"] = self.backend
+            elif name != "runner":
+                config[name] = value
         return config
 
 
-_READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
 GROUPS = {
     group: tuple(
         EngineSpec(name, asynchronous=name.endswith("-async"), **fields)
         for name, fields in engines.items()
     )
     for group, engines in _READ.items()
+    if isinstance(engines, dict)
 }
 BY_NAME = {spec.name: spec for group in GROUPS.values() for spec in group}
+GROUPS["poisoned"] = tuple(BY_NAME[name] for name in _READ["poisoned"])
 MATRIX = GROUPS["matrix"]
 
 FACTORS = (
@@ -234,11 +214,10 @@ def is_possible(drafter: str, attention: str, graphs: str, cache: str, order: st
 
 def uncovered_pairs() -> set[tuple[str, str]]:
     """Pairs of values of two factors that are possible and that no engine has."""
-    wanted = set()
-    for values in itertools.product(*FACTORS):
-        if is_possible(*values):
-            wanted |= set(itertools.combinations(values, 2))
-    for spec in MATRIX:
-        for one, other in itertools.combinations(spec.factors, 2):
-            wanted -= set(itertools.product(one, other))
-    return wanted
+    possible = (some for some in itertools.product(*FACTORS) if is_possible(*some))
+    there = (values for spec in MATRIX for values in itertools.product(*spec.factors))
+    wanted, found = (
+        {pair for values in some for pair in itertools.combinations(values, 2)}
+        for some in (possible, there)
+    )
+    return wanted - found

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.gpu.engines import EngineSpec
 from tests.gpu.rows import Row, warm_up
-from tests.helpers.player import POLL_S, Outputs, Player
+from tests.helpers.player import POLL_S, Outputs, Player, counters, risen
 
 # Steps that may still be in flight when the last request has ended.
 DRAIN_STEPS = 4
@@ -108,6 +108,14 @@ class Engine(Player):
         self._outcome = Outcome()  # what comes between rows is of no row
         return outcome
 
+    def run_row(self, row: Row) -> dict[str, Any]:
+        """What came of `run`, as plain data, and by how much the counters rose."""
+        before, device_before = counters(self), self.report()["counters"]
+        found = self.run(row).plain()
+        found["counters"] = risen(before, counters(self))
+        found["device_counters"] = risen(device_before, self.report()["counters"])
+        return found
+
     def forget(self) -> None:
         """Empties the prefix cache. Only while nothing runs. What a KV connector still
         stores holds blocks, and is waited for."""
@@ -115,9 +123,7 @@ class Engine(Player):
         until = time.monotonic() + (STORE_LIMIT_S if self.spec.offloads else 0)
         while self.llm.reset_prefix_cache() is False:
             if time.monotonic() >= until:
-                raise RuntimeError(
-                    "the prefix cache cannot be reset: blocks are in use"
-                )
+                raise RuntimeError("the prefix cache cannot be reset: blocks are used")
             self.llm.step()
             time.sleep(POLL_S)
 
@@ -129,10 +135,10 @@ class Engine(Player):
             if metric.name == "vllm:nwor_info" and getattr(metric, "value", 0) == 1
         ]
 
-    def device_counters(self) -> dict[str, int]:
-        """NWOR's counters on the first worker's device; empty if it is off."""
-        counters: dict[str, int] = self.rpc("nwor_report")[0]["counters"]
-        return counters
+    def report(self) -> dict[str, Any]:
+        """NworWorkerExtension.nwor_report of the first worker."""
+        found: dict[str, Any] = self.rpc("nwor_report")[0]
+        return found
 
 
 def start_ray() -> None:

@@ -15,40 +15,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-SPECIAL = ("<pad>", "<s>", "</s>")
-
 
 def make(root: Path) -> None:
     """Writes the configurations of models.json, and their tokenizer, below `root`, a
     folder each."""
-    known = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-    shared = known.pop("shared")
-    for name, config in known.items():
-        folder = root / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(shared | config))
-        _make_tokenizer(folder)
-
-
-def _make_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+    known = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+    settings, shared = known.pop("tokenizer"), known.pop("shared")
+    special = [settings[f"{name}_token"] for name in ("pad", "bos", "eos")]
     # Byte-level BPE without merges: Ġ is the space, Ċ the line feed.
     characters = [*map(chr, range(33, 127)), "Ġ", "Ċ"]
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *characters))}
+    vocabulary = {token: i for i, token in enumerate((*special, *characters))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL[1],
-        "eos_token": SPECIAL[2],
-        "pad_token": SPECIAL[0],
-        "model_max_length": 2048,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
+    for name, config in known.items():
+        folder = root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(shared | config))
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))

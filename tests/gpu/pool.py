@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.gpu import models, results
-from tests.gpu.engines import BY_NAME, GROUPS, EngineSpec
+from tests.gpu.engines import BY_NAME, ENVIRONMENT, GROUPS, EngineSpec
 
 T = TypeVar("T")
 
@@ -37,23 +37,6 @@ DEFAULT_LIMIT_S = 240
 LOG_TAIL = 5000
 # NWOR_GPU_MODE=stage: the same engines with shadow blocks.
 OFF, ON = "off", os.environ.get("NWOR_GPU_MODE", "cow")
-
-# What every engine's process has; NWOR's own variables are taken away first.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    # Names decide nothing: sets and dicts of them are in the same order in every run.
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
-    "PYTHONHASHSEED": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
-    # Several engines compile beside each other.
-    "TORCHINDUCTOR_COMPILE_THREADS": "2",
-    "OMP_NUM_THREADS": "2",
-}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,23 @@ from benchmarks.files import write_whole
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import SEED, Engine
 from tests.gpu.rows import Row, offloaded, prompt, rows
-from tests.helpers.player import Request, counters, moved_bytes, risen
+from tests.helpers.player import Request, moved_bytes, risen
 
 POISON_SEED = 3
 PROFILED_ROW = "batch 8"
-CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver")
-CATEGORIES += ("cpu_op",)
+# Of the profiler: what the device did, and what the host called.
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+DRIVER_CALLS = ("cuda_runtime", "cuda_driver")
+# Calls of the CUDA runtime and driver that make the host wait.
+SYNCHRONISING = {
+    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize"),
+    *("cudaMemcpy", "cudaMemcpy2D", "cudaMemset", "cuCtxSynchronize"),
+    *("cuStreamSynchronize", "cuEventSynchronize"),
+    *("cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
+}
+# Those of PyTorch's caching allocators, which also wait. Whether one finds a free block
+# of pinned memory depends on how far the device is: vanilla's number varies.
+ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"}
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
@@ -51,8 +63,10 @@ FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill"
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 
 
-def by_name(spec: EngineSpec) -> dict[str, Row]:
-    return {row.name: row for row in rows(spec)}
+def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
+    """Those of these names that it has."""
+    known = {row.name: row for row in rows(spec)}
+    return [known[name] for name in names if name in known]
 
 
 class Report:
@@ -67,51 +81,52 @@ class Report:
         self.found.update(more)
         write_whole(self.path, json.dumps(self.found).encode())
 
+    def save_rows(
+        self, name: str, rows: Iterable[Row], run: Callable[[Row], Any]
+    ) -> None:
+        """What `run` gives for each row, as it comes, under `name`."""
+        results = self.found.setdefault(name, {})
+        for row in rows:
+            started = time.perf_counter()
+            results[row.name] = run(row)
+            seconds = time.perf_counter() - started
+            print(f"{name}, {row.name}: {seconds:.1f} s", flush=True)
+            self.save()
 
-def start(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Engine:
+
+def start(
+    spec: EngineSpec, models: Path, report: Report, prepares: bool = True, **more: Any
+) -> Engine:
     engine = Engine(spec, models, **more)
     print(f"{spec.name}: started in {engine.start_s:.1f} s", flush=True)
     report.save(start_s=engine.start_s)
     report.save(facts=engine.rpc("test_facts")[0])
+    if prepares:
+        engine.prepare()
     return engine
 
 
 def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
     """All rows twice: plain, then watched by the byte oracle."""
     engine = start(spec, models, report)
-    engine.prepare()
-    report.save(prepared=True)
-    for name in ("plain", "watched"):
-        results: dict[str, Any] = {}
-        report.found[name] = results
-        for row in rows(spec):
-            results[row.name] = run_row(engine, row, watched=name == "watched")
-            seconds = results[row.name]["seconds"]
-            print(f"{spec.name}: {name}, {row.name}: {seconds:.1f} s", flush=True)
-            report.save()
+    report.save_rows("plain", rows(spec), engine.run_row)
+    report.save_rows("watched", rows(spec), partial(run_watched, engine))
     report.save(info=engine.info())
     if spec.tensor_parallel > 1 or spec.executor:
         engine.stop()
 
 
-def run_row(engine: Engine, row: Row, watched: bool) -> dict[str, Any]:
-    """Outputs, increments of the counters and, if watched, what the oracle saw."""
-    before, device_before = counters(engine), engine.device_counters()
-    if watched:
-        engine.forget()  # before the caches are poisoned
-        engine.rpc("test_oracle", "Watch", "start", POISON_SEED)
-    outcome = engine.run(row)
-    found = outcome.plain()
-    if watched:
-        found["watch"] = engine.rpc("test_oracle", "Watch", "stop")
-    found["counters"] = risen(before, counters(engine))
-    found["device_counters"] = risen(device_before, engine.device_counters())
-    return found
+def run_watched(engine: Engine, row: Row) -> dict[str, Any]:
+    """Engine.run_row, and what the oracle saw."""
+    engine.forget()  # before the caches are poisoned
+    engine.rpc("test_oracle", "Watch", "start", POISON_SEED)
+    found = engine.run_row(row)
+    return found | {"watch": engine.rpc("test_oracle", "Watch", "stop")}
 
 
 def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
-    engine = start(spec, models, report)
-    report.save(groups=engine.rpc("nwor_report")[0]["groups"])
+    engine = start(spec, models, report, prepares=False)
+    report.save(groups=engine.report()["groups"])
     report.save(layouts=engine.rpc("test_layouts")[0])
 
 
@@ -123,21 +138,19 @@ def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
 
         staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
     engine = start(spec, models, report)
-    engine.prepare()
-    found = run_row(engine, by_name(spec)["batch 8"], watched=False)
-    groups = engine.rpc("nwor_report")[0]["groups"]
-    report.save(tokens=found["tokens"], counters=found["counters"], groups=groups)
+    found = engine.run_row(*rows_of(spec, "batch 8"))
+    more = {"tokens": found["tokens"], "counters": found["counters"]}
+    report.save(**more, groups=engine.report()["groups"])
 
 
 def missed(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row's outputs and counters with all hooks, and without that of begin; then what
     the engine raises when it shall not go on like that."""
     engine = start(spec, models, report)
-    engine.prepare()
-    row = by_name(spec)["batch 8"]
-    report.save(whole=run_row(engine, row, watched=False))
+    (row,) = rows_of(spec, "batch 8")
+    report.save(whole=engine.run_row(row))
     engine.rpc("test_lose_begin", "0")
-    report.save(without=run_row(engine, row, watched=False))
+    report.save(without=engine.run_row(row))
     engine.rpc("test_lose_begin", "always")
     try:
         engine.run(row)
@@ -148,9 +161,8 @@ def missed(spec: EngineSpec, models: Path, report: Report) -> None:
 def offload(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row in which a prompt comes back from the host."""
     engine = start(spec, models, report)
-    engine.prepare()
     before = moved_bytes(engine)
-    found = run_row(engine, offloaded(), watched=False)
+    found = engine.run_row(offloaded())
     moved = risen(before, moved_bytes(engine))
     report.save(row=found, counters=found["counters"], moved=moved)
 
@@ -165,24 +177,22 @@ def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
     which fills caches before a row."""
     is_audited = "VLLM_NWOR_AUDIT" in os.environ
     engine = start(spec, models, report, enable_sleep_mode=True)
-    engine.prepare()
+    run = engine.run_row if is_audited else partial(run_watched, engine)
     for phase in PHASES:
-        results: dict[str, Any] = {}
-        report.found[phase] = results
+        results = report.found[phase] = {}
         if phase == "live":
-            results["interrupted"] = interrupted(engine, by_name(spec)["batch 8"])
+            interrupted = interrupt(engine, *rows_of(spec, "batch 8"))
+            results["interrupted"] = interrupted
         elif phase != "awake":
             nap(engine, int(phase[-1]))
         results["memory"] = engine.rpc("test_memory")[0]
         report.save()  # a step on memory that is gone ends the process
-        for name in SLEEP_ROWS:
-            results[name] = run_row(engine, by_name(spec)[name], not is_audited)
-            report.save()
+        report.save_rows(phase, rows_of(spec, *SLEEP_ROWS), run)
     if is_audited:
         report.save(audit=engine.rpc("test_audit"))
 
 
-def interrupted(engine: Engine, row: Row) -> dict[str, Any]:
+def interrupt(engine: Engine, row: Row) -> dict[str, Any]:
     """A row in whose middle the engine sleeps and wakes up: vLLM preempts what runs,
     and computes it again."""
     found: dict[str, Any] = {}
@@ -193,7 +203,7 @@ def interrupted(engine: Engine, row: Row) -> dict[str, Any]:
         engine.llm.wake_up()
 
     with engine.before_step(NAP_BEFORE_STEP, sleep_and_wake_up):
-        return run_row(engine, row, watched=False) | found
+        return engine.run_row(row) | found
 
 
 def nap(engine: Engine, level: int) -> None:
@@ -210,25 +220,20 @@ def nap(engine: Engine, level: int) -> None:
     assert not engine.llm.is_sleeping()
 
 
-# -- poison ----------------------------------------------------------------------------
+# -- poison and audit ------------------------------------------------------------------
 
 
 def poison(spec: EngineSpec, models: Path, report: Report) -> None:
     """Rows as they are, twice, and with what PASSES has in all slots that nobody has
     written. NaN is last: it may end the engine."""
     engine = start(spec, models, report)
-    engine.prepare()
-    known = by_name(spec)
     for name, filling in PASSES.items():
-        results: dict[str, Any] = {}
-        report.found[name] = results
-        for row in (known[row] for row in FILLED_ROWS if row in known):
-            results[row.name] = run_filled(engine, row, filling)
-            report.save()
+        run = partial(run_filled, engine, filling)
+        report.save_rows(name, rows_of(spec, *FILLED_ROWS), run)
 
 
 def run_filled(
-    engine: Engine, row: Row, filling: tuple[str, bool] | None
+    engine: Engine, filling: tuple[str, bool] | None, row: Row
 ) -> dict[str, Any]:
     """Outputs and, unless `filling` is None, how much was filled."""
     if filling is None:
@@ -243,26 +248,22 @@ def run_filled(
     return found | {"filled": engine.rpc("test_oracle", "Filler", "stop")[0]}
 
 
-# -- audit -----------------------------------------------------------------------------
-
-
 def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     """All rows, then one with a bit flipped between two steps: what the audit found in
     the former, and in the latter."""
     engine = start(spec, models, report)
-    engine.prepare()
-    clean: dict[str, Any] = {}
-    report.found["clean"] = clean
-    for row in rows(spec):
+
+    def run(row: Row) -> list[Any]:
         engine.run(row)
-        clean[row.name] = engine.rpc("test_audit")
-        report.save()
+        return engine.rpc("test_audit")
+
+    report.save_rows("clean", rows(spec), run)
     flipped: list[Any] = []
     with engine.before_step(
         FLIP_BEFORE_STEP, lambda: flipped.extend(engine.rpc("test_flip_bit"))
     ):
-        engine.run(by_name(spec)["batch 8"])
-    report.save(flipped=flipped, found=engine.rpc("test_audit"))
+        found = run(*rows_of(spec, "batch 8"))
+    report.save(flipped=flipped, found=found)
 
 
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
@@ -274,7 +275,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     are_stored = os.environ["NWOR_TEST_FAULT"] == "1"
     more = {"speculative_config": None} if spec.runner == "v2" else {}
     with final_slots(are_stored) as is_faulty:
-        engine = start(spec, models, report, **more)
+        engine = start(spec, models, report, prepares=False, **more)
         engine.rpc("test_randomize", SEED)
         size = spec.block_size
         first = tuple(
@@ -294,38 +295,28 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             )
             for n, request in enumerate(first)
         )
-        fresh = tuple(
-            replace(
-                request,
-                name=f"fresh/{request.name}",
-                salt="fresh",
-            )
-            for request in later
-        )
+        fresh = tuple(replace(r, name=f"fresh/{r.name}", salt="fresh") for r in later)
         loaded = engine.run(Row("later", (later, filler)))  # all from the host
         computed = engine.run_again(Row("fresh", (fresh,)))
-    # Of each request's first token, which the loaded text alone decides.
-    differences = [
-        largest_difference(
-            loaded.logprobs[one.name][0], computed.logprobs[f"fresh/{one.name}"][0]
+    differences = []
+    for request in later:
+        # Of its first token, which the loaded text alone decides: the largest among
+        # the tokens that both have.
+        one, other = (
+            {token: value for token, value, _ in outcome.logprobs[name][0]}
+            for outcome, name in (
+                (loaded, request.name),
+                (computed, f"fresh/{request.name}"),
+            )
         )
-        for one in later
-    ]
+        both = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
+        differences.append(max(both, default=float("inf")))
     report.save(
         is_faulty=is_faulty,
         cached=[loaded.cached[request.name] for request in later],
         differences=differences,
         audit=engine.rpc("test_audit"),
     )
-
-
-def largest_difference(
-    one: list[tuple[int, float, Any]], other: list[tuple[int, float, Any]]
-) -> float:
-    """Of the logprobs of a position, over the tokens that both have."""
-    known = {token: value for token, value, _ in other}
-    both = [abs(value - known[token]) for token, value, _ in one if token in known]
-    return max(both) if both else float("inf")
 
 
 # -- synchronisation -------------------------------------------------------------------
@@ -335,21 +326,29 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     """Launches and synchronising calls of a row, JIT compilations, and last, because an
     error leaves the engine broken, vLLM's own check for synchronisation."""
     import vllm.utils.gpu_sync_debug as sync_debug
+    import vllm.utils.jit_monitor as monitor
 
-    compiled = record_jit()
-    engine = start(spec, models, report)
+    # Kernels that vLLM's JIT monitor would complain about, as they come: with
+    # --jit-monitor-mode=error each would have raised.
+    compiled: list[str] = []
+
+    def note(*, backend: str, event: str, fn_name: str, detail: str | None = None):
+        compiled.append(f"{backend} {event} {fn_name}")
+
+    monitor._handle_jit_event = note
+    engine = start(spec, models, report, prepares=False)
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
-    checked_rows = [by_name(spec)[name] for name in CHECKED_ROWS]
+    checked_rows = rows_of(spec, *CHECKED_ROWS)
     for row in checked_rows:
         engine.run(row)
-    report.save(compiled=compiled)
+    report.save(compiled=compiled)  # and what comes later
     # Those rows again: the first time may prepare what later steps only use.
     num_first = len(compiled)
     for row in checked_rows:
         engine.run(row)
     report.save(compiled_again=compiled[num_first:])
-    profiled = by_name(spec)[PROFILED_ROW]
+    (profiled,) = rows_of(spec, PROFILED_ROW)
     report.save(profiles=[profile(engine, profiled) for _ in range(2)])
     sync_debug._sync_check_enabled = True
     checked: dict[str, str | None] = {}
@@ -364,22 +363,10 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
             report.save(sync_check=checked)
 
 
-def record_jit() -> list[str]:
-    """The names of kernels that vLLM's JIT monitor would complain about, as they come:
-    with --jit-monitor-mode=error each would have raised."""
-    import vllm.utils.jit_monitor as monitor
-
-    compiled: list[str] = []
-
-    def note(*, backend: str, event: str, fn_name: str, detail: str | None = None):
-        compiled.append(f"{backend} {event} {fn_name}")
-
-    monitor._handle_jit_event = note
-    return compiled
-
-
 def profile(engine: Engine, row: Row) -> dict[str, Any]:
-    """What the profiler saw of a row: events by name, by category."""
+    """What the profiler saw of a row: how many steps there were, and by name how often
+    the host called what waits or allocates, and ran an operator; copies to pageable
+    memory, which wait without such a call; all that the device did."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -390,14 +377,26 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json") as trace:
         profiler.export_chrome_trace(trace.name)
         events = json.loads(Path(trace.name).read_text())["traceEvents"]
-    names: dict[str, Counter[str]] = {category: Counter() for category in CATEGORIES}
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in names:
-            names[event["cat"]][event["name"]] += 1
+    seen = Counter(
+        (event.get("cat"), event["name"]) for event in events if event.get("ph") == "X"
+    )
+
+    def count(categories: tuple[str, ...], names: set[str] | None = None) -> Any:
+        found: Counter[str] = Counter()
+        for (category, name), number in seen.items():
+            if category in categories and (names is None or name in names):
+                found[name] += number
+        return found
+
+    copies = count(("gpu_memcpy",))
     return {
         "steps": sum(map(bool, outcome.batches)),
         "windowed_steps": outcome.num_windowed,
-        **names,
+        "synchronising": count(DRIVER_CALLS, SYNCHRONISING),
+        "allocating": count(DRIVER_CALLS, ALLOCATING),
+        "pageable_copies": {n: copies[n] for n in copies if "Pageable" in n},
+        "device_work": count(DEVICE_WORK),
+        "cpu_op": count(("cpu_op",)),
     }
 
 

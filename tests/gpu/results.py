@@ -8,11 +8,9 @@ folder in NWOR_GPU_RESULTS; without it nothing is written.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,9 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     where = environment.describe("cuda", REPO)
     name = environment.of_release(name.removesuffix(".json"), where) + ".json"
     path = Path(folder) / name
-    with locked(path.parent):
+    with open(__file__) as lock:
+        # GPU steps beside each other, of one checkout, save to the same files.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         known: dict[str, Any] = {}
         for source in (REPO / "results" / name, path):
             if source.is_file():
@@ -40,14 +40,3 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
         for key, entry in entries.items():
             known[key] = {**entry, "environment": where, "command": command}
         write_json(path, {"kind": kind, "schema": 1, "entries": known})
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Held by one at a time: GPU steps beside each other save to the same files."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

@@ -12,7 +12,8 @@ Imports neither torch nor vLLM.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.gpu.engines import EngineSpec
@@ -38,32 +39,25 @@ def prompt(seed: object, length: int) -> tuple[int, ...]:
     return tuple(draw.randint(_FIRST_TOKEN, last) for _ in range(length))
 
 
+_PLAIN: dict[str, Any] = {"logprobs": 2}
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-_PLAIN: dict[str, Any] = {"logprobs": 2}
-BY_GRAMMAR = {"ignore_eos": False}
+REGEX = "(ab|cd)[0-9]{10,30}(x|yz)"
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"structured_outputs": {"regex": REGEX}},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"regex": REGEX}, "temperature": 0.8, "seed": 5},
+)
 
 
 def warm_up() -> Row:
     """Runs before anything is watched: first uses of kernels and scale caches."""
-    return Row(
-        "warm-up",
-        (
-            tuple(
-                Request(
-                    f"warm/{i}",
-                    prompt(f"warm {i}", 20 + i),
-                    12,
-                    params={"temperature": 0.8 * (i % 2), "seed": i} | _PLAIN,
-                )
-                for i in range(4)
-            ),
-        ),
-    )
+    params = [{"temperature": 0.8 * (i % 2), "seed": i} | _PLAIN for i in range(4)]
+    return Row("warm-up", (_batch("warm", 4, 28, 12, params=params),))
 
 
 def rows(spec: EngineSpec) -> tuple[Row, ...]:
@@ -74,28 +68,20 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
     return (
         Row("batch 1", ((Request("one/0", prompt("one", 30), 48, params=_PLAIN),),)),
         Row("batch 8", (_batch("eight", 8, 40, 32, stagger=1),)),
-        Row("batch 64", (_batch("many", 64, 12, 16, params={}),)),
+        Row("batch 64", (_batch("many", 64, 12, 16, params=[{}]),)),
         Row("seeded sampling", (_sampled(),)),
         Row("aborts", (_aborted(),), frozenset({"dropped"})),
         Row("preemption", (_too_many(spec),), frozenset({"preempted"})),
-        Row("prefix caching", _repeated(), frozenset({"cached"})),
+        Row("prefix caching", _returning("prefix", 150), frozenset({"cached"})),
         Row("chunked prefill", (_mixed(),), frozenset({"chunked"})),
         Row("structured output", (_structured(),), frozenset({"structured"})),
     )
 
 
 def offloaded() -> Row:
-    """A prompt, others that take all its blocks, and the prompt again with another end.
-    One request at a time: when a load is done is left to the clock."""
-    shared = prompt("offloaded", 200)
-    prompts = (shared + prompt("x", 20), *(prompt(f"o {i}", 500) for i in range(2)))
-    return Row(
-        "offloaded",
-        tuple(
-            (Request(f"offload/{i}", tokens, 24 + i, params=_PLAIN),)
-            for i, tokens in enumerate((*prompts, shared + prompt("y", 30)))
-        ),
-    )
+    """The others take all blocks of the prompt that comes again. One request at a time:
+    when a load is done is left to the clock."""
+    return Row("offloaded", _returning("offload", 500, 500))
 
 
 def _batch(
@@ -103,17 +89,18 @@ def _batch(
     size: int,
     length: int,
     max_tokens: int,
-    stagger: int = 0,
-    params: dict[str, Any] | None = None,
+    stagger: float = 0,
+    params: Sequence[dict[str, Any]] = (_PLAIN,),
 ) -> tuple[Request, ...]:
-    """Greedy requests of different lengths, `stagger` steps apart."""
+    """Requests of different lengths, `stagger` steps apart, greedy if their parameters,
+    which repeat, say nothing else."""
     return tuple(
         Request(
             f"{name}/{i}",
             prompt(f"{name} {i}", length - 8 + (5 * i) % 16),
             max_tokens + i % 5,
-            at=i * stagger,
-            params=_PLAIN if params is None else params,
+            at=int(i * stagger),
+            params=params[i % len(params)],
         )
         for i in range(size)
     )
@@ -121,76 +108,48 @@ def _batch(
 
 def _sampled() -> tuple[Request, ...]:
     """Temperature 0.8 with seeds; some with top_p; one greedy beside them."""
-    requests = []
-    for i in range(8):
-        params = {"temperature": 0.8, "seed": 100 + i} | _PLAIN
-        if i % 3 == 1:
-            params["top_p"] = 0.9
-        if i == 7:
-            params = dict(_PLAIN)
-        requests.append(
-            Request(f"sampled/{i}", prompt(f"s {i}", 25 + i), 32, params=params)
-        )
-    return tuple(requests)
+    params: list[dict[str, Any]]
+    params = [{"temperature": 0.8, "seed": 100 + i} | _PLAIN for i in range(7)]
+    for i in (1, 4):
+        params[i]["top_p"] = 0.9
+    return _batch("sampled", 8, 36, 32, params=[*params, _PLAIN])
 
 
 def _aborted() -> tuple[Request, ...]:
-    """Three of eight are aborted mid-flight, two of them in the same step."""
-    aborts = {1: 6, 4: 9, 6: 9}
-    return tuple(
-        Request(
-            f"aborts/{i}",
-            prompt(f"a {i}", 20 + 3 * i),
-            # The aborted ones would outlast their abort by far.
-            160 if i in aborts else 40,
-            at=i // 2,
-            abort_at=aborts.get(i),
-            params=_PLAIN,
-        )
-        for i in range(8)
-    )
+    """Three of eight are aborted mid-flight, two of them in the same step; they would
+    outlast that by far."""
+    requests = list(_batch("aborts", 8, 38, 40, stagger=0.5))
+    for i, step in ((1, 6), (4, 9), (6, 9)):
+        requests[i] = replace(requests[i], max_tokens=160, abort_at=step)
+    return tuple(requests)
 
 
 def _too_many(spec: EngineSpec) -> tuple[Request, ...]:
     """Requests that need a third more slots than there are."""
     length, max_tokens = 150, 300
     count = -(-spec.num_slots * 4 // 3 // (length + max_tokens))
+    return _batch("crowd", count, length + 8, max_tokens, stagger=0.25, params=[{}])
+
+
+def _returning(name: str, *others: int) -> tuple[tuple[Request, ...], ...]:
+    """A prompt, others of these lengths, and the prompt again with another end: a phase
+    each."""
+    shared = prompt(name, 200)
+    between = (prompt(f"{name} {i}", length) for i, length in enumerate(others))
+    prompts = (shared + prompt("x", 20), *between, shared + prompt("y", 30))
     return tuple(
-        Request(f"crowd/{i}", prompt(f"p {i}", length + i), max_tokens, at=i // 4)
-        for i in range(count)
-    )
-
-
-def _repeated() -> tuple[tuple[Request, ...], ...]:
-    """A, B, then A's prompt again with another end: three phases."""
-    shared = prompt("shared", 200)
-    return (
-        (Request("prefix/a", shared + prompt("a", 20), 24, params=_PLAIN),),
-        (Request("prefix/b", prompt("other", 150), 24, params=_PLAIN),),
-        (Request("prefix/a2", shared + prompt("a2", 30), 24, params=_PLAIN),),
+        (Request(f"{name}/{i}", tokens, 24 + i, params=_PLAIN),)
+        for i, tokens in enumerate(prompts)
     )
 
 
 def _mixed() -> tuple[Request, ...]:
     """Long prompts, more than a step's tokens together, arrive among decoders."""
-    decoders = _batch("decoding", 4, 20, 60)
-    prompts = tuple(
-        Request(f"long/{i}", prompt(f"l {i}", 400 + i), 20, at=5, params=_PLAIN)
-        for i in range(3)
-    )
-    return decoders + prompts
+    long = _batch("long", 3, 408, 20)
+    return _batch("decoding", 4, 20, 60) + tuple(replace(r, at=5) for r in long)
 
 
 def _structured() -> tuple[Request, ...]:
-    """Two grammars, beside two requests without one."""
-    free = _batch("free", 2, 20, 30)
-    regex = "(ab|cd)[0-9]{10,30}(x|yz)"
-    kinds: tuple[dict[str, Any], ...] = (
-        {"structured_outputs": {"regex": regex}},
-        {"structured_outputs": {"json": SCHEMA}},
-        {"structured_outputs": {"regex": regex}, "temperature": 0.8, "seed": 5},
-    )
-    return free + tuple(
-        Request(f"grammar/{i}", prompt(f"g {i}", 18 + i), 48, params=kind | BY_GRAMMAR)
-        for i, kind in enumerate(kinds)
-    )
+    """GRAMMARS, beside two requests without one."""
+    params = [kind | {"ignore_eos": False} for kind in GRAMMARS]
+    return _batch("free", 2, 20, 30) + _batch("grammar", 3, 26, 48, params=params)

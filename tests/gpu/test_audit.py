@@ -26,8 +26,7 @@ FAULTY, MENDED = "faulty", "mended"
 
 
 def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
-    keys = ("clean", "flipped", "found", "audit", "differences", "is_faulty")
-    keys += ("cached",)
+    keys = ("clean", "flipped", "found", "audit", "differences", "is_faulty", "cached")
     return {
         spec.name if state == ON else f"{spec.name}-{state}": run.entry(
             *(key for key in keys if key in run.report)
@@ -36,19 +35,19 @@ def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     }
 
 
-runs = engines_fixture(
-    "gpu_audit",
-    lambda pool, spec: {ON: pool.run("audit", spec, ON, **AUDIT)},
-    entries,
-    COMMAND,
-)
-sleeping = engines_fixture(
-    "gpu_audit",
-    lambda pool, spec: {ON: pool.run("sleep", spec, ON, **AUDIT)},
-    entries,
-    COMMAND,
-    jobs=1,  # as in test_sleep.py
-)
+def audited(job: str, jobs: int | None = None) -> Any:
+    """A fixture: what that job found with NWOR on, and the audit."""
+    return engines_fixture(
+        "gpu_audit",
+        lambda pool, spec: {ON: pool.run(job, spec, ON, **AUDIT)},
+        entries,
+        COMMAND,
+        jobs=jobs,
+    )
+
+
+runs = audited("audit")
+sleeping = audited("sleep", jobs=1)  # as in test_sleep.py
 corrupting = engines_fixture(
     "gpu_audit",
     lambda pool, spec: {
@@ -66,17 +65,23 @@ def findings(looks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [finding for look in looks for finding in look["findings"]]
 
 
+def check_looks(looks: list[dict[str, Any]]) -> None:
+    """It has looked, and lies in no pool that sleep empties."""
+    for look in looks:
+        assert set(look["pools"]) == {None}
+        assert look["totals"]["identities"] > 10_000
+        assert look["totals"]["contents"] > 10_000
+
+
 @ENGINES
 def test_a_clean_engine_has_no_findings(runs: Runs, engine: str) -> None:
     report = runs[engine][ON].whole()
     for row, looks in report["clean"].items():
         assert findings(looks) == [], row
     *_, looks = report["clean"].values()
+    check_looks(looks)
     for look in looks:
         assert look["is_reserved"]
-        assert set(look["pools"]) == {None}
-        assert look["totals"]["identities"] > 10_000
-        assert look["totals"]["contents"] > 10_000
         assert look["totals"]["unverified"] == 0
 
 
@@ -96,10 +101,7 @@ def test_an_engine_that_sleeps_has_no_findings(sleeping: Runs, engine: str) -> N
     report = sleeping[engine][ON].whole()
     assert set(report) > set(PHASES)
     assert findings(report["audit"]) == []
-    (look,) = report["audit"]
-    assert set(look["pools"]) == {None}
-    assert look["totals"]["identities"] > 10_000
-    assert look["totals"]["contents"] > 10_000
+    check_looks(report["audit"])
 
 
 @CELLS
@@ -111,14 +113,11 @@ def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
     found = findings(report["audit"])
     stored = [finding for finding in found if finding["kind"] == "handed_on"]
     # The last token of a text of 64, and of 32.
-    places = {
-        (f["owner"].split("/")[0], f["position"], f["slot"] % size) for f in stored
-    }
-    assert ("first", 4 * size - 1, size - 1) in places
-    assert places <= {
-        ("first", 4 * size - 1, size - 1),
-        ("filler", 2 * size - 1, size - 1),
-    }
+    places = {(f["owner"].split("/")[0], f["position"] + 1) for f in stored}
+    assert {f["slot"] % size for f in stored} == {size - 1}
+    assert (
+        {("first", 4 * size)} <= places <= {("first", 4 * size), ("filler", 2 * size)}
+    )
     if BY_NAME[engine].runner == "v1":  # some hold the request's own rejected draft
         assert any(f["writer"]["request"] == f["owner"] for f in stored)
     # It is what the loaded text's logprobs show, against the mended engine's noise.

@@ -9,6 +9,8 @@ after start-up.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections import Counter
 from typing import Any
@@ -18,53 +20,29 @@ import pytest
 from tests.gpu.engines import EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Runs, engines_fixture, engines_of
 
-# Calls of the CUDA runtime and driver that make the host wait.
-SYNCHRONISING = (
-    "cudaDeviceSynchronize",
-    "cudaStreamSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-    "cudaMemcpy2D",
-    "cudaMemset",
-    "cuCtxSynchronize",
-    "cuStreamSynchronize",
-    "cuEventSynchronize",
-    "cuMemcpyDtoH_v2",
-    "cuMemcpyHtoD_v2",
-)
-# Those of PyTorch's caching allocators, which also wait. Whether one finds a free block
-# of pinned memory depends on how far the device is: vanilla's number varies.
-ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost")
 OURS = "nwor"
+ENGINES = engines_of("sync")
 
 
 def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     """For the results file: what the tests compare, without the names of vLLM's own
     kernels and of the host's operators, which are many."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"added_work": None}
+    profiles = {mode: run.report.get("profiles", []) for mode, run in chain.items()}
     for mode, run in chain.items():
+        checked = run.report.get("sync_check", {})
         found[mode] = run.entry("compiled", "compiled_again")
         found[mode]["sync_check"] = {
-            row: text and waiting_line(text)
-            for row, text in run.report.get("sync_check", {}).items()
+            r: t and waiting_line(t) for r, t in checked.items()
         }
         found[mode]["profiles"] = [
-            {
-                "steps": profile["steps"],
-                "windowed_steps": profile["windowed_steps"],
-                "synchronising": calls_of(profile, SYNCHRONISING),
-                "allocating": calls_of(profile, ALLOCATING),
-                "pageable_copies": pageable_copies(profile),
-                "device_work": device_work(profile).total(),
-            }
-            for profile in run.report.get("profiles", ())
+            {name: seen[name] for name in seen if name != "cpu_op"}
+            | {"device_work": sum(seen["device_work"].values())}
+            for seen in profiles[mode]
         ]
-    work = [
-        device_work(run.report["profiles"][1])
-        for run in chain.values()
-        if len(run.report.get("profiles", ())) == 2
-    ]
-    found["added_work"] = difference(*work) if len(work) == 2 else None
+    if all(map(bool, profiles.values())):
+        work = (of_mode[-1]["device_work"] for of_mode in profiles.values())
+        found["added_work"] = difference(*work)
     return {spec.name: found}
 
 
@@ -82,6 +60,13 @@ def waiting_line(trace: str) -> str:
     return frames[-1] if frames else trace[-300:]
 
 
+def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """What `other` has more (or, negative, less) than `one`, by name."""
+    names = sorted(one.keys() | other.keys())
+    rose = {name: other.get(name, 0) - one.get(name, 0) for name in names}
+    return {name: number for name, number in rose.items() if number}
+
+
 def profiles(run: Finished) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = run.report.get("profiles", [])
     if len(found) != 2:
@@ -89,45 +74,17 @@ def profiles(run: Finished) -> list[dict[str, Any]]:
     return found
 
 
-def calls_of(profile: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
-    calls = Counter(profile["cuda_runtime"]) + Counter(profile["cuda_driver"])
-    return {name: calls[name] for name in names if calls[name]}
-
-
-def pageable_copies(profile: dict[str, Any]) -> dict[str, int]:
-    return {n: c for n, c in profile["gpu_memcpy"].items() if "Pageable" in n}
-
-
-def device_work(profile: dict[str, Any]) -> Counter[str]:
-    """Everything that the device did: kernels, copies, fills, by name."""
-    work: Counter[str] = Counter()
-    for category in ("kernel", "gpu_memcpy", "gpu_memset"):
-        work += Counter(profile[category])
-    return work
-
-
 def same_steps(runs: Runs, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The second profile of each process; skips where vanilla differs from itself."""
     first, off = profiles(runs[engine][OFF])
     on = profiles(runs[engine][ON])[1]
-    if (first["steps"], device_work(first)) != (off["steps"], device_work(off)):
-        pytest.skip(
-            "vanilla's work differs between two runs of the same requests: "
-            f"{difference(device_work(first), device_work(off))}"
-        )
+    differs = difference(first["device_work"], off["device_work"])
+    if first["steps"] != off["steps"] or differs:
+        pytest.skip(f"vanilla differs between two runs of the same requests: {differs}")
     assert off["windowed_steps"] > 0
     assert on["steps"] == off["steps"]
     assert on["windowed_steps"] == off["windowed_steps"]
     return off, on
-
-
-def difference(one: Counter[str], other: Counter[str]) -> dict[str, int]:
-    """What `other` has more (or, negative, less) than `one`, by name."""
-    names = one.keys() | other.keys()
-    return {n: other[n] - one[n] for n in sorted(names) if other[n] != one[n]}
-
-
-ENGINES = engines_of("sync")
 
 
 @ENGINES
@@ -139,25 +96,22 @@ def test_both_come_to_their_end(runs: Runs, engine: str) -> None:
 @ENGINES
 def test_no_synchronising_call_is_added(runs: Runs, engine: str) -> None:
     off, on = same_steps(runs, engine)
-    assert calls_of(on, SYNCHRONISING) == calls_of(off, SYNCHRONISING)
+    assert on["synchronising"] == off["synchronising"]
     # A copy to pageable memory waits without such a call.
-    assert pageable_copies(on) == pageable_copies(off)
+    assert on["pageable_copies"] == off["pageable_copies"]
 
 
 @ENGINES
 def test_nothing_is_allocated(runs: Runs, engine: str) -> None:
     """The fewest of two profiles: what an allocator happens to lack is not in it."""
-    off, on = same_steps(runs, engine)
+    same_steps(runs, engine)
     fewest = {
-        mode: {
-            name: min(calls_of(p, ALLOCATING).get(name, 0) for p in profiles(run))
-            for name in ALLOCATING
-        }
+        mode: functools.reduce(
+            operator.and_, (Counter(p["allocating"]) for p in profiles(run))
+        )
         for mode, run in runs[engine].items()
     }
     assert fewest[ON] == fewest[OFF]
-    operators = difference(Counter(off["cpu_op"]), Counter(on["cpu_op"]))
-    assert not any("pin_memory" in name or "resize" in name for name in operators)
 
 
 @ENGINES
@@ -165,7 +119,7 @@ def test_two_launches_a_step_and_nothing_else(runs: Runs, engine: str) -> None:
     """One launch to log, one to restore, for the one group; the counters' way to the
     host is in the second."""
     off, on = same_steps(runs, engine)
-    added = difference(device_work(off), device_work(on))
+    added = difference(off["device_work"], on["device_work"])
     steps = on["windowed_steps"]
     assert all(OURS in name for name in added), added
     assert sorted(added.values()) == [steps, steps], added
@@ -176,8 +130,9 @@ def test_the_host_runs_no_other_operator(runs: Runs, engine: str) -> None:
     """On the host: what reads the counters afterwards works on CPU tensors of six
     numbers. Our own ops ran in the first step, long before."""
     off, on = same_steps(runs, engine)
-    added = difference(Counter(off["cpu_op"]), Counter(on["cpu_op"]))
-    assert not any("_C_cache_ops::" in name for name in added), added
+    added = difference(off["cpu_op"], on["cpu_op"])
+    ours = ("_C_cache_ops::", "pin_memory", "resize")
+    assert not any(part in name for name in added for part in ours), added
     waiting = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
     assert not (waiting | {"aten::index", "aten::copy_"}) & added.keys(), added
 
@@ -187,10 +142,9 @@ def test_sync_check_passes_where_vanilla_does(runs: Runs, engine: str) -> None:
     off = runs[engine][OFF].report.get("sync_check", {})
     on = runs[engine][ON].report.get("sync_check", {})
     assert off, runs[engine][OFF].trouble()
-    failed = {row: text for row, text in off.items() if text}
-    if failed:
-        row, text = next(iter(failed.items()))
-        pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
+    for row, text in off.items():
+        if text:
+            pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
     assert on.keys() == off.keys(), runs[engine][ON].trouble()
     assert not any(on.values()), on
 

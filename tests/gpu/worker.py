@@ -25,10 +25,10 @@ from tests.helpers.runner_probe import cache_layers, target_layers
 class GpuTestExtension(OracleExtension):
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
-    def test_randomize(self, seed: int, are_alike: bool = False) -> int:
-        """Gives target and drafter random weights in place, the same in every process;
-        returns how many parameters. vLLM's dummy ones are alike in all layers and so
-        small that an fp8 cache would hold only zeros.
+    def test_randomize(self, seed: int, are_alike: bool = False) -> None:
+        """Gives target and drafter random weights in place, the same in every process.
+        vLLM's dummy ones are alike in all layers and so small that an fp8 cache would
+        hold only zeros.
 
         are_alike: the drafter gets the weights that the target has under the same name,
         and an EAGLE head goes on from the token alone: about one in five of its greedy
@@ -38,9 +38,7 @@ class GpuTestExtension(OracleExtension):
         seen: set[int] = set()
         with torch.inference_mode():
             for number, model in enumerate(models):
-                if model is None:
-                    continue
-                for name, parameter in model.named_parameters():
+                for name, parameter in model.named_parameters() if model else ():
                     if parameter.data_ptr() in seen:
                         continue
                     seen.add(parameter.data_ptr())
@@ -48,7 +46,6 @@ class GpuTestExtension(OracleExtension):
                     if are_alike and name.endswith("fc.weight"):
                         torch.nn.init.eye_(parameter)
                 renew_copies(model)
-        return len(seen)
 
     def test_fix_costs(self) -> None:
         """Adaptive verification weighs times that it measured, and an estimate that it
@@ -127,10 +124,8 @@ class GpuTestExtension(OracleExtension):
     def test_layouts(self) -> list[dict[str, Any]]:
         """For each protected layer: NWOR's layout against what vLLM's writer does, and
         whether probing left the live implementation and cache alone."""
-        return [
-            judge_layout(self.model_runner, name, layer)
-            for name, layer in target_layers(self.model_runner).items()
-        ]
+        layers = target_layers(self.model_runner).items()
+        return [judge_layout(self.model_runner, name, layer) for name, layer in layers]
 
 
 def draft_model(runner: Any) -> Any:
@@ -142,7 +137,7 @@ def draft_model(runner: Any) -> Any:
     return model if isinstance(model, torch.nn.Module) else None
 
 
-def renew_copies(model: torch.nn.Module) -> None:
+def renew_copies(model: torch.nn.Module | None) -> None:
     """DFlash's and DSpark's drafters keep copies of some weights, for which graphs were
     captured: writes the weights into them again."""
     inner = getattr(model, "model", None)
@@ -178,32 +173,26 @@ def manager_of(runner: Any) -> Any:
 
 def memory_of(manager: Any) -> dict[str, Any]:
     """tables: rows of each table, by group. addresses: of the layers' caches, by
-    group. pools: for each of the manager's tensors, the tag of vLLM's sleeping
-    allocator that its memory has, None if it is not of that allocator."""
+    group. pools: for each of the manager's tensors, cache_pools: for each cache, the
+    tag of vLLM's sleeping allocator that its memory has, None if it is not of that
+    allocator."""
     tensors = {"counters": manager.counters}
     for group in manager.groups:
-        name = f"group {group.group_id}"
-        tensors[f"{name} undo log"] = group.undo_log
-        tensors[f"{name} slots"] = group.log_slots
-        tensors[f"{name} windows"] = group.log_windows
-        for number, part in enumerate(group.tables):
-            tensors[f"{name} table {number}"] = part.table
+        parts = {f"table {n}": part.table for n, part in enumerate(group.tables)}
+        parts |= {"undo log": group.undo_log, "slots": group.log_slots}
+        parts["windows"] = group.log_windows
+        tensors |= {f"group {group.group_id} {n}": one for n, one in parts.items()}
+    addresses = [
+        sorted(layer.kv_cache.data_ptr() for layer in group.layers)
+        for group in manager.groups
+    ]
     return {
         "tables": [
             [part.table.tolist() for part in group.tables] for group in manager.groups
         ],
-        "addresses": [
-            sorted(layer.kv_cache.data_ptr() for layer in group.layers)
-            for group in manager.groups
-        ],
-        "cache_pools": [
-            pool_tag(layer.kv_cache.data_ptr())
-            for group in manager.groups
-            for layer in group.layers
-        ],
-        "pools": {
-            name: pool_tag(tensor.data_ptr()) for name, tensor in tensors.items()
-        },
+        "addresses": addresses,
+        "cache_pools": [pool_tag(one) for of_group in addresses for one in of_group],
+        "pools": {n: pool_tag(tensor.data_ptr()) for n, tensor in tensors.items()},
     }
 
 
@@ -270,8 +259,9 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
 
 
 def written_bytes(layer: Any, slots: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """[bytes] bool, cpu: the bytes of a 2-block scratch cache that the writer changed
-    for `slots`. Raises if it wrote outside the scratch."""
+    """[bytes] bool, cpu: the bytes of a 2-block scratch cache that vLLM's own writer
+    changed for `slots`, by random keys and values. Raises if it wrote outside the
+    scratch."""
     cache = layer.kv_cache
     item, guard = cache.element_size(), 4096
     num_bytes = 2 * cache.stride(0) * item
@@ -280,6 +270,15 @@ def written_bytes(layer: Any, slots: list[int], dtype: torch.dtype) -> torch.Ten
     raw = torch.zeros(guard + num_bytes + guard, dtype=torch.uint8, device=cache.device)
     scratch = raw[inside].view(cache.dtype)
     scratch = scratch.as_strided((2, *cache.shape[1:]), cache.stride(), guard // item)
+    generator = torch.Generator(device=cache.device)
+    mapping = torch.tensor(slots, dtype=torch.int64, device=cache.device)
+
+    def payload(*shape: int) -> torch.Tensor:
+        shape = len(slots), *shape
+        return (torch.rand(shape, generator=generator, device=cache.device) + 0.5).to(
+            dtype
+        )
+
     for background in (0x00, 0xFF):
         impl = copy.copy(layer.impl)
         for attribute in ("_k_scale_cache", "_v_scale_cache"):
@@ -289,32 +288,19 @@ def written_bytes(layer: Any, slots: list[int], dtype: torch.dtype) -> torch.Ten
         # fills all scales with ones); then the background is put back.
         for _ in range(2):
             raw.fill_(background)
-            write(layer, impl, scratch, slots, dtype)
+            generator.manual_seed(7)
+            if hasattr(layer, "kv_lora_rank"):
+                key = payload(layer.kv_lora_rank)
+                value = -payload(1, layer.qk_rope_head_dim)
+                scale = (impl.kv_cache_dtype, layer._k_scale)
+                impl.do_kv_cache_update(key, value, scratch, mapping, *scale)
+            else:
+                shape = (layer.num_kv_heads, layer.head_size)
+                key, value = payload(*shape), -payload(*shape)
+                impl.do_kv_cache_update(layer, key, value, scratch, mapping)
         differs = raw != background
         changed |= differs[inside].cpu()
         differs[inside] = False
         if bool(differs.any()):
             raise RuntimeError(f"{type(impl).__name__} wrote outside its cache")
     return changed
-
-
-def write(
-    layer: Any, impl: Any, scratch: torch.Tensor, slots: list[int], dtype: torch.dtype
-) -> None:
-    """Random keys and values for `slots`, by vLLM's own writer."""
-    device = scratch.device
-    generator = torch.Generator(device=device).manual_seed(7)
-    mapping = torch.tensor(slots, dtype=torch.int64, device=device)
-
-    def payload(*shape: int) -> torch.Tensor:
-        values = torch.rand((len(slots), *shape), generator=generator, device=device)
-        return (values + 0.5).to(dtype)
-
-    if hasattr(layer, "kv_lora_rank"):
-        key, value = payload(layer.kv_lora_rank), -payload(1, layer.qk_rope_head_dim)
-        scale = (impl.kv_cache_dtype, layer._k_scale)
-        impl.do_kv_cache_update(key, value, scratch, mapping, *scale)
-    else:
-        shape = (layer.num_kv_heads, layer.head_size)
-        key, value = payload(*shape), -payload(*shape)
-        impl.do_kv_cache_update(layer, key, value, scratch, mapping)

@@ -19,6 +19,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 from benchmarks import environment
 from benchmarks.files import write_json
 
-from tests.simulation.operations import Operation, draw_operations, shrink
-from tests.simulation.simulator import Simulator
+from tests.simulation.seats import Rule
+from tests.simulation.simulator import Operation, Simulator, draw_operations
 
 REPO = Path(__file__).resolve().parents[2]
 OPERATIONS_PER_SEED = 1000
@@ -37,91 +38,82 @@ class Failure(AssertionError):
     """A seed's failure, cut down. operations: the short list."""
 
     def __init__(
-        self, error: Exception, seed: int, operations: list[Operation], of_seats: bool
+        self, error: Exception, seed: int, operations: list[Operation], planted: Any
     ) -> None:
         super().__init__(
             f"{error}\nseed {seed} fails with {len(operations)} operations; replay:\n"
             f"  python -m tests.simulation --seed {seed} --replay "
-            f"'{json.dumps(operations)}'{' --of-seats' * of_seats}"
+            f"'{json.dumps(operations)}'{' --of-seats' * isinstance(planted, type)}"
         )
         self.seed, self.operations = seed, operations
 
 
-def run(
-    seed: int,
-    num_left: int,
-    totals: Counter[Any],
-    breakage: Any = None,
-    of_seats: bool = False,
-) -> None:
-    """Plays `num_left` operations (with of_seats as many steps, if not a few more),
-    OPERATIONS_PER_SEED a seed, from `seed` on.
-
-    totals: what happened is added to it.
+def run(seed: int, num_left: int, planted: Any = None) -> Counter[str]:
+    """Plays `num_left` operations (of the model of seats as many steps, if not a few
+    more), OPERATIONS_PER_SEED a seed, from `seed` on; what happened. planted: as in
+    Simulator.
 
     Raises:
         Failure: the first one found, already cut down.
     """
+    totals: Counter[str] = Counter()
+    of_seats = isinstance(planted, type)
     while num_left > 0:
-        simulator = Simulator(seed, breakage, of_seats)
         limit = OPERATIONS_PER_SEED if of_seats else min(OPERATIONS_PER_SEED, num_left)
+        simulator = Simulator(seed, planted)
         try:
             simulator.play(draw_operations(random.Random(seed)), limit)
         except Exception as error:
-            raise _cut_down(error, seed, breakage, of_seats) from error
+            raise _cut_down(error, seed, planted) from error
         totals += simulator.totals
-        num_left -= simulator.totals["operations", "run"] if of_seats else limit
+        num_left -= simulator.totals["operations/run"] if of_seats else limit
         seed += 1
+    return totals
 
 
-def _cut_down(error: Exception, seed: int, breakage: Any, of_seats: bool) -> Failure:
-    """A failure counts as the same if its kind is."""
-    kinds = {(type(error), getattr(error, "kind", ""))}
+def _cut_down(error: Any, seed: int, planted: Any) -> Failure:
+    """To a failure of the same kind."""
     latest = error
 
     def fails(operations: list[Operation]) -> bool:
         nonlocal latest
         try:
-            Simulator(seed, breakage, of_seats).play(operations)
+            Simulator(seed, planted).play(operations)
         except Exception as found:
-            if (type(found), getattr(found, "kind", "")) in kinds:
-                latest = found
-                return True
+            kinds = {(type(e), getattr(e, "kind", "")) for e in (found, error)}
+            latest = found if len(kinds) == 1 else latest
+            return len(kinds) == 1
         return False
 
-    operations = shrink(error.played, fails)  # type: ignore[attr-defined]
-    return Failure(latest, seed, operations, of_seats)
+    return Failure(latest, seed, shrink(error.played, fails), planted)
 
 
-def record(
-    totals: Counter[Any],
-    args: argparse.Namespace,
-    seconds: float,
-    violations: list[str],
-) -> Any:
-    """What a result file holds."""
-    nested: dict[str, Any] = {}
-    for name, number in totals.items():
-        if isinstance(name, str):
-            nested[name] = number
-        else:
-            nested.setdefault(name[0], {})[name[1]] = number
-    num_operations = sum(nested.get("operations", {}).values())
-    return {
-        "kind": "simulation",
-        "schema": 1,
-        "command": " ".join(["python -m tests.simulation", *sys.argv[1:]]),
-        "environment": environment.describe("cpu", REPO),
-        "seeds": {
-            "first": args.seed,
-            "count": -(-num_operations // OPERATIONS_PER_SEED),
-        },
-        "num_seat_steps": args.seat_steps,
-        "num_operations": num_operations,
-        "seconds": round(seconds, 1),
-        "violations": violations,
-        "totals": nested,
-    }
+def shrink(
+    operations: list[Operation], fails: Callable[[list[Operation]], bool]
+) -> list[Operation]:
+    """The smallest list found for which `fails` still holds, as it does for
+    `operations`: it does not without any one of them, or with any number smaller."""
+
+    before: list[Operation] = []
+    while before != operations:
+        before = operations
+        length = len(operations)
+        while length := length // 2:  # halves of them, quarters, ... single ones
+            start = 0
+            while start < len(operations):
+                if fails(fewer := operations[:start] + operations[start + length :]):
+                    operations = fewer
+                else:
+                    start += length
+        for at, operation in enumerate(operations):
+            for place in range(1, len(operation)):
+                for smaller in range(operation[place]):
+                    plainer = [*operation[:place], smaller, *operation[place + 1 :]]
+                    changed = [*operations[:at], plainer, *operations[at + 1 :]]
+                    if fails(changed):
+                        operations, operation = changed, plainer
+                        break
+    return operations
 
 
 def main() -> int:
@@ -139,26 +131,39 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)  # copies this small gain nothing from more
     if args.replay is not None:
-        Simulator(args.seed, None, args.of_seats).play(json.loads(args.replay))
+        planted = Rule if args.of_seats else None
+        Simulator(args.seed, planted).play(json.loads(args.replay))
         print("no violation")
         return 0
     started = time.perf_counter()
     violations: list[str] = []
-    totals: Counter[Any] = Counter()
+    totals: Counter[str] = Counter()
     try:
-        run(args.seed, args.operations, totals)
-        run(args.seed, args.seat_steps, Counter(), of_seats=True)
+        totals = run(args.seed, args.operations)
+        run(args.seed, args.seat_steps, Rule)
     except Failure as failure:
         violations.append(str(failure))
-    found = record(totals, args, time.perf_counter() - started, violations)
+        print(failure)
+    seconds = time.perf_counter() - started
+    num_operations = sum(n for name, n in totals.items() if name.startswith("operati"))
     if args.json is not None:
+        found = {
+            "kind": "simulation",
+            "schema": 2,
+            "command": " ".join(["python -m tests.simulation", *sys.argv[1:]]),
+            "environment": environment.describe("cpu", REPO),
+            "first_seed": args.seed,
+            "num_seat_steps": args.seat_steps,
+            "num_operations": num_operations,
+            "seconds": round(seconds, 1),
+            "violations": violations,
+            "totals": totals,
+        }
         write_json(args.json, found)
-    for violation in violations:
-        print(violation)
     print(
-        f"{found['num_operations']} operations from seed {args.seed} on, "
+        f"{num_operations} operations from seed {args.seed} on, "
         f"{totals['commits']} commits of {totals['windows']} windows, "
-        f"{args.seat_steps} steps of seats, in {found['seconds']:.0f} s: "
+        f"{args.seat_steps} steps of seats, in {seconds:.0f} s: "
         f"{len(violations)} violations"
     )
     return 1 if violations else 0

@@ -9,7 +9,7 @@ that requests of a family share prefixes, generated ones too.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
@@ -67,7 +67,7 @@ class Blocks:
     totals: the chunks that came from the prefix cache and the evictions are added.
     """
 
-    def __init__(self, cache: Cache, is_lifo: bool, totals: Counter[Any]) -> None:
+    def __init__(self, cache: Cache, is_lifo: bool, totals: Counter[str]) -> None:
         self.cache = cache
         self.is_lifo = is_lifo
         self.free = deque(range(1, cache.num_blocks))
@@ -78,18 +78,18 @@ class Blocks:
         self.chunk_tokens = lcm(*self.sizes)
         self.totals = totals
 
-    def missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that are needed until `num_tokens` tokens have slots."""
-        return sum(
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Blocks for the first `num_tokens` tokens, if there are enough free ones."""
+        missing = sum(
             max(-(-num_tokens // size) - len(blocks), 0)
-            for size, blocks in zip(self.sizes, request.blocks, strict=True)
+            for size, blocks in self._by_group(request)
         )
-
-    def grow(self, request: Request, num_tokens: int) -> None:
-        """Blocks for the first `num_tokens` tokens. Requires enough free ones."""
-        for size, blocks in zip(self.sizes, request.blocks, strict=True):
+        if missing > len(self.free):
+            return False
+        for size, blocks in self._by_group(request):
             while len(blocks) * size < num_tokens:
                 blocks.append(self._take())
+        return True
 
     def start(self, request: Request) -> None:
         """What the prefix cache knows of a request's text becomes its own; at least one
@@ -114,9 +114,7 @@ class Blocks:
         their text from now on."""
         before = request.num_computed
         request.num_computed += num_tokens
-        for gid, (size, blocks) in enumerate(
-            zip(self.sizes, request.blocks, strict=True)
-        ):
+        for gid, (size, blocks) in enumerate(self._by_group(request)):
             for number in range(before // size, request.num_computed // size):
                 key = gid, tuple(request.text[: (number + 1) * size])
                 block = blocks[number]
@@ -129,7 +127,7 @@ class Blocks:
         start = (request.num_computed - 1) // self.chunk_tokens * self.chunk_tokens
         again = [
             block
-            for size, blocks in zip(self.sizes, request.blocks, strict=True)
+            for size, blocks in self._by_group(request)
             for block in blocks[start // size :]
         ]
         if any(self.references[block] > 1 for block in again):
@@ -142,12 +140,10 @@ class Blocks:
     def release(self, request: Request) -> None:
         """All blocks go back, of which the last ones are given out first."""
         for blocks in request.blocks:
-            freed = []
-            for block in reversed(blocks):
+            for block in blocks:
                 self.references[block] -= 1
                 assert self.references[block] >= 0, f"block {block} is nobody's"
-                if self.references[block] == 0:
-                    freed.append(block)
+            freed = [block for block in blocks[::-1] if self.references[block] == 0]
             at_front = [b for b in freed if self.is_lifo and b not in self.key_of]
             self.free.extendleft(reversed(at_front))
             self.free.extend(block for block in freed if block not in at_front)
@@ -168,6 +164,10 @@ class Blocks:
                 self.cache.copy(
                     group.blocks_index(donor[full]), group.blocks_index(blocks[-1])
                 )
+
+    def _by_group(self, request: Request) -> Iterator[tuple[int, list[int]]]:
+        """A group's block size, and the request's blocks there."""
+        return zip(self.sizes, request.blocks, strict=True)
 
     def _take(self) -> int:
         """A free block, no longer cached. Requires one."""

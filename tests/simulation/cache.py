@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One allocation that holds the caches of all layers, and the plain models of it.
+"""One allocation that holds the caches of all layers, and the plain model of it.
 
-The models are copies of the whole allocation, guard bytes included. Which bytes belong
+The model is a copy of the whole allocation, guard bytes included. Which bytes belong
 to a slot says the reference of the kernel tests, not the package under test.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 from tests.kernels import reference
 from vllm_nwor.draft_manager import LayerCache
 from vllm_nwor.kv_layout import packed_layout, row_layout, runs_of
-from vllm_nwor.shadow_blocks import ShadowRegion
+from vllm_nwor.shadow_blocks import ShadowRegion, blocks_per_seat
 
 Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]
@@ -27,6 +28,7 @@ MAX_DRAFTS = 6
 MAX_REQUESTS = 6
 GUARD_BYTES = 64
 ALIGNMENT = 16
+MOST_BYTES = 1 << 19
 ROW_KINDS = ("nhd", "hnd", "mla")
 PACKED_KINDS = ("columns", "pairs")
 
@@ -39,35 +41,30 @@ class Violation(AssertionError):
         self.kind = kind
 
 
+@dataclass
 class Group:
     """One KV-cache group: layers that share a block size and a block table.
 
     entry_tokens: positions for which an entry of the worker's block table stands.
+    region: its shadow blocks, if it is staged; they lie behind the scheduler's.
     layers: by name where the bytes of each slot lie, [num_slots, slot_bytes] int64.
     protected: by name what the manager gets; a drafter's layer is not among them.
     index: [num_slots, bytes of all layers] int64, the layers' indices side by side.
     layer_of: [bytes of all layers]: the layer's name that a column belongs to.
     is_protected: [bytes of all layers] bool: whether that layer is.
-    region: its shadow blocks, if it is staged; they lie behind the scheduler's.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        entry_tokens: int,
-        layers: dict[str, Index],
-        protected: dict[str, LayerCache],
-        region: ShadowRegion | None,
-    ) -> None:
-        self.block_size = block_size
-        self.entry_tokens = entry_tokens
-        self.layers = layers
-        self.protected = protected
-        self.region = region if protected else None
-        self.index = np.concatenate(list(layers.values()), axis=1)
-        sizes = [index.shape[1] for index in layers.values()]
-        self.layer_of = np.repeat(list(layers), sizes)
-        self.is_protected = np.isin(self.layer_of, list(protected))
+    block_size: int
+    entry_tokens: int
+    region: ShadowRegion | None
+    layers: dict[str, Index]
+    protected: dict[str, LayerCache]
+
+    def __post_init__(self) -> None:
+        self.index = np.concatenate(list(self.layers.values()), axis=1)
+        sizes = [index.shape[1] for index in self.layers.values()]
+        self.layer_of = np.repeat(list(self.layers), sizes)
+        self.is_protected = np.isin(self.layer_of, list(self.protected))
 
     def entries(self, blocks: list[int]) -> Index:
         """The entries of the worker's table that stand for a request's blocks."""
@@ -81,13 +78,12 @@ class Group:
 
 
 class Cache:
-    """The allocation as it is, and as the two models say it should be.
+    """The allocation as it is, and as it should be.
 
     real: the bytes that the manager and its ops work on.
     expected: what a transactional cache holds.
-    vanilla: what vLLM without NWOR would hold after the same events.
-    dirty: [bytes] bool: True where the last write of vanilla was a rejected draft, or
-        a copy of one; elsewhere `real` must equal `vanilla`.
+    dirty: [bytes] bool: True where vanilla vLLM would have what a rejected draft wrote
+        last, or a copy of that; elsewhere it would have the bytes of `expected`.
     is_shadow: [bytes] bool: of protected layers' shadow blocks.
     num_blocks: the scheduler's.
     """
@@ -100,25 +96,33 @@ class Cache:
         No group is staged, or all, or the first one only.
         """
         self.num_blocks = num_blocks = draw.choice((16, 32, 48))
-        num_groups = draw.choice((1, 1, 2, 2, 3))
-        num_layers = draw.randint(1, 3)
+        num_groups, num_layers = draw.choice((1, 1, 2, 2, 3)), draw.randint(1, 3)
         shares_memory = num_groups > 1 and draw.random() < 0.4
         shared_bytes = draw.choice((64, 128, 192))
         sizes = [draw.choice((2, 4, 8)) for _ in range(num_groups)]
         num_staged = draw.choice((0, 1, 1, num_groups, num_groups))
         num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
+        kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
+        # The last layer may be the drafter's, or its whole group: vanilla.
+        has_drafter = num_groups * num_layers > 1 and draw.random() < 0.3
         regions: list[ShadowRegion | None] = [None] * num_groups
-        for group, size in enumerate(sizes[:num_staged]):
-            per_seat = 1 - -(MAX_DRAFTS - 1) // size
-            regions[group] = ShadowRegion(
-                num_blocks, num_seats, per_seat, self.num_blocks, size
+        for gid, size in enumerate(sizes[:num_staged]):
+            region = ShadowRegion(
+                num_blocks,
+                num_seats,
+                blocks_per_seat(MAX_DRAFTS, size),
+                self.num_blocks,
+                size,
             )
-            num_blocks += num_seats * per_seat
-        plans: list[list[tuple[int, ...]]] = []
+            num_blocks += region.num_blocks
+            regions[gid] = region
+        random_bytes = np.random.default_rng(draw.randrange(1 << 32))
+        memory = random_bytes.integers(0, 256, MOST_BYTES, dtype=np.uint8)
+        self._memory = torch.from_numpy(memory)
+        self.groups: list[Group] = []
         end = GUARD_BYTES
-        for size in sizes:
-            # A kernel's blocks may be smaller than the scheduler's.
-            per_block = draw.choice((1, 1, 2))
+        for gid, size in enumerate(sizes):
+            per_block = draw.choice((1, 1, 2))  # a kernel's blocks may be smaller
             slot_bytes = draw.choice((8, 16, 24))
             side_by_side = draw.random() < 0.3
             gap = ALIGNMENT * draw.choice((0, 0, 1, 3))
@@ -129,35 +133,30 @@ class Cache:
             page_bytes = size // per_block * slot_bytes
             stride = page_bytes * (num_layers if side_by_side else 1) + gap
             extent = num_blocks * per_block * stride + GUARD_BYTES
-            apart = page_bytes if side_by_side else extent
-            starts = [first + layer * apart for layer in range(num_layers)]
-            end = max(end, starts[-1] + extent)
-            form = (num_blocks * per_block, size // per_block, slot_bytes, stride)
-            plans.append([(*form, start) for start in starts])
-        random_bytes = np.random.default_rng(draw.randrange(1 << 32))
-        self.real: Bytes = random_bytes.integers(0, 256, end, dtype=np.uint8)
-        self.expected = self.real.copy()
-        self.vanilla = self.real.copy()
-        self.dirty = np.zeros(end, dtype=bool)
-        self.is_shadow = np.zeros(end, dtype=bool)
-        kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
-        # The last layer may be the drafter's, or its whole group: vanilla.
-        has_drafter = num_groups * num_layers > 1 and draw.random() < 0.3
-        self.groups: list[Group] = []
-        for gid, (size, region) in enumerate(zip(sizes, regions, strict=True)):
+            form = num_blocks * per_block, size // per_block, slot_bytes, stride
             layers, protected = {}, {}
-            for number, plan in enumerate(plans[gid]):
+            for number in range(num_layers):
+                start = first + number * (page_bytes if side_by_side else extent)
                 kind = draw.choice(kinds)
                 name = f"group {gid} layer {number} ({kind})"
-                layers[name], protected[name] = self._layer(name, kind, draw, *plan)
+                layer = self._layer(name, kind, draw, *form, start)
+                layers[name], protected[name] = layer
+            end = max(end, start + extent)
             if has_drafter and gid == num_groups - 1:
                 del protected[name]
-            entry_tokens = draw.choice((plans[gid][0][1], size))
-            group = Group(size, entry_tokens, layers, protected, region)
-            self.groups.append(group)
-            if region := group.region:
-                index = group.blocks_index(region.first_block, region.num_blocks)
-                self.is_shadow[index[:, group.is_protected]] = True
+            entry_tokens = draw.choice((size // per_block, size))
+            staged = regions[gid] if protected else None
+            self.groups.append(Group(size, entry_tokens, staged, layers, protected))
+        assert end <= MOST_BYTES
+        self.real: Bytes = memory[:end]
+        self.expected = self.real.copy()
+        self.dirty = np.zeros(end, dtype=bool)
+        self.is_shadow = np.zeros(end, dtype=bool)
+        for group in self.groups:
+            if group.region:
+                blocks = group.region.first_block, group.region.num_blocks
+                index = group.blocks_index(*blocks)[:, group.is_protected]
+                self.is_shadow[index] = True
 
     def _layer(
         self,
@@ -177,41 +176,38 @@ class Cache:
         by_slot, by_head = slot_bytes, size
         if kind == "hnd":
             by_slot, by_head = size, block_size * size
+        # As vLLM would bind it.
+        dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
+        item = dtype.itemsize
+        tensor = self._memory.view(dtype).as_strided(
+            (num_blocks, heads, block_size, size // item),
+            (block_stride // item, by_head // item, by_slot // item, 1),
+            start // item,
+        )
+        if kind not in ("nhd", "hnd"):
+            tensor = tensor.select(1, 0)
         if kind in PACKED_KINDS:
             # As CPU_ATTN packs: `vec`, and `amx` in small, pairs of two-byte elements.
             sizes = (2, slot_bytes // 2) if kind == "columns" else (4, 0)
             owner = reference.columns(block_size, slot_bytes // 4, *sizes)
             plain = reference.packed_layout(num_blocks, owner, block_stride)
-        else:
-            shape = (num_blocks, block_size, heads, size)
-            plain = reference.row_layout(*shape, block_stride, by_head, by_slot)
-        # As vLLM would bind it.
-        dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
-        item = dtype.itemsize
-        strides = (block_stride // item, by_head // item, by_slot // item, 1)
-        tensor = torch.from_numpy(self.real).view(dtype)
-        tensor = tensor.as_strided(
-            (num_blocks, heads, block_size, size // item), strides, start // item
-        )
-        if kind not in ("nhd", "hnd"):
-            tensor = tensor.select(1, 0)
-        if kind in PACKED_KINDS:
             runs = [runs_of(offsets) for offsets in plain.index[:block_size]]
             layout = packed_layout(runs, tensor)
         else:
+            shape = num_blocks, block_size, heads, size
+            plain = reference.row_layout(*shape, block_stride, by_head, by_slot)
             layout = row_layout(tensor)
         return start + plain.index.numpy(), LayerCache(name, tensor, layout)
 
     def write_step(self, at: Index, payload: Bytes, keep_mask: Mask) -> None:
-        """A step's forward, in the models: `keep_mask` is False where NWOR puts the
-        old bytes back. The real bytes are written by the step itself."""
-        self.vanilla[at] = payload
+        """A step's forward, in the model: `keep_mask` is False where NWOR puts the old
+        bytes back. The real bytes are written by the step itself."""
         self.dirty[at] = ~keep_mask
         self.expected[at[keep_mask]] = payload[keep_mask]
 
     def copy(self, source: Index, to: Index) -> None:
         """A copy within the cache: vLLM's block copies."""
-        for array in (self.real, self.expected, self.vanilla, self.dirty):
+        for array in (self.real, self.expected, self.dirty):
             array[to] = array[source]
 
     def where(self, wrong: Mask) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of the seats' rule alone: when a seat's shadow rows need not be copied anew.
+"""The seats' rule: when a seat's shadow rows need not be copied anew; and a model of it
+alone.
 
 A seat keeps its shadow blocks from step to step. Whoever is in it next, a request that
 moved into the row or one that got the state index, may have other rows in the real
@@ -19,47 +20,43 @@ an entry whose last row was written beside the shadow is full, and not staged ag
 from __future__ import annotations
 
 import random
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
 from typing import Any
 
 from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Violation
 from tests.simulation.step import EMPTY, MAX_TOKENS, PADDED, Rows
 
 
-@dataclass
-class Seat:
-    """What its last commit left. step: when it was staged. valid: behind the last row
-    that was kept, -1 before commit. entry: the real entry of that row, 0 if the row was
-    not staged. shadow: what was written to each of its rows."""
-
-    shadow: list[int]
-    step: int = -1
-    valid: int = -1
-    entry: int = 0
-
-
 class Rule:
-    """The rule, and so the places for mutations. `Seat` has what it remembers."""
+    """The rule, and so the places for mutations.
+
+    step: the runner's. saved: of a seat the step in which it was staged last; behind
+    the last row that was kept then, -1 before commit; the real entry of that row, 0 if
+    the row was not staged.
+    """
 
     def __init__(self) -> None:
         self.step = 0
+        self.saved: Any = defaultdict(lambda: (0, -1, 0))
 
     def start(self, has_drafts: bool, is_staged: bool, begins: bool) -> None:
-        """A step of the runner begins. begins: a request that is new or comes back has
-        drafts in it, so that its rows had no step of their own: it counts twice."""
-        self.step += 1 + begins
+        """A step of the runner begins."""
+        self.step += self.rise(has_drafts, is_staged, begins)
 
-    def counts(self, seat: Seat, first_position: int, entry: int) -> bool:
+    def rise(self, has_drafts: bool, is_staged: bool, begins: bool) -> int:
+        """begins: a request that is new or comes back has drafts in this step, so that
+        its rows had no step of their own: it counts twice."""
+        return 1 + begins
+
+    def counts(self, seat: Any, first_position: int, entry: int) -> bool:
         """Whether the rows before `first_position` are in the shadow of `entry`."""
-        found = seat.step, seat.valid, seat.entry
-        return found == (self.step - 1, first_position, entry)
+        return self.saved[seat] == (self.step - 1, first_position, entry)
 
-    def stage(self, seat: Seat) -> None:
-        seat.step, seat.valid = self.step, -1
+    def stage(self, seat: Any) -> None:
+        self.saved[seat] = self.step, -1, 0
 
-    def commit(self, seat: Seat, valid: int, entry: int) -> None:
-        seat.valid, seat.entry = valid, entry
+    def commit(self, seat: Any, valid: int, entry: int) -> None:
+        self.saved[seat] = self.step, valid, entry
 
 
 class SeatCache:
@@ -80,33 +77,33 @@ class SeatCache:
 
 
 class SeatEngine:
-    """What the simulator has for an engine. breakage: another rule."""
+    """What the simulator has for an engine. shadows: of each seat what was written to
+    each of its rows."""
 
     is_dead = False
 
     def __init__(
         self,
         cache: SeatCache,
-        settings: Any,
-        totals: Counter[Any],
-        breakage: type[Rule] | None,
+        totals: Counter[str],
+        rule: type[Rule],
+        has_indices: bool,
+        **drawn: Any,
     ) -> None:
-        self.cache, self.totals = cache, totals
-        self.rule = (breakage or Rule)()
-        self.has_indices = settings.has_indices
-        span = 1 - -(MAX_DRAFTS - 1) // cache.tokens
-        self.seats = [Seat([0] * (span * cache.tokens)) for _ in range(MAX_REQUESTS)]
+        self.cache, self.totals, self.has_indices = cache, totals, has_indices
+        self.rule = rule()
+        self.span = (1 - -(MAX_DRAFTS - 1) // cache.tokens) * cache.tokens
+        self.shadows = [[0] * self.span for _ in range(MAX_REQUESTS)]
         self.num_writes = 0
 
-    def run(self, batch: list[Rows], pads: int, begins: bool, *args: Any) -> bool:
+    def run(self, batch: list[Rows], begins: bool, fault: Any, **drawn: Any) -> bool:
         """A step of the runner; whether its output reaches the scheduler. Of the faults
         some fail after stage, and some are steps that log, or stage nothing."""
-        fault = args[2]
         has_drafts = any(rows.num_drafts for rows in batch)
         is_staged = has_drafts and fault.name not in ("stage", "missed", "all logged")
         self.rule.start(has_drafts, is_staged, begins)
         seats = {
-            rows: self.seats[rows.request.index if self.has_indices else row]
+            rows: rows.request.index if self.has_indices else row
             for row, rows in enumerate(batch)
             if is_staged and rows.is_window
         }
@@ -131,38 +128,40 @@ class SeatEngine:
         block, offset = divmod(position, self.cache.block_size)
         return rows.request.blocks[0][block] * self.cache.block_size + offset
 
+    def _entry(self, rows: Rows, position: int) -> int:
+        return self._slot(rows, position) // self.cache.tokens
+
     def _start(self, rows: Rows) -> int:
         """Of the first entry that is staged."""
         return (rows.end - rows.num_drafts) // self.cache.tokens * self.cache.tokens
 
-    def _stage(self, rows: Rows, seat: Seat) -> None:
-        first, span = rows.request.num_computed, len(seat.shadow)
+    def _stage(self, rows: Rows, seat: int) -> None:
+        first, shadow = rows.request.num_computed, self.shadows[seat]
         prefix = range(self._start(rows), first)
         if prefix:
-            entry = self._slot(rows, first - 1) // self.cache.tokens
-            counts = self.rule.counts(seat, first, entry)
-            self.totals["prefixes", "kept" if counts else "copied"] += 1
+            counts = self.rule.counts(seat, first, self._entry(rows, first - 1))
+            self.totals["prefixes/kept" if counts else "prefixes/copied"] += 1
             for position in prefix:
                 real = self.cache.real[self._slot(rows, position)]
-                if counts and seat.shadow[position % span] != real:
+                if counts and shadow[position % self.span] != real:
                     raise Violation("stale shadow row", f"{rows}, row {position}")
-                seat.shadow[position % span] = real
+                shadow[position % self.span] = real
         self.rule.stage(seat)
 
-    def _forward(self, rows: Rows, seat: Seat | None) -> None:
+    def _forward(self, rows: Rows, seat: int | None) -> None:
         """Writes each row, to where the table says."""
         start, end = self._start(rows), rows.end - (rows.special == PADDED)
         for position in range(rows.request.num_computed, end):
             self.num_writes += 1
-            if seat and position >= start:
-                seat.shadow[position % len(seat.shadow)] = self.num_writes
+            if seat is not None and position >= start:
+                self.shadows[seat][position % self.span] = self.num_writes
             else:
                 self.cache.real[self._slot(rows, position)] = self.num_writes
 
-    def _commit(self, rows: Rows, seat: Seat) -> None:
+    def _commit(self, rows: Rows, seat: int) -> None:
         start, valid = self._start(rows), rows.end - rows.num_rejected
         for position in range(max(start, rows.request.num_computed), valid):
-            row = seat.shadow[position % len(seat.shadow)]
+            row = self.shadows[seat][position % self.span]
             self.cache.real[self._slot(rows, position)] = row
-        entry = self._slot(rows, valid - 1) // self.cache.tokens
+        entry = self._entry(rows, valid - 1)
         self.rule.commit(seat, valid, entry if valid > start else 0)

@@ -4,12 +4,12 @@
 engine.py has what is checked in every step. An engine that raised is dead: a new one
 starts on the same memory.
 
-One operation is one event on the cache: a request arrives, gets rows (a prefill chunk
-or a verification window) in the next batch, is aborted, preempted, finished, forked or
-taken back to an earlier token, or the batch runs (stage, begin, forward, sampling,
-commit, with all its windows). An operation that found nothing to do (a request where
-there is none) is not counted, and what follows by itself (blocks allocated, evicted,
-found) neither.
+One operation is one event on the cache, a method of the Simulator. As plain data it is
+its name and numbers that mean something in any state (a request is chosen by its number
+modulo those that live), so that a list from which some were removed can still be
+played, and a failing one be cut down. 0 is the plainest value of each number. An
+operation that found nothing to do (a request where there is none) is not counted, and
+what follows by itself (blocks allocated, evicted, found) neither.
 """
 
 from __future__ import annotations
@@ -17,49 +17,91 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
 from tests.simulation.blocks import Blocks, Request, condense
-from tests.simulation.cache import MAX_REQUESTS, Cache
-from tests.simulation.engine import Engine, Fault, Settings
-from tests.simulation.operations import FAULTS, Operation
+from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Cache
+from tests.simulation.engine import FAULTS, Engine, Fault
 from tests.simulation.seats import SeatCache, SeatEngine
-from tests.simulation.step import EMPTY, MAX_TOKENS, PADDED, PLAIN, Rows
+from tests.simulation.step import EMPTY, FORMS, MAX_TOKENS, PADDED, PLAIN, Rows
 
 LOGGER = logging.getLogger("vllm.v1.nwor")
+
+# Kind, then its numbers; as JSON reads it.
+Operation = list[Any]
+
+# Of FAULTS, after none; an op's hits nothing where no group is logged, or staged.
+_FAULT_WEIGHTS = (120, 4, 7, 3, 3, 2, 2, 2, 1)
+_FAULT = [fault for fault, weight in enumerate(_FAULT_WEIGHTS) for _ in range(weight)]
+_NUM_DRAFTS, _ACCEPTED = (0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS), range(MAX_DRAFTS + 1)
+_SPECIAL = [PLAIN] * 20 + [PADDED] * 2 + [EMPTY]
+_REQUEST, _FORM = range(16), range(len(FORMS))
+_BOUND, _PADS = (0, 0, 0, 1, 3), (0, 0, 3)
+
+# How often each kind happens, and what each of its numbers is drawn from.
+_KINDS: dict[str, tuple[int, tuple[Sequence[int], ...]]] = {
+    "arrive": (5, (range(3), [4, 6] * 24 + [*range(24)])),
+    "advance": (60, (_REQUEST, range(24), _NUM_DRAFTS, _ACCEPTED, _SPECIAL)),
+    "run": (12, (_FORM, _FAULT, range(6), range(3), _BOUND, _PADS)),
+    "abort": (2, (_REQUEST, (0, 1, 1))),
+    "preempt": (2, (_REQUEST,)),
+    "finish": (3, (_REQUEST,)),
+    "fork": (5, (_REQUEST, range(3), range(2))),
+    "take back": (2, (_REQUEST,)),
+}
+KINDS = tuple(_KINDS)
+
+
+def draw_operations(draw: random.Random) -> Iterator[Operation]:
+    """Operations without end."""
+
+    def operation(kind: str) -> Operation:
+        return [kind, *map(draw.choice, _KINDS[kind][1])]
+
+    weights = [weight for weight, _ in _KINDS.values()]
+    while True:
+        for kind in draw.choices(KINDS, weights, k=64):
+            yield operation(kind)
+            if draw.random() < 0.05:
+                # All requests with the same numbers: those of one length stay so.
+                _, _, *numbers = operation("advance")
+                for request in range(MAX_REQUESTS):
+                    yield ["advance", request, *numbers]
+                yield operation("run")
 
 
 class Simulator:
     """One world, drawn from a seed: its cache, its engine, its requests.
 
-    totals: what happened, by name or by (what, which).
+    planted: what is done to each manager before its first step; or a Rule, with which
+        the model of seats is played. totals: what happened, by name.
     """
 
-    def __init__(self, seed: int, breakage: Any = None, of_seats: bool = False) -> None:
-        draw = random.Random(seed)
-        self.settings = Settings(
-            strict=draw.random() < 0.1,
-            has_indices=draw.random() < 0.5,
-            capacity=draw.choice((6, 24, 24)),
-        )
+    def __init__(self, seed: int, planted: Any = None) -> None:
+        draw, of_seats = random.Random(seed), isinstance(planted, type)
+        self.settings: dict[str, Any] = {
+            "strict": draw.random() < 0.1,
+            "has_indices": draw.random() < 0.5,
+            "capacity": draw.choice((6, 24, 24)),
+        }
         self.cache: Any = SeatCache(draw) if of_seats else Cache(draw)
         self.make_engine: Any = SeatEngine if of_seats else Engine
         self.is_lifo = draw.random() < 0.7
         self.payloads = np.random.default_rng(draw.randrange(1 << 32))
-        self.breakage = breakage
-        self.totals: Counter[Any] = Counter()
+        self.planted = planted
+        self.totals: Counter[str] = Counter()
         self.num_operations = self.num_arrived = 0
         self.requests: list[Request] = []
         self.batch: dict[str, Rows] = {}
         self._start_engine()
 
     def _start_engine(self) -> None:
-        args = self.cache, self.settings, self.totals, self.breakage
-        self.engine = self.make_engine(*args)
+        args = self.cache, self.totals, self.planted
+        self.engine = self.make_engine(*args, **self.settings)
         self.blocks = Blocks(self.cache, self.is_lifo, self.totals)
         self.rows: list[Request] = []
         self.indices = list(range(MAX_REQUESTS))
@@ -78,42 +120,54 @@ class Simulator:
             played, the failing one last, in the attribute `played`.
         """
         played: list[Operation] = []
-        with (
-            # A fallback's warning begins with its reason; a breach is an error.
-            patch.object(LOGGER, "warning", lambda _, reason, *__: self._log(reason)),
-            patch.object(LOGGER, "disabled", True),
-        ):
+
+        def log(_: str, reason: str, *__: Any) -> None:
+            """A fallback's warning begins with its reason; a breach is an error."""
+            self.engine.log_lines[reason] += 1
+
+        with patch.multiple(LOGGER, warning=log, disabled=True):
             try:
                 for operation in operations:
                     if self.num_operations == limit:
                         break
                     played.append(operation)
-                    kind, *numbers = operation
-                    if getattr(self, kind.replace(" ", "_"))(*numbers):
-                        self.totals["operations", kind] += 1
-                        self.num_operations += 1
+                    took_effect = self._do(*operation)
+                    self.totals[f"operations/{operation[0]}"] += took_effect
+                    self.num_operations += took_effect
                 self.engine.check_bytes("the end")
                 self._end_engine()
             except Exception as error:
                 error.played = played  # type: ignore[attr-defined]
                 raise
 
-    def _log(self, reason: str) -> None:
-        self.engine.log_lines[reason] += 1
+    def _do(self, kind: str, *numbers: Any) -> bool:
+        if kind not in ("arrive", "run"):
+            if not self.requests:
+                return False
+            number, *more = numbers
+            numbers = self.requests[number % len(self.requests)], *more
+        return bool(getattr(self, kind.replace(" ", "_"))(*numbers))
 
-    # Each of these is an operation, and returns whether it took effect.
+    # -- operations: each returns whether it took effect ---------------------------
 
     def arrive(self, family: int, length: int) -> bool:
+        """A request with length + 1 tokens of prompt."""
         if len(self.requests) == MAX_REQUESTS:
             return False
         self._new_request(family).extend(length + 1)
         return True
 
     def advance(
-        self, number: int, length: int, num_drafts: int, accepted: int, special: int
+        self,
+        request: Request,
+        length: int,
+        num_drafts: int,
+        accepted: int,
+        special: int,
     ) -> bool:
-        request = self._request(number)
-        if request is None or request.name in self.batch:
+        """A request gets rows in the next batch, length + 1 prefill tokens or a window.
+        accepted: modulo those there may be. special: PLAIN, PADDED or EMPTY."""
+        if request.name in self.batch:
             return False
         if not any(request.blocks):
             self.blocks.start(request)
@@ -124,36 +178,29 @@ class Simulator:
             rows = Rows(request, num_rows, is_last=is_last)
         else:
             num_drafts = min(num_drafts, MAX_TOKENS - len(request.text))
-            accepted = 0 if special == EMPTY else min(accepted, num_drafts)
+            accepted = 0 if special == EMPTY else accepted % (num_drafts + 1)
             if special == PADDED and accepted == num_drafts:
                 special = PLAIN
             rows = Rows(request, num_rows + num_drafts, num_drafts, accepted, special)
         end = rows.end - (rows.special == PADDED)
-        while self.blocks.missing(request, end) > len(self.blocks.free):
+        while not self.blocks.grow(request, end):
             # The youngest other request that is not in the batch is preempted.
-            for victim in reversed(self.requests):
-                is_idle = victim is not request and victim.name not in self.batch
-                if is_idle and any(victim.blocks):
-                    self._release(victim)
-                    self.totals["forced_preemptions"] += 1
-                    break
-            else:
+            idle = [r for r in self.requests if any(r.blocks) and r is not request]
+            idle = [r for r in idle if r.name not in self.batch]
+            if not idle:
                 return False
-        self.blocks.grow(request, end)
+            self._release(idle[-1])
+            self.totals["forced_preemptions"] += 1
         self.batch[request.name] = rows
         return True
 
-    def preempt(self, number: int) -> bool:
-        request = self._request(number)
-        if request is None or not any(request.blocks):
-            return False
+    def preempt(self, request: Request) -> bool:
+        had_blocks = any(request.blocks)
         self._release(request)
-        return True
+        return had_blocks
 
-    def abort(self, number: int, in_flight: int) -> bool:
-        request = self._request(number)
-        if request is None:
-            return False
+    def abort(self, request: Request, in_flight: int) -> bool:
+        """in_flight: between log and commit, if it is in the batch."""
         if not in_flight or request.name not in self.batch:
             self._remove(request)
             return True
@@ -161,21 +208,17 @@ class Simulator:
         self.batch[request.name].dropped = True
         return not was_dropped
 
-    def finish(self, number: int) -> bool:
-        request = self._request(number)
-        if request is None or request.num_computed == 0:
+    def finish(self, request: Request) -> bool:
+        if request.num_computed == 0:
             return False
         self._remove(request)
         return True
 
-    def fork(self, number: int, family: int, replaces: int) -> bool:
-        parent = self._request(number)
-        if (
-            parent is None
-            or parent.num_computed == 0
-            or parent.name in self.batch
-            or len(self.blocks.free) < len(self.cache.groups)
-        ):
+    def fork(self, parent: Request, family: int, replaces: int) -> bool:
+        """Another request begins with all that this one has computed. replaces: one of
+        its length finishes before."""
+        is_idle = parent.num_computed > 0 and parent.name not in self.batch
+        if not is_idle or len(self.blocks.free) < len(self.cache.groups):
             return False
         for other in self.requests if replaces else ():
             if other is not parent and other.num_computed == parent.num_computed:
@@ -189,30 +232,28 @@ class Simulator:
         self.blocks.fork(parent, child)
         return True
 
-    def take_back(self, number: int) -> bool:
-        request = self._request(number)
-        if request is None or request.name in self.batch or request.num_computed == 0:
-            return False
-        return self.blocks.take_back(request)
+    def take_back(self, request: Request) -> bool:
+        is_idle = request.num_computed > 0 and request.name not in self.batch
+        return is_idle and self.blocks.take_back(request)
 
     def run(
         self, form: int, fault: int, call: int, moment: int, bound: int, pads: int
     ) -> bool:
+        """The batch runs: stage, begin, forward, sampling, commit, with all its
+        windows. fault: of FAULTS; the others: Engine.run and Fault."""
         if not self.batch:
             return False
-        begins = False
-        for rows in self.batch.values():
-            if rows.request.index < 0:
-                rows.request.index = self.indices.pop()
-                begins |= rows.num_drafts > 0
+        new = [rows for rows in self.batch.values() if rows.request.index < 0]
+        for rows in new:
+            rows.request.index = self.indices.pop()
+        begins = any(rows.num_drafts for rows in new)
         batch = [rows.request for rows in self.batch.values()]
-        has_indices = self.settings.has_indices
+        has_indices = self.settings["has_indices"]
         self.rows = batch if has_indices else condense(self.rows, batch)
         in_order = [self.batch.pop(request.name) for request in self.rows]
         planted = Fault(FAULTS[fault], call, moment)
-        if self.engine.run(
-            *(in_order, pads, begins, self.payloads, form, planted, bound)
-        ):
+        drawn = {"pads": pads, "bound": bound, "form": form, "payloads": self.payloads}
+        if self.engine.run(in_order, begins, planted, **drawn):
             self._update(in_order)
         if self.engine.is_dead:
             self.totals["restarts"] += 1
@@ -238,16 +279,11 @@ class Simulator:
 
     # -- requests ------------------------------------------------------------------
 
-    def _request(self, number: int) -> Request | None:
-        return self.requests[number % len(self.requests)] if self.requests else None
-
     def _new_request(self, family: int) -> Request:
         self.num_arrived += 1
-        request = Request(
-            f"r{self.num_arrived}", family, [[] for _ in self.cache.groups]
-        )
-        self.requests.append(request)
-        return request
+        blocks: list[list[int]] = [[] for _ in self.cache.groups]
+        self.requests.append(Request(f"r{self.num_arrived}", family, blocks))
+        return self.requests[-1]
 
     def _remove(self, request: Request) -> None:
         self._release(request)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -74,9 +74,11 @@ class Step:
     own_slots: vLLM's slot mappings, [num_groups, num_rows + pads] int64, PAD_SLOT for
         padding.
     begins: whether a request that is new or comes back has drafts.
-    index: where the step's forward writes in vanilla, flat (as `flat` has it).
+    num_known: the host's upper bound of the number of drafts, `bound` more than that.
+    index: where the step's forward writes in vanilla, flat (as `_flat` has it).
     staged, logged: groups that are protected, and how; set before the forward.
-    num_copied: committed rows that stage had to copy, for each group.
+    num_copied: committed rows that stage had to copy, for each group. num_kept: rows of
+        shadow blocks that commit would copy.
     """
 
     def __init__(
@@ -85,34 +87,48 @@ class Step:
         groups: Sequence[Group],
         pads: int,
         begins: bool,
+        bound: int,
     ) -> None:
-        self.rows, self.groups, self.begins = rows, groups, begins
+        self.rows, self.groups, self.pads, self.begins = rows, groups, pads, begins
         self.staged: set[int] = set()
         self.logged: set[int] = set()
         self.num_copied: dict[int, int] = {}
-        self.pads = pads
-
-        def column(values: list[int]) -> Index:
-            return np.array(values, dtype=np.int64)
-
-        sizes = column([entry.num_rows for entry in rows])
-        self.ends = column([entry.end for entry in rows])
+        sizes = np.array([entry.num_rows for entry in rows])
+        self.ends = np.array([entry.end for entry in rows])
+        self.drafts = np.array([entry.num_drafts for entry in rows])
+        rejected = np.array([entry.num_rejected for entry in rows])
+        padded = np.array([entry.special == PADDED for entry in rows])
         self.starts = np.concatenate([[0], sizes.cumsum()])
-        self.drafts = column([entry.num_drafts for entry in rows])
         # Of each row: in which row of the batch it is, at which position.
         self.request = np.repeat(np.arange(len(rows)), sizes)
-        within = np.arange(self.starts[-1]) - self.starts[:-1][self.request]
+        within = np.arange(self.starts[-1]) - self.starts[self.request]
         self.position = (self.ends - sizes)[self.request] + within
-        padded = column([entry.special == PADDED for entry in rows])
+        # Of each group and request: the logical entry of the first draft.
+        first_drafts = self.ends - self.drafts
+        self.first_entries = [first_drafts // group.entry_tokens for group in groups]
         self.is_written = self.position < (self.ends - padded)[self.request]
-        rejected = column([entry.num_rejected for entry in rows])
-        self._is_rejected = (self.position >= (self.ends - rejected)[self.request])[
-            self.is_written
-        ]
         self.tables = [self._table(gid, group) for gid, group in enumerate(groups)]
         self.own_slots = self.slots(self.tables)
-        self.index = self.flat(lambda gid, group: group.index[self._written(gid)])
+        # Of the rows that have a slot.
+        request = self.request[self.is_written]
+        position = self.position[self.is_written]
+        is_rejected = position >= (self.ends - rejected)[request]
+        is_window = np.array([entry.is_window for entry in rows])[request]
+        self._is_behind = [
+            is_window & (position // group.entry_tokens >= first[request])
+            for group, first in zip(groups, self.first_entries, strict=True)
+        ]
+        self.num_kept = [int((rows & ~is_rejected).sum()) for rows in self._is_behind]
+        self.index = self.index_by(self.own_slots)
+        self._gid = self._flat(range(len(groups)))
+        self._layer = self._flat([group.layer_of for group in groups])
+        self._is_protected = self._flat([group.is_protected for group in groups])
+        self._is_rejected = self._flat([is_rejected[:, None]] * len(groups))
+        self._goes_to_shadow = self._is_protected & self._flat(
+            [rows[:, None] for rows in self._is_behind]
+        )
         self.num_drafts = int(self.drafts.sum())
+        self.num_known = self.num_drafts and self.num_drafts + bound
         self.num_rejected = int(rejected.sum())
         self.num_windows = int((self.drafts > 0).sum())
         self.num_restorable = int((rejected - padded).sum())
@@ -129,58 +145,41 @@ class Step:
         """The slot mappings that go with these tables."""
         found = np.full((len(tables), len(self.request) + self.pads), PAD_SLOT)
         for slots, table, group in zip(found, tables, self.groups, strict=True):
-            slots[: len(self.request)] = np.where(
-                self.is_written,
-                slots_of(table, self.request, self.position, group.entry_tokens),
-                PAD_SLOT,
-            )
+            by_table = slots_of(table, self.request, self.position, group.entry_tokens)
+            slots[: len(self.request)] = np.where(self.is_written, by_table, PAD_SLOT)
         return found
 
-    def _written(self, gid: int, slots: Index | None = None) -> Index:
-        """Of the rows that have a slot."""
-        mapping = (self.own_slots if slots is None else slots)[gid]
-        return mapping[: len(self.request)][self.is_written]
-
-    def flat(self, of_group: Callable[[int, Group], Any]) -> npt.NDArray[Any]:
-        """For each byte that the step writes, group after group: what `of_group` gives
-        for them, [rows with a slot, bytes of the group] or less with that shape."""
-        num_rows = len(self._is_rejected)
+    def _flat(self, of_groups: Iterable[Any]) -> npt.NDArray[Any]:
+        """For each byte that the step writes, group after group: what is given for
+        them, [rows with a slot, bytes of the group] or less with that shape."""
+        num_rows = int(self.is_written.sum())
         return np.concatenate(
             [
-                np.broadcast_to(of_group(gid, group), (num_rows, group.layer_of.size))
-                for gid, group in enumerate(self.groups)
+                np.broadcast_to(values, (num_rows, group.layer_of.size))
+                for values, group in zip(of_groups, self.groups, strict=True)
             ],
             axis=None,
         )
 
     def index_by(self, slots: Index) -> Index:
         """As `index`, with these slots for the layers that are protected."""
-        return self.flat(
-            lambda gid, group: np.where(
-                group.is_protected,
-                group.index[self._written(gid, slots)],
-                group.index[self._written(gid)],
-            )
+        rows = np.flatnonzero(self.is_written)
+        ours, own = slots[:, rows], self.own_slots[:, rows]
+        return self._flat(
+            np.where(group.is_protected, group.index[ours[gid]], group.index[own[gid]])
+            for gid, group in enumerate(self.groups)
         )
 
-    def first_entries(self, gid: int) -> Index:
-        """Of each request: the logical entry of the first draft."""
-        return (self.ends - self.drafts) // self.groups[gid].entry_tokens
-
-    def _is_staged(self, gid: int) -> Mask:
-        """[rows with a slot, 1]: whether the row goes to a shadow block."""
-        entries = self.position // self.groups[gid].entry_tokens
-        is_behind = entries >= self.first_entries(gid)[self.request]
-        windows = np.array([rows.is_window for rows in self.rows])[self.request]
-        return (is_behind & windows & (gid in self.staged))[self.is_written, None]
+    def windows_of(self, gid: int) -> Iterator[tuple[int, Rows, int]]:
+        """Those that can be in shadow blocks: batch row, rows, first entry."""
+        entries = self.first_entries[gid].tolist()
+        for row, (rows, entry) in enumerate(zip(self.rows, entries, strict=True)):
+            if rows.is_window:
+                yield row, rows, entry
 
     def staged_mask(self) -> Mask:
         """For each byte of `index`: whether the step writes it to a shadow block."""
-        return self.flat(lambda gid, group: self._is_staged(gid) & group.is_protected)
-
-    def num_committed(self, gid: int) -> int:
-        """Rows that are kept, of those in shadow blocks."""
-        return int((self._is_staged(gid)[:, 0] & ~self._is_rejected).sum())
+        return self._goes_to_shadow & np.isin(self._gid, list(self.staged))
 
     def keep_mask(self, failed: Sequence[str]) -> Mask:
         """For each byte of `index`: True if what the forward wrote there is in the real
@@ -188,41 +187,32 @@ class Step:
 
         failed: names of the layers for which commit did nothing.
         """
-
-        def of_group(gid: int, group: Group) -> Mask:
-            is_staged = self._is_staged(gid)
-            is_undone = self._is_rejected[:, None] & (is_staged | (gid in self.logged))
-            has_failed = np.isin(group.layer_of, failed)
-            return ~(group.is_protected & np.where(has_failed, is_staged, is_undone))
-
-        return self.flat(of_group)
+        is_staged = self.staged_mask()
+        is_logged = np.isin(self._gid, list(self.logged)) & self._is_protected
+        is_undone = self._is_rejected & (is_staged | is_logged)
+        return ~np.where(np.isin(self._layer, failed), is_staged, is_undone)
 
     def windows(
-        self,
-        num_drafts: int,
-        slots: torch.Tensor,
-        tables: Sequence[torch.Tensor],
-        as_v2: bool,
-        has_seats: bool,
+        self, slots: Index, tables: Sequence[Table], as_v2: bool, has_seats: bool
     ) -> VerificationWindows:
-        """What the hooks hand to stage and begin. num_drafts: the host's upper bound.
-        slots, tables: the worker's, that stage patches. has_seats: those of the
-        requests' states."""
+        """What the hooks hand to stage and begin. slots, tables: the worker's, that
+        stage patches. has_seats: those of the requests' states."""
         has_logits = self.position >= (self.ends - self.drafts - 1)[self.request]
         # V2 gives cumulative numbers that begin with 0, int64 indices and one tensor
         # of mappings, which the hook takes apart; V1 none of those.
         cumulative = [0] * as_v2 + (self.drafts + 1).cumsum().tolist()
+        mappings = torch.from_numpy(slots)
         seats = [rows.request.index for rows in self.rows]
         return VerificationWindows(
-            num_drafts=num_drafts,
+            num_drafts=self.num_known,
             num_reqs=len(self.drafts),
             logits_indices=torch.from_numpy(has_logits.nonzero()[0]).to(
                 torch.int64 if as_v2 else torch.int32
             ),
             cu_num_logits=torch.tensor(cumulative, dtype=torch.int32),
             num_leading_zeros=int(as_v2),
-            slot_mappings=[slots] if as_v2 and len(slots) == 1 else list(slots),
-            block_tables=tables,
+            slot_mappings=[mappings] if as_v2 and len(slots) == 1 else [*mappings],
+            block_tables=[torch.from_numpy(table) for table in tables],
             query_start_loc=torch.from_numpy(self.starts).int(),
             seq_lens=torch.from_numpy(self.ends).int(),
             seats=torch.tensor(seats, dtype=torch.int32) if has_seats else None,
@@ -231,9 +221,7 @@ class Step:
     def acceptance(self, form: int) -> Acceptance:
         """form: a place in FORMS."""
         is_v2 = FORMS[form] is AcceptanceForm.NUM_REJECTED
-        accepted = [
-            rows.num_accepted if is_v2 else rows.num_valid_ids - 1 for rows in self.rows
-        ]
+        accepted = [r.num_accepted if is_v2 else r.num_valid_ids - 1 for r in self.rows]
         drafts = self.drafts.tolist()
         known = FORMS[form].arguments(drafts, accepted, torch.device("cpu"))
         if is_v2:
@@ -247,10 +235,9 @@ class Step:
             if rows.num_drafts and not rows.dropped:
                 counted(None, rows.num_drafts, rows.num_accepted)
         names = [rows.request.name for rows in self.rows]
-        drafts = [[1] * rows.num_drafts for rows in self.rows]
+        drafts = {r.request.name: [1] * r.num_drafts for r in self.rows}
         output = SimpleNamespace(req_id_to_index={n: i for i, n in enumerate(names)})
-        num_ids = [rows.num_valid_ids for rows in self.rows]
-        return counted, (dict(zip(names, drafts, strict=True)), output, num_ids)
+        return counted, (drafts, output, [rows.num_valid_ids for rows in self.rows])
 
 
 def slots_of(table: Table, row: Index, position: Index, entry_tokens: int) -> Index:

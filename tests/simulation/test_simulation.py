@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 import torch
 
 from tests.simulation import __main__ as program
-from tests.simulation import operations, seats
-from tests.simulation.__main__ import Failure, run
+from tests.simulation import seats
+from tests.simulation.__main__ import REPO, Failure, run
 from tests.simulation.cache import GUARD_BYTES, Violation
-from tests.simulation.operations import FAULTS
-from tests.simulation.simulator import Simulator
+from tests.simulation.engine import FAULTS
+from tests.simulation.simulator import KINDS, Simulator
 from vllm_nwor import ops
 from vllm_nwor.draft_manager import DraftCommitManager
 from vllm_nwor.metrics import FALLBACKS
@@ -30,8 +31,7 @@ MOST_LEFT = 8
 
 
 @pytest.fixture(scope="module", autouse=True)
-def library():
-    ops.load()
+def one_thread():
     before = torch.get_num_threads()
     torch._C.set_num_threads(1)
     yield
@@ -39,25 +39,20 @@ def library():
 
 
 def test_no_violation_in_20000_operations() -> None:
-    totals: Counter[Any] = Counter()
-    run(0, NUM_OPERATIONS, totals)
-    found = {key: n for key, n in totals.items() if isinstance(key, tuple)}
-    assert sum(n for (what, _), n in found.items() if what == "operations") == (
-        NUM_OPERATIONS
-    )
+    totals = run(0, NUM_OPERATIONS)
+    assert sum(totals[f"operations/{kind}"] for kind in KINDS) == NUM_OPERATIONS
     # And everything that the simulation is about has happened, not once or twice.
     assert min(totals.values()) >= 20, totals
-    assert found.keys() == {
-        *(("operations", kind) for kind in operations.KINDS),
-        *(("faults", fault) for fault in FAULTS[1:]),
-        *(("fallbacks", reason) for reason in FALLBACKS),
-        *(("prefixes", what) for what in ("copied", "kept")),
+    more = {"prefix_hits", "evictions", "forced_preemptions", "restarts"}
+    assert totals.keys() >= more | {
+        *("dropped_windows", "steps_beside", "staged_steps"),
+        *(f"operations/{kind}" for kind in KINDS),
+        *(f"faults/{fault}" for fault in FAULTS[1:]),
+        *(f"fallbacks/{reason}" for reason in FALLBACKS),
     }
-    assert min(totals["prefixes", what] for what in ("copied", "kept")) > 200
+    assert min(totals["prefixes/copied"], totals["prefixes/kept"]) > 200
     assert totals["commits"] > 1500
     assert totals["rejected"] > totals["commits"] < totals["windows"]
-    more = {"prefix_hits", "evictions", "forced_preemptions", "restarts"}
-    assert totals.keys() >= more | {"dropped_windows", "steps_beside", "staged_steps"}
 
 
 def test_worlds_differ_in_what_matters() -> None:
@@ -66,23 +61,25 @@ def test_worlds_differ_in_what_matters() -> None:
     bytes have none."""
     found = set()
     for seed in range(40):
-        simulator = Simulator(seed)
-        engine, cache = simulator.engine, simulator.cache
-        num_groups, num_staged = len(cache.groups), len(engine.regions)
-        found |= {f"{num_groups} groups", f"{len(engine.launches)} launches"}
-        found |= {f"{num_staged} staged", f"strict {engine.settings.strict}"}
-        found |= {f"indices {engine.settings.has_indices}"}
-        found |= {f"beside {0 < num_staged < len(engine.manager.groups)}"}
-        starts = {min(group.index[0]) for group in cache.groups}
-        found |= {f"shared memory {len(starts) < num_groups}"}
-        for group in cache.groups:
+        engine = Simulator(seed).engine
+        groups, num_staged = engine.cache.groups, len(engine.regions)
+        starts = {min(group.index[0]) for group in groups}
+        found |= {f"{len(groups)} groups", f"{num_staged} staged"}
+        found |= {
+            f"{len(engine.launches)} launches",
+            f"strict {engine.strict}",
+            f"indices {engine.has_indices}",
+            f"beside {0 < num_staged < len(engine.manager.groups)}",
+            f"shared memory {len(starts) < len(groups)}",
+        }
+        for group in groups:
             found |= {*re.findall(r"\w+(?=\))", f"{list(group.layers)}")}
             found |= {f"small entries {group.entry_tokens < group.block_size}"}
             found |= {f"left alone {len(group.layers) > len(group.protected)}"}
             taken = group.index.ravel().tolist()
             assert len(taken) == len(set(taken))
             assert min(taken) >= GUARD_BYTES
-            assert max(taken) < cache.real.size - GUARD_BYTES
+            assert max(taken) < engine.cache.real.size - GUARD_BYTES
     whether = "strict, indices, beside, shared memory, small entries, left alone"
     assert found >= {
         *("1 groups", "2 groups", "3 groups", "1 launches", "3 launches"),
@@ -92,48 +89,12 @@ def test_worlds_differ_in_what_matters() -> None:
     }
 
 
-# --- the rule of the seats ------------------------------------------------------------
-
-
 def test_shadow_rows_that_count_are_the_real_ones() -> None:
-    totals: Counter[Any] = Counter()
-    run(0, 50_000, totals, of_seats=True)
-    assert min(totals["prefixes", what] for what in ("copied", "kept")) > 2000
+    totals = run(0, 50_000, seats.Rule)
+    assert min(totals["prefixes/copied"], totals["prefixes/kept"]) > 2000
 
 
-def any_step(rule: seats.Rule, seat: seats.Seat, first: int, entry: int) -> bool:
-    """Committed at some time."""
-    return (seat.valid, seat.entry) == (first, entry)
-
-
-def any_entry(rule: seats.Rule, seat: seats.Seat, first: int, entry: int) -> bool:
-    return (seat.step, seat.valid) == (rule.step - 1, first)
-
-
-def steps_with_drafts(rule: Any, has_drafts: bool, is_staged: bool, begins: bool):
-    rule.step += has_drafts + begins
-
-
-def steps_without_log(rule: Any, has_drafts: bool, is_staged: bool, begins: bool):
-    rule.step += (is_staged or not has_drafts) + begins
-
-
-def beginnings_unseen(rule: Any, has_drafts: bool, is_staged: bool, begins: bool):
-    rule.step += 1
-
-
-def failed_steps_commit(rule: seats.Rule, seat: seats.Seat) -> None:
-    """What an earlier commit left is not taken back by a step that fails."""
-    seat.step = rule.step
-
-
-# --- bugs that are planted ------------------------------------------------------------
-
-
-def breaks(manager: DraftCommitManager, op: str, bug: Any) -> None:
-    """In the seam of all parts of the manager: bug(the original, *args) for `op`."""
-    seam = manager.ops
-    setattr(seam, op, partial(bug, getattr(seam, op)))
+# --- bugs that are planted: in an op, called as bug(op, *its arguments) ---------------
 
 
 def stale_log(op: Any, *args: Any) -> None:
@@ -187,6 +148,9 @@ def tables_left(op: Any, *args: Any) -> None:
     pass
 
 
+# --- in the manager -------------------------------------------------------------------
+
+
 def keeps_an_uncommitted_log(manager: DraftCommitManager) -> None:
     manager.abort = lambda reason: None  # type: ignore[method-assign]
 
@@ -198,11 +162,35 @@ def keeps_at_a_beginning(manager: DraftCommitManager) -> None:
         manager.shadow.start_step = lambda keeps: start()
 
 
-def rule_without(method: Any, name: str) -> type[seats.Rule]:
-    return type(method.__name__, (seats.Rule,), {name: method})
+# --- and in the rule of the seats -----------------------------------------------------
 
 
-# What is planted, in which op, in the manager or in the rule, and the kinds of failure.
+def broken(name: str, **methods: Any) -> type[seats.Rule]:
+    return type(name, (seats.Rule,), methods)
+
+
+RULES = (
+    broken("any_step", counts=lambda rule, seat, *at: rule.saved[seat][1:] == at),
+    broken(
+        "any_entry",
+        counts=lambda rule, seat, first, _: (
+            rule.saved[seat][:2] == (rule.step - 1, first)
+        ),
+    ),
+    broken("steps_with_drafts", rise=lambda _, drafts, staged, begins: drafts + begins),
+    broken(
+        "steps_without_log",
+        rise=lambda _, drafts, staged, begins: (staged or not drafts) + begins,
+    ),
+    broken("beginnings_unseen", rise=lambda *_: 1),
+    # What an earlier commit left is not taken back by a step that fails.
+    broken(
+        "failed_steps_commit",
+        stage=lambda rule, seat: rule.commit(seat, *rule.saved[seat][1:]),
+    ),
+)
+
+# What is planted, in which op if it is one, and the kinds of failure.
 BUGS: list[tuple[Callable[..., Any], str | None, str]] = [
     (stale_log, "log_cache_slots", "guarantee 1"),
     (padding_is_slot_zero, "log_cache_slots", "counters"),  # its own bytes back
@@ -215,12 +203,7 @@ BUGS: list[tuple[Callable[..., Any], str | None, str]] = [
     (tables_left, "unstage", "tables"),
     (keeps_an_uncommitted_log, None, "fallbacks|state|tables"),
     (keeps_at_a_beginning, None, "counters|guarantee 3"),
-    (rule_without(any_step, "counts"), None, "stale shadow row"),
-    (rule_without(any_entry, "counts"), None, "stale shadow row"),
-    (rule_without(steps_with_drafts, "start"), None, "stale shadow row"),
-    (rule_without(steps_without_log, "start"), None, "stale shadow row"),
-    (rule_without(beginnings_unseen, "start"), None, "stale shadow row"),
-    (rule_without(failed_steps_commit, "stage"), None, "stale shadow row"),
+    *((rule, None, "stale shadow row") for rule in RULES),
 ]
 
 
@@ -230,46 +213,50 @@ BUGS: list[tuple[Callable[..., Any], str | None, str]] = [
     ids=lambda part: getattr(part, "__name__", part if isinstance(part, str) else None),
 )
 def test_a_planted_bug_is_found_and_shrunk(bug: Any, op: str | None, kind: str) -> None:
-    breakage = bug if op is None else partial(breaks, op=op, bug=bug)
-    of_seats = isinstance(bug, type)
+    def in_op(manager: Any) -> None:
+        setattr(manager.ops, op or "", partial(bug, getattr(manager.ops, op or "")))
+
+    is_rule = isinstance(bug, type)
     with pytest.raises(Failure, match=rf"^({kind})") as caught:
-        run(0, 400_000 if of_seats else NUM_OPERATIONS, Counter(), breakage, of_seats)
+        run(0, 400_000 if is_rule else NUM_OPERATIONS, in_op if op else bug)
     failure = caught.value
-    # These show in the third step of a request's life at the soonest.
-    most = MOST_LEFT * (3 if of_seats else 2 if bug is keeps_at_a_beginning else 1)
+    # Those show in the third step of a life at the soonest; these need others, too.
+    most = MOST_LEFT * (7 if is_rule else 2 if bug is keeps_at_a_beginning else 1)
     assert 0 < len(failure.operations) <= most, failure
     # The package as it is has no fault there, nor has the rule.
-    Simulator(failure.seed, None, of_seats).play(failure.operations)
+    Simulator(failure.seed, seats.Rule if is_rule else None).play(failure.operations)
 
 
-@pytest.mark.parametrize("of_seats", [False, True])
 def test_the_printed_command_replays_a_failure(
-    of_seats: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    """A bug below the seam, in the ops module or the rule, and nothing but what was
-    printed."""
-    restore = ops.restore_rejected_drafts
+    """A bug below the seam, in the ops module, then one in the rule, and nothing but
+    what was printed."""
+    ops.load()
+    restore, result = ops.restore_rejected_drafts, tmp_path / "simulation.json"
 
     def restores_backwards(*args: Any) -> None:
         restore(*args[:2], args[2].flip(1), *args[3:])
 
-    result = tmp_path / "simulation.json"
-    argv = ["simulation", "--json", str(result)]
-    if of_seats:
-        monkeypatch.setattr(seats.Rule, "counts", any_entry)
-        argv += ["--operations", "0", "--seat-steps", "20000"]
-    else:
-        monkeypatch.setattr(ops, "restore_rejected_drafts", restores_backwards)
-    monkeypatch.setattr("sys.argv", argv)
-    assert program.main() == 1
-    printed = capsys.readouterr().out
-    kind = "stale shadow row" if of_seats else "guarantee 1 (a rejected slot is not"
-    assert printed.startswith(kind)
-    assert '"violations": []' not in result.read_text()
-    (command,) = re.findall(r"python -m (tests\.simulation .*)", printed)
-    monkeypatch.setattr("sys.argv", shlex.split(command))
-    with pytest.raises(Violation, match=f"^{re.escape(kind)}"):
-        program.main()
+    rule = seats.Rule, "counts", vars(RULES[1])["counts"]
+    for owner, name, bug, options, kind in (
+        (ops, "restore_rejected_drafts", restores_backwards, "", "guarantee 1"),
+        (*rule, "0 --seat-steps 20000", "stale"),
+    ):
+        argv = ["", "--json", str(result), "--operations", *(options or "100").split()]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, bug)
+            patch.setattr("sys.argv", argv)
+            assert program.main() == 1
+            printed = capsys.readouterr().out
+            assert printed.startswith(kind)
+            assert '"violations": []' not in result.read_text()
+            (command,) = re.findall(r"python -m (tests\.simulation .*)", printed)
+            patch.setattr("sys.argv", shlex.split(command))
+            with pytest.raises(Violation, match=f"^{kind}"):
+                program.main()
+
+
+def test_the_program_needs_nothing_loaded() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--operations", "100"]
+    subprocess.run([*command, "--seat-steps", "100"], check=True, cwd=REPO)
