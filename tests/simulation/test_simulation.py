@@ -217,11 +217,16 @@ def test_a_planted_bug_is_found_and_shrunk(bug: Any, op: str | None, kind: str) 
         setattr(manager.ops, op or "", partial(bug, getattr(manager.ops, op or "")))
 
     is_rule = isinstance(bug, type)
-    with pytest.raises(Failure, match=rf"^({kind})") as caught:
-        run(0, 400_000 if is_rule else NUM_OPERATIONS, in_op if op else bug)
-    failure = caught.value
     # Those show in the third step of a life at the soonest; these need others, too.
-    most = MOST_LEFT * (7 if is_rule else 2 if bug is keeps_at_a_beginning else 1)
+    most = MOST_LEFT * (3 if is_rule else 2 if bug is keeps_at_a_beginning else 1)
+    seed = 0
+    for _ in range(4 if is_rule else 1):  # some failures have no short list
+        with pytest.raises(Failure, match=rf"^({kind})") as caught:
+            run(seed, 400_000 if is_rule else NUM_OPERATIONS, in_op if op else bug)
+        failure = caught.value
+        seed = failure.seed + 1
+        if len(failure.operations) <= most:
+            break
     assert 0 < len(failure.operations) <= most, failure
     # The package as it is has no fault there, nor has the rule.
     Simulator(failure.seed, seats.Rule if is_rule else None).play(failure.operations)
