@@ -64,15 +64,21 @@ def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
     return replace(packed_layout(num_blocks, owner), misalignment=draw(SMALL))
 
 
+def accepted(num_drafts: int) -> st.SearchStrategy[int]:
+    """More valid tokens than rows, too, or none, as for a request whose prompt is not
+    done: the target and what is before it are committed all the same."""
+    outside = st.sampled_from([-2, -1, num_drafts + 1, 70])
+    return st.one_of(st.integers(0, num_drafts), outside)
+
+
 @st.composite
 def batches(draw: st.DrawFn, num_slots: int) -> list[Request]:
     """Windows of 0 to 5 drafts; slots anywhere, also the same one twice (requests that
-    share blocks), and padding; any number of them accepted."""
+    share blocks), and padding."""
     slot = st.one_of(st.integers(0, num_slots - 1), st.just(PAD))
     window = st.lists(slot, max_size=5)
     slots = draw(st.lists(window, max_size=40 if draw(st.booleans()) else 4))
-    accepted = [draw(st.integers(0, len(drafts))) for drafts in slots]
-    return drafts_in(*slots, accepted=accepted)
+    return drafts_in(*slots, accepted=[draw(accepted(len(of))) for of in slots])
 
 
 @st.composite
@@ -134,7 +140,5 @@ def paged_requests(draw: st.DrawFn, pages: Pages, row: list[int]) -> Request:
         slot = sound.slots(entry_tokens)[at]
         wrong = st.sampled_from([PAD, slot - 1, slot + 1, slot + entry_tokens])
         wrong_slots.append((at, draw(wrong)))
-    accepted = draw(st.integers(0, num_drafts))
-    return Request(
-        *(tuple(entries), seq_len, num_rows, num_drafts, accepted, tuple(wrong_slots))
-    )
+    sizes = seq_len, num_rows, num_drafts, draw(accepted(num_drafts))
+    return Request(tuple(entries), *sizes, tuple(wrong_slots))

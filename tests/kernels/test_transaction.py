@@ -108,14 +108,13 @@ NOTHING = drafts_in((), (), accepted=(0, 0))
 FEW = {"num_heads": 2, "run_bytes": 8}
 
 
-def layout_for(pages, layout=nhd, block_size=None, **kwargs):
-    block_size = block_size or pages.entry_tokens
-    return layout(pages.num_slots // block_size, block_size, **kwargs)
+def layout_for(pages, layout=nhd, **kwargs):
+    return layout(pages.num_slots // pages.entry_tokens, pages.entry_tokens, **kwargs)
 
 
-def run_pages(device, requests, **kwargs):
-    layouts = [[layout_for(PAGES)] * 2]
-    return run_step(STAGED, device, layouts, requests, PAGES, **kwargs)
+def in_blocks(size, layout, num_entries, entry_tokens):
+    """A layer whose blocks are smaller than its group's entries."""
+    return layout(num_entries * entry_tokens // size, size)
 
 
 def run_example(family, device, *tables, **kwargs):
@@ -135,6 +134,7 @@ TABLES = {
     "mla": [[mla] * 3],
     "padded": [[padded] * 3],
     "three": [[nhd] * 2, [partial(hnd, num_heads=3)], [mla]],
+    "small blocks": [[partial(in_blocks, 2, nhd), partial(in_blocks, 1, hnd), mla]],
     "packed": [[column_major] * 3],
     "interleaved": [[interleaved] * 3],
 }
@@ -284,26 +284,8 @@ def test_the_worked_example(device):
     assert step.published.tolist() == step.counters.tolist()
 
 
-LONG_PAGES = Pages(
-    entry_tokens=32, num_real_entries=9, first_entry=11, span=2, num_seats=3, width=3
-)
-LONG = [
-    Request((1, 2, 3), seq_len=66, num_rows=40, num_drafts=5, accepted=3),
-    Request((4, 5, 0), seq_len=50, num_rows=3, num_drafts=2, accepted=2),
-]
-
-
-@pytest.mark.sanitizer
-def test_an_entry_of_several_blocks(device):
-    """Of other sizes in each layer."""
-    layouts = [
-        layout_for(LONG_PAGES, nhd, 16, num_heads=1, run_bytes=48),
-        layout_for(LONG_PAGES, hnd, 8, num_heads=3, run_bytes=16),
-    ]
-    run_step(STAGED, device, [layouts], LONG, LONG_PAGES)
-
-
 LEFT_ALONE = {
+    "no drafts and no entries": replace(NO_DRAFTS, entries=(0,) * 4),
     "fewer rows than logits": replace(CROSSING, num_rows=3),
     "begins before 0": replace(CROSSING, num_rows=11),
     "more entries than the span": replace(CROSSING, num_rows=9, num_drafts=7),
@@ -325,21 +307,10 @@ def test_windows_left_alone(device, why):
     """They keep their entries and slots, are written in place, and are counted; their
     neighbours are staged."""
     odd = LEFT_ALONE[why]
-    step = run_pages(device, [TARGET_ALONE, odd, NO_DRAFTS])
+    requests = [TARGET_ALONE, odd, NO_DRAFTS]
+    step = run_step(STAGED, device, [[layout_for(PAGES)] * 2], requests, PAGES)
     assert step.saved[:3, 0].tolist() == [3, -odd.num_drafts, 0]
     assert step.counted()[0][5] == odd.num_drafts
-
-
-# More valid tokens than rows, or none, as for a request whose prompt is not done: the
-# target and what is before it are committed all the same.
-OUTSIDE = [[replace(r, accepted=n) for r in EXAMPLE[::2]] for n in (-2, -1, 4, 70)]
-NOWHERE = [NO_DRAFTS, replace(NO_DRAFTS, entries=(0,) * 4)]
-
-
-@pytest.mark.parametrize("form", AcceptanceForm)
-@pytest.mark.parametrize("requests", [*OUTSIDE, [], NOWHERE[:1], NOWHERE])
-def test_acceptance_outside_the_window_and_no_drafts(device, requests, form):
-    run_pages(device, requests, form=form)
 
 
 @pytest.mark.sanitizer
