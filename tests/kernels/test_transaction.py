@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.reference import PAD, Layout, columns, packed_layout, row_layout
@@ -420,14 +420,6 @@ def test_what_a_shadow_has_already(device, history):
 # --- anything: last, as a failure takes minutes to shrink -----------------------------
 
 
-ANY_EXAMPLE = settings(
-    max_examples=150,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
-)
 SMALL = st.one_of(st.just(0), st.integers(0, 24))
 
 
@@ -553,7 +545,7 @@ def paged_requests(draw: st.DrawFn, pages: Pages, row: list[int]) -> Request:
 
 @families
 @pytest.mark.parametrize("is_packed", [False, True])
-@ANY_EXAMPLE
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_steps(device, data, family, is_packed):
     skip_if_packed(is_packed, device)
