@@ -19,11 +19,7 @@ settings.register_profile(
     deadline=None,
     database=None,
     print_blob=True,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("kernels")
 

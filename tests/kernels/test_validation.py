@@ -118,7 +118,7 @@ def test_the_good_arguments_are_good(device, by):
     assert counters.tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]
     for op in (UNSTAGE, STAGE, COMMIT):
         call(op)
-    row_bytes = calls.side.tables[0].slot_bytes
+    row_bytes = sum(layer.layout.slot_bytes for layer in calls.side.layers)
     assert calls.side.counters[0].tolist() == [
         *(2, 6, 1, 5, 0, 0),
         *(2 * row_bytes, 2 * row_bytes),

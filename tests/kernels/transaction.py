@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tests.kernels.reference import (
     PAD,
+    Layer,
     Layout,
     StagedWindow,
-    Table,
     check,
     guarded,
     seats_of,
@@ -171,13 +171,19 @@ class Step:
         misalignment: int = 0,
     ) -> None:
         self.pages, self.device, self.seed = pages, device, seed
-        self.tables: list[Table] = []
-        end = 0
+        self.layers: list[Layer] = []
+        self.tables, self.runs = [], []  # as the ops take them
+        offset = end = 0  # in a row of the log
         for of_table in layouts:
-            first = seed + 100 * len(self.tables)
-            self.tables.append(Table(of_table, device, first, end and end + gap, gap))
-            end = self.tables[-1].log_end
-        self.layers = [layer for table in self.tables for layer in table.layers]
+            rows = []
+            for layout in of_table:
+                self.layers.append(Layer(layout, device, seed + len(self.layers)))
+                rows.append([self.layers[-1].base, *layout.columns, offset])
+                end = offset + layout.slot_bytes
+                offset = end + gap
+            self.tables.append(torch.tensor(rows, device=device))
+            runs = of_table[0].runs
+            self.runs.append(None if runs is None else runs.to(device))
         size = (capacity, end + slack)
         self.undo_log = guarded(size, torch.uint8, device, padding, misalignment)
         self.log_slots = guarded((capacity,), torch.int64, device)
@@ -242,14 +248,14 @@ class Step:
     def arguments(self, op: str, table: int = 0, **more: Any) -> Arguments:
         """As the op's parameters are named. The first call of stage patches, the last
         one of commit_draft_layer undoes."""
-        rows = self.tables[table].rows
+        rows = self.tables[table]
         if op not in (LOG, RESTORE):
             # The column that these ops do not use holds nonsense.
             rows = rows.clone()
             rows[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
         of_table = {
             "table": rows,
-            "runs": self.tables[table].runs,
+            "runs": self.runs[table],
             "counters": self.counters[table],
             "counters_to": self.published[table],
             "patches": table == 0,
