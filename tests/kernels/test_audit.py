@@ -1203,7 +1203,7 @@ def test_steps_without_a_fault_have_no_findings(data):
     other's blocks, also in the step that writes them; sit out; are sent back, as by a
     load that failed, and computed again; end, and their names and blocks are used
     again. A draft of -1 is computed as token 0: vLLM's asynchronous scheduler gives
-    them where there are no drafts yet."""
+    it where there are no drafts yet."""
     draw = data.draw
     world = World(is_undone=draw(st.booleans()))
     is_unknown = False
