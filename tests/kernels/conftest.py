@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from vllm_nwor import ops
 
@@ -14,7 +14,13 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 # The cores are shared: a slow example is no failure. No database: an example that fails
 # becomes a named test.
-settings.register_profile("kernels", deadline=None, database=None, print_blob=True)
+settings.register_profile(
+    "kernels",
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile("kernels")
 
 

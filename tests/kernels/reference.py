@@ -148,35 +148,6 @@ class Layer:
         self.memory[index] = data.to(self.memory.device)
 
 
-class Table:
-    """Layers of one launch, and their rows as the ops take them.
-
-    log_offset: of the first layer's bytes in a row of the log; `gap` bytes lie between
-    layers. log_end: behind the last layer's.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[Layout],
-        device: torch.device,
-        seed: int = 0,
-        log_offset: int = 0,
-        gap: int = 0,
-    ) -> None:
-        self.layers = [
-            Layer(layout, device, seed + i) for i, layout in enumerate(layouts)
-        ]
-        self.slot_bytes = sum(layout.slot_bytes for layout in layouts)
-        rows = []
-        for layer in self.layers:
-            rows.append([layer.base, *layer.layout.columns, log_offset])
-            self.log_end = log_offset + layer.layout.slot_bytes
-            log_offset = self.log_end + gap
-        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
-        runs = layouts[0].runs
-        self.runs = None if runs is None else runs.to(device)
-
-
 def seats_of(seats: Tensor | None, num_reqs: int) -> list[int]:
     return list(range(num_reqs)) if seats is None else seats.tolist()
 

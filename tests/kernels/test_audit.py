@@ -11,15 +11,15 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 import re
 import resource
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -30,6 +30,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
+from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup
@@ -73,8 +74,7 @@ class Request:
     is_opaque: bool = False
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a step does for a request: `num` rows of its text, then drafts, of which
     the first `accepted` are right."""
 
@@ -88,7 +88,10 @@ class World:
     """is_undone: rejected slots are restored, as in mode cow. On the CPU the last of
     several layers is packed (its slots are columns of a block), and in a table of its
     own. is_v2: the V2 runner's hooks see its steps, and its requests have numbers,
-    which are seats. slot_size: heads, and bytes of each."""
+    which are seats. slot_size: heads, and bytes of each.
+
+    local: of what a request found, the tokens that the scheduler knows to have been in
+    the cache. copied: pairs of blocks."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
@@ -102,21 +105,18 @@ class World:
     num_layers: int = NUM_LAYERS
     slot_size: tuple[int, int] = (HEADS, WIDTH)
     max_tokens: int = 64
-    requests: dict[str, Request] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        draw = torch.Generator().manual_seed(7)
+    def __post_init__(self):
         heads, width = self.slot_size
         size = (self.num_layers, self.num_blocks, heads, N, width)
-        caches = torch.randint(0, 256, size, generator=draw, dtype=torch.uint8)
+        caches = random_bytes(math.prod(size), seed=7).view(size)
         self.caches = list(caches.to(self.device))
         layouts = list(map(row_layout, self.caches))
         if self.has_packed:
             columns = self.caches[-1].view(self.num_blocks, heads * width, N)
             starts = torch.arange(heads * width) * N
-            runs = [
-                torch.stack([starts + o, torch.ones_like(starts)], 1) for o in range(N)
-            ]
+            ones = torch.ones_like(starts)
+            runs = [torch.stack([starts + offset, ones], 1) for offset in range(N)]
             layouts[-1] = packed_layout(runs, columns)
             self.caches[-1] = columns.unflatten(1, self.slot_size).transpose(2, 3)
         names = [f"layer{number}" for number in range(self.num_layers)]
@@ -130,42 +130,32 @@ class World:
             groups.append(AuditedGroup(*args))
         args = groups, self.budget, 4, [N] * self.num_groups, memory
         self.audit = Audit(*args, self.loads)
-        self.news: list[Any] = []
-        self.local: dict[str, int] = {}
-        self.copied: list[tuple[int, int]] = []
-        self.finished: list[str] = []
-        self.numbers: dict[str, int] = {}
-        config: Any = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
+        self.requests, self.numbers, self.local = {}, {}, {}
+        self.news, self.finished, self.copied = [], [], []
+        config = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
         of_manager = SimpleNamespace(on_reject=OnReject.RESTORE)
         manager = SimpleNamespace(state=State.IDLE, config=of_manager)
         self.texts = torch.zeros(4, self.max_tokens, dtype=torch.int32).to(self.device)
-        states = SimpleNamespace(
-            req_id_to_index=self.numbers, all_token_ids=SimpleNamespace(gpu=self.texts)
-        )
         self.runner = SimpleNamespace(
             nwor_audit=RunnerAuditV2(self.audit, config, ""),
             nwor_state=SimpleNamespace(manager=manager),
-            req_states=states,
+            req_states=SimpleNamespace(
+                req_id_to_index=self.numbers,
+                all_token_ids=SimpleNamespace(gpu=self.texts),
+            ),
         )
 
     @property
-    def has_packed(self) -> bool:
+    def has_packed(self):
         return self.device.type == "cpu" and self.num_layers > 1
 
-    def counts(self, names: str = "unverified returned") -> tuple[int, ...]:
+    def counts(self, names="unverified returned"):
         totals = self.audit.totals()
         return tuple(totals[name] for name in names.split())
 
     # -- the scheduler -------------------------------------------------------------
 
-    def add(
-        self,
-        name: str,
-        text: Sequence[int],
-        blocks: Sequence[int],
-        hit: int = 0,
-        by_group: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def add(self, name, text, blocks, hit=0, by_group=None):
         self.requests[name] = Request(list(text), list(blocks), hit)
         new = SimpleNamespace(req_id=name, num_computed_tokens=hit, mm_features=[])
         new.block_ids = by_group or [list(blocks)] * self.num_groups
@@ -174,40 +164,82 @@ class World:
         row = self.texts[self.numbers[name]]
         row[: len(text)] = torch.tensor(text, dtype=torch.int32)
 
-    def runs(
-        self,
-        name: str,
-        text: Sequence[int],
-        *args: Any,
-        rejected: tuple[int, ...] = (),
-        **kwargs: Any,
-    ) -> list[Finding]:
+    def runs(self, name, text, *args, rejected=(), **kwargs):
         """A request comes, and all of its text is computed, with drafts behind it that
         are rejected; what was found."""
         self.add(name, text, *args, **kwargs)
         num = len(text) - self.requests[name].computed
         return self.step(**{name: Work(num, rejected, 0)})
 
-    def finish(self, *names: str) -> None:
+    def finish(self, *names):
         for name in names:
             del self.requests[name], self.numbers[name]
             self.finished.append(name)
 
     def step(
         self,
-        slots: Callable[[torch.Tensor], Any] = lambda slots: None,
-        skip: Callable[[int, int], bool] = lambda layer, slot: False,
-        table: Callable[[torch.Tensor], Any] = lambda table: None,
-        restores: bool = True,
-        **rows: Work | int,
-    ) -> list[Finding]:
+        slots=lambda slots: None,
+        skip=lambda layer, slot: False,
+        table=lambda table: None,
+        restores=True,
+        **rows,
+    ):
         """One step; returns what was found in it. rows: the work of each request, or
         how many rows; a text that is too short goes on with token 7. slots, table:
         spoil the slot mapping or the block table. skip: writes that are left out, by
         layer and slot."""
         works = {k: Work(w) if isinstance(w, int) else w for k, w in rows.items()}
-        has_drafts = any(work.drafts for work in works.values())
-        scheduled: Any = SchedulerOutput.make_empty()
+        self._begin(any(work.drafts for work in works.values()))
+        tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
+        blocks = torch.zeros((len(works), self.max_tokens // N), dtype=torch.int32)
+        for row, (name, work) in enumerate(works.items()):
+            request = self.requests[name]
+            blocks[row, : len(request.blocks)] = torch.tensor(request.blocks)
+            first, end = request.computed, request.computed + work.num
+            request.text += [7] * (end - len(request.text))
+            tokens += [*request.text[first:end], *work.drafts]
+            places = range(first, end + len(work.drafts))
+            positions += places
+            mapping += [request.blocks[p // N] * N + p % N for p in places]
+            starts.append(len(tokens))
+            cu_logits.append(cu_logits[-1] + 1 + len(work.drafts))
+        mapping = torch.tensor(mapping, dtype=torch.int64)
+        table(blocks)
+        slots(mapping)
+        batch = Batch(
+            len(works),
+            len(tokens),
+            self._int32(tokens),
+            self._int32(positions).long(),
+            self._int32(starts),
+            [mapping.to(self.device)] * self.num_groups,
+            [blocks.to(self.device)] * self.num_groups,
+        )
+        self._plan(batch, list(works))
+        before = [cache.clone() for cache in self.caches]
+        rows = list(zip(tokens, positions, mapping.tolist(), strict=True))
+        for layer in range(self.num_layers):
+            for token, position, slot in rows:
+                if not skip(layer, slot):
+                    self.write(layer, slot, token, position)
+        for row, (name, work) in enumerate(works.items()):
+            request, kept = self.requests[name], work.num + work.accepted
+            rejected = mapping[starts[row] + kept : starts[row + 1]].tolist()
+            for slot in rejected if self.is_undone and restores else ():
+                for layer in range(self.num_layers):
+                    self.slot(layer, slot)[:] = self.slot(layer, slot, before)
+            if work.accepted:
+                accepted = work.drafts[: work.accepted]
+                request.text[request.computed + work.num :] = accepted
+            request.computed += kept
+        self._resolve(batch, list(works.values()), self._int32(cu_logits))
+        return self.found()
+
+    def _int32(self, values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def _begin(self, has_drafts):
+        scheduled = SchedulerOutput.make_empty()
         for new in self.news:
             new.prompt_embeds = self.requests[new.req_id].is_opaque or None
         scheduled.scheduled_new_reqs = self.news
@@ -216,129 +248,72 @@ class World:
         scheduled.nwor_audit = {name: (None, num) for name, num in self.local.items()}
         scheduled.scheduled_spec_decode_tokens = has_drafts
         self.runner.nwor_audit.begin_step(self.runner, scheduled)
-        self.finished, self.news, self.copied = [], [], []
-        tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
-        blocks = torch.zeros((len(works), self.max_tokens // N), dtype=torch.int32)
-        for row, (name, work) in enumerate(works.items()):
-            request = self.requests[name]
-            blocks[row, : len(request.blocks)] = torch.tensor(request.blocks)
-            first, end = request.computed, request.computed + work.num
-            request.text += [7] * (end - len(request.text))
-            of_row = [*request.text[first:end], *work.drafts]
-            places = range(first, first + len(of_row))
-            tokens += of_row
-            positions += places
-            mapping += [request.blocks[p // N] * N + p % N for p in places]
-            starts.append(len(tokens))
-            cu_logits.append(cu_logits[-1] + 1 + len(work.drafts))
-        slot_mapping = torch.tensor(mapping, dtype=torch.int64)
-        table(blocks)
-        slots(slot_mapping)
-        batch = Batch(
-            len(works),
-            len(tokens),
-            torch.tensor(tokens, dtype=torch.int32, device=self.device),
-            torch.tensor(positions, dtype=torch.int64, device=self.device),
-            torch.tensor(starts, dtype=torch.int32, device=self.device),
-            [slot_mapping.to(self.device)] * self.num_groups,
-            [blocks.to(self.device)] * self.num_groups,
-        )
-        self._plan(batch, list(works))
-        before = [cache.clone() for cache in self.caches]
-        for layer in range(self.num_layers):
-            for token, position, slot in zip(
-                tokens, positions, slot_mapping.tolist(), strict=True
-            ):
-                if not skip(layer, slot):
-                    self.write(layer, slot, token, position)
-        for row, (name, work) in enumerate(works.items()):
-            request = self.requests[name]
-            first = starts[row] + work.num + work.accepted
-            rejected = slot_mapping[first : starts[row + 1]].tolist()
-            for slot in rejected if self.is_undone and restores else ():
-                for layer in range(self.num_layers):
-                    self.slot(layer, slot)[:] = self.slot(layer, slot, before)
-            request.computed += work.num + work.accepted
-            if work.accepted:
-                right = work.drafts[: work.accepted]
-                request.text[request.computed - work.accepted :] = right
-        cu_num_logits = torch.tensor(cu_logits, dtype=torch.int32, device=self.device)
-        self._resolve(batch, list(works.values()), cu_num_logits)
-        return self.found()
+        self.news, self.finished, self.copied = [], [], []
 
-    def _plan(self, batch: Batch, names: list[str]) -> None:
+    def _plan(self, batch, names):
         if not self.is_v2:
-            self.audit.plan(batch, names, lambda row: self._text(names[row]))
+
+            def text_of(row):
+                request = self.requests[names[row]]
+                text = request.text[: request.computed]
+                return torch.tensor(text, dtype=torch.int32), None
+
+            self.audit.plan(batch, names, text_of)
             return
-        numbers = [self.numbers[name] for name in names]
         self.v2_batch = SimpleNamespace(
             req_ids=names,
-            idx_mapping=torch.tensor(numbers, device=self.device).long(),
+            idx_mapping=self._int32([self.numbers[name] for name in names]).long(),
             input_ids=batch.tokens,
             **batch._asdict(),
         )
         given = batch.block_tables, torch.stack(batch.slot_mappings)
         self.runner.nwor_audit.plan(self.runner, self.v2_batch, *given)
 
-    def _resolve(
-        self, batch: Batch, works: list[Work], cu_num_logits: torch.Tensor
-    ) -> None:
+    def _resolve(self, batch, works, cu_num_logits):
         if not self.is_v2:
-            sampled = torch.full((len(works), 8), -1, dtype=torch.int32)
-            for row, work in zip(sampled, works, strict=True):
-                row[: 1 + work.accepted] = 9
-            accepted = SampledIds(sampled.to(self.device), 100)
-            rows = cu_num_logits[1:]
-            self.audit.resolve(rows, accepted, self.is_undone)
+            sampled = [[9] * (1 + w.accepted) + [-1] * (7 - w.accepted) for w in works]
+            ids = self._int32(sampled).view(len(works), 8)
+            accepted = SampledIds(ids, 100)
+            self.audit.resolve(cu_num_logits[1:], accepted, self.is_undone)
             return
-        rejected = [len(work.drafts) - work.accepted for work in works]
-        num_rejected = torch.tensor(rejected, dtype=torch.int32, device=self.device)
+        num_rejected = self._int32([len(w.drafts) - w.accepted for w in works])
         self.v2_batch.cu_num_logits = cu_num_logits
         self.v2_batch.num_draft_tokens = sum(len(work.drafts) for work in works)
-        result = (None, None, num_rejected)
-        of_runner = self.runner.nwor_audit
+        of_runner, result = self.runner.nwor_audit, (None, None, num_rejected)
         of_runner.resolve(self.runner, result, self.v2_batch, self.is_undone)
 
-    def _text(self, name: str) -> tuple[torch.Tensor, None]:
-        request = self.requests[name]
-        return torch.tensor(request.text[: request.computed], dtype=torch.int32), None
-
-    def hand_on(self, *args: Any, **kwargs: Any) -> list[Finding]:
+    def hand_on(self, *args, **kwargs):
         """A KV connector takes or fills blocks; what is found until a step's end."""
         self.audit.hand_on(*args, **kwargs)
         return self.step()
 
-    def found(self) -> list[Finding]:
+    def found(self):
         return self.audit.outbox.take(self.audit.outbox.num_sent).findings
 
     # -- the cache -----------------------------------------------------------------
 
-    def slot(
-        self, layer: int, slot: int, caches: list[torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def slot(self, layer, slot, caches=None):
         """[heads, width]: a view of a slot's bytes; what the layouts say, once more."""
         block, offset = divmod(slot, N)
         return (caches or self.caches)[layer][block, :, offset]
 
-    def write(self, layer: int, slot: int, token: int, position: int) -> None:
+    def write(self, layer, slot, token, position):
         seed = zlib.crc32(f"{layer} {token} {position}".encode())
-        draw = torch.Generator().manual_seed(seed)
-        self.slot(layer, slot)[:] = torch.randint(
-            0, 256, self.slot_size, generator=draw, dtype=torch.uint8
-        )
+        data = random_bytes(math.prod(self.slot_size), seed)
+        self.slot(layer, slot)[:] = data.view(self.slot_size)
 
-    def fill(self, text: Sequence[int], first: int = 0, blocks: Any = (1, 2)) -> None:
+    def fill(self, text, first=0, blocks=(1, 2)):
         """A load writes a text from position `first` on."""
         for position, token in enumerate(text[first:], first):
             slot = blocks[position // N] * N + position % N
             for layer in range(self.num_layers):
                 self.write(layer, slot, token, position)
 
-    def spoil(self, layer: int, slot: int, byte: Any = (0, 0), bits: int = 1) -> None:
+    def spoil(self, layer, slot, byte=(0, 0), bits=1):
         self.slot(layer, slot)[byte] ^= bits
 
 
-def fields(found: list[Finding], names: str = "kind") -> list[Any]:
+def fields(found, names="kind"):
     """These fields of each finding; writer: its request."""
     rows = []
     for finding in found:
@@ -348,7 +323,7 @@ def fields(found: list[Finding], names: str = "kind") -> list[Any]:
     return rows
 
 
-def mix(value: int) -> int:
+def mix(value):
     """splitmix64's finaliser, of what audit_rules.h says of H and of checksums."""
     mask = 2**64 - 1
     value = value & mask
@@ -360,12 +335,12 @@ def mix(value: int) -> int:
 GAMMA = 0x9E3779B97F4A7C15
 
 
-def identity(text: Sequence[int]) -> int:
+def identity(text):
     """H of a text."""
     return sum(mix(t * GAMMA + mix(p + 1)) for p, t in enumerate(text)) % 2**64
 
 
-def checksum(slot: torch.Tensor) -> int:
+def checksum(slot):
     """Of a slot's bytes in a layer."""
     data = bytes(slot.flatten().tolist())
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
@@ -376,7 +351,7 @@ TEXT = list(range(10, 40))
 OTHER = list(range(50, 80))
 
 
-def prefilled(other: Sequence[int] = OTHER, **settings: Any) -> World:
+def prefilled(other=OTHER, **settings):
     """Two requests, both with two full blocks and a part of a third."""
     world = World(**settings)
     world.add("a", TEXT[:10], [1, 2, 3, 7, 8])
@@ -385,21 +360,15 @@ def prefilled(other: Sequence[int] = OTHER, **settings: Any) -> World:
     return world
 
 
-def computed(**settings: Any) -> World:
-    """One request with two full blocks."""
+def computed(*rejected, **settings):
+    """One request with two full blocks; the last slots hold rejected drafts."""
     world = World(**settings)
-    assert world.runs("a", TEXT[:8], [1, 2]) == []
+    text = TEXT[: 2 * N - len(rejected)]
+    assert world.runs("a", text, [1, 2], rejected=rejected) == []
     return world
 
 
-def with_rejected(**settings: Any) -> World:
-    """One request, whose second block ends with a rejected draft."""
-    world = World(**settings)
-    assert world.runs("a", TEXT[:7], [1, 2], rejected=(77,)) == []
-    return world
-
-
-def decode(world: World, count: int = 1) -> list[Finding]:
+def decode(world, count=1):
     works = dict.fromkeys(world.requests, 1)
     return [finding for _ in range(count) for finding in world.step(**works)]
 
@@ -522,29 +491,19 @@ def test_a_write_to_a_prefix_cached_block():
     assert fields(found, "kind slot owner")[0] == ("foreign_write", 4 * N + 3, "b")
 
 
-@pytest.mark.parametrize(
-    ("slot", "kinds"),
-    [
-        (3 * N + 1, ["foreign_write", "wrong_prefix"]),  # of its own block
-        (NUM_BLOCKS * N, ["foreign_write"]),  # behind the cache
-    ],
-)
-def test_a_write_to_a_wrong_slot(slot, kinds):
-    world = prefilled()
+@pytest.mark.parametrize("slot", [3 * N + 1, NUM_BLOCKS * N])
+def test_a_write_to_a_wrong_slot(slot):
+    """Of its own block; behind the cache, where there is nothing to read either."""
     behind = NUM_BLOCKS * N
-    found = world.step(
+    found = prefilled().step(
         a=1, slots=lambda s: s.fill_(slot), skip=lambda _, slot: slot >= behind
     )
-    assert fields(found) == kinds
+    assert fields(found) == ["foreign_write", "wrong_prefix"][: 1 + (slot < behind)]
     expected = slot, str(3 * N + 2), str(slot)
     assert fields(found, "slot expected found")[0] == expected
 
 
 # --- wrong_prefix ---------------------------------------------------------------------
-
-
-def swap(table: torch.Tensor) -> None:
-    table.copy_(table.flip(0))
 
 
 # Each block of the text, reversed.
@@ -556,6 +515,10 @@ TURNED = [TEXT[i ^ (N - 1)] for i in range(9)]
 def test_swapped_tables(budget, other):
     """Also of the same tokens in another order."""
     world = prefilled(other, budget=budget)
+
+    def swap(table):
+        table.copy_(table.flip(0))
+
     assert fields(world.step(a=0, b=0, table=swap), "kind slot owner writer") == [
         ("wrong_prefix", 4 * N + 3, "a", "b"),
         ("wrong_prefix", 5 * N + 3, "a", "b"),
@@ -578,7 +541,7 @@ def test_a_hit_on_another_text_names_its_first_wrong_slot():
 
 def test_a_hit_on_a_rejected_draft():
     text = [*TEXT[:7], 77, 7]
-    found = with_rejected().runs("b", text, [1, 2, 3], hit=8)
+    found = computed(77).runs("b", text, [1, 2, 3], hit=8)
     assert fields(found, "kind slot") == [("wrong_prefix", 2 * N + 3)]
 
 
@@ -642,9 +605,9 @@ def test_a_rejected_draft_that_is_not_undone():
     world = prefilled(is_undone=True)
     found = world.step(a=Work(1, (31, 32), 1), restores=False)
     # In each of the tables of layers; position 12 is the first of block 7.
-    assert fields(found, "kind slot num_layers writer") == [
-        ("changed", 7 * N, num, "a") for num in ([2, 1] if world.has_packed else [3])
-    ]
+    sizes = [2, 1] if world.has_packed else [3]
+    expected = [("changed", 7 * N, num, "a") for num in sizes]
+    assert fields(found, "kind slot num_layers writer") == expected
 
 
 def test_the_budget_is_kept_and_the_cursor_goes_around():
@@ -665,13 +628,10 @@ def test_the_budget_is_kept_and_the_cursor_goes_around():
 # --- missing_write --------------------------------------------------------------------
 
 
-TWO_ROWS = Work(1, (31,), 1)
-
-
 @pytest.mark.parametrize(
     ("rows", "layers", "expected"),
     [
-        ({"a": TWO_ROWS}, [1], [("layer1", 1, 11, "a")]),
+        ({"a": Work(1, (31,), 1)}, [1], [("layer1", 1, 11, "a")]),
         ({"a": 1}, [0, 1], [("layer0", 2, 10, "a")]),
         # One checksum that agrees is not yet a finding: 32 bits agree by chance once
         # in billions, and a cache has billions.
@@ -695,9 +655,9 @@ def test_what_was_not_written_over_another_text():
     world = prefilled()
     world.finish("b")
     world.add("c", TEXT[:1], [4])
-    for finding in world.step(c=1, skip=lambda *_: True):
-        expected = "missing_write", hex(identity(TEXT[:1])), hex(identity(OTHER[:1]))
-        assert fields([finding], "kind expected found") == [expected]
+    found = world.step(c=1, skip=lambda *_: True)
+    expected = "missing_write", hex(identity(TEXT[:1])), hex(identity(OTHER[:1]))
+    assert set(fields(found, "kind expected found")) == {expected}
 
 
 def test_the_same_token_again_need_not_change_anything():
@@ -738,7 +698,7 @@ def test_what_a_failed_step_left_behind_is_not_believed():
 # --- KV connectors --------------------------------------------------------------------
 
 
-def filling(loads: Loads = Loads.KNOWN, **settings: Any) -> World:
+def filling(loads=Loads.KNOWN, **settings):
     """A load is to fill the first two blocks, which hold what another text left; the
     audit is informed, if it is of such a connector."""
     world = computed(loads=loads, **settings)
@@ -752,9 +712,8 @@ def test_a_load_that_wrote_nothing():
     world = filling()
     world.fill(OTHER[:4])  # its first block was loaded, the second was not
     found = world.runs("b", OTHER[:9], [1, 2, 3], hit=8)
-    assert fields(found, "kind slot owner") == [
-        ("never_loaded", 2 * N + offset, "b") for offset in range(4)
-    ]
+    never = [("never_loaded", 2 * N + offset, "b") for offset in range(4)]
+    assert fields(found, "kind slot owner") == never
     assert world.step(b=0) == []
 
 
@@ -776,24 +735,20 @@ def test_drafts_behind_what_was_loaded_into_their_block(loads):
     assert decode(world) == []
 
 
-def test_a_load_into_what_was_another_groups_block():
-    """Its request never comes; the block goes back to the first group, where a draft
-    is undone."""
-    world = World(num_groups=2, is_undone=True, loads=Loads.KNOWN)
-    world.runs("a", TEXT[:4], [1], by_group=[[1], []])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_load_whose_request_never_comes(num_groups):
+    """Not known; or into what was another group's block, to which it goes back. A draft
+    is undone there."""
+    loads = [Loads.UNKNOWN, Loads.KNOWN][num_groups - 1]
+    world = World(num_groups=num_groups, is_undone=True, loads=loads)
+    of_first = {"by_group": [[1], []][:num_groups]}
+    world.runs("a", TEXT[:4], [1], **of_first)
     world.finish("a")
-    world.audit.hand_on([[], [1]], fills=True)
+    if loads is Loads.KNOWN:
+        world.audit.hand_on([[], [1]], fills=True)
     world.fill(OTHER[:4])
-    found = world.runs("b", [91], [1], by_group=[[1], []], rejected=(77,))
+    found = world.runs("b", [91], [1], rejected=(77,), **of_first)
     assert [finding for finding in found if finding.group == 0] == []
-
-
-def test_a_load_that_is_not_known_and_whose_request_never_comes():
-    world = World(is_undone=True, loads=Loads.UNKNOWN)
-    world.runs("a", TEXT[:4], [1])
-    world.finish("a")
-    world.fill(OTHER[:4])
-    assert world.runs("b", [91], [1], rejected=(77,)) == []
 
 
 def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
@@ -833,28 +788,19 @@ def test_what_was_found_in_the_cache_and_not_loaded_is_verified(source):
     assert fields(decode(world)) == ["changed"]
 
 
-def stored(**settings: Any) -> World:
+def stored(*rejected, **settings):
     """The first two blocks of a text were stored to places 6 and 7, and another request
     has taken the blocks."""
-    world = computed(loads=Loads.KNOWN, **{"num_stored": 4} | settings)
-    world.audit.hand_on([[1, 2]], places=[[6, 7]])
-    taken(world)
-    return world
-
-
-def taken(world: World) -> None:
-    """By another request."""
+    world = computed(*rejected, loads=Loads.KNOWN, **{"num_stored": 4} | settings)
+    found = world.hand_on([[1, 2]], places=[[6, 7]])
+    assert fields(found) == ["handed_on"] * len(rejected)
     world.finish("a")
     assert world.runs("b", OTHER[:8], [1, 2]) == []
     world.finish("b")
+    return world
 
 
-def loaded(
-    world: World,
-    text: Sequence[int] = TEXT,
-    brings: Sequence[int] = TEXT,
-    then: Callable[[], Any] = lambda: None,
-) -> list[Finding]:
+def loaded(world, text=TEXT, brings=TEXT, then=lambda: None):
     """A request of `text`, whose first two blocks a load fills from these places.
     then: happens before anybody looks at what it brought."""
     world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
@@ -932,19 +878,8 @@ def test_a_place_holds_what_was_stored_last():
 
 
 def test_what_later_stores_took_the_room_of_is_unverified():
-    world = stored(num_stored=2)
-
-    def store() -> None:
-        assert world.runs("d", OTHER[:4], [4]) == []
-        world.audit.hand_on([[4]], places=[[8]])
-
-    assert loaded(world, then=store) == []
-    assert world.counts() == (N, N)
-
-
-def test_what_later_stores_took_the_room_of_is_unverified_beyond_the_budget():
-    """The block is looked at when others have been stored: no finding, whatever is in
-    it. Four blocks are looked at when a request comes, and one in each step."""
+    """A block is looked at when others have been stored: no finding, whatever is in it.
+    Four blocks are looked at when a request comes, and one in each step."""
     world = World(loads=Loads.KNOWN, num_stored=6, budget=1)
     blocks = [1, 2, 3, 4, 5, 6]
     assert world.runs("a", TEXT[:24], blocks) == []
@@ -962,9 +897,7 @@ def test_what_later_stores_took_the_room_of_is_unverified_beyond_the_budget():
 
 
 def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back():
-    world = with_rejected(loads=Loads.KNOWN, num_stored=4)
-    assert fields(world.hand_on([[1, 2]], places=[[6, 7]])) == ["handed_on"]
-    taken(world)
+    world = stored(77)
     assert loaded(world, TEXT, brings=[*TEXT[:7], 77]) == []
     assert world.counts() == (1, 7)
 
@@ -975,22 +908,15 @@ def test_a_copied_block_comes_from_the_same_store():
     world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
     world.copied = [(2, 11)]
     world.fill(TEXT[:8])
-    world.fill(TEXT[:8], 4, (1, 10))
     world.fill(TEXT[:8], 4, (1, 11))
     world.add("c", [*TEXT[:8], 7], [1, 11, 3], hit=8)
     world.spoil(0, 11 * N)
     assert fields(world.step(c=1), "kind slot") == [("handed_on", 11 * N)]
 
 
-@pytest.mark.parametrize("block", [-1, NUM_BLOCKS])
-def test_a_block_that_is_not_in_the_cache_is_refused(block):
-    with pytest.raises(RuntimeError, match=rf"blocks\[1\] is {block}; must be between"):
-        World().audit.hand_on([[1, block]])
-
-
 @pytest.mark.parametrize("is_undone", [False, True])
 def test_a_block_with_a_rejected_draft_is_handed_on(is_undone):
-    world = with_rejected(is_undone=is_undone)
+    world = computed(77, is_undone=is_undone)
     assert world.hand_on([[1]]) == []
     found = world.hand_on([[1, 2]])
     expected = [("handed_on", 2 * N + 3, 7, "a")]
@@ -1026,7 +952,7 @@ def test_a_copied_block_is_known(is_announced):
     assert fields(world.step(a=0, b=0)) == ([] if is_announced else ["wrong_prefix"])
 
 
-def without_host(world: World, count: int, *blocks: int, rows: Any = None) -> None:
+def without_host(world, count, *blocks, rows=None):
     """Steps before each of which blocks change, and that the host does not ask for."""
     found, world.found = world.found, lambda: []
     for _ in range(count):
@@ -1066,10 +992,10 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
 class LateOutput:
     """An asynchronous one, as vLLM has them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.output = SimpleNamespace(req_ids=["a"])
 
-    def get_output(self) -> Any:
+    def get_output(self):
         return self.output
 
 
@@ -1128,69 +1054,59 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
         output.get_output()
 
 
-@pytest.mark.parametrize(
-    ("tensor", "value", "message"),
-    [
-        (1, 4, "row_seats[0] is 4; must be between"),
-        (2, 9, "query_start_loc[0] is 9; must be 0"),
-    ],
-)
-def test_a_batch_that_makes_no_sense_is_refused(device, tensor, value, message):
-    world = prefilled()
-    plan = world.audit.plan
-
-    def spoiled(*args):
-        plan(*args)
-        rows = world.audit._rows(world.audit.groups[0], world.audit._open.batch)
-        rows[tensor].fill_(value)
-
-    world.audit.plan = spoiled
-    if device.type == "cuda":  # where no value is known to the host: left alone
-        assert world.step(a=1, b=0) == []
-        return
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        world.step(a=1, b=0)
+# An op's argument, by number; what becomes of it, and what is said.
+REFUSED = [
+    ("resolve", 1, lambda t: torch.full_like(t, 4), "row_seats[0] is 4; must be betwe"),
+    ("resolve", 2, lambda t: torch.full_like(t, 9), "query_start_loc[0] is 9; must"),
+    (
+        "resolve",
+        12,
+        lambda _: torch.tensor([[2, 0, 0]]),
+        "hits[0] is of row 2; must be",
+    ),
+    ("resolve", 12, lambda _: torch.tensor([[0, 0]]), "hits"),
+    ("blocks", 2, lambda t: t - 2, "blocks[1] is -1; must be between"),
+    ("blocks", 2, lambda t: t + 14, f"blocks[0] is {NUM_BLOCKS}; must be between"),
+    ("snapshot", 0, lambda t: t[:-1].clone(), "for each table of layers"),
+    ("snapshot", 0, torch.Tensor.int, "tables has dtype Int; must be Long"),
+]
 
 
-@pytest.mark.parametrize(
-    ("hits", "message"),
-    [([[2, 0, 0]], "hits[0] is of row 2; must be between 0 and 1"), ([[0, 0]], "hits")],
-)
-def test_a_hit_of_no_row_is_refused(device, hits, message):
+@pytest.mark.parametrize(("op", "number", "change", "said"), REFUSED)
+def test_what_makes_no_sense_is_refused(device, op, number, change, said):
     world = prefilled()
     world.audit._ops = copy.copy(world.audit._ops)
-    resolve = world.audit._ops.audit_resolve
+    called = getattr(world.audit._ops, f"audit_{op}")
 
     def spoiled(*args):
-        resolve(*args[:12], torch.tensor(hits), *args[13:])
+        called(*args[:number], change(args[number]), *args[number + 1 :])
 
-    world.audit._ops.audit_resolve = spoiled
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        world.step(a=1, b=0)
-
-
-def test_what_is_no_description_of_tables_is_refused():
-    tables = World().audit.groups[0].tables
-    for wrong, message in (
-        (tables[:-1].clone(), "for each table of layers"),
-        (tables.int(), "tables has dtype Int; must be Long"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            ops.audit_snapshot(wrong, False)
+    setattr(world.audit._ops, f"audit_{op}", spoiled)
+    # On CUDA the host knows no value of what is there: it is left alone.
+    is_known = device.type == "cpu" or number not in (1, 2) or op == "blocks"
+    refused = pytest.raises(RuntimeError, match=re.escape(said))
+    with refused if is_known else nullcontext():
+        world.audit.snapshot()
+        world.audit.hand_on([[2, 1]])
+        assert world.step(a=1, b=0) == []
 
 
 @pytest.mark.parametrize("budget", [0, EVERYTHING])
 def test_what_is_reserved_is_enough(device, budget):
     shape = GroupShape(0, N, N, NUM_BLOCKS, 8, num_stored=5)
-    size = num_bytes(shape, NUM_LAYERS, 4, 64, budget > 0)
-    memory = DeviceMemory(device, torch.empty(size, dtype=torch.uint8, device=device))
+    sizes = 4, 64, budget > 0
+    size = num_bytes(shape, NUM_LAYERS, *sizes)
     layers = World(budget=budget).audit.groups[0].layers
-    group = AuditedGroup(shape, layers, 4, 64, budget > 0, memory)
-    audit = Audit([group], budget, 4, [N], memory)
-    assert audit.num_bytes <= size
-    short = DeviceMemory(device, torch.empty(900, dtype=torch.uint8, device=device))
+
+    def memory(size):
+        storage = torch.empty(size, dtype=torch.uint8, device=device)
+        return DeviceMemory(device, storage)
+
+    enough = memory(size)
+    group = AuditedGroup(shape, layers, *sizes, enough)
+    assert Audit([group], budget, 4, [N], enough).num_bytes <= size
     with pytest.raises(ValueError, match="does not fit the storage"):
-        AuditedGroup(shape, layers, 4, 64, budget > 0, short)
+        AuditedGroup(shape, layers, *sizes, memory(900))
 
 
 def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
@@ -1199,37 +1115,32 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     sizes["dtype"] = torch.bfloat16
     specs = {f"layer{i}": FullAttentionSpec(**sizes) for i in range(32)}
     cache = SimpleNamespace(kv_cache_memory_bytes=room, num_gpu_blocks_override=None)
+    scheduler = SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192)
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(),
         cache_config=cache,
         model_config=SimpleNamespace(max_model_len=8192),
-        scheduler_config=SimpleNamespace(
-            max_num_seqs=1024, max_num_batched_tokens=8192
-        ),
+        scheduler_config=scheduler,
     )
-    runner = SimpleNamespace(
-        device=torch.device("cpu"),
-        get_kv_cache_spec=lambda: specs,
-        vllm_config=vllm_config,
-    )
+    runner = SimpleNamespace(device=torch.device("cpu"), vllm_config=vllm_config)
+    runner.get_kv_cache_spec = lambda: specs
 
-    def reserved():
+    def reserved(is_hooked):
+        # An engine of an earlier test may have hooked the connector in this process.
+        monkeypatch.setattr(startup.offloading, "is_hooked", lambda: is_hooked)
         return startup.reserved_bytes(runner, SimpleNamespace(audit_mib=32))
 
-    size = reserved()
+    size = reserved(False)
     assert 0.0012 * room < size <= 0.0015 * room
     transfer = SimpleNamespace(kv_connector="OffloadingConnector")
     vllm_config.kv_transfer_config = transfer
-    # An engine of an earlier test may have hooked the connector in this process.
-    monkeypatch.setattr(startup.offloading, "is_hooked", lambda: False)
-    assert reserved() == size
-    monkeypatch.setattr(startup.offloading, "is_hooked", lambda: True)
-    assert 1.1 * size < reserved() <= 0.0015 * room
+    assert reserved(False) == size
+    assert 1.1 * size < reserved(True) <= 0.0015 * room
     cache.num_gpu_blocks_override = 1000
-    assert reserved() < size / 10
+    assert reserved(True) < size / 10
     specs["other"] = SlidingWindowSpec(**sizes, sliding_window=64)
     with pytest.raises(ValueError, match="2 kinds of layers"):
-        reserved()
+        reserved(True)
 
 
 @pytest.mark.parametrize("has_ended", [False, True])

@@ -66,7 +66,7 @@ def test_bytes_are_those_of_a_small_cache(device, family, far):
         distant.memory[wrapped] = 200
         distant.memory[index] = near.memory[near.index(used)]
         row = [distant.base, *distant.layout.columns, 0]
-        large.tables[0].rows = torch.tensor([row], device=device)
+        large.tables[0] = torch.tensor([row], device=device)
     for op in family:
         for step in (small, large):
             if op is family[0]:
@@ -100,7 +100,7 @@ def test_slots_of_shadow_blocks(device):
     cache[wrapped] = 200
     step = Step(device, [[nhd()]], pages)
     row = [cache.data_ptr(), entry_tokens, 1, 0, 1, 1, entry_tokens, first_entry + 1, 0]
-    step.tables[0].rows = torch.tensor([row], device=device)
+    step.tables[0] = torch.tensor([row], device=device)
     step.load([Request((3,), seq_len=5, num_rows=3, num_drafts=2, accepted=2)])
 
     ops.stage(**step.arguments(STAGE))

@@ -29,7 +29,7 @@ def test_a_table_that_lies_about_its_blocks(device):
     step = Step(device, [[nhd(num_blocks=1)]], capacity=1)
     step.load(drafts_in([16 * 4096 - 1], accepted=[0]))
     # The table says 4096 blocks; the allocation has one.
-    step.tables[0].rows[0, ops.TABLE_COLUMNS.index("num_blocks")] = 4096
+    step.tables[0][0, ops.TABLE_COLUMNS.index("num_blocks")] = 4096
     ops.log_cache_slots(**step.arguments(LOG))
     if device.type == "cuda":
         torch.cuda.synchronize()

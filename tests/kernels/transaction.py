@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tests.kernels.reference import (
     PAD,
+    Layer,
     Layout,
     StagedWindow,
-    Table,
     check,
     guarded,
     seats_of,
@@ -61,11 +61,10 @@ class AcceptanceForm(enum.Enum):
             return acceptance(num_rejected=num_rejected)
         width = max((0, *drafts, *accepted)) + 1
         invalid = VOCAB_SIZE if self is AcceptanceForm.PLACEHOLDER else -1
-        tokens = torch.full((len(drafts), width), invalid, dtype=torch.int32)
-        valid = itertools.cycle([0, VOCAB_SIZE - 1])  # its first token and its last
-        for row, num_accepted in zip(tokens, accepted, strict=True):
-            for column in range(num_accepted + 1):
-                row[column] = next(valid)
+        columns = torch.arange(width)
+        valid = columns % 2 * (VOCAB_SIZE - 1)  # the first token and the last
+        num_valid = torch.tensor(accepted, dtype=torch.int32)[:, None] + 1
+        tokens = torch.where(columns < num_valid, valid, invalid).int()
         if self is AcceptanceForm.BEHIND:
             tokens = torch.nn.functional.pad(tokens.flip(1), (70, 0), value=-1)
         if self is AcceptanceForm.STRIDED:
@@ -83,13 +82,6 @@ def acceptance(
         "vocab_size": VOCAB_SIZE if num_rejected is None else 0,
         "num_rejected": num_rejected,
     }
-
-
-def published(num_rows: int, device: torch.device) -> Tensor:
-    """[num_rows, 8] int64 that the ops publish counters to, a guard on each side."""
-    size = (num_rows + 2, NUM_COUNTERS)
-    memory = torch.full(size, -3, pin_memory=device.type == "cuda")
-    return memory[1:-1]
 
 
 @dataclass(frozen=True)
@@ -179,13 +171,19 @@ class Step:
         misalignment: int = 0,
     ) -> None:
         self.pages, self.device, self.seed = pages, device, seed
-        self.tables: list[Table] = []
-        end = 0
+        self.layers: list[Layer] = []
+        self.tables, self.runs = [], []  # as the ops take them
+        offset = end = 0  # in a row of the log
         for of_table in layouts:
-            first = seed + 100 * len(self.tables)
-            self.tables.append(Table(of_table, device, first, end and end + gap, gap))
-            end = self.tables[-1].log_end
-        self.layers = [layer for table in self.tables for layer in table.layers]
+            rows = []
+            for layout in of_table:
+                self.layers.append(Layer(layout, device, seed + len(self.layers)))
+                rows.append([self.layers[-1].base, *layout.columns, offset])
+                end = offset + layout.slot_bytes
+                offset = end + gap
+            self.tables.append(torch.tensor(rows, device=device))
+            runs = of_table[0].runs
+            self.runs.append(None if runs is None else runs.to(device))
         size = (capacity, end + slack)
         self.undo_log = guarded(size, torch.uint8, device, padding, misalignment)
         self.log_slots = guarded((capacity,), torch.int64, device)
@@ -196,7 +194,9 @@ class Step:
         size = (len(layouts), NUM_COUNTERS)
         self.counters = guarded(size, torch.int64, device)
         self.counters[:] = FIRST_COUNTS.to(device)
-        self.published = published(len(layouts), device)
+        size = (len(layouts) + 2, NUM_COUNTERS)  # a guard on each side
+        published = torch.full(size, -3, pin_memory=device.type == "cuda")
+        self.published = published[1:-1]
 
     def counted(self) -> list[list[int]]:
         """By each table's launches."""
@@ -248,14 +248,14 @@ class Step:
     def arguments(self, op: str, table: int = 0, **more: Any) -> Arguments:
         """As the op's parameters are named. The first call of stage patches, the last
         one of commit_draft_layer undoes."""
-        rows = self.tables[table].rows
+        rows = self.tables[table]
         if op not in (LOG, RESTORE):
             # The column that these ops do not use holds nonsense.
             rows = rows.clone()
             rows[:, ops.TABLE_COLUMNS.index("log_offset")] = -7
         of_table = {
             "table": rows,
-            "runs": self.tables[table].runs,
+            "runs": self.runs[table],
             "counters": self.counters[table],
             "counters_to": self.published[table],
             "patches": table == 0,
@@ -280,6 +280,7 @@ class Step:
     def stage(
         self, requests: Sequence[Request], seats: Sequence[int] | None = None
     ) -> None:
+        """The next step's launches of stage."""
         self.step += 1
         self.load(requests, seats)
         self.check_tables(STAGE)
@@ -320,12 +321,6 @@ class Step:
                 if draw.random() < 0.5:
                     offset = draw.choice((position, position + 1)) % tokens
                     self.slot_mapping[row] = draw.choice(values) * tokens + offset
-
-    def commit(self, form: AcceptanceForm = AcceptanceForm.SAMPLED) -> None:
-        self.check_tables(COMMIT, form)
-
-    def unstage(self) -> None:
-        self.check(UNSTAGE)
 
 
 def run_step(
