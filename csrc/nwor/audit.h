@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The KV audit: what it keeps of slots and requests, and the launchers' arguments.
-// audit_rules.h has what is done with a row, audit_passes.h who does it, on the CPU and
-// on CUDA alike. It reads caches and never writes them.
+// audit_rules.h has what is compared, on the CPU and on CUDA alike. It reads caches and
+// never writes them.
 //
 // A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
 // the position of what was written there: equal for equal texts, and a sum, so that
@@ -190,43 +190,34 @@ struct AuditPart {
   RunList runs;
   int64_t first_column;
   int64_t is_last;  // of the group
-
-  // [num_layers]: what is known of a slot.
-  NWOR_HOST_DEVICE int32_t* known(const AuditGroup& group, int64_t slot) const {
-    return group.contents + slot * group.num_columns + first_column;
-  }
 };
 constexpr int64_t kPartColumns = sizeof(AuditPart) / sizeof(int64_t);
 
-struct AuditBatch {
+// What all calls of a step get.
+struct AuditStep : AuditGroup {
   IndexArray row_seats;            // [num_reqs]
   const int32_t* query_start_loc;  // [num_reqs + 1]
   int64_t num_reqs;
   const int32_t* block_table;  // [num_reqs, width], rows may be strided
   int64_t table_stride;
   int64_t width;
-};
-
-// What all calls of a step get.
-struct AuditStep {
-  AuditGroup group;
-  AuditBatch batch;
   int64_t num_tokens;
   int64_t step;
 
   // The slot of `position` by the block table; -1: the table does not go so far.
   // With entries of 16 positions, position 35 is offset 3 of the third entry.
   NWOR_HOST_DEVICE int64_t slot(int64_t r, int64_t position) const {
-    const int64_t entry = position / group.entry_tokens;
-    if (position < 0 || entry >= batch.width) {
+    const int64_t entry = position / entry_tokens;
+    if (position < 0 || entry >= width) {
       return -1;
     }
-    return batch.block_table[r * batch.table_stride + entry] * group.entry_tokens +
-           position % group.entry_tokens;
+    return block_table[r * table_stride + entry] * entry_tokens +
+           position % entry_tokens;
   }
 };
 
 struct AuditPlanArgs : AuditStep {
+  static constexpr const char* kOp = "audit_plan";
   const int32_t* tokens;
   const int64_t* positions;
   const int64_t* slot_mapping;
@@ -240,10 +231,11 @@ struct AuditHit {
 };
 
 struct AuditResolveArgs : AuditStep {
+  static constexpr const char* kOp = "audit_resolve";
   bool is_undone;          // rejected slots hold what they held before the step
   const AuditPart* parts;  // on the host
   // Blocks of the batch whose bytes are compared, and of each hit.
-  int64_t num_blocks;
+  int64_t num_scanned;
   int64_t num_hit_blocks;
   FindingsHeader* findings_to;  // as AuditGroup::header, memory that the host reads
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
@@ -252,8 +244,8 @@ struct AuditResolveArgs : AuditStep {
   int64_t num_hits = 0;
 };
 
-struct AuditSeatArgs {
-  AuditGroup group;
+struct AuditSeatArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_seat";
   const int32_t* tokens;  // [fresh.hit_length], what is in the cache already
   int64_t seat;
   Seat fresh;  // what is known of it but hash and length
@@ -266,8 +258,8 @@ enum BlockEvent : int64_t {
   kFilled,  // by a KV connector: the number of the store that it brings; 0: not known
   kStored,  // by a KV connector: the number of the store; 0: it is not kept
 };
-struct AuditBlocksArgs {
-  AuditGroup group;
+struct AuditBlocksArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_blocks";
   BlockEvent event;
   const int32_t* blocks;  // [count], on the host
   const int64_t* values;  // the same
@@ -277,25 +269,19 @@ struct AuditBlocksArgs {
 
 // Takes the checksums of all slots that no step has written; again: of those that have
 // some already.
-struct AuditSnapshotArgs {
-  AuditGroup group;
+struct AuditSnapshotArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_snapshot";
   const AuditPart* parts;  // on the host
   bool again;
 };
 
-void audit_seat_cpu(const AuditSeatArgs& args);
-void audit_plan_cpu(const AuditPlanArgs& args);
-void audit_resolve_cpu(const AuditResolveArgs& args);
-void audit_blocks_cpu(const AuditBlocksArgs& args);
-void audit_snapshot_cpu(const AuditSnapshotArgs& args);
-
+// The launchers; there is one for each of these arguments.
+template <typename Args>
+void audit_cpu(const Args& args);
 #ifdef NWOR_CUDA
 // `stream` is a cudaStream_t of the current device. None waits for it.
-void audit_seat_cuda(const AuditSeatArgs& args, int device, void* stream);
-void audit_plan_cuda(const AuditPlanArgs& args, int device, void* stream);
-void audit_resolve_cuda(const AuditResolveArgs& args, int device, void* stream);
-void audit_blocks_cuda(const AuditBlocksArgs& args, int device, void* stream);
-void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream);
+template <typename Args>
+void audit_cuda(const Args& args, int device, void* stream);
 #endif
 
 }  // namespace nwor

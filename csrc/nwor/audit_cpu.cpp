@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The audit on the CPU: who calls the passes of audit_passes.h.
+// The audit on the CPU: who calls the passes of audit_rules.h.
 #include <algorithm>
 #include <vector>
 
-#include "audit_passes.h"
+#include "audit_rules.h"
 #include "check.h"
 #include "copy_cpu.h"
 #include "parallel.h"
@@ -56,37 +56,29 @@ class Solo {
 
  private:
   int32_t layer_checksum(const LayerRow& layer, const RunList& runs, int64_t slot) {
-    const auto* base = reinterpret_cast<const uint8_t*>(layer.base);
-    if (runs.data == nullptr) {
-      words_.resize((layer.num_heads * layer.run_bytes + 7) / 8);
-    } else if (words_.empty()) {
-      int64_t num_bytes = 0;  // of every slot of the part
-      for (int64_t j = 0; j < runs.num_runs; ++j) {
-        num_bytes += runs.data[2 * j + 1];
+    const bool is_packed = runs.data != nullptr;
+    const auto* const from =
+        reinterpret_cast<const uint8_t*>(layer.base) +
+        (is_packed ? layer.block_offset(slot) : layer.slot_offset(slot));
+    const int32_t* const run = is_packed ? runs.of(slot % runs.block_size) : nullptr;
+    const int64_t num_runs = is_packed ? runs.num_runs : layer.num_heads;
+    int64_t size = 0;
+    for (int64_t j = 0; j < num_runs; ++j) {
+      const int64_t offset = is_packed ? run[2 * j] : j * layer.head_stride;
+      const int64_t length = is_packed ? run[2 * j + 1] : layer.run_bytes;
+      const auto needed = static_cast<size_t>(size + length) + sizeof(uint64_t);
+      if (bytes_.size() < needed) {
+        bytes_.resize(2 * needed);
       }
-      words_.resize((num_bytes + 7) / 8);
+      copy_bytes(bytes_.data() + size, from + offset, length);
+      size += length;
     }
-    auto* const begin = reinterpret_cast<uint8_t*>(words_.data());
-    uint8_t* to = begin;
-    words_.back() = 0;
-    if (runs.data != nullptr) {
-      const uint8_t* block = base + layer.block_offset(slot);
-      const int32_t* run = runs.of(slot % runs.block_size);
-      for (int64_t j = 0; j < runs.num_runs; ++j) {
-        copy_bytes(to, block + run[2 * j], run[2 * j + 1]);
-        to += run[2 * j + 1];
-      }
-    } else {
-      const uint8_t* from = base + layer.slot_offset(slot);
-      for (int64_t head = 0; head < layer.num_heads; ++head) {
-        copy_bytes(to, from + head * layer.head_stride, layer.run_bytes);
-        to += layer.run_bytes;
-      }
-    }
-    const int64_t num_words = (to - begin + 7) / 8;
+    std::memset(bytes_.data() + size, 0, sizeof(uint64_t));
     uint32_t sum = 0;
-    for (int64_t word = 0; word < num_words; ++word) {
-      sum += checksum_of(words_[word], word);
+    for (int64_t word = 0; word * 8 < size; ++word) {
+      uint64_t value = 0;
+      std::memcpy(&value, bytes_.data() + word * 8, sizeof(value));
+      sum += checksum_of(value, word);
     }
     return static_cast<int32_t>(sum);
   }
@@ -95,7 +87,7 @@ class Solo {
   int64_t count_;
   std::vector<int64_t> room_;
   std::vector<int32_t> sums_;
-  std::vector<uint64_t> words_;  // one layer's bytes of a slot
+  std::vector<uint8_t> bytes_;  // one layer's of a slot, and room for a word
 };
 
 struct Cpu {
@@ -124,47 +116,33 @@ struct Cpu {
   }
   void run_scan(const ScanSlots& pass) const {
     Solo team(0, 1);
-    run_slots(pass, pass.places(team).count * pass.group.block_size);
+    run_slots(pass, pass.places(team).count * pass.block_size);
   }
 
-  void check(const AuditPart& part) const {
-    check_layers(op, part.table, part.runs);
-    if (part.runs.data != nullptr) {
-      check_runs(op, part.table, part.runs, 0);
-    }
-  }
   void check(const AuditStep& args) const {
-    const AuditBatch& batch = args.batch;
-    NWOR_CHECK(batch.query_start_loc[0] == 0, op, "query_start_loc[0] is ",
-               batch.query_start_loc[0], "; must be 0");
-    for (int64_t r = 0; r < batch.num_reqs; ++r) {
-      const int64_t seat = batch.row_seats.at(r);
-      NWOR_CHECK(seat >= 0 && seat < args.group.num_seats, op, "row_seats[", r, "] is ",
-                 seat, "; must be between 0 and ", args.group.num_seats - 1);
-      const int64_t begin = batch.query_start_loc[r];
-      const int64_t end = batch.query_start_loc[r + 1];
-      NWOR_CHECK(begin <= end && end <= args.num_tokens, op, "query_start_loc[", r + 1,
-                 "] is ", end, "; must be between ", begin, " and ", args.num_tokens);
+    const int32_t* const starts = args.query_start_loc;
+    NWOR_CHECK(starts[0] == 0, op, "query_start_loc[0] is ", starts[0], "; must be 0");
+    for (int64_t r = 0; r < args.num_reqs; ++r) {
+      const int64_t seat = args.row_seats.at(r);
+      NWOR_CHECK(seat >= 0 && seat < args.num_seats, op, "row_seats[", r, "] is ", seat,
+                 "; must be between 0 and ", args.num_seats - 1);
+      NWOR_CHECK(starts[r] <= starts[r + 1] && starts[r + 1] <= args.num_tokens, op,
+                 "query_start_loc[", r + 1, "] is ", starts[r + 1],
+                 "; must be between ", starts[r], " and ", args.num_tokens);
     }
   }
 };
 
 }  // namespace
 
-void audit_seat_cpu(const AuditSeatArgs& args) {
-  call(Cpu{"audit_seat"}, args);
+template <typename Args>
+void audit_cpu(const Args& args) {
+  call(Cpu{Args::kOp}, args);
 }
-void audit_plan_cpu(const AuditPlanArgs& args) {
-  call(Cpu{"audit_plan"}, args);
-}
-void audit_resolve_cpu(const AuditResolveArgs& args) {
-  call(Cpu{"audit_resolve"}, args);
-}
-void audit_blocks_cpu(const AuditBlocksArgs& args) {
-  call(Cpu{"audit_blocks"}, args);
-}
-void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
-  call(Cpu{"audit_snapshot"}, args);
-}
+template void audit_cpu(const AuditSeatArgs&);
+template void audit_cpu(const AuditPlanArgs&);
+template void audit_cpu(const AuditResolveArgs&);
+template void audit_cpu(const AuditBlocksArgs&);
+template void audit_cpu(const AuditSnapshotArgs&);
 
 }  // namespace nwor

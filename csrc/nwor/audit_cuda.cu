@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The audit on CUDA: who calls the passes of audit_passes.h. A thread block for each
+// The audit on CUDA: who calls the passes of audit_rules.h. A thread block for each
 // request, or for each slot, a warp for each of its layers. Row layouts only. Grids
 // follow from what the host knows; nothing waits.
 #include <algorithm>
 
-#include "audit_passes.h"
+#include "audit_rules.h"
 #include "cuda_support.h"
 #include "driver_launch.h"
 #include "windows_cuda.h"
@@ -255,28 +255,23 @@ struct Gpu {
   // A thread block takes one slot at a time.
   template <typename Pass>
   void run_slots(const Pass& pass, int64_t num_slots) const {
+    NWOR_CHECK(pass.part.table.num_layers <= kMaxLayers && !pass.part.runs.data, op,
+               "a table has ", pass.part.table.num_layers,
+               " layers; must have at most ", kMaxLayers, " on CUDA, and no runs");
     run(pass, std::min<int64_t>(num_slots,
                                 kBlocksForSlots * num_multiprocessors(op, device)));
   }
   void run_scan(ScanSlots pass) const {
     // A batch has no more blocks than its requests may have; beyond a cache's own
     // number it takes another step to come around.
-    const AuditGroup& group = pass.group;
-    pass.max_blocks = std::min(pass.max_blocks, group.num_blocks);
-    const int64_t num_rows = pass.row < 0 ? pass.batch.num_reqs : 1;
-    const int64_t num_blocks = std::min(pass.max_blocks, num_rows * group.max_blocks);
-    run_slots(pass, num_blocks * group.block_size);
+    pass.max_scanned = std::min(pass.max_scanned, pass.num_blocks);
+    const int64_t num_blocks =
+        std::min(pass.max_scanned, pass.num_rows() * pass.max_blocks);
+    run_slots(pass, num_blocks * pass.block_size);
   }
 
-  void check(const AuditPart& part) const {
-    NWOR_CHECK(part.runs.data == nullptr, op,
-               "runs are given; slots must be rows on CUDA");
-    NWOR_CHECK(part.table.num_layers <= kMaxLayers, op, "table has ",
-               part.table.num_layers, " layers; must have at most ", kMaxLayers,
-               " on CUDA");
-  }
   void check(const AuditStep& args) const {
-    NWOR_CHECK(args.batch.num_reqs <= kMaxRows, op, "num_reqs is ", args.batch.num_reqs,
+    NWOR_CHECK(args.num_reqs <= kMaxRows, op, "num_reqs is ", args.num_reqs,
                "; must be at most ", kMaxRows, " on CUDA");
   }
 };
@@ -288,24 +283,20 @@ void load(const Gpu& gpu) {
 
 }  // namespace
 
-void audit_seat_cuda(const AuditSeatArgs& args, int device, void* stream) {
-  call(Gpu{"audit_seat", device, stream}, args);
-}
-void audit_plan_cuda(const AuditPlanArgs& args, int device, void* stream) {
-  call(Gpu{"audit_plan", device, stream}, args);
-}
-void audit_resolve_cuda(const AuditResolveArgs& args, int device, void* stream) {
-  call(Gpu{"audit_resolve", device, stream}, args);
-}
-void audit_blocks_cuda(const AuditBlocksArgs& args, int device, void* stream) {
-  call(Gpu{"audit_blocks", device, stream}, args);
-}
-void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream) {
-  const Gpu gpu{"audit_snapshot", device, stream};
+template <typename Args>
+void audit_cuda(const Args& args, int device, void* stream) {
+  const Gpu gpu{Args::kOp, device, stream};
   call(gpu, args);
-  // The audit begins: what the first launches of the others would do besides.
-  load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
-       ScanSlots, BlockEvents, Publish>(gpu);
+  if (std::is_same_v<Args, AuditSnapshotArgs>) {
+    // The audit begins: what the first launches of the others would do besides.
+    load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
+         ScanSlots, BlockEvents, Publish>(gpu);
+  }
 }
+template void audit_cuda(const AuditSeatArgs&, int, void*);
+template void audit_cuda(const AuditPlanArgs&, int, void*);
+template void audit_cuda(const AuditResolveArgs&, int, void*);
+template void audit_cuda(const AuditBlocksArgs&, int, void*);
+template void audit_cuda(const AuditSnapshotArgs&, int, void*);
 
 }  // namespace nwor

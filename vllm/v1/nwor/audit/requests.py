@@ -58,49 +58,36 @@ def seed_of(new: Any, salt: str | None) -> int:
     return zlib.crc32(repr(other).encode()) + 1 if any(other) else 0
 
 
-class Requests:
+class Requests(dict[str, Request]):
     """By their names. is_changed: since it was set to False, somebody came, or left a
     seat."""
 
     def __init__(self, num_seats: int) -> None:
+        super().__init__()
         self.is_changed = True
-        self._known: dict[str, Request] = {}
         self._names: dict[int, str] = {}
         self._generations = itertools.count(1)
         # Numbers that a runner gives come back here, too, and are given to nobody.
         self._free_seats = set(range(num_seats))
 
-    def __getitem__(self, name: str) -> Request:
-        return self._known[name]
-
-    @property
-    def all_sit(self) -> bool:
-        return all(request.seat is not None for request in self._known.values())
-
     def name_of(self, generation: int) -> str | None:
         return self._names.get(generation)
 
-    def add(
-        self, name: str, num_found: int, loads: Loads, seed: int, is_opaque: bool
-    ) -> Request:
-        """In the place of one of the same name."""
+    def add(self, name: str, *about: Any) -> Request:
+        """In the place of one of the same name. about: a Request's, from num_found
+        on."""
         self.forget(name)
         generation = next(self._generations)
-        request = Request(generation, num_found, loads, seed, is_opaque)
-        self._known[name] = request
+        request = self[name] = Request(generation, *about)
         self._names[generation] = name
         self._names.pop(generation - MAX_NAMES, None)
         self.is_changed = True
         return request
 
-    def forget(self, name: str) -> None:
-        request = self._known.pop(name, None)
-        if request is not None:
-            self._stand_up(request)
-
-    def forget_all(self) -> None:
-        for name in list(self._known):
-            self.forget(name)
+    def forget(self, *names: str) -> None:
+        for name in names:
+            if name in self:
+                self._stand_up(self.pop(name))
 
     def _stand_up(self, request: Request) -> None:
         self.is_changed = True
@@ -112,7 +99,6 @@ class Requests:
         """If there is none, that of a request that is not among these; preempted
         perhaps."""
         if not self._free_seats:
-            absent = self._known.keys() - set(row_ids)
-            seated = (self._known[name] for name in absent)
+            seated = (self[name] for name in self.keys() - set(row_ids))
             self._stand_up(next(r for r in seated if r.seat is not None))
         return self._free_seats.pop()
