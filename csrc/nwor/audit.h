@@ -43,7 +43,7 @@ enum SlotContent : int32_t {
 
 // A row of `records`, int64 [num_slots, 4]: the last write to a slot.
 struct alignas(16) SlotRecord {
-  int64_t hash;
+  uint64_t hash;
   int32_t token;
   int32_t position;
   int32_t step;
@@ -59,13 +59,13 @@ enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
 // A row of `seats`, int64 [num_seats, 8]: a request in the batch.
 struct Seat {
-  int64_t hash;  // H of its last committed position
+  uint64_t hash;  // H of its last committed position
   int64_t length;
   int64_t generation;
   int64_t opaque;      // its text is not known: identity is not checked
   int64_t hit_length;  // positions below were written by others, or loaded
   int64_t loads;       // Loads: whether its hit may come from a KV connector
-  int64_t seed;        // H in front of its first position
+  uint64_t seed;       // H in front of its first position
   int64_t is_new;      // its hit was not looked at yet
 };
 static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
@@ -73,7 +73,7 @@ static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
 // A row of `plan`, int64 [max_tokens, 10]: a batch row, and what its slot held.
 struct PlanRow {
   int64_t slot;  // -1: none
-  int64_t hash;
+  uint64_t hash;
   int64_t position;
   int32_t token;
   int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
@@ -138,8 +138,8 @@ struct AuditGroup {
   int64_t device;  // CUDA's number; -1: the CPU
   SlotRecord* records;
   Seat* seats;
-  int64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
-  int32_t* owners;    // [num_blocks]: generation; 0: nobody's
+  uint64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
+  int32_t* owners;     // [num_blocks]: generation; 0: nobody's
   PlanRow* plan;
   FindingsHeader* header;
   // [num_blocks + num_stored]: which store a load brought to the block; of a kept
@@ -178,7 +178,7 @@ struct AuditGroup {
     const int64_t end = (length + block_size - 1) / block_size;
     return end < max_blocks ? end : max_blocks;
   }
-  NWOR_HOST_DEVICE int64_t& expected_at(int64_t seat, int64_t block) const {
+  NWOR_HOST_DEVICE uint64_t& expected_at(int64_t seat, int64_t block) const {
     return expected[seat * max_blocks + block];
   }
 };

@@ -29,10 +29,10 @@ class Solo {
   bool is_first_warp() const { return true; }
   bool is_last_warp() const { return true; }
   void sync() const {}
-  TeamSum sum(int64_t value) const { return {value, value}; }
-  int64_t warp_sum(int64_t value) const { return value; }
-  int64_t of_first(int64_t value) const { return value; }
-  int64_t of_last_lane(int64_t value) const { return value; }
+  TeamSum sum(uint64_t value) const { return {value, value}; }
+  uint64_t warp_sum(uint64_t value) const { return value; }
+  uint64_t of_first(uint64_t value) const { return value; }
+  uint64_t of_last_lane(uint64_t value) const { return value; }
   int64_t count_lanes(bool is) const { return is; }
   int64_t first_lane(bool is) const { return is ? 0 : -1; }
   template <typename Value>

@@ -4,6 +4,7 @@
 // request, or for each slot, a warp for each of its layers. Row layouts only. Grids
 // follow from what the host knows; nothing waits.
 #include <algorithm>
+#include <type_traits>
 
 #include "audit_rules.h"
 #include "cuda_support.h"
@@ -14,20 +15,15 @@ namespace nwor {
 namespace {
 
 // Threads of a thread block, and how many blocks fit a multiprocessor at least.
+// RecordRows: a step has few rows, what counts is how long one takes. ScanSlots: the
+// registers of one would not let there be two.
 template <typename Pass>
-constexpr int kThreadsOf = 512;
-// A step has few rows: what counts is how long one takes.
-template <>
-constexpr int kThreadsOf<RecordRows> = 1024;
-template <>
-constexpr int kThreadsOf<BlockEvents> = kBlockThreads;
-template <>
-constexpr int kThreadsOf<Publish> = kBlockThreads;
+constexpr int kThreadsOf =
+    std::is_same_v<Pass, RecordRows>                                     ? 1024
+    : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ? kBlockThreads
+                                                                         : 512;
 template <typename Pass>
-constexpr int kBlocksOf = 1;
-// The registers of one would not let them.
-template <>
-constexpr int kBlocksOf<ScanSlots> = 2;
+constexpr int kBlocksOf = std::is_same_v<Pass, ScanSlots> ? 2 : 1;
 
 constexpr int kMaxLayers = 512;
 constexpr int kMaxRows = 4096;  // requests in a batch
@@ -108,23 +104,11 @@ __device__ int32_t layer_checksum(const LayerRow& layer, int64_t slot) {
   const uint32_t width = widest_access(
       static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
       layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
-  uint32_t sum = 0;
-  switch (width) {
-    case 16:
-      sum = sum_words<16>(from, layer);
-      break;
-    case 8:
-      sum = sum_words<8>(from, layer);
-      break;
-    case 4:
-      sum = sum_words<4>(from, layer);
-      break;
-    case 2:
-      sum = sum_words<2>(from, layer);
-      break;
-    default:
-      sum = sum_words<1>(from, layer);
-  }
+  const uint32_t sum = width == 16  ? sum_words<16>(from, layer)
+                       : width == 8 ? sum_words<8>(from, layer)
+                       : width == 4 ? sum_words<4>(from, layer)
+                       : width == 2 ? sum_words<2>(from, layer)
+                                    : sum_words<1>(from, layer);
   __syncwarp();
   return static_cast<int32_t>(__reduce_add_sync(kFullWarp, sum));
 }
@@ -146,46 +130,42 @@ class Block {
   }
   __device__ void sync() const { __syncthreads(); }
 
-  __device__ TeamSum sum(int64_t value) const {
-    __shared__ int64_t of_warps[kThreads / kWarpThreads];
+  __device__ TeamSum sum(uint64_t value) const {
+    __shared__ uint64_t of_warps[kThreads / kWarpThreads];
     TeamSum sum{warp_sum(value), 0};
     if (lane_id() == kWarpThreads - 1) {
       of_warps[warp_id()] = sum.inclusive;
     }
     __syncthreads();
-    int64_t before = 0;
+    uint64_t before = 0;
     for (int w = 0; w < kThreads / kWarpThreads; ++w) {
-      before = w < warp_id() ? add(before, of_warps[w]) : before;
-      sum.total = add(sum.total, of_warps[w]);
+      before += w < warp_id() ? of_warps[w] : 0;
+      sum.total += of_warps[w];
     }
-    sum.inclusive = add(sum.inclusive, before);
+    sum.inclusive += before;
     __syncthreads();
     return sum;
   }
 
-  __device__ int64_t warp_sum(int64_t value) const {
+  __device__ uint64_t warp_sum(uint64_t value) const {
 #pragma unroll
     for (int by = 1; by < kWarpThreads; by *= 2) {
-      const auto before = static_cast<int64_t>(
-          __shfl_up_sync(kFullWarp, static_cast<long long>(value), by));
-      if (lane_id() >= by) {
-        value = add(value, before);
-      }
+      const uint64_t before = __shfl_up_sync(kFullWarp, value, by);
+      value += lane_id() >= by ? before : 0;
     }
     return value;
   }
 
-  __device__ int64_t of_first(int64_t value) const {
-    __shared__ int64_t shared;
+  __device__ uint64_t of_first(uint64_t value) const {
+    __shared__ uint64_t shared;
     if (threadIdx.x == 0) {
       shared = value;
     }
     __syncthreads();
     return shared;
   }
-  __device__ int64_t of_last_lane(int64_t value) const {
-    return static_cast<int64_t>(
-        __shfl_sync(kFullWarp, static_cast<long long>(value), kWarpThreads - 1));
+  __device__ uint64_t of_last_lane(uint64_t value) const {
+    return __shfl_sync(kFullWarp, value, kWarpThreads - 1);
   }
   __device__ int64_t count_lanes(bool is) const {
     return __popc(__ballot_sync(kFullWarp, is));
@@ -194,9 +174,9 @@ class Block {
     return __ffs(__ballot_sync(kFullWarp, is)) - 1;
   }
   // What other thread blocks wrote, too.
-  __device__ int32_t load(const int32_t* from) const { return __ldcg(from); }
-  __device__ int64_t load(const int64_t* from) const {
-    return static_cast<int64_t>(__ldcg(reinterpret_cast<const long long*>(from)));
+  template <typename Value>
+  __device__ Value load(const Value* from) const {
+    return __ldcg(from);
   }
 
   __device__ int64_t* room(int64_t) const {

@@ -79,7 +79,8 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
   const AuditSeatArgs args{call.group,
                            call.values<int32_t>("tokens", tokens),
                            seat,
-                           {0, 0, generation, opaque ? 1 : 0, length, loads, seed, 1}};
+                           {0, 0, generation, opaque ? 1 : 0, length, loads,
+                            static_cast<uint64_t>(seed), 1}};
   NWOR_DISPATCH(call, args, audit);
 }
 

@@ -49,8 +49,8 @@ struct Share {
 
 // The sum up to a thread, this one included, and of all.
 struct TeamSum {
-  int64_t inclusive;
-  int64_t total;
+  uint64_t inclusive;
+  uint64_t total;
 };
 
 NWOR_RULE uint64_t mix64(uint64_t value) {
@@ -61,18 +61,9 @@ NWOR_RULE uint64_t mix64(uint64_t value) {
 }
 
 // What token `token` at `position` adds to H.
-NWOR_RULE int64_t identity_of(int64_t token, int64_t position) {
-  return static_cast<int64_t>(
-      mix64(static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ULL +
-            mix64(static_cast<uint64_t>(position) + 1)));
-}
-
-// Both wrap around.
-NWOR_RULE int64_t add(int64_t a, int64_t b) {
-  return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
-}
-NWOR_RULE int64_t subtract(int64_t a, int64_t b) {
-  return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
+NWOR_RULE uint64_t identity_of(int64_t token, int64_t position) {
+  return mix64(static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ULL +
+               mix64(static_cast<uint64_t>(position) + 1));
 }
 
 // What word number `index` of a slot, 8 bytes, adds to its checksum in a layer.
@@ -128,18 +119,19 @@ NWOR_RULE Finding at_slot(const AuditGroup& group, FindingClass kind, int64_t sl
 }
 
 // Compares what a slot is said to hold with H = `hash`.
-NWOR_RULE bool holds(const SlotRecord& record, int64_t hash) {
+NWOR_RULE bool holds(const SlotRecord& record, uint64_t hash) {
   return record.state == kSlotUnknown ||
          (record.state == kSlotCommitted && record.hash == hash);
 }
 
 NWOR_RULE void report_prefix(const AuditGroup& group, int64_t slot, int64_t position,
-                             int64_t hash, int64_t seat, int64_t step) {
+                             uint64_t hash, int64_t seat, int64_t step) {
   const SlotRecord& record = group.records[slot];
   Finding finding =
       at_slot(group, kWrongPrefix, slot, position, group.seats[seat].generation, step);
-  finding.expected = hash;
-  finding.found = record.state == kSlotCommitted ? record.hash : 0;
+  finding.expected = static_cast<int64_t>(hash);
+  finding.found =
+      record.state == kSlotCommitted ? static_cast<int64_t>(record.hash) : 0;
   report(group, finding);
   // Once for a block: its end is not looked at any more.
   if (position / group.block_size < group.max_blocks) {
@@ -148,7 +140,7 @@ NWOR_RULE void report_prefix(const AuditGroup& group, int64_t slot, int64_t posi
 }
 
 // Of a write of `token` by `seat`, which makes its text H = `hash`.
-NWOR_RULE SlotRecord written(int64_t hash, int32_t token, int64_t position,
+NWOR_RULE SlotRecord written(uint64_t hash, int32_t token, int64_t position,
                              int64_t step, const Seat& seat, SlotState state,
                              SlotContent content) {
   return {hash,
@@ -165,15 +157,15 @@ NWOR_RULE SlotRecord written(int64_t hash, int32_t token, int64_t position,
 // Calls visit(i, sum) for items [begin, end): `start` and what of(i) gives up to i, it
 // included. Returns the last sum.
 template <typename Team, typename Of, typename Visit>
-NWOR_RULE int64_t add_up(Team& team, int64_t begin, int64_t end, int64_t start,
-                         const Of& of, const Visit& visit) {
+NWOR_RULE uint64_t add_up(Team& team, int64_t begin, int64_t end, uint64_t start,
+                          const Of& of, const Visit& visit) {
   for (int64_t first = begin; first < end; first += team.size()) {
     const int64_t i = first + team.index();
     const TeamSum sum = team.sum(i < end ? of(i) : 0);
     if (i < end) {
-      visit(i, add(start, sum.inclusive));
+      visit(i, start + sum.inclusive);
     }
-    start = add(start, sum.total);
+    start += sum.total;
   }
   return start;
 }
@@ -204,10 +196,10 @@ struct SeatRequest : AuditSeatArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     const int64_t length = fresh.hit_length;
-    const int64_t hash = add_up(
+    const uint64_t hash = add_up(
         team, 0, length, fresh.seed,
         [&](int64_t p) { return identity_of(tokens[p], p); },
-        [&](int64_t p, int64_t here) {
+        [&](int64_t p, uint64_t here) {
           if (is_block_end(p)) {
             expected_at(seat, p / block_size) = here;
           }
@@ -231,26 +223,26 @@ struct PlanRequests : AuditPlanArgs {
       if (rows.begin == rows.end) {
         return;
       }
-      const int64_t base = team.of_first(team.index() == 0 ? base_of(rows) : 0);
+      const uint64_t base = team.of_first(team.index() == 0 ? base_of(rows) : 0);
       add_up(
           team, rows.begin, rows.end, base,
           [&](int64_t i) { return identity_of(tokens[i], positions[i]); },
-          [&](int64_t i, int64_t hash) { plan_row(rows, i, hash); });
+          [&](int64_t i, uint64_t hash) { plan_row(rows, i, hash); });
     });
   }
 
   // H in front of where the request goes on. Behind a load that failed it goes back to
   // a block's begin; from anywhere else its text is not known any more.
-  NWOR_RULE int64_t base_of(const Rows& rows) const {
+  NWOR_RULE uint64_t base_of(const Rows& rows) const {
     Seat& seat = seats[rows.seat];
     const int64_t start = positions[rows.begin];
-    int64_t hash = seat.seed;
+    uint64_t hash = seat.seed;
     if (start == seat.length) {
       hash = seat.hash;
     } else if (start != 0) {
       const bool is_back = start < seat.length && is_block_end(start - 1) &&
                            start / block_size <= max_blocks;
-      const int64_t known =
+      const uint64_t known =
           is_back ? expected_at(rows.seat, start / block_size - 1) : 0;
       if (known != 0) {
         hash = known;
@@ -264,7 +256,7 @@ struct PlanRequests : AuditPlanArgs {
   }
 
   // Row i will make the text H = `hash`.
-  NWOR_RULE void plan_row(const Rows& rows, int64_t i, int64_t hash) const {
+  NWOR_RULE void plan_row(const Rows& rows, int64_t i, uint64_t hash) const {
     const Seat& seat = seats[rows.seat];
     const int64_t position = positions[i];
     const int64_t to = slot_mapping[i];
@@ -380,7 +372,7 @@ struct CheckRequests : AuditResolveArgs {
       const int64_t end = least(seat.length / block_size, max_blocks);
       for (int64_t b = first_block(seat.length) + team.index(); b < end;
            b += team.size()) {
-        const int64_t hash = expected_at(rows.seat, b);
+        const uint64_t hash = expected_at(rows.seat, b);
         const int64_t position = (b + 1) * block_size - 1;
         const bool is_adopted_soon = seat.is_new && position < seat.hit_length;
         if (hash != 0 && !is_adopted_soon) {
@@ -395,7 +387,7 @@ struct CheckRequests : AuditResolveArgs {
   }
 
   // Where the table has `position`. Returns slots compared.
-  NWOR_RULE int64_t check(const Rows& rows, int64_t position, int64_t hash) const {
+  NWOR_RULE int64_t check(const Rows& rows, int64_t position, uint64_t hash) const {
     const int64_t there = slot(rows.request, position);
     if (!is_in_cache(there)) {
       return 0;
@@ -449,11 +441,11 @@ struct AdoptHit : AuditResolveArgs {
     const int64_t end = last_block(hit.length);
     const int64_t begin = first_block(hit.length);
     int64_t b = begin + team.index();
-    int64_t hash = b < end ? hash_before(seat_index, b) : 0;
+    uint64_t hash = b < end ? hash_before(seat_index, b) : 0;
     for (int64_t first = begin; first < end; first += team.size()) {
       // A block that is reported is not known to the next any more.
       const int64_t next = b + team.size();
-      const int64_t hash_of_next = next < end ? hash_before(seat_index, next) : 0;
+      const uint64_t hash_of_next = next < end ? hash_before(seat_index, next) : 0;
       team.sync();
       if (b < end) {
         adopt_block(seat_index, b, hash);
@@ -464,19 +456,19 @@ struct AdoptHit : AuditResolveArgs {
   }
 
   // H in front of block b, of a seat that was just taken.
-  NWOR_RULE int64_t hash_before(int64_t seat_index, int64_t b) const {
+  NWOR_RULE uint64_t hash_before(int64_t seat_index, int64_t b) const {
     return b == 0 ? seats[seat_index].seed : expected_at(seat_index, b - 1);
   }
 
   // Block b of the hit, whose text before it is H = `hash`.
-  NWOR_RULE void adopt_block(int64_t seat_index, int64_t b, int64_t hash) const {
+  NWOR_RULE void adopt_block(int64_t seat_index, int64_t b, uint64_t hash) const {
     const Seat& seat = seats[seat_index];
     int64_t num_identities = 0;
     int64_t num_unverified = 0;
     bool is_reported = false;
     for (int64_t p = b * block_size; p < least((b + 1) * block_size, hit.length); ++p) {
       const int32_t token = hit.tokens[p];
-      hash = add(hash, identity_of(token, p));
+      hash += identity_of(token, p);
       const int64_t there = slot(hit.row, p);
       if (!is_in_cache(there)) {
         continue;
@@ -654,9 +646,9 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
   template <typename Team>
   NWOR_RULE Places places(Team& team) const {
     int64_t* const ends = team.room(num_rows());
-    const int64_t total = add_up(
+    const auto total = static_cast<int64_t>(add_up(
         team, 0, num_rows(), 0, [&](int64_t i) { return blocks_of(i).count; },
-        [&](int64_t i, int64_t end) { ends[i] = end; });
+        [&](int64_t i, uint64_t end) { ends[i] = static_cast<int64_t>(end); }));
     team.sync();
     return {ends, total, row < 0 ? header->cursor : 0, least(max_scanned, total)};
   }
@@ -725,7 +717,7 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
   template <typename Team>
   NWOR_RULE void check_block(Team& team, int64_t r, int64_t seat_index,
                              int64_t b) const {
-    int64_t hash = expected_at(seat_index, b);
+    uint64_t hash = expected_at(seat_index, b);
     if (hash == 0 || seats[seat_index].opaque) {
       return;
     }
@@ -739,9 +731,9 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
       if (is_known) {
         record = records[there];
       }
-      const int64_t own = is_known ? identity_of(record.token, p) : 0;
-      const int64_t through = team.warp_sum(own);
-      const int64_t here = subtract(hash, subtract(through, own));
+      const uint64_t own = is_known ? identity_of(record.token, p) : 0;
+      const uint64_t through = team.warp_sum(own);
+      const uint64_t here = hash - (through - own);
       const bool ends = !is_known || record.state == kSlotUnknown;
       const bool is_wrong = !ends && !holds(record, here);
       const int64_t stop = team.first_lane(ends || is_wrong);
@@ -751,7 +743,7 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
         }
         return;
       }
-      hash = subtract(hash, team.of_last_lane(through));
+      hash -= team.of_last_lane(through);
     }
   }
 
@@ -818,7 +810,7 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
       Finding finding = at_slot(*this, kNeverLoaded, there, position, owner, step);
       finding.layer = part.first_column;
       finding.num_layers = part.table.num_layers;
-      finding.expected = records[there].hash;
+      finding.expected = static_cast<int64_t>(records[there].hash);
       report(*this, finding);
     } else if (stored >= 0) {
       Finding finding = other_bytes(there, position, owner, with_stored);
@@ -918,8 +910,8 @@ struct BlockEvents : AuditGroup {
       }
       const bool is_next =
           o == 0 ||
-          record.hash == add(of_block[o - 1].hash,
-                             identity_of(record.token, of_block[o - 1].position + 1));
+          record.hash == of_block[o - 1].hash +
+                             identity_of(record.token, of_block[o - 1].position + 1);
       count(header->num_identities);
       if (record.state == kSlotCommitted && is_next) {
         continue;
@@ -987,7 +979,8 @@ struct Publish : AuditResolveArgs {
       const int64_t generation = seats[row.seat].generation;
       report(*this,
              {step, kMissingWrite, generation, row.position, row.slot, row.first_same,
-              row.num_same, generation, step, row.hash, row.old.hash});
+              row.num_same, generation, step, static_cast<int64_t>(row.hash),
+              static_cast<int64_t>(row.old.hash)});
     }
   }
 };
