@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +131,29 @@ def _build(runner: Any, config: NworConfig) -> Audit | str:
         of_groups.append(f"group {gid}: off ({reason})")
     if not audited:
         return "; ".join(of_groups)
+    scheduler = runner.vllm_config.scheduler_config
+    num_seats = _num_seats(runner)
+    sizes = num_seats, scheduler.max_num_batched_tokens, config.audit_mib > 0
+    kv_groups = runner.kv_cache_config.kv_cache_groups
+
+    def audit_in(memory: DeviceMemory) -> Audit:
+        return Audit(
+            [AuditedGroup(*of_group, *sizes, memory) for of_group in audited],
+            config.audit_mib << 20,
+            num_seats,
+            [group.kv_cache_spec.block_size for group in kv_groups],
+            memory,
+            _loads_of(runner.vllm_config),
+            bool(getattr(scheduler, "async_scheduling", False)),
+        )
+
     try:
-        audit = _audit_of(runner, config, audited, storage)
+        audit = audit_in(DeviceMemory(runner.device, storage))
     except ValueError:  # what was reserved is too small
         if sleeps(runner):
             raise
         storage = runner.nwor_audit_storage = None
-        audit = _audit_of(runner, config, audited, None)
+        audit = audit_in(DeviceMemory(runner.device, None))
     is_late = storage is None and runner.device.type != "cpu"
     num_steps = audit.steps_of_a_pass(runner.kv_cache_config.num_blocks)
     logger.info(
@@ -152,29 +167,6 @@ def _build(runner: Any, config: NworConfig) -> Audit | str:
         else "not compared",
     )
     return audit
-
-
-def _audit_of(
-    runner: Any,
-    config: NworConfig,
-    audited: Sequence[tuple[GroupShape, list[LayerCache]]],
-    storage: torch.Tensor | None,
-) -> Audit:
-    """Raises ValueError if `storage` is too small."""
-    scheduler = runner.vllm_config.scheduler_config
-    memory = DeviceMemory(runner.device, storage)
-    num_seats = _num_seats(runner)
-    sizes = num_seats, scheduler.max_num_batched_tokens, config.audit_mib > 0
-    kv_groups = runner.kv_cache_config.kv_cache_groups
-    return Audit(
-        [AuditedGroup(*of_group, *sizes, memory) for of_group in audited],
-        config.audit_mib << 20,
-        num_seats,
-        [group.kv_cache_spec.block_size for group in kv_groups],
-        memory,
-        _loads_of(runner.vllm_config),
-        bool(getattr(scheduler, "async_scheduling", False)),
-    )
 
 
 def path_of(runner: Any, config: NworConfig) -> str:
