@@ -21,6 +21,7 @@ import torch
 from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, Wrapped, argument, install_all
+from ..hooks.layers import error_text
 from ..report import MAX_IN_FLIGHT, NOTHING
 from ..window import Acceptance, NumRejected, SampledIds
 from . import offloading, startup
@@ -54,7 +55,10 @@ def start(runner: Any, config: NworConfig) -> RunnerAudit | None:
     """The audit of a runner whose caches were just bound; None if it is refused. Raises
     NworError then, under VLLM_NWOR_STRICT; and NworConfigError, as path_of."""
     path = startup.path_of(runner, config)
-    audit = startup.build(runner, config)
+    try:
+        audit = startup.build(runner, config)
+    except Exception as error:
+        audit = f"vLLM is not as expected: {error_text(error)}"
     if isinstance(audit, Audit):
         kind = RunnerAuditV2 if hasattr(runner, "block_tables") else RunnerAuditV1
         offloading.watch(runner)

@@ -258,12 +258,8 @@ class Audit:
             about = new.num_computed_tokens, num_local, seed_of(new, salt), is_opaque
             self._add(owners, new.req_id, new.block_ids, *about)
         cached = scheduled.scheduled_cached_reqs
-        for name, num_computed, blocks in zip(
-            cached.req_ids,
-            cached.num_computed_tokens,
-            cached.new_block_ids,
-            strict=True,
-        ):
+        rows = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
+        for name, num_computed, blocks in zip(*rows, strict=True):
             request = self.requests[name]
             if name in cached.resumed_req_ids:
                 about = num_computed, None, request.seed, request.is_opaque
@@ -289,13 +285,11 @@ class Audit:
         if loads is Loads.UNKNOWN and num_local is not None:
             loads = Loads.KNOWN
             if num_local < num_computed:
-                filled = [
-                    list(
-                        filter(None, ids[num_local // size : -(-num_computed // size)])
-                    )
-                    for ids, size in zip(blocks, self._block_sizes, strict=True)
-                ]
-                self.hand_on(filled, fills=True)
+                sizes = zip(blocks, self._block_sizes, strict=True)
+                loaded = (
+                    ids[num_local // n : -(-num_computed // n)] for ids, n in sizes
+                )
+                self.hand_on([list(filter(None, ids)) for ids in loaded], fills=True)
         request = self.requests.add(name, num_computed, loads, *about)
         self._give(owners, request, blocks, num_computed)
 
