@@ -131,7 +131,7 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
     budget = config.audit_mib << 20
 
     def audit_in(memory: DeviceMemory) -> Audit:
-        groups = [AuditedGroup(*of_group, *sizes, memory) for of_group in audited]
+        groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
         about = budget, sizes[0], block_sizes, memory, _loads_of(runner.vllm_config)
         is_async = bool(getattr(scheduler, "async_scheduling", False))
         return Audit(groups, *about, is_async)
@@ -180,16 +180,11 @@ def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
         table = runner.block_tables.input_block_tables[gid]
     else:
         table = runner.input_batch.block_table[gid].block_table.gpu
-    table_tokens = entry_tokens(runner, gid)
+    size, num_blocks = spec.block_size, kv_config.num_blocks
+    tokens = entry_tokens(runner, gid)
     window = getattr(spec, "sliding_window", None) or 0
     if getattr(spec, "attention_chunk_size", None):
         window = 1  # what is behind the last block may be gone
-    return GroupShape(
-        gid,
-        spec.block_size,
-        table_tokens,
-        kv_config.num_blocks,
-        -(-table.shape[1] * table_tokens // spec.block_size),
-        window,
-        _num_stored(runner, config, kv_config.num_blocks),
-    )
+    max_blocks = -(-table.shape[1] * tokens // size)
+    num_stored = _num_stored(runner, config, num_blocks)
+    return GroupShape(gid, size, tokens, num_blocks, max_blocks, window, num_stored)

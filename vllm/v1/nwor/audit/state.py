@@ -285,10 +285,9 @@ class Audit:
         if loads is Loads.UNKNOWN and num_local is not None:
             loads = Loads.KNOWN
             if num_local < num_computed:
-                sizes = zip(blocks, self._block_sizes, strict=True)
-                loaded = (
-                    ids[num_local // n : -(-num_computed // n)] for ids, n in sizes
-                )
+                of_sizes = zip(blocks, self._block_sizes, strict=True)
+                first, end = num_local, num_computed
+                loaded = (ids[first // n : -(-end // n)] for ids, n in of_sizes)
                 self.hand_on([list(filter(None, ids)) for ids in loaded], fills=True)
         request = self.requests.add(name, num_computed, loads, *about)
         self._give(owners, request, blocks, num_computed)
