@@ -258,13 +258,15 @@ enum BlockEvent : int64_t {
   kFilled,  // by a KV connector: the number of the store that it brings; 0: not known
   kStored,  // by a KV connector: the number of the store; 0: it is not kept
 };
+// Of some blocks, whose numbers the host has: they travel with the call.
 struct AuditBlocksArgs : AuditGroup {
   static constexpr const char* kOp = "audit_blocks";
+  static constexpr int64_t kMaxCount = 256;
   BlockEvent event;
-  const int32_t* blocks;  // [count], on the host
-  const int64_t* values;  // the same
-  int64_t count;
   int64_t step;
+  int64_t num_events;
+  int64_t values[kMaxCount];
+  int32_t blocks[kMaxCount];
 };
 
 // Takes the checksums of all slots that no step has written; again: of those that have

@@ -3,6 +3,8 @@
 // The audit's ops: from tensors to launchers. `tables` holds a group's addresses and
 // sizes, as AuditedGroup (tables.py) writes them: few arguments, in few calls a step.
 // Whoever holds it keeps what it names; only its own size can be checked.
+#include <algorithm>
+
 #include "audit.h"
 #include "check.h"
 #include "dispatch.h"
@@ -152,19 +154,21 @@ void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
   const Call call = call_of("audit_blocks", tables);
   const AuditGroup& group = call.group;
   const char* const op = call.op();
-  const AuditBlocksArgs args{group,
-                             static_cast<BlockEvent>(event),
-                             on_host<int32_t>(op, "blocks", blocks),
-                             on_host<int64_t>(op, "values", values),
-                             blocks.size(0),
-                             step};
-  call.size_is("values", values, 0, args.count, "as blocks");
-  for (int64_t i = 0; i < args.count; ++i) {
-    NWOR_CHECK(args.blocks[i] >= 0 && args.blocks[i] < group.num_blocks, op, "blocks[",
-               i, "] is ", args.blocks[i], "; must be between 0 and ",
-               group.num_blocks - 1);
+  const auto* const of_blocks = on_host<int32_t>(op, "blocks", blocks);
+  const auto* const of_values = on_host<int64_t>(op, "values", values);
+  const int64_t count = blocks.size(0);
+  call.size_is("values", values, 0, count, "as blocks");
+  for (int64_t i = 0; i < count; ++i) {
+    NWOR_CHECK(of_blocks[i] >= 0 && of_blocks[i] < group.num_blocks, op, "blocks[", i,
+               "] is ", of_blocks[i], "; must be between 0 and ", group.num_blocks - 1);
   }
-  NWOR_DISPATCH(call, args, audit);
+  AuditBlocksArgs args{group, static_cast<BlockEvent>(event), step, 0, {}, {}};
+  for (int64_t first = 0; first < count; first += args.num_events) {
+    args.num_events = std::min(count - first, AuditBlocksArgs::kMaxCount);
+    std::copy_n(of_blocks + first, args.num_events, args.blocks);
+    std::copy_n(of_values + first, args.num_events, args.values);
+    NWOR_DISPATCH(call, args, audit);
+  }
 }
 
 void audit_snapshot(Tensor tables, bool again) {

@@ -841,16 +841,7 @@ struct SnapshotSlots : OfPart<AuditSnapshotArgs> {
 
 // --- blocks ----------------------------------------------------------------------
 
-// What becomes of some blocks. Their numbers, which the host has, travel with the call.
-struct BlockEvents : AuditGroup {
-  static constexpr int64_t kMaxCount = 256;
-
-  BlockEvent event;
-  int64_t step;
-  int64_t num_events;
-  int64_t values[kMaxCount];
-  int32_t blocks[kMaxCount];
-
+struct BlockEvents : AuditBlocksArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     for (auto [i, end, stride] = team.share(num_events); i < end; i += stride) {
@@ -1027,15 +1018,7 @@ void call(const Device& device, const AuditResolveArgs& args) {
 
 template <typename Device>
 void call(const Device& device, const AuditBlocksArgs& args) {
-  for (int64_t first = 0; first < args.count; first += BlockEvents::kMaxCount) {
-    BlockEvents events{args, args.event, args.step, 0, {}, {}};
-    for (int64_t& i = events.num_events;
-         i < BlockEvents::kMaxCount && first + i < args.count; ++i) {
-      events.blocks[i] = args.blocks[first + i];
-      events.values[i] = args.values[first + i];
-    }
-    device.run(events, events.num_events);
-  }
+  device.run(BlockEvents{args}, args.num_events);
 }
 
 template <typename Device>
