@@ -62,18 +62,24 @@ class Solo {
         (is_packed ? layer.block_offset(slot) : layer.slot_offset(slot));
     const int32_t* const run = is_packed ? runs.of(slot % runs.block_size) : nullptr;
     const int64_t num_runs = is_packed ? runs.num_runs : layer.num_heads;
-    int64_t size = 0;
-    for (int64_t j = 0; j < num_runs; ++j) {
-      const int64_t offset = is_packed ? run[2 * j] : j * layer.head_stride;
-      const int64_t length = is_packed ? run[2 * j + 1] : layer.run_bytes;
-      const auto needed = static_cast<size_t>(size + length) + sizeof(uint64_t);
-      if (bytes_.size() < needed) {
-        bytes_.resize(2 * needed);
+    const auto length_of = [&](int64_t j) {
+      return is_packed ? int64_t{run[2 * j + 1]} : layer.run_bytes;
+    };
+    if (!is_packed || bytes_.empty()) {  // all slots of a packing have as many
+      int64_t room = sizeof(uint64_t);
+      for (int64_t j = 0; j < num_runs; ++j) {
+        room += length_of(j);
       }
-      copy_bytes(bytes_.data() + size, from + offset, length);
-      size += length;
+      bytes_.resize(room);
     }
-    std::memset(bytes_.data() + size, 0, sizeof(uint64_t));
+    uint8_t* to = bytes_.data();
+    for (int64_t j = 0; j < num_runs; ++j) {
+      copy_bytes(to, from + (is_packed ? run[2 * j] : j * layer.head_stride),
+                 length_of(j));
+      to += length_of(j);
+    }
+    std::memset(to, 0, sizeof(uint64_t));
+    const int64_t size = to - bytes_.data();
     uint32_t sum = 0;
     for (int64_t word = 0; word * 8 < size; ++word) {
       uint64_t value = 0;
