@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The KV audit: what it keeps of slots and requests, and the launchers' arguments.
-// audit_rules.h has what is done with a row, audit_passes.h who does it, on the CPU and
-// on CUDA alike. It reads caches and never writes them.
+// audit_rules.h has what is compared, on the CPU and on CUDA alike. It reads caches and
+// never writes them.
 //
 // A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
 // the position of what was written there: equal for equal texts, and a sum, so that
@@ -43,7 +43,7 @@ enum SlotContent : int32_t {
 
 // A row of `records`, int64 [num_slots, 4]: the last write to a slot.
 struct alignas(16) SlotRecord {
-  int64_t hash;
+  uint64_t hash;
   int32_t token;
   int32_t position;
   int32_t step;
@@ -59,13 +59,13 @@ enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
 // A row of `seats`, int64 [num_seats, 8]: a request in the batch.
 struct Seat {
-  int64_t hash;  // H of its last committed position
+  uint64_t hash;  // H of its last committed position
   int64_t length;
   int64_t generation;
   int64_t opaque;      // its text is not known: identity is not checked
   int64_t hit_length;  // positions below were written by others, or loaded
   int64_t loads;       // Loads: whether its hit may come from a KV connector
-  int64_t seed;        // H in front of its first position
+  uint64_t seed;       // H in front of its first position
   int64_t is_new;      // its hit was not looked at yet
 };
 static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
@@ -73,7 +73,7 @@ static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
 // A row of `plan`, int64 [max_tokens, 10]: a batch row, and what its slot held.
 struct PlanRow {
   int64_t slot;  // -1: none
-  int64_t hash;
+  uint64_t hash;
   int64_t position;
   int32_t token;
   int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
@@ -138,8 +138,8 @@ struct AuditGroup {
   int64_t device;  // CUDA's number; -1: the CPU
   SlotRecord* records;
   Seat* seats;
-  int64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
-  int32_t* owners;    // [num_blocks]: generation; 0: nobody's
+  uint64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
+  int32_t* owners;     // [num_blocks]: generation; 0: nobody's
   PlanRow* plan;
   FindingsHeader* header;
   // [num_blocks + num_stored]: which store a load brought to the block; of a kept
@@ -178,7 +178,7 @@ struct AuditGroup {
     const int64_t end = (length + block_size - 1) / block_size;
     return end < max_blocks ? end : max_blocks;
   }
-  NWOR_HOST_DEVICE int64_t& expected_at(int64_t seat, int64_t block) const {
+  NWOR_HOST_DEVICE uint64_t& expected_at(int64_t seat, int64_t block) const {
     return expected[seat * max_blocks + block];
   }
 };
@@ -190,43 +190,34 @@ struct AuditPart {
   RunList runs;
   int64_t first_column;
   int64_t is_last;  // of the group
-
-  // [num_layers]: what is known of a slot.
-  NWOR_HOST_DEVICE int32_t* known(const AuditGroup& group, int64_t slot) const {
-    return group.contents + slot * group.num_columns + first_column;
-  }
 };
 constexpr int64_t kPartColumns = sizeof(AuditPart) / sizeof(int64_t);
 
-struct AuditBatch {
+// What all calls of a step get.
+struct AuditStep : AuditGroup {
   IndexArray row_seats;            // [num_reqs]
   const int32_t* query_start_loc;  // [num_reqs + 1]
   int64_t num_reqs;
   const int32_t* block_table;  // [num_reqs, width], rows may be strided
   int64_t table_stride;
   int64_t width;
-};
-
-// What all calls of a step get.
-struct AuditStep {
-  AuditGroup group;
-  AuditBatch batch;
   int64_t num_tokens;
   int64_t step;
 
   // The slot of `position` by the block table; -1: the table does not go so far.
   // With entries of 16 positions, position 35 is offset 3 of the third entry.
   NWOR_HOST_DEVICE int64_t slot(int64_t r, int64_t position) const {
-    const int64_t entry = position / group.entry_tokens;
-    if (position < 0 || entry >= batch.width) {
+    const int64_t entry = position / entry_tokens;
+    if (position < 0 || entry >= width) {
       return -1;
     }
-    return batch.block_table[r * batch.table_stride + entry] * group.entry_tokens +
-           position % group.entry_tokens;
+    return block_table[r * table_stride + entry] * entry_tokens +
+           position % entry_tokens;
   }
 };
 
 struct AuditPlanArgs : AuditStep {
+  static constexpr const char* kOp = "audit_plan";
   const int32_t* tokens;
   const int64_t* positions;
   const int64_t* slot_mapping;
@@ -240,10 +231,11 @@ struct AuditHit {
 };
 
 struct AuditResolveArgs : AuditStep {
+  static constexpr const char* kOp = "audit_resolve";
   bool is_undone;          // rejected slots hold what they held before the step
   const AuditPart* parts;  // on the host
   // Blocks of the batch whose bytes are compared, and of each hit.
-  int64_t num_blocks;
+  int64_t num_scanned;
   int64_t num_hit_blocks;
   FindingsHeader* findings_to;  // as AuditGroup::header, memory that the host reads
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
@@ -252,8 +244,8 @@ struct AuditResolveArgs : AuditStep {
   int64_t num_hits = 0;
 };
 
-struct AuditSeatArgs {
-  AuditGroup group;
+struct AuditSeatArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_seat";
   const int32_t* tokens;  // [fresh.hit_length], what is in the cache already
   int64_t seat;
   Seat fresh;  // what is known of it but hash and length
@@ -266,36 +258,32 @@ enum BlockEvent : int64_t {
   kFilled,  // by a KV connector: the number of the store that it brings; 0: not known
   kStored,  // by a KV connector: the number of the store; 0: it is not kept
 };
-struct AuditBlocksArgs {
-  AuditGroup group;
+// Of some blocks, whose numbers the host has: they travel with the call.
+struct AuditBlocksArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_blocks";
+  static constexpr int64_t kMaxCount = 256;
   BlockEvent event;
-  const int32_t* blocks;  // [count], on the host
-  const int64_t* values;  // the same
-  int64_t count;
   int64_t step;
+  int64_t num_events;
+  int64_t values[kMaxCount];
+  int32_t blocks[kMaxCount];
 };
 
 // Takes the checksums of all slots that no step has written; again: of those that have
 // some already.
-struct AuditSnapshotArgs {
-  AuditGroup group;
+struct AuditSnapshotArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_snapshot";
   const AuditPart* parts;  // on the host
   bool again;
 };
 
-void audit_seat_cpu(const AuditSeatArgs& args);
-void audit_plan_cpu(const AuditPlanArgs& args);
-void audit_resolve_cpu(const AuditResolveArgs& args);
-void audit_blocks_cpu(const AuditBlocksArgs& args);
-void audit_snapshot_cpu(const AuditSnapshotArgs& args);
-
+// The launchers; there is one for each of these arguments.
+template <typename Args>
+void audit_cpu(const Args& args);
 #ifdef NWOR_CUDA
 // `stream` is a cudaStream_t of the current device. None waits for it.
-void audit_seat_cuda(const AuditSeatArgs& args, int device, void* stream);
-void audit_plan_cuda(const AuditPlanArgs& args, int device, void* stream);
-void audit_resolve_cuda(const AuditResolveArgs& args, int device, void* stream);
-void audit_blocks_cuda(const AuditBlocksArgs& args, int device, void* stream);
-void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream);
+template <typename Args>
+void audit_cuda(const Args& args, int device, void* stream);
 #endif
 
 }  // namespace nwor

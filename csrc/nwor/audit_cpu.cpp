@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The audit on the CPU: who calls the passes of audit_passes.h.
+// The audit on the CPU: who calls the passes of audit_rules.h.
 #include <algorithm>
 #include <vector>
 
-#include "audit_passes.h"
+#include "audit_rules.h"
 #include "check.h"
 #include "copy_cpu.h"
 #include "parallel.h"
@@ -29,10 +29,10 @@ class Solo {
   bool is_first_warp() const { return true; }
   bool is_last_warp() const { return true; }
   void sync() const {}
-  TeamSum sum(int64_t value) const { return {value, value}; }
-  int64_t warp_sum(int64_t value) const { return value; }
-  int64_t of_first(int64_t value) const { return value; }
-  int64_t of_last_lane(int64_t value) const { return value; }
+  TeamSum sum(uint64_t value) const { return {value, value}; }
+  uint64_t warp_sum(uint64_t value) const { return value; }
+  uint64_t of_first(uint64_t value) const { return value; }
+  uint64_t of_last_lane(uint64_t value) const { return value; }
   int64_t count_lanes(bool is) const { return is; }
   int64_t first_lane(bool is) const { return is ? 0 : -1; }
   template <typename Value>
@@ -56,37 +56,35 @@ class Solo {
 
  private:
   int32_t layer_checksum(const LayerRow& layer, const RunList& runs, int64_t slot) {
-    const auto* base = reinterpret_cast<const uint8_t*>(layer.base);
-    if (runs.data == nullptr) {
-      words_.resize((layer.num_heads * layer.run_bytes + 7) / 8);
-    } else if (words_.empty()) {
-      int64_t num_bytes = 0;  // of every slot of the part
-      for (int64_t j = 0; j < runs.num_runs; ++j) {
-        num_bytes += runs.data[2 * j + 1];
+    const bool is_packed = runs.data != nullptr;
+    const auto* const from =
+        reinterpret_cast<const uint8_t*>(layer.base) +
+        (is_packed ? layer.block_offset(slot) : layer.slot_offset(slot));
+    const int32_t* const run = is_packed ? runs.of(slot % runs.block_size) : nullptr;
+    const int64_t num_runs = is_packed ? runs.num_runs : layer.num_heads;
+    const auto length_of = [&](int64_t j) {
+      return is_packed ? int64_t{run[2 * j + 1]} : layer.run_bytes;
+    };
+    if (!is_packed || bytes_.empty()) {  // all slots of a packing have as many
+      int64_t room = sizeof(uint64_t);
+      for (int64_t j = 0; j < num_runs; ++j) {
+        room += length_of(j);
       }
-      words_.resize((num_bytes + 7) / 8);
+      bytes_.resize(room);
     }
-    auto* const begin = reinterpret_cast<uint8_t*>(words_.data());
-    uint8_t* to = begin;
-    words_.back() = 0;
-    if (runs.data != nullptr) {
-      const uint8_t* block = base + layer.block_offset(slot);
-      const int32_t* run = runs.of(slot % runs.block_size);
-      for (int64_t j = 0; j < runs.num_runs; ++j) {
-        copy_bytes(to, block + run[2 * j], run[2 * j + 1]);
-        to += run[2 * j + 1];
-      }
-    } else {
-      const uint8_t* from = base + layer.slot_offset(slot);
-      for (int64_t head = 0; head < layer.num_heads; ++head) {
-        copy_bytes(to, from + head * layer.head_stride, layer.run_bytes);
-        to += layer.run_bytes;
-      }
+    uint8_t* to = bytes_.data();
+    for (int64_t j = 0; j < num_runs; ++j) {
+      copy_bytes(to, from + (is_packed ? run[2 * j] : j * layer.head_stride),
+                 length_of(j));
+      to += length_of(j);
     }
-    const int64_t num_words = (to - begin + 7) / 8;
+    std::memset(to, 0, sizeof(uint64_t));
+    const int64_t size = to - bytes_.data();
     uint32_t sum = 0;
-    for (int64_t word = 0; word < num_words; ++word) {
-      sum += checksum_of(words_[word], word);
+    for (int64_t word = 0; word * 8 < size; ++word) {
+      uint64_t value = 0;
+      std::memcpy(&value, bytes_.data() + word * 8, sizeof(value));
+      sum += checksum_of(value, word);
     }
     return static_cast<int32_t>(sum);
   }
@@ -95,7 +93,7 @@ class Solo {
   int64_t count_;
   std::vector<int64_t> room_;
   std::vector<int32_t> sums_;
-  std::vector<uint64_t> words_;  // one layer's bytes of a slot
+  std::vector<uint8_t> bytes_;  // one layer's of a slot, and room for a word
 };
 
 struct Cpu {
@@ -124,47 +122,33 @@ struct Cpu {
   }
   void run_scan(const ScanSlots& pass) const {
     Solo team(0, 1);
-    run_slots(pass, pass.places(team).count * pass.group.block_size);
+    run_slots(pass, pass.places(team).count * pass.block_size);
   }
 
-  void check(const AuditPart& part) const {
-    check_layers(op, part.table, part.runs);
-    if (part.runs.data != nullptr) {
-      check_runs(op, part.table, part.runs, 0);
-    }
-  }
   void check(const AuditStep& args) const {
-    const AuditBatch& batch = args.batch;
-    NWOR_CHECK(batch.query_start_loc[0] == 0, op, "query_start_loc[0] is ",
-               batch.query_start_loc[0], "; must be 0");
-    for (int64_t r = 0; r < batch.num_reqs; ++r) {
-      const int64_t seat = batch.row_seats.at(r);
-      NWOR_CHECK(seat >= 0 && seat < args.group.num_seats, op, "row_seats[", r, "] is ",
-                 seat, "; must be between 0 and ", args.group.num_seats - 1);
-      const int64_t begin = batch.query_start_loc[r];
-      const int64_t end = batch.query_start_loc[r + 1];
-      NWOR_CHECK(begin <= end && end <= args.num_tokens, op, "query_start_loc[", r + 1,
-                 "] is ", end, "; must be between ", begin, " and ", args.num_tokens);
+    const int32_t* const starts = args.query_start_loc;
+    NWOR_CHECK(starts[0] == 0, op, "query_start_loc[0] is ", starts[0], "; must be 0");
+    for (int64_t r = 0; r < args.num_reqs; ++r) {
+      const int64_t seat = args.row_seats.at(r);
+      NWOR_CHECK(seat >= 0 && seat < args.num_seats, op, "row_seats[", r, "] is ", seat,
+                 "; must be between 0 and ", args.num_seats - 1);
+      NWOR_CHECK(starts[r] <= starts[r + 1] && starts[r + 1] <= args.num_tokens, op,
+                 "query_start_loc[", r + 1, "] is ", starts[r + 1],
+                 "; must be between ", starts[r], " and ", args.num_tokens);
     }
   }
 };
 
 }  // namespace
 
-void audit_seat_cpu(const AuditSeatArgs& args) {
-  call(Cpu{"audit_seat"}, args);
+template <typename Args>
+void audit_cpu(const Args& args) {
+  call(Cpu{Args::kOp}, args);
 }
-void audit_plan_cpu(const AuditPlanArgs& args) {
-  call(Cpu{"audit_plan"}, args);
-}
-void audit_resolve_cpu(const AuditResolveArgs& args) {
-  call(Cpu{"audit_resolve"}, args);
-}
-void audit_blocks_cpu(const AuditBlocksArgs& args) {
-  call(Cpu{"audit_blocks"}, args);
-}
-void audit_snapshot_cpu(const AuditSnapshotArgs& args) {
-  call(Cpu{"audit_snapshot"}, args);
-}
+template void audit_cpu(const AuditSeatArgs&);
+template void audit_cpu(const AuditPlanArgs&);
+template void audit_cpu(const AuditResolveArgs&);
+template void audit_cpu(const AuditBlocksArgs&);
+template void audit_cpu(const AuditSnapshotArgs&);
 
 }  // namespace nwor

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The audit on CUDA: who calls the passes of audit_passes.h. A thread block for each
+// The audit on CUDA: who calls the passes of audit_rules.h. A thread block for each
 // request, or for each slot, a warp for each of its layers. Row layouts only. Grids
 // follow from what the host knows; nothing waits.
 #include <algorithm>
+#include <type_traits>
 
-#include "audit_passes.h"
+#include "audit_rules.h"
 #include "cuda_support.h"
 #include "driver_launch.h"
 #include "windows_cuda.h"
@@ -14,20 +15,15 @@ namespace nwor {
 namespace {
 
 // Threads of a thread block, and how many blocks fit a multiprocessor at least.
+// RecordRows: a step has few rows, what counts is how long one takes. ScanSlots: the
+// registers of one would not let there be two.
 template <typename Pass>
-constexpr int kThreadsOf = 512;
-// A step has few rows: what counts is how long one takes.
-template <>
-constexpr int kThreadsOf<RecordRows> = 1024;
-template <>
-constexpr int kThreadsOf<BlockEvents> = kBlockThreads;
-template <>
-constexpr int kThreadsOf<Publish> = kBlockThreads;
+constexpr int kThreadsOf =
+    std::is_same_v<Pass, RecordRows>                                     ? 1024
+    : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ? kBlockThreads
+                                                                         : 512;
 template <typename Pass>
-constexpr int kBlocksOf = 1;
-// The registers of one would not let them.
-template <>
-constexpr int kBlocksOf<ScanSlots> = 2;
+constexpr int kBlocksOf = std::is_same_v<Pass, ScanSlots> ? 2 : 1;
 
 constexpr int kMaxLayers = 512;
 constexpr int kMaxRows = 4096;  // requests in a batch
@@ -108,23 +104,11 @@ __device__ int32_t layer_checksum(const LayerRow& layer, int64_t slot) {
   const uint32_t width = widest_access(
       static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
       layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
-  uint32_t sum = 0;
-  switch (width) {
-    case 16:
-      sum = sum_words<16>(from, layer);
-      break;
-    case 8:
-      sum = sum_words<8>(from, layer);
-      break;
-    case 4:
-      sum = sum_words<4>(from, layer);
-      break;
-    case 2:
-      sum = sum_words<2>(from, layer);
-      break;
-    default:
-      sum = sum_words<1>(from, layer);
-  }
+  const uint32_t sum = width == 16  ? sum_words<16>(from, layer)
+                       : width == 8 ? sum_words<8>(from, layer)
+                       : width == 4 ? sum_words<4>(from, layer)
+                       : width == 2 ? sum_words<2>(from, layer)
+                                    : sum_words<1>(from, layer);
   __syncwarp();
   return static_cast<int32_t>(__reduce_add_sync(kFullWarp, sum));
 }
@@ -146,46 +130,42 @@ class Block {
   }
   __device__ void sync() const { __syncthreads(); }
 
-  __device__ TeamSum sum(int64_t value) const {
-    __shared__ int64_t of_warps[kThreads / kWarpThreads];
+  __device__ TeamSum sum(uint64_t value) const {
+    __shared__ uint64_t of_warps[kThreads / kWarpThreads];
     TeamSum sum{warp_sum(value), 0};
     if (lane_id() == kWarpThreads - 1) {
       of_warps[warp_id()] = sum.inclusive;
     }
     __syncthreads();
-    int64_t before = 0;
+    uint64_t before = 0;
     for (int w = 0; w < kThreads / kWarpThreads; ++w) {
-      before = w < warp_id() ? add(before, of_warps[w]) : before;
-      sum.total = add(sum.total, of_warps[w]);
+      before += w < warp_id() ? of_warps[w] : 0;
+      sum.total += of_warps[w];
     }
-    sum.inclusive = add(sum.inclusive, before);
+    sum.inclusive += before;
     __syncthreads();
     return sum;
   }
 
-  __device__ int64_t warp_sum(int64_t value) const {
+  __device__ uint64_t warp_sum(uint64_t value) const {
 #pragma unroll
     for (int by = 1; by < kWarpThreads; by *= 2) {
-      const auto before = static_cast<int64_t>(
-          __shfl_up_sync(kFullWarp, static_cast<long long>(value), by));
-      if (lane_id() >= by) {
-        value = add(value, before);
-      }
+      const uint64_t before = __shfl_up_sync(kFullWarp, value, by);
+      value += lane_id() >= by ? before : 0;
     }
     return value;
   }
 
-  __device__ int64_t of_first(int64_t value) const {
-    __shared__ int64_t shared;
+  __device__ uint64_t of_first(uint64_t value) const {
+    __shared__ uint64_t shared;
     if (threadIdx.x == 0) {
       shared = value;
     }
     __syncthreads();
     return shared;
   }
-  __device__ int64_t of_last_lane(int64_t value) const {
-    return static_cast<int64_t>(
-        __shfl_sync(kFullWarp, static_cast<long long>(value), kWarpThreads - 1));
+  __device__ uint64_t of_last_lane(uint64_t value) const {
+    return __shfl_sync(kFullWarp, value, kWarpThreads - 1);
   }
   __device__ int64_t count_lanes(bool is) const {
     return __popc(__ballot_sync(kFullWarp, is));
@@ -194,9 +174,9 @@ class Block {
     return __ffs(__ballot_sync(kFullWarp, is)) - 1;
   }
   // What other thread blocks wrote, too.
-  __device__ int32_t load(const int32_t* from) const { return __ldcg(from); }
-  __device__ int64_t load(const int64_t* from) const {
-    return static_cast<int64_t>(__ldcg(reinterpret_cast<const long long*>(from)));
+  template <typename Value>
+  __device__ Value load(const Value* from) const {
+    return __ldcg(from);
   }
 
   __device__ int64_t* room(int64_t) const {
@@ -255,28 +235,23 @@ struct Gpu {
   // A thread block takes one slot at a time.
   template <typename Pass>
   void run_slots(const Pass& pass, int64_t num_slots) const {
+    NWOR_CHECK(pass.part.table.num_layers <= kMaxLayers && !pass.part.runs.data, op,
+               "a table has ", pass.part.table.num_layers,
+               " layers; must have at most ", kMaxLayers, " on CUDA, and no runs");
     run(pass, std::min<int64_t>(num_slots,
                                 kBlocksForSlots * num_multiprocessors(op, device)));
   }
   void run_scan(ScanSlots pass) const {
     // A batch has no more blocks than its requests may have; beyond a cache's own
     // number it takes another step to come around.
-    const AuditGroup& group = pass.group;
-    pass.max_blocks = std::min(pass.max_blocks, group.num_blocks);
-    const int64_t num_rows = pass.row < 0 ? pass.batch.num_reqs : 1;
-    const int64_t num_blocks = std::min(pass.max_blocks, num_rows * group.max_blocks);
-    run_slots(pass, num_blocks * group.block_size);
+    pass.max_scanned = std::min(pass.max_scanned, pass.num_blocks);
+    const int64_t num_blocks =
+        std::min(pass.max_scanned, pass.num_rows() * pass.max_blocks);
+    run_slots(pass, num_blocks * pass.block_size);
   }
 
-  void check(const AuditPart& part) const {
-    NWOR_CHECK(part.runs.data == nullptr, op,
-               "runs are given; slots must be rows on CUDA");
-    NWOR_CHECK(part.table.num_layers <= kMaxLayers, op, "table has ",
-               part.table.num_layers, " layers; must have at most ", kMaxLayers,
-               " on CUDA");
-  }
   void check(const AuditStep& args) const {
-    NWOR_CHECK(args.batch.num_reqs <= kMaxRows, op, "num_reqs is ", args.batch.num_reqs,
+    NWOR_CHECK(args.num_reqs <= kMaxRows, op, "num_reqs is ", args.num_reqs,
                "; must be at most ", kMaxRows, " on CUDA");
   }
 };
@@ -288,24 +263,20 @@ void load(const Gpu& gpu) {
 
 }  // namespace
 
-void audit_seat_cuda(const AuditSeatArgs& args, int device, void* stream) {
-  call(Gpu{"audit_seat", device, stream}, args);
-}
-void audit_plan_cuda(const AuditPlanArgs& args, int device, void* stream) {
-  call(Gpu{"audit_plan", device, stream}, args);
-}
-void audit_resolve_cuda(const AuditResolveArgs& args, int device, void* stream) {
-  call(Gpu{"audit_resolve", device, stream}, args);
-}
-void audit_blocks_cuda(const AuditBlocksArgs& args, int device, void* stream) {
-  call(Gpu{"audit_blocks", device, stream}, args);
-}
-void audit_snapshot_cuda(const AuditSnapshotArgs& args, int device, void* stream) {
-  const Gpu gpu{"audit_snapshot", device, stream};
+template <typename Args>
+void audit_cuda(const Args& args, int device, void* stream) {
+  const Gpu gpu{Args::kOp, device, stream};
   call(gpu, args);
-  // The audit begins: what the first launches of the others would do besides.
-  load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
-       ScanSlots, BlockEvents, Publish>(gpu);
+  if (std::is_same_v<Args, AuditSnapshotArgs>) {
+    // The audit begins: what the first launches of the others would do besides.
+    load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
+         ScanSlots, BlockEvents, Publish>(gpu);
+  }
 }
+template void audit_cuda(const AuditSeatArgs&, int, void*);
+template void audit_cuda(const AuditPlanArgs&, int, void*);
+template void audit_cuda(const AuditResolveArgs&, int, void*);
+template void audit_cuda(const AuditBlocksArgs&, int, void*);
+template void audit_cuda(const AuditSnapshotArgs&, int, void*);
 
 }  // namespace nwor

@@ -42,7 +42,6 @@ class Expected(NamedTuple):
 
 def scribble(bench: Bench) -> Sequence[int]:
     """A byte of one layer's K changes in a committed slot."""
-    bench.start()
     slot = bench.slot("one", 5)
     bench.runs(2, slot)[0][0] ^= 0xFF
     return (slot,)
@@ -54,7 +53,6 @@ def lost_scale(bench: Bench) -> Sequence[int]:
     Rows of bf16 have none: the last run of the slot, of its V, is dropped instead. The
     budget is a block a step: it is found when the round gets there.
     """
-    bench.start()
     slot = bench.slot("two", 17)
     bench.runs(1, slot)[-1].zero_()
     with bench.blocks_a_step(1):
@@ -65,7 +63,6 @@ def lost_scale(bench: Bench) -> Sequence[int]:
 
 def late_write(bench: Bench) -> Sequence[int]:
     """Behind commit somebody writes a token's bytes to a slot of another request."""
-    bench.start()
     source, slot = bench.slot("one", 9), bench.slot("two", 20)
     for here, there in zip(bench.runs(0, source), bench.runs(0, slot), strict=True):
         there.copy_(here)
@@ -77,7 +74,6 @@ def _restore(
 ) -> Sequence[int]:
     """Goes on to the end of the first step that rejects drafts of a request. Its
     restore finds the log's slots bent. Returns those of the request's that fell."""
-    bench.start()
     rejected: list[int] = []
     manager = bench.runner.nwor_state.manager
     log = manager.undo_log
@@ -110,42 +106,37 @@ def bent_restore(bench: Bench) -> Sequence[int]:
     return _restore(bench, lambda slots: slots.add_(1))
 
 
+def _mapped(bench: Bench, compute: Callable[..., Any]) -> None:
+    """One step, with `compute` in place of what makes its slot mapping."""
+    with patch.object(bench.table, "compute_slot_mapping", compute):
+        bench.step()
+
+
 def stale_slots(bench: Bench) -> Sequence[int]:
     """A step runs with the slot mapping of the one before."""
-    bench.start()
-    slots: list[int] = bench.table.block_tables[0].slot_mapping.np[:16].tolist()
-    with patch.object(bench.table, "compute_slot_mapping", lambda *args: None):
-        bench.step()
+    slots: list[int] = bench.table[0].slot_mapping.np[:16].tolist()
+    _mapped(bench, lambda *args: None)
     return slots
 
 
 def skipped_slot(bench: Bench) -> Sequence[int]:
     """In such a step, a slot that a request's table names does not get its row."""
-    bench.start()
     slots: list[int] = []
-    with patch.object(
-        bench.table,
-        "compute_slot_mapping",
-        lambda *args: slots.append(bench.next_slot()),
-    ):
-        bench.step()
+    _mapped(bench, lambda *args: slots.append(bench.next_slot()))
     bench.abort()  # what looks at whole blocks would find it, too
     return slots
 
 
 def foreign_block(bench: Bench) -> Sequence[int]:
     """A request's next write goes to a block of another one."""
-    bench.start()
     compute = bench.table.compute_slot_mapping
     slot, row = bench.slot("one", 3), bench.row("two")
 
     def bent(num_reqs: int, query_start_loc: Any, *args: Any) -> None:
         compute(num_reqs, query_start_loc, *args)
-        mapping = bench.table.block_tables[0].slot_mapping.gpu
-        mapping[int(query_start_loc[row])] = slot
+        bench.table[0].slot_mapping.gpu[int(query_start_loc[row])] = slot
 
-    with patch.object(bench.table, "compute_slot_mapping", bent):
-        bench.step()
+    _mapped(bench, bent)
     return (slot,)
 
 
@@ -156,18 +147,15 @@ def foreign_slot(bench: Bench) -> Sequence[int]:
 
 def shared_block(bench: Bench) -> Sequence[int]:
     """A block of another request stands in a request's table, which writes there."""
-    bench.start()
     tables = bench.table[0].block_table.np
     tables[bench.row("one"), 2] = tables[bench.row("two"), 0]
     bench.step()
-    return [
-        bench.slot("one", 2 * bench.block_size + n) for n in range(bench.block_size)
-    ]
+    first = bench.slot("one", 2 * bench.block_size)
+    return range(first, first + bench.block_size)
 
 
 def swapped_tables(bench: Bench) -> Sequence[int]:
     """Two requests have each other's block table for one step, without a budget."""
-    bench.start()
     slot = bench.slot("two", bench.block_size - 1)
     rows = (bench.row("one"), bench.row("two"))
     bench.table.swap_row(*rows)
@@ -181,7 +169,6 @@ def _hit(bench: Bench, bend: Callable[[list[int]], int]) -> Sequence[int]:
     """One step of a request that finds its prefix in the cache. `bend` mutates its
     blocks and returns the one whose first slot is concerned. The budget is one block:
     what it finds is looked at up to four of them."""
-    bench.start()
     bench.abort()
     slots: list[int] = []
     execute_model = bench.runner.execute_model
@@ -222,6 +209,7 @@ def scribbled_hit(bench: Bench) -> Sequence[int]:
 def _first_step(bench: Bench, length: int, layers: slice) -> Sequence[int]:
     """One step of a request, which `layers` do not write."""
     modules = bench.runner.compilation_config.static_forward_context
+    bench.abort()
     bench.add_prompt("late", 3, length, 20)
     with ExitStack() as stack:
         for layer in bench.layers[layers]:
@@ -241,31 +229,27 @@ def missing_row(bench: Bench) -> Sequence[int]:
     return _first_step(bench, 1, slice(None))
 
 
+def _stored(bench: Bench, slot: int) -> Sequence[int]:
+    """The slot's block goes to a KV connector, as its adapter says it."""
+    bench.audit.hand_on([[slot // bench.block_size]])
+    return (slot,)
+
+
 def rejected_tail(bench: Bench) -> Sequence[int]:
     """A block goes to a KV connector with a tail of drafts that were rejected."""
-    first, *_ = _restore(bench)
-    # As its adapter calls it, between two steps.
-    bench.audit.hand_on([[first // bench.block_size]])
-    return (first,)
+    return _stored(bench, _restore(bench)[0])
 
 
 def early_store(bench: Bench) -> Sequence[int]:
     """A block goes to a KV connector before it is known which drafts are rejected."""
     slots: list[int] = []
-
-    def store(_: torch.Tensor) -> None:
-        slots.append(bench.next_slot())
-        bench.audit.hand_on([[slots[0] // bench.block_size]])
-
-    _restore(bench, store)
+    _restore(bench, lambda _: slots.extend(_stored(bench, bench.next_slot())))
     return slots
 
 
 def foreign_store(bench: Bench) -> Sequence[int]:
     """A block goes to a KV connector with a slot that another request wrote."""
-    (slot,) = foreign_block(bench)
-    bench.audit.hand_on([[slot // bench.block_size]])
-    return (slot,)
+    return _stored(bench, *foreign_block(bench))
 
 
 def idle_load(bench: Bench) -> Sequence[int]:
@@ -282,15 +266,16 @@ def spoilt_load(bench: Bench) -> Sequence[int]:
     """A load brings what was stored, but for a byte of one layer."""
 
     def loaded(blocks: list[int]) -> int:
-        bench.audit.hand_on([blocks[:1]], places=[[0]])
-        bench.audit.hand_on([blocks[:1]], fills=True, places=[[0]])
+        for fills in (False, True):
+            bench.audit.hand_on([blocks[:1]], fills=fills, places=[[0]])
         bench.runs(1, blocks[0] * bench.block_size)[0][0] ^= 0xFF
         return blocks[0]
 
     return _hit(bench, loaded)
 
 
-# What plants a fault in an engine, and returns the slots concerned.
+# What plants a fault in an engine that has run `Bench.start`, and returns the slots
+# concerned.
 FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
     scribble: Expected("changed", 2, "one"),
     # Before lost_scale, while the round begins at the first block.

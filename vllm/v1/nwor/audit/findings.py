@@ -140,18 +140,13 @@ class Outbox:
     ) -> None:
         self._groups, self._name_of = groups, name_of
         table = groups[0].findings
+        size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
+        tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
         # For each step on its way the groups' findings, cpu and pinned on CUDA, and
         # when they are there; None on the CPU.
         self._slots = itertools.cycle(
-            (
-                torch.zeros(
-                    (len(groups), *table.shape),
-                    dtype=table.dtype,
-                    pin_memory=table.is_cuda,
-                ).unbind(),
-                torch.cuda.Event() if table.is_cuda else None,
-            )
-            for _ in range(NUM_SLOTS)
+            (of_step.unbind(), torch.cuda.Event() if is_pinned else None)
+            for of_step in tables
         )
         self._claimed: Slot | None = None
         self._on_their_way: deque[Slot] = deque()
@@ -191,9 +186,8 @@ class Outbox:
         self._on_their_way.popleft()
         found = self._found
         found.num_steps += 1
-        for group, totals, table in zip(
-            self._groups, self._totals, tables, strict=True
-        ):
+        groups = zip(self._groups, self._totals, tables, strict=True)
+        for group, totals, table in groups:
             before, totals[:] = tuple(totals), table[0, :2].tolist()
             count = totals[0] - before[0]
             found.num_unverified += totals[1] - before[1]

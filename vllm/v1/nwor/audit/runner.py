@@ -21,6 +21,7 @@ import torch
 from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, Wrapped, argument, install_all
+from ..hooks.layers import error_text
 from ..report import MAX_IN_FLIGHT, NOTHING
 from ..window import Acceptance, NumRejected, SampledIds
 from . import offloading, startup
@@ -38,6 +39,9 @@ WAKE_UP = HookTarget(
 )
 LEDGER = (WAKE_UP,)
 
+# As Audit.resolve: cu_num_logits and the acceptance.
+Kept = tuple[torch.Tensor | None, Acceptance | None]
+
 # At most so long the steps in which nothing was found are reported together.
 REPORT_SECONDS = 1.0
 
@@ -51,7 +55,10 @@ def start(runner: Any, config: NworConfig) -> RunnerAudit | None:
     """The audit of a runner whose caches were just bound; None if it is refused. Raises
     NworError then, under VLLM_NWOR_STRICT; and NworConfigError, as path_of."""
     path = startup.path_of(runner, config)
-    audit = startup.build(runner, config)
+    try:
+        audit = startup.build(runner, config)
+    except Exception as error:
+        audit = f"vLLM is not as expected: {error_text(error)}"
     if isinstance(audit, Audit):
         kind = RunnerAuditV2 if hasattr(runner, "block_tables") else RunnerAuditV1
         offloading.watch(runner)
@@ -105,14 +112,14 @@ class RunnerAudit:
             self._take(0)
         self.audit.begin_step(scheduled)
 
-    def _resolve(
-        self,
-        runner: Any,
-        cu_num_logits: torch.Tensor | None,
-        acceptance: Acceptance | None,
-        was_open: bool,
-    ) -> None:
-        """The end of a step, behind NWOR's commit. was_open: NWOR had windows."""
+    def _kept(self, runner: Any, sampled: Any, drafts: Any) -> Kept:
+        raise NotImplementedError
+
+    @guarded
+    def resolve(self, runner: Any, sampled: Any, drafts: Any, was_open: bool) -> None:
+        """The end of a step, behind NWOR's commit. sampled: what vLLM's sampler gave
+        out. drafts: where it says which rows are drafts. was_open: NWOR had
+        windows."""
         if self.audit.is_open:
             manager = runner.nwor_state.manager
             is_undone = (
@@ -120,7 +127,7 @@ class RunnerAudit:
                 and manager.state is State.IDLE
                 and manager.config.on_reject is OnReject.RESTORE
             )
-            self.audit.resolve(cu_num_logits, acceptance, is_undone)
+            self.audit.resolve(*self._kept(runner, sampled, drafts), is_undone)
 
     def attach(self, runner: Any, output: Any) -> Any:
         """The output of a step, which findings leave with, or which they keep from
@@ -221,15 +228,12 @@ class RunnerAuditV1(RunnerAudit):
         length = int(batch.num_computed_tokens_cpu[row])
         return torch.from_numpy(batch.token_ids_cpu[row, :length].copy()), None
 
-    @guarded
-    def resolve(self, runner: Any, output: Any, metadata: Any, was_open: bool) -> None:
-        """output: of the sampler. metadata: vLLM's SpecDecodeMetadata, or None."""
-        rows = acceptance = None
-        if metadata is not None:
-            rows = metadata.cu_num_sampled_tokens
-            vocab_size = runner.input_batch.vocab_size
-            acceptance = SampledIds(output.sampled_token_ids, vocab_size)
-        self._resolve(runner, rows, acceptance, was_open)
+    def _kept(self, runner: Any, sampled: Any, metadata: Any) -> Kept:
+        """metadata: vLLM's SpecDecodeMetadata, or None."""
+        if metadata is None:
+            return None, None
+        ids = SampledIds(sampled.sampled_token_ids, runner.input_batch.vocab_size)
+        return metadata.cu_num_sampled_tokens, ids
 
 
 class RunnerAuditV2(RunnerAudit):
@@ -266,13 +270,10 @@ class RunnerAuditV2(RunnerAudit):
         length = self.audit.requests[name].num_found
         return runner.req_states.all_token_ids.gpu[seat, :length], seat
 
-    @guarded
-    def resolve(self, runner: Any, result: Any, batch: Any, was_open: bool) -> None:
-        """result: what vLLM's sample returned."""
-        rows = acceptance = None
-        if batch.num_draft_tokens > 0:
-            rows, acceptance = batch.cu_num_logits[1:], NumRejected(result[2])
-        self._resolve(runner, rows, acceptance, was_open)
+    def _kept(self, runner: Any, sampled: Any, batch: Any) -> Kept:
+        if batch.num_draft_tokens == 0:
+            return None, None
+        return batch.cu_num_logits[1:], NumRejected(sampled[2])
 
 
 def _wake_up(wrapped: Wrapped, worker: Any, args: Any, kwargs: Any) -> Any:

@@ -135,9 +135,8 @@ class Bench:
     def add(self, name: str, tokens: Sequence[int], max_tokens: int) -> None:
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        how = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        params = SamplingParams(max_tokens=max_tokens, **how)
         self.added.append(name)
         self.llm.add_request(name, {"prompt_token_ids": list(tokens)}, params)
 
@@ -154,16 +153,11 @@ class Bench:
         for _ in range(count):
             if self.llm.has_unfinished_requests():
                 outputs = self.llm.step()
-                self.with_hits.update(
-                    x.request_id for x in outputs if x.num_cached_tokens
-                )
+                hits = (x.request_id for x in outputs if x.num_cached_tokens)
+                self.with_hits.update(hits)
                 known = self.scheduler.requests
                 self.preempted.update(x for x in known if known[x].num_preemptions)
                 self.num_steps += 1
-
-    def finish(self) -> None:
-        while self.llm.has_unfinished_requests():
-            self.step()
 
     def abort(self) -> None:
         self.llm.abort_request(self.added)
@@ -235,7 +229,8 @@ def clean_run(bench: Bench) -> list[Finding]:
         if number % 5 == 4:
             bench.llm.abort_request([f"clean{number}"])
             bench.add(f"clean{number}", tail, 20)
-    bench.finish()
+    while bench.llm.has_unfinished_requests():
+        bench.step()
     return list(bench.found)
 
 
@@ -256,6 +251,7 @@ def run(say: Callable[[str], None]) -> bool:
     names = [layer.name for layer in bench.layers]
     for fault, expected in FAULTS.items():
         bench.clear()
+        bench.start()
         slots = fault(bench)
         bench.step(5)
         bench.abort()

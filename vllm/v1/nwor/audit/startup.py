@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from .. import ops
 from ..config import AUDIT_FILE, NworConfig, NworConfigError
 from ..hooks.engine_core import parallel_refusal
-from ..hooks.layers import entry_tokens, error_text, sleeps, target_layers
+from ..hooks.layers import entry_tokens, sleeps, target_layers
 from ..layer_tables import DeviceMemory, LayerCache
 from . import offloading
 from .state import Audit, Loads
@@ -43,13 +42,12 @@ def reserved_bytes(runner: Any, config: NworConfig) -> int:
     vllm_config = runner.vllm_config
     cache = vllm_config.cache_config
     specs = list(runner.get_kv_cache_spec().values())
-    kinds = {
-        (type(spec), spec.block_size, getattr(spec, "sliding_window", None))
-        for spec in specs
-    }
+    windows = [getattr(spec, "sliding_window", None) for spec in specs]
+    sizes = [spec.block_size for spec in specs]
+    kinds = set(zip(map(type, specs), sizes, windows, strict=True))
     if len(kinds) != 1:
         raise ValueError(f"{len(kinds)} kinds of layers")
-    ((_, block_size, _),) = kinds
+    size = sizes[0]
     num_blocks = cache.num_gpu_blocks_override
     if num_blocks is None:
         left = cache.kv_cache_memory_bytes
@@ -59,22 +57,21 @@ def reserved_bytes(runner: Any, config: NworConfig) -> int:
             left = int(total * cache.gpu_memory_utilization) - taken
         num_blocks = left // sum(spec.page_size_bytes for spec in specs)
     # With room for what a table has beyond the longest text.
-    max_blocks = -(-vllm_config.model_config.max_model_len // block_size) + 64
+    max_blocks = -(-vllm_config.model_config.max_model_len // size) + 64
     num_stored = _num_stored(runner, config, num_blocks)
-    return num_bytes(
-        GroupShape(
-            0, block_size, block_size, num_blocks, max_blocks, num_stored=num_stored
-        ),
-        len(specs),
-        _num_seats(runner),
-        vllm_config.scheduler_config.max_num_batched_tokens,
-        config.audit_mib > 0,
-    )
+    shape = GroupShape(0, size, size, num_blocks, max_blocks, 0, num_stored)
+    return num_bytes(shape, len(specs), *_sizes(runner, config))
 
 
 def _num_seats(runner: Any) -> int:
     seats = runner.vllm_config.scheduler_config.max_num_seqs
     return int(getattr(runner, "max_num_reqs", None) or seats)
+
+
+def _sizes(runner: Any, config: NworConfig) -> tuple[int, int, bool]:
+    """As AuditedGroup: num_seats, max_tokens, compares_bytes."""
+    max_tokens = runner.vllm_config.scheduler_config.max_num_batched_tokens
+    return _num_seats(runner), max_tokens, config.audit_mib > 0
 
 
 def _num_stored(runner: Any, config: NworConfig, num_blocks: int) -> int:
@@ -104,14 +101,9 @@ def _refusal(runner: Any) -> str | None:
 
 def build(runner: Any, config: NworConfig) -> Audit | str:
     """The audit of `runner`, whose caches were bound, or why there is none. Raises
-    nothing."""
-    try:
-        return _refusal(runner) or _build(runner, config)
-    except Exception as error:
-        return f"vLLM is not as expected: {error_text(error)}"
-
-
-def _build(runner: Any, config: NworConfig) -> Audit | str:
+    whatever comes of a vLLM that is not as expected."""
+    if (refusal := _refusal(runner)) is not None:
+        return refusal
     ops.load(runner.device.type)
     storage = runner.__dict__.get("nwor_audit_storage")
     if storage is None and sleeps(runner):
@@ -132,13 +124,25 @@ def _build(runner: Any, config: NworConfig) -> Audit | str:
         of_groups.append(f"group {gid}: off ({reason})")
     if not audited:
         return "; ".join(of_groups)
+    scheduler = runner.vllm_config.scheduler_config
+    sizes = _sizes(runner, config)
+    kv_groups = runner.kv_cache_config.kv_cache_groups
+    block_sizes = [group.kv_cache_spec.block_size for group in kv_groups]
+    budget = config.audit_mib << 20
+
+    def audit_in(memory: DeviceMemory) -> Audit:
+        groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
+        about = budget, sizes[0], block_sizes, memory, _loads_of(runner.vllm_config)
+        is_async = bool(getattr(scheduler, "async_scheduling", False))
+        return Audit(groups, *about, is_async)
+
     try:
-        audit = _audit_of(runner, config, audited, storage)
+        audit = audit_in(DeviceMemory(runner.device, storage))
     except ValueError:  # what was reserved is too small
         if sleeps(runner):
             raise
         storage = runner.nwor_audit_storage = None
-        audit = _audit_of(runner, config, audited, None)
+        audit = audit_in(DeviceMemory(runner.device, None))
     is_late = storage is None and runner.device.type != "cpu"
     num_steps = audit.steps_of_a_pass(runner.kv_cache_config.num_blocks)
     logger.info(
@@ -152,29 +156,6 @@ def _build(runner: Any, config: NworConfig) -> Audit | str:
         else "not compared",
     )
     return audit
-
-
-def _audit_of(
-    runner: Any,
-    config: NworConfig,
-    audited: Sequence[tuple[GroupShape, list[LayerCache]]],
-    storage: torch.Tensor | None,
-) -> Audit:
-    """Raises ValueError if `storage` is too small."""
-    scheduler = runner.vllm_config.scheduler_config
-    memory = DeviceMemory(runner.device, storage)
-    num_seats = _num_seats(runner)
-    sizes = num_seats, scheduler.max_num_batched_tokens, config.audit_mib > 0
-    kv_groups = runner.kv_cache_config.kv_cache_groups
-    return Audit(
-        [AuditedGroup(*of_group, *sizes, memory) for of_group in audited],
-        config.audit_mib << 20,
-        num_seats,
-        [group.kv_cache_spec.block_size for group in kv_groups],
-        memory,
-        _loads_of(runner.vllm_config),
-        bool(getattr(scheduler, "async_scheduling", False)),
-    )
 
 
 def path_of(runner: Any, config: NworConfig) -> str:
@@ -199,16 +180,11 @@ def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
         table = runner.block_tables.input_block_tables[gid]
     else:
         table = runner.input_batch.block_table[gid].block_table.gpu
-    table_tokens = entry_tokens(runner, gid)
+    size, num_blocks = spec.block_size, kv_config.num_blocks
+    tokens = entry_tokens(runner, gid)
     window = getattr(spec, "sliding_window", None) or 0
     if getattr(spec, "attention_chunk_size", None):
         window = 1  # what is behind the last block may be gone
-    return GroupShape(
-        gid,
-        spec.block_size,
-        table_tokens,
-        kv_config.num_blocks,
-        -(-table.shape[1] * table_tokens // spec.block_size),
-        window,
-        _num_stored(runner, config, kv_config.num_blocks),
-    )
+    max_blocks = -(-table.shape[1] * tokens // size)
+    num_stored = _num_stored(runner, config, num_blocks)
+    return GroupShape(gid, size, tokens, num_blocks, max_blocks, window, num_stored)

@@ -14,12 +14,19 @@ A step, in this order; each line is one op for each KV-cache group:
 
 Identities are recorded for all rows before anything is compared: a request may find in
 the prefix cache what another one writes in this very step.
+
+A request in the batch has a *seat*, where its text's identity is kept; a row of the
+batch names its seat. A seat is given when a request comes into the batch, and its
+text is then read from the host; from there on it is chained on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+import enum
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +35,96 @@ from .. import ops
 from ..layer_tables import DeviceMemory
 from ..window import Acceptance
 from .findings import Outbox
-from .requests import Loads, Request, Requests, seed_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
+
+# Names of requests that findings may still ask for.
+MAX_NAMES = 1 << 16
+
+
+class Loads(enum.IntEnum):
+    """Whether a KV connector fills blocks: not at all; where that is known (from its
+    adapter, or from the scheduler: all that was not found in the cache); or anywhere in
+    what a request is said to have found."""
+
+    NONE = 0
+    KNOWN = 1
+    UNKNOWN = 2
+
+
+@dataclass
+class Request:
+    """A request that the runner knows.
+
+    num_found: tokens that were computed when it came. loads: whether a KV connector may
+    have brought some of them. seed: stands for what its keys and values depend on
+    besides its tokens, or what is to keep them from others; 0: nothing. is_opaque: they
+    depend on more (embeddings, images): its identity is not looked at. seat: None until
+    it is in a batch, and while another has it. was_seated: its text is chained on the
+    device.
+    """
+
+    generation: int
+    num_found: int
+    loads: Loads
+    seed: int
+    is_opaque: bool
+    seat: int | None = None
+    was_seated: bool = False
+
+
+def seed_of(new: Any, salt: str | None) -> int:
+    """new: vLLM's NewRequestData."""
+    lora = getattr(new, "lora_request", None)
+    # As vLLM's prefix cache keeps texts of the same tokens apart.
+    other = (lora.lora_name if lora is not None else None, salt or None)
+    return zlib.crc32(repr(other).encode()) + 1 if any(other) else 0
+
+
+class Requests(dict[str, Request]):
+    """By their names. is_changed: since it was set to False, somebody came, or left a
+    seat."""
+
+    def __init__(self, num_seats: int) -> None:
+        super().__init__()
+        self.is_changed = True
+        self._names: dict[int, str] = {}
+        self._generations = count(1)
+        # Numbers that a runner gives come back here, too, and are given to nobody.
+        self._free_seats = set(range(num_seats))
+
+    def name_of(self, generation: int) -> str | None:
+        return self._names.get(generation)
+
+    def add(self, name: str, *about: Any) -> Request:
+        """In the place of one of the same name. about: a Request's, from num_found
+        on."""
+        self.forget(name)
+        generation = next(self._generations)
+        request = self[name] = Request(generation, *about)
+        self._names[generation] = name
+        self._names.pop(generation - MAX_NAMES, None)
+        self.is_changed = True
+        return request
+
+    def forget(self, *names: str) -> None:
+        for name in names:
+            if name in self:
+                self._stand_up(self.pop(name))
+
+    def _stand_up(self, request: Request) -> None:
+        self.is_changed = True
+        if request.seat is not None:
+            self._free_seats.add(request.seat)
+            request.seat = None
+
+    def free_seat(self, row_ids: Collection[str]) -> int:
+        """If there is none, that of a request that is not among these; preempted
+        perhaps."""
+        if not self._free_seats:
+            seated = (self[name] for name in self.keys() - set(row_ids))
+            self._stand_up(next(r for r in seated if r.seat is not None))
+        return self._free_seats.pop()
+
 
 # Who owns a block that goes to another KV-cache group.
 NOBODY = 0
@@ -69,6 +164,10 @@ class _Step(NamedTuple):
 
     batch: Batch
     fresh: list[tuple[int, torch.Tensor]]
+
+
+# Of each audited group, those of blocks that change hands: generations.
+Owners = list[dict[int, int]]
 
 
 class Audit:
@@ -123,7 +222,7 @@ class Audit:
     def restart(self, budget_bytes: int) -> None:
         """Begins anew, after steps that it did not see. No request may be running.
         budget_bytes: from here on; 0 only if it was so from the start."""
-        self.requests.forget_all()
+        self.requests.forget(*self.requests)
         self.forget_cache()
         for group in self.groups:
             group.numbers.clear()
@@ -145,69 +244,63 @@ class Audit:
         if scheduled is None:
             return
         self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
-        for name in scheduled.finished_req_ids:
-            self.requests.forget(name)
+        self.requests.forget(*scheduled.finished_req_ids)
         zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
         for group in self.groups:
-            self._give_out(group, dict.fromkeys(zeroed, NOBODY))
+            self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
             for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
                 group.copy_block(*copy)
-        owners: list[dict[int, int]] = [{} for _ in self.groups]
+        owners: Owners = [{} for _ in self.groups]
         known = getattr(scheduled, "nwor_audit", {})
         for new in scheduled.scheduled_new_reqs:
             salt, num_local = known.get(new.req_id, (None, None))
-            about = (
-                seed_of(new, salt),
-                bool(new.mm_features) or new.prompt_embeds is not None,
-            )
-            computed = new.num_computed_tokens
-            self._add(owners, new.req_id, computed, new.block_ids, num_local, *about)
+            is_opaque = bool(new.mm_features) or new.prompt_embeds is not None
+            about = new.num_computed_tokens, num_local, seed_of(new, salt), is_opaque
+            self._add(owners, new.req_id, new.block_ids, *about)
         cached = scheduled.scheduled_cached_reqs
-        for name, num_computed, blocks in zip(
-            cached.req_ids,
-            cached.num_computed_tokens,
-            cached.new_block_ids,
-            strict=True,
-        ):
+        rows = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
+        for name, num_computed, blocks in zip(*rows, strict=True):
             request = self.requests[name]
             if name in cached.resumed_req_ids:
-                about = request.seed, request.is_opaque
-                self._add(owners, name, num_computed, blocks, None, *about)
+                about = num_computed, None, request.seed, request.is_opaque
+                self._add(owners, name, blocks, *about)
             elif blocks is not None:
                 self._give(owners, request, blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
-            self._give_out(group, of_group)
+            self._blocks(group, GIVEN, of_group.items())
 
     def _add(
         self,
-        owners: Sequence[dict[int, int]],
+        owners: Owners,
         name: str,
-        num_computed: int,
         blocks: Sequence[Sequence[int]],
+        num_computed: int,
         num_local: int | None,
         *about: Any,
     ) -> None:
         """A request comes, or comes back. num_local: of the tokens computed, those
         found in the cache, where that is known: a KV connector has brought the others.
-        owners: as _give. about: the last arguments of Requests.add."""
+        about: a Request's, from seed on."""
         loads = self.loads
         if loads is Loads.UNKNOWN and num_local is not None:
             loads = Loads.KNOWN
             if num_local < num_computed:
-                self._fill(blocks, num_local, num_computed)
+                of_sizes = zip(blocks, self._block_sizes, strict=True)
+                first, end = num_local, num_computed
+                loaded = (ids[first // n : -(-end // n)] for ids, n in of_sizes)
+                self.hand_on([list(filter(None, ids)) for ids in loaded], fills=True)
         request = self.requests.add(name, num_computed, loads, *about)
         self._give(owners, request, blocks, num_computed)
 
     def _give(
         self,
-        owners: Sequence[dict[int, int]],
+        owners: Owners,
         request: Request,
         blocks: Sequence[Sequence[int]],
         num_computed: int,
     ) -> None:
         """Blocks become a request's own, except those of what it found. A block that
-        goes to one group holds nothing of another group any more. owners: of blocks, by
-        audited group; mutated."""
+        goes to one group holds nothing of another group any more. owners: mutated."""
         generation = request.generation
         for group_id, ids in enumerate(blocks):
             size = self._block_sizes[group_id]
@@ -218,33 +311,17 @@ class Audit:
                 if is_its and self.loads is Loads.UNKNOWN:
                     # A load for a request that ended first may have filled them.
                     empty = filter(None, ids[-(-num_computed // size) :])
-                    self._give_out(group, dict.fromkeys(empty, NOBODY))
-
-    def _fill(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> None:
-        """A KV connector fills a request's blocks between two positions."""
-        self.hand_on(
-            [
-                [block for block in ids[start // size : -(-end // size)] if block]
-                for ids, size in zip(blocks, self._block_sizes, strict=True)
-            ],
-            fills=True,
-        )
-
-    def _give_out(self, group: AuditedGroup, owners: Mapping[int, int]) -> None:
-        if owners:
-            self._blocks(group, GIVEN, list(owners), list(owners.values()))
+                    self._blocks(group, GIVEN, dict.fromkeys(empty, NOBODY).items())
 
     def _blocks(
-        self,
-        group: AuditedGroup,
-        event: int,
-        blocks: Sequence[int],
-        values: Sequence[int],
+        self, group: AuditedGroup, event: int, values: Collection[tuple[int, int]]
     ) -> None:
-        """event, values: as BlockEvent of csrc/nwor/audit.h."""
-        ids = torch.tensor(blocks, dtype=torch.int32)
-        of_ids = torch.tensor(values, dtype=torch.int64)
-        self._ops.audit_blocks(group.tables, event, ids, of_ids, self.step)
+        """event, and the value of each block: as BlockEvent of csrc/nwor/audit.h."""
+        if values:
+            ids, of_ids = zip(*values, strict=True)
+            blocks = torch.tensor(ids, dtype=torch.int32)
+            numbers = torch.tensor(of_ids, dtype=torch.int64)
+            self._ops.audit_blocks(group.tables, event, blocks, numbers, self.step)
 
     # -- the cache -----------------------------------------------------------------
 
@@ -279,11 +356,11 @@ class Audit:
             if places is not None:
                 numbers_of = group.stored if fills else group.store
                 numbers = numbers_of(places[group_id])
-            event = FILLED if fills else STORED
-            self._blocks(group, event, blocks[group_id], numbers)
+            of_blocks = list(zip(blocks[group_id], numbers, strict=True))
+            self._blocks(group, FILLED if fills else STORED, of_blocks)
             if fills:
                 others = chain(*blocks[:group_id], *blocks[group_id + 1 :])
-                self._give_out(group, dict.fromkeys(others, NOBODY))
+                self._blocks(group, GIVEN, dict.fromkeys(others, NOBODY).items())
 
     # -- a step --------------------------------------------------------------------
 
@@ -341,7 +418,9 @@ class Audit:
                 self._sit_down(step, row, request, tokens)
             seats.append(request.seat)
         if step.batch.row_seats is not None:
-            self.requests.is_changed = not self.requests.all_sit
+            self.requests.is_changed = any(
+                request.seat is None for request in self.requests.values()
+            )
             return
         self._row_ids = list(row_ids)
         self.requests.is_changed = False
@@ -358,16 +437,9 @@ class Audit:
         # Of a running request only the device has the text.
         is_opaque = request.is_opaque or (request.was_seated and self._is_async)
         request.was_seated = True
+        about = request.seat, request.generation, request.seed, is_opaque, request.loads
         for group in self.groups:
-            self._ops.audit_seat(
-                group.tables,
-                tokens,
-                request.seat,
-                request.generation,
-                request.seed,
-                is_opaque,
-                request.loads,
-            )
+            self._ops.audit_seat(group.tables, tokens, *about)
         if len(tokens):
             step.fresh.append((row, tokens))
 
@@ -389,23 +461,13 @@ class Audit:
         if acceptance is not None:
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
-        hits, num_blocks = None, self._num_scanned
-        if step.fresh:
-            hits = torch.tensor(
-                [(row, tokens.data_ptr(), len(tokens)) for row, tokens in step.fresh]
-            )
-        hit_blocks = HIT_BUDGETS * num_blocks
+        found = [(row, tokens.data_ptr(), len(tokens)) for row, tokens in step.fresh]
+        hits = torch.tensor(found) if found else None
+        budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
-            self._ops.audit_resolve(
-                *self._rows(group, step.batch),
-                cu_num_logits,
-                *kept,
-                is_undone,
-                hits,
-                num_blocks,
-                hit_blocks,
-                findings_to,
-            )
+            rows = self._rows(group, step.batch)
+            how = cu_num_logits, *kept, is_undone, hits, *budgets
+            self._ops.audit_resolve(*rows, *how, findings_to)
         self.outbox.sent()
 
     def totals(self) -> Mapping[str, int]:

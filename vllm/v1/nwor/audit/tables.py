@@ -6,6 +6,7 @@ csrc/nwor/audit.h has the structs that are their rows, in these columns.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class AuditedGroup:
     ) -> None:
         self.shape = shape
         self.numbers: dict[int, int] = {}
-        self._num_stores = 0
+        self._stores = itertools.count(1)
         self.layers = tuple(layers)
         self.parts = copy_tables(layers, memory) if compares_bytes else ()
         self.names = [name for part in self.parts for name in part.names]
@@ -124,15 +125,12 @@ class AuditedGroup:
             *(shape.entry_tokens, shape.window, len(self.parts)),
         ]
         first_column = 0
-        for number, part in enumerate(self.parts):
-            runs = (0, 0, 0)
-            if part.runs is not None:
-                runs = part.runs.data_ptr(), part.runs.shape[0], part.runs.shape[1]
-            is_last = number == len(self.parts) - 1
-            num_layers = len(part.names)
-            columns += [part.table.data_ptr(), num_layers, *runs]
-            columns += [first_column, is_last]
-            first_column += num_layers
+        for part in self.parts:
+            runs = part.runs
+            of_runs = (0, 0, 0) if runs is None else (runs.data_ptr(), *runs.shape[:2])
+            columns += [part.table.data_ptr(), len(part.names), *of_runs]
+            columns += [first_column, part is self.parts[-1]]
+            first_column += len(part.names)
         return torch.tensor(columns, dtype=torch.int64)
 
     @property
@@ -150,16 +148,12 @@ class AuditedGroup:
     def store(self, places: Sequence[int]) -> list[int]:
         """The numbers of stores to `places`; 0 for those of which nothing is kept,
         because there is no room, or the others take it."""
-        room = self.shape.num_stored
-        numbers = []
-        for left, place in zip(range(len(places), 0, -1), places, strict=True):
+        for place in places:
             self.numbers.pop(place, None)
-            number = 0
-            if left <= room:
-                self._num_stores += 1
-                number = self.numbers[place] = self._num_stores
-            numbers.append(number)
-        return numbers
+        num_left_out = max(len(places) - self.shape.num_stored, 0)
+        numbers = [next(self._stores) for _ in places[num_left_out:]]
+        self.numbers.update(zip(places[num_left_out:], numbers, strict=True))
+        return [0] * num_left_out + numbers
 
     def stored(self, places: Sequence[int]) -> list[int]:
         """The numbers of what was stored last to `places`; 0 if that is not known."""
