@@ -41,7 +41,6 @@ SCHEDULER_CONFIG = HookTarget(
     "blocks are taken from the scheduler's number of blocks",
     delete_when=RESERVED,
 )
-LEDGER = (CONFIGS, SCHEDULER_CONFIG)
 
 # Speculative methods whose drafters do not say which cached layers are their own.
 REFUSED_METHODS = {
@@ -88,13 +87,11 @@ class LayerVerdict(NamedTuple):
 
 def group_refusal(verdicts: Sequence[LayerVerdict]) -> str | None:
     """Why a KV-cache group of these layers will have no shadow blocks, or None."""
-    for verdict in verdicts:
-        if verdict.refusal and not verdict.is_drafters:
-            return verdict.refusal
-    copying = {verdict.copies for verdict in verdicts} - {""}
-    if copying and any(verdict.is_drafters for verdict in verdicts):
-        return copies_refusal(copying)
-    return None
+    of_targets = [found.refusal for found in verdicts if not found.is_drafters]
+    copying = {found.copies for found in verdicts} - {""}
+    if any(found.is_drafters for found in verdicts) and copying:
+        of_targets.append(copies_refusal(copying))
+    return next(filter(None, of_targets), None)
 
 
 def copies_refusal(copying: Iterable[str]) -> str:
@@ -106,19 +103,16 @@ def copies_refusal(copying: Iterable[str]) -> str:
 
 
 def install(module: ModuleType) -> None:
-    """Wraps the engine core in `module`; what that does depends on the mode when an
-    engine starts. Raises HostMismatch."""
-    wrappers = {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
-    install_all(module, wrappers)
+    """Wraps the engine core in `module`. Raises HostMismatch."""
+    install_all(module, LEDGER)
 
 
 def config_refusal(vllm_config: Any) -> str | None:
     """Why this configuration cannot be protected at all, or None. The worker asks
     too."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
+    if vllm_config.speculative_config is None:
         return "no speculative decoding is configured"
-    method = speculative.method
+    method = vllm_config.speculative_config.method
     if method in REFUSED_METHODS:
         return f"the speculative method is {method}, which {REFUSED_METHODS[method]}"
     return parallel_refusal(vllm_config)
@@ -146,14 +140,12 @@ def _not_allowed(transfer: Mapping[str, Any]) -> list[str]:
     among its own."""
     name = transfer.get("kv_connector")
     module_path = transfer.get("kv_connector_module_path")
-    if name is None:
-        return []
-    if module_path:  # not vLLM's class, whatever its name
+    if name and module_path:  # not vLLM's class, whatever its name
         return [f"{module_path}.{name}"]
     if name == "MultiConnector":
         members = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
         return [found for member in members or () for found in _not_allowed(member)]
-    return [] if name in ALLOWED_CONNECTORS else [name]
+    return [] if name is None or name in ALLOWED_CONNECTORS else [name]
 
 
 def stage_refusal(vllm_config: Any) -> str | None:
@@ -310,3 +302,6 @@ def _lower(scheduler_config: Any, num_shadow_blocks: int) -> None:
     for tensor, size in zip(tensors, sizes, strict=True):
         tensor.size = size
     scheduler_config.num_blocks = after
+
+
+LEDGER = {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}

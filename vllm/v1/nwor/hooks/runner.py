@@ -27,8 +27,7 @@ from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
 def common(
     module: str, *initialize_params: str, reuses_metadata: bool
 ) -> dict[HookTarget, Wrapper]:
-    """What is wrapped on both runners; sample_tokens is the last. reuses_metadata: as
-    staging.mark_layers."""
+    """What is wrapped on both runners. reuses_metadata: as staging.mark_layers."""
     return {
         HookTarget(
             module,
@@ -95,11 +94,7 @@ class RunnerState:
         self.has_all_seats = shadow is not None and shadow.num_seats >= max_num_reqs
 
 
-def install(
-    module: ModuleType,
-    common: Mapping[HookTarget, Wrapper],
-    others: Mapping[HookTarget, Wrapper],
-) -> None:
+def install(module: ModuleType, ledger: Mapping[HookTarget, Wrapper]) -> None:
     """Wraps a model runner in `module`. If it is not as expected, but what gives out a
     step's output is, its outputs still report to the front end that NWOR was refused.
 
@@ -107,14 +102,15 @@ def install(
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
     """
     try:
-        install_all(module, {**common, **others})
+        install_all(module, ledger)
     except HostMismatch as mismatch:
         mode = NworConfig.from_env().mode
         if mode is not Mode.OFF:
             # Without that target only the log says so, as it does in any case.
             teller = partial(_sample_tokens_refused, mode.value, str(mismatch))
+            (last,) = (row for row in ledger if row.qualname.endswith("sample_tokens"))
             with contextlib.suppress(HostMismatch):
-                install_all(module, {[*common][-1]: teller})
+                install_all(module, {last: teller})
         raise
 
 
@@ -150,9 +146,9 @@ def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -
         from ..audit.runner import start
 
         audit = start(runner, config)
-        if audit is not None and runner.nwor_state is None:
-            runner.nwor_state = RunnerState(None, [], Report([], None), emits=False)
         if audit is not None:
+            unprotected = RunnerState(None, [], Report([], None), emits=False)
+            runner.nwor_state = runner.nwor_state or unprotected
             runner.nwor_state.audit = runner.nwor_audit = audit
     return result
 
