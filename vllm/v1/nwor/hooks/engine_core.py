@@ -153,10 +153,11 @@ def stage_refusal(vllm_config: Any) -> str | None:
     if (refusal := config_refusal(vllm_config)) is not None:
         return refusal
     if connectors := connectors_in_forward(vllm_config):
+        allowed = ", ".join(sorted(ALLOWED_CONNECTORS))
         return (
             f"the KV connector {connectors} may read or write blocks while their "
-            f"drafts are in shadow blocks; allowed are vLLM's own "
-            f"{', '.join(sorted(ALLOWED_CONNECTORS))}, and MultiConnector of these"
+            f"drafts are in shadow blocks; allowed are vLLM's own {allowed}, and "
+            "MultiConnector of these"
         )
     model = vllm_config.model_config
     # Of the model's configuration before vLLM 0.32.
@@ -188,13 +189,11 @@ def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     if config.mode is not Mode.STAGE or vllm_config is None:
         return scheduler_config
     num_blocks = scheduler_config.num_blocks
+    found: Reservation
     try:
-        verdicts = {
-            name: getattr(spec, VERDICT)
-            for of_worker in specs
-            for name, spec in of_worker.items()
-            if hasattr(spec, VERDICT)
-        }
+        layers = [layer for of_worker in specs for layer in of_worker.items()]
+        marked = ((name, getattr(spec, VERDICT, None)) for name, spec in layers)
+        verdicts = {name: verdict for name, verdict in marked if verdict is not None}
         found = plan(vllm_config, workers[0], config, verdicts)
         if not isinstance(found, str):
             _lower(scheduler_config, sum(r.num_blocks for r in found.values()))
@@ -204,12 +203,10 @@ def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(found, str):
         logger.info("NWOR: no shadow blocks: %s", found)
     else:
-        logger.info(
-            "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests",
-            num_blocks - scheduler_config.num_blocks,
-            num_blocks,
-            min(region.num_seats for region in found.values()),
-        )
+        text = "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests"
+        reserved = num_blocks - scheduler_config.num_blocks
+        num_seats = min(region.num_seats for region in found.values())
+        logger.info(text, reserved, num_blocks, num_seats)
     for worker in workers:
         worker.nwor_shadow = found
     return scheduler_config
@@ -230,9 +227,8 @@ def plan(
     if (refusal := stage_refusal(vllm_config)) is not None:
         return refusal
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return (
-            "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
-        )
+        what = "which it cannot do with shadow blocks"
+        return f"vLLM zeroes this model's new blocks, {what}"
     groups = kv_cache_config.kv_cache_groups
     sizes, refusals = block_sizes(groups), []
     for gid in list(sizes):
@@ -246,8 +242,7 @@ def plan(
     if not sizes:
         return "; ".join(dict.fromkeys(refusals)) or "no KV-cache group is slot based"
     num_drafts = vllm_config.speculative_config.num_speculative_tokens
-    num_blocks = kv_cache_config.num_blocks
-    budget = config.max_shadow_blocks
+    num_blocks, budget = kv_cache_config.num_blocks, config.max_shadow_blocks
     if budget is None:
         budget = int(num_blocks * DEFAULT_SHARE)
     # Block 0 is the scheduler's null block.

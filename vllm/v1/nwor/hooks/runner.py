@@ -75,23 +75,30 @@ class RunnerState:
     manager: None if nothing is protected. infos: what became of each KV-cache group.
     audit: the RunnerAudit, None if nothing is audited; the runner's attribute
         `nwor_audit`, too.
-    emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS).
+    emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS); those of `report`.
     has_all_seats: every request that the runner has room for has shadow blocks.
     windows: those of the step being prepared (V1), None outside of it.
     """
 
     manager: DraftCommitManager | None
     infos: list[GroupInfo]
-    report: Report
     emits: bool = True
     max_num_reqs: InitVar[int] = 0
     windows: VerificationWindows | None = None
     audit: Any = None
     has_all_seats: bool = field(init=False)
+    report: Report = field(init=False)
 
     def __post_init__(self, max_num_reqs: int) -> None:
         shadow = None if self.manager is None else self.manager.shadow
         self.has_all_seats = shadow is not None and shadow.num_seats >= max_num_reqs
+        self.report = Report(self.infos, self.manager)
+
+
+def all_refused(runner: Any, mode: Mode, reason: str) -> list[GroupInfo]:
+    """What became of the KV-cache groups of a runner of which none was looked at."""
+    groups = range(len(runner.kv_cache_config.kv_cache_groups))
+    return [GroupInfo(gid, mode.value, Mode.OFF.value, reason) for gid in groups]
 
 
 def install(module: ModuleType, ledger: Mapping[HookTarget, Wrapper]) -> None:
@@ -107,7 +114,7 @@ def install(module: ModuleType, ledger: Mapping[HookTarget, Wrapper]) -> None:
         mode = NworConfig.from_env().mode
         if mode is not Mode.OFF:
             # Without that target only the log says so, as it does in any case.
-            teller = partial(_sample_tokens_refused, mode.value, str(mismatch))
+            teller = partial(_sample_tokens_refused, mode, str(mismatch))
             (last,) = (row for row in ledger if row.qualname.endswith("sample_tokens"))
             with contextlib.suppress(HostMismatch):
                 install_all(module, {last: teller})
@@ -115,13 +122,11 @@ def install(module: ModuleType, ledger: Mapping[HookTarget, Wrapper]) -> None:
 
 
 def _sample_tokens_refused(
-    mode: str, reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
+    mode: Mode, reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
 ) -> Any:
     """sample_tokens, on a runner without any other hook."""
     if "nwor_state" not in vars(runner):
-        groups = range(len(runner.kv_cache_config.kv_cache_groups))
-        infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
-        runner.nwor_state = RunnerState(None, infos, Report(infos, None))
+        runner.nwor_state = RunnerState(None, all_refused(runner, mode, reason))
     return sample_tokens(wrapped, runner, args, kwargs)
 
 
@@ -147,7 +152,7 @@ def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -
 
         audit = start(runner, config)
         if audit is not None:
-            unprotected = RunnerState(None, [], Report([], None), emits=False)
+            unprotected = RunnerState(None, [], emits=False)
             runner.nwor_state = runner.nwor_state or unprotected
             runner.nwor_state.audit = runner.nwor_audit = audit
     return result
