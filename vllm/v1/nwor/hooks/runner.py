@@ -28,42 +28,41 @@ def common(
     module: str, *initialize_params: str, reuses_metadata: bool
 ) -> dict[HookTarget, Wrapper]:
     """What is wrapped on both runners. reuses_metadata: as staging.mark_layers."""
+
+    def row(name: str, *params: str, why: str, until: str) -> HookTarget:
+        return HookTarget(
+            module, f"GPUModelRunner.{name}", ("self", *params), why, until
+        )
+
     return {
-        HookTarget(
-            module,
-            "GPUModelRunner.get_kv_cache_spec",
-            ("self",),
+        row(
+            "get_kv_cache_spec",
             why="no shadow blocks are reserved for layers that are known to be refused",
-            delete_when="vLLM lets plugins reserve KV blocks",
+            until="vLLM lets plugins reserve KV blocks",
         ): partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
-        HookTarget(
-            module,
-            "GPUModelRunner.initialize_kv_cache",
-            ("self", "kv_cache_config", *initialize_params),
+        row(
+            "initialize_kv_cache",
+            *("kv_cache_config", *initialize_params),
             why="the caches are bound here: probe them, fill the tables",
-            delete_when="vLLM offers a callback once KV caches are bound",
+            until="vLLM offers a callback once KV caches are bound",
         ): initialize_kv_cache,
-        HookTarget(
-            module,
-            "GPUModelRunner.profile_run",
-            ("self",),
+        row(
+            "profile_run",
             why="the log's memory is taken while vLLM measures what is left for the KV "
             "cache",
-            delete_when="vLLM lets plugins announce memory they need",
+            until="vLLM lets plugins announce memory they need",
         ): profile_run,
-        HookTarget(
-            module,
-            "GPUModelRunner.execute_model",
-            ("self", "scheduler_output"),
+        row(
+            "execute_model",
+            "scheduler_output",
             why="a step starts: a log left by a failed step is dropped",
-            delete_when="vLLM notifies a runner that a step was abandoned",
+            until="vLLM notifies a runner that a step was abandoned",
         ): execute_model,
-        HookTarget(
-            module,
-            "GPUModelRunner.sample_tokens",
-            ("self", "grammar_output"),
+        row(
+            "sample_tokens",
+            "grammar_output",
             why="the step's output carries the counts to the scheduler",
-            delete_when="ModelRunnerOutput has a field for extensions",
+            until="ModelRunnerOutput has a field for extensions",
         ): sample_tokens,
     }
 
