@@ -109,11 +109,8 @@ def attach(result: Any, take_payload: Callable[[], Any]) -> None:
     if result is None:
         return
     try:
-        output = (
-            getattr(result, "model_runner_output", None)
-            or getattr(result, "_model_runner_output", None)
-            or result
-        )
+        output = getattr(result, "model_runner_output", None) or result
+        output = getattr(result, "_model_runner_output", None) or output
         if output.req_ids and (payload := take_payload()) is not None:
             output.nwor_stats = payload
     except Exception:
@@ -160,8 +157,9 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
         carrier: Any = next(iter(engine_outputs.values()), None)
         found = carrier and carrier.scheduler_stats
         if payload is not None:
-            counted = counted or getattr(found, "spec_decoding_stats", None)
-            counted = counted or Counted()
+            counted = (
+                counted or getattr(found, "spec_decoding_stats", None) or Counted()
+            )
             stats.add_step(payload, counted, step)
         # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
         # wait for the next ones, unless nothing is left that could make any.
