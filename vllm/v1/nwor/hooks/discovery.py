@@ -24,13 +24,7 @@ from ..shadow_blocks import StagedGroup, blocks_per_seat
 from ..shadow_blocks import num_bytes as num_shadow_bytes
 from ..undo_log import num_bytes
 from .engine_core import config_refusal, connectors_in_forward
-from .layers import (
-    GroupRefused,
-    draft_layer_names,
-    error_text,
-    sleeps,
-    target_layers,
-)
+from .layers import GroupRefused, draft_layer_names, error_text, sleeps, target_layers
 from .runner import all_refused
 from .staging import staged_group
 

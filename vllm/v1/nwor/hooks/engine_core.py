@@ -269,21 +269,15 @@ def plan(
 
 def block_sizes(groups: Sequence[Any]) -> dict[int, int]:
     """Tokens a block of each group that is slot based."""
-    from vllm.v1.kv_cache_interface import (
-        AttentionSpec,
-        CrossAttentionSpec,
-        EncoderOnlyAttentionSpec,
-        UniformTypeKVCacheSpecs,
-    )
+    from vllm.v1 import kv_cache_interface as kv
 
     sizes = {}
     for gid, group in enumerate(groups):
         spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
+        if isinstance(spec, kv.UniformTypeKVCacheSpecs):
             spec = next(iter(spec.kv_cache_specs.values()))
-        if isinstance(spec, AttentionSpec) and not isinstance(
-            spec, CrossAttentionSpec | EncoderOnlyAttentionSpec
-        ):
+        others = kv.CrossAttentionSpec | kv.EncoderOnlyAttentionSpec
+        if isinstance(spec, kv.AttentionSpec) and not isinstance(spec, others):
             sizes[gid] = group.kv_cache_spec.block_size
     return sizes
 

@@ -12,12 +12,7 @@ import logging
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1 import kv_cache_interface as kv
 
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
@@ -88,7 +83,7 @@ def _target_layers_of(
         if name in draft_names:
             continue
         spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
+        if isinstance(spec, kv.UniformTypeKVCacheSpecs):
             spec = spec.kv_cache_specs[name]
         layer = modules[name]
         if (refusal := layer_refusal(name, spec, layer)) is not None:
@@ -130,9 +125,9 @@ def layer_refusal(name: str, spec: Any, layer: Any) -> str | None:
     impl_kind, of_kind = type(impl).__name__, type(layer).__name__
     dtype = str(getattr(impl, "kv_cache_dtype", ""))
     packs = [why for start, why in REFUSED_IMPLS.items() if impl_kind.startswith(start)]
-    if not isinstance(spec, AttentionSpec):
+    if not isinstance(spec, kv.AttentionSpec):
         refusal = f"has a {kind}, which is not slot based"
-    elif isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
+    elif isinstance(spec, kv.CrossAttentionSpec | kv.EncoderOnlyAttentionSpec):
         refusal = f"has a {kind}, which drafts never write"
     elif (
         getattr(spec, "tokens_per_state", 1) != 1

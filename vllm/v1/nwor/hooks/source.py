@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, partial, reduce
@@ -266,13 +267,10 @@ def files_of(folder: Path) -> Callable[[str], str | None]:
 def facts(module: str) -> list[Fact]:
     """Those of a module of ours (a key of FACTS)."""
     found: list[Fact] = []
-    place = above = ""
-    for line in FACTS[module].splitlines():
-        words = line.split()
-        if words and not line.startswith(" "):
-            name = words.pop(0)
-            place = f"{above}{name}" if name.startswith(".") else name
-            above = above if name.startswith(".") else name
+    above = ""
+    for entry in re.split(r"\n(?=\S)", FACTS[module].strip()):
+        name, *words = entry.split()
+        place, above = (above + name, above) if name[0] == "." else (name, name)
         for word in words:
             if word in KINDS:
                 found.append((place, word, []))

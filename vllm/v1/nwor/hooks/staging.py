@@ -44,7 +44,8 @@ def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) ->
             refusal = layer_refusal(name, spec, modules[name]) or ""
             backend = modules[name].get_attn_backend().get_name()
             copies = reuses_metadata and backend not in VIEWING_BACKENDS
-            verdict = LayerVerdict(name in draft_names, refusal, backend * copies)
+            copying = backend if copies else ""
+            verdict = LayerVerdict(name in draft_names, refusal, copying)
             object.__setattr__(spec, VERDICT, verdict)  # specs are frozen
     except Exception as error:
         logger.debug("NWOR: layers are not marked: %s", error_text(error))
