@@ -60,6 +60,9 @@ FALLBACKS = (
     NO_SEAT := "no_seat",
     STEP_FAILED := "step_failed",
 )
+# What a step may have to tell beside its counts: new fallbacks by reason; a GroupInfo
+# for each group, once; the audit's steps, unverified slots and findings by class.
+NEWS = ("fallbacks", "info", "audit")
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 ENGINE_LABELS = ("model_name", "engine")
@@ -138,9 +141,7 @@ class NworStats:
 
         payload: what the worker sent with it, or what gives that from `read`: by how
             much the step raised each of ops.COUNTER_COLUMNS (missed begins are among
-            the invalid slots) and, as far as they are there, "fallbacks": new ones, by
-            reason; "info": a GroupInfo for each group, once; "audit": steps, unverified
-            slots and findings by class.
+            the invalid slots) and, as far as they are there, NEWS.
         counted: Counted, or SpecDecodingStats of a step without grammar-invalid drafts.
         """
         if read := getattr(payload, "read", None):
@@ -163,7 +164,9 @@ class NworStats:
                 self.breach("worker", f"the worker reported {invalid}", invalid)
             parts = self._compare(counts, counted, scheduled)
         self._add([windows, staged, *parts, restored, copied, kept, 0])
-        for name, new in zip(("fallbacks", "info", "audit"), news, strict=False):
+        if not news:
+            return
+        for name, new in zip(NEWS, news, strict=False):
             if new and name == "info":
                 self.report[name] = new
             elif new:

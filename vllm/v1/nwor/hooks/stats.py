@@ -109,8 +109,11 @@ def attach(result: Any, take_payload: Callable[[], Any]) -> None:
     if result is None:
         return
     try:
-        output = getattr(result, "model_runner_output", None) or result
-        output = getattr(result, "_model_runner_output", None) or output
+        output = (
+            getattr(result, "model_runner_output", None)
+            or getattr(result, "_model_runner_output", None)
+            or result
+        )
         if output.req_ids and (payload := take_payload()) is not None:
             output.nwor_stats = payload
     except Exception:
