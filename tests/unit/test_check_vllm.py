@@ -168,6 +168,7 @@ OTHERWISE = [
         "(self, batch, flag, more); expected (self, batch, ",
     ),
     (BATCH, "flag=False", "flag", "expected (self, batch, ..."),
+    (BATCH, "flag=False", "*, flag", "expected (self, batch, ..."),
     (BATCH, "batch, ", "b, ", "has parameters (self, b, flag)"),
     (HOOKED, "batch, ", "", "has parameters (self, flag); expected it to begin with"),
 ]

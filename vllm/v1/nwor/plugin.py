@@ -166,8 +166,8 @@ def _check_host() -> None:
         )
     version = getattr(vllm, "__version__", "unknown")
     if version.split("+")[0] not in TRIED_VLLM_VERSIONS:
-        text = "NWOR has not been tried with vLLM %s (tried: %s); it runs if every"
-        text += " signature it relies on matches"
+        text = "NWOR has not been tried with vLLM %s (tried: %s); "
+        text += "it runs if every signature it relies on matches"
         logger.warning(text, version, ", ".join(TRIED_VLLM_VERSIONS))
 
 
