@@ -138,7 +138,7 @@ class Runner(Base):
         return Thing(1)
 """
 BASE = "class Root:\n    size: int\ndef helper(): ..."
-STEP, DATA = "m:Runner.step", "m:Data.__init__ hooked self"
+STEP = "m:Runner.step"
 BATCH, FLAG = f"{STEP} takes self batch ...", f"{STEP} takes self batch flag"
 RETURNS, HOOKED = f"{STEP} returns left right", f"{STEP} hooked self batch"
 TABLE, BOTH = "m:Runner has table:Table", f"{STEP} does self.prepare() self.run()"
@@ -168,15 +168,9 @@ OTHERWISE = [
         "(self, batch, flag, more); expected (self, batch, ",
     ),
     (BATCH, "flag=False", "flag", "expected (self, batch, ..."),
+    (BATCH, "flag=False", "*, flag", "expected (self, batch, ..."),
     (BATCH, "batch, ", "b, ", "has parameters (self, b, flag)"),
     (HOOKED, "batch, ", "", "has parameters (self, flag); expected it to begin with"),
-    (
-        f"{DATA} name width",
-        "name: str",
-        "",
-        "has parameters (self, width); expected it",
-    ),
-    (DATA, "class Data", "class D", "vllm.m has no Data"),
 ]
 # What may be otherwise.
 FINE = [

@@ -120,7 +120,8 @@ def runner(*groups, **changes):
 
 def build(found, storage=None, mode=Mode.COW, strictness=Strict.NEVER, **settings):
     config = NworConfig(mode=mode, strictness=strictness, **settings)
-    return discovery.build(found, config, storage)
+    manager, infos = discovery.build(found, config, storage)
+    return manager, infos, Report(infos, manager)
 
 
 def state_spec(num_speculative_blocks):
@@ -238,7 +239,7 @@ def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
     found = runner({"a": layer(), "b": layer()}, {"c": layer()})
     config = NworConfig(mode=Mode.COW, on_reject=on_reject)
     storage = discovery.reserve(found, config)
-    manager, _, _ = discovery.build(found, config, storage)
+    manager, _ = discovery.build(found, config, storage)
 
     assert manager.capacity == NUM_SEQS * NUM_DRAFTS
     rows = [12, 1] if on_reject is OnReject.POISON else [12]
@@ -295,7 +296,6 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
             "layer_tables.DeviceMemory.take",
             "the undo log cannot be set up: OSError: x",
         ),
-        ("hooks.discovery.Report", "the undo log cannot be set up: OSError: x"),
         ("hooks.discovery.config_refusal", "vLLM is not as expected: OSError: x"),
         (
             "layer_tables.DeviceMemory.take",
@@ -309,8 +309,6 @@ def test_what_nobody_expected_is_a_refusal(place, text, monkeypatch):
     error = torch.OutOfMemoryError if text.startswith("no memory") else OSError
 
     def fail(*arguments, **_):
-        if place == "hooks.discovery.Report" and arguments[1] is None:
-            return Report(*arguments)
         raise error("x")
 
     monkeypatch.setattr(f"vllm_nwor.{place}", fail)

@@ -67,7 +67,7 @@ def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
 
     hooks.install(import_module(module))
 
-    assert tuple(installed) == hooks.LEDGER
+    assert tuple(installed) == tuple(hooks.LEDGER)
 
 
 OF_ENGINE_CORE = [row for row in OURS if row.module == engine_core.CONFIGS.module]

@@ -209,9 +209,7 @@ class Runner:
 
     def __init__(self, mode=Mode.COW, num_drafts=3, max_num_reqs=2):
         manager = manager_of(mode)
-        self.nwor_state = hooks.RunnerState(
-            manager, [], Report([], manager), max_num_reqs=max_num_reqs
-        )
+        self.nwor_state = hooks.RunnerState(manager, [], max_num_reqs=max_num_reqs)
         self.table = torch.tensor([[1]], dtype=torch.int32)
         self.slots = torch.arange(16, 20)
         starts = torch.tensor([0, 4], dtype=torch.int32)

@@ -144,21 +144,21 @@ def _choice(
 ) -> str:
     value = env.get(name) or default
     if value not in list(choices):
-        raise NworConfigError(
-            f"{name}={value!r} is not allowed; allowed values: {', '.join(choices)}"
-        )
+        raise _not_allowed(name, value, ", ".join(choices))
     return value
 
 
 def _number(
     env: Mapping[str, str], name: str, empty: str, unit: str, least: int
 ) -> int | None:
-    value = env.get(name, "")
-    if value == "":
+    if not (value := env.get(name)):
         return None
     if not (value.isascii() and value.isdigit() and int(value) >= least):
-        raise NworConfigError(
-            f"{name}={value!r} is not allowed; allowed values: empty ({empty}) "
-            f"or a whole number of {unit}, at least {least}"
-        )
+        allowed = f"empty ({empty}) or a whole number of {unit}, at least {least}"
+        raise _not_allowed(name, value, allowed)
     return int(value)
+
+
+def _not_allowed(name: str, value: str, allowed: str) -> NworConfigError:
+    text = f"{name}={value!r} is not allowed; allowed values: {allowed}"
+    return NworConfigError(text)

@@ -36,12 +36,9 @@ def check(manager: DraftCommitManager) -> None:
     is_patched = manager.shadow is not None and manager.shadow.num_drafts > 0
     is_staged = manager.state is State.STAGED
     _require(1, is_patched == is_staged, f"{manager.state}, in tables: {is_patched}")
-    if manager.state is State.LOGGED:
-        _require(1, 0 < num_drafts <= manager.capacity, f"{num_drafts} drafts logged")
-    elif is_staged:
-        _require(1, num_drafts > 0, f"{manager.state} with {num_drafts} drafts")
-    else:
-        _require(1, num_drafts == 0, f"{manager.state} with {num_drafts} drafts")
+    least = manager.state.is_open
+    most = manager.capacity if manager.state is State.LOGGED else num_drafts * least
+    _require(1, least <= num_drafts <= most, f"{manager.state}, {num_drafts} drafts")
     if manager.state is State.FAILED:
         _require(2, fallbacks[COMMIT_FAILED] > 0, f"FAILED after {fallbacks}")
     if manager.state is State.VANILLA:
@@ -85,10 +82,8 @@ def _require(number: int, holds: bool, found: str) -> None:
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """Address of the first byte of a tensor, and of the byte behind its last one."""
-    last = sum(
-        (size - 1) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
     first = tensor.data_ptr()
     return first, first + (last + 1) * tensor.element_size()
 
@@ -96,8 +91,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 def _check_tables(group: GroupLog) -> None:
     """Invariant 4, for one group."""
     rows = sorted(row for part in group.tables for row in part.table.tolist())
-    places = []
-    offset = 0
+    places, offset = [], 0
     for layer in group.layers:
         places.append(layer.layout.table_row(layer.kv_cache.data_ptr(), offset))
         offset += layer.layout.slot_bytes

@@ -50,10 +50,10 @@ class KVLayout:
     block_size: int
     num_blocks: int
     block_stride: int
-    slot_stride: int
-    head_stride: int
-    num_heads: int
-    run_bytes: int
+    slot_stride: int = 0
+    head_stride: int = 0
+    num_heads: int = 0
+    run_bytes: int = 0
     runs: torch.Tensor | None = None
 
     @property
@@ -89,20 +89,19 @@ def row_layout(kv_cache: torch.Tensor) -> KVLayout:
     Raises:
         LayoutRefused: another number of dimensions, or a last one with gaps.
     """
-    if kv_cache.dim() not in (3, 4):
+    shape, last = tuple(kv_cache.shape), kv_cache.stride(-1)
+    if len(shape) not in (3, 4):
         raise LayoutRefused(
-            f"a KV cache of shape {tuple(kv_cache.shape)} is not supported; "
-            "expected [blocks, heads, slots, bytes] or [blocks, slots, bytes]"
+            f"a KV cache of shape {shape} is not supported; expected [blocks, heads, "
+            "slots, bytes] or [blocks, slots, bytes]"
         )
-    if kv_cache.stride(-1) != 1:
-        raise LayoutRefused(
-            f"a KV cache whose last stride is {kv_cache.stride(-1)} is not supported; "
-            "expected 1"
-        )
+    if last != 1:
+        told = f"a KV cache whose last stride is {last} is not supported; expected 1"
+        raise LayoutRefused(told)
     item = kv_cache.element_size()
-    num_heads = kv_cache.shape[1] if kv_cache.dim() == 4 else 1
-    head_stride = kv_cache.stride(1) * item if kv_cache.dim() == 4 else 0
-    run_bytes = kv_cache.shape[-1] * item
+    num_heads, head_stride, run_bytes = 1, 0, shape[-1] * item
+    if len(shape) == 4:
+        num_heads, head_stride = shape[1], kv_cache.stride(1) * item
     if num_heads > 1 and head_stride == run_bytes:
         num_heads, run_bytes, head_stride = 1, num_heads * run_bytes, 0
     return KVLayout(
@@ -128,7 +127,6 @@ def packed_layout(
     Raises:
         LayoutRefused: slots that share bytes or differ in shape, or a block with gaps.
     """
-    item = kv_cache.element_size()
     if not kv_cache[0].is_contiguous():
         raise LayoutRefused(
             f"a packed KV cache with strides {kv_cache.stride()} is not supported; "
@@ -146,11 +144,7 @@ def packed_layout(
     return KVLayout(
         block_size=len(slot_runs),
         num_blocks=kv_cache.shape[0],
-        block_stride=kv_cache.stride(0) * item,
-        slot_stride=0,
-        head_stride=0,
-        num_heads=0,
-        run_bytes=0,
+        block_stride=kv_cache.stride(0) * kv_cache.element_size(),
         runs=torch.stack(list(slot_runs)).to(torch.int32),
     )
 

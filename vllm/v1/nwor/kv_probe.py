@@ -59,12 +59,9 @@ def probe_layout(
         raise LayoutRefused("slots do not repeat from one block to the next")
     if not all(map(len, runs)):
         raise LayoutRefused("the writer left a slot untouched")
-    scratch_rows = row_layout(scratch)
-    if all(
-        torch.equal(run, scratch_rows.row_runs(slot)) for slot, run in enumerate(runs)
-    ):
-        return rows
-    return packed_layout(runs, kv_cache)
+    of_rows = map(row_layout(scratch).row_runs, range(block_size))
+    are_rows = all(map(torch.equal, runs, of_rows))
+    return rows if are_rows else packed_layout(runs, kv_cache)
 
 
 def _detached(impl: Any) -> Any:
@@ -82,16 +79,12 @@ def _scratch(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     another dimension outermost, the row formula still holds with the real strides."""
     bound_strides = kv_cache.stride()
     inner = sorted(range(1, kv_cache.dim()), key=lambda dim: -bound_strides[dim])
-    shape = (2, *kv_cache.shape[1:])
-    strides = [0] * kv_cache.dim()
-    step = 1
+    shape, strides, step = (2, *kv_cache.shape[1:]), [0] * kv_cache.dim(), 1
     for dim in reversed([0, *inner]):
         strides[dim] = step
         step *= shape[dim]
-    num_bytes = step * kv_cache.element_size()
-    raw = torch.empty(
-        -(-num_bytes // _WORD) * _WORD, dtype=torch.uint8, device=kv_cache.device
-    )
+    num_words = -(-step * kv_cache.element_size() // _WORD)
+    raw = torch.empty(num_words * _WORD, dtype=torch.uint8, device=kv_cache.device)
     return raw.view(kv_cache.dtype).as_strided(shape, strides), raw
 
 
@@ -125,11 +118,11 @@ def _write(
     impl: Any, layer: Any, scratch: torch.Tensor, dtype: torch.dtype, slot: int
 ) -> None:
     """One token through the backend's writer; two signatures exist in vLLM."""
-    writer = getattr(impl, "do_kv_cache_update", None)
+    writer, kind = getattr(impl, "do_kv_cache_update", None), type(impl).__name__
     if writer is None:
         raise LayoutRefused(
-            f"{type(impl).__name__} has no do_kv_cache_update: it writes the cache "
-            "inside its forward, where it cannot be probed"
+            f"{kind} has no do_kv_cache_update: it writes the cache inside its "
+            "forward, where it cannot be probed"
         )
 
     def payload(value: float, *shape: int) -> torch.Tensor:
@@ -138,25 +131,14 @@ def _write(
     slot_mapping = torch.tensor([slot], dtype=torch.int64, device=scratch.device)
     params = tuple(inspect.signature(writer).parameters)
     if params[:4] == ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"):
-        writer(
-            payload(1.0, layer.kv_lora_rank),
-            payload(-2.0, 1, layer.qk_rope_head_dim),
-            scratch,
-            slot_mapping,
-            impl.kv_cache_dtype,
-            layer._k_scale,
-        )
+        latent, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
+        parts = payload(1.0, latent), payload(-2.0, 1, rope)
+        writer(*parts, scratch, slot_mapping, impl.kv_cache_dtype, layer._k_scale)
     elif params == ("layer", "key", "value", "kv_cache", "slot_mapping"):
-        head_size_v = getattr(layer, "head_size_v", layer.head_size)
-        writer(
-            layer,
-            payload(1.0, layer.num_kv_heads, layer.head_size),
-            payload(-2.0, layer.num_kv_heads, head_size_v),
-            scratch,
-            slot_mapping,
-        )
+        heads, size = layer.num_kv_heads, layer.head_size
+        size_v = getattr(layer, "head_size_v", size)
+        parts = payload(1.0, heads, size), payload(-2.0, heads, size_v)
+        writer(layer, *parts, scratch, slot_mapping)
     else:
-        raise LayoutRefused(
-            f"{type(impl).__name__}.do_kv_cache_update has parameters "
-            f"({', '.join(params)}), which no probe knows"
-        )
+        has = f"{kind}.do_kv_cache_update has parameters ({', '.join(params)})"
+        raise LayoutRefused(f"{has}, which no probe knows")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -89,27 +90,20 @@ def copy_tables(
 ) -> tuple[CopyTable, ...]:
     """The layers' table rows: all row caches in one table, the first, and one for each
     distinct packing. A layer's place in a row of the log follows the layers' order."""
-    kinds: list[tuple[torch.Tensor | None, list[list[int]], list[str]]] = []
+    kinds: dict[Any, list[tuple[LayerCache, int]]] = {}
     log_offset = 0
     for layer in layers:
         runs = layer.layout.runs
-        for kind in kinds:
-            known = kind[0]
-            if runs is known or (
-                runs is not None and known is not None and torch.equal(runs, known)
-            ):
-                break
-        else:
-            kind = (runs, [], [])
-            kinds.append(kind)
-        kind[1].append(layer.layout.table_row(layer.kv_cache.data_ptr(), log_offset))
-        kind[2].append(layer.name)
+        packing = () if runs is None else (*runs.shape, runs.numpy().tobytes())
+        kinds.setdefault(packing, []).append((layer, log_offset))
         log_offset += layer.layout.slot_bytes
-    kinds.sort(key=lambda kind: kind[0] is not None)
     tables = []
-    for runs, rows, names in kinds:
+    for _, places in sorted(kinds.items(), key=lambda kind: kind[0] != ()):
+        rows = [one.layout.table_row(one.kv_cache.data_ptr(), at) for one, at in places]
         host = torch.tensor(rows, dtype=torch.int64)
         table = memory.take(tuple(host.shape), torch.int64).copy_(host)
+        runs = places[0][0].layout.runs
         on_device = None if runs is None else runs.to(memory.device)
-        tables.append(CopyTable(table, on_device, tuple(names)))
+        names = tuple(layer.name for layer, _ in places)
+        tables.append(CopyTable(table, on_device, names))
     return tuple(tables)

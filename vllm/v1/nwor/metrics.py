@@ -60,6 +60,9 @@ FALLBACKS = (
     NO_SEAT := "no_seat",
     STEP_FAILED := "step_failed",
 )
+# What a step may have to tell beside its counts: new fallbacks by reason; a GroupInfo
+# for each group, once; the audit's steps, unverified slots and findings by class.
+NEWS = ("fallbacks", "info", "audit")
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 ENGINE_LABELS = ("model_name", "engine")
@@ -138,9 +141,7 @@ class NworStats:
 
         payload: what the worker sent with it, or what gives that from `read`: by how
             much the step raised each of ops.COUNTER_COLUMNS (missed begins are among
-            the invalid slots) and, as far as they are there, "fallbacks": new ones, by
-            reason; "info": a GroupInfo for each group, once; "audit": steps, unverified
-            slots and findings by class.
+            the invalid slots) and, as far as they are there, NEWS.
         counted: Counted, or SpecDecodingStats of a step without grammar-invalid drafts.
         """
         if read := getattr(payload, "read", None):
@@ -161,32 +162,23 @@ class NworStats:
         else:
             if invalid:
                 self.breach("worker", f"the worker reported {invalid}", invalid)
-            parts = self._compare(counts, counted, *scheduled)
+            parts = self._compare(counts, counted, scheduled)
         self._add([windows, staged, *parts, restored, copied, kept, 0])
-        if news:
-            self._add_news(*news)
-
-    def _add_news(self, fallbacks: Any, info: Any = (), audit: Any = None) -> None:
-        for name, new in (("fallbacks", fallbacks), ("audit", audit)):
-            if new:
+        if not news:
+            return
+        for name, new in zip(NEWS, news, strict=False):
+            if new and name == "info":
+                self.report[name] = new
+            elif new:
                 self.report[name] = dict(Counter(self.report.get(name)) + Counter(new))
-        if info:
-            self.report["info"] = info
 
     def _add(self, counts: list[int]) -> None:
         if self.report:
-            counts = list(
-                map(operator.add, self.report.get("counts", _NOTHING), counts)
-            )
+            counts = list(map(operator.add, self.report["counts"], counts))
         self.report["counts"] = counts
 
     def _compare(
-        self,
-        counts: Sequence[int],
-        counted: Any,
-        drafts: Mapping[str, Sequence[int]],
-        output: Any,
-        num_ids: Sequence[int],
+        self, counts: Sequence[int], counted: Any, scheduled: Scheduled
     ) -> tuple[int, int, int]:
         """Committed, rejected and dropped drafts. Each identity that does not hold is a
         breach.
@@ -196,6 +188,7 @@ class NworStats:
         drafts it ran beyond what was scheduled (a breach) are dropped ones.
         """
         windows, staged, accepted, rejected, *_ = counts
+        drafts, output, num_ids = scheduled
         num_drafts = sum(map(len, drafts.values()))
         committed = min(counted.num_accepted_tokens, staged)
         uncounted = max(num_drafts, staged) - counted.num_draft_tokens
@@ -267,14 +260,13 @@ class NworPrometheus:
         mode = {"multiprocess_mode": "mostrecent"}
         self._gauge = create(gauge_cls, "info", INFO_HELP, *GroupInfo._fields, **mode)
         self._label_values = label_values
-        self._counters, self._fallbacks, self._waiting = {}, {}, {}
-        self._shown: dict[int, Sequence[Sequence[Any]]] = {}
+        self._counters, self._fallbacks = {}, {}
         for engine, values in label_values.items():
             self._counters[engine] = [counter.labels(*values) for counter in counters]
-            self._fallbacks[engine] = {
-                reason: fallbacks.labels(*values, reason) for reason in FALLBACKS
-            }
-            self._waiting[engine] = deque[Sequence[int]]()
+            of_reason = (fallbacks.labels(*values, reason) for reason in FALLBACKS)
+            self._fallbacks[engine] = dict(zip(FALLBACKS, of_reason, strict=True))
+        self._waiting = {engine: deque[Sequence[int]]() for engine in label_values}
+        self._shown: dict[int, Sequence[Sequence[Any]]] = {}
         self._flushing = threading.Lock()
         # Otherwise another process collects, from a file, or Ray, from a push.
         is_collected = hasattr(counters[0], "collect")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -135,15 +135,9 @@ class _Alias(MetaPathFinder, Loader):
             # In front: the path of the aliased package would give copies.
             sys.meta_path.insert(0, cls())
 
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if fullname != self.NAME and not fullname.startswith(f"{self.NAME}."):
-            return None
-        return ModuleSpec(fullname, self)
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        is_ours = f"{fullname}.".startswith(f"{self.NAME}.")
+        return ModuleSpec(fullname, self) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(f"{__package__}{spec.name.removeprefix(self.NAME)}")
@@ -172,12 +166,9 @@ def _check_host() -> None:
         )
     version = getattr(vllm, "__version__", "unknown")
     if version.split("+")[0] not in TRIED_VLLM_VERSIONS:
-        logger.warning(
-            "NWOR has not been tried with vLLM %s (tried: %s); it runs if every "
-            "signature it relies on matches",
-            version,
-            ", ".join(TRIED_VLLM_VERSIONS),
-        )
+        text = "NWOR has not been tried with vLLM %s (tried: %s); "
+        text += "it runs if every signature it relies on matches"
+        logger.warning(text, version, ", ".join(TRIED_VLLM_VERSIONS))
 
 
 def _guarded(hook: str) -> Callable[[ModuleType], None]:

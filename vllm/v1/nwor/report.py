@@ -37,7 +37,6 @@ _NUM_COUNTERS = len(COUNTER_COLUMNS)
 # Every launch of a step sees all windows, but only its own bytes and invalid slots.
 _OF_ONE_LAUNCH = range(COUNTER_COLUMNS.index("restored_bytes"), _NUM_COUNTERS)
 _INVALID_SLOTS = COUNTER_COLUMNS.index("invalid_slots")
-_NO_COUNTS = (memoryview(bytes(8 * _NUM_COUNTERS)).cast("q"),) * 2
 
 
 class StepPayload:
@@ -78,7 +77,7 @@ class StepPayload:
         return tuple, (self.read(),)
 
 
-NOTHING = StepPayload(_NO_COUNTS)
+NOTHING = StepPayload((memoryview(bytes(8 * _NUM_COUNTERS)).cast("q"),) * 2)
 
 
 def counter_ring(
@@ -113,10 +112,8 @@ class Report:
         self._infos = list(infos)
         self._num_unread = 0
         self._manager = manager
-        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks = Counter() if manager is None else manager.fallbacks
         self._reported: dict[str, int] = {}  # of the fallbacks
-        if manager is not None:
-            self._fallbacks = manager.fallbacks
 
     def take_payload(self) -> StepPayload | None:
         """What to report with this step's output; None for nothing. It is forgotten
@@ -129,8 +126,7 @@ class Report:
             return counts
         self._reported = dict(self._fallbacks)
         fallbacks = dict(self._fallbacks - Counter(reported))
-        slots = _NO_COUNTS if counts is None else counts.slots
-        payload = StepPayload(slots, fallbacks, self._infos)
+        payload = StepPayload((counts or NOTHING).slots, fallbacks, self._infos)
         self._num_unread += 1
         if self._num_unread == MAX_UNREAD:
             self._infos = []

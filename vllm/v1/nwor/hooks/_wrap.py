@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installing wrappers on vLLM's functions: checked, idempotent, all or nothing.
 
-A hook file lists what it wraps as `HookTarget` rows (its LEDGER) and calls
+A hook file's LEDGER has what it wraps, a `HookTarget` each, and what with, and goes to
 `install_all`. Before the first wrapper goes in, every target's signature is compared
 with what the wrappers rely on, so a vLLM that has moved on is refused by name instead
 of being half patched. vLLM's own function stays reachable as `__wrapped__`.
@@ -96,9 +96,6 @@ class _Hook:
         function = inspect.getattr_static(self.owner, self.name)
         self.wrapper = _hooked(target, function, wrapper)
 
-    def is_of(self, module: ModuleType, target: HookTarget) -> bool:
-        return (self.module, self.target.qualname) == (module, target.qualname)
-
     def is_on(self) -> bool:
         """Raises HostMismatch if something that is not ours is in the place."""
         found = vars(self.owner).get(self.name, _INHERITED)
@@ -123,19 +120,23 @@ class _Hook:
 _hooks: list[_Hook] = []
 
 
-def install_all(module: ModuleType, wrappers: Mapping[HookTarget, Wrapper]) -> None:
-    """Wraps each target found in `module`; a second call changes nothing, or puts on
-    again what `unhook` took off.
+def install_all(
+    module: ModuleType, ledger: Mapping[HookTarget, Wrapper | None]
+) -> None:
+    """Wraps each target in `module`, if it has a wrapper; a second call changes
+    nothing, or puts on again what `unhook` took off.
 
     Raises:
         HostMismatch: before anything was wrapped.
     """
-    for target in wrappers:
+    rows = {t: w for t, w in ledger.items() if t.module == module.__name__}
+    for target in rows:
         check(target, module)
     hooks = []
-    for target, wrapper in wrappers.items():
-        known = (hook for hook in _hooks if hook.is_of(module, target))
-        hooks.append(next(known, None) or _Hook(module, target, wrapper))
+    for target, wrapper in rows.items():
+        known = (h for h in _hooks if (h.module, h.target) == (module, target))
+        if wrapper is not None:
+            hooks.append(next(known, None) or _Hook(module, target, wrapper))
     for hook in [hook for hook in hooks if not hook.is_on()]:
         hook.put_on()
     _hooks.extend(hook for hook in hooks if hook not in _hooks)

@@ -19,18 +19,13 @@ from ..config import Mode, NworConfig, OnReject
 from ..draft_manager import DraftCommitManager, NworError
 from ..layer_tables import LayerCache
 from ..metrics import GroupInfo
-from ..report import MAX_IN_FLIGHT, Report
+from ..report import MAX_IN_FLIGHT
 from ..shadow_blocks import StagedGroup, blocks_per_seat
 from ..shadow_blocks import num_bytes as num_shadow_bytes
 from ..undo_log import num_bytes
 from .engine_core import config_refusal, connectors_in_forward
-from .layers import (
-    GroupRefused,
-    draft_layer_names,
-    error_text,
-    sleeps,
-    target_layers,
-)
+from .layers import GroupRefused, draft_layer_names, error_text, sleeps, target_layers
+from .runner import all_refused
 from .staging import staged_group
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -43,12 +38,12 @@ KEPT_BY_VLLM = (
 )
 
 
-Built = tuple[DraftCommitManager | None, list[GroupInfo], Report]
+Built = tuple[DraftCommitManager | None, list[GroupInfo]]
 
 
 def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Built:
-    """The manager for `runner`, whose KV cache has just been bound, what became of each
-    KV-cache group, and the report. No manager if nothing can or needs to be protected.
+    """The manager for `runner`, whose KV cache has just been bound, and what became of
+    each KV-cache group. No manager if nothing can or needs to be protected.
 
     storage: memory that `reserve` took for the undo log, or None to allocate it.
 
@@ -57,16 +52,12 @@ def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Buil
             is unexpected is a refusal, too.
     """
     try:
-        built = _build(runner, config, storage)
+        manager, infos = _build(runner, config, storage)
     except Exception as error:
         reason = f"vLLM is not as expected: {error_text(error)}"
-        infos = [
-            GroupInfo(gid, config.mode.value, Mode.OFF.value, reason)
-            for gid in range(len(runner.kv_cache_config.kv_cache_groups))
-        ]
-        built = None, infos, Report(infos, None)
-    _announce(config, built[1], built[0])
-    return built
+        manager, infos = None, all_refused(runner, config.mode, reason)
+    _announce(config, infos, manager)
+    return manager, infos
 
 
 def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Built:
@@ -79,20 +70,21 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
             ops.load(runner.device.type)
         except ops.NworOpsUnavailable as missing:
             refusal = str(missing)
-    protected: list[tuple[int, list[LayerCache]]] = []
+    if refusal is not None:
+        return None, all_refused(runner, config.mode, refusal)
+    protected: dict[int, list[LayerCache]] = {}
     staged: dict[int, StagedGroup] = {}
     infos: list[GroupInfo] = []
-    found = [refusal] * len(groups) if refusal else target_layers(runner)
-    for gid, (group, layers) in enumerate(zip(groups, found, strict=True)):
-        if not refusal and _has_state_of_each_draft(runner, group):
+    for gid, layers in enumerate(target_layers(runner)):
+        if _has_state_of_each_draft(runner, groups[gid]):
             resolved, reason = NATIVE, KEPT_BY_VLLM
         elif isinstance(layers, str):
             resolved, reason = Mode.OFF.value, layers
         elif layers:
-            protected.append((gid, layers))
+            protected[gid] = layers
             resolved, reason = Mode.COW.value, _protection_of(layers, vllm_config)
             if config.mode is Mode.STAGE:
-                shadow = staged_group(runner, gid, group, layers)
+                shadow = staged_group(runner, gid, groups[gid], layers)
                 if isinstance(shadow, str):
                     reason = f"no shadow blocks: {shadow}; {reason}"
                 else:
@@ -100,31 +92,20 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
         else:  # all of them are the drafter's
             continue
         infos.append(GroupInfo(gid, config.mode.value, resolved, reason))
-    if protected:
-        capacity = _capacity(vllm_config, config)
+    if not protected:
+        return None, infos
+    capacity = _capacity(vllm_config, config)
+    arguments = config, [*protected.items()], capacity, storage, None, staged
+    try:
         # Releases that do not say how many steps are in flight have the same limit.
         in_flight = getattr(vllm_config, "max_concurrent_batches", MAX_IN_FLIGHT)
-        try:
-            manager = DraftCommitManager(
-                config,
-                protected,
-                capacity,
-                storage,
-                staged=staged,
-                max_in_flight=in_flight,
-            )
-            return manager, infos, Report(infos, manager)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            reason = f"no memory for the undo log of {capacity} drafts: {error}"
-        except Exception as error:
-            reason = f"the undo log cannot be set up: {error_text(error)}"
-        infos = [
-            info
-            if info.resolved in (Mode.OFF.value, NATIVE)
-            else info._replace(resolved=Mode.OFF.value, reason=reason)
-            for info in infos
-        ]
-    return None, infos, Report(infos, None)
+        return DraftCommitManager(*arguments, in_flight), infos
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        reason = f"no memory for the undo log of {capacity} drafts: {error}"
+    except Exception as error:
+        reason = f"the undo log cannot be set up: {error_text(error)}"
+    off = all_refused(runner, config.mode, reason)
+    return None, [off[i.group] if i.group in protected else i for i in infos]
 
 
 def reserved_bytes(runner: Any, config: NworConfig) -> int:
@@ -141,18 +122,17 @@ def reserved_bytes(runner: Any, config: NworConfig) -> int:
     ]
     slot_bytes = [spec.page_size_bytes // spec.block_size for spec in specs]
     # How vLLM will group the layers is not known yet.
-    num_layers = num_groups = len(slot_bytes)
-    capacity = _capacity(runner.vllm_config, config)
-    size = num_bytes(capacity, sum(slot_bytes), num_groups, num_layers)
+    sizes = sum(slot_bytes), len(slot_bytes), len(slot_bytes)
+    size = num_bytes(_capacity(runner.vllm_config, config), *sizes)
     if config.on_reject is OnReject.POISON:
-        size += num_bytes(1, sum(slot_bytes), num_groups, num_layers)
+        size += num_bytes(1, *sizes)
     if config.mode is Mode.STAGE:
         num_seqs = runner.vllm_config.scheduler_config.max_num_seqs
         num_drafts = runner.vllm_config.speculative_config.num_speculative_tokens
-        for block_size in (spec.block_size for spec in specs):
+        for spec in specs:
             # Kernel blocks, which entries of a table may stand for, have 16 tokens.
-            entries_per_block = -(-block_size // 16)
-            span = blocks_per_seat(num_drafts, block_size) * entries_per_block
+            entries_per_block = -(-spec.block_size // 16)
+            span = blocks_per_seat(num_drafts, spec.block_size) * entries_per_block
             size += num_shadow_bytes(num_seqs, span)
     return size
 
@@ -185,21 +165,16 @@ def _protection_of(layers: list[LayerCache], vllm_config: Any) -> str:
     """What is protected, and which KV connectors may read it inside the forward."""
     is_packed = any(layer.layout.runs is not None for layer in layers)
     text = f"{len(layers)} layers, {'packed slots' if is_packed else 'rows'}"
-    if names := connectors_in_forward(vllm_config):
-        text += (
-            f"; {names} may export rejected drafts' bytes during the forward, before "
-            "commit"
-        )
-    return text
+    exports = "may export rejected drafts' bytes during the forward, before commit"
+    names = connectors_in_forward(vllm_config)
+    return f"{text}; {names} {exports}" if names else text
 
 
 def _capacity(vllm_config: Any, config: NworConfig) -> int:
     """Rows of the undo log: the drafts that one step can hold at most."""
     scheduler = vllm_config.scheduler_config
-    rows = min(
-        scheduler.max_num_seqs * vllm_config.speculative_config.num_speculative_tokens,
-        scheduler.max_num_batched_tokens,
-    )
+    num_drafts = vllm_config.speculative_config.num_speculative_tokens
+    rows = min(scheduler.max_num_seqs * num_drafts, scheduler.max_num_batched_tokens)
     return min(rows, config.max_log_rows or rows)
 
 
@@ -215,16 +190,12 @@ def _announce(
         raise NworError(f"NWOR {config.mode.value} requested, refused: {groups}")
     size = ""
     if manager is not None:
-        size = (
-            f"; undo log: {manager.capacity} drafts, "
-            f"{manager.log_bytes / 2**20:.1f} MiB"
-        )
+        mib = manager.log_bytes / 2**20
+        size = f"; undo log: {manager.capacity} drafts, {mib:.1f} MiB"
         if config.on_reject is OnReject.POISON:
             size += "; rejected slots are poisoned"
         if manager.shadow is not None:
-            size += (
-                f"; shadow blocks: {manager.shadow.num_seats} seats, "
-                f"{manager.shadow_bytes / 2**20:.1f} MiB"
-            )
+            num_seats, mib = manager.shadow.num_seats, manager.shadow_bytes / 2**20
+            size += f"; shadow blocks: {num_seats} seats, {mib:.1f} MiB"
     log = logger.warning if refused else logger.info
     log("NWOR %s requested; %s%s", config.mode.value, groups, size)

@@ -41,7 +41,6 @@ SCHEDULER_CONFIG = HookTarget(
     "blocks are taken from the scheduler's number of blocks",
     delete_when=RESERVED,
 )
-LEDGER = (CONFIGS, SCHEDULER_CONFIG)
 
 # Speculative methods whose drafters do not say which cached layers are their own.
 REFUSED_METHODS = {
@@ -88,13 +87,11 @@ class LayerVerdict(NamedTuple):
 
 def group_refusal(verdicts: Sequence[LayerVerdict]) -> str | None:
     """Why a KV-cache group of these layers will have no shadow blocks, or None."""
-    for verdict in verdicts:
-        if verdict.refusal and not verdict.is_drafters:
-            return verdict.refusal
-    copying = {verdict.copies for verdict in verdicts} - {""}
-    if copying and any(verdict.is_drafters for verdict in verdicts):
-        return copies_refusal(copying)
-    return None
+    of_targets = [found.refusal for found in verdicts if not found.is_drafters]
+    copying = {found.copies for found in verdicts} - {""}
+    if any(found.is_drafters for found in verdicts) and copying:
+        of_targets.append(copies_refusal(copying))
+    return next(filter(None, of_targets), None)
 
 
 def copies_refusal(copying: Iterable[str]) -> str:
@@ -106,19 +103,16 @@ def copies_refusal(copying: Iterable[str]) -> str:
 
 
 def install(module: ModuleType) -> None:
-    """Wraps the engine core in `module`; what that does depends on the mode when an
-    engine starts. Raises HostMismatch."""
-    wrappers = {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
-    install_all(module, wrappers)
+    """Wraps the engine core in `module`. Raises HostMismatch."""
+    install_all(module, LEDGER)
 
 
 def config_refusal(vllm_config: Any) -> str | None:
     """Why this configuration cannot be protected at all, or None. The worker asks
     too."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
+    if vllm_config.speculative_config is None:
         return "no speculative decoding is configured"
-    method = speculative.method
+    method = vllm_config.speculative_config.method
     if method in REFUSED_METHODS:
         return f"the speculative method is {method}, which {REFUSED_METHODS[method]}"
     return parallel_refusal(vllm_config)
@@ -146,14 +140,12 @@ def _not_allowed(transfer: Mapping[str, Any]) -> list[str]:
     among its own."""
     name = transfer.get("kv_connector")
     module_path = transfer.get("kv_connector_module_path")
-    if name is None:
-        return []
-    if module_path:  # not vLLM's class, whatever its name
+    if name and module_path:  # not vLLM's class, whatever its name
         return [f"{module_path}.{name}"]
     if name == "MultiConnector":
         members = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
         return [found for member in members or () for found in _not_allowed(member)]
-    return [] if name in ALLOWED_CONNECTORS else [name]
+    return [] if name is None or name in ALLOWED_CONNECTORS else [name]
 
 
 def stage_refusal(vllm_config: Any) -> str | None:
@@ -161,10 +153,11 @@ def stage_refusal(vllm_config: Any) -> str | None:
     if (refusal := config_refusal(vllm_config)) is not None:
         return refusal
     if connectors := connectors_in_forward(vllm_config):
+        allowed = ", ".join(sorted(ALLOWED_CONNECTORS))
         return (
             f"the KV connector {connectors} may read or write blocks while their "
-            f"drafts are in shadow blocks; allowed are vLLM's own "
-            f"{', '.join(sorted(ALLOWED_CONNECTORS))}, and MultiConnector of these"
+            f"drafts are in shadow blocks; allowed are vLLM's own {allowed}, and "
+            "MultiConnector of these"
         )
     model = vllm_config.model_config
     # Of the model's configuration before vLLM 0.32.
@@ -196,13 +189,11 @@ def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     if config.mode is not Mode.STAGE or vllm_config is None:
         return scheduler_config
     num_blocks = scheduler_config.num_blocks
+    found: Reservation
     try:
-        verdicts = {
-            name: getattr(spec, VERDICT)
-            for of_worker in specs
-            for name, spec in of_worker.items()
-            if hasattr(spec, VERDICT)
-        }
+        layers = [layer for of_worker in specs for layer in of_worker.items()]
+        marked = ((name, getattr(spec, VERDICT, None)) for name, spec in layers)
+        verdicts = {name: verdict for name, verdict in marked if verdict is not None}
         found = plan(vllm_config, workers[0], config, verdicts)
         if not isinstance(found, str):
             _lower(scheduler_config, sum(r.num_blocks for r in found.values()))
@@ -212,12 +203,10 @@ def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(found, str):
         logger.info("NWOR: no shadow blocks: %s", found)
     else:
-        logger.info(
-            "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests",
-            num_blocks - scheduler_config.num_blocks,
-            num_blocks,
-            min(region.num_seats for region in found.values()),
-        )
+        text = "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests"
+        reserved = num_blocks - scheduler_config.num_blocks
+        num_seats = min(region.num_seats for region in found.values())
+        logger.info(text, reserved, num_blocks, num_seats)
     for worker in workers:
         worker.nwor_shadow = found
     return scheduler_config
@@ -238,9 +227,8 @@ def plan(
     if (refusal := stage_refusal(vllm_config)) is not None:
         return refusal
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return (
-            "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
-        )
+        what = "which it cannot do with shadow blocks"
+        return f"vLLM zeroes this model's new blocks, {what}"
     groups = kv_cache_config.kv_cache_groups
     sizes, refusals = block_sizes(groups), []
     for gid in list(sizes):
@@ -254,8 +242,7 @@ def plan(
     if not sizes:
         return "; ".join(dict.fromkeys(refusals)) or "no KV-cache group is slot based"
     num_drafts = vllm_config.speculative_config.num_speculative_tokens
-    num_blocks = kv_cache_config.num_blocks
-    budget = config.max_shadow_blocks
+    num_blocks, budget = kv_cache_config.num_blocks, config.max_shadow_blocks
     if budget is None:
         budget = int(num_blocks * DEFAULT_SHARE)
     # Block 0 is the scheduler's null block.
@@ -282,21 +269,15 @@ def plan(
 
 def block_sizes(groups: Sequence[Any]) -> dict[int, int]:
     """Tokens a block of each group that is slot based."""
-    from vllm.v1.kv_cache_interface import (
-        AttentionSpec,
-        CrossAttentionSpec,
-        EncoderOnlyAttentionSpec,
-        UniformTypeKVCacheSpecs,
-    )
+    from vllm.v1 import kv_cache_interface as kv
 
     sizes = {}
     for gid, group in enumerate(groups):
         spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
+        if isinstance(spec, kv.UniformTypeKVCacheSpecs):
             spec = next(iter(spec.kv_cache_specs.values()))
-        if isinstance(spec, AttentionSpec) and not isinstance(
-            spec, CrossAttentionSpec | EncoderOnlyAttentionSpec
-        ):
+        others = kv.CrossAttentionSpec | kv.EncoderOnlyAttentionSpec
+        if isinstance(spec, kv.AttentionSpec) and not isinstance(spec, others):
             sizes[gid] = group.kv_cache_spec.block_size
     return sizes
 
@@ -310,3 +291,6 @@ def _lower(scheduler_config: Any, num_shadow_blocks: int) -> None:
     for tensor, size in zip(tensors, sizes, strict=True):
         tensor.size = size
     scheduler_config.num_blocks = after
+
+
+LEDGER = {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}

@@ -3,8 +3,9 @@
 read, the shapes of what they get, the order of the calls between which they sit.
 
 Data only: `source.py` compares it with the source of a vLLM. What releases may have or
-not is no fact, or has alternatives. An entry begins with a place below `vllm`: a
-module; behind the colon a class in it; ".name": a function of the place above. Then
+not is no fact, or has alternatives. What several modules rely on is said once. An entry
+begins with a place below `vllm`: a module; behind the colon a class in it; ".name": a
+function of the place above. Then
 
     has      attributes; a|b: either; behind a colon the type that it is declared with
              or, where it is not declared, what is called for all that is assigned to it
@@ -170,23 +171,17 @@ v1.metrics.loggers:PrometheusStatLogger
 """,
     "audit.runner": """
 v1.worker.gpu_worker:Worker has model_runner
-v1.core.sched.output:SchedulerOutput
-    has finished_req_ids:set scheduled_new_reqs:list
-        scheduled_cached_reqs:CachedRequestData
+v1.core.sched.output:SchedulerOutput has finished_req_ids:set
 v1.core.sched.output:CachedRequestData
-    has req_ids:list resumed_req_ids:set new_block_ids:list num_computed_tokens:list
+    has req_ids:list new_block_ids:list num_computed_tokens:list
 v1.core.sched.output:NewRequestData
-    has req_id:str num_computed_tokens:int block_ids:tuple lora_request mm_features:list
-        prompt_embeds
-v1.kv_cache_interface:KVCacheConfig has num_blocks:int kv_cache_groups:list
+    has num_computed_tokens:int block_ids:tuple lora_request prompt_embeds
+        mm_features:list
 config.cache:CacheConfig
     has kv_cache_memory_bytes gpu_memory_utilization:float num_gpu_blocks_override
 """,
     "audit.stats": """
-v1.core.sched.scheduler:Scheduler
-    has requests does request.prefill_stats.set()
-v1.core.sched.output:SchedulerOutput has scheduled_new_reqs:list
-v1.core.sched.output:NewRequestData has req_id:str
+v1.core.sched.scheduler:Scheduler does request.prefill_stats.set()
 v1.request:Request has cache_salt prefill_stats num_preemptions
 v1.metrics.stats:PrefillStats has num_local_cached_tokens:int
 """,

@@ -12,12 +12,7 @@ import logging
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1 import kv_cache_interface as kv
 
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
@@ -88,19 +83,17 @@ def _target_layers_of(
         if name in draft_names:
             continue
         spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
+        if isinstance(spec, kv.UniformTypeKVCacheSpecs):
             spec = spec.kv_cache_specs[name]
         layer = modules[name]
         if (refusal := layer_refusal(name, spec, layer)) is not None:
             raise GroupRefused(refusal)
         kv_cache = layer.kv_cache
         if not isinstance(kv_cache, torch.Tensor):
-            raise GroupRefused(
-                f"layer {name} has a {type(kv_cache).__name__} for a KV cache; "
-                "expected one tensor"
-            )
-        identity = (kv_cache.data_ptr(), kv_cache.stride())
-        if identity in seen:
+            kind = type(kv_cache).__name__
+            told = f"layer {name} has a {kind} for a KV cache; expected one tensor"
+            raise GroupRefused(told)
+        if (identity := (kv_cache.data_ptr(), kv_cache.stride())) in seen:
             continue
         seen.add(identity)
         try:
@@ -108,10 +101,8 @@ def _target_layers_of(
         except LayoutRefused as refused:
             raise GroupRefused(f"layer {name}: {refused}") from refused
         except Exception as error:
-            raise GroupRefused(
-                f"layer {name}: {type(layer.impl).__name__} cannot be probed: "
-                f"{error_text(error)}"
-            ) from error
+            what = f"{type(layer.impl).__name__} cannot be probed: {error_text(error)}"
+            raise GroupRefused(f"layer {name}: {what}") from error
         poison = _poison(layer.impl, kv_cache)
         layers.append(LayerCache(name, kv_cache, layout, poison))
     return layers
@@ -123,25 +114,20 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 
 def _poison(impl: Any, kv_cache: torch.Tensor) -> int:
     """The byte that is a large number in a cache, and finite."""
-    is_narrow = (
-        kv_cache.dtype is torch.float16
-        or getattr(impl, "kv_cache_dtype", None) in FP8_CACHE_DTYPES
-    )
-    return NARROW_POISON if is_narrow else POISON
+    is_fp8 = getattr(impl, "kv_cache_dtype", None) in FP8_CACHE_DTYPES
+    return NARROW_POISON if is_fp8 or kv_cache.dtype is torch.float16 else POISON
 
 
 def layer_refusal(name: str, spec: Any, layer: Any) -> str | None:
     """Why a layer's cache is known to be neither rows, a slot for each token, nor a
     known packing. None: probing decides."""
     kind, impl = type(spec).__name__, getattr(layer, "impl", None)
-    impl_kind = type(impl).__name__
-    cache_dtype = str(getattr(impl, "kv_cache_dtype", ""))
-    packs = [
-        text for start, text in REFUSED_IMPLS.items() if impl_kind.startswith(start)
-    ]
-    if not isinstance(spec, AttentionSpec):
+    impl_kind, of_kind = type(impl).__name__, type(layer).__name__
+    dtype = str(getattr(impl, "kv_cache_dtype", ""))
+    packs = [why for start, why in REFUSED_IMPLS.items() if impl_kind.startswith(start)]
+    if not isinstance(spec, kv.AttentionSpec):
         refusal = f"has a {kind}, which is not slot based"
-    elif isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
+    elif isinstance(spec, kv.CrossAttentionSpec | kv.EncoderOnlyAttentionSpec):
         refusal = f"has a {kind}, which drafts never write"
     elif (
         getattr(spec, "tokens_per_state", 1) != 1
@@ -150,13 +136,10 @@ def layer_refusal(name: str, spec: Any, layer: Any) -> str | None:
     ):
         refusal = f"has a compressed or ring-shaped {kind}"
     elif impl is None:
-        refusal = (
-            f"is a {type(layer).__name__}: no attention implementation writes its "
-            "cache, so nothing can be probed"
-        )
-    elif cache_dtype in REFUSED_CACHE_DTYPES:
-        reason = REFUSED_CACHE_DTYPES[cache_dtype]
-        refusal = f"has a KV cache of type {cache_dtype}, which {reason}"
+        what = "no attention implementation writes its cache, so nothing can be probed"
+        refusal = f"is a {of_kind}: {what}"
+    elif dtype in REFUSED_CACHE_DTYPES:
+        refusal = f"has a KV cache of type {dtype}, which {REFUSED_CACHE_DTYPES[dtype]}"
     elif packs:
         refusal = f"has a {impl_kind}, which {packs[0]}"
     else:
@@ -184,13 +167,10 @@ def draft_layer_names(runner: Any) -> frozenset[str]:
         names = getattr(drafter, attribute, None)
         if names is not None:
             return frozenset(names)
-    speculative = runner.vllm_config.speculative_config
-    if speculative is not None and (
-        speculative.use_eagle() or speculative.uses_draft_model()
-    ):
-        raise GroupRefused(
-            f"{type(drafter).__name__} does not say which attention layers are its own"
-        )
+    method = runner.vllm_config.speculative_config
+    if method is not None and (method.use_eagle() or method.uses_draft_model()):
+        kind = type(drafter).__name__
+        raise GroupRefused(f"{kind} does not say which attention layers are its own")
     return frozenset()
 
 
@@ -212,9 +192,8 @@ def _layout_of(
     if key not in layouts:
         dtype = runner.vllm_config.model_config.dtype
         layouts[key] = probe_layout(layer, kv_cache, dtype)
-    if layouts[key].runs is not None and kv_cache.device.type != "cpu":
-        raise LayoutRefused(
-            f"{type(impl).__name__} packs its slots; only rows are supported on "
-            f"{kv_cache.device.type}"
-        )
+    kind, device = type(impl).__name__, kv_cache.device.type
+    if layouts[key].runs is not None and device != "cpu":
+        told = f"{kind} packs its slots; only rows are supported on {device}"
+        raise LayoutRefused(told)
     return layouts[key]

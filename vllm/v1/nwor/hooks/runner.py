@@ -27,44 +27,42 @@ from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
 def common(
     module: str, *initialize_params: str, reuses_metadata: bool
 ) -> dict[HookTarget, Wrapper]:
-    """What is wrapped on both runners; sample_tokens is the last. reuses_metadata: as
-    staging.mark_layers."""
+    """What is wrapped on both runners. reuses_metadata: as staging.mark_layers."""
+
+    def row(name: str, *params: str, why: str, until: str) -> HookTarget:
+        return HookTarget(
+            module, f"GPUModelRunner.{name}", ("self", *params), why, until
+        )
+
     return {
-        HookTarget(
-            module,
-            "GPUModelRunner.get_kv_cache_spec",
-            ("self",),
+        row(
+            "get_kv_cache_spec",
             why="no shadow blocks are reserved for layers that are known to be refused",
-            delete_when="vLLM lets plugins reserve KV blocks",
+            until="vLLM lets plugins reserve KV blocks",
         ): partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
-        HookTarget(
-            module,
-            "GPUModelRunner.initialize_kv_cache",
-            ("self", "kv_cache_config", *initialize_params),
+        row(
+            "initialize_kv_cache",
+            *("kv_cache_config", *initialize_params),
             why="the caches are bound here: probe them, fill the tables",
-            delete_when="vLLM offers a callback once KV caches are bound",
+            until="vLLM offers a callback once KV caches are bound",
         ): initialize_kv_cache,
-        HookTarget(
-            module,
-            "GPUModelRunner.profile_run",
-            ("self",),
+        row(
+            "profile_run",
             why="the log's memory is taken while vLLM measures what is left for the KV "
             "cache",
-            delete_when="vLLM lets plugins announce memory they need",
+            until="vLLM lets plugins announce memory they need",
         ): profile_run,
-        HookTarget(
-            module,
-            "GPUModelRunner.execute_model",
-            ("self", "scheduler_output"),
+        row(
+            "execute_model",
+            "scheduler_output",
             why="a step starts: a log left by a failed step is dropped",
-            delete_when="vLLM notifies a runner that a step was abandoned",
+            until="vLLM notifies a runner that a step was abandoned",
         ): execute_model,
-        HookTarget(
-            module,
-            "GPUModelRunner.sample_tokens",
-            ("self", "grammar_output"),
+        row(
+            "sample_tokens",
+            "grammar_output",
             why="the step's output carries the counts to the scheduler",
-            delete_when="ModelRunnerOutput has a field for extensions",
+            until="ModelRunnerOutput has a field for extensions",
         ): sample_tokens,
     }
 
@@ -76,30 +74,33 @@ class RunnerState:
     manager: None if nothing is protected. infos: what became of each KV-cache group.
     audit: the RunnerAudit, None if nothing is audited; the runner's attribute
         `nwor_audit`, too.
-    emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS).
+    emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS); those of `report`.
     has_all_seats: every request that the runner has room for has shadow blocks.
     windows: those of the step being prepared (V1), None outside of it.
     """
 
     manager: DraftCommitManager | None
     infos: list[GroupInfo]
-    report: Report
     emits: bool = True
     max_num_reqs: InitVar[int] = 0
     windows: VerificationWindows | None = None
     audit: Any = None
     has_all_seats: bool = field(init=False)
+    report: Report = field(init=False)
 
     def __post_init__(self, max_num_reqs: int) -> None:
         shadow = None if self.manager is None else self.manager.shadow
         self.has_all_seats = shadow is not None and shadow.num_seats >= max_num_reqs
+        self.report = Report(self.infos, self.manager)
 
 
-def install(
-    module: ModuleType,
-    common: Mapping[HookTarget, Wrapper],
-    others: Mapping[HookTarget, Wrapper],
-) -> None:
+def all_refused(runner: Any, mode: Mode, reason: str) -> list[GroupInfo]:
+    """What became of the KV-cache groups of a runner of which none was looked at."""
+    groups = range(len(runner.kv_cache_config.kv_cache_groups))
+    return [GroupInfo(gid, mode.value, Mode.OFF.value, reason) for gid in groups]
+
+
+def install(module: ModuleType, ledger: Mapping[HookTarget, Wrapper]) -> None:
     """Wraps a model runner in `module`. If it is not as expected, but what gives out a
     step's output is, its outputs still report to the front end that NWOR was refused.
 
@@ -107,25 +108,24 @@ def install(
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
     """
     try:
-        install_all(module, {**common, **others})
+        install_all(module, ledger)
     except HostMismatch as mismatch:
         mode = NworConfig.from_env().mode
         if mode is not Mode.OFF:
             # Without that target only the log says so, as it does in any case.
-            teller = partial(_sample_tokens_refused, mode.value, str(mismatch))
+            teller = partial(_sample_tokens_refused, mode, str(mismatch))
+            (last,) = (row for row in ledger if row.qualname.endswith("sample_tokens"))
             with contextlib.suppress(HostMismatch):
-                install_all(module, {[*common][-1]: teller})
+                install_all(module, {last: teller})
         raise
 
 
 def _sample_tokens_refused(
-    mode: str, reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
+    mode: Mode, reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
 ) -> Any:
     """sample_tokens, on a runner without any other hook."""
     if "nwor_state" not in vars(runner):
-        groups = range(len(runner.kv_cache_config.kv_cache_groups))
-        infos = [GroupInfo(g, mode, Mode.OFF.value, reason) for g in groups]
-        runner.nwor_state = RunnerState(None, infos, Report(infos, None))
+        runner.nwor_state = RunnerState(None, all_refused(runner, mode, reason))
     return sample_tokens(wrapped, runner, args, kwargs)
 
 
@@ -150,9 +150,9 @@ def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -
         from ..audit.runner import start
 
         audit = start(runner, config)
-        if audit is not None and runner.nwor_state is None:
-            runner.nwor_state = RunnerState(None, [], Report([], None), emits=False)
         if audit is not None:
+            unprotected = RunnerState(None, [], emits=False)
+            runner.nwor_state = runner.nwor_state or unprotected
             runner.nwor_state.audit = runner.nwor_audit = audit
     return result
 

@@ -53,17 +53,11 @@ SAMPLE = HookTarget(
     why="commit: the first moment the accepted drafts are known, before the drafter",
     delete_when="vLLM has a callback after rejection sampling",
 )
-LEDGER = (*COMMON, METADATA, FORWARD, SAMPLE)
 
 
 def install(module: ModuleType) -> None:
     """Wraps the V1 runner in `module`. Raises HostMismatch if it is not as expected."""
-    own = {
-        METADATA: _calc_spec_decode_metadata,
-        FORWARD: _model_forward,
-        SAMPLE: _sample,
-    }
-    shared.install(module, COMMON, own)
+    shared.install(module, LEDGER)
 
 
 def _calc_spec_decode_metadata(
@@ -123,3 +117,11 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
         metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
         state.audit.resolve(runner, output, metadata, is_open)
     return output
+
+
+LEDGER = {
+    **COMMON,
+    METADATA: _calc_spec_decode_metadata,
+    FORWARD: _model_forward,
+    SAMPLE: _sample,
+}

@@ -46,13 +46,11 @@ SAMPLE = HookTarget(
     why="commit: the first moment num_rejected is known, before the output copy",
     delete_when="vLLM has a callback after rejection sampling",
 )
-LEDGER = (*COMMON, PREPARE, SAMPLE)
 
 
 def install(module: ModuleType) -> None:
     """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
-    own = {PREPARE: _prepare_attn, SAMPLE: _sample}
-    shared.install(module, COMMON, own)
+    shared.install(module, LEDGER)
 
 
 def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
@@ -99,3 +97,10 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
         batch = argument(SAMPLE, "input_batch", args, kwargs)
         state.audit.resolve(runner, result, batch, is_open)
     return result
+
+
+LEDGER = {
+    **COMMON,
+    PREPARE: _prepare_attn,
+    SAMPLE: _sample,
+}

@@ -8,22 +8,25 @@ their class. The integration tests are for that.
 from __future__ import annotations
 
 import ast
+import contextlib
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial, reduce
 from importlib import import_module
 from importlib.util import resolve_name
 from pathlib import Path
 
+from ..plugin import AUDIT_HOOKS, HOOKS
 from ._wrap import HookTarget
 from .facts import FACTS
 
-# Those with a LEDGER; "audit.": of the package of that name.
-HOOKED = (
-    *("runner_v1", "runner_v2", "engine_core", "stats"),
-    *("audit.runner", "audit.stats", "audit.offloading"),
-)
-KINDS = ("has", "does", "returns", "takes")
+# Our modules with a LEDGER by the names that FACTS has for them ("runner_v1",
+# "audit.runner"); import_module's argument.
+HOOKED = {
+    hook.removeprefix(".hooks").removeprefix("."): hook
+    for hook in (*HOOKS.values(), *AUDIT_HOOKS.values())
+}
 
 Found = tuple["Source", ast.AST]  # a module, class or function, and the module it is in
 Fact = tuple[str, str, list[str]]  # place, kind, what
@@ -97,17 +100,13 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _with_bases(found: Found) -> Iterator[tuple[Source, ast.Module | ast.ClassDef]]:
     """A module, or a class and those it inherits from, as far as they are vLLM's."""
     source, node = found
-    assert isinstance(node, ast.Module | ast.ClassDef), (
-        "the place of a fact lies in a function"
-    )
+    assert isinstance(node, ast.Module | ast.ClassDef), "it lies in a function"
     yield source, node
     for base in getattr(node, "bases", ()):
-        try:
+        with contextlib.suppress(Mismatch):
             inherited = source.find(dotted(getattr(base, "value", base)) or ".")
-        except Mismatch:
-            continue
-        if isinstance(inherited[1], ast.ClassDef):
-            yield from _with_bases(inherited)
+            if isinstance(inherited[1], ast.ClassDef):
+                yield from _with_bases(inherited)
 
 
 def dotted(node: ast.AST | None) -> str:
@@ -118,18 +117,21 @@ def dotted(node: ast.AST | None) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _assigned(statements: Iterable[ast.AST]) -> Iterator[tuple[str, str, str]]:
-    """Each (target, its declared type, what is called for the value) of assignments
-    among the statements; "" where there is no such."""
-    for statement in statements:
-        called = dotted(getattr(getattr(statement, "value", None), "func", None))
-        if isinstance(statement, ast.AnnAssign):
-            declared = ast.unparse(statement.annotation).replace(" ", "").strip("'\"")
-            yield dotted(statement.target), declared, called
-        elif isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                for part in getattr(target, "elts", [target]):
-                    yield dotted(part), "", called
+def _bound(statement: ast.AST) -> Iterator[tuple[str, str, str]]:
+    """Each (name or target, its declared type, what is called for the value) that a
+    statement has; "" where there is no such."""
+    called = dotted(getattr(getattr(statement, "value", None), "func", None))
+    if isinstance(statement, ast.AnnAssign):
+        declared = ast.unparse(statement.annotation).replace(" ", "").strip("'\"")
+        yield dotted(statement.target), declared, called
+    elif isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            for part in getattr(target, "elts", [target]):
+                yield dotted(part), "", called
+    else:  # imports have several names; a class or function has one
+        for named in getattr(statement, "names", [statement]):
+            name = getattr(named, "asname", None) or getattr(named, "name", None)
+            yield str(name), "", ""
 
 
 def _attributes(found: Found) -> dict[str, set[str]]:
@@ -139,16 +141,12 @@ def _attributes(found: Found) -> dict[str, set[str]]:
     for source, node in _with_bases(found):
         declared: dict[str, set[str]] = defaultdict(set)
         called: dict[str, set[str]] = defaultdict(set)
-        body = list(_flat(node.body))
-        for named in (one for s in body for one in getattr(s, "names", [s])):
-            name = getattr(named, "asname", None) or getattr(named, "name", "")
-            called[str(name)] = set()
-        own = [(f"self.{name}", *how) for name, *how in _assigned(body)]
-        for target, type_, call in (*own, *_assigned(source.walk(node))):
-            if target.startswith("self."):
-                name = target.removeprefix("self.")
-                called[name] |= {call} - {""}
-                declared[name] |= {type_} - {""}
+        own = (bound for one in _flat(node.body) for bound in _bound(one))
+        inside = (bound for one in source.walk(node) for bound in _bound(one))
+        of_self = ((n[5:], *how) for n, *how in inside if n.startswith("self."))
+        for name, type_, call in (*own, *of_self):
+            declared[name] |= {type_} - {""}
+            called[name] |= {call} - {""}
         for name in called:
             attributes.setdefault(name, declared[name] or called[name])
     return attributes
@@ -158,27 +156,23 @@ def _parameters(function: ast.AST) -> tuple[list[str], int]:
     """Names of a function's parameters, and how many of them have no default."""
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     args = function.args
-    positional = [*args.posonlyargs, *args.args]
-    found = [*positional, args.vararg, *args.kwonlyargs, args.kwarg]
-    names = [argument.arg for argument in found if argument is not None]
-    num_optional = len(args.defaults) + len(args.kw_defaults) - len(names)
-    return names, -num_optional - args.kw_defaults.count(None)
+    names = [one.arg for one in ast.iter_child_nodes(args) if isinstance(one, ast.arg)]
+    return names, len(names) - len([*args.defaults, *filter(None, args.kw_defaults)])
+
+
+def _place(tree: Tree, module: str, qualname: str) -> tuple[str, Found]:
+    """What a function, class or module is called, and what it is. Raises Mismatch."""
+    name, source = f"{module}.{qualname}".rstrip("."), tree.module(module)
+    try:
+        return name, source.find(qualname)
+    except Mismatch:
+        raise Mismatch(f"{name} does not exist") from None
 
 
 def check_target(target: HookTarget, tree: Tree) -> None:
     """What `_wrap.check` does, on the source. Raises Mismatch."""
-    source = tree.module(target.module)
-    try:
-        names, _ = _parameters(source.find(target.qualname)[1])
-    except Mismatch:
-        owner, _, name = target.qualname.rpartition(".")
-        if name != "__init__":
-            raise Mismatch(f"{target.name} does not exist") from None
-        # A dataclass: its fields, in order.
-        body = getattr(source.find(owner)[1], "body", [])
-        fields = [dotted(s.target) for s in body if isinstance(s, ast.AnnAssign)]
-        names = ["self", *fields]
-    if (mismatch := target.matches(tuple(names))) is not None:
+    _, (_, function) = _place(tree, target.module, target.qualname)
+    if (mismatch := target.matches(tuple(_parameters(function)[0]))) is not None:
         raise Mismatch(mismatch)
 
 
@@ -186,47 +180,37 @@ def check_fact(fact: Fact, tree: Tree) -> None:
     """Raises Mismatch."""
     place, kind, what = fact
     module, _, qualname = place.partition(":")
-    name = f"vllm.{module}.{qualname}".rstrip(".")
-    source = tree.module(f"vllm.{module}")
-    try:
-        found = source.find(qualname)
-    except Mismatch:
-        raise Mismatch(f"{name} does not exist") from None
-    if kind == "has":
-        attributes = _attributes(found)
-        for word in what:
-            _check_attribute(name, word, attributes)
-    elif kind == "returns":
-        _check_returns(name, what, found[1])
-    elif kind == "takes":
-        names, num_required = _parameters(found[1])
-        wanted = [word for word in what if word != "..."]
-        others_allowed = wanted != what and num_required <= len(wanted)
-        if names[: len(wanted)] != wanted or (names != wanted and not others_allowed):
-            raise Mismatch(
-                f"{name} has parameters ({', '.join(names)}); "
-                f"expected ({', '.join(what)})"
-            )
-    else:
-        _check_code(name, what, found)
+    name, found = _place(tree, f"vllm.{module}", qualname)
+    KINDS[kind](name, what, found)
 
 
-def _check_attribute(name: str, word: str, attributes: dict[str, set[str]]) -> None:
-    either, _, wanted = word.partition(":")
-    there = [one for one in either.split("|") if one in attributes]
-    if not there:
-        raise Mismatch(f"{name} has no attribute {either.replace('|', ' or ')}")
-    types = attributes[there[0]]
-    fitting = {t for t in types if t.startswith((f"{wanted}[", f"{wanted}|"))}
-    if wanted and (not types or types - fitting - {wanted}):
-        text = ", ".join(sorted(types)) or "without a type"
-        raise Mismatch(f"{name}.{there[0]} is {text}; expected {wanted}")
+def _check_has(name: str, what: list[str], found: Found) -> None:
+    attributes = _attributes(found)
+    for word in what:
+        either, _, wanted = word.partition(":")
+        there = [one for one in either.split("|") if one in attributes]
+        if not there:
+            raise Mismatch(f"{name} has no attribute {either.replace('|', ' or ')}")
+        types = attributes[there[0]]
+        fitting = {t for t in types if t.startswith((f"{wanted}[", f"{wanted}|"))}
+        if wanted and (not types or types - fitting - {wanted}):
+            text = ", ".join(sorted(types)) or "without a type"
+            raise Mismatch(f"{name}.{there[0]} is {text}; expected {wanted}")
 
 
-def _check_returns(name: str, what: list[str], function: ast.AST) -> None:
+def _check_takes(name: str, what: list[str], found: Found) -> None:
+    names, num_required = _parameters(found[1])
+    wanted = [word for word in what if word != "..."]
+    others_allowed = wanted != what and num_required <= len(wanted)
+    if names[: len(wanted)] != wanted or (names != wanted and not others_allowed):
+        found_, expected = ", ".join(names), ", ".join(what)
+        raise Mismatch(f"{name} has parameters ({found_}); expected ({expected})")
+
+
+def _check_returns(name: str, what: list[str], found: Found) -> None:
     """All tuples that are returned have these parts."""
     shapes = []
-    for statement in ast.walk(function):
+    for statement in ast.walk(found[1]):
         value = statement.value if isinstance(statement, ast.Return) else None
         if value is not None and (isinstance(value, ast.Tuple) or len(what) == 1):
             parts = [getattr(p, "func", p) for p in getattr(value, "elts", [value])]
@@ -234,6 +218,20 @@ def _check_returns(name: str, what: list[str], function: ast.AST) -> None:
     if not shapes or any(shape != what for shape in shapes):
         text = "; ".join(", ".join(shape) for shape in shapes) or "no tuple"
         raise Mismatch(f"{name} returns {text}; expected {', '.join(what)}")
+
+
+def _check_does(name: str, what: list[str], found: Found) -> None:
+    source, node = found
+    above, line = "", (0, 0)
+    for text in what:
+        places = _places(text, source, node)
+        if not places:
+            raise Mismatch(f"{name} does not have {text.rstrip('!')}")
+        if text.endswith("!") and places != _places(text, source, source.code):
+            raise Mismatch(f"{source.name} has {text[:-1]} outside {name}, too")
+        if places[0] < line:
+            raise Mismatch(f"{name} has {text} before {above}; expected it behind")
+        above, line = text, places[0]
 
 
 def _places(text: str, source: Source, node: ast.AST) -> list[tuple[int, int]]:
@@ -247,18 +245,13 @@ def _places(text: str, source: Source, node: ast.AST) -> list[tuple[int, int]]:
     return sorted((expr.lineno, expr.col_offset) for expr in found)
 
 
-def _check_code(name: str, what: list[str], found: Found) -> None:
-    source, node = found
-    above, line = "", (0, 0)
-    for text in what:
-        places = _places(text, source, node)
-        if not places:
-            raise Mismatch(f"{name} does not have {text.rstrip('!')}")
-        if text.endswith("!") and places != _places(text, source, source.code):
-            raise Mismatch(f"{source.name} has {text[:-1]} outside {name}, too")
-        if places[0] < line:
-            raise Mismatch(f"{name} has {text} before {above}; expected it behind")
-        above, line = text, places[0]
+# How each kind of fact is checked.
+KINDS = {
+    "has": _check_has,
+    "does": _check_does,
+    "returns": _check_returns,
+    "takes": _check_takes,
+}
 
 
 def files_of(folder: Path) -> Callable[[str], str | None]:
@@ -274,13 +267,10 @@ def files_of(folder: Path) -> Callable[[str], str | None]:
 def facts(module: str) -> list[Fact]:
     """Those of a module of ours (a key of FACTS)."""
     found: list[Fact] = []
-    place = above = ""
-    for line in FACTS[module].splitlines():
-        words = line.split()
-        if words and not line.startswith(" "):
-            name = words.pop(0)
-            place = f"{above}{name}" if name.startswith(".") else name
-            above = above if name.startswith(".") else name
+    above = ""
+    for entry in re.split(r"\n(?=\S)", FACTS[module].strip()):
+        name, *words = entry.split()
+        place, above = (above + name, above) if name[0] == "." else (name, name)
         for word in words:
             if word in KINDS:
                 found.append((place, word, []))
@@ -293,10 +283,8 @@ def ledger(module: str) -> tuple[HookTarget, ...]:
     """A module's LEDGER, if it has one; the module is imported for it."""
     if module not in HOOKED:
         return ()
-    name = f".{module}" if module.startswith("audit.") else f".hooks.{module}"
     package = __package__.rpartition(".")[0]
-    rows: tuple[HookTarget, ...] = import_module(name, package).LEDGER
-    return rows
+    return tuple(import_module(HOOKED[module], package).LEDGER)
 
 
 def mismatches(module: str, tree: Tree) -> list[str]:

@@ -41,12 +41,11 @@ def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) ->
         draft_names = draft_layer_names(runner)
         modules = runner.compilation_config.static_forward_context
         for name, spec in specs.items():
-            refusal = layer_refusal(name, spec, modules[name])
+            refusal = layer_refusal(name, spec, modules[name]) or ""
             backend = modules[name].get_attn_backend().get_name()
             copies = reuses_metadata and backend not in VIEWING_BACKENDS
-            verdict = LayerVerdict(
-                name in draft_names, refusal or "", backend if copies else ""
-            )
+            copying = backend if copies else ""
+            verdict = LayerVerdict(name in draft_names, refusal, copying)
             object.__setattr__(spec, VERDICT, verdict)  # specs are frozen
     except Exception as error:
         logger.debug("NWOR: layers are not marked: %s", error_text(error))
@@ -56,17 +55,16 @@ def staged_group(
     runner: Any, gid: int, group: Any, layers: list[LayerCache]
 ) -> StagedGroup | str:
     """What the group needs for shadow blocks, or why it has none."""
-    refusal = stage_refusal(runner.vllm_config)
-    if refusal is not None:
+    if (refusal := stage_refusal(runner.vllm_config)) is not None:
         return refusal
     has_drafter = not draft_layer_names(runner).isdisjoint(group.layer_names)
     if has_drafter and hasattr(runner, "block_tables"):  # V2
         copying = set()
         for attention in runner.attn_groups[gid]:
             copying |= {attention.backend.get_name()} - {*VIEWING_BACKENDS}
-            kernel_block_size = getattr(attention, "kernel_block_size", None)
-            if kernel_block_size is not None:
-                copying.add(f"a kernel block size of {kernel_block_size}")
+            size = getattr(attention, "kernel_block_size", None)
+            if size is not None:
+                copying.add(f"a kernel block size of {size}")
         if copying:
             return copies_refusal(copying)
     nothing = "the engine core has reserved no blocks for them"
@@ -77,24 +75,19 @@ def staged_group(
         return "no blocks are reserved for this group"
     region = reserved[gid]
     end = (region.first_block + region.num_blocks) * region.block_size
-    table_tokens = entry_tokens(runner, gid)
+    tokens = entry_tokens(runner, gid)
     for layer in layers:
-        block_size = layer.layout.block_size
-        num_slots = layer.layout.num_blocks * block_size
-        if table_tokens % block_size or region.block_size % table_tokens:
+        size = layer.layout.block_size
+        has = f"layer {layer.name} has"
+        if tokens % size or region.block_size % tokens:
             return (
-                f"layer {layer.name} has blocks of {block_size} tokens, its block "
-                f"table {table_tokens}, the scheduler {region.block_size}"
+                f"{has} blocks of {size} tokens, its block table {tokens}, the "
+                f"scheduler {region.block_size}"
             )
-        if end > num_slots:
-            return (
-                f"layer {layer.name} has {num_slots} slots, and shadow blocks end at "
-                f"{end}"
-            )
-    staged = StagedGroup(region, table_tokens)
+        if end > (num_slots := layer.layout.num_blocks * size):
+            return f"{has} {num_slots} slots, and shadow blocks end at {end}"
+    staged = StagedGroup(region, tokens)
     if runner.device.type == "cuda" and staged.span > MAX_SPAN:
-        return (
-            f"a request needs {staged.span} entries of its block table, more than "
-            f"{MAX_SPAN}"
-        )
+        needed = f"{staged.span} entries of its block table, more than {MAX_SPAN}"
+        return f"a request needs {needed}"
     return staged

@@ -29,7 +29,7 @@ from typing import Any
 from .. import commits
 from ..config import AuditMode, Mode, NworConfig
 from ..metrics import Counted, NworPrometheus, NworStats, log_once
-from ._wrap import HookTarget, HostMismatch, Wrapper, argument, check, install_all
+from ._wrap import HookTarget, HostMismatch, argument, install_all
 from .engine_core import block_sizes
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -64,43 +64,35 @@ CREATE = HookTarget(
     why="it unregisters all vllm: metrics, so that ours must be created after it",
     delete_when="vLLM has a registry of metrics for plugins",
 )
-LEDGER = (UPDATE, COUNT, RECORD, CREATE)
-
-
-@dataclasses.dataclass
-class _Extension:
-    """The field that SchedulerStats gets: NworStats.report. vLLM's own __init__ of the
-    class does not take it."""
-
-    nwor_report: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
 
 def install(module: ModuleType) -> None:
     """Wraps what LEDGER has of `module`, unless VLLM_NWOR_EMIT_METRICS is 0, and gives
     SchedulerStats its field. Raises HostMismatch if it is not as expected; nothing was
     wrapped then."""
-    if not NworConfig.from_env().emit_metrics:
-        return
-    if module.__name__ == SCHEDULER:
-        check(COUNT, module)
-    extend(getattr(import_module(STATS), "SchedulerStats", None))
-    wrappers = {t: w for t, w in _WRAPPERS.items() if t.module == module.__name__}
-    install_all(module, wrappers)
+    if NworConfig.from_env().emit_metrics:
+        extend(getattr(import_module(STATS), "SchedulerStats", None))
+        install_all(module, LEDGER)
 
 
 def extend(cls: Any) -> None:
-    """Adds the field of _Extension to a dataclass; decoders that were made before do
-    not know it. Raises HostMismatch if it cannot have one more."""
+    """Adds the field `nwor_report`, NworStats.report, to a dataclass, whose own
+    __init__ does not take it; decoders that were made before do not know it. Raises
+    HostMismatch if it cannot have one more."""
     if not dataclasses.is_dataclass(cls) or "__slots__" in vars(cls):
         raise HostMismatch(
             f"{STATS}.SchedulerStats is not a dataclass without slots in this vLLM"
         )
-    (field,) = dataclasses.fields(_Extension)
+    name, kind = "nwor_report", dict[str, Any] | None
+    field = dataclasses.field(default=None, init=False)
+    (field,) = dataclasses.fields(
+        dataclasses.make_dataclass("_", [(name, kind, field)])
+    )
     if "__msgspec_cache__" in vars(cls):  # what decoders to come would go by
         delattr(cls, "__msgspec_cache__")
-    cls.__dataclass_fields__[field.name] = field
-    cls.__annotations__ = {**cls.__annotations__, field.name: dict[str, Any] | None}
-    setattr(cls, field.name, field.default)
+    cls.__dataclass_fields__[name] = field
+    cls.__annotations__ = {**cls.__annotations__, name: kind}
+    setattr(cls, name, None)
 
 
 # --- worker ---------------------------------------------------------------------------
@@ -168,8 +160,9 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
         carrier: Any = next(iter(engine_outputs.values()), None)
         found = carrier and carrier.scheduler_stats
         if payload is not None:
-            counted = counted or getattr(found, "spec_decoding_stats", None)
-            counted = counted or Counted()
+            counted = (
+                counted or getattr(found, "spec_decoding_stats", None) or Counted()
+            )
             stats.add_step(payload, counted, step)
         # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
         # wait for the next ones, unless nothing is left that could make any.
@@ -202,7 +195,7 @@ def _new_stats(scheduler: Any) -> NworStats:
 # --- front end ------------------------------------------------------------------------
 
 
-def _create_prometheus(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> None:
+def _create(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
     created: list[Any] = []
     stat_logger.nwor_prometheus = created
@@ -243,8 +236,5 @@ def _failed(what: str, error: Exception, stats: NworStats | None = None) -> None
         log_once(what, repr(error))
 
 
-_WRAPPERS: dict[HookTarget, Wrapper] = {
-    UPDATE: _update_from_output,
-    RECORD: _record,
-    CREATE: _create_prometheus,
-}
+# COUNT is not wrapped: steps replace it themselves.
+LEDGER = {UPDATE: _update_from_output, COUNT: None, RECORD: _record, CREATE: _create}
