@@ -57,6 +57,9 @@ def build(project: Path, out: Path, what: str) -> Path:
     """What pip and build would get of a project: its sdist, wheel or editable."""
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
     out.mkdir(parents=True, exist_ok=True)
+    # What an earlier build listed would be taken for listed again.
+    for listed in project.glob("*.egg-info/SOURCES.txt"):
+        listed.unlink()
     run(sys.executable, "-c", code, cwd=project, NWOR_CUDA="OFF")
     (path,) = out.iterdir()
     return path
