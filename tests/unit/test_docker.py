@@ -7,9 +7,11 @@ that a wheel is built of. `make lint` runs hadolint; what the base images hold i
 checked.
 """
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -115,11 +117,23 @@ def test_final_stage(path):
 
 
 @of_each_device
-def test_volumes_of_the_shell_have_a_place_in_the_image(path):
-    """A new volume gets the mode of the folder it is mounted over; without one in the
-    image it would be root's alone."""
+def test_the_shell_is_of_the_image_for_this_machine(path, tmp_path):
+    """As oneself, with a command as it was given. A new volume gets the mode of the
+    folder it is mounted over; without one in the image it would be root's alone."""
+    device = "gpu" if path == GPU else "cpu"
+    for name in ("bash", "dirname", "env", "id", "sed"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    (tmp_path / "nvidia-smi").symlink_to(f"/bin/{'true' if path == GPU else 'false'}")
+    words = ["echo", "a b", "$HOME", "--dry-run"]
+    command = [ROOT / "tools" / "docker_dev_shell.sh", "--dry-run", "--", *words]
+    said = subprocess.check_output(command, env={"PATH": str(tmp_path)}, text=True)
+    build, run = (shlex.split(line)[1:] for line in said.splitlines())
+    assert {str(path), f"vllm-nwor:dev-{device}"} < set(build)
+    assert ("--gpus" in run) is (path == GPU)
+    assert run[run.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert f"type=bind,source={ROOT},target=/src" in run
+    assert run[-5:] == [f"vllm-nwor:dev-{device}", *words]
     (made,) = (value for value in values(path, "RUN") if "mkdir" in value)
-    script = (ROOT / "tools" / "docker_dev_shell.sh").read_text()
-    targets = re.findall(r"type=volume,source=[^,]*,target=([\w/.]+)", script)
+    targets = re.findall(r"type=volume,source=[^,]*,target=([\w/.]+)", " ".join(run))
     folders = {str(Path("/src", f)) for f in made.split("chmod 1777")[1].split()}
     assert folders == set(targets) == {"/cache", "/src/.venv", "/src/build"}

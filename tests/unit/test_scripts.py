@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell scripts: the container's shell, and what runs on a GPU's host.
-
-No container engine is needed: the container's shell shows what it would run.
-"""
+"""tools/gpu_run.sh, which runs all on a GPU's host: nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,39 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """With nothing of our environment."""
-    words, piped = [str(part) for part in command], subprocess.PIPE
-    options = {"stdin": subprocess.DEVNULL, "stdout": piped, "text": True}
-    return subprocess.run(words, env=env, stderr=subprocess.STDOUT, **options)
-
-
 def program(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o755)
-
-
-@pytest.mark.parametrize("is_gpu", [False, True])
-def test_shell_is_of_the_image_for_this_machine(is_gpu, tmp_path):
-    """As oneself; its volumes have a place in the image (test_docker.py). A command of
-    several words arrives as it was."""
-    for name in ("bash", "dirname", "env", "id", "sed"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    program(tmp_path / "nvidia-smi", f"#!/bin/sh\nexit {0 if is_gpu else 9}\n")
-    words = ["echo", "a b", "$HOME", "--dry-run"]
-    script = ROOT / "tools" / "docker_dev_shell.sh"
-    done = run(script, "--dry-run", "--", *words, PATH=str(tmp_path))
-    build, command = (shlex.split(line)[1:] for line in done.stdout.splitlines())
-    device, file = ("gpu", "Dockerfile") if is_gpu else ("cpu", "Dockerfile.cpu")
-    assert {f"{ROOT}/docker/{file}", f"vllm-nwor:dev-{device}"} < set(build)
-    assert ("--gpus" in command) is is_gpu
-    assert command[command.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
-    assert f"type=bind,source={ROOT},target=/src" in command
-    assert f"type=volume,source=vllm-nwor-venv-{device},target=/src/.venv" in command
-    assert command[-5:] == [f"vllm-nwor:dev-{device}", *words]
-
-
-# --- gpu_run.sh -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -68,9 +35,11 @@ def checkout(tmp_path):
 def gpu_run(checkout: Path, *steps: str, python: str) -> tuple[int, str]:
     """Runs steps with a shell script for Python: exit status and what was said."""
     program(checkout / "python", f"#!/bin/sh\n{python}\n")
-    paths = {"PYTHON": str(checkout / "python"), "TMPDIR": str(checkout)}
-    path = f"{checkout}:{os.environ['PATH']}"
-    done = run(checkout / "tools/gpu_run.sh", *steps, PATH=path, **paths)
+    env = {"PYTHON": str(checkout / "python"), "TMPDIR": str(checkout)}
+    env["PATH"] = f"{checkout}:{os.environ['PATH']}"
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    command = [checkout / "tools/gpu_run.sh", *steps]
+    done = subprocess.run(command, env=env, stderr=subprocess.STDOUT, **options)
     return done.returncode, done.stdout
 
 
