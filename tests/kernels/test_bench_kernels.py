@@ -10,32 +10,26 @@ import pytest
 import bench_kernels
 from vllm_nwor import ops
 
-SMALL = ["--max-kib", "8", "--samples", "3"]
 
-
-@pytest.fixture
-def small_cache(monkeypatch):
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_small_run_and_a_wrong_byte_that_leaves_no_number(
+    restores, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(bench_kernels, "CPU_CACHE_BYTES", 1 << 14)
-
-
-def test_a_small_run(small_cache, tmp_path, capsys):
+    if not restores:
+        monkeypatch.setattr(ops, "restore_rejected_drafts", lambda *_: None)
     path = tmp_path / "kernels.json"
-    assert bench_kernels.main([*SMALL, "--json", str(path)]) == 0
-    assert "hnd, 8192 bytes: checked" in capsys.readouterr().out
-    results = json.loads(path.read_text())["results"]
-    assert [(r["layout"], r["bytes"]) for r in results] == [
-        *(("nhd", 4096), ("nhd", 8192), ("hnd", 4096), ("hnd", 8192)),
-    ]
-
-
-def test_a_wrong_byte_leaves_no_number(small_cache, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ops, "restore_rejected_drafts", lambda *_: None)
-    path = tmp_path / "kernels.json"
-    assert bench_kernels.main([*SMALL, "--json", str(path)]) == 1
+    words = ["--max-kib", "8", "--samples", "3", "--json", str(path)]
+    assert bench_kernels.main(words) == (0 if restores else 1)
     printed = capsys.readouterr()
-    assert "a rejected draft's bytes are not back (nhd," in printed.err
-    assert "GB/s" not in printed.out
-    assert not path.exists()
+    assert path.exists() is ("GB/s" in printed.out) is restores
+    if restores:
+        results = json.loads(path.read_text())["results"]
+        assert [(r["layout"], r["bytes"]) for r in results] == [
+            *(("nhd", 4096), ("nhd", 8192), ("hnd", 4096), ("hnd", 8192)),
+        ]
+    else:
+        assert "a rejected draft's bytes are not back (nhd," in printed.err
 
 
 def test_rates_are_beside_the_copys():
