@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -174,10 +175,13 @@ def test_met_goes_by_the_low_end_and_never_by_the_control(
 # --- the whole command
 
 
-COMPARE = ["--no-true-off", "--json", "results/a.json"]
+def written(words: str) -> dict[str, Any]:
+    """What bench_vllm.py writes with these arguments."""
+    assert bench_vllm.main([*words.split(), "--json", "results/a.json"]) == 0
+    return json.loads(Path("results/a.json").read_text())
 
 
-def test_compare_writes_and_prints(engine, capsys, tmp_path):
+def test_compare_writes_and_prints(engine, capsys):
     """Ratios are of neighbours, each to its own half; 7 tokens a run."""
     # The warm-ups; then a round, in turned order every second time.
     seconds = iter([9.0, 9.0, *[1.0, 1.0, 4.0, 3.0] * 7])
@@ -188,32 +192,28 @@ def test_compare_writes_and_prints(engine, capsys, tmp_path):
         return done if times or not arm.hooked else replace(done, nwor=UNTIMED)
 
     engine.run.side_effect = run
-    assert bench_vllm.main(COMPARE) == 0
+    result = written("--no-true-off")
     assert "outputs identical" in capsys.readouterr().out
-    result = json.loads((tmp_path / "results/a.json").read_text())
     assert result["samples"]["nwor"] == {
         "ratio": [2.0, 0.5, 2.0, 0.5, 2.0, 0.5, 2.0],
         "reference": [3.5] * 7,
         "test": [7.0, 1.75, 7.0, 1.75, 7.0, 1.75, 7.0],
     }
     assert result["samples"]["control"]["ratio"] == [0.5, 2.0] * 3 + [0.5]
-    found = result["summary"]
-    assert found["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
-    did = found["nwor"]["nwor"]
+    assert result["summary"]["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
+    did = result["summary"]["nwor"]["nwor"]
     assert (did["staged"], did["logged_bytes"]) == (7 * 20, 7 * 2000)
     # Medians of (10, 30) and (5, 15) us.
     host = did["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
 
 
-def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, tmp_path):
+def test_a_single_modes_speed_is_of_runs_without_the_clock(engine):
     """Two tokens are a second in those with it."""
     engine.run.side_effect = lambda arm, times=False: make_run(
         arm.hooked, 3.5 if times else 1.0
     )
-    arguments = ["--mode", "stage", "--repeats", "2", "--json", "a.json"]
-    assert bench_vllm.main(arguments) == 0
-    result = json.loads((tmp_path / "a.json").read_text())
+    result = written("--mode stage --repeats 2")
     assert result["samples"] == [7.0, 7.0]
     assert result["outputs"]["num_runs"] == 1 + 2 + 5
     found = result["summary"]
@@ -230,12 +230,11 @@ TRUE_OFF = {
 
 
 def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
-    engine, monkeypatch, capsys, tmp_path
+    engine, monkeypatch, capsys
 ):
     """7 tokens a second unhooked; 10, 5 and 7 in the other process."""
     monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: TRUE_OFF)
-    assert bench_vllm.main(["--json", "a.json"]) == 0
-    result = json.loads((tmp_path / "a.json").read_text())
+    result = written("")
     wanted = {"median": 1.0, "low": 0.7, "high": 1.4, "num_runs": 3}
     assert summary.own_process(result) == wanted
     printed = capsys.readouterr().out
@@ -245,48 +244,40 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
     assert "KV blocks that NWOR costs" not in report.text(result)
 
 
-CHANGED, SHORTER = [[11, 12, 13], [21, 22, 99, 24]], [[11, 12, 13], [21, 22]]
-DIFFER = "no speed is printed, outputs differ: request 1 differs at output token 2: "
-FAILS = EngineFailed("not active: why")
-# Arguments, runs, what a process without NWOR gave, exit status and what is said.
-NO_RESULT = {
-    "one run of many": (
-        *(
-            "--no-true-off",
-            [*[make_run(True)] * 8, make_run(True, tokens=CHANGED)],
-            None,
-        ),
-        *(1, f"{DIFFER}unhooked gave token 23, nwor of round 2 gave token 99"),
+CHANGED = make_run(True, tokens=[[11, 12, 13], [21, 22, 99, 24]])
+SHORTER = make_run(True, tokens=[[11, 12, 13], [21, 22]])
+# Arguments, runs, exit status and what is said.
+NO_RESULT = [
+    (
+        *("--no-true-off", [*[make_run(True)] * 8, CHANGED], 1),
+        "unhooked gave token 23, nwor of round 2 gave token 99",
     ),
-    "an output that ends": (
-        *("--no-true-off", [make_run(False), make_run(True, tokens=SHORTER)], None, 1),
-        f"{DIFFER}unhooked gave token 23, the warm-up of nwor gave its end after 2",
+    (
+        *("--no-true-off", [make_run(False), SHORTER], 1),
+        "unhooked gave token 23, the warm-up of nwor gave its end after 2",
     ),
-    "another process": (
-        *("", [make_run(False)], {"outputs": {"tokens": CHANGED}}, 1),
-        f"{DIFFER}an engine without NWOR gave token 99, the warm-up of unhooked gave t",
+    (
+        *("", [CHANGED], 1),
+        "an engine without NWOR gave token 23, the warm-up of unhooked gave token 99",
     ),
-    "no engine": ("--mode cow", [FAILS], None, 1, "not active: why"),
-    "too few pairs": ("--repeats 6", [], None, 2, "argument --repeats: '6'"),
-    "a GPU's": (
-        "--acceptance 0.8,0.6,0.4,0.2",
-        [],
-        None,
-        2,
-        "argument --acceptance: '",
-    ),
-}
+    ("--mode cow", [EngineFailed("not active: why")], 1, "not active: why"),
+    ("--repeats 6", [], 2, "argument --repeats: '6'"),
+    ("--acceptance 0.8,0.6,0.4,0.2", [], 2, "argument --acceptance: '"),
+]
 
 
-@pytest.mark.parametrize("name", NO_RESULT)
-def test_no_speed_without_equal_outputs(name, engine, monkeypatch, capsys, tmp_path):
-    argv, runs, true_off, status, said = NO_RESULT[name]
-    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: true_off)
+@pytest.mark.parametrize(("words", "runs", "status", "said"), NO_RESULT)
+def test_no_speed_without_equal_outputs(
+    words, runs, status, said, engine, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: TRUE_OFF)
     engine.run.side_effect = runs
-    assert bench_vllm.main([*argv.split(), "--json", "a.json"]) == status
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines()[-1].startswith(f"bench_vllm.py: {said}")
+    assert bench_vllm.main([*words.split(), "--json", "a.json"]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    differ = "no speed is printed, outputs differ: request 1 differs at output token 2"
+    begins = f"{differ}: {said}" if "gave" in said else said
+    assert err.splitlines()[-1].startswith(f"bench_vllm.py: {begins}")
     assert list(tmp_path.iterdir()) == []
     assert engine.run.call_count == len(runs)
 
