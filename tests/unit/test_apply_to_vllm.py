@@ -42,40 +42,34 @@ BUILD_FILES = ("CMakeLists.txt", "setup.py", "cmake/**/*", "requirements/*")
 BUILD_FILES += ("csrc/*.cpp", "tools/build_rust.py")
 
 
-def unpacked_sdist(requirement: str, folder: Path) -> Path:
-    """The root of the sdist of a requirement, below `folder`. Raises NoSource.
-
-    pip would build metadata of it next, which fails where vLLM's build does not have
-    all that it needs; by then it has unpacked it.
-    """
-    words = ["--no-clean", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-    done = subprocess.run(
-        [*check_vllm.PIP, "download", *words, "-d", str(folder / "none"), requirement],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    for setup in folder.glob("pip-*/*/setup.py"):
-        return setup.parent
-    raise check_vllm.NoSource(f"no sdist: {done.stderr.strip()}")
-
-
+@cache
 def build_files(version: str) -> dict[str, str]:
     """Texts of the files of the sdist that build it, by path; kept in the cache folder.
-    Raises NoSource."""
+    Raises NoSource.
+
+    pip would build metadata of the sdist next, which fails where vLLM's build does not
+    have all that it needs; by then it has unpacked it.
+    """
     folder = check_vllm.Release(version).folder
     kept = folder / "build"
     if not kept.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            root = unpacked_sdist(f"vllm=={version}", Path(scratch))
-            for path in (p for glob in BUILD_FILES for p in root.glob(glob)):
-                if path.is_file():
-                    target = Path(scratch, "build", path.relative_to(root))
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, target)
+            words = ["--no-clean", "--no-deps", "--no-build-isolation"]
+            words += ["--no-binary", ":all:", "-d", f"{scratch}/none"]
+            command = [*check_vllm.PIP, "download", *words, f"vllm=={version}"]
+            env = {**os.environ, "TMPDIR": scratch}
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            roots = [one.parent for one in Path(scratch).glob("pip-*/*/setup.py")]
+            if not roots:
+                raise check_vllm.NoSource(f"no sdist: {done.stderr.strip()}")
+            found = {path for glob in BUILD_FILES for path in roots[0].glob(glob)}
+            for path in filter(Path.is_file, found):
+                target = Path(scratch, "build", path.relative_to(roots[0]))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
             Path(scratch, "build").rename(kept)
-    paths = (path for path in kept.rglob("*") if path.is_file())
+    paths = filter(Path.is_file, kept.rglob("*"))
     return {str(p.relative_to(kept)): p.read_text("utf-8") for p in paths}
 
 

@@ -260,6 +260,10 @@ NO_RESULT = [
         *("", [CHANGED], 1),
         "an engine without NWOR gave token 23, the warm-up of unhooked gave token 99",
     ),
+    (
+        *("--mode stage", [make_run(True), CHANGED], 1),
+        "an earlier run gave token 23, stage, 1 gave token 99",
+    ),
     ("--mode cow", [EngineFailed("not active: why")], 1, "not active: why"),
     ("--repeats 6", [], 2, "argument --repeats: '6'"),
     ("--acceptance 0.8,0.6,0.4,0.2", [], 2, "argument --acceptance: '"),

@@ -51,14 +51,11 @@ def test_missing_thing_is_one_line_with_its_command(tmp_path, package):
 
 # --- setup_env.py ---
 
-# What a command is about, by a word of it, in order.
-STEPS = {"venv": "venv", "-q": "uv", "--override": "packages", "-e": "editable"}
-
 
 @pytest.fixture
-def record(monkeypatch, tmp_path):
-    """Runs set-up in a checkout in tmp_path, with the commands replaced; fails at the
-    one with `fail_at`."""
+def num_commands(monkeypatch, tmp_path):
+    """Runs set-up in a checkout in tmp_path, with the commands replaced: how many. It
+    is interrupted at the one numbered `stop`."""
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     metadata = [tmp_path / name for name in ("pyproject.toml", "setup.py")]
     for name, value in list(vars(setup_env).items()):
@@ -70,47 +67,44 @@ def record(monkeypatch, tmp_path):
     monkeypatch.setattr(setup_env, "METADATA", metadata)
     monkeypatch.setattr(setup_env, "pip_index_url", lambda: "")
 
-    def run_setup(fail_at: str = "") -> list[str]:
-        done: list[str] = []
+    def run_setup(stop: int | None = None) -> int:
+        done: list[list[str | Path]] = []
 
         def run(command: list[str | Path], **extra_env: str) -> None:
-            step = next(STEPS[word] for word in STEPS if word in command)
-            if step == fail_at:
+            if len(done) == stop:
                 raise KeyboardInterrupt
-            if step == "venv":
+            if "venv" in command:
                 setup_env.PYTHON.parent.mkdir(parents=True)
                 setup_env.PYTHON.touch()
-            if step == "editable":
+            if "-e" in command:
                 site = setup_env.VENV / "lib" / "python3.11" / "site-packages"
                 (site / "vllm_nwor-0.1.0.dist-info").mkdir(parents=True, exist_ok=True)
-            done.append(step)
+            done.append(command)
 
         monkeypatch.setattr(setup_env, "run", run)
         with contextlib.suppress(KeyboardInterrupt):
             setup_env.setup()
-        return done
+        return len(done)
 
     return run_setup
 
 
-def test_setup_runs_once_and_follows_its_files(record, tmp_path):
-    steps = list(STEPS.values())
-    assert record() == steps
-    assert record() == []
+def test_setup_runs_once_and_follows_its_files(num_commands, tmp_path):
+    """.venv, uv in it, the packages and ours; later all but .venv."""
+    assert [num_commands(), num_commands()] == [4, 0]
     for name in ("setup.py", "requirements/cpu.txt"):
         (tmp_path / name).write_text("changed")
-        assert record() == steps[1:]
+        assert [num_commands(), num_commands()] == [3, 0]
     (dist_info,) = tmp_path.glob(".venv/lib/*/site-packages/*.dist-info")
     dist_info.rmdir()
-    assert "editable" in record()
+    assert num_commands() == 3
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_interrupted_setup_starts_over(record, number):
-    steps = list(STEPS.values())
-    assert record(steps[number]) == steps[:number]
+@pytest.mark.parametrize("stop", [0, 3])
+def test_interrupted_setup_starts_over(num_commands, stop):
+    assert num_commands(stop) == stop
     (setup_env.VENV / "half-written").touch()
-    assert record() == steps
+    assert num_commands() == 4
     assert not (setup_env.VENV / "half-written").exists()
 
 
