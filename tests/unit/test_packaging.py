@@ -156,16 +156,18 @@ packages = ["vllm", "vllm.v1"]
 }
 OLDER, NEWER = "0.26.0", "0.32.0"
 MODES = (None, "", "off", "stage", "cow")
-FIND = "import vllm; print(vllm.__file__)"
-# As vLLM loads its plugins.
+# As vLLM loads its plugins, once vLLM itself was found.
 USE = """
+import vllm
+found = vllm.__file__
 from importlib.metadata import entry_points
 (entry,) = entry_points(group="vllm.general_plugins")
 entry.load()()
 import vllm, vllm.envs, vllm.v1.nwor.config, vllm_nwor.config
 assert vllm.v1.nwor.config is vllm_nwor.config
 assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
-print(vllm.__file__)
+assert vllm.__file__ == found
+print(found, vllm.__version__)
 """
 ABSENT = (
     "vllm-nwor: vLLM is not installed; install the build of vLLM for your hardware, "
@@ -234,37 +236,34 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
 ):
     """vLLM is downgraded and reinstalled, too, while ours stays: nothing of it may be
     left then."""
-    package = wheel
+    package, site = wheel, environment.site
     if ours == "editable":
         package = build(unpacked, tmp_path / "ours", "editable")
-    without_vllm = contents(environment.site)
+    without_vllm = contents(site)
     environment.install(vllm_wheels[kind])
-    before, file = contents(environment.site), environment.run(FIND)
-    assert file.endswith("vllm/__init__.py\n")
-
+    before = contents(site)
+    file = environment.run("import vllm; print(vllm.__file__)").strip()
     environment.install(package)
+    assert before.items() < contents(site).items()
     for mode in MODES:
-        assert environment.run(FIND, mode) == file
-        assert environment.run(USE, mode) == file
-    assert before.items() < contents(environment.site).items()
+        assert environment.run(USE, mode).split() == [file, NEWER]
 
     environment.install(vllm_wheels["older"])
     for mode in MODES:
-        said = environment.run(f"{USE}print(vllm.__version__)", mode)
-        assert said.splitlines()[1:] == [OLDER]
+        assert environment.run(USE, mode).split()[1:] == [OLDER]
     environment.install(vllm_wheels[kind])
-    assert environment.run(USE, "stage") == file
+    assert environment.run(USE, "stage").split() == [file, NEWER]
 
     environment.uninstall("vllm")
-    assert not (environment.site / "vllm").exists()
+    assert not (site / "vllm").exists()
     assert environment.run(REGISTER, "stage") == f"{ABSENT}\n"
     environment.install(vllm_wheels[kind])
-    assert environment.run(USE, "stage") == file
+    assert environment.run(USE, "stage").split() == [file, NEWER]
 
     environment.uninstall("vllm-nwor")
-    assert contents(environment.site) == before
+    assert contents(site) == before
     environment.uninstall("vllm")
-    assert contents(environment.site) == without_vllm
+    assert contents(site) == without_vllm
 
 
 DOCTOR = """
@@ -274,6 +273,8 @@ done = subprocess.run(doctor, capture_output=True, text=True)
 print(done.returncode, done.stderr)
 print(*(line for line in done.stdout.splitlines() if line[0] == "!"), sep="\\n")
 """
+NO_VLLM = "! vllm       not installed, or only an empty folder of that name"
+BROKEN = "! plugin     a process of vLLM does not start: ModuleNotFoundError: "
 NO_TORCH = ["! torch      not installed", "! library    No module named 'torch'"]
 
 
@@ -285,8 +286,7 @@ def test_where_vllm_is_absent_or_broken(wheel, environment):
         assert environment.run(REGISTER, mode) == (f"{ABSENT}\n" if is_asked else "")
     status, *lines = environment.run(DOCTOR).splitlines()
     assert status.strip() == "1"
-    assert "! vllm       not installed, or only an empty folder of that name" in lines
-    assert set(NO_TORCH) < set(lines)
+    assert {*NO_TORCH, NO_VLLM} < set(lines)
 
     package = environment.site / "vllm"
     package.mkdir()
@@ -294,10 +294,10 @@ def test_where_vllm_is_absent_or_broken(wheel, environment):
     (package / "__init__.py").write_text("import none_such\n")
     status, *lines = environment.run(DOCTOR, "stage").splitlines()
     assert status.strip() == "1"
-    said = "! plugin     a process of vLLM does not start: ModuleNotFoundError: "
-    assert f"{said}No module named 'none_such'" in lines
-    assert not [line for line in lines if line.startswith("! vllm ")]
-    assert [line for line in lines if line.startswith("! hooks ")] != []
+    assert f"{BROKEN}No module named 'none_such'" in lines
+    topics = {line.split()[1] for line in lines}
+    assert topics >= {"plugin", "hooks"}
+    assert "vllm" not in topics
     # A vLLM that lacks something is not an absent one.
     code = REGISTER.replace("RuntimeError", "ModuleNotFoundError")
     for mode in ("off", "stage"):
