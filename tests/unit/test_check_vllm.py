@@ -129,18 +129,14 @@ OTHERWISE = [
     (HOOKED, "batch, ", "", "has parameters (self, flag); expected it to begin with"),
     (f"{DATA} name", "name: str", "", "has parameters (self, width); expected it"),
     (DATA, "class Data", "class D", "vllm.m has no Data"),
-]
-# What may be otherwise.
-FINE = [
-    ("m:Runner has limit", "(Base)", "(Root)"),
-    ("m:Data has width:list", "list[int]", "'list'"),
-    (BATCH, "=False", "=False, more=1"),
+    # What may be otherwise.
+    ("m:Runner has limit", "(Base)", "(Root)", ""),
+    ("m:Data has width:list", "list[int]", "'list'", ""),
+    (BATCH, "=False", "=False, more=1", ""),
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "old", "new", "said"), [*OTHERWISE, *((*one, "") for one in FINE)]
-)
+@pytest.mark.parametrize(("text", "old", "new", "said"), OTHERWISE)
 def test_what_is_otherwise_is_named(text, old, new, said):
     place, kind, *what = text.split()
     files = {"vllm/m.py": SMALL, "vllm/base.py": BASE}
