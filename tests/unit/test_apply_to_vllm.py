@@ -17,11 +17,11 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.test_check_vllm import SITE, files_read, laid_out
+from tests.unit.test_check_vllm import run as program
 from tests.unit.test_packaging import contents
 from tests.unit.test_packaging import run as command
 from tools import apply_to_vllm as tool
@@ -119,18 +119,10 @@ def no_facts(monkeypatch):
     monkeypatch.setattr(tool, "mismatches", lambda *_: [])
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def run_tool(tree: Path, *options: Any) -> tuple[int, list[str]]:
-        arguments = ["apply_to_vllm.py", str(tree), *map(str, options)]
-        monkeypatch.setattr(sys, "argv", arguments)
-        capsys.readouterr()
-        status = tool.main()
-        lines = capsys.readouterr().out.splitlines()
-        assert all(line.startswith(str(tree)) for line in lines)
-        return status, [line.removeprefix(str(tree)).lstrip(": ") for line in lines]
-
-    return run_tool
+def run(tree: Path, *options: str | Path) -> tuple[int, list[str]]:
+    status, lines = program(tool.main, tree, *options)
+    assert all(line.startswith(str(tree)) for line in lines)
+    return status, [line.removeprefix(str(tree)).lstrip(": ") for line in lines]
 
 
 def git(folder: Path, *arguments: str | Path) -> str:
@@ -139,7 +131,7 @@ def git(folder: Path, *arguments: str | Path) -> str:
 
 
 @of_each_release
-def test_site_packages_get_it_once_and_are_restored(site, run):
+def test_site_packages_get_it_once_and_are_restored(site):
     before = digests(site)
     assert run(site, "--check") == (1, ["there is nothing of NWOR"])
     assert digests(site) == before
@@ -170,7 +162,7 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
 
 
 @of_each_release
-def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
+def test_the_series_makes_the_same_tree(checkout, tmp_path):
     git(checkout, "init", "-q")
     git(checkout, "add", "-A")
     git(checkout, "commit", "-q", "-m", "theirs")
@@ -255,7 +247,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", [*DRIFT, *REFUSED])
 def test_what_is_otherwise_is_named_and_not_painted_over(
-    name, checkout, tmp_path, run, request
+    name, checkout, tmp_path, request
 ):
     if name != "moved on":
         request.getfixturevalue("no_facts")
@@ -277,7 +269,7 @@ def test_what_is_otherwise_is_named_and_not_painted_over(
     assert not series[1].exists()
 
 
-def test_revert_leaves_what_is_not_ours(checkout, run, no_facts):
+def test_revert_leaves_what_is_not_ours(checkout, no_facts):
     tool.Graft(checkout).apply()
     theirs = checkout / OURS / "theirs.py"
     theirs.write_text("")
@@ -294,7 +286,7 @@ def test_revert_leaves_what_is_not_ours(checkout, run, no_facts):
     assert "nwor" not in text
 
 
-def test_what_is_written_is_read_again(site, run, monkeypatch, no_facts):
+def test_what_is_written_is_read_again(site, monkeypatch, no_facts):
     """A disk that keeps an old file."""
     write = tool.write_whole
 
@@ -308,7 +300,7 @@ def test_what_is_written_is_read_again(site, run, monkeypatch, no_facts):
     assert any(line.startswith(f"{RUNNER} lacks, below line") for line in lines)
 
 
-def test_a_folder_without_vllm_is_refused(tmp_path, run):
+def test_a_folder_without_vllm_is_refused(tmp_path):
     said = f"there is no {tmp_path}/vllm/__init__.py"
     assert run(tmp_path) == (1, [said])
 

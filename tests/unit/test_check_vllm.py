@@ -14,7 +14,10 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -183,43 +186,41 @@ def wheel(folder: Path, files: dict[str, str], version: str) -> Path:
     return path
 
 
+def run(main: Callable[[], int], *words: str | Path) -> tuple[int, list[str]]:
+    """A program's exit status and lines."""
+    argv = mock.patch.object(sys, "argv", ["", *map(str, words)])
+    with argv, redirect_stdout(StringIO()) as said, redirect_stderr(said):
+        return main(), said.getvalue().splitlines()
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs the tool: its status and lines; pip finds wheels in one folder only, and the
-    cache is empty."""
-    for name, value in (
-        ("NWOR_CACHE", tmp_path / "cache"),
-        ("PIP_CONFIG_FILE", "/dev/null"),
-        ("PIP_NO_INDEX", "1"),
-        ("PIP_FIND_LINKS", tmp_path / "wheels"),
-    ):
-        monkeypatch.setenv(name, str(value))
-
-    def run_tool(*arguments):
-        monkeypatch.setattr(sys, "argv", ["check_vllm.py", *map(str, arguments)])
-        capsys.readouterr()
-        status, printed = check_vllm.main(), capsys.readouterr()
-        return status, (printed.out + printed.err).splitlines()
-
-    return run_tool
+def wheels(tmp_path, monkeypatch):
+    """The only folder in which pip finds wheels; the cache is empty."""
+    monkeypatch.setenv("NWOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return tmp_path / "wheels"
 
 
-def test_a_release_that_has_moved_on_fails_by_name(run, tmp_path):
+def test_a_release_that_has_moved_on_fails_by_name(wheels, tmp_path):
     """`cu_num_logits` of the V2 runner's batch has another name. What was read of a
     wheel is kept, and read without it; a tree is read as it lies there; a release that
     is not to be had is no success."""
     files, path = files_read(read), "vllm/v1/worker/gpu/input_batch.py"
     moved = files | {path: files[path].replace("cu_num_logits", "cu_logits")}
-    tree, folder = laid_out(tmp_path / "tree", moved), tmp_path / "wheels"
-    wheels = [wheel(folder, files, "9.9.8"), wheel(folder, moved, "9.9.9")]
+    tree = laid_out(tmp_path / "tree", moved)
+    found = [wheel(wheels, files, "9.9.8"), wheel(wheels, moved, "9.9.9")]
     said = "runner_v2: vllm.v1.worker.gpu.input_batch.InputBatch has no attribute "
     for name in ("vllm 9.9.9", "vllm 9.9.9", tree):
-        status, (good, *bad) = run("9.9.8", str(name).removeprefix("vllm "))
+        status, (good, *bad) = run(
+            check_vllm.main, "9.9.8", str(name).removeprefix("vllm ")
+        )
         assert (status, bad) == (1, [f"{name}: {said}cu_num_logits"])
         assert re.fullmatch(r"vllm 9\.9\.8: \d+ signatures and \d+ facts hold", good)
-        for one in wheels:
+        for one in found:
             one.unlink(missing_ok=True)
-    assert run("9.9.8") == (0, [good])
-    status, (said,) = run("9.9.7")
+    assert run(check_vllm.main, "9.9.8") == (0, [good])
+    status, (said,) = run(check_vllm.main, "9.9.7")
     assert status == 3
     assert said.startswith("check: no source of vllm 9.9.7: ERROR")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vllm_nwor
-from tests.unit.test_check_vllm import SITE, files_read, laid_out
+from tests.unit.test_check_vllm import SITE, files_read, laid_out, run
 from vllm_nwor import doctor, ops
 from vllm_nwor.hooks.source import FACTS, files_of
 
@@ -23,25 +23,19 @@ def bad(lines):
     return [text for is_fine, _, text in lines if not is_fine]
 
 
-@pytest.fixture
-def told(monkeypatch, capsys):
-    """Runs the doctor with these variables; gives its exit status and its lines."""
-    monkeypatch.setattr(sys, "argv", ["doctor"])
+def told(monkeypatch, **variables):
+    """The doctor's exit status and lines, with these variables."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-
-    def run(**variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(f"VLLM_NWOR_{name}", value)
-        return doctor.main(), capsys.readouterr().out.splitlines()
-
-    return run
+    for name, value in variables.items():
+        monkeypatch.setenv(f"VLLM_NWOR_{name}", value)
+    return run(doctor.main)
 
 
-def test_where_all_is_in_order(told, monkeypatch):
+def test_where_all_is_in_order(monkeypatch):
     """The mode is the one that a process of vLLM has."""
     child = f"import os\nos.environ['VLLM_NWOR_MODE'] = 'cow'\n{doctor.CHILD}"
     monkeypatch.setattr(doctor, "CHILD", child)
-    status, lines = told(MODE="stage", STRICT="1")
+    status, lines = told(monkeypatch, MODE="stage", STRICT="1")
     assert (status, lines.pop()) == (0, "problems: 0")
     assert [line for line in lines if line.startswith("!")] == []
     wanted = {
@@ -62,9 +56,9 @@ def test_where_all_is_in_order(told, monkeypatch):
     assert sum(line.startswith("  hooks ") for line in lines) == len(FACTS)
 
 
-def test_what_would_not_work_is_marked_and_changes_the_status(told):
+def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch):
     """vLLM's processes do not start with a bad value, and the doctor does."""
-    status, lines = told(MODE="on", STRIKT="1")
+    status, lines = told(monkeypatch, MODE="on", STRIKT="1")
     said = "VLLM_NWOR_MODE='on' is not allowed; allowed values: off, stage, cow"
     assert [line for line in lines if line.startswith("!")] == [
         f"! variable   {said}",
