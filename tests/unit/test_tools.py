@@ -210,8 +210,13 @@ esac"""
 def test_no_failure_of_a_step_is_lost_and_none_ends_the_others(checkout):
     status, said = gpu_run(checkout, *STEPS.split(), python=FAILING)
     assert (status, said.splitlines()[-1]) == (1, f"== failed: {STEPS}")
-    status, said = gpu_run(checkout, *STEPS.split(), python="echo a; echo b")
+    status, said = gpu_run(checkout, *STEPS.split(), python='echo "$*"; echo b')
     assert (status, said.splitlines()[-1]) == (0, "== failed: none")
+    # Together they run each test that needs a GPU.
+    names = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert [name for name in names if f" tests/gpu/{name} " not in said] == []
+    parts = ("-k test_matrix", "-k test_why or ", "-k test_two_ranks", "-k test_ray")
+    assert [part for part in parts if part not in said] == []
 
 
 @pytest.mark.parametrize(
