@@ -208,25 +208,19 @@ def test_the_series_makes_the_same_tree(checkout, tmp_path):
 
 
 RUNNER, OURS = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/nwor"
-CALL, MODE, DEFERRED = (
-    "hook_module(__name__)  # nwor\n",
-    'environment_variables["VLLM_NWOR_MODE"] = lambda: None  # nwor\n',
-    "cmake_language(DEFER CALL include csrc/nwor/nwor.cmake)  # nwor\n",
-)
-EXTENSION = (
-    'if ext_modules: ext_modules.append(CMakeExtension(name="vllm.v1.nwor._nwor_C", '
-    "optional=True))  # nwor\n"
-)
+# The last of our lines in each file of vLLM's.
+LAST = {line.path: f"{line.text}\n" for line in tool.our_lines()}
+CALL, DEFERRED = LAST[RUNNER], LAST[tool.CMAKE]
 TOO_SOON = DEFERRED.replace("DEFER CALL", "EVAL CODE")
 # What is changed in a file of a patched tree, and what is said of it.
 DRIFT = {
-    "a call is lost": (RUNNER, CALL, "", "lacks hook_module("),
+    **{f"{at}, lost": (at, one, "", f"lacks {one[:-1]}") for at, one in LAST.items()},
+    **{
+        f"{at}, twice": (at, one, one * 2, f"has {one[:-1]}")
+        for at, one in LAST.items()
+    },
     "it is not at the end": (RUNNER, CALL, f"{CALL}theirs = 1\n", "lacks from vllm"),
-    "it is there twice": (RUNNER, CALL, CALL * 2, "has hook_module("),
-    "no library is built": (tool.CMAKE, DEFERRED, "", "lacks cmake_language("),
     "built too soon": (tool.CMAKE, DEFERRED, TOO_SOON, "has cmake_language(EVAL CODE"),
-    "no extension is declared": (tool.SETUP, EXTENSION, "", "lacks if ext_modules: "),
-    "a variable is unknown": (tool.ENVS, MODE, "", "lacks environment_variables["),
     "a file was edited": (f"{OURS}/window.py", "", "\n", "is not this version's"),
     "a file is another's": (f"{OURS}/older.py", "", "\n", "is not this version's"),
 }
