@@ -163,7 +163,7 @@ step_sanitizer() {
         [ $status = 0 ] || { tail -30 "$log"; failed=1; }
         found+=("$tool=$status")
     done
-    "$PYTHON" - "${found[@]}" <<'PYTHON'
+    "$PYTHON" - "${found[@]}" <<'PYTHON' || failed=1
 import sys
 
 from tests.gpu import results

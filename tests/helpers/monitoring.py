@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 import httpx
@@ -20,7 +21,6 @@ from tools.setup.make_models import cache_dir
 from tools.soak.server import answers, free_port, running
 
 DASHBOARD = REPO / "tools" / "monitoring" / "dashboard.json"
-VARIABLE = re.compile(r"\$\{?\w+")
 LEGEND_LABEL = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 START_SECONDS = 30
 
@@ -43,19 +43,18 @@ def queries(content: dict[str, Any], rate_interval: str) -> list[Query]:
     """Every query of every panel of a dashboard, for all models and engines.
 
     rate_interval: what $__rate_interval stands for, "1m"; at least four scrapes long.
-    Raises ValueError for a variable that nothing fills.
+    Raises KeyError for a variable that nothing fills.
     """
-    filled = {"$__rate_interval": rate_interval, "$model_name": ".*", "$engine": ".*"}
-    found = []
-    for panel in content["panels"]:
-        for target in panel.get("targets", ()):
-            expression = target["expr"]
-            for variable, value in filled.items():
-                expression = expression.replace(variable, value)
-            if unknown := VARIABLE.findall(expression):
-                raise ValueError(f"panel {panel['title']!r}: nothing fills {unknown}")
-            found.append(Query(panel["title"], expression, target["legendFormat"]))
-    return found
+    filled = {"__rate_interval": rate_interval, "model_name": ".*", "engine": ".*"}
+    return [
+        Query(
+            panel["title"],
+            Template(one["expr"]).substitute(filled),
+            one["legendFormat"],
+        )
+        for panel in content["panels"]
+        for one in panel.get("targets", ())
+    ]
 
 
 def program(name: str) -> str:
@@ -102,9 +101,8 @@ def scraping(
         "scrape_configs": [job],
         "rule_files": [str(path) for path in rules],
     }
-    config = folder / "prometheus.yml"
+    config, port = folder / "prometheus.yml", free_port()
     config.write_text(json.dumps(content), encoding="utf-8")
-    port = free_port()
     command = [program("prometheus"), f"--config.file={config}"]
     command += [f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}"]

@@ -17,11 +17,11 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.test_check_vllm import SITE, files_read, laid_out
+from tests.unit.test_check_vllm import run as program
 from tests.unit.test_packaging import contents
 from tests.unit.test_packaging import run as command
 from tools import apply_to_vllm as tool
@@ -42,40 +42,34 @@ BUILD_FILES = ("CMakeLists.txt", "setup.py", "cmake/**/*", "requirements/*")
 BUILD_FILES += ("csrc/*.cpp", "tools/build_rust.py")
 
 
-def unpacked_sdist(requirement: str, folder: Path) -> Path:
-    """The root of the sdist of a requirement, below `folder`. Raises NoSource.
-
-    pip would build metadata of it next, which fails where vLLM's build does not have
-    all that it needs; by then it has unpacked it.
-    """
-    words = ["--no-clean", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-    done = subprocess.run(
-        [*check_vllm.PIP, "download", *words, "-d", str(folder / "none"), requirement],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    for setup in folder.glob("pip-*/*/setup.py"):
-        return setup.parent
-    raise check_vllm.NoSource(f"no sdist: {done.stderr.strip()}")
-
-
+@cache
 def build_files(version: str) -> dict[str, str]:
     """Texts of the files of the sdist that build it, by path; kept in the cache folder.
-    Raises NoSource."""
+    Raises NoSource.
+
+    pip would build metadata of the sdist next, which fails where vLLM's build does not
+    have all that it needs; by then it has unpacked it.
+    """
     folder = check_vllm.Release(version).folder
     kept = folder / "build"
     if not kept.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            root = unpacked_sdist(f"vllm=={version}", Path(scratch))
-            for path in (p for glob in BUILD_FILES for p in root.glob(glob)):
-                if path.is_file():
-                    target = Path(scratch, "build", path.relative_to(root))
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, target)
+            words = ["--no-clean", "--no-deps", "--no-build-isolation"]
+            words += ["--no-binary", ":all:", "-d", f"{scratch}/none"]
+            command = [*check_vllm.PIP, "download", *words, f"vllm=={version}"]
+            env = {**os.environ, "TMPDIR": scratch}
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            roots = [one.parent for one in Path(scratch).glob("pip-*/*/setup.py")]
+            if not roots:
+                raise check_vllm.NoSource(f"no sdist: {done.stderr.strip()}")
+            found = {path for glob in BUILD_FILES for path in roots[0].glob(glob)}
+            for path in filter(Path.is_file, found):
+                target = Path(scratch, "build", path.relative_to(roots[0]))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
             Path(scratch, "build").rename(kept)
-    paths = (path for path in kept.rglob("*") if path.is_file())
+    paths = filter(Path.is_file, kept.rglob("*"))
     return {str(p.relative_to(kept)): p.read_text("utf-8") for p in paths}
 
 
@@ -88,23 +82,17 @@ def files_of_vllm(version: str) -> dict[str, str]:
     return files_read(read) | {path: text for path, text in texts.items() if text}
 
 
-@cache
-def build_of_vllm(version: str) -> dict[str, str]:
-    """What builds a checkout, by path."""
-    return STUB if version == "installed" else build_files(version)
-
-
-@pytest.fixture
-def version(request):
-    return getattr(request, "param", "installed")
-
-
 RELEASES = [
     pytest.param(version, marks=pytest.mark.nightly) for version in check_vllm.VERSIONS
 ]
 of_each_release = pytest.mark.parametrize(
     "version", ["installed", *RELEASES], indirect=True
 )
+
+
+@pytest.fixture
+def version(request):
+    return getattr(request, "param", "installed")
 
 
 @pytest.fixture
@@ -115,8 +103,8 @@ def site(version, tmp_path):
 
 @pytest.fixture
 def checkout(version, tmp_path):
-    files = files_of_vllm(version) | build_of_vllm(version)
-    return laid_out(tmp_path / "checkout", files)
+    built_by = STUB if version == "installed" else build_files(version)
+    return laid_out(tmp_path / "checkout", files_of_vllm(version) | built_by)
 
 
 def digests(folder: Path) -> dict[str, bytes]:
@@ -131,24 +119,10 @@ def no_facts(monkeypatch):
     monkeypatch.setattr(tool, "mismatches", lambda *_: [])
 
 
-@pytest.fixture
-def patched(checkout, no_facts):
-    tool.Graft(checkout).apply()
-    return checkout
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def run_tool(tree: Path, *options: Any) -> tuple[int, list[str]]:
-        arguments = ["apply_to_vllm.py", str(tree), *map(str, options)]
-        monkeypatch.setattr(sys, "argv", arguments)
-        capsys.readouterr()
-        status = tool.main()
-        lines = capsys.readouterr().out.splitlines()
-        assert all(line.startswith(str(tree)) for line in lines)
-        return status, [line.removeprefix(str(tree)).lstrip(": ") for line in lines]
-
-    return run_tool
+def run(tree: Path, *options: str | Path) -> tuple[int, list[str]]:
+    status, lines = program(tool.main, tree, *options)
+    assert all(line.startswith(str(tree)) for line in lines)
+    return status, [line.removeprefix(str(tree)).lstrip(": ") for line in lines]
 
 
 def git(folder: Path, *arguments: str | Path) -> str:
@@ -157,10 +131,9 @@ def git(folder: Path, *arguments: str | Path) -> str:
 
 
 @of_each_release
-def test_site_packages_get_it_once_and_are_restored(site, run):
+def test_site_packages_get_it_once_and_are_restored(site):
     before = digests(site)
-    status, (said,) = run(site, "--check")
-    assert (status, said) == (1, "there is nothing of NWOR")
+    assert run(site, "--check") == (1, ["there is nothing of NWOR"])
     assert digests(site) == before
 
     status, (said,) = run(site)
@@ -169,8 +142,8 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
     patched = digests(site)
     changed = {path for path in before if patched[path] != before[path]}
     assert changed == {*tool.MODULES, "vllm/envs.py"}
-    package = {path for path in patched if path.startswith("vllm/v1/nwor/")}
-    assert set(patched) - set(before) == {"vllm/v1/nwor", *package}
+    others = patched.keys() - before
+    assert all(path.startswith("vllm/v1/nwor") for path in others)
     library = (site / tool.LIBRARY).read_bytes()
     assert library == (ROOT / tool.LIBRARY).read_bytes()
     for path in changed:  # whole lines, and every one of them is marked
@@ -178,10 +151,9 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
         assert hashlib.sha256(text.encode()).digest() == before[path]
         assert marked
 
-    assert run(site, "--check") == (0, ["has all of it"])
-    assert run(site) == (0, ["has all of it"])
-    assert digests(site) == patched
-
+    for options in (("--check",), ()):
+        assert run(site, *options) == (0, ["has all of it"])
+        assert digests(site) == patched
     (site / tool.LIBRARY).unlink()
     assert run(site, "--check") == (1, [f"{tool.LIBRARY} is missing"])
     assert run(site, "--revert")[0] == 0
@@ -190,7 +162,7 @@ def test_site_packages_get_it_once_and_are_restored(site, run):
 
 
 @of_each_release
-def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
+def test_the_series_makes_the_same_tree(checkout, tmp_path):
     git(checkout, "init", "-q")
     git(checkout, "add", "-A")
     git(checkout, "commit", "-q", "-m", "theirs")
@@ -217,8 +189,7 @@ def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
 
     log = git(clone, "log", "--format=%H%n%s%n%b%x00", f"-{len(patches)}").split("\0")
     commits = {}
-    for text in filter(None, map(str.strip, log)):
-        commit, subject, body = text.split("\n", 2)
+    for commit, subject, body in (text.strip().split("\n", 2) for text in log[:-1]):
         commits[subject] = (commit, body)
         assert "\nUpstream: https://github.com/vllm-project/vllm/" in body
         assert "Why: " in body
@@ -237,98 +208,79 @@ def test_the_series_makes_the_same_tree(checkout, tmp_path, run):
 
 
 RUNNER, OURS = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/nwor"
-CALL, MODE, DEFERRED = (
-    "hook_module(__name__)  # nwor\n",
-    'environment_variables["VLLM_NWOR_MODE"] = lambda: None  # nwor\n',
-    "cmake_language(DEFER CALL include csrc/nwor/nwor.cmake)  # nwor\n",
-)
-EXTENSION = (
-    'if ext_modules: ext_modules.append(CMakeExtension(name="vllm.v1.nwor._nwor_C", '
-    "optional=True))  # nwor\n"
-)
-OTHERS, HAS = "is not this version's", "has hook_module("
+# The last of our lines in each file of vLLM's.
+LAST = {line.path: f"{line.text}\n" for line in tool.our_lines()}
+CALL, DEFERRED = LAST[RUNNER], LAST[tool.CMAKE]
 TOO_SOON = DEFERRED.replace("DEFER CALL", "EVAL CODE")
-# What is changed in a file, and what is said of it.
+# What is changed in a file of a patched tree, and what is said of it.
 DRIFT = {
-    "a call is lost": (RUNNER, CALL, "", "lacks hook_module("),
+    **{f"{at}, lost": (at, one, "", f"lacks {one[:-1]}") for at, one in LAST.items()},
+    **{
+        f"{at}, twice": (at, one, one * 2, f"has {one[:-1]}")
+        for at, one in LAST.items()
+    },
     "it is not at the end": (RUNNER, CALL, f"{CALL}theirs = 1\n", "lacks from vllm"),
-    "it is there twice": (RUNNER, CALL, CALL * 2, HAS),
-    "no library is built": (tool.CMAKE, DEFERRED, "", "lacks cmake_language("),
     "built too soon": (tool.CMAKE, DEFERRED, TOO_SOON, "has cmake_language(EVAL CODE"),
-    "no extension is declared": (tool.SETUP, EXTENSION, "", "lacks if ext_modules: "),
-    "a variable is unknown": (tool.ENVS, MODE, "", "lacks environment_variables["),
-    "a file was edited": (f"{OURS}/window.py", "", "\n", OTHERS),
-    "a file is another's": (f"{OURS}/older.py", "", "\n", OTHERS),
+    "a file was edited": (f"{OURS}/window.py", "", "\n", "is not this version's"),
+    "a file is another's": (f"{OURS}/older.py", "", "\n", "is not this version's"),
 }
-
-
-@pytest.mark.parametrize("drift", DRIFT)
-def test_drift_is_named_and_not_painted_over(drift, patched, run):
-    path, old, new, said = DRIFT[drift]
-    file = patched / path
-    text = file.read_text() if file.exists() else ""
-    assert old in text
-    file.write_text(text.replace(old, new, 1))
-    before = digests(patched)
-    for options in (("--check",), ()):
-        status, lines = run(patched, *options)
-        assert status == 1
-        lines = [re.sub(r", below line \d+:", "", line) for line in lines]
-        assert any(line.startswith(f"{path} {said}") for line in lines), lines
-    assert digests(patched) == before
-
-
-def test_revert_leaves_what_is_not_ours(patched, run):
-    theirs = patched / OURS / "theirs.py"
-    theirs.write_text("")
-    before = digests(patched)
-    status, lines = run(patched, "--revert")
-    assert status == 1
-    assert lines[0] == f"{OURS}/theirs.py is not this version's"
-    assert digests(patched) == before
-    theirs.unlink()
-    with (patched / RUNNER).open("a") as file:
-        file.write("# theirs\n")
-    assert run(patched, "--revert")[0] == 0
-    assert (patched / RUNNER).read_text().endswith("# theirs\n")
-    assert "nwor" not in (patched / RUNNER).read_text()
-
-
 HEAD = "    def _model_forward("
 FORWARD = "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward"
 PACKED = "has no ext_modules, package_data and setup()"
+# The same of a vLLM that cannot carry it.
 REFUSED = {
     "moved on": (RUNNER, HEAD, "    def _forward(", f"{FORWARD} does not exist"),
     "by hand": (RUNNER, HEAD, f"    # NWOR\n{HEAD}", f"{RUNNER}:"),
-    "no end of line": (RUNNER, "", "# theirs", f"{RUNNER} has no newline at its end"),
-    "project": (tool.CMAKE, "project(", "# project(", f"{tool.CMAKE} has no project()"),
-    **{
-        name: (tool.SETUP, name, "others", f"{tool.SETUP} {PACKED}")
-        for name in ("ext_modules", "package_data", "setup(")
-    },
+    "no end of line": (RUNNER, "", "# theirs", "has no newline at its end"),
+    "project": (tool.CMAKE, "project(", "# project(", "has no project()"),
+    "ext_modules": (tool.SETUP, "ext_modules", "_", PACKED),
+    "package_data": (tool.SETUP, "package_data", "_", PACKED),
+    "setup()": (tool.SETUP, "setup(", "others(", PACKED),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_vllm_that_moved_on_is_refused_by_name(
-    name, checkout, tmp_path, run, request
+@pytest.mark.parametrize("name", [*DRIFT, *REFUSED])
+def test_what_is_otherwise_is_named_and_not_painted_over(
+    name, checkout, tmp_path, request
 ):
-    path, old, new, said = REFUSED[name]
     if name != "moved on":
         request.getfixturevalue("no_facts")
-    text = (checkout / path).read_text()
+    path, old, new, said = (DRIFT | REFUSED)[name]
+    series = ("--series", tmp_path / "patches")
+    if name in DRIFT:
+        tool.Graft(checkout).apply()
+    file = checkout / path
+    text = file.read_text() if file.exists() else ""
     assert old in text
-    (checkout / path).write_text(text.replace(old, new, 1) if old else text + new)
+    file.write_text(text.replace(old, new, 1) if old else text + new)
     before = digests(checkout)
-    for options in ((), ("--check",), ("--series", tmp_path / "patches")):
+    for options in (("--check",), (), *([series] if name in REFUSED else [])):
         status, lines = run(checkout, *options)
         assert status == 1
-        assert any(line.startswith(said) for line in lines), lines
+        lines = [re.sub(r", below line \d+:", "", line) for line in lines]
+        assert any(one.startswith((said, f"{path} {said}")) for one in lines), lines
     assert digests(checkout) == before
-    assert not (tmp_path / "patches").exists()
+    assert not series[1].exists()
 
 
-def test_what_is_written_is_read_again(site, run, monkeypatch, no_facts):
+def test_revert_leaves_what_is_not_ours(checkout, no_facts):
+    tool.Graft(checkout).apply()
+    theirs = checkout / OURS / "theirs.py"
+    theirs.write_text("")
+    before = digests(checkout)
+    status, lines = run(checkout, "--revert")
+    assert (status, lines[0]) == (1, f"{OURS}/theirs.py is not this version's")
+    assert digests(checkout) == before
+    theirs.unlink()
+    with (checkout / RUNNER).open("a") as file:
+        file.write("# theirs\n")
+    assert run(checkout, "--revert")[0] == 0
+    text = (checkout / RUNNER).read_text()
+    assert text.endswith("# theirs\n")
+    assert "nwor" not in text
+
+
+def test_what_is_written_is_read_again(site, monkeypatch, no_facts):
     """A disk that keeps an old file."""
     write = tool.write_whole
 
@@ -342,7 +294,7 @@ def test_what_is_written_is_read_again(site, run, monkeypatch, no_facts):
     assert any(line.startswith(f"{RUNNER} lacks, below line") for line in lines)
 
 
-def test_a_folder_without_vllm_is_refused(tmp_path, run):
+def test_a_folder_without_vllm_is_refused(tmp_path):
     said = f"there is no {tmp_path}/vllm/__init__.py"
     assert run(tmp_path) == (1, [said])
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench_vllm.py, its parts, the worker extension, and both programs of tools/gpu.
+"""bench_vllm.py, its parts, the worker extension, both programs of tools/gpu, and
+bench_kernels.py: a small run, and no number when a byte is wrong.
 
 No engine runs here: a stand-in gives runs with known tokens and times.
 """
@@ -20,15 +21,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmarks import ab, environment, files, report, settings, summary
+from benchmarks import ab, files, report, settings, summary
 from benchmarks.ab import NworDone, Run
 from benchmarks.arguments import parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.worker_extension import NworWorkerExtension
 
+import bench_kernels
 import bench_vllm
 from tools.gpu import bench as cells
 from tools.gpu import host_profile
+from vllm_nwor import ops
 from vllm_nwor.hooks import _wrap
 
 ROOT = Path(bench_vllm.__file__).parent
@@ -79,30 +82,13 @@ def engine(monkeypatch, tmp_path):
 # --- what it is asked for
 
 
-@pytest.mark.parametrize("argv", ["--repeats 6", "--acceptance 0.8,0.6,0.4,0.2"])
-def test_bad_argument_is_one_sentence_and_status_2(argv, engine, capsys, tmp_path):
-    """Too few pairs; what only a GPU can do."""
-    assert bench_vllm.main([*argv.split(), "--json", "out.json"]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"bench_vllm.py: argument {argv.split()[0]}: '")
-    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_mission_command_is_understood():
-    words = "--mode nwor --batch-size 1 --num-speculative-tokens 48"
-    options = parse(words.split())
-    assert (options.nwor_mode, options.batch_size) == ("stage", 1)
-    assert (options.num_speculative_tokens, options.repeats) == (48, 3)
-    assert parse(["--against", "cow"]).nwor_mode == "cow"
-
-
-def test_true_off_gets_the_same_requests():
-    words = "--pairs-until-ci 0.1 --json=b.json --batch-size 2 --max-tokens=9"
-    options = parse(bench_vllm.true_off_arguments(words.split(), Path("off.json")))
-    assert (options.batch_size, options.max_tokens) == (2, 9)
-    assert (options.mode, options.nwor_mode) == ("off", "off")
-    assert (options.json, options.repeats) == (Path("off.json"), 7)
+def test_the_command_of_the_readme_and_the_same_requests_without_nwor():
+    words = ["--mode", "nwor", "--batch-size", "1", "--num-speculative-tokens", "48"]
+    off = parse(bench_vllm.true_off_arguments(words, Path("off.json")))
+    assert (off.mode, off.nwor_mode, off.json) == ("off", "off", Path("off.json"))
+    for options in (parse(words), off):
+        assert (options.batch_size, options.num_speculative_tokens) == (1, 48)
+    assert parse(words).nwor_mode == "stage"
 
 
 # --- what it writes
@@ -137,14 +123,6 @@ def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
             assert files.json_text(files.recorded(content)) + "\n" == text, path.name
         else:
             assert files.recorded(text) == text, path.name
-
-
-def test_every_committed_file_of_the_bench_can_be_read():
-    for path in sorted((ROOT / "results").glob("bench_[cg]*.json")):
-        result = json.loads(path.read_text())
-        modes = set(summary.tested(result)) - {"audit", "audit-100"}  # mode off
-        assert set(result["summary"]["nwor"]) == modes, path
-        assert report.text(result)
 
 
 # --- pairs, and how sure a ratio is
@@ -200,10 +178,13 @@ def test_met_goes_by_the_low_end_and_never_by_the_control(
 # --- the whole command
 
 
-COMPARE = ["--no-true-off", "--json", "results/a.json"]
+def written(words: str) -> dict[str, Any]:
+    """What bench_vllm.py writes with these arguments."""
+    assert bench_vllm.main([*words.split(), "--json", "results/a.json"]) == 0
+    return json.loads(Path("results/a.json").read_text())
 
 
-def test_compare_writes_and_prints(engine, capsys, tmp_path):
+def test_compare_writes_and_prints(engine, capsys):
     """Ratios are of neighbours, each to its own half; 7 tokens a run."""
     # The warm-ups; then a round, in turned order every second time.
     seconds = iter([9.0, 9.0, *[1.0, 1.0, 4.0, 3.0] * 7])
@@ -214,32 +195,28 @@ def test_compare_writes_and_prints(engine, capsys, tmp_path):
         return done if times or not arm.hooked else replace(done, nwor=UNTIMED)
 
     engine.run.side_effect = run
-    assert bench_vllm.main(COMPARE) == 0
+    result = written("--no-true-off")
     assert "outputs identical" in capsys.readouterr().out
-    result = json.loads((tmp_path / "results/a.json").read_text())
     assert result["samples"]["nwor"] == {
         "ratio": [2.0, 0.5, 2.0, 0.5, 2.0, 0.5, 2.0],
         "reference": [3.5] * 7,
         "test": [7.0, 1.75, 7.0, 1.75, 7.0, 1.75, 7.0],
     }
     assert result["samples"]["control"]["ratio"] == [0.5, 2.0] * 3 + [0.5]
-    found = result["summary"]
-    assert found["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
-    did = found["nwor"]["nwor"]
+    assert result["summary"]["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
+    did = result["summary"]["nwor"]["nwor"]
     assert (did["staged"], did["logged_bytes"]) == (7 * 20, 7 * 2000)
     # Medians of (10, 30) and (5, 15) us.
     host = did["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
 
 
-def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, tmp_path):
+def test_a_single_modes_speed_is_of_runs_without_the_clock(engine):
     """Two tokens are a second in those with it."""
     engine.run.side_effect = lambda arm, times=False: make_run(
         arm.hooked, 3.5 if times else 1.0
     )
-    arguments = ["--mode", "stage", "--repeats", "2", "--json", "a.json"]
-    assert bench_vllm.main(arguments) == 0
-    result = json.loads((tmp_path / "a.json").read_text())
+    result = written("--mode stage --repeats 2")
     assert result["samples"] == [7.0, 7.0]
     assert result["outputs"]["num_runs"] == 1 + 2 + 5
     found = result["summary"]
@@ -256,12 +233,11 @@ TRUE_OFF = {
 
 
 def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
-    engine, monkeypatch, capsys, tmp_path
+    engine, monkeypatch, capsys
 ):
     """7 tokens a second unhooked; 10, 5 and 7 in the other process."""
     monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: TRUE_OFF)
-    assert bench_vllm.main(["--json", "a.json"]) == 0
-    result = json.loads((tmp_path / "a.json").read_text())
+    result = written("")
     wanted = {"median": 1.0, "low": 0.7, "high": 1.4, "num_runs": 3}
     assert summary.own_process(result) == wanted
     printed = capsys.readouterr().out
@@ -271,108 +247,87 @@ def test_an_engine_that_never_loaded_nwor_is_held_beside_the_unhooked_one(
     assert "KV blocks that NWOR costs" not in report.text(result)
 
 
-CHANGED, SHORTER = [[11, 12, 13], [21, 22, 99, 24]], [[11, 12, 13], [21, 22]]
-DIFFER = "no speed is printed, outputs differ: request 1 differs at output token 2: "
-# Arguments, runs, what a process without NWOR gave, and what is said.
-NO_RESULT = {
-    "one run of many": (
-        *(COMPARE, [*[make_run(True)] * 8, make_run(True, tokens=CHANGED)], None),
-        f"{DIFFER}unhooked gave token 23, nwor of round 2 gave token 99",
+CHANGED = make_run(True, tokens=[[11, 12, 13], [21, 22, 99, 24]])
+SHORTER = make_run(True, tokens=[[11, 12, 13], [21, 22]])
+# Arguments, runs, exit status and what is said.
+NO_RESULT = [
+    (
+        *("--no-true-off", [*[make_run(True)] * 8, CHANGED], 1),
+        "unhooked gave token 23, nwor of round 2 gave token 99",
     ),
-    "an output that ends": (
-        *(COMPARE, [make_run(False), make_run(True, tokens=SHORTER)], None),
-        f"{DIFFER}unhooked gave token 23, the warm-up of nwor gave its end after 2",
+    (
+        *("--no-true-off", [make_run(False), SHORTER], 1),
+        "unhooked gave token 23, the warm-up of nwor gave its end after 2",
     ),
-    "another process": (
-        *(["--json", "a.json"], [make_run(False)], {"outputs": {"tokens": CHANGED}}),
-        f"{DIFFER}an engine without NWOR gave token 99, the warm-up of unhooked gave t",
+    (
+        *("", [CHANGED], 1),
+        "an engine without NWOR gave token 23, the warm-up of unhooked gave token 99",
     ),
-    "an engine that does not start": (
-        *(["--mode", "cow", "--json", "a.json"], EngineFailed("not active: why"), None),
-        "not active: why",
+    (
+        *("--mode stage", [make_run(True), CHANGED], 1),
+        "an earlier run gave token 23, stage, 1 gave token 99",
     ),
-}
+    ("--mode cow", [EngineFailed("not active: why")], 1, "not active: why"),
+    ("--repeats 6", [], 2, "argument --repeats: '6'"),
+    ("--acceptance 0.8,0.6,0.4,0.2", [], 2, "argument --acceptance: '"),
+]
 
 
-@pytest.mark.parametrize("name", NO_RESULT)
-def test_no_speed_without_equal_outputs(name, engine, monkeypatch, capsys, tmp_path):
-    argv, runs, true_off, said = NO_RESULT[name]
-    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: true_off)
+@pytest.mark.parametrize(("words", "runs", "status", "said"), NO_RESULT)
+def test_no_speed_without_equal_outputs(
+    words, runs, status, said, engine, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: TRUE_OFF)
     engine.run.side_effect = runs
-    assert bench_vllm.main(argv) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines()[-1].startswith(f"bench_vllm.py: {said}")
+    assert bench_vllm.main([*words.split(), "--json", "a.json"]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    differ = "no speed is printed, outputs differ: request 1 differs at output token 2"
+    begins = f"{differ}: {said}" if "gave" in said else said
+    assert err.splitlines()[-1].startswith(f"bench_vllm.py: {begins}")
     assert list(tmp_path.iterdir()) == []
-    assert engine.run.call_count == (len(runs) if isinstance(runs, list) else 1)
+    assert engine.run.call_count == len(runs)
 
 
 # --- the worker extension, beside what tests/integration/test_stats_inprocess.py shows
 
 
-@pytest.fixture
-def worker(monkeypatch):
-    """The extension on a runner of plain objects, with a manager of plain numbers;
-    `calls` of that notes what is called, hooks included."""
-    calls = Mock(**{"stage.return_value": False})
-    counters = [[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]
-    methods = ("stage", "begin", "commit", "start_step")
-    manager = type("Manager", (), {name: getattr(calls, name) for name in methods})()
-    manager.calls, manager.counters = calls, torch.tensor(counters)
-    manager.fallbacks, manager.is_open = {"stale_log": 1}, False
-    manager.log_bytes_per_draft, manager.log_bytes = 75, 750
-    for name in ("unhook", "rehook"):
-        monkeypatch.setattr(_wrap, name, getattr(calls, name))
-    worker = NworWorkerExtension()
-    state = SimpleNamespace(manager=manager, infos=())
-    config = SimpleNamespace(num_blocks=64)
-    worker.model_runner = SimpleNamespace(kv_cache_config=config, nwor_state=state)
-    return worker
-
-
-def called(worker: NworWorkerExtension) -> list[str]:
-    calls = worker.model_runner.nwor_state.manager.calls
-    return [name for name, *_ in calls.method_calls]
-
-
-def test_host_times_have_one_begin_for_stage_and_begin(worker, monkeypatch):
-    """And none for what protected nothing; what was reported is forgotten."""
-    manager = worker.model_runner.nwor_state.manager
-    # Around stage, begin and commit; in the end around a stage that is all.
+def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
+    """And none for what protected nothing. Of several tables' counters tokens are the
+    first one's, others are summed. Nothing is switched in the middle of a step."""
+    # Around stage and begin, twice, and commit; in the end around a stage that is all.
     ticks = itertools.accumulate([0, 100, 1, 10, *(0, 100, 1, 10, 1, 1000), 0, 70])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
-    assert worker.nwor_set_hooked(False) is False
+    monkeypatch.setattr(_wrap, "rehook", lambda: None)
+    manager = Mock(is_open=False, fallbacks={}, **{"stage.return_value": False})
+    counters = [[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]
+    manager.counters, stage = torch.tensor(counters), manager.stage
+    worker, state = NworWorkerExtension(), SimpleNamespace(manager=manager, infos=())
+    config = SimpleNamespace(num_blocks=64)
+    worker.model_runner = SimpleNamespace(kv_cache_config=config, nwor_state=state)
     for _ in range(2):  # they do not time each other
         assert worker.nwor_set_hooked(True, times=True) is True
     for manager.is_open in (False, True):
         assert manager.stage("windows") is False
         manager.begin("windows")
     manager.commit("acceptance")
-    assert worker.nwor_set_hooked(True, stages=False, times=True) is True
-    assert manager.stage("windows") is False
-    # A step that was not hooked was a step all the same.
-    hooked, steps = ["start_step", "rehook"], ["stage", "begin"] * 2
-    assert called(worker) == ["unhook", *hooked * 2, *steps, "commit", *hooked]
+    stage.return_value = True
+    assert manager.stage("windows") is True
     found = worker.nwor_report()
-    assert (found["begin_ns"], found["commit_ns"]) == ([110], [1000])
+    assert (found["begin_ns"], found["commit_ns"]) == ([110, 70], [1000])
     assert found["counters"] == {
         **{"windows": 2, "staged": 6, "committed": 4, "rejected": 2},
         **{"restored_bytes": 150, "invalid_slots": 1},
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
-    assert found["fallbacks"] == {"stale_log": 1}
-    manager.calls.stage.return_value = True
-    for times in (True, False):
-        worker.nwor_set_hooked(True, times=times)
-        assert manager.stage("windows") is True
-    assert worker.nwor_report()["begin_ns"] == [70]
-
-
-def test_extension_switches_nothing_in_the_middle_of_a_step(worker):
+    worker.nwor_set_hooked(True, stages=False)
+    assert manager.stage("windows") is False
+    manager.commit("acceptance")
+    found = worker.nwor_report()
+    assert found["begin_ns"] == found["commit_ns"] == []
     worker.model_runner.execute_model_state = object()
     with pytest.raises(RuntimeError, match=r"in the middle of a step; .* in flight"):
         worker.nwor_set_hooked(False)
-    assert called(worker) == []
 
 
 # --- tools/gpu/bench.py
@@ -392,44 +347,34 @@ def test_cells_are_commands_that_bench_vllm_takes():
     assert {len(cells.BY_NAME[name].batches) for name in cells.BUDGETED} == {3}
 
 
-def run_cell(cell: str) -> dict[int, Any]:
-    """The results, by batch size."""
-    assert cells.main([cell, "--results", ".", "--seconds", "0"]) == 0
-    paths = Path().glob(f"bench_gpu_{cell}_b*.json")
-    found = [json.loads(path.read_text()) for path in paths]
-    return {one["arguments"]["batch_size"]: one for one in found}
-
-
-def test_a_cell_runs_each_batch_size_on_one_engine(engine, monkeypatch):
-    """Each file says with which command of bench_vllm.py it can be had again, and its
-    name another vLLM."""
-    results = run_cell("v2-k4-a30")
-    assert set(results) == {1, 16, 64}
-    for batch, found in results.items():
-        assert (found["cell"], found["baseline"]) == ("v2-k4-a30", "unhooked")
-        assert f"--batch-size {batch} --max-num-seqs 64" in found["command"]
-        assert list(found["samples"]) == ["cow", "stage", "control"]
-        lengths = {len(pairs["ratio"]) for pairs in found["samples"].values()}
-        assert (lengths, "true_off" in found) == ({7}, False)
-
-    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
-    command = run_cell("v1-ngram-no-metrics")[1]["command"]
-    assert command.startswith("VLLM_NWOR_EMIT_METRICS=0 python bench_vllm.py ")
-    assert os.environ["VLLM_NWOR_EMIT_METRICS"] == "0"
-    assert environment.of_release("a", {"packages": {"vllm": "0.33.1"}}) == "a_v0.33"
-
-
-def test_an_engine_without_nwor_is_compared_once_it_finds_all_compiled(
-    engine, monkeypatch
+@pytest.mark.parametrize(
+    ("cell", "variable", "kv_blocks"),
+    [
+        ("v1-ngram-no-metrics", "VLLM_NWOR_EMIT_METRICS=0 ", {1: 0, 16: 0, 64: 0}),
+        # An engine that had to compile has fewer KV blocks for that reason.
+        ("v2-k4-a70", "", {1: None, 16: 0, 64: 0}),
+        ("v2-default-seqs", "", {16: 70}),
+    ],
+)
+def test_a_cell_runs_each_batch_size_on_one_engine(
+    cell, variable, kv_blocks, engine, monkeypatch, tmp_path
 ):
-    """One that had to compile has fewer KV blocks for that reason."""
-    monkeypatch.setattr(
-        bench_vllm, "run_true_off", lambda argv: copy.deepcopy(TRUE_OFF)
-    )
-    assert run_cell("v2-default-seqs")[16]["true_off"]["kv_blocks"] == 70
-    results = run_cell("v2-k4-a70")
-    assert results[1]["true_off"]["kv_blocks"] is None
-    assert "true_off" not in results[16]
+    """Each file says with which command of bench_vllm.py it can be had again."""
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
+    off = copy.deepcopy(TRUE_OFF)
+    monkeypatch.setattr(bench_vllm, "run_true_off", lambda argv: off)
+    assert cells.main([cell, "--results", ".", "--seconds", "0"]) == 0
+    results = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    compared = {}
+    for found in results:
+        batch, samples = found["arguments"]["batch_size"], found["samples"]
+        assert found["command"].startswith(f"{variable}python bench_vllm.py ")
+        assert f"--batch-size {batch} " in found["command"]
+        assert list(samples) == ["cow", "stage", "control"]
+        assert {len(pairs["ratio"]) for pairs in samples.values()} == {7}
+        compared[batch] = found.get("true_off", {"kv_blocks": 0})["kv_blocks"]
+    assert compared == kv_blocks
+    assert os.environ["VLLM_NWOR_EMIT_METRICS"] == ("0" if variable else "1")
 
 
 # --- tools/gpu/host_profile.py
@@ -451,11 +396,8 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch, tmp
         return make_run(arm.hooked)
 
     engine.run.side_effect = run
-    for name, stand_in in (
-        ("kinds_of_launches", lambda manager: kinds),
-        ("kernel_times", lambda engine, arm: {}),
-    ):
-        monkeypatch.setattr(host_profile, name, stand_in)
+    monkeypatch.setattr(host_profile, "kinds_of_launches", lambda manager: kinds)
+    monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: {})
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
     assert host_profile.main(["v2-k4-a70", "--rounds", "2", "--json", "a.json"]) == 0
     assert ran == {
@@ -489,3 +431,37 @@ def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):
     assert module.Runner().step() == 2
     wanted = {"median_us": 7.0, "calls": 1, "us_a_step": 3.5}
     assert times.result(2) == {"Runner.step": wanted}
+
+
+# --- bench_kernels.py
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_small_run_and_a_wrong_byte_that_leaves_no_number(
+    restores, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(bench_kernels, "CPU_CACHE_BYTES", 1 << 14)
+    if not restores:
+        monkeypatch.setattr(ops, "restore_rejected_drafts", lambda *_: None)
+    path = tmp_path / "kernels.json"
+    words = ["--max-kib", "8", "--samples", "3", "--json", str(path)]
+    assert bench_kernels.main(words) == (0 if restores else 1)
+    printed = capsys.readouterr()
+    assert path.exists() is ("GB/s" in printed.out) is restores
+    if restores:
+        results = json.loads(path.read_text())["results"]
+        assert [(r["layout"], r["bytes"]) for r in results] == [
+            *(("nhd", 4096), ("nhd", 8192), ("hnd", 4096), ("hnd", 8192)),
+        ]
+    else:
+        assert "a rejected draft's bytes are not back (nhd," in printed.err
+
+
+def test_rates_are_beside_the_copys():
+    """2 MiB in 2 ms are 1.05 GB/s; the log takes twice as long in the median sample."""
+    times = {"copy": [1e-3, 2e-3, 2e-3], "log": [4e-3] * 3, "restore": [2e-3] * 3}
+    found = bench_kernels.statistics_of(times, num_bytes=1 << 20)
+    rates = {"copy": 1.048576, "log": 0.524288, "restore": 1.048576}
+    assert found["gb_per_s"] == pytest.approx(rates)
+    assert found["log_of_copy"] == pytest.approx([0.5, 0.3, 0.5])
+    assert found["restore_of_copy"] == pytest.approx([1.0, 0.6, 1.0])

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,101 +63,74 @@ if not torch.cuda.is_available():
 """
 
 
-def undefined_symbols(library: Path) -> list[str]:
-    command = ["nm", "--dynamic", "--undefined-only", "--format=just-symbols"]
-    result = subprocess.run(
-        [*command, str(library)], check=True, capture_output=True, text=True
-    )
-    return result.stdout.split()
-
-
 def check(library: Path, checkout: Path, code: str = LOAD) -> list[str]:
     """What holds for every build: nothing of one Python alone, no path of this machine,
     loads, and refuses in words. What else the code prints."""
-    symbols = undefined_symbols(library)
+    command = ["nm", "--dynamic", "--undefined-only", "--format=just-symbols", library]
+    symbols = subprocess.check_output(command, text=True).split()
     assert {name for name in symbols if name.startswith(("Py", "_Py"))} <= PYTHON
     assert str(checkout).encode() not in library.read_bytes()
-    command = [sys.executable, "-c", code, str(library)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
+    command = [sys.executable, "-c", code, library]
+    lines = subprocess.check_output(command, text=True).splitlines()
     assert lines[:2] == [REFUSED] * 2
     return lines[2:]
 
 
-def rebuild(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script of a checkout."""
+def rebuild(checkout: Path, status: int = 0) -> str:
+    """What the script of a checkout says, with this exit status."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     env = {"PATH": path, "PYTHON": sys.executable, "HOME": str(checkout)}
-    command = [checkout / "tools" / REBUILD, *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [checkout / "tools" / REBUILD, "--cuda", "off"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    is_fine = "check: the library is up to date, with all ops for cpu" in done.stdout
+    assert is_fine is (status == 0)
+    return done.stderr
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """What the rebuild needs of this checkout, with the sources as they are here, built
-    for the CPU."""
-    folder = tmp_path_factory.mktemp("checkout")
+@contextlib.contextmanager
+def edited(path: Path, old: str, new: str) -> Iterator[None]:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    yield
+    path.write_text(text)
+
+
+def test_rebuild_compiles_only_what_changed_and_says_why_it_is_of_no_use(tmp_path):
+    """Of a copy of what it needs. Who has the old library open keeps it whole."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("csrc", "vllm/v1/nwor"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    (folder / "tools").mkdir()
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    (tmp_path / "tools").mkdir()
     for name in ("CMakeLists.txt", f"tools/{REBUILD}", "tools/native.py"):
-        shutil.copy(ROOT / name, folder / name)
-    result = rebuild(folder, "--cuda", "off")
-    assert result.returncode == 0, result.stderr
-    assert "check: the library is up to date, with all ops for cpu" in result.stdout
-    return folder
+        shutil.copy(ROOT / name, tmp_path / name)
+    sources, package = tmp_path / "csrc" / "nwor", tmp_path / "vllm" / "v1" / "nwor"
+    library = package / native.LIBRARY
+    before = sorted(path.name for path in package.iterdir())
+    rebuild(tmp_path)
+    check(library, tmp_path)
+    first = library.stat().st_mtime_ns, library.read_bytes()
+    rebuild(tmp_path)
+    assert (library.stat().st_mtime_ns, library.read_bytes()) == first
 
-
-@pytest.fixture
-def edit(built):
-    """Changes a file of csrc/nwor until the end of the test."""
-    with contextlib.ExitStack() as undo:
-
-        def apply(name: str, old: str, new: str) -> None:
-            path = built / "csrc" / "nwor" / name
-            text = path.read_text()
-            assert old in text
-            path.write_text(text.replace(old, new, 1))
-            undo.callback(path.write_text, text)
-
-        yield apply
-
-
-def test_rebuild_compiles_only_what_changed(built, edit):
-    library = built / "vllm" / "v1" / "nwor" / native.LIBRARY
-    check(library, built)
-    before = library.stat().st_mtime_ns, library.read_bytes()
-    assert rebuild(built, "--cuda", "off").returncode == 0
-    assert (library.stat().st_mtime_ns, library.read_bytes()) == before
-    objects = {path: path.stat().st_mtime_ns for path in built.rglob("*.o")}
+    objects = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
     # An exported symbol: what is linked is another library.
     change = 'extern "C" __attribute__((visibility("default"))) int nwor_changed = 7;'
-    edit("cow_cpu.cpp", "", f"{change}\n")
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 0, result.stderr
-    assert library.read_bytes() != before[1]
+    with library.open("rb") as opened, edited(sources / "cow_cpu.cpp", "", change):
+        rebuild(tmp_path)
+        assert library.read_bytes() != opened.read() == first[1]
     changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
     assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
+    left = {path.name for path in package.iterdir()} - {"__pycache__"}
+    assert left == {*before, native.LIBRARY}
 
-
-DEFINE = 'ops.def("audit_snapshot('
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "said"),
-    [
-        ("cow_cpu.cpp", "", "this is no C++\n", "native build: `cmake` failed"),
-        # All compiles, and is of no use.
-        ("torch_bindings.cpp", DEFINE, f"if (false) {DEFINE}", "audit_snapshot"),
-    ],
-)
-def test_rebuild_says_why_it_is_of_no_use(name, old, new, said, built, edit):
-    edit(name, old, new)
-    result = rebuild(built, "--cuda", "off")
-    assert result.returncode == 1
-    assert said in result.stderr
-    assert "up to date" not in result.stdout
+    with edited(sources / "cow_cpu.cpp", "", "this is no C++\n"):
+        assert "native build: `cmake` failed" in rebuild(tmp_path, status=1)
+    # All compiles, and is of no use.
+    define = 'ops.def("audit_snapshot('
+    with edited(sources / "torch_bindings.cpp", define, f"if (false) {define}"):
+        assert "audit_snapshot" in rebuild(tmp_path, status=1)
 
 
 def test_nothing_is_returned_by_a_macro_that_is_only_right_for_newer_pythons():
@@ -182,7 +156,9 @@ def test_cuda_library(monkeypatch, tmp_path):
     assert archs == "900"
 
 
-def test_cuda_choice_follows_nvcc(monkeypatch, tmp_path):
+def test_cuda_choice_follows_nvcc_and_what_cannot_be_built_is_said(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("NWOR_CUDA", "maybe")
     with pytest.raises(native.NativeBuildError, match=r"'MAYBE'.* AUTO, ON, OFF"):
         native.cuda_choice()
@@ -191,31 +167,11 @@ def test_cuda_choice_follows_nvcc(monkeypatch, tmp_path):
     assert native.cuda_choice() == "OFF"
     (tmp_path / "nvcc").touch(mode=0o755)
     assert native.cuda_choice() == "ON"
-
-
-def test_missing_torch_is_said_in_words(monkeypatch):
+    # A libstdc++ of its own.
+    library = tmp_path / native.LIBRARY
+    library.write_bytes(b"\x7fELF libm.so.6 libc.so.6")
+    with pytest.raises(native.NativeBuildError, match="not use the shared libstdc"):
+        native.check_runtime(library)
     monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(native.NativeBuildError, match="--no-build-isolation"):
         native.torch_dir()
-
-
-def test_library_is_replaced_whole(tmp_path):
-    new, place = tmp_path / "new.so", tmp_path / "place"
-    new.write_bytes(b"new")
-    place.mkdir()
-    old = place / native.LIBRARY
-    old.write_bytes(b"old")
-    with open(old, "rb") as loaded:
-        assert native._install(new, place)
-        # Who has the old file open keeps it: another file is there now.
-        assert loaded.read() == b"old"
-    assert old.read_bytes() == b"new"
-    assert [path.name for path in place.iterdir()] == [native.LIBRARY]
-
-
-def test_a_library_with_a_libstdcxx_of_its_own_is_refused(tmp_path):
-    library = tmp_path / native.LIBRARY
-    library.write_bytes(b"\x7fELF libm.so.6 libc.so.6")
-
-    with pytest.raises(native.NativeBuildError, match="not use the shared libstdc"):
-        native.check_runtime(library)

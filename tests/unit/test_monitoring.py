@@ -8,12 +8,10 @@ run: its file is checked for what Grafana requires of it.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -29,54 +27,45 @@ MONITORING = ROOT / "tools" / "monitoring"
 # --- alerts ---
 
 
-def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs promtool; without it a test fails, and says how to get it."""
-    command = [monitoring.program("promtool"), *map(str, arguments)]
-    env = os.environ | {"GOGC": "off"}  # it collects garbage half of its time
-    return subprocess.run(command, env=env, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("name", ["alerts", "audit_alerts"])
 def test_each_alert_fires_when_it_should_and_only_then(name):
+    """promtool's verdict; without it a test fails, and says how to get it."""
+    env = os.environ | {"GOGC": "off"}  # it collects garbage half of its time
     for what, path in (("check", f"{name}.yml"), ("test", f"{name}_test.yml")):
-        done = promtool(what, "rules", MONITORING / path)
+        command = [monitoring.program("promtool"), what, "rules", MONITORING / path]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def rules(name: str = "alerts") -> list[dict[str, Any]]:
+def rules(name: str = "alerts") -> list[str]:
     (group,) = yaml.safe_load((MONITORING / f"{name}.yml").read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
+    return [rule["alert"] for rule in group["rules"]]
 
 
 def test_each_alert_is_tried_both_ways_and_explained():
     cases = yaml.safe_load((MONITORING / "alerts_test.yml").read_text())["tests"]
-    tried = [case for test in cases for case in test["alert_rule_test"]]
-    names = {rule["alert"] for rule in rules()}
-    assert {case["alertname"] for case in tried if case.get("exp_alerts")} == names
-    assert {case["alertname"] for case in tried if not case.get("exp_alerts")} == names
-    names |= {rule["alert"] for rule in rules("audit_alerts")}
+    tried = {
+        (one["alertname"], "exp_alerts" in one)
+        for case in cases
+        for one in case["alert_rule_test"]
+    }
+    assert tried == set(itertools.product(rules(), (True, False)))
     readme = (MONITORING / "README.md").read_text()
-    assert {name for name in names if f"`{name}`" not in readme} == set()
+    every = [*rules(), *rules("audit_alerts")]
+    assert [name for name in every if f"`{name}`" not in readme] == []
 
 
 # --- dashboard ---
 
 
-def test_dashboard_is_what_grafana_accepts_and_draws():
-    """Panels do not overlap; queries are of variables that can be chosen."""
+def test_dashboard_is_what_grafana_accepts():
+    """Queries are of variables that can be chosen."""
     dashboard = monitoring.dashboard()
     variables = {one["name"]: one["type"] for one in dashboard["templating"]["list"]}
     assert variables["datasource"] == "datasource"
     assert {"model_name", "engine"} < variables.keys()
     every = dashboard["panels"]
     assert len({panel["id"] for panel in every}) == len(every)
-    taken = [
-        (at["x"] + column, at["y"] + row)
-        for at in (panel["gridPos"] for panel in every)
-        for column, row in itertools.product(range(at["w"]), range(at["h"]))
-    ]
-    assert len(set(taken)) == len(taken)
     source = {"type": "prometheus", "uid": "${datasource}"}
     for panel in (panel for panel in every if panel["type"] != "row"):
         targets = panel["targets"]
@@ -95,16 +84,3 @@ def test_dashboard_shows_every_metric_of_ours_beside_vllms():
     vllms = ("drafts", "draft_tokens", "accepted_tokens")
     assert {f"vllm:spec_decode_num_{name}_total" for name in vllms} <= shown
     assert "vllm:generation_tokens_total" in shown
-
-
-# --- what was recorded ---
-
-
-def test_the_recorded_run_was_of_this_dashboard_and_healthy():
-    picture = ROOT / "results" / "monitoring_cpu.png"
-    result = json.loads(picture.with_suffix(".json").read_text())
-    queries = monitoring.queries(monitoring.dashboard(), "20s")
-    legends = [query.legend for query in queries if query.panel == result["panel"]]
-    assert [one["legend"] for one in result["series"]] == legends
-    assert result["alerts"] == {rule["alert"]: "inactive" for rule in rules()}
-    assert f"](../../results/{picture.name})" in (MONITORING / "README.md").read_text()

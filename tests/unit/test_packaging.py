@@ -2,9 +2,8 @@
 """The distribution: what it holds, and that vLLM stays as it was beside it.
 
 The wheel is installed into throw-away environments, beside a small package that is
-installed as vLLM is, as a wheel or editable, and of an older release; and beside the
-vLLM that is installed here. vLLM is not started there; the checkout's own environment
-stands for that.
+installed as vLLM is, as a wheel or editable, and of an older release. That vLLM's own
+loader finds it, the checkout's own environment shows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -27,7 +25,6 @@ import wrapt
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
-ENTRY_POINT = "vllm_nwor.plugin:register"
 SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".sh"}
 
 
@@ -60,6 +57,9 @@ def build(project: Path, out: Path, what: str) -> Path:
     """What pip and build would get of a project: its sdist, wheel or editable."""
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
     out.mkdir(parents=True, exist_ok=True)
+    # What an earlier build listed would be taken for listed again.
+    for listed in project.glob("*.egg-info/SOURCES.txt"):
+        listed.unlink()
     run(sys.executable, "-c", code, cwd=project, NWOR_CUDA="OFF")
     (path,) = out.iterdir()
     return path
@@ -79,8 +79,7 @@ def sdist(tmp_path_factory):
 def unpacked(sdist, tmp_path_factory):
     """The sdist's files, in a folder that tests may build in."""
     folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder, filter="data")
     (project,) = folder.iterdir()
     return project
 
@@ -88,26 +87,24 @@ def unpacked(sdist, tmp_path_factory):
 # --- what is built ---
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel):
+def test_wheel_and_sdist_hold_the_package_and_nothing_else(wheel, unpacked, tmp_path):
+    """The sdist builds the same wheel, byte by byte."""
     expected = {
         f"vllm_nwor/{path.relative_to(PACKAGE)}"
         for path in PACKAGE.rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
     }
     expected.add("vllm_nwor/_nwor_C.so")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    others = names - expected
-    assert expected < names
+    again = build(unpacked, tmp_path, "wheel")
+    assert again.name == wheel.name
+    held = [
+        {name: archive.read(name) for name in archive.namelist()}
+        for archive in map(zipfile.ZipFile, (wheel, again))
+    ]
+    assert held[0] == held[1]
+    others = held[0].keys() - expected
+    assert expected < held[0].keys()
     assert [one for one in others if not re.match(r"vllm_nwor-[^/]*info/", one)] == []
-
-
-def test_sdist_builds_the_same_wheel(wheel, unpacked, tmp_path):
-    again = zipfile.ZipFile(build(unpacked, tmp_path, "wheel"))
-    first = zipfile.ZipFile(wheel)
-    assert Path(str(again.filename)).name == wheel.name
-    assert {name: again.read(name) for name in again.namelist()} == {
-        name: first.read(name) for name in first.namelist()
-    }
 
 
 def test_wheel_tag_promises_what_the_library_needs(wheel):
@@ -118,11 +115,8 @@ def test_wheel_tag_promises_what_the_library_needs(wheel):
     found = json.loads(run(*auditwheel, wheel))
     pattern = r"manylinux_2_(\d+)_"
     (tag,) = re.findall(rf"^vllm_nwor-[\d.]+-cp311-abi3-{pattern}\w+\.whl$", wheel.name)
-    needed = [
-        int(version.split(".")[1])
-        for version in found["versioned_symbols"]["libc.so.6"]
-    ]
-    assert int(tag) == max(needed)
+    needed = found["versioned_symbols"]["libc.so.6"]
+    assert int(tag) == max(int(version.split(".")[1]) for version in needed)
     policies = re.findall(pattern, " ".join(found["policy_upgrades"]))
     (verdict,) = re.findall(pattern, found["sym_tag"])
     assert int(verdict) == min(int(p) for p in policies if int(p) >= int(tag))
@@ -162,16 +156,18 @@ packages = ["vllm", "vllm.v1"]
 }
 OLDER, NEWER = "0.26.0", "0.32.0"
 MODES = (None, "", "off", "stage", "cow")
-FIND = "import vllm; print(vllm.__file__)"
-# As vLLM loads its plugins.
+# As vLLM loads its plugins, once vLLM itself was found.
 USE = """
+import vllm
+found = vllm.__file__
 from importlib.metadata import entry_points
 (entry,) = entry_points(group="vllm.general_plugins")
 entry.load()()
 import vllm, vllm.envs, vllm.v1.nwor.config, vllm_nwor.config
 assert vllm.v1.nwor.config is vllm_nwor.config
 assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
-print(vllm.__file__)
+assert vllm.__file__ == found
+print(found, vllm.__version__)
 """
 ABSENT = (
     "vllm-nwor: vLLM is not installed; install the build of vLLM for your hardware, "
@@ -195,15 +191,15 @@ class Environment:
         (self.site,) = folder.glob("lib/python3*/site-packages")
         (self.site / "wrapt").symlink_to(Path(wrapt.__file__).parent)
 
-    def uv(self, *command: str | Path) -> None:
-        python = ("--no-cache", "--offline", "--python", self.python)
-        run(sys.executable, "-m", "uv", "pip", *command, *python)
-
     def install(self, wheel: Path) -> None:
-        self.uv("install", "--no-deps", "--no-index", wheel)
+        self._uv("install", "--no-deps", "--no-index", wheel)
 
     def uninstall(self, name: str) -> None:
-        self.uv("uninstall", name)
+        self._uv("uninstall", name)
+
+    def _uv(self, *command: str | Path) -> None:
+        python = ("--no-cache", "--offline", "--python", self.python)
+        run(sys.executable, "-m", "uv", "pip", *command, *python)
 
     def run(self, code: str, mode: str | None = None) -> str:
         """The output of `code`, run where there is no folder vllm/."""
@@ -240,96 +236,34 @@ def test_vllm_is_found_in_every_mode_and_nothing_stays(
 ):
     """vLLM is downgraded and reinstalled, too, while ours stays: nothing of it may be
     left then."""
-    package = wheel
+    package, site = wheel, environment.site
     if ours == "editable":
         package = build(unpacked, tmp_path / "ours", "editable")
-    without_vllm = contents(environment.site)
+    without_vllm = contents(site)
     environment.install(vllm_wheels[kind])
-    before, file = contents(environment.site), environment.run(FIND)
-    assert file.endswith("vllm/__init__.py\n")
-
+    before = contents(site)
+    file = environment.run("import vllm; print(vllm.__file__)").strip()
     environment.install(package)
+    assert before.items() < contents(site).items()
     for mode in MODES:
-        assert environment.run(FIND, mode) == file
-        assert environment.run(USE, mode) == file
-    assert before.items() < contents(environment.site).items()
+        assert environment.run(USE, mode).split() == [file, NEWER]
 
     environment.install(vllm_wheels["older"])
     for mode in MODES:
-        said = environment.run(f"{USE}print(vllm.__version__)", mode)
-        assert said.splitlines()[1:] == [OLDER]
+        assert environment.run(USE, mode).split()[1:] == [OLDER]
     environment.install(vllm_wheels[kind])
-    assert environment.run(USE, "stage") == file
+    assert environment.run(USE, "stage").split() == [file, NEWER]
 
     environment.uninstall("vllm")
-    assert not (environment.site / "vllm").exists()
+    assert not (site / "vllm").exists()
     assert environment.run(REGISTER, "stage") == f"{ABSENT}\n"
     environment.install(vllm_wheels[kind])
-    assert environment.run(USE, "stage") == file
-
-    environment.uninstall("vllm-nwor")
-    assert contents(environment.site) == before
-    environment.uninstall("vllm")
-    assert contents(environment.site) == without_vllm
-
-
-LOOK = "import importlib.util as util; print(util.find_spec('vllm').origin)"
-LOAD = """
-import vllm.plugins
-vllm.plugins.load_general_plugins()
-import vllm.v1.nwor.config, vllm_nwor.config
-assert vllm.v1.nwor.config is vllm_nwor.config
-assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
-print(vllm.__file__)
-"""
-
-
-def link(source: Path, to: Path) -> None:
-    """A folder's files, at no cost where both are in one file system."""
-
-    def link_or_copy(one: str, other: str) -> None:
-        try:
-            os.link(one, other)
-        except OSError:
-            shutil.copy2(one, other)
-
-    shutil.copytree(source, to, copy_function=link_or_copy)
-
-
-@pytest.mark.slow
-def test_the_vllm_that_is_installed_here_stays_as_it_is(wheel, environment):
-    """Its own loader loads the plugin; no file of it changes, and only ours come. It is
-    reinstalled while ours stays, too."""
-    (package,) = importlib.util.find_spec("vllm").submodule_search_locations
-    installed, site = Path(package).parent, environment.site
-    (info,) = {*installed.glob("vllm*.dist-info")} - {*installed.glob("vllm_nwor*")}
-    left_out = ("vllm", "__editable__", "__pycache__", "wrapt")
-    for path in installed.iterdir():
-        if not path.name.startswith(left_out) and path.suffix != ".pth":
-            (site / path.name).symlink_to(path)
-
-    def install() -> None:
-        link(installed / "vllm", site / "vllm")
-        link(info, site / info.name)
-
-    install()
-    before, file = contents(site), f"{site / 'vllm' / '__init__.py'}\n"
-    assert environment.run(LOOK) == file
-
-    environment.install(wheel)
-    assert environment.run(LOAD, "stage") == file
-    with_ours = contents(site)
-    assert before.items() < with_ours.items()
-    new = [Path(path).parts[0] for path in with_ours.keys() - before]
-    assert {name.partition("-")[0] for name in new} == {"vllm_nwor"}
-    environment.uninstall(info.name.partition("-")[0])
-    assert not (site / "vllm").exists()
-    install()
-    assert environment.run(LOOK, "stage") == file
+    assert environment.run(USE, "stage").split() == [file, NEWER]
 
     environment.uninstall("vllm-nwor")
     assert contents(site) == before
-    assert environment.run(LOOK) == file
+    environment.uninstall("vllm")
+    assert contents(site) == without_vllm
 
 
 DOCTOR = """
@@ -339,6 +273,8 @@ done = subprocess.run(doctor, capture_output=True, text=True)
 print(done.returncode, done.stderr)
 print(*(line for line in done.stdout.splitlines() if line[0] == "!"), sep="\\n")
 """
+NO_VLLM = "! vllm       not installed, or only an empty folder of that name"
+BROKEN = "! plugin     a process of vLLM does not start: ModuleNotFoundError: "
 NO_TORCH = ["! torch      not installed", "! library    No module named 'torch'"]
 
 
@@ -350,8 +286,7 @@ def test_where_vllm_is_absent_or_broken(wheel, environment):
         assert environment.run(REGISTER, mode) == (f"{ABSENT}\n" if is_asked else "")
     status, *lines = environment.run(DOCTOR).splitlines()
     assert status.strip() == "1"
-    assert "! vllm       not installed, or only an empty folder of that name" in lines
-    assert set(NO_TORCH) < set(lines)
+    assert {*NO_TORCH, NO_VLLM} < set(lines)
 
     package = environment.site / "vllm"
     package.mkdir()
@@ -359,10 +294,10 @@ def test_where_vllm_is_absent_or_broken(wheel, environment):
     (package / "__init__.py").write_text("import none_such\n")
     status, *lines = environment.run(DOCTOR, "stage").splitlines()
     assert status.strip() == "1"
-    said = "! plugin     a process of vLLM does not start: ModuleNotFoundError: "
-    assert f"{said}No module named 'none_such'" in lines
-    assert not [line for line in lines if line.startswith("! vllm ")]
-    assert [line for line in lines if line.startswith("! hooks ")] != []
+    assert f"{BROKEN}No module named 'none_such'" in lines
+    topics = {line.split()[1] for line in lines}
+    assert topics >= {"plugin", "hooks"}
+    assert "vllm" not in topics
     # A vLLM that lacks something is not an absent one.
     code = REGISTER.replace("RuntimeError", "ModuleNotFoundError")
     for mode in ("off", "stage"):
@@ -372,30 +307,20 @@ def test_where_vllm_is_absent_or_broken(wheel, environment):
 # --- the checkout ---
 
 
-def test_importing_the_package_imports_neither_torch_nor_vllm():
+def test_the_repository_does_not_shadow_vllm_and_importing_imports_nothing():
     code = """
+import importlib.metadata as metadata
 import sys
 import vllm_nwor.plugin
-print(vllm_nwor.__file__)
-print({"torch", "vllm", "wrapt"} & set(sys.modules))
-"""
-    file, imported = run(sys.executable, "-c", code).splitlines()
-    assert Path(file).resolve() == PACKAGE / "__init__.py"
-    assert imported == "set()"
-
-
-def test_repository_root_does_not_shadow_vllm():
-    code = f"""
-import importlib.metadata as metadata
-import vllm, vllm_nwor
+assert not {"torch", "vllm", "wrapt"} & set(sys.modules)
 (entry,) = metadata.entry_points(group="vllm.general_plugins", name="nwor")
-assert entry.value == "{ENTRY_POINT}", entry
-assert callable(entry.load())
-print(vllm.__file__)
-print(vllm_nwor.__version__)
+assert entry.value == "vllm_nwor.plugin:register", entry
+import vllm
+print(vllm_nwor.__file__, vllm.__file__, vllm_nwor.__version__)
 """
-    file, version = run(sys.executable, "-c", code).split()[-2:]
-    assert "site-packages" in Path(file).parts
+    ours, theirs, version = run(sys.executable, "-c", code).split()[-3:]
+    assert Path(ours).resolve() == PACKAGE / "__init__.py"
+    assert "site-packages" in Path(theirs).parts
     assert version == importlib.metadata.version("vllm-nwor")
 
 
