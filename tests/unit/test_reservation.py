@@ -44,23 +44,28 @@ PAGE_BYTES = FULL.page_size_bytes
 
 def vllm_config(**changes):
     """The parts that are read; `changes` by "part.name", or a whole part."""
-    found = SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens=NUM_DRAFTS, method="ngram"
+    space = SimpleNamespace
+    kinds = "pipeline", "decode_context", "prefill_context"
+    found = space(
+        speculative_config=space(
+            num_speculative_tokens=NUM_DRAFTS,
+            method="ngram",
+            use_eagle=lambda: False,
+            uses_draft_model=lambda: False,
         ),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
+        parallel_config=space(**{f"{kind}_parallel_size": 1 for kind in kinds}),
         kv_transfer_config=None,
-        model_config=SimpleNamespace(
-            max_model_len=MAX_MODEL_LEN, original_max_model_len=None
+        model_config=space(
+            dtype=torch.float32,
+            max_model_len=MAX_MODEL_LEN,
+            original_max_model_len=None,
         ),
-        scheduler_config=SimpleNamespace(
-            max_num_seqs=NUM_SEQS, max_num_encoder_input_tokens=MAX_MODEL_LEN
+        scheduler_config=space(
+            max_num_seqs=NUM_SEQS,
+            max_num_batched_tokens=512,
+            max_num_encoder_input_tokens=MAX_MODEL_LEN,
         ),
-        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        cache_config=space(mamba_cache_mode="none"),
         max_in_flight_tokens=64,
     )
     for name, value in changes.items():
@@ -145,14 +150,27 @@ def test_a_group_of_several_specs_of_a_kind_is_one():
     assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
 
 
+NO_OWN = "may have cached layers of its own and cannot say which"
+OTHER_CONNECTOR = (
+    "a KV connector of vLLM's that is not known to leave the forward alone",
+    {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
+    "the KV connector LMCacheConnectorV1 may read or write blocks while their drafts "
+    "are in shadow blocks; allowed are vLLM's own MooncakeConnector, "
+    "MooncakeStoreConnector, NixlConnector, NixlPullConnector, NixlPushConnector, "
+    "OffloadingConnector, SimpleCPUOffloadConnector, and MultiConnector of these",
+)
+BY_SLOT = "enable_return_routed_experts keeps what it captures by slot"
+AUX_OUTPUTS = {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)}
+ALL_BLOCKS = "max_model_len is auto: vLLM sizes it to take all blocks"
+# The workers zero blocks of the scheduler's.
+ZEROED = "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
 # With what docs/reach.md calls it, unless an engine shows it there or nobody asks.
 REFUSED = [
     ("", {"speculative_config": None}, "no speculative decoding is configured"),
     (
         "",
         {"speculative_config__method": "custom_class"},
-        "the speculative method is custom_class, which may have cached layers of its "
-        "own and cannot say which",
+        f"the speculative method is custom_class, which {NO_OWN}",
     ),
     *(
         (
@@ -162,35 +180,11 @@ REFUSED = [
         )
         for name in ("pipeline", "decode-context", "prefill-context")
     ),
-    (
-        "a KV connector of vLLM's that is not known to leave the forward alone",
-        {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
-        "the KV connector LMCacheConnectorV1 may read or write blocks while their "
-        "drafts are in shadow blocks; allowed are vLLM's own MooncakeConnector, "
-        "MooncakeStoreConnector, NixlConnector, NixlPullConnector, NixlPushConnector, "
-        "OffloadingConnector, SimpleCPUOffloadConnector, and MultiConnector of these",
-    ),
-    (
-        "",
-        {"model_config__enable_return_routed_experts": True},
-        "enable_return_routed_experts keeps what it captures by slot",
-    ),
-    (
-        "routed experts are returned",
-        {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)},
-        "enable_return_routed_experts keeps what it captures by slot",
-    ),
-    (
-        "",
-        {"model_config__original_max_model_len": -1},
-        "max_model_len is auto: vLLM sizes it to take all blocks",
-    ),
-    # The workers zero blocks of the scheduler's.
-    (
-        "",
-        {"spec": MAMBA},
-        "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks",
-    ),
+    OTHER_CONNECTOR,
+    ("", {"model_config__enable_return_routed_experts": True}, BY_SLOT),
+    ("routed experts are returned", AUX_OUTPUTS, BY_SLOT),
+    ("", {"model_config__original_max_model_len": -1}, ALL_BLOCKS),
+    ("", {"spec": MAMBA}, ZEROED),
     ("", {"spec": CROSS}, "no KV-cache group is slot based"),
 ]
 
@@ -252,31 +246,17 @@ def test_groups_that_a_worker_will_refuse_get_no_blocks(first, second, expected)
         assert found[expected[0]].num_real_blocks == NUM_BLOCKS - 2 * NUM_SEQS
 
 
-def test_the_workers_verdicts_come_with_their_specs(mode):
-    mode("stage")
-    specs = {name: copy.copy(FULL) for name in ("layer 0", "layer 1")}
-    for spec in specs.values():
-        object.__setattr__(spec, VERDICT, LayerVerdict(False, "packed"))
-    workers = workers_of()
-
-    scheduler = start(workers, specs=[{}, pickle.loads(pickle.dumps(specs))])
-
-    assert scheduler.num_blocks == NUM_BLOCKS
-    assert workers[0].nwor_shadow == "packed"
-
-
-def start(workers, found_config=None, specs=()):
+def start(workers, found_config=None, specs=(), is_start=True):
     """What vLLM's engine core calls, through our wrappers; the scheduler's config."""
 
     def get_kv_cache_configs(*arguments):
         return workers
 
     arguments = (found_config or vllm_config(), specs, [])
-    got = engine_core._get_kv_cache_configs(get_kv_cache_configs, None, arguments, {})
-    assert got is workers
-    return engine_core._scheduler_config(
-        generate_scheduler_kv_cache_config, None, (workers,), {}
-    )
+    hook = engine_core._get_kv_cache_configs
+    assert not is_start or hook(get_kv_cache_configs, None, arguments, {}) is workers
+    vllms = generate_scheduler_kv_cache_config
+    return engine_core._scheduler_config(vllms, None, (workers,), {})
 
 
 @pytest.fixture
@@ -321,15 +301,24 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(mode):
         assert isinstance(received[0].nwor_shadow[0], ShadowRegion)
 
 
-def refused(workers, sentence):
+def refused(workers, sentence, **found):
     """Starts, is refused with that sentence, and leaves the scheduler all blocks."""
     with nwor_log() as lines:
-        scheduler = start(workers)
+        scheduler = start(workers, **found)
 
     assert scheduler.num_blocks == NUM_BLOCKS
     assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
     assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
     return scheduler
+
+
+def test_the_workers_verdicts_come_with_their_specs(mode):
+    mode("stage")
+    specs = {name: copy.copy(FULL) for name in ("layer 0", "layer 1")}
+    for spec in specs.values():
+        object.__setattr__(spec, VERDICT, LayerVerdict(False, "packed"))
+
+    refused(workers_of(), "packed", specs=[{}, pickle.loads(pickle.dumps(specs))])
 
 
 @pytest.mark.parametrize("place", ["plan", "_lower"])
@@ -360,31 +349,17 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
     assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
 
 
-@pytest.mark.parametrize("name", ["off", "cow"])
-def test_other_modes_leave_everything(mode, name):
+@pytest.mark.parametrize("name", ["off", "cow", "stage"])
+def test_other_modes_and_calls_of_no_engines_start_leave_everything(mode, name):
     mode(name)
     workers = workers_of()
 
     with nwor_log() as lines:
-        scheduler = start(workers)
+        scheduler = start(workers, is_start=name != "stage")
 
     assert scheduler == generate_scheduler_kv_cache_config(workers)
     assert not any(hasattr(worker, "nwor_shadow") for worker in workers)
     assert lines == []
-
-
-def test_a_call_that_no_engine_start_led_to_leaves_everything(mode):
-    mode("stage")
-    workers = workers_of()
-    start(workers)
-    del workers[0].nwor_shadow, workers[1].nwor_shadow
-
-    scheduler = engine_core._scheduler_config(
-        generate_scheduler_kv_cache_config, None, (workers,), {}
-    )
-
-    assert scheduler.num_blocks == NUM_BLOCKS
-    assert not hasattr(workers[0], "nwor_shadow")
 
 
 def test_an_engine_has_its_own_configuration_not_an_earlier_ones(mode):
