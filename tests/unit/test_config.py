@@ -43,21 +43,21 @@ def test_every_variable_is_read():
     assert config == NworConfig(*steps, AuditMode.RAISE, 0, "found.json")
 
 
-@pytest.mark.parametrize(("value", "number"), [("", None), ("0", 0), ("1", 1)])
-def test_no_shadow_blocks_is_not_the_default_number_of_them(value, number):
-    config = NworConfig.from_env({"VLLM_NWOR_SHADOW_BLOCKS": value})
-
-    assert config.max_shadow_blocks == number
-
-
 @pytest.mark.parametrize(
-    ("value", "startup", "steps"),
-    [("0", False, False), ("1", True, False), ("always", True, True)],
+    ("name", "value", "expected"),
+    [
+        # None are not the default number of them.
+        ("SHADOW_BLOCKS", "0", {"max_shadow_blocks": 0}),
+        ("SHADOW_BLOCKS", "1", {"max_shadow_blocks": 1}),
+        ("STRICT", "0", {"strict": False, "strict_steps": False}),
+        ("STRICT", "1", {"strict": True, "strict_steps": False}),
+        ("STRICT", "always", {"strict": True, "strict_steps": True}),
+    ],
 )
-def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
-    config = NworConfig.from_env({"VLLM_NWOR_STRICT": value})
+def test_what_a_value_means(name, value, expected):
+    config = NworConfig.from_env({f"VLLM_NWOR_{name}": value})
 
-    assert (config.strict, config.strict_steps) == (startup, steps)
+    assert {part: getattr(config, part) for part in expected} == expected
 
 
 ROWS = "empty (no cap) or a whole number of rows, at least 1"
