@@ -314,35 +314,13 @@ def test_nothing_to_protect_or_no_room_for_one_draft_is_an_error():
 # --- invariants -----------------------------------------------------------------------
 
 
-def log_slots_in(tensor):
-    """Breaks a manager so that its log's slots lie in `tensor(manager)`."""
-    return lambda m: setattr(m.groups[0], "log_slots", tensor(m).view(torch.int64))
+def lies_in(tensor, other):
+    """Breaks a manager: the memory of one of its tensors is another's."""
+    tensor.set_(other.view(-1).view(tensor.dtype))
 
 
-def saved_in(tensor):
-    """The same with what its shadow blocks save."""
-
-    def break_it(manager):
-        saved = manager.shadow.saved
-        there = tensor(manager).view(-1).view(torch.int32)
-        saved[0] = there[: saved[0].numel()].view(saved[0].shape)
-
-    return break_it
-
-
-def in_state(state):
-    """The same without windows, in a state that nothing has led to."""
-
-    def break_it(manager):
-        manager.undo_log.abort()
-        manager.state = state
-
-    return break_it
-
-
-def exchange_places(manager):
-    table = manager.groups[0].tables[0].table
-    table[:2, -1] = table[:2, -1].flip(0)
+def table(manager):
+    return manager.groups[0].tables[0].table
 
 
 COW, STAGED, POISON = (False, {}), (True, {}), (False, {"on_reject": OnReject.POISON})
@@ -351,29 +329,37 @@ COW, STAGED, POISON = (False, {}), (True, {}), (False, {"on_reject": OnReject.PO
 @pytest.mark.parametrize(
     ("number", "kind", "break_it"),
     [
-        (1, COW, lambda m: m.undo_log.abort()),
-        (1, COW, lambda m: setattr(m, "state", State.IDLE)),
-        (1, STAGED, lambda m: setattr(m, "state", State.LOGGED)),
-        (1, STAGED, lambda m: m.shadow.abort()),
-        (2, COW, in_state(State.FAILED)),
-        (2, COW, in_state(State.VANILLA)),
-        (3, COW, lambda m: m.groups[0].log_windows[2, 1].fill_(1)),
-        (4, COW, lambda m: m.groups[0].tables[0].table[1, 0].add_(1)),
-        (4, COW, exchange_places),
-        (5, COW, log_slots_in(lambda m: m.groups[0].layers[0].kv_cache.view(-1))),
-        (5, COW, log_slots_in(lambda m: m.counters.view(-1)[-1:])),
-        (5, STAGED, saved_in(lambda m: m.groups[0].layers[1].kv_cache.transpose(1, 2))),
-        (5, STAGED, saved_in(lambda m: m.groups[0].tables[0].table)),
-        (5, POISON, log_slots_in(lambda m: m.groups[0].source.table.view(-1)[:3])),
-        (6, COW, lambda m: m.counters[0, 1].add_(1)),
+        (1, COW, lambda m, group: m.undo_log.abort()),
+        (1, COW, lambda m, group: setattr(m, "state", State.IDLE)),
+        (1, STAGED, lambda m, group: setattr(m, "state", State.LOGGED)),
+        (1, STAGED, lambda m, group: m.shadow.abort()),
+        # Without windows, in a state that nothing has led to.
+        (2, None, lambda m, group: setattr(m, "state", State.FAILED)),
+        (2, None, lambda m, group: setattr(m, "state", State.VANILLA)),
+        (3, COW, lambda m, group: group.log_windows[2, 1].fill_(1)),
+        (4, COW, lambda m, group: table(m)[1, 0].add_(1)),
+        (4, COW, lambda m, group: table(m)[:2, -1].copy_(table(m)[:2, -1].flip(0))),
+        (5, COW, lambda m, group: lies_in(group.log_slots, group.layers[0].kv_cache)),
+        (5, COW, lambda m, group: lies_in(group.log_slots, m.counters[-1:, -1:])),
+        (
+            *(5, STAGED),
+            lambda m, group: lies_in(
+                m.shadow.saved[0], group.layers[1].kv_cache.transpose(1, 2)
+            ),
+        ),
+        (5, STAGED, lambda m, group: lies_in(m.shadow.saved[0], table(m))),
+        (5, POISON, lambda m, group: lies_in(group.log_slots, group.source.table)),
+        (6, COW, lambda m, group: m.counters[0, 1].add_(1)),
     ],
 )
 def test_check_state_names_the_invariant_that_does_not_hold(number, kind, break_it):
-    world = World(kind[0], **kind[1])
-    world.open()
+    is_staged, settings = kind or COW
+    world = World(is_staged, **settings)
+    if kind is not None:
+        world.open()
     world.manager.check_state()
 
-    break_it(world.manager)
+    break_it(world.manager, world.manager.groups[0])
 
     with pytest.raises(AssertionError, match=f"^NWOR invariant {number} does not hold"):
         world.manager.check_state()

@@ -2,9 +2,9 @@
 """Report, and the hooks around a step of the V2 runner: each step's counts are its own,
 and block tables are vLLM's own again, also where steps fail half-way."""
 
-import contextlib
 import pickle
 from collections import deque
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -104,7 +104,7 @@ def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight
         manager._copy_counters = None if fate == "not copied" else copy
         raises = replace(config, strictness=Strict.ALWAYS)
         manager.config = raises if fate == "raises" else config
-        with contextlib.suppress(NworError):
+        with suppress(NworError):
             world.open()
             manager.commit(NumRejected(int32(num_rejected, 1)))
             assert fate != "raises"
@@ -267,93 +267,76 @@ def test_v2s_seats_are_the_request_states_if_there_are_as_many(max_num_reqs, fir
     assert runner.table[0, 1] == BLOCKS + first
 
 
-@pytest.mark.parametrize(
-    ("kind", "fallbacks", "num_invalid"),
-    [
-        ("no drafts", {}, 0),
-        ("no drafts, and no begin", {}, 0),
-        ("begin is missed", {"begin_missed": 1}, 1),
-        ("too many drafts", {"over_capacity": 1}, 0),
-        ("an op fails", {"begin_failed": 1}, 0),
-    ],
-)
-def test_guarantee_9_a_missed_begin_is_told_as_a_breach_and_nothing_else_is(
-    kind, fallbacks, num_invalid
-):
-    runner = Runner(False)
-    if kind.startswith("no drafts"):
-        runner.batch.num_draft_tokens = 0
-    if kind == "too many drafts":
-        runner.manager.capacity = 2
-    if kind == "an op fails":
-        runner.world.fail("log")
-
-    told = runner.step((lambda: None) if "begin" in kind else None)
-
-    counts = list(ZEROS)
-    counts[COUNTER_COLUMNS.index("invalid_slots")] = num_invalid
-    assert told == ((tuple(counts), fallbacks, []) if fallbacks else None)
-    runner.world.check(State.IDLE, **fallbacks)
-
-
 class Stopped(BaseException):
     """As KeyboardInterrupt: no Exception."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
 @pytest.mark.parametrize(
-    ("where", "fallbacks"),
+    ("is_staged", "what", "fallbacks"),
     [
-        ("forward", {"step_failed": 1}),
-        ("forward, and the tables stay", {"step_failed": 1}),
-        ("sampler", {"step_failed": 1}),
-        ("drafter", {}),  # behind commit: there are only counts to drop
+        (False, "no drafts", {}),
+        (False, "no drafts, no begin", {}),
+        (False, "no begin", {"begin_missed": 1}),  # guarantee 9
+        (False, "too many drafts", {"over_capacity": 1}),
+        (False, "an op fails", {"begin_failed": 1}),
+        # As after an exception that no hook of ours saw.
+        (True, "nothing is sampled", {"stale_log": 1}),
+        (True, "forward raises", {"step_failed": 1}),
+        (True, "forward raises, and the tables stay", {"step_failed": 1}),
+        (True, "sampler raises", {"step_failed": 1}),
+        # Behind commit: there are only counts to drop.
+        (True, "drafter raises", {}),
     ],
 )
-def test_where_vllm_fails_tables_are_put_back_at_once(where, fallbacks, error):
-    """Before the next step they may be another request's. It is vLLM's own error that
-    is raised, whatever becomes of them."""
-    runner = Runner(True)
-
-    def fail():
-        if where == "drafter":
-            runner.sample()
-        else:
-            assert runner.look() == SHADOW
-        if where.endswith("the tables stay"):
-            runner.world.fail("unstage")
-        raise error
+@pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
+def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, error):
+    """Tables are put back at once: before the next step they may be another request's.
+    It is vLLM's own error that is raised, whatever becomes of them. Only a begin that
+    was missed is a breach."""
+    runner = Runner(is_staged)
+    if "no drafts" in what:
+        runner.batch.num_draft_tokens = 0
+    if "too many" in what:
+        runner.manager.capacity = 2
+    if "op fails" in what:
+        runner.world.fail("log")
 
     def forward():
-        runner.prepare()
-        if where.startswith("forward"):
-            fail()
+        if "no begin" not in what:
+            runner.prepare()
+        assert runner.look() == (SHADOW if is_staged else REAL)
+        if "tables stay" in what:
+            runner.world.fail("unstage")
+        if what.startswith("forward"):
+            raise error
 
-    with pytest.raises(type(error)) as raised:
+    def sampler():
+        if what.startswith("sampler"):
+            raise error
+        runner.sample()
+        if what.startswith("drafter"):
+            raise error
+
+    told, looks = None, []
+    with pytest.raises(type(error)) if "raises" in what else nullcontext() as raised:
         runner.execute(forward)
-        runner.sample_tokens(fail)
+        if what != "nothing is sampled":
+            told, _ = runner.sample_tokens(sampler)
 
-    assert raised.value is error
-    runner.world.check(State.IDLE, **fallbacks)
-    if not where.endswith("the tables stay"):
+    if raised:
+        assert raised.value is error
+    if "tables stay" in what:
+        runner.world.check(State.IDLE, **fallbacks)
+        return
+    if what != "nothing is sampled":
         assert runner.look() == REAL
-        runner.execute(lambda: None)
-        payload = runner.nwor_state.report.take_payload()
-        assert (payload and payload.read()) == (
-            (ZEROS, fallbacks, []) if fallbacks else None
-        )
-
-
-def test_a_step_that_was_left_staged_is_put_back_by_the_next():
-    """As after an exception that no hook of ours saw."""
-    runner = Runner(True)
-    runner.execute(runner.prepare)
-    seen = []
-
-    runner.execute(lambda: seen.append(runner.look()))
-
-    assert seen == [REAL]
-    runner.world.check(State.IDLE, stale_log=1)
+    runner.execute(lambda: looks.append(runner.look()))
+    assert looks == [REAL]
+    told = told or runner.sample_tokens(lambda: None)[0]
+    runner.world.check(State.IDLE, **fallbacks)
+    counts = [0] * 8
+    counts[COUNTER_COLUMNS.index("invalid_slots")] = fallbacks.get("begin_missed", 0)
+    assert told == ((tuple(counts), fallbacks, []) if fallbacks else None)
 
 
 @pytest.mark.parametrize(
