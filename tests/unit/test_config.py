@@ -25,19 +25,12 @@ def test_an_empty_environment_means_off_with_metrics(empty):
 
 
 def test_every_variable_is_read():
-    config = NworConfig.from_env(
-        {
-            "VLLM_NWOR_MODE": "stage",
-            "VLLM_NWOR_EMIT_METRICS": "0",
-            "VLLM_NWOR_STRICT": "1",
-            "VLLM_NWOR_DEBUG_SYNC": "1",
-            "VLLM_NWOR_MAX_LOG_ROWS": "64",
-            "VLLM_NWOR_SHADOW_BLOCKS": "12",
-            "VLLM_NWOR_AUDIT": "raise",
-            "VLLM_NWOR_AUDIT_MIB": "0",
-            "VLLM_NWOR_AUDIT_FILE": "found.json",
-        }
+    given = (
+        *("MODE=stage", "EMIT_METRICS=0", "STRICT=1", "DEBUG_SYNC=1"),
+        *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
+        *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
     )
+    config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
     assert config == NworConfig(*steps, AuditMode.RAISE, 0, "found.json")

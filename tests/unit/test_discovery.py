@@ -71,12 +71,6 @@ def named(name):
     return SimpleNamespace(get_name=lambda: name)
 
 
-class DeepseekV32IndexerCache:
-    """As vLLM's: a cache without an attention implementation."""
-
-    kv_cache = torch.zeros(BLOCKS, SLOTS, 132, dtype=torch.uint8)
-
-
 def runner(*groups, **changes):
     """groups: (spec, {layer name: layer}) of each KV-cache group, or the layers alone.
     changes: of its attributes."""
@@ -102,17 +96,14 @@ def build(found, storage=None, mode=Mode.COW, strictness=Strict.NEVER, **setting
     return discovery.build(found, config, storage)
 
 
-def state_spec(num_speculative_blocks):
-    return MambaSpec(
-        block_size=SLOTS,
-        shapes=((4, 4),),
-        dtypes=(torch.float32,),
-        num_speculative_blocks=num_speculative_blocks,
-    )
-
-
+STATE_SPEC = {"block_size": SLOTS, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
+TOO_FEW = MambaSpec(**STATE_SPEC, num_speculative_blocks=NUM_DRAFTS - 1)
+ENOUGH = replace(TOO_FEW, num_speculative_blocks=NUM_DRAFTS)
 STATE = {"s": SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])}
 CROSS = CrossAttentionSpec(SLOTS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+# As vLLM's: a cache without an attention implementation.
+NO_IMPL = {"kv_cache": torch.zeros(BLOCKS, SLOTS, 132, dtype=torch.uint8)}
+INDEXER_CACHE = type("DeepseekV32IndexerCache", (), NO_IMPL)()
 IN_TWO = layer()
 IN_TWO.kv_cache = [IN_TWO.kv_cache, IN_TWO.kv_cache]
 ROCM, AITER = "RocmAttentionImpl", "AiterFlashAttentionImpl"
@@ -137,9 +128,9 @@ REFUSED = [
         layer(FailingImpl),
         "FailingImpl cannot be probed: RuntimeError: head size 32",
     ),
-    (INDEXER, DeepseekV32IndexerCache(), "is a DeepseekV32IndexerCache: no attention"),
+    (INDEXER, INDEXER_CACHE, "is a DeepseekV32IndexerCache: no attention"),
     ("", IN_TWO, "has a list for a KV cache; expected one tensor"),
-    (NO_COPIES, (state_spec(NUM_DRAFTS - 1), STATE), "has a MambaSpec, which is not s"),
+    (NO_COPIES, (TOO_FEW, STATE), "has a MambaSpec, which is not slot based"),
     ("cross attention", (CROSS, STATE), "has a CrossAttentionSpec, which drafts never"),
     (
         "compressed and ring-shaped caches",
@@ -167,7 +158,7 @@ def test_a_group_is_refused_by_name_and_the_other_protected(
 
 def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
     """It needs no protection, which is no refusal, under STRICT neither."""
-    state = (state_spec(NUM_DRAFTS), STATE)
+    state = (ENOUGH, STATE)
 
     manager, infos, _ = build(runner(state, {"a": layer()}), strictness=Strict.STARTUP)
 
@@ -302,15 +293,17 @@ def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
 
 # Of BLOCKS blocks the last two are shadow blocks, for one request.
 REGION = ShadowRegion(2, 1, 2, num_real_blocks=2, block_size=SLOTS)
+RESERVED = {0: REGION}
 
 
-def staged_runner(*groups, reserved=None, entry_tokens=SLOTS):
+def staged_runner(*groups, reserved=RESERVED, entry_tokens=SLOTS):
     """A V1 runner as the engine core leaves it in mode stage. reserved: the mark."""
     groups = groups or ({"a": layer()},)
     table = SimpleNamespace(block_size=entry_tokens)
     tables = SimpleNamespace(block_table=[table] * len(groups))
     found = runner(*groups, input_batch=tables)
-    found.kv_cache_config.nwor_shadow = {0: REGION} if reserved is None else reserved
+    if reserved is not None:
+        found.kv_cache_config.nwor_shadow = reserved
     return found
 
 
@@ -355,12 +348,6 @@ def test_a_group_with_shadow_blocks_is_staged(found, entry_tokens):
     assert (manager.shadow, info.resolved) == (None, "cow")
 
 
-def unmarked():
-    found = staged_runner()
-    del found.kv_cache_config.nwor_shadow
-    return found
-
-
 SIZES = "layer a has blocks of 16 tokens, its block table {}, the scheduler 16"
 COPIES = (
     "the drafter has layers in this group, and {} may copy the block table into its "
@@ -374,7 +361,7 @@ V2 = partial(staged_runner_v2, drafter=["d"])
 @pytest.mark.parametrize(
     ("found", "reason", "copier"),
     [
-        (unmarked(), "the engine core has reserved no blocks for them", ""),
+        (staged_runner(reserved=None), "the engine core has reserved no blocks", ""),
         (staged_runner(reserved="no room"), "no room", ""),
         (staged_runner(reserved={1: REGION}), "no blocks are reserved for this gr", ""),
         (staged_runner(entry_tokens=8), SIZES.format(8), ""),

@@ -11,17 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.config.aux_output import AuxOutputConfig
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-from vllm.v1.kv_cache_interface import (
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from tests.helpers import reach
 from tests.helpers.logs import nwor_log
@@ -33,11 +24,13 @@ from vllm_nwor.shadow_blocks import ShadowRegion
 NUM_DRAFTS, NUM_SEQS, MAX_MODEL_LEN = 4, 8, 256
 NUM_BLOCKS, BLOCK = 1000, 16
 HEADS = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-FULL = FullAttentionSpec(block_size=BLOCK, **HEADS)
-SLIDING = SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **HEADS)
-LARGE = FullAttentionSpec(block_size=64, **HEADS)
-CROSS = CrossAttentionSpec(block_size=BLOCK, **HEADS)
-MAMBA = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((4, 4),), dtypes=(torch.float32,))
+FULL = kv.FullAttentionSpec(block_size=BLOCK, **HEADS)
+SLIDING = kv.SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **HEADS)
+LARGE = kv.FullAttentionSpec(block_size=64, **HEADS)
+CROSS = kv.CrossAttentionSpec(block_size=BLOCK, **HEADS)
+MAMBA = kv.MambaSpec(
+    block_size=MAX_MODEL_LEN, shapes=((4, 4),), dtypes=(torch.float32,)
+)
 STAGE = NworConfig(mode=Mode.STAGE)
 PAGE_BYTES = FULL.page_size_bytes
 
@@ -80,11 +73,11 @@ def plan(config, kv_cache_config, nwor, verdicts=()):
 
 def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
     groups = [
-        KVCacheGroupSpec([f"layer {number}"], spec)
+        kv.KVCacheGroupSpec([f"layer {number}"], spec)
         for number, spec in enumerate(specs or (FULL,))
     ]
     tensors = [
-        KVCacheTensor(
+        kv.KVCacheTensor(
             size=num_blocks * PAGE_BYTES * share,
             layers=[f"layer {number}"],
             layer_stride=0,
@@ -92,7 +85,7 @@ def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
         )
         for number, share in enumerate((1, 3))
     ]
-    return KVCacheConfig(num_blocks, tensors, groups)
+    return kv.KVCacheConfig(num_blocks, tensors, groups)
 
 
 def budget(num_blocks):
@@ -145,7 +138,7 @@ def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
 
 
 def test_a_group_of_several_specs_of_a_kind_is_one():
-    mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL})
+    mixed = kv.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL})
 
     assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
 
