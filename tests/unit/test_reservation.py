@@ -143,7 +143,6 @@ def test_a_group_of_several_specs_of_a_kind_is_one():
     assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
 
 
-NO_OWN = "may have cached layers of its own and cannot say which"
 OTHER_CONNECTOR = (
     "a KV connector of vLLM's that is not known to leave the forward alone",
     {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
@@ -160,11 +159,6 @@ ZEROED = "vLLM zeroes this model's new blocks, which it cannot do with shadow bl
 # With what docs/reach.md calls it, unless an engine shows it there or nobody asks.
 REFUSED = [
     ("", {"speculative_config": None}, "no speculative decoding is configured"),
-    (
-        "",
-        {"speculative_config__method": "custom_class"},
-        f"the speculative method is custom_class, which {NO_OWN}",
-    ),
     *(
         (
             f"{name} parallel 2",
