@@ -7,6 +7,7 @@ from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, TABLE, World, int32
+from vllm_nwor import ops
 from vllm_nwor.config import Strict
 from vllm_nwor.draft_manager import NworError, State
 from vllm_nwor.hooks import runner as hooks
@@ -94,14 +96,14 @@ FATES = ("read", "unread", "dropped", "raises", "fails", "not copied")
 )
 def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight):
     """The oldest is read when as many as may be in flight have made their commit."""
-    world, report = reporting(False, max_in_flight=max_in_flight)
+    with patch.object(ops, "publish", wraps=ops.publish) as publish:
+        world, report = reporting(False, max_in_flight=max_in_flight)
     manager = world.manager
-    copy, config = manager._copy_counters, manager.config
-    in_flight = deque()
+    config, in_flight = manager.config, deque()
 
     for num_rejected, fate in steps:
         world.fail("restore" if fate in ("raises", "fails") else "none", moment=2)
-        manager._copy_counters = None if fate == "not copied" else copy
+        publish.side_effect = OSError if fate == "not copied" else None
         raises = replace(config, strictness=Strict.ALWAYS)
         manager.config = raises if fate == "raises" else config
         with suppress(NworError):
