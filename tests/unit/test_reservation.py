@@ -31,7 +31,6 @@ CROSS = kv.CrossAttentionSpec(block_size=BLOCK, **HEADS)
 MAMBA = kv.MambaSpec(
     block_size=MAX_MODEL_LEN, shapes=((4, 4),), dtypes=(torch.float32,)
 )
-STAGE = NworConfig(mode=Mode.STAGE)
 PAGE_BYTES = FULL.page_size_bytes
 
 
@@ -67,7 +66,9 @@ def vllm_config(**changes):
     return found
 
 
-def plan(config, kv_cache_config, nwor, verdicts=()):
+def plan(config, kv_cache_config, allowed=None, verdicts=()):
+    """allowed: shadow blocks, at most."""
+    nwor = NworConfig(mode=Mode.STAGE, max_shadow_blocks=allowed)
     return engine_core.plan(config, kv_cache_config, nwor, dict(verdicts))
 
 
@@ -86,10 +87,6 @@ def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
         for number, share in enumerate((1, 3))
     ]
     return kv.KVCacheConfig(num_blocks, tensors, groups)
-
-
-def budget(num_blocks):
-    return NworConfig(mode=Mode.STAGE, max_shadow_blocks=num_blocks)
 
 
 # Of a request of 256 tokens, beside the null block. A window of 64 keeps 63 + 64 tokens
@@ -115,7 +112,7 @@ def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
     config = vllm_config(scheduler_config__max_num_seqs=max_num_seqs)
     of_vllm = kv_cache_config(*specs, num_blocks=num_blocks)
 
-    found = plan(config, of_vllm, budget(allowed))
+    found = plan(config, of_vllm, allowed)
 
     staged = [gid for gid, spec in enumerate(specs) if spec is not CROSS]
     of_one_request = 1 + sum(map(BLOCKS_OF_ONE_REQUEST.__getitem__, specs))
@@ -140,7 +137,7 @@ def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
 def test_a_group_of_several_specs_of_a_kind_is_one():
     mixed = kv.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL})
 
-    assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
+    assert list(plan(vllm_config(), kv_cache_config(mixed))) == [0]
 
 
 OTHER_CONNECTOR = (
@@ -182,7 +179,7 @@ def test_what_cannot_have_shadow_blocks_is_refused_with_a_sentence(
 ):
     config = vllm_config(**changes)
     spec = getattr(config, "spec", FULL)
-    assert plan(config, kv_cache_config(spec), budget(100)) == sentence
+    assert plan(config, kv_cache_config(spec), 100) == sentence
     if name:
         is_off = engine_core.config_refusal(config) == sentence
         assert is_off is name.endswith("parallel 2")
@@ -226,7 +223,7 @@ def test_groups_that_a_worker_will_refuse_get_no_blocks(first, second, expected)
         verdicts |= dict(zip(group.layer_names, found, strict=True))
     known = {name: verdict for name, verdict in verdicts.items() if verdict}
 
-    found = plan(vllm_config(), config, budget(100), known)
+    found = plan(vllm_config(), config, 100, known)
 
     assert (found if isinstance(found, str) else list(found)) == expected
     if len(expected) == 1:
@@ -241,28 +238,25 @@ def start(workers, found_config=None, specs=(), is_start=True):
 
     arguments = (found_config or vllm_config(), specs, [])
     hook = engine_core._get_kv_cache_configs
-    assert not is_start or hook(get_kv_cache_configs, None, arguments, {}) is workers
+    if is_start:
+        assert hook(get_kv_cache_configs, None, arguments, {}) is workers
     vllms = generate_scheduler_kv_cache_config
     return engine_core._scheduler_config(vllms, None, (workers,), {})
 
 
-@pytest.fixture
-def mode(monkeypatch):
-    def choose(name, **more):
-        monkeypatch.setenv("VLLM_NWOR_MODE", name)
-        for variable, value in more.items():
-            monkeypatch.setenv(f"VLLM_NWOR_{variable}", value)
-
-    yield choose
+@pytest.fixture(autouse=True)
+def stage(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "stage")
+    yield
     assert not engine_core._starting
 
 
-def workers_of(num_workers=2, **arguments):
-    return [kv_cache_config(FULL, SLIDING, **arguments) for _ in range(num_workers)]
+def workers_of():
+    return [kv_cache_config(FULL, SLIDING) for _ in range(2)]
 
 
-def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(mode):
-    mode("stage", SHADOW_BLOCKS="20")
+def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_SHADOW_BLOCKS", "20")
     workers = workers_of()
     before = copy.deepcopy(workers)
 
@@ -299,8 +293,7 @@ def refused(workers, sentence, **found):
     return scheduler
 
 
-def test_the_workers_verdicts_come_with_their_specs(mode):
-    mode("stage")
+def test_the_workers_verdicts_come_with_their_specs():
     specs = {name: copy.copy(FULL) for name in ("layer 0", "layer 1")}
     for spec in specs.values():
         object.__setattr__(spec, VERDICT, LayerVerdict(False, "packed"))
@@ -310,8 +303,7 @@ def test_the_workers_verdicts_come_with_their_specs(mode):
 
 @pytest.mark.parametrize("place", ["plan", "_lower"])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monkeypatch):
-    mode("stage")
+def test_a_fault_inside_leaves_the_scheduler_all_blocks(place, late, monkeypatch):
     function = getattr(engine_core, place)
 
     def fail(*arguments):
@@ -323,9 +315,8 @@ def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monke
     refused(workers_of(), "the reservation failed: KeyError: 'planted'")
 
 
-def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
+def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks():
     """Behind some of its work: a tensor's size is not the kind of thing it was."""
-    mode("stage")
     workers = workers_of()
     for worker in workers:
         worker.kv_cache_tensors[1].size = None
@@ -337,8 +328,8 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
 
 
 @pytest.mark.parametrize("name", ["off", "cow", "stage"])
-def test_other_modes_and_calls_of_no_engines_start_leave_everything(mode, name):
-    mode(name)
+def test_other_modes_and_calls_of_no_engines_start_leave_everything(monkeypatch, name):
+    monkeypatch.setenv("VLLM_NWOR_MODE", name)
     workers = workers_of()
 
     with nwor_log() as lines:
@@ -349,8 +340,7 @@ def test_other_modes_and_calls_of_no_engines_start_leave_everything(mode, name):
     assert lines == []
 
 
-def test_an_engine_has_its_own_configuration_not_an_earlier_ones(mode):
-    mode("stage")
+def test_an_engine_has_its_own_configuration_not_an_earlier_ones():
     first, second = workers_of(), workers_of()
     start(first, vllm_config(speculative_config=None))
     start(second)
