@@ -25,39 +25,32 @@ def test_an_empty_environment_means_off_with_metrics(empty):
 
 
 def test_every_variable_is_read():
-    config = NworConfig.from_env(
-        {
-            "VLLM_NWOR_MODE": "stage",
-            "VLLM_NWOR_EMIT_METRICS": "0",
-            "VLLM_NWOR_STRICT": "1",
-            "VLLM_NWOR_DEBUG_SYNC": "1",
-            "VLLM_NWOR_MAX_LOG_ROWS": "64",
-            "VLLM_NWOR_SHADOW_BLOCKS": "12",
-            "VLLM_NWOR_AUDIT": "raise",
-            "VLLM_NWOR_AUDIT_MIB": "0",
-            "VLLM_NWOR_AUDIT_FILE": "found.json",
-        }
+    given = (
+        *("MODE=stage", "EMIT_METRICS=0", "STRICT=1", "DEBUG_SYNC=1"),
+        *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
+        *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
     )
+    config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
     assert config == NworConfig(*steps, AuditMode.RAISE, 0, "found.json")
 
 
-@pytest.mark.parametrize(("value", "number"), [("", None), ("0", 0), ("1", 1)])
-def test_no_shadow_blocks_is_not_the_default_number_of_them(value, number):
-    config = NworConfig.from_env({"VLLM_NWOR_SHADOW_BLOCKS": value})
-
-    assert config.max_shadow_blocks == number
-
-
 @pytest.mark.parametrize(
-    ("value", "startup", "steps"),
-    [("0", False, False), ("1", True, False), ("always", True, True)],
+    ("name", "value", "expected"),
+    [
+        # None are not the default number of them.
+        ("SHADOW_BLOCKS", "0", {"max_shadow_blocks": 0}),
+        ("SHADOW_BLOCKS", "1", {"max_shadow_blocks": 1}),
+        ("STRICT", "0", {"strict": False, "strict_steps": False}),
+        ("STRICT", "1", {"strict": True, "strict_steps": False}),
+        ("STRICT", "always", {"strict": True, "strict_steps": True}),
+    ],
 )
-def test_strict_is_about_startup_or_about_steps_too(value, startup, steps):
-    config = NworConfig.from_env({"VLLM_NWOR_STRICT": value})
+def test_what_a_value_means(name, value, expected):
+    config = NworConfig.from_env({f"VLLM_NWOR_{name}": value})
 
-    assert (config.strict, config.strict_steps) == (startup, steps)
+    assert {part: getattr(config, part) for part in expected} == expected
 
 
 ROWS = "empty (no cap) or a whole number of rows, at least 1"

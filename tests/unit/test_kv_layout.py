@@ -41,6 +41,17 @@ def zeros(cache, slot, key, value):
     rows(cache, slot, key * 0, value * 0)
 
 
+def rows_and(where):
+    """Rows, and an element at `where(block, slot)`, unless that is None."""
+
+    def write(cache, slot, key, value):
+        rows(cache, slot, key, value)
+        if (at := where(*divmod(slot, SLOTS))) is not None:
+            cache[at][0] = 7
+
+    return write
+
+
 def columns(cache, slot, key, value):
     """K column-major inside a block and head, V row-major, as CPU_ATTN's `vec`."""
     blocks, heads, slots, width = cache.shape
@@ -73,8 +84,7 @@ def head_outermost_cache():
 
 def other_layers_between_blocks():
     """One layer of three whose blocks alternate in one allocation."""
-    whole = torch.zeros(BLOCKS, 3, HEADS, SLOTS, 2 * DIM)
-    return whole[:, 1]
+    return torch.zeros(BLOCKS, 3, HEADS, SLOTS, 2 * DIM)[:, 1]
 
 
 def touched(kv_cache, layout, slot):
@@ -164,23 +174,11 @@ def shared_bytes(cache, slot, key, value):
     rows(cache, slot // 2 * 2, key, value)
 
 
-def ragged(cache, slot, key, value):
-    """All slots but the first write a byte of the first one, too."""
-    rows(cache, slot, key, value)
-    if slot % SLOTS:
-        cache[slot // SLOTS, 0, 0, 0] = 7
-
-
-def other_block(cache, slot, key, value):
-    cache[1, 0, 0, 0] = 7
-    rows(cache, slot, key, value)
-
-
-def far(cache, slot, key, value):
-    """The last slot of a block also writes where nobody looks: one byte in front."""
-    rows(cache, slot, key, value)
-    if slot == SLOTS - 1:
-        cache.view(torch.uint8)[0, 0, 0, 0] = 7
+# All slots but the first write an element of the first one, too.
+ragged = rows_and(lambda block, slot: (block, 0, 0) if slot else None)
+other_block = rows_and(lambda block, slot: (1, 0, 0))
+# The last slot of a block also writes where nobody looks.
+far = rows_and(lambda block, slot: (0, 0, 0) if slot == SLOTS - 1 else None)
 
 
 class OtherSignatureImpl:
@@ -189,6 +187,8 @@ class OtherSignatureImpl:
 
 
 PADDED = torch.zeros(BLOCKS, HEADS, SLOTS + 1, 2 * DIM)[:, :, :SLOTS]
+FIVE, TURNED = torch.zeros(2, 3, 4, 5, 6), torch.zeros(4, 3, 8, 6).transpose(2, 3)
+PARAMETERS = r"has parameters \(layer, key, kv_cache\), which no probe knows"
 
 
 @pytest.mark.parametrize(
@@ -200,18 +200,10 @@ PADDED = torch.zeros(BLOCKS, HEADS, SLOTS + 1, 2 * DIM)[:, :, :SLOTS]
         (other_block, hnd_cache(), "a slot of block 0 has bytes in block 1"),
         (lambda *_: None, hnd_cache(), "the writer left a slot untouched"),
         (object(), hnd_cache(), "object has no do_kv_cache_update"),
-        (
-            OtherSignatureImpl(),
-            hnd_cache(),
-            r"has parameters \(layer, key, kv_cache\), which no probe knows",
-        ),
+        (OtherSignatureImpl(), hnd_cache(), PARAMETERS),
         (columns, PADDED, "expected blocks that are contiguous"),
-        (
-            rows,
-            torch.zeros(2, 3, 4, 5, 6),
-            r"shape \(2, 3, 4, 5, 6\) is not supported",
-        ),
-        (rows, torch.zeros(4, 3, 8, 6).transpose(2, 3), "last stride is 6"),
+        (rows, FIVE, r"shape \(2, 3, 4, 5, 6\) is not supported"),
+        (rows, TURNED, "last stride is 6"),
     ],
 )
 def test_what_is_neither_rows_nor_a_packing_is_refused(write, cache, message):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nwor.hooks import _wrap, engine_core, runner, runner_v1, runner_v2
+from vllm_nwor.hooks import _wrap, engine_core
 from vllm_nwor.hooks._wrap import HostMismatch, check
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
@@ -47,27 +47,10 @@ def test_the_page_for_vllms_maintainers_has_every_row():
 
 
 def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
+    """A function has one row: install_all wraps a place once."""
     assert set(HOOKS) == {row.module for row in OURS}
     assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT}
-
-
-def test_a_function_has_one_row():
-    """install_all wraps a place once."""
     assert len({row.name for row in ROWS}) == len(ROWS)
-
-
-@pytest.mark.parametrize(
-    ("hooks", "module"), [(runner_v1, runner_v1.MODULE), (runner_v2, runner_v2.MODULE)]
-)
-def test_every_row_of_a_runner_is_installed(hooks, module, monkeypatch):
-    installed = []
-    monkeypatch.setattr(
-        runner, "install_all", lambda host, wrappers: installed.extend(wrappers)
-    )
-
-    hooks.install(import_module(module))
-
-    assert tuple(installed) == tuple(hooks.LEDGER)
 
 
 OF_ENGINE_CORE = [row for row in OURS if row.module == engine_core.CONFIGS.module]

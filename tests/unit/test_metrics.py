@@ -12,7 +12,6 @@ import pickle
 from collections import Counter
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, call
 
 import msgspec
@@ -22,16 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    AsyncModelRunnerOutput,
-    ModelRunnerOutput,
-)
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY
+from vllm.v1.outputs import ModelRunnerOutput
 
 import vllm_nwor.metrics as metrics
 from vllm_nwor import commits
-from vllm_nwor.audit.findings import CLASSES
-from vllm_nwor.audit.stats import COUNTERS as AUDIT_COUNTERS
 from vllm_nwor.hooks import stats
 from vllm_nwor.hooks._wrap import HostMismatch
 from vllm_nwor.metrics import COUNTERS, FALLBACKS, GroupInfo, NworPrometheus
@@ -58,28 +52,20 @@ def _fresh(monkeypatch):
 # --- attach ---------------------------------------------------------------------------
 
 
-def plain_output():
-    return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-
-
-class LateOutput(AsyncModelRunnerOutput):
-    """Has its output as those of the two runners have."""
-
-    def __init__(self, output, name="model_runner_output"):
-        setattr(self, name, output)
-        self.name = name
-
-    def get_output(self):
-        return getattr(self, self.name)
-
-
 @pytest.mark.parametrize("name", [None, "model_runner_output", "_model_runner_output"])
-def test_an_output_carries_counts_that_are_read_when_it_is(name):
+def test_an_output_carries_counts_that_are_read_when_it_is(name, caplog):
+    """Where they cannot be had, or there are none, it stays as it was: that loses no
+    token."""
     memory = array.array("q", [0] * 8)
     before, after = memoryview(array.array("q", range(8))), memoryview(memory)
-    output = plain_output()
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    result = SimpleNamespace(**{name: output}) if name else output
+    for take_payload, num_logged in ((lambda: None, 0), (lambda: 1 // 0, 1)):
+        stats.attach(result, take_payload)
+        assert "nwor_stats" not in vars(output)
+        text = f"no statistics on a runner's output: {type(result).__name__}"
+        assert caplog.text.count(text) == num_logged
 
-    result = LateOutput(output, name) if name else output
     stats.attach(result, lambda: StepPayload((before, after)))
     memory[:] = array.array("q", range(10, 90, 10))
 
@@ -88,28 +74,12 @@ def test_an_output_carries_counts_that_are_read_when_it_is(name):
     assert pickle.loads(pickle.dumps(output)).nwor_stats == (risen,)
 
 
-EMPTY = EMPTY_MODEL_RUNNER_OUTPUT
-
-
-@pytest.mark.parametrize("result", [EMPTY, LateOutput(EMPTY), None, 3])
+@pytest.mark.parametrize(
+    "result", [EMPTY, SimpleNamespace(model_runner_output=EMPTY), None, 3]
+)
 def test_the_shared_empty_output_is_never_touched_and_nothing_is_lost(result):
     stats.attach(result, lambda: pytest.fail("the payload was read, and is lost"))
-
     assert not hasattr(EMPTY, "nwor_stats")
-
-
-@pytest.mark.parametrize(
-    ("take_payload", "is_logged"), [(lambda: None, False), (lambda: 1 // 0, True)]
-)
-def test_without_news_an_output_stays_as_it_was(take_payload, is_logged, caplog):
-    """Also where they cannot be had: that loses no token."""
-    output = plain_output()
-
-    stats.attach(output, take_payload)
-
-    assert output.__dict__ == plain_output().__dict__
-    logged = "no statistics on a runner's output: ModelRunnerOutput" in caplog.text
-    assert logged is is_logged
 
 
 # --- a scheduler's steps --------------------------------------------------------------
@@ -168,7 +138,7 @@ class Scheduler:
         speculative = SimpleNamespace(method=method)
         self.vllm_config = SimpleNamespace(speculative_config=speculative)
         self.log_stats = self.unfinished = True
-        self.change_stats, self.form = (lambda found: None), dict
+        self.form = dict
 
     def has_unfinished_requests(self):
         return self.unfinished
@@ -177,10 +147,9 @@ class Scheduler:
         windows = scheduler_output.step.windows
         outputs = [name for name, window in windows.items() if window[2] != "gone"]
         spec_stats = None
-        rows = model_runner_output.sampled_token_ids
-        for ids, (name, (drafts, accepted, fate)) in zip(
-            rows, windows.items(), strict=True
-        ):
+        rows = iter(model_runner_output.sampled_token_ids)
+        for name, (drafts, accepted, fate) in windows.items():
+            ids = next(rows)
             if drafts and fate in COUNTED:
                 spec_stats = self.make_spec_decoding_stats(
                     spec_stats,
@@ -192,25 +161,23 @@ class Scheduler:
             if fate == "stops":
                 del ids[1:]
         found = SchedulerStats(spec_decoding_stats=spec_stats)
-        self.change_stats(found)
-        carrier = SimpleNamespace(
-            outputs=outputs, scheduler_stats=found if self.log_stats else None
-        )
+        shown = found if self.log_stats else None
+        carrier = SimpleNamespace(outputs=outputs, scheduler_stats=shown)
         other = SimpleNamespace(outputs=[], scheduler_stats=None)
         return self.form({3: carrier, 0: other})
 
 
-def hooked(name, **classes):
-    """A module of vLLM's with classes like these, and NWOR's hooks on them."""
+def hooked(name, cls):
+    """A class like this one in a module of vLLM's, and NWOR's hooks on it."""
     module = ModuleType(name)
-    for attribute, cls in classes.items():
-        setattr(module, attribute, type(attribute, (cls,), {}))
+    hosted = type(cls.__name__, (cls,), {})
+    setattr(module, cls.__name__, hosted)
     stats.install(module)
-    return module
+    return hosted
 
 
 def hooked_scheduler(**arguments):
-    return hooked(stats.SCHEDULER, Scheduler=Scheduler).Scheduler(**arguments)
+    return hooked(stats.SCHEDULER, Scheduler)(**arguments)
 
 
 def run(scheduler, step, payload="truth", invalid=None, **more_drafts):
@@ -241,11 +208,8 @@ def run(scheduler, step, payload="truth", invalid=None, **more_drafts):
 
 
 MIXED = Step(
-    a=(4, 2, "counted"),
-    b=(4, 3, "gone"),
-    c=(3, 3, "stops"),
-    d=(2, 1, "cleared"),
-    e=(0, 0, "counted"),
+    **{"a": (4, 2, "counted"), "b": (4, 3, "gone"), "c": (3, 3, "stops")},
+    **{"d": (2, 1, "cleared"), "e": (0, 0, "counted")},
 )
 IDLE = Step(e=(0, 0, "counted"))
 SILENT = Step(b=(4, 3, "gone"))
@@ -258,59 +222,41 @@ ONE_CLEARED = Step(a=(4, 1, "counted"), b=(3, 0, "cleared"))
 # --- the identities -------------------------------------------------------------------
 
 
-BREACHES = [
-    (counts(2, 7, 3), []),
-    (counts(2, 7, 3, rejected=5), ["split"]),
-    (counts(3, 7, 3), ["windows"]),
-    (counts(1, 7, 3), ["windows"]),
-    (counts(2, 8, 3), ["drafts"]),
-    (counts(2, 6, 3), ["drafts"]),
-    (counts(2, 7, 1), ["accepted"]),
-    (counts(2, 7, 2), ["accepted"]),
-    (counts(2, 7, 4), ["accepted"]),
-    (counts(2, 4, 1), ["drafts", "accepted"]),  # window b was not run
-    (counts(1, 4, 1), ["windows", "drafts", "accepted"]),
-    (counts(2, 7, 3, invalid=2), ["worker"]),
-]
+# Of 8 drafts that are scheduled, and counted by vLLM, those of b may not have run.
+TRIMMED = Step(a=(4, 1, "counted"), b=(4, 0, "counted"))
 
 
 @pytest.mark.parametrize(
-    ("step", "found", "kinds"),
+    ("step", "found", "kinds", "method"),
     [
-        *((step, *row) for step in (ONE_GONE, BOTH_COUNTED) for row in BREACHES),
-        *((ONE_CLEARED, counts(2, 7, accepted), []) for accepted in (1, 4)),
-        *((ONE_CLEARED, counts(2, 7, accepted), ["accepted"]) for accepted in (0, 5)),
+        *((step, counts(2, 7, 3), [], "ngram") for step in (ONE_GONE, BOTH_COUNTED)),
+        (ONE_GONE, counts(2, 7, 3, rejected=5), ["split"], "ngram"),
+        (ONE_GONE, counts(3, 7, 3), ["windows"], "ngram"),
+        (ONE_GONE, counts(1, 7, 3), ["windows"], "ngram"),
+        (ONE_GONE, counts(2, 8, 3), ["drafts"], "ngram"),
+        (ONE_GONE, counts(2, 6, 3), ["drafts"], "ngram"),
+        (ONE_GONE, counts(2, 7, 2), ["accepted"], "ngram"),
+        (ONE_GONE, counts(2, 7, 4), ["accepted"], "ngram"),
+        (ONE_GONE, counts(2, 4, 1), ["drafts", "accepted"], "ngram"),
+        (ONE_GONE, counts(1, 4, 1), ["windows", "drafts", "accepted"], "ngram"),
+        (BOTH_COUNTED, counts(2, 7, 3, invalid=2), ["worker"], "ngram"),
+        *((ONE_CLEARED, counts(2, 7, num), [], "ngram") for num in (1, 4)),
+        *((ONE_CLEARED, counts(2, 7, num), ["accepted"], "ngram") for num in (0, 5)),
+        (TRIMMED, counts(1, 5, 1), ["windows", "drafts"], "ngram"),
+        (TRIMMED, counts(1, 5, 1), [], "ngram_gpu"),
+        (TRIMMED, counts(3, 9, 1), ["windows", "drafts"], "ngram_gpu"),
     ],
 )
-def test_each_identity_that_fails_is_a_breach_by_name(step, found, kinds):
-    report = run(hooked_scheduler(), step, (found,))
+def test_each_identity_that_fails_is_a_breach_by_name(step, found, kinds, method):
+    """Drafts trimmed by the worker are none where the method trims."""
+    report = run(hooked_scheduler(method=method), step, (found,))
 
     assert metrics._logged == {f"breach of the {kind} identity" for kind in kinds}
     assert report["breaches"] == (2 if kinds == ["worker"] else len(kinds))
     # What is too much counts as dropped.
     drafts, accepted = step.counted
-    assert report["rejected_tokens"] <= drafts - accepted
-
-
-@pytest.mark.parametrize(
-    ("method", "found", "num_breaches"),
-    [
-        ("ngram_gpu", counts(1, 5, 1), 0),
-        ("ngram_gpu", counts(3, 9, 1), 2),  # windows and drafts
-        ("ngram", counts(1, 5, 1), 2),
-    ],
-)
-def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims(
-    method, found, num_breaches
-):
-    # 8 scheduled and counted by vLLM; of 5 that ran, all of window b went.
-    step = Step(a=(4, 1, "counted"), b=(4, 0, "counted"))
-
-    report = run(hooked_scheduler(method=method), step, (found,))
-
-    assert report["breaches"] == num_breaches
-    assert report["committed_tokens"] == 1
-    assert report["dropped_drafts"] == (found[1] == 9)
+    assert report["committed_tokens"] == accepted
+    assert report["dropped_drafts"] == max(found[1], step.counts[1]) - drafts
 
 
 # --- the scheduler's hooks ------------------------------------------------------------
@@ -318,25 +264,16 @@ def test_drafts_trimmed_by_the_worker_are_no_breach_where_the_method_trims(
 
 @pytest.mark.parametrize("part", ["pending", "publish"])
 def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
-    def fail(*_):
-        raise OSError
-
     whole = run(hooked_scheduler(), MIXED)
     monkeypatch.setattr(commits, "registered", [None])
-    monkeypatch.setattr(stats, "block_sizes", lambda groups: {})
-    monkeypatch.setattr(commits, "pending", lambda *_: [None])
-    monkeypatch.setattr(commits, part, fail)
-    scheduler = hooked_scheduler()
-    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
+    scheduler, num_breaches = hooked_scheduler(), (1, 1)
+    if part == "publish":  # behind the report's leaving: told with the next one
+        scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
+        monkeypatch.setattr(commits, "pending", lambda *_: [None])
+        num_breaches = 0, 1
 
-    found = [run(scheduler, MIXED), run(scheduler, MIXED)]
-
-    num_breaches = (
-        [1, 1] if part == "pending" else [0, 1]
-    )  # behind the report's leaving
-    assert [report["breaches"] for report in found] == num_breaches
-    for report in found:
-        assert report | {"breaches": 0} == whole
+    for num in num_breaches:
+        assert run(scheduler, MIXED) == whole | {"breaches": num}
 
 
 @pytest.mark.parametrize(
@@ -376,49 +313,38 @@ def test_what_fails_here_is_a_breach_and_loses_no_output(
 
 
 @pytest.mark.parametrize(
-    ("payload", "news", "twice"),
+    ("name", "payload", "news", "twice"),
     [
-        (
-            (ZEROS, {"over_capacity": 2}),
-            {"fallbacks": {"over_capacity": 2}},
-            {"fallbacks": {"over_capacity": 4}},
-        ),
-        (
-            (ZEROS, {}, [], {"steps": 9, "changed": 1}),
-            {"audit": {"steps": 9, "changed": 1}},
-            {"audit": {"steps": 18, "changed": 2}},
-        ),
-        ((ZEROS, {}, INFO), {"info": INFO}, {"info": INFO}),
-        (((*ZEROS[:5], 1, 0, 0),), {"breaches": 1}, {"breaches": 2}),
+        ("fallbacks", (ZEROS, {"no_seat": 2}), {"no_seat": 2}, {"no_seat": 4}),
+        ("audit", (ZEROS, {}, [], {"steps": 9}), {"steps": 9}, {"steps": 18}),
+        ("info", (ZEROS, {}, INFO), INFO, INFO),
+        ("breaches", ((*ZEROS[:5], 1, 0, 0),), 1, 2),
     ],
 )
-def test_news_leave_with_the_step_that_has_them_and_once(payload, news, twice):
+def test_news_leave_with_the_step_that_has_them_and_once(name, payload, news, twice):
     """A step that ran as vanilla, whose windows are no breach, but for a slot. Or with
     the next one that has outputs, added up."""
     scheduler = hooked_scheduler()
     nothing = {**dict.fromkeys(COUNTERS, 0), "fallbacks": {}}
 
-    assert run(scheduler, MIXED, payload) == nothing | news
+    assert run(scheduler, MIXED, payload) == nothing | {name: news}
     assert run(scheduler, IDLE, None) is None
     assert run(scheduler, SILENT, payload) is None
-    assert run(scheduler, MIXED, payload) == nothing | twice
+    assert run(scheduler, MIXED, payload) == nothing | {name: twice}
 
 
 def test_a_step_that_vllm_fails_to_process_leaves_nothing_behind():
     scheduler = hooked_scheduler()
-    seen = []
 
-    def fail(found):
-        seen.append("make_spec_decoding_stats" in vars(scheduler))
+    def fail(outputs):
+        assert "make_spec_decoding_stats" in vars(scheduler)
         raise RuntimeError("vLLM's own")
 
-    scheduler.change_stats = fail
+    scheduler.form = fail
     with pytest.raises(RuntimeError, match=r"^vLLM's own$"):
         run(scheduler, MIXED, invalid={"a": 1})
-
-    assert seen == [True]
     assert "make_spec_decoding_stats" not in vars(scheduler)
-    scheduler.change_stats = lambda found: None
+    scheduler.form = dict
     assert run(scheduler, MIXED)["committed_tokens"] == 5
 
 
@@ -434,18 +360,12 @@ WINDOWS = st.dictionaries(
 )
 
 
+# Windows; whether statistics are on, the step ran as vanilla, a grammar forbids drafts.
+STEPS = st.tuples(WINDOWS, st.booleans(), st.booleans(), st.booleans())
+
+
 @settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            WINDOWS,
-            st.booleans(),  # statistics on
-            st.booleans(),  # ran as vanilla
-            st.booleans(),  # a grammar forbids drafts
-        ),
-        max_size=12,
-    )
-)
+@given(st.lists(STEPS, max_size=12))
 def test_whatever_is_aborted_the_totals_add_up(steps):
     """A window that is dropped is neither committed nor rejected."""
     scheduler = hooked_scheduler()
@@ -496,184 +416,145 @@ def test_one_wrong_number_of_the_worker_never_passes(windows, column, error):
 # --- the front end --------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Vanilla:
-    """As vLLM's SchedulerStats."""
-
-    num_running_reqs: int = 0
-    lists: list[int] = dataclasses.field(default_factory=list)
-
-
 def test_a_report_is_a_field_that_a_front_end_without_nwor_skips():
-    @dataclasses.dataclass
-    class Extended(Vanilla):
-        __annotations__ = {}
-
+    fields = [("num", int, 0), ("lists", list[int], dataclasses.field(default=None))]
+    vanilla, extended = (dataclasses.make_dataclass(n, fields) for n in "ve")
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     # A decoder that was made before, as of an engine without NWOR.
-    msgspec.msgpack.decode(msgspec.msgpack.encode(Extended(2, [3])), type=Extended)
-    for cls in (Extended, SchedulerStats):
+    decode(encode(extended(2, [3])), type=extended)
+    for cls in (extended, SchedulerStats) * 2:
         stats.extend(cls)
-        stats.extend(cls)
-    sent = Extended(2, [3])
-    dataclasses.replace(sent)
-    encoded = [msgspec.msgpack.encode(sent)]
-    sent.nwor_report = report = {"counts": [1, 2], "fallbacks": {"no_seat": 3}}
-    encoded.append(msgspec.msgpack.encode(sent))
-
-    for one, expected in zip(encoded, (None, report), strict=True):
-        assert msgspec.msgpack.decode(one, type=Vanilla) == Vanilla(2, [3])
-        assert msgspec.msgpack.decode(one, type=Extended).nwor_report == expected
+    for report in (None, {"counts": [1, 2], "fallbacks": {"no_seat": 3}}):
+        sent = extended(2, [3])
+        if report:
+            sent.nwor_report = report
+        assert decode(encode(sent), type=vanilla) == vanilla(2, [3])
+        assert decode(encode(sent), type=extended).nwor_report == report
+    dataclasses.replace(extended(2, [3]))
     assert SchedulerStats(3).nwor_report is None
     with pytest.raises(HostMismatch, match="SchedulerStats is not a dataclass"):
         stats.extend(None)
 
 
-def hooked_loggers():
-    registry = prometheus_client.CollectorRegistry()
+class FrontEnd:
+    """vLLM's stat logger in as few lines, hooked, with a registry of its own."""
 
-    class PrometheusStatLogger:
-        _counter_cls = partial(prometheus_client.Counter, registry=registry)
-        _gauge_cls = partial(prometheus_client.Gauge, registry=registry)
+    def __init__(self, *engines):
+        registry = self.registry = prometheus_client.CollectorRegistry()
 
-        def __init__(self, vllm_config=None, engine_indexes=(0,)):
-            for collector in list(registry._collector_to_names):
-                registry.unregister(collector)
-            labels = {engine: ["tiny", str(engine)] for engine in engine_indexes}
-            self.per_engine_labelvalues = labels
-            self.recorded = 0
+        class PrometheusStatLogger:
+            _counter_cls = partial(prometheus_client.Counter, registry=registry)
+            _gauge_cls = partial(prometheus_client.Gauge, registry=registry)
 
-        def record(
-            self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0
-        ):
-            self.recorded += 1
+            def __init__(self, vllm_config, engine_indexes):
+                for collector in list(registry._collector_to_names):
+                    registry.unregister(collector)
+                labels = {engine: ["tiny", str(engine)] for engine in engine_indexes}
+                self.per_engine_labelvalues = labels
+                self.recorded = []
 
-    module = hooked(stats.LOGGERS, PrometheusStatLogger=PrometheusStatLogger)
-    module.registry = registry
-    return module
+            def record(
+                self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx=0
+            ):
+                self.recorded.append(scheduler_stats)
+
+        self.make = hooked(stats.LOGGERS, PrometheusStatLogger)
+        self.engines = engines or (0,)
+        self.start()
+
+    def start(self):
+        """A logger, or another one in its place."""
+        self.logger = self.make(None, self.engines)
+
+    def record(self, engine=0, news=(), **counts):
+        """A SchedulerStats with such a report; vLLM's logger gets it, too."""
+        found = SchedulerStats()
+        found.nwor_report = {"counts": [counts.get(name, 0) for name in COUNTERS]}
+        found.nwor_report |= news
+        self.logger.record(found, None, mm_cache_stats=None, engine_idx=engine)
+        assert self.logger.recorded.pop() is found
+
+    def value(self, name, engine=0, **labels):
+        labels = {"model_name": "tiny", "engine": str(engine), **labels}
+        return self.registry.get_sample_value(f"vllm:nwor_{name}", labels)
+
+    def info(self):
+        """What is shown for the modes of INFO and OTHER_INFO."""
+        labels = {**INFO[0]._asdict(), "group": "0"}
+        return [self.value("info", **labels | {"resolved": m}) for m in ("cow", "off")]
 
 
-def record(logger, engine_idx=0, fallbacks=None, audit=None, info=None, **counts):
-    """Records a SchedulerStats with that report."""
-    report: dict[str, Any] = {"counts": [counts.get(name, 0) for name in COUNTERS]}
-    news = {"fallbacks": fallbacks, "audit": audit, "info": info}
-    report |= {name: found for name, found in news.items() if found}
-    found, num = SchedulerStats(), logger.recorded
-    found.nwor_report = report
-    logger.record(found, None, mm_cache_stats=None, engine_idx=engine_idx)
-    assert logger.recorded == num + 1
-
-
-def value(module, name, engine=0, **labels):
-    labels = {"model_name": "tiny", "engine": str(engine), **labels}
-    return module.registry.get_sample_value(f"vllm:nwor_{name}", labels)
-
-
-def fallbacks(module, engine=0):
-    return {r: value(module, "fallbacks_total", engine, reason=r) for r in FALLBACKS}
-
-
-def test_a_report_is_counted_for_its_engine():
-    module = hooked_loggers()
-    logger = module.PrometheusStatLogger(None, (0, 1))
+@pytest.mark.parametrize("audit", ["off", "log"])
+def test_a_report_is_counted_for_its_engine(audit, monkeypatch):
+    """All series are there from the start. That of an engine nobody knows is lost, and
+    nothing else."""
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", audit)
+    front = FrontEnd(0, 1)
     for name in COUNTERS:
-        assert value(module, f"{name}_total", engine=1) == 0
-    assert fallbacks(module, engine=1) == dict.fromkeys(FALLBACKS, 0)
-    more = {"fallbacks": {"over_capacity": 3}, "audit": {"steps": 7}}
+        assert front.value(f"{name}_total", 1) == 0
+    shown = [front.value("fallbacks_total", 1, reason=reason) for reason in FALLBACKS]
+    assert shown == [0] * len(FALLBACKS)
 
     for _ in range(2):
-        record(logger, 1, windows=2, restored_bytes=10, **more)
-        logger.record(SchedulerStats(), None)
-        logger.record(None, None)
+        news = {"fallbacks": {"over_capacity": 3}, "audit": {"steps": 7}}
+        front.record(1, news, windows=2, restored_bytes=10)
+        for found in (SchedulerStats(), None):
+            front.logger.record(found, None, None)
 
-    assert value(module, "windows_total", 1) == 4
-    assert value(module, "restored_bytes_total", 1) == 20
-    assert value(module, "windows_total", 0) == 0
-    assert value(module, "fallbacks_total", 1, reason="over_capacity") == 6
-    assert value(module, "audit_steps_total", 1) is None  # nobody here shows it
-
-
-@pytest.mark.parametrize("mode", ["off", "stage"])
-def test_the_audits_counts_are_shown_with_the_mode_and_without(mode, monkeypatch):
-    """All of them from the start."""
-    monkeypatch.setenv("VLLM_NWOR_MODE", mode)
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", "log")
-    module = hooked_loggers()
-    logger = module.PrometheusStatLogger()
-    expected = dict.fromkeys([*AUDIT_COUNTERS, *CLASSES], 0)
-
-    for rise in ({}, {"steps": 9, "changed": 1}, {"steps": 3, "unverified": 2}):
-        record(logger, windows=1, audit=rise)
-        expected |= Counter(expected) + Counter(rise)
-        found = {name: value(module, f"audit_{name}_total") for name in AUDIT_COUNTERS}
-        for kind in CLASSES:
-            labels = {"class": kind}
-            found[kind] = value(module, "audit_findings_total", **labels)
-        assert found == expected
-    assert value(module, "windows_total") == (3 if mode == "stage" else None)
-
-
-def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(metrics, "MAX_WAITING", 5)
-    module = hooked_loggers()
-    logger = module.PrometheusStatLogger()
-    (prometheus,) = logger.nwor_prometheus
-
-    for _ in range(20):
-        record(logger, windows=1)
-        assert len(prometheus._waiting[0]) <= 5
-
-    assert value(module, "windows_total") == 20
-    assert value(module, "windows_total") == 20
-
-
-def test_nothing_waits_where_another_process_collects(monkeypatch, tmp_path):
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    logger = hooked_loggers().PrometheusStatLogger()
-    record(logger, windows=1)
-    assert not logger.nwor_prometheus[0]._waiting[0]
-
-
-def test_an_engine_nobody_knows_costs_its_report_and_nothing_else(monkeypatch):
-    logger = hooked_loggers().PrometheusStatLogger()
-    record(logger, 9, windows=1)
+    assert front.value("windows_total", 1) == 4
+    assert front.value("restored_bytes_total", 1) == 20
+    assert front.value("windows_total", 0) == 0
+    assert front.value("fallbacks_total", 1, reason="over_capacity") == 6
+    assert front.value("audit_steps_total", 1) == (14 if audit == "log" else None)
+    front.record(9, windows=1)
     assert metrics._logged == {"a report was lost"}
-
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises(KeyError):
-        record(logger, 9, windows=1)
+        front.record(9, windows=1)
 
 
-def info(module, resolved):
-    labels = {**INFO[0]._asdict(), "group": "0", "resolved": resolved}
-    return value(module, "info", **labels)
+def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch, tmp_path):
+    """None wait where another process collects."""
+    monkeypatch.setattr(metrics, "MAX_WAITING", 5)
+    front = FrontEnd()
+    for _ in range(20):
+        front.record(windows=1)
+        assert len(front.logger.nwor_prometheus[0]._waiting[0]) <= 5
+    assert front.value("windows_total") == 20
+    assert front.value("windows_total") == 20
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    front.start()
+    front.record(windows=1)
+    assert not front.logger.nwor_prometheus[0]._waiting[0]
 
 
 def test_info_is_shown_once_for_each_group_and_by_loggers_created_anew():
     """What was shown before goes to zero, as counters of new loggers do."""
-    module = hooked_loggers()
-    logger = module.PrometheusStatLogger()
-    record(logger, info=INFO)
-    record(logger, windows=5)
-    assert info(module, "cow") == 1
-    record(logger, info=OTHER_INFO)
-    assert (info(module, "cow"), info(module, "off")) == (0, 1)
+    front = FrontEnd()
+    front.record(news={"info": INFO})
+    front.record(windows=5)
+    assert front.info() == [1, None]
+    front.record(news={"info": OTHER_INFO})
+    assert front.info() == [0, 1]
 
-    for news, shown in (({}, (None, 1)), ({"info": INFO}, (1, None))):
-        logger = module.PrometheusStatLogger()
-        assert value(module, "windows_total") == 0
-        record(logger, windows=1, **news)
-        assert value(module, "windows_total") == 1
-        assert (info(module, "cow"), info(module, "off")) == shown
+    for news, shown in (({}, [None, 1]), ({"info": INFO}, [1, None])):
+        front.start()
+        assert front.value("windows_total") == 0
+        front.record(news=news, windows=1)
+        assert front.value("windows_total") == 1
+        assert front.info() == shown
 
 
 def test_emit_metrics_0_counts_and_creates_nothing(monkeypatch):
     """Also in a process that was hooked before."""
-    module = hooked_loggers()
+    front = FrontEnd()
     monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "0")
 
-    record(module.PrometheusStatLogger(), windows=1)
+    front.start()
+    front.record(windows=1)
 
-    assert list(module.registry.collect()) == []
+    assert list(front.registry.collect()) == []
     assert run(hooked_scheduler(), MIXED) is None
 
 
@@ -683,7 +564,7 @@ def test_a_scheduler_that_counts_otherwise_is_refused_by_name():
             pass
 
     with pytest.raises(HostMismatch, match="make_spec_decoding_stats has parameters"):
-        hooked(stats.SCHEDULER, Scheduler=Other)
+        hooked(stats.SCHEDULER, type("Scheduler", (Other,), {}))
 
 
 def test_objects_need_nothing_but_classes_like_prometheus_clients():

@@ -31,13 +31,9 @@ def pending(monkeypatch):
     return names
 
 
-OURS = [
-    "vllm.v1.worker.gpu_model_runner",
-    "vllm.v1.worker.gpu.model_runner",
-    "vllm.v1.engine.core",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.metrics.loggers",
-]
+RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+CORE, SCHEDULER = "vllm.v1.engine.core", "vllm.v1.core.sched.scheduler"
+OURS = [*RUNNERS, CORE, SCHEDULER, "vllm.v1.metrics.loggers"]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +61,7 @@ def test_each_mode_hooks_its_modules_once(modes, hooked, pending, monkeypatch):
 def test_a_bad_value_stops_the_start_in_any_mode(pending, monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_STRICT", "maybe")
 
-    with pytest.raises(
-        NworConfigError, match=r"^VLLM_NWOR_STRICT='maybe' is not allow"
-    ):
+    with pytest.raises(NworConfigError, match=r"^VLLM_NWOR_STRICT='maybe' is not al"):
         plugin.register()
 
     assert pending == []
@@ -90,23 +84,22 @@ def test_a_version_nobody_has_tried_gets_one_warning(pending, monkeypatch):
 
 def test_a_fork_hooks_a_module_where_it_ends(pending, monkeypatch):
     """Not a module that has nothing to be hooked, and with one warning."""
-    scheduler, core = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
-    names, hooked = (scheduler, core, "vllm.v1.worker.gpu_worker", "vllm"), []
+    names, hooked = (SCHEDULER, CORE, "vllm.v1.worker.gpu_worker", "vllm"), []
     for name in names[:3]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(vllm, "__version__", "9.9.9")
-    monkeypatch.setattr(
-        plugin,
-        "_guarded",
-        lambda hook: lambda host: hooked.append((host.__name__, hook)),
-    )
+
+    def guarded(hook):
+        return lambda host: hooked.append((host.__name__, hook))
+
+    monkeypatch.setattr(plugin, "_guarded", guarded)
     with nwor_log() as lines:
         for mode in ("off", "cow"):
             monkeypatch.setenv("VLLM_NWOR_MODE", mode)
             for name in names:
                 plugin.hook_module(name)
             assert len(lines) == (mode == "cow")
-    assert hooked == [(scheduler, ".hooks.stats"), (core, ".hooks.engine_core")]
+    assert hooked == [(SCHEDULER, ".hooks.stats"), (CORE, ".hooks.engine_core")]
     assert pending == []
 
 

@@ -11,17 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.config.aux_output import AuxOutputConfig
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-from vllm.v1.kv_cache_interface import (
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from tests.helpers import reach
 from tests.helpers.logs import nwor_log
@@ -33,34 +24,40 @@ from vllm_nwor.shadow_blocks import ShadowRegion
 NUM_DRAFTS, NUM_SEQS, MAX_MODEL_LEN = 4, 8, 256
 NUM_BLOCKS, BLOCK = 1000, 16
 HEADS = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-FULL = FullAttentionSpec(block_size=BLOCK, **HEADS)
-SLIDING = SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **HEADS)
-LARGE = FullAttentionSpec(block_size=64, **HEADS)
-CROSS = CrossAttentionSpec(block_size=BLOCK, **HEADS)
-MAMBA = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((4, 4),), dtypes=(torch.float32,))
-STAGE = NworConfig(mode=Mode.STAGE)
+FULL = kv.FullAttentionSpec(block_size=BLOCK, **HEADS)
+SLIDING = kv.SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **HEADS)
+LARGE = kv.FullAttentionSpec(block_size=64, **HEADS)
+CROSS = kv.CrossAttentionSpec(block_size=BLOCK, **HEADS)
+MAMBA = kv.MambaSpec(
+    block_size=MAX_MODEL_LEN, shapes=((4, 4),), dtypes=(torch.float32,)
+)
 PAGE_BYTES = FULL.page_size_bytes
 
 
 def vllm_config(**changes):
     """The parts that are read; `changes` by "part.name", or a whole part."""
-    found = SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens=NUM_DRAFTS, method="ngram"
+    space = SimpleNamespace
+    kinds = "pipeline", "decode_context", "prefill_context"
+    found = space(
+        speculative_config=space(
+            num_speculative_tokens=NUM_DRAFTS,
+            method="ngram",
+            use_eagle=lambda: False,
+            uses_draft_model=lambda: False,
         ),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
+        parallel_config=space(**{f"{kind}_parallel_size": 1 for kind in kinds}),
         kv_transfer_config=None,
-        model_config=SimpleNamespace(
-            max_model_len=MAX_MODEL_LEN, original_max_model_len=None
+        model_config=space(
+            dtype=torch.float32,
+            max_model_len=MAX_MODEL_LEN,
+            original_max_model_len=None,
         ),
-        scheduler_config=SimpleNamespace(
-            max_num_seqs=NUM_SEQS, max_num_encoder_input_tokens=MAX_MODEL_LEN
+        scheduler_config=space(
+            max_num_seqs=NUM_SEQS,
+            max_num_batched_tokens=512,
+            max_num_encoder_input_tokens=MAX_MODEL_LEN,
         ),
-        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        cache_config=space(mamba_cache_mode="none"),
         max_in_flight_tokens=64,
     )
     for name, value in changes.items():
@@ -69,17 +66,19 @@ def vllm_config(**changes):
     return found
 
 
-def plan(config, kv_cache_config, nwor, verdicts=()):
+def plan(config, kv_cache_config, allowed=None, verdicts=()):
+    """allowed: shadow blocks, at most."""
+    nwor = NworConfig(mode=Mode.STAGE, max_shadow_blocks=allowed)
     return engine_core.plan(config, kv_cache_config, nwor, dict(verdicts))
 
 
 def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
     groups = [
-        KVCacheGroupSpec([f"layer {number}"], spec)
+        kv.KVCacheGroupSpec([f"layer {number}"], spec)
         for number, spec in enumerate(specs or (FULL,))
     ]
     tensors = [
-        KVCacheTensor(
+        kv.KVCacheTensor(
             size=num_blocks * PAGE_BYTES * share,
             layers=[f"layer {number}"],
             layer_stride=0,
@@ -87,11 +86,7 @@ def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
         )
         for number, share in enumerate((1, 3))
     ]
-    return KVCacheConfig(num_blocks, tensors, groups)
-
-
-def budget(num_blocks):
-    return NworConfig(mode=Mode.STAGE, max_shadow_blocks=num_blocks)
+    return kv.KVCacheConfig(num_blocks, tensors, groups)
 
 
 # Of a request of 256 tokens, beside the null block. A window of 64 keeps 63 + 64 tokens
@@ -117,7 +112,7 @@ def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
     config = vllm_config(scheduler_config__max_num_seqs=max_num_seqs)
     of_vllm = kv_cache_config(*specs, num_blocks=num_blocks)
 
-    found = plan(config, of_vllm, budget(allowed))
+    found = plan(config, of_vllm, allowed)
 
     staged = [gid for gid, spec in enumerate(specs) if spec is not CROSS]
     of_one_request = 1 + sum(map(BLOCKS_OF_ONE_REQUEST.__getitem__, specs))
@@ -140,20 +135,27 @@ def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
 
 
 def test_a_group_of_several_specs_of_a_kind_is_one():
-    mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL})
+    mixed = kv.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL})
 
-    assert list(plan(vllm_config(), kv_cache_config(mixed), STAGE)) == [0]
+    assert list(plan(vllm_config(), kv_cache_config(mixed))) == [0]
 
 
+OTHER_CONNECTOR = (
+    "a KV connector of vLLM's that is not known to leave the forward alone",
+    {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
+    "the KV connector LMCacheConnectorV1 may read or write blocks while their drafts "
+    "are in shadow blocks; allowed are vLLM's own MooncakeConnector, "
+    "MooncakeStoreConnector, NixlConnector, NixlPullConnector, NixlPushConnector, "
+    "OffloadingConnector, SimpleCPUOffloadConnector, and MultiConnector of these",
+)
+BY_SLOT = "enable_return_routed_experts keeps what it captures by slot"
+AUX_OUTPUTS = {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)}
+ALL_BLOCKS = "max_model_len is auto: vLLM sizes it to take all blocks"
+# The workers zero blocks of the scheduler's.
+ZEROED = "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
 # With what docs/reach.md calls it, unless an engine shows it there or nobody asks.
 REFUSED = [
     ("", {"speculative_config": None}, "no speculative decoding is configured"),
-    (
-        "",
-        {"speculative_config__method": "custom_class"},
-        "the speculative method is custom_class, which may have cached layers of its "
-        "own and cannot say which",
-    ),
     *(
         (
             f"{name} parallel 2",
@@ -162,35 +164,11 @@ REFUSED = [
         )
         for name in ("pipeline", "decode-context", "prefill-context")
     ),
-    (
-        "a KV connector of vLLM's that is not known to leave the forward alone",
-        {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
-        "the KV connector LMCacheConnectorV1 may read or write blocks while their "
-        "drafts are in shadow blocks; allowed are vLLM's own MooncakeConnector, "
-        "MooncakeStoreConnector, NixlConnector, NixlPullConnector, NixlPushConnector, "
-        "OffloadingConnector, SimpleCPUOffloadConnector, and MultiConnector of these",
-    ),
-    (
-        "",
-        {"model_config__enable_return_routed_experts": True},
-        "enable_return_routed_experts keeps what it captures by slot",
-    ),
-    (
-        "routed experts are returned",
-        {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)},
-        "enable_return_routed_experts keeps what it captures by slot",
-    ),
-    (
-        "",
-        {"model_config__original_max_model_len": -1},
-        "max_model_len is auto: vLLM sizes it to take all blocks",
-    ),
-    # The workers zero blocks of the scheduler's.
-    (
-        "",
-        {"spec": MAMBA},
-        "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks",
-    ),
+    OTHER_CONNECTOR,
+    ("", {"model_config__enable_return_routed_experts": True}, BY_SLOT),
+    ("routed experts are returned", AUX_OUTPUTS, BY_SLOT),
+    ("", {"model_config__original_max_model_len": -1}, ALL_BLOCKS),
+    ("", {"spec": MAMBA}, ZEROED),
     ("", {"spec": CROSS}, "no KV-cache group is slot based"),
 ]
 
@@ -201,7 +179,7 @@ def test_what_cannot_have_shadow_blocks_is_refused_with_a_sentence(
 ):
     config = vllm_config(**changes)
     spec = getattr(config, "spec", FULL)
-    assert plan(config, kv_cache_config(spec), budget(100)) == sentence
+    assert plan(config, kv_cache_config(spec), 100) == sentence
     if name:
         is_off = engine_core.config_refusal(config) == sentence
         assert is_off is name.endswith("parallel 2")
@@ -245,57 +223,40 @@ def test_groups_that_a_worker_will_refuse_get_no_blocks(first, second, expected)
         verdicts |= dict(zip(group.layer_names, found, strict=True))
     known = {name: verdict for name, verdict in verdicts.items() if verdict}
 
-    found = plan(vllm_config(), config, budget(100), known)
+    found = plan(vllm_config(), config, 100, known)
 
     assert (found if isinstance(found, str) else list(found)) == expected
     if len(expected) == 1:
         assert found[expected[0]].num_real_blocks == NUM_BLOCKS - 2 * NUM_SEQS
 
 
-def test_the_workers_verdicts_come_with_their_specs(mode):
-    mode("stage")
-    specs = {name: copy.copy(FULL) for name in ("layer 0", "layer 1")}
-    for spec in specs.values():
-        object.__setattr__(spec, VERDICT, LayerVerdict(False, "packed"))
-    workers = workers_of()
-
-    scheduler = start(workers, specs=[{}, pickle.loads(pickle.dumps(specs))])
-
-    assert scheduler.num_blocks == NUM_BLOCKS
-    assert workers[0].nwor_shadow == "packed"
-
-
-def start(workers, found_config=None, specs=()):
+def start(workers, found_config=None, specs=(), is_start=True):
     """What vLLM's engine core calls, through our wrappers; the scheduler's config."""
 
     def get_kv_cache_configs(*arguments):
         return workers
 
     arguments = (found_config or vllm_config(), specs, [])
-    got = engine_core._get_kv_cache_configs(get_kv_cache_configs, None, arguments, {})
-    assert got is workers
-    return engine_core._scheduler_config(
-        generate_scheduler_kv_cache_config, None, (workers,), {}
-    )
+    hook = engine_core._get_kv_cache_configs
+    if is_start:
+        assert hook(get_kv_cache_configs, None, arguments, {}) is workers
+    vllms = generate_scheduler_kv_cache_config
+    return engine_core._scheduler_config(vllms, None, (workers,), {})
 
 
-@pytest.fixture
-def mode(monkeypatch):
-    def choose(name, **more):
-        monkeypatch.setenv("VLLM_NWOR_MODE", name)
-        for variable, value in more.items():
-            monkeypatch.setenv(f"VLLM_NWOR_{variable}", value)
-
-    yield choose
+@pytest.fixture(autouse=True)
+def stage(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "stage")
+    yield
     assert not engine_core._starting
 
 
-def workers_of(num_workers=2, **arguments):
-    return [kv_cache_config(FULL, SLIDING, **arguments) for _ in range(num_workers)]
+def workers_of():
+    return [kv_cache_config(FULL, SLIDING) for _ in range(2)]
 
 
-def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(mode):
-    mode("stage", SHADOW_BLOCKS="20")
+def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_SHADOW_BLOCKS", "20")
     workers = workers_of()
     before = copy.deepcopy(workers)
 
@@ -321,10 +282,10 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(mode):
         assert isinstance(received[0].nwor_shadow[0], ShadowRegion)
 
 
-def refused(workers, sentence):
+def refused(workers, sentence, **found):
     """Starts, is refused with that sentence, and leaves the scheduler all blocks."""
     with nwor_log() as lines:
-        scheduler = start(workers)
+        scheduler = start(workers, **found)
 
     assert scheduler.num_blocks == NUM_BLOCKS
     assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
@@ -332,10 +293,17 @@ def refused(workers, sentence):
     return scheduler
 
 
+def test_the_workers_verdicts_come_with_their_specs():
+    specs = {name: copy.copy(FULL) for name in ("layer 0", "layer 1")}
+    for spec in specs.values():
+        object.__setattr__(spec, VERDICT, LayerVerdict(False, "packed"))
+
+    refused(workers_of(), "packed", specs=[{}, pickle.loads(pickle.dumps(specs))])
+
+
 @pytest.mark.parametrize("place", ["plan", "_lower"])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monkeypatch):
-    mode("stage")
+def test_a_fault_inside_leaves_the_scheduler_all_blocks(place, late, monkeypatch):
     function = getattr(engine_core, place)
 
     def fail(*arguments):
@@ -347,9 +315,8 @@ def test_a_fault_inside_leaves_the_scheduler_all_blocks(mode, place, late, monke
     refused(workers_of(), "the reservation failed: KeyError: 'planted'")
 
 
-def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
+def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks():
     """Behind some of its work: a tensor's size is not the kind of thing it was."""
-    mode("stage")
     workers = workers_of()
     for worker in workers:
         worker.kv_cache_tensors[1].size = None
@@ -360,35 +327,20 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks(mode):
     assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
 
 
-@pytest.mark.parametrize("name", ["off", "cow"])
-def test_other_modes_leave_everything(mode, name):
-    mode(name)
+@pytest.mark.parametrize("name", ["off", "cow", "stage"])
+def test_other_modes_and_calls_of_no_engines_start_leave_everything(monkeypatch, name):
+    monkeypatch.setenv("VLLM_NWOR_MODE", name)
     workers = workers_of()
 
     with nwor_log() as lines:
-        scheduler = start(workers)
+        scheduler = start(workers, is_start=name != "stage")
 
     assert scheduler == generate_scheduler_kv_cache_config(workers)
     assert not any(hasattr(worker, "nwor_shadow") for worker in workers)
     assert lines == []
 
 
-def test_a_call_that_no_engine_start_led_to_leaves_everything(mode):
-    mode("stage")
-    workers = workers_of()
-    start(workers)
-    del workers[0].nwor_shadow, workers[1].nwor_shadow
-
-    scheduler = engine_core._scheduler_config(
-        generate_scheduler_kv_cache_config, None, (workers,), {}
-    )
-
-    assert scheduler.num_blocks == NUM_BLOCKS
-    assert not hasattr(workers[0], "nwor_shadow")
-
-
-def test_an_engine_has_its_own_configuration_not_an_earlier_ones(mode):
-    mode("stage")
+def test_an_engine_has_its_own_configuration_not_an_earlier_ones():
     first, second = workers_of(), workers_of()
     start(first, vllm_config(speculative_config=None))
     start(second)

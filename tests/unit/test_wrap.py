@@ -2,10 +2,11 @@
 """Installing wrappers: checked before the first one goes in, idempotent, reversible."""
 
 from functools import partial
-from inspect import getattr_static
 from types import FunctionType, ModuleType
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_nwor.hooks import _wrap
 from vllm_nwor.hooks._wrap import (
@@ -33,7 +34,14 @@ def host() -> ModuleType:
         def finish(self, tokens):
             return ("finish", tokens)
 
-    module.Runner = Runner
+    class Sub(Runner):
+        """Has `step` from its base."""
+
+        @staticmethod
+        def finish(tokens):
+            return ("static", tokens)
+
+    module.Runner, module.Sub = Runner, Sub
     return module
 
 
@@ -46,57 +54,41 @@ def doubling(wrapped, instance, args, kwargs):
 
 
 def test_a_wrapper_sees_the_call_and_keeps_the_original():
-    """A second install changes nothing, or puts on what was taken off."""
     module = host()
     original = module.Runner.step
-    install_all(module, {target(): doubling})
-    once = vars(module.Runner)["step"]
-    assert type(once) is FunctionType  # a step calls it: not an object of wrapt's
-    for prepare in (lambda: None, unhook):
-        prepare()
-        install_all(module, {target(): doubling})
-        assert vars(module.Runner)["step"] is once
-    assert module.Runner().step(3, flag=True) == ("wrapped", ("step", 3, True))
+    finish = target("Sub.finish", ("tokens",))
+    install_all(module, {target(): doubling, finish: doubling})
+
+    assert type(module.Runner.step) is FunctionType  # a step calls it: none of wrapt's
     assert module.Runner.step.__wrapped__ is original
+    assert module.Runner().step(3, flag=True) == ("wrapped", ("step", 3, True))
+    assert module.Sub().step(1) == ("wrapped", ("step", 1, False))  # once
+    assert module.Sub.finish(1) == ("wrapped", ("static", 1))
+
+
+IS_GONE = "does not exist in this vLLM"
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("place", "params", "message"),
     [
-        (
-            target("Runner.finish", ("self", "token_ids")),
-            "host.Runner.finish has parameters (self, tokens); "
-            "expected it to begin with (self, token_ids)",
-        ),
-        (
-            target(params=("self", "flag")),
-            "host.Runner.step has parameters (self, tokens, flag); "
-            "expected it to begin with (self, flag)",
-        ),
-        (target("Runner.gone"), "host.Runner.gone does not exist in this vLLM"),
-        (target("Gone.step"), "host.Gone.step does not exist in this vLLM"),
+        ("Runner.finish", "self, token_ids", "has parameters (self, tokens);"),
+        ("Runner.step", "self, flag", "has parameters (self, tokens, flag);"),
+        ("Runner.gone", "self, tokens", IS_GONE),
+        ("Gone.step", "self, tokens", IS_GONE),
     ],
 )
-def test_a_mismatch_is_named_and_nothing_is_wrapped(bad, message):
+def test_a_mismatch_is_named_and_nothing_is_wrapped(place, params, message):
     module = host()
     before = dict(vars(module.Runner))
+    bad = target(place, tuple(params.split(", ")))
+    expects = f" expected it to begin with ({params})" if message != IS_GONE else ""
 
     with pytest.raises(HostMismatch) as error:
         install_all(module, {target(): doubling, bad: doubling})
 
-    assert str(error.value) == message
+    assert str(error.value) == f"host.{place} {message}{expects}"
     assert dict(vars(module.Runner)) == before
-
-
-def test_a_subclass_that_overrides_and_calls_super_is_wrapped_once():
-    module = host()
-    install_all(module, {target(): doubling})
-
-    class Sub(module.Runner):
-        def step(self, tokens, flag=False):
-            return super().step(tokens + 1, flag)
-
-    assert Sub().step(1) == ("wrapped", ("step", 2, False))
 
 
 def test_argument_is_found_by_position_or_by_name():
@@ -107,62 +99,37 @@ def test_argument_is_found_by_position_or_by_name():
     assert argument(row, "flag", (1,), {}) is None
 
 
-def test_unhooked_all_is_as_it_was_before_and_rehooked_as_after():
+def theirs(self, tokens): ...
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["install", "unhook", "rehook", "theirs"])))
+def test_all_hooks_are_on_or_off_and_what_somebody_put_over_one_stays(moves):
+    """theirs: it is put over a hook, or in its place, or taken away again."""
+    _wrap._hooks.clear()  # of the example before
     module = host()
-
-    class Sub(module.Runner):
-        """Has `step` from its base."""
-
-        @staticmethod
-        def finish(tokens):
-            return ("static", tokens)
-
-    module.Sub = Sub
-    places = [(module.Runner, "step"), (Sub, "step"), (Sub, "finish")]
+    names = target(), target("Sub.step"), target("Sub.finish", ("tokens",))
+    switches = {"unhook": unhook, "rehook": rehook}
+    switches["install"] = partial(install_all, module, dict.fromkeys(names, doubling))
 
     def look():
-        """What is in each place, and in all of both classes, by identity."""
-        dicts = {owner: dict(vars(owner)) for owner in (module.Runner, Sub)}
-        return [id(getattr_static(*place)) for place in places], dicts
+        return [dict(vars(owner)) for owner in (module.Runner, module.Sub)]
 
-    before = look()
-    wrappers = {
-        target(): doubling,
-        target("Sub.step"): doubling,
-        target("Sub.finish", ("tokens",)): doubling,
-    }
-    install_all(module, wrappers)
-    hooked = look()
-    assert not set(before[0]) & set(hooked[0])
-
-    for _ in range(2):
-        unhook()
-        unhook()
-        assert look() == before
-        assert Sub().step(1) == ("step", 1, False)
-        rehook()
-        rehook()
-        assert look() == hooked
-        assert Sub.finish(1) == ("wrapped", ("static", 1))
-
-
-@pytest.mark.parametrize("switch", [unhook, rehook, install_all])
-def test_what_somebody_put_over_a_hook_stays_and_so_do_all_hooks(switch, monkeypatch):
-    module = host()
-    finish = target("Runner.finish")
-    install_all(module, {target(): doubling, finish: doubling})
-    if switch is install_all:
-        switch = partial(install_all, module, {finish: doubling})
-    if switch is rehook:
-        unhook()
-    before = vars(module.Runner)["step"]
-
-    def theirs(self, tokens): ...
-
-    monkeypatch.setattr(module.Runner, "finish", theirs)
-
-    with pytest.raises(HostMismatch, match=r"^host\.Runner\.finish is <.*theirs"):
-        switch()
-
-    assert vars(module.Runner)["step"] is before
-    assert vars(module.Runner)["finish"] is theirs
+    off = look()
+    switches["install"]()
+    now = on = look()
+    for owner, name in ((0, "step"), (1, "step"), (1, "finish")):
+        assert off[owner].get(name) is not on[owner][name]
+    for move in moves:
+        is_theirs = module.Runner.step is theirs
+        if move == "theirs":
+            module.Runner.step = now[0]["step"] if is_theirs else theirs
+        elif is_theirs:
+            before = look()
+            with pytest.raises(HostMismatch, match=r"^host\.Runner\.step is <.*theirs"):
+                switches[move]()
+            assert look() == before
+        else:
+            switches[move]()
+            now = off if move == "unhook" else on
+            assert look() == now
