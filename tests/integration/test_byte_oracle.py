@@ -22,16 +22,11 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.gpu.watch import Watch
 from tests.helpers.byte_map import owners
-from tests.helpers.drafters import (
-    Plan,
-    ScriptedDrafter,
-    mixture,
-    truth_of,
-)
+from tests.helpers.drafters import Plan, ScriptedDrafter, mixture, truth_of
 from tests.helpers.engine import (
     BLOCK_SIZE,
-    NUM_DRAFTS,
     Engine,
     Request,
     Result,
@@ -42,15 +37,9 @@ from tests.helpers.engine import (
     prompt,
     shared,
 )
-from tests.helpers.oracle import (
-    HashRecorder,
-    ShadowOracle,
-    SnapshotOracle,
-    committed_hashes,
-    differences,
-    hash_rows,
-)
+from tests.helpers.oracle import SnapshotOracle, hash_rows
 from tests.helpers.player import counters
+from tests.helpers.runner_probe import Step
 from vllm_nwor.kv_probe import probe_layout
 from vllm_nwor.ops import SAVED_COLUMNS
 
@@ -121,14 +110,84 @@ def case_of(cache: str) -> Case:
     return Case(CACHES[cache], num_groups=1 + (cache == "sliding_window"))
 
 
+class Oracle(Watch):
+    """Besides, "changed later": a slot that a rejected draft wrote last is not, when
+    the next step begins, what it was; in mode stage, "left in a table": a shadow block
+    is in a block table between steps; "not present": a row of a shadow block that
+    counts as present after a step is not that of the real block. num_present: rows that
+    were compared, over all layers."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.probe is not None
+        SnapshotOracle.__init__(self, engine.probe)
+        self.start(0)
+        manager = engine.manager
+        self.seats = None if manager is None else manager.shadow
+        self.num_present = 0
+        self._last = self.memory.read()
+        # Groups may overlay each other's caches.
+        self.dirty = {name: self.dirty[self.memory.first[name]] for name in self.dirty}
+
+    def forward_begins(self, step: Step) -> None:
+        super().forward_begins(step)
+        if not self.knows_all:
+            return
+        new = [*step.zeroed_blocks, *(to for _, to in step.copied_blocks)]
+        for name, dirty in self.dirty.items():
+            kept = dirty.clone()
+            kept.view(-1, self.memory.block_size(name))[new] = False
+            (slots,) = kept.nonzero(as_tuple=True)
+            at = self.memory.index[name][slots]
+            is_changed = (self._before[at] != self._last[at]).any(1)
+            self._add("changed later", name, slots[is_changed])
+
+    def committed(self, step: Step) -> None:
+        super().committed(step)
+        self._last = self.memory.read()
+
+    def step_done(self, step: Step) -> None:
+        if self.seats is None:
+            return
+        num_blocks = min(
+            num_real // self.memory.block_size(name)
+            for name, num_real in self.num_real.items()
+        )
+        for table in self.probe.runner.input_batch.block_table.block_tables:
+            if int(table.block_table.gpu.max()) >= num_blocks:
+                self._violation("left in a table", "", [])
+        self._check_present()
+
+    def _check_present(self) -> None:
+        """The rows that the next step will not copy to a seat's shadow block, by what
+        this step's commit has saved, are those of the real block."""
+        for gid, group in self.seats.groups.items():
+            tokens = group.entry_tokens
+            layers = self.probe.runner.kv_cache_config.kv_cache_groups[gid]
+            for seat, saved in enumerate(self.seats.saved[gid].tolist()):
+                staged_in, valid, real = saved[SAVED_COLUMNS - 3 : SAVED_COLUMNS]
+                if staged_in != self.seats.step or real == 0:
+                    continue
+                block = (valid - 1) // tokens
+                entry = group.first_entry + seat * group.span + block % group.span
+                rows = torch.arange(valid - block * tokens)
+                for name in self.targets.keys() & layers.layer_names:
+                    index = self.memory.index[name]
+                    present, expected = (
+                        self._last[index[place * tokens + rows]]
+                        for place in (entry, real)
+                    )
+                    is_wrong = (present != expected).any(1)
+                    self.num_present += len(rows)
+                    self._add("not present", name, (entry * tokens + rows)[is_wrong])
+
+
 @dataclass
 class Run:
     """One engine's run under the oracles. own: what its drafter proposed itself."""
 
     engine: Engine
     truth: dict[str, list[int]]
-    oracle: SnapshotOracle
-    hashes: HashRecorder
+    oracle: Oracle
     result: Result
     own: list[Any]
 
@@ -157,14 +216,12 @@ def watch(
     truth = truth or own_truth
     drafter = script(truth, case.plan)
     engine.poison_caches()
-    is_staged = engine.manager is not None and engine.manager.shadow is not None
-    oracle = (ShadowOracle if is_staged else SnapshotOracle)(engine.probe)
-    hashes = HashRecorder(engine.probe)
+    oracle = Oracle(engine)
     before = counts(engine)
-    result = engine.run(requests, [oracle, hashes], num_threads)
+    result = engine.run(requests, [oracle], num_threads)
     if engine.manager is not None and is_counted:
         check_counts(engine, before, result)
-    return Run(engine, truth, oracle, hashes, result, drafter.own)
+    return Run(engine, truth, oracle, result, drafter.own)
 
 
 def check_off(off: Run, case: Case) -> None:
@@ -184,44 +241,29 @@ def check_off(off: Run, case: Case) -> None:
 def check_on(off: Run, on: Run, case: Case) -> None:
     """Nothing rejected is left, in mode stage no draft has touched a block of a
     request, the drafter saw what it sees without NWOR, and every output is the same.
-    The cache is a function of the committed tokens: it equals off's at every slot of
-    the scheduler's blocks after every step, and where off's last write was a rejected
-    draft it equals what off held before; no slot is excepted."""
+    The cache is a function of the committed tokens: after every step it equals off's at
+    every slot of the scheduler's blocks but those whose last write was a rejected
+    draft, which hold what they held before that draft."""
     expected = case.stage if on.engine.mode == "stage" else on.engine.mode
     resolved = [info.resolved for info in on.engine.runner.nwor_state.infos]
     assert sorted(resolved) == sorted(
         [expected] * case.num_groups + ["native"] * case.num_native
     )
-    if isinstance(on.oracle, ShadowOracle):
+    assert on.oracle.num_dirty > 50, "vanilla would pass, too"
+    if on.oracle.seats is not None:
         assert on.oracle.num_staged > 50
         assert on.oracle.num_present > 1000
-    else:
-        assert on.oracle.num_dirty > 50
-    # The last drafts of requests that have ended.
-    most = len(off.result.tokens) * NUM_DRAFTS if case.num_native else 0
-    assert check_exact(off, on, most) > 50, "vanilla would pass, too"
+    check_exact(off, on)
 
 
-def check_exact(off: Run, on: Run, most_unknown: int = 0) -> int:
-    """The part of check_on that holds for a run of any length. most_unknown: slots of
-    which no more is known than committed_hashes says. Returns how many differ from what
-    the off run left there, over all steps."""
+def check_exact(off: Run, on: Run) -> None:
+    """The part of check_on that holds for a run of any length."""
     assert on.oracle.violations == []
     assert on.own == off.own
     assert_same(on.result, off.result)
-    committed, unknown, num_dirty = committed_hashes(off.hashes, off.result.steps)
-    assert all(u.sum() <= most_unknown for step in unknown for u in step.values())
     num_blocks = off.engine.runner.kv_cache_config.num_blocks
     assert on.engine.core.scheduler.kv_cache_config.num_blocks == num_blocks
-    found = [
-        {name: hashes[:num_blocks] for name, hashes in step.items()}
-        for step in (on.hashes.start, *on.hashes.steps)
-    ]
-    for step, flags, one in zip(committed, unknown, found[1:], strict=True):
-        for name, is_unknown in flags.items():
-            one[name] = torch.where(is_unknown, step[name], one[name])
-    assert differences([off.hashes.start, *committed], found) == []
-    return num_dirty
+    assert on.oracle.digests == off.oracle.digests
 
 
 def check_clean(run: Run) -> None:
