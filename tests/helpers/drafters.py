@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,7 @@ class ScriptedDrafter:
         self.truth = truth
         self.plan = plan
         self.own: list[Any] = []
+        self.num_proposed: Counter[str] = Counter()
 
     def attach(self, runner: Any, keeps_own: bool = False) -> None:
         """Puts these drafts in the place of `runner`'s own. keeps_own: its drafter runs
@@ -85,7 +87,9 @@ class ScriptedDrafter:
                     )
                 is_given = keeps_own or len(tokens) == 0
                 num_drafts = len(row) if is_given else None
-                row[:] = self.draft(request_name(name), num_tokens, num_drafts)
+                name = request_name(name)
+                row[:] = self.draft(name, num_tokens, num_drafts)
+                self.num_proposed[name] += len(row)
             if isinstance(own, torch.Tensor):
                 return torch.tensor(drafts, dtype=own.dtype).view(own.shape)
             return drafts

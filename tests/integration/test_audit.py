@@ -59,23 +59,20 @@ def found(engine: Engine) -> list[Finding]:
 
 # --- clean runs -----------------------------------------------------------------------
 
-LORAS = {"enable_lora": True, "max_loras": 2}
 CASES = {
     "draft_model": METHODS["draft_model"],
     # Prompts are prefilled whole, and their prefixes not cached.
     "mla": MODELS["DeepSeek V2, multi-head latent attention"],
-    "loras": lambda: Case(LORAS),
     "no speculation": lambda: Case({"speculative_config": None}),
 }
 CLEAN = [
     *itertools.product(["off"], (*CACHES, "draft_model", "mla", "no speculation")),
     *itertools.product(["cow"], ("draft_model", "mla")),
-    ("stage", "loras"),
 ]
 
 
 @pytest.mark.parametrize(("mode", "name"), CLEAN)
-def test_a_clean_run_has_no_finding(mode: str, name: str, tmp_path: Path) -> None:
+def test_a_clean_run_has_no_finding(mode: str, name: str) -> None:
     """A draft model's layers lie in the target's group and are written behind commit:
     they are not audited, and what they do to their own caches is no finding."""
     if name in CASES:
@@ -85,20 +82,15 @@ def test_a_clean_run_has_no_finding(mode: str, name: str, tmp_path: Path) -> Non
     else:
         case = case_of(name)
     speculates = case.arguments.get("speculative_config", {}) is not None
-    loras = [lora(tmp_path, number) for number in (1, 2) if name == "loras"]
-    requests = [
-        replace(request, lora=one)
-        for request, one in zip(REQUESTS, itertools.cycle([None, *loras]), strict=False)
-    ]
     engine = case.engine(mode, EVERYTHING)
     assert (engine.manager is None) == (mode == "off")
     if speculates:
-        run = watch(engine, requests, case=case)
+        run = watch(engine, case=case)
         check_clean(run)
         assert any(map(any, run.own)) == case.keeps_drafter
         result = run.result
     else:
-        result = engine.run(requests)
+        result = engine.run(REQUESTS)
     assert result.num_preemptions > 0
     assert (sum(result.cached.values()) > 0) == (name != "mla")
     # A name is used again.
@@ -113,8 +105,9 @@ def test_a_clean_run_has_no_finding(mode: str, name: str, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def audited() -> Engine:
-    arguments = LORAS | {"enable_prefix_caching": True, "disable_log_stats": False}
-    return Engine("off", EVERYTHING, **arguments)
+    loras = {"enable_lora": True, "max_loras": 2}
+    arguments = {"enable_prefix_caching": True, "disable_log_stats": False}
+    return Engine("off", EVERYTHING, **arguments, **loras)
 
 
 def flip(engine: Engine) -> tuple[str, str, int, str]:

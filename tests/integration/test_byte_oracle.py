@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,7 @@ from tests.gpu.watch import Watch
 from tests.helpers.byte_map import owners
 from tests.helpers.drafters import Plan, ScriptedDrafter, mixture, truth_of
 from tests.helpers.engine import (
-    BLOCK_SIZE,
+    NUM_DRAFTS,
     Engine,
     Request,
     Result,
@@ -50,7 +51,12 @@ HAS_AVX512 = torch.cpu._is_avx512_supported()
 FEW_BLOCKS: dict[str, Any] = {
     "num_gpu_blocks_override": 16,
     "max_model_len": 416,
+    "max_num_batched_tokens": 64,
     "enable_prefix_caching": True,
+    "structured_outputs_config": {
+        "backend": "xgrammar",
+        "disable_any_whitespace": True,
+    },
 }
 CACHES: dict[str, dict[str, Any]] = {
     "bf16": FEW_BLOCKS,
@@ -61,17 +67,39 @@ CACHES: dict[str, dict[str, Any]] = {
     "sliding_window": FEW_BLOCKS
     | {"model": "tiny-gemma3", "num_gpu_blocks_override": 26},
 }
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+JSON: dict[str, Any] = {"structured_outputs": {"json": OBJECT}, "ignore_eos": False}
 SHARED = prompt(0, 70)
+# What a request can be, by its name; more of them than the engine takes at once.
 REQUESTS = (
     Request("long", SHARED + prompt(1, 230), 40),  # more than a step's tokens
     Request("short", prompt(2, 3), 60),
     Request("middle", prompt(3, 50), 70, at=2),
     Request("aborted", prompt(4, 33), 100, at=3, abort_at=14),
+    Request("in flight", prompt(7, 20), 100, at=4, abort_during=17),
     Request("prefix", SHARED + prompt(5, 40), 60, at=6),
     # Finds its prompt cached, in windows of a sliding one, too.
     Request("echo", SHARED + prompt(5, 40), 12, at=12),
     Request("late", prompt(6, 64), 50, at=20),
-    Request("again", SHARED + prompt(5, 40), 30, at=60),
+    # `settled` says at which token.
+    *(Request(f"stop {n}", prompt(20 + n, 12 + n), 90, at=20 + n) for n in range(3)),
+    Request("json", prompt(8, 30), 60, at=24, params=JSON),
+    Request("repetition", prompt(9, 10), 40, 24, params={"repetition_penalty": 1.3}),
+    Request("presence", prompt(10, 17), 40, 24, params={"presence_penalty": 0.7}),
+    *(Request(f"few {n}", prompt(30 + n, 5), 9 + n, at=60) for n in range(9)),
+    Request("limit", prompt(11, 380), 100, at=90),
+    # Alone, so that blocks stay cached; `settled` has the other text.
+    Request("calm", prompt(12, 70), 60, at=300),
+    Request("continued", prompt(13, 125), 30, at=400),
+    Request("again", prompt(12, 70), 60, at=500),
 )
 FEW_REQUESTS = REQUESTS[1:3]
 
@@ -190,6 +218,7 @@ class Run:
     oracle: Oracle
     result: Result
     own: list[Any]
+    num_proposed: dict[str, int]
 
 
 def watch(
@@ -214,6 +243,7 @@ def watch(
     script({}, case.plan)  # of which none is right
     own_truth = truth_of(engine, requests, without_drafts=False)
     truth = truth or own_truth
+    requests = [settled(request, truth) for request in requests]
     drafter = script(truth, case.plan)
     engine.poison_caches()
     oracle = Oracle(engine)
@@ -221,7 +251,17 @@ def watch(
     result = engine.run(requests, [oracle], num_threads)
     if engine.manager is not None and is_counted:
         check_counts(engine, before, result)
-    return Run(engine, truth, oracle, result, drafter.own)
+    return Run(engine, truth, oracle, result, drafter.own, drafter.num_proposed)
+
+
+def settled(request: Request, truth: dict[str, list[int]]) -> Request:
+    """The request, where what others or it write has a part in it."""
+    if request.name.startswith("stop"):
+        token = truth[request.name][len(request.prompt) + 17]
+        return replace(request, params={"stop_token_ids": [token]})
+    if request.name == "continued":
+        return replace(request, prompt=tuple(truth["calm"][:125]))
+    return request
 
 
 def check_off(off: Run, case: Case) -> None:
@@ -301,8 +341,43 @@ def few_seats() -> Engine:
 def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
     run, case = off
     check_off(run, case)
-    assert run.result.num_preemptions > 0
-    assert max(run.result.cached.values()) >= BLOCK_SIZE
+    result, steps = run.result, run.result.steps
+    assert result.num_preemptions > 0
+    # Blocks that it shares with one that runs, that nobody has any more, and that an
+    # answer has filled, drafts and all: in windows of a sliding one some are gone.
+    assert result.cached["echo"] == 96
+    assert result.cached["again"] == 64
+    assert result.cached["continued"] == (96 if case.num_groups == 1 else 64)
+    assert result.tokens["again"] == result.tokens["calm"]
+    assert max(len(step.scheduled) for step in steps) == 8
+    # A prompt comes in chunks while others verify drafts.
+    assert any(step.drafted and max(step.scheduled.values()) > 40 for step in steps)
+    outcomes = {
+        (num_drafts, step.accepted[name])
+        for step in steps
+        for name, num_drafts in step.drafted.items()
+    }
+    assert outcomes >= {(k, n) for k in range(1, NUM_DRAFTS + 1) for n in range(k + 1)}
+    # Within accepted drafts requests end at their length, and at a stop token, if the
+    # model writes more than one.
+    stops = [f"stop {n}" for n in range(3)]
+    assert {result.finish[name] for name in stops} == {"stop"}
+    if len(set(run.truth["stop 0"][12:])) > 1:
+        assert max(num_beyond(result, name) for name in stops) > 0
+    assert max(num_beyond(result, f"few {n}") for n in range(9)) > 0
+    assert len(result.tokens["limit"]) == case.arguments["max_model_len"] - 380
+    # A wrong draft breaks the grammar: vLLM's scheduler drops it before it is run.
+    assert set(json.loads(result.text["json"])) == {"name", "age"}
+    num_run = sum(step.drafted.get("json", 0) for step in steps)
+    assert 0 < num_run < run.num_proposed["json"] - NUM_DRAFTS
+
+
+def num_beyond(result: Result, name: str) -> int:
+    """Tokens that were sampled for a request, prefilled in one step and never
+    preempted, beyond its last one."""
+    steps = [step for step in result.steps if name in step.scheduled]
+    num_accepted = sum(step.accepted.get(name, 0) for step in steps)
+    return len(steps) + num_accepted - len(result.tokens[name])
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
