@@ -25,10 +25,6 @@ Plan = Callable[[str, int], tuple[int, int]]
 VOCABULARY = 2048  # of the tiny models
 
 
-def all_right(name: str, num_tokens: int) -> tuple[int, int]:
-    return NUM_DRAFTS, NUM_DRAFTS
-
-
 def all_wrong(name: str, num_tokens: int) -> tuple[int, int]:
     return NUM_DRAFTS, 0
 

@@ -77,6 +77,13 @@ OBJECT = {
     "additionalProperties": False,
 }
 JSON: dict[str, Any] = {"structured_outputs": {"json": OBJECT}, "ignore_eos": False}
+# vLLM prefills an MLA model's prompt whole on a CPU, and takes blocks of 16.
+MLA: dict[str, Any] = {
+    "model": "tiny-deepseek",
+    "attention_backend": "CPU_MLA",
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+}
 SHARED = prompt(0, 70)
 # What a request can be, by its name; more of them than the engine takes at once.
 REQUESTS = (

@@ -13,7 +13,6 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -24,9 +23,9 @@ from tests.helpers.drafters import Plan
 from tests.helpers.engine import Request, assert_same, free_memory, prompt
 from tests.helpers.host_offloading import CONNECTOR
 from tests.integration.test_audit import found
-from tests.integration.test_byte_oracle import Case, check_exact, watch
+from tests.integration.test_audit_offloading import untold
+from tests.integration.test_byte_oracle import EVERYTHING, Case, check_exact, watch
 from tests.integration.test_reach import METHODS, MODELS
-from vllm_nwor.audit import offloading
 
 HYBRID = {name: case for name, case in MODELS.items() if name.startswith("Gemma")}
 CASES = {n: c for n, c in METHODS.items() if n not in ("suffix", "eagle, dynamic k")}
@@ -139,15 +138,12 @@ def test_what_is_drawn_is_exact(trial: Trial) -> None:
     """In mode off with the audit, in cow, and in stage with seats for some or all."""
     free_memory()
     case = trial.case()
-    audit = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
     span = 1 if trial.num_drafts == 1 else 2
     num_shadow = span * trial.num_seats * case.num_groups
-    seats = audit | {"SHADOW_BLOCKS": str(num_shadow)}
+    seats = EVERYTHING | {"SHADOW_BLOCKS": str(num_shadow)}
     off = watch(case.engine("off"), trial.requests, case=case)
-    untold: Any = {"is_hooked": lambda: False, "watch": lambda runner: None}
-    for mode, values in {"off": audit, "cow": audit, "stage": seats}.items():
-        hidden = mock.patch.multiple(offloading, **untold)
-        with hidden if trial.is_untold else nullcontext():
+    for mode, values in {"off": EVERYTHING, "cow": EVERYTHING, "stage": seats}.items():
+        with untold() if trial.is_untold else nullcontext():
             engine = case.engine(mode, values)
         on = watch(engine, trial.requests, off.truth, case)
         assert found(on.engine) == []

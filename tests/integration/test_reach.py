@@ -26,7 +26,14 @@ from tests.helpers.drafters import mixture_of_four
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, prompt
 from tests.helpers.environment import model_path
 from tests.helpers.tail_connector import TailConnector
-from tests.integration.test_byte_oracle import Case, Run, check_off, check_on, watch
+from tests.integration.test_byte_oracle import (
+    MLA,
+    Case,
+    Run,
+    check_off,
+    check_on,
+    watch,
+)
 
 
 def method(name: str, model: str | None = None, num_layers: int = 0, **more: Any):
@@ -71,17 +78,8 @@ MODELS = {
         {"model": "tiny-gemma3n"}, num_groups=2
     ),
     "Mixtral": lambda: Case({"model": "tiny-mixtral"}),
-    # vLLM prefills an MLA model's prompt whole on a CPU, and takes blocks of 16. Its
-    # logits there depend on the number of drafts.
-    "DeepSeek V2, multi-head latent attention": lambda: Case(
-        {
-            "model": "tiny-deepseek",
-            "attention_backend": "CPU_MLA",
-            "block_size": 16,
-            "max_num_batched_tokens": 512,
-        },
-        plan=mixture_of_four,
-    ),
+    # Its logits depend on the number of drafts.
+    "DeepSeek V2, multi-head latent attention": lambda: Case(MLA, plan=mixture_of_four),
     # vLLM's CPU code for this state fails on windows of fewer drafts than k.
     "Qwen3-Next, gated delta nets beside attention": lambda: Case(
         {"model": "tiny-qwen3-next"}, plan=mixture_of_four, num_native=3, stage="cow"
