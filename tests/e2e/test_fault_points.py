@@ -15,7 +15,12 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -400,25 +405,20 @@ def test_tables_are_put_back_whatever_fails(
 ) -> None:
     reason, before = STAGED[fault], counts(stage)["restored_bytes"]
     state, expected = LOGGED[reason]
-    with nwor_log() as lines:
-        if reason == "step_failed":
-            with vllm_failing(stage, *fault, State.STAGED):
-                stage.run(ALL)
-        elif reason == "commit_failed":
-            with (
-                failing_op(stage, *fault),
-                pytest.raises(NworError, match=f"^{re.escape(expected)}$"),
-            ):
-                stage.run(ALL)
-        else:
-            with failing_op(stage, *fault):
-                found = stage.run(ALL)
-            assert_same(found, off.result)
-            step = [step for step in found.steps if step.drafted][
-                fault[1] // NUM_GROUPS
-            ]
-            rejects = sum(step.drafted.values()) > sum(step.accepted.values())
-            assert (counts(stage)["restored_bytes"] > before) == rejects
+    fails: Any = failing_op
+    ends: Any = nullcontext()
+    if reason == "step_failed":
+        fails, fault = vllm_failing, (*fault, State.STAGED)
+    if reason == "commit_failed":
+        ends = pytest.raises(NworError, match=f"^{re.escape(expected)}$")
+    with nwor_log() as lines, fails(stage, *fault), ends:
+        found = stage.run(ALL)
+    if reason == "stage_failed":
+        assert_same(found, off.result)
+        windowed = [step for step in found.steps if step.drafted]
+        step = windowed[fault[1] // NUM_GROUPS]
+        rejects = sum(step.drafted.values()) > sum(step.accepted.values())
+        assert (counts(stage)["restored_bytes"] > before) == rejects
     if reason != "commit_failed":
         (line,) = lines
         assert line.startswith(expected)

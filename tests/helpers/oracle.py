@@ -76,10 +76,6 @@ class Memory:
             found[self.index[name][some[some >= 0]]] = True
         return found
 
-    def slots_in(self, name: str, mask: torch.Tensor) -> torch.Tensor:
-        """[n] int64: the layer's slots with a byte in `mask`, [bytes] bool."""
-        return mask[self.index[name]].any(1).nonzero().flatten()
-
     def differing(self, one: torch.Tensor, other: torch.Tensor) -> dict[str, list[int]]:
         """Slots with bytes that differ, of the first layer with each cache; "" -> none
         if they are in no layer."""
@@ -87,7 +83,7 @@ class Memory:
             return {}
         differs = one != other
         names = [name for name, first in self.first.items() if name == first]
-        slots = {name: self.slots_in(name, differs) for name in names}
+        slots = {n: differs[self.index[n]].any(1).nonzero().flatten() for n in names}
         found = {n: some.tolist() for n, some in slots.items() if len(some)}
         return found or {"": []}
 
