@@ -71,8 +71,8 @@ def requests(draw: st.DrawFn, number: int, max_len: int, block_size: int) -> Req
     ends = st.integers(1, 60) | st.just(block_size - len(text) % block_size)
     max_tokens = draw(ends)
     at = draw(st.integers(0, 12))
-    # One at a time.
-    aborts = st.none() | st.integers(0, 2).map(lambda n: at + 10 * n + number)
+    # One at a time: each request has steps of its own.
+    aborts = st.none() | st.integers(1, 3).map(lambda n: 8 * (at // 8 + n) + number)
     shape = draw(st.sampled_from([{}, {}, {}, {"regex": "[a-z ]{3,30}"}]))
     params: dict[str, Any] = {
         "min_tokens": min(max_tokens, draw(st.sampled_from([0, 0, 3]))),
