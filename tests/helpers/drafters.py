@@ -99,17 +99,12 @@ class ScriptedDrafter:
         of them, or as many as the plan says."""
         planned, num_right = self.plan(name, num_tokens)
         num_drafts = planned if num_drafts is None else num_drafts
-        text = self.truth.get(name, ())
-        tokens = []
-        for offset in range(num_drafts):
-            position = num_tokens + offset
-            known = position < len(text)
-            if known and offset < num_right:
-                tokens.append(text[position])
-            else:
-                wrong = (text[position] if known else position) + 1
-                tokens.append(wrong % VOCABULARY)
-        return tokens
+        text = list(self.truth.get(name, ())[num_tokens:][:num_drafts])
+        tokens = text[:num_right] + [
+            (token + 1) % VOCABULARY for token in text[num_right:]
+        ]
+        unknown = range(len(tokens), num_drafts)
+        return tokens + [(num_tokens + offset + 1) % VOCABULARY for offset in unknown]
 
 
 def truth_of(
