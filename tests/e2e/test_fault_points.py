@@ -15,10 +15,13 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -147,88 +150,64 @@ REASONS = {
 VANILLA = (
     "; the step ran as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
 )
-
-
-def num_launches(engine: Engine, expected: Result) -> int:
-    """Of each op in a run: one for each table and step with drafts."""
-    num_windowed = sum(1 for step in expected.steps if step.drafted)
-    return num_windowed * len(engine.manager.counters)
-
-
-def run_with_fault(
-    engine: Engine,
-    op: str,
-    at: int | None,
-    late: bool,
-    error: Exception,
-    expected: Result,
-) -> SnapshotOracle:
-    """One run in which calls fail: nothing is lost, and each is counted once. The
-    cache: rejected slots hold old or new bytes, all else is as vanilla."""
-    forget_fallbacks(engine)
-    oracle, before = SnapshotOracle(engine.probe), counters(engine)
-    with failing_op(engine, op, at, late, error):
-        found = engine.run(ALL, [oracle])
-    assert_same(found, expected)
-    assert set(engine.manager.fallbacks) == {REASONS[op]}
-    num_failed = engine.manager.fallbacks[REASONS[op]]
-    assert {violation.kind for violation in oracle.violations} <= {"not restored"}
-    assert len({violation.step for violation in oracle.violations}) <= num_failed
-    # They are in the metrics, and no breach of the counters' identities.
-    rise = risen(before, counters(engine))
-    assert rise[f"nwor_fallbacks/{REASONS[op]}"] == num_failed
-    assert rise["nwor_breaches"] == 0
-    if at is not None:
-        assert num_failed == 1
-        # FAILED lasts until a step has drafts again.
-        num_calls = num_launches(engine, expected)
-        is_last = op == "restore_rejected_drafts" and at >= num_calls - NUM_GROUPS
-        assert engine.manager.state is (State.FAILED if is_last else State.IDLE)
-        if op == "restore_rejected_drafts":
-            # One group's restore failed; the other group's was done all the same.
-            failed = engine.manager.groups[at % NUM_GROUPS]
-            layers = {layer.name for layer in failed.layers}
-            assert {violation.layer for violation in oracle.violations} <= layers
-    return oracle
-
-
-# Which call fails, whether after its work, and what it raises.
-FAULTS: dict[str, tuple[int | None, bool, Exception]] = {
+# Which call fails (None: every one; "each": one after the other, a run each), whether
+# after its work, and what it raises.
+FAULTS: dict[str, tuple[int | str | None, bool, Exception]] = {
     "no memory": (4, False, MemoryError("injected: no memory")),
     "no device memory": (5, True, torch.OutOfMemoryError("injected: none left")),
     "always before": (None, False, RuntimeError("injected")),
     "always after": (None, True, RuntimeError("injected")),
+    "each before": ("each", False, RuntimeError("injected")),
+    "each after": ("each", True, RuntimeError("injected")),
 }
+NIGHTLY = [name for name, fault in FAULTS.items() if fault[0] == "each"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name
+        for name in FAULTS
+    ],
+)
 @pytest.mark.parametrize("op", REASONS)
 def test_an_op_that_fails_loses_nothing(
     op: str, fault: str, off: Baseline, cow: Engine
 ) -> None:
+    """Each failure is counted once. The cache: rejected slots hold old or new bytes,
+    all else is as vanilla."""
     at, late, error = FAULTS[fault]
-    with nwor_log() as lines:
-        oracle = run_with_fault(cow, op, at, late, error, off.result)
-    assert lines == [f"WARNING NWOR {REASONS[op]}: {op}: {error}{VANILLA}"]
-    num_failed = cow.manager.fallbacks[REASONS[op]]
-    if at is None:
-        assert num_failed == num_launches(cow, off.result) // NUM_GROUPS
-        assert late or oracle.violations != []
-    cow.run([LATE])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("op", REASONS)
-def test_an_op_may_fail_at_every_call(
-    op: str, late: bool, off: Baseline, cow: Engine
-) -> None:
-    num_calls = num_launches(cow, off.result)
+    # Of each op one for each table and step with drafts.
+    num_calls = NUM_GROUPS * sum(1 for step in off.result.steps if step.drafted)
     assert num_calls > 15
-    for call in range(num_calls):
-        error = RuntimeError(f"injected at call {call}")
-        run_with_fault(cow, op, call, late, error, off.result)
-    cow.run(ALL)
+    manager, reason = cow.manager, REASONS[op]
+    for call in range(num_calls) if at == "each" else [at]:
+        forget_fallbacks(cow)
+        oracle, before = SnapshotOracle(cow.probe), counters(cow)
+        with nwor_log() as lines, failing_op(cow, op, call, late, error):
+            found = cow.run(ALL, [oracle])
+        assert_same(found, off.result)
+        assert lines == [f"WARNING NWOR {reason}: {op}: {error}{VANILLA}"]
+        num_failed = num_calls // NUM_GROUPS if call is None else 1
+        assert manager.fallbacks == {reason: num_failed}
+        assert {violation.kind for violation in oracle.violations} <= {"not restored"}
+        assert len({violation.step for violation in oracle.violations}) <= num_failed
+        # They are in the metrics, and no breach of the counters' identities.
+        rise = risen(before, counters(cow))
+        assert rise[f"nwor_fallbacks/{reason}"] == num_failed
+        assert rise["nwor_breaches"] == 0
+        if call is None:
+            assert late or oracle.violations != []
+            continue
+        # FAILED lasts until a step has drafts again.
+        restores = op == "restore_rejected_drafts"
+        is_last = restores and call >= num_calls - NUM_GROUPS
+        assert manager.state is (State.FAILED if is_last else State.IDLE)
+        if restores:
+            # One group's restore failed; the other group's was done all the same.
+            layers = {layer.name for layer in manager.groups[call % NUM_GROUPS].layers}
+            assert {violation.layer for violation in oracle.violations} <= layers
+    cow.run([LATE])
 
 
 # --- vLLM fails, a hook is gone -------------------------------------------------------
@@ -250,20 +229,6 @@ def vllm_failing(engine: Engine, where: str, state: State) -> Iterator[None]:
     handle.remove()
 
 
-def lose_begin(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """The running engine's forward is vLLM's own; the other hooks are there."""
-    runner = engine.runner
-    hooked = type(runner)._model_forward
-    forward = hooked.__wrapped__
-
-    def vanilla(*args: Any, **kwargs: Any) -> Any:
-        engine.probe.v1_forward_begins()
-        return forward(runner, *args, **kwargs)
-
-    assert forward is not hooked
-    patch.setattr(runner, "_model_forward", vanilla)
-
-
 # The state in which a strict engine stops, and the message behind the reason; one for
 # each hook that raises.
 STRICT = {
@@ -275,19 +240,19 @@ STRICT = {
 
 
 @pytest.mark.parametrize("reason", STRICT)
-def test_strict_raises_where_the_default_falls_back(
-    reason: str, cow: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strict_raises_where_the_default_falls_back(reason: str, cow: Engine) -> None:
     """VLLM_NWOR_STRICT=always. Afterwards a run is as ever."""
     state, message = STRICT[reason]
-    manager = cow.manager
-    with monkeypatch.context() as patch, seam.of(manager) as ops:
-        config = replace(manager.config, strictness=Strict.ALWAYS)
-        patch.setattr(manager, "config", config)
+    manager, runner = cow.manager, cow.runner
+    config = replace(manager.config, strictness=Strict.ALWAYS)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(manager, "config", config))
         for op in (op for op in REASONS if REASONS[op] == reason):
-            patch.setattr(ops, op, failing(getattr(ops, op), None))
+            stack.enter_context(failing_op(cow, op, None))
         if reason == "begin_missed":
-            lose_begin(cow, patch)
+            # The forward is vLLM's own; the other hooks are there.
+            forward = partial(type(runner)._model_forward.__wrapped__, runner)
+            stack.enter_context(mock.patch.object(runner, "_model_forward", forward))
         if reason == "stale_log":
             with vllm_failing(cow, "forward", State.LOGGED):
                 cow.run(ALL)
@@ -303,28 +268,19 @@ def test_strict_raises_where_the_default_falls_back(
 # --- clients --------------------------------------------------------------------------
 
 
-# Where to abort VICTIM: before a step (abort_at) or while it runs (abort_during), of
-# the steps that it is scheduled in, and of those in which it has drafts.
-PHASES: dict[str, Callable[[list[int], list[int]], dict[str, int]]] = {
-    "waiting": lambda steps, drafting: {"abort_at": steps[0] - 1},
-    "in its first chunk": lambda steps, drafting: {"abort_during": steps[0]},
-    "between its chunks": lambda steps, drafting: {"abort_at": steps[1]},
-    "in its last chunk": lambda steps, drafting: {"abort_during": steps[1]},
-    "between prefill and decode": lambda steps, drafting: {"abort_at": steps[2]},
-    "with drafts proposed": lambda steps, drafting: {"abort_at": drafting[1]},
-    "with drafts in flight": lambda steps, drafting: {"abort_during": drafting[1]},
-    "before its last step": lambda steps, drafting: {"abort_at": steps[-1]},
-    "in its last step": lambda steps, drafting: {"abort_during": steps[-1]},
+# Where to abort VICTIM: before a step or while it runs, of the steps that it is
+# scheduled in (its second one has its last chunk), or of those in which it has drafts.
+PHASES: dict[str, tuple[str, str, int]] = {
+    "waiting": ("abort_at", "waiting", 0),
+    "in its first chunk": ("abort_during", "scheduled", 0),
+    "between its chunks": ("abort_at", "scheduled", 1),
+    "in its last chunk": ("abort_during", "scheduled", 1),
+    "between prefill and decode": ("abort_at", "scheduled", 2),
+    "with drafts proposed": ("abort_at", "drafted", 1),
+    "with drafts in flight": ("abort_during", "drafted", 1),
+    "before its last step": ("abort_at", "scheduled", -1),
+    "in its last step": ("abort_during", "scheduled", -1),
 }
-
-
-def point(phase: str, result: Result) -> dict[str, int]:
-    """A phase in the steps of a run in which nobody went away."""
-    steps = [i for i, step in enumerate(result.steps) if "victim" in step.scheduled]
-    drafting = [i for i in steps if "victim" in result.steps[i].drafted]
-    assert steps[0] > VICTIM.at + 1, "the victim does not wait"
-    assert steps[1] < drafting[0], "the prefill is not in chunks"
-    return PHASES[phase](steps, drafting)
 
 
 def num_free_blocks(engine: Engine) -> int:
@@ -336,8 +292,20 @@ def num_free_blocks(engine: Engine) -> int:
 def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     """The others' tokens are those of an engine without NWOR that lost the same
     client; the window in flight is counted as dropped; no block stays behind."""
-    abort = point(phase, off.result)
-    requests = [*SURVIVORS, replace(VICTIM, **abort), LATE]
+    how, of_steps, number = PHASES[phase]
+    steps = {
+        what: [n for n, step in enumerate(off.result.steps) if "victim" in names(step)]
+        for what, names in (
+            ("scheduled", attrgetter("scheduled")),
+            ("drafted", attrgetter("drafted")),
+        )
+    }
+    first, last_chunk, *_ = steps["scheduled"]
+    steps["waiting"] = [first - 1]
+    assert first > VICTIM.at + 1, "the victim does not wait"
+    assert last_chunk < steps["drafted"][0], "the prefill is not in chunks"
+    victim = replace(VICTIM, **{how: steps[of_steps][number]})
+    requests = [*SURVIVORS, victim, LATE]
     expected = off.engine.run(requests)
     before, free = counters(cow), num_free_blocks(cow)
     oracle = SnapshotOracle(cow.probe)
@@ -354,8 +322,7 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     assert (phase == "waiting") == (ran == [])
     assert len(found.tokens.get("victim", [])) < VICTIM.max_tokens
     # Guarantee 7, also for the window that nobody counted.
-    in_flight = "abort_during" in abort
-    dropped = ran[-1].drafted.get("victim", 0) if in_flight and ran else 0
+    dropped = ran[-1].drafted.get("victim", 0) if how == "abort_during" else 0
     rise = risen(before, counters(cow))
     assert rise["nwor_dropped_drafts"] == dropped
     assert (dropped > 0) == (phase in ("with drafts in flight", "in its last step"))
@@ -403,62 +370,58 @@ def stage(off: Baseline, staged: Engine) -> Iterator[Engine]:
     assert staged.manager.state is State.IDLE
 
 
-# Of the first group and of the second one, before and after the call did its work.
-AT_A_CALL = pytest.mark.parametrize(
-    ("call", "late"), [(0, True), (NUM_GROUPS + 1, False)]
-)
+# What fails (an op's call, of the first group or of the second one, before or after it
+# did its work, or vLLM itself), and what is counted. A step that cannot be staged is
+# logged; from a commit that fails no token goes out whose keys and values may be
+# missing.
+STAGED = {
+    ("stage", 0, True): "stage_failed",
+    ("stage", NUM_GROUPS + 1, False): "stage_failed",
+    ("commit_draft_layer", 0, True): "commit_failed",
+    ("commit_draft_layer", NUM_GROUPS + 1, False): "commit_failed",
+    ("forward",): "step_failed",
+    ("sampler",): "step_failed",
+}
+LOGGED = {
+    "stage_failed": (
+        State.IDLE,
+        "WARNING NWOR stage_failed: stage: injected; the step uses the undo log",
+    ),
+    "commit_failed": (
+        State.FAILED,
+        "NWOR commit_failed: commit_draft_layer: injected; accepted tokens of this "
+        "step are not in the KV cache",
+    ),
+    "step_failed": (State.IDLE, "WARNING NWOR step_failed: windows with "),
+}
 
 
-@AT_A_CALL
-def test_a_step_that_cannot_be_staged_is_logged(
-    call: int, late: bool, off: Baseline, stage: Engine
+@pytest.mark.parametrize("fault", STAGED, ids=str)
+def test_tables_are_put_back_whatever_fails(
+    fault: Any, off: Baseline, stage: Engine
 ) -> None:
-    before = counts(stage)["restored_bytes"]
-    with (
-        nwor_log() as lines,
-        failing_op(stage, "stage", call, late),
-    ):
+    reason, before = STAGED[fault], counts(stage)["restored_bytes"]
+    state, expected = LOGGED[reason]
+    fails: Any = failing_op
+    ends: Any = nullcontext()
+    if reason == "step_failed":
+        fails, fault = vllm_failing, (*fault, State.STAGED)
+    if reason == "commit_failed":
+        ends = pytest.raises(NworError, match=f"^{re.escape(expected)}$")
+    with nwor_log() as lines, fails(stage, *fault), ends:
         found = stage.run(ALL)
-    assert_same(found, off.result)
-    assert stage.manager.fallbacks == {"stage_failed": 1}
-    (line,) = lines
-    assert line.startswith(
-        "WARNING NWOR stage_failed: stage: injected; the step uses the undo log"
-    )
-    step = [step for step in found.steps if step.drafted][call // NUM_GROUPS]
-    rejects = sum(step.drafted.values()) > sum(step.accepted.values())
-    assert (counts(stage)["restored_bytes"] > before) == rejects
-
-
-@AT_A_CALL
-def test_a_commit_from_shadow_blocks_that_fails_ends_the_step(
-    call: int, late: bool, stage: Engine
-) -> None:
-    """No token goes out whose keys and values may be missing."""
-    name = "commit_draft_layer"
-    expected = (
-        f"NWOR commit_failed: {name}: injected; accepted tokens of this step are not "
-        "in the KV cache"
-    )
-    with (
-        failing_op(stage, name, call, late),
-        pytest.raises(NworError, match=f"^{re.escape(expected)}$"),
-    ):
-        stage.run(ALL)
+    if reason == "stage_failed":
+        assert_same(found, off.result)
+        windowed = [step for step in found.steps if step.drafted]
+        step = windowed[fault[1] // NUM_GROUPS]
+        rejects = sum(step.drafted.values()) > sum(step.accepted.values())
+        assert (counts(stage)["restored_bytes"] > before) == rejects
+    if reason != "commit_failed":
+        (line,) = lines
+        assert line.startswith(expected)
     assert shadow_entries(stage) == [0, 0]
-    assert stage.manager.fallbacks == {"commit_failed": 1}
-    assert stage.manager.state is State.FAILED
-
-
-@pytest.mark.parametrize("where", ["forward", "sampler"])
-def test_tables_are_put_back_as_soon_as_vllm_fails(where: str, stage: Engine) -> None:
-    with nwor_log() as lines, vllm_failing(stage, where, State.STAGED):
-        stage.run(ALL)
-    assert shadow_entries(stage) == [0, 0]
-    assert stage.manager.fallbacks == {"step_failed": 1}
-    assert stage.manager.state is State.IDLE
-    (line,) = lines
-    assert re.match(r"WARNING NWOR step_failed: windows with \d drafts were", line)
+    assert stage.manager.fallbacks == {reason: 1}
+    assert stage.manager.state is state
 
 
 def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:

@@ -195,13 +195,10 @@ def test_the_name_in_vllm_gives_the_same_modules_where_the_plugin_ran(
     assert warning in (REPO / "docs" / "variables.md").read_text()
 
 
-def test_costs_a_process_less_than_5_ms(looks: dict[str, Any]) -> None:
-    """Processor time to load the plugin and run it, median of 15."""
+def test_costs_a_process_a_few_milliseconds(looks: dict[str, Any]) -> None:
+    """Processor time: to load the plugin and run it, median of 15; and of our finder
+    for each module that vLLM imports, all together."""
     assert looks["milliseconds"] < 5
-
-
-def test_imports_of_others_cost_what_they_did(looks: dict[str, Any]) -> None:
-    """Processor time of our finder for each module that vLLM imports, all together."""
     assert looks["alias"]["found"] == []
     assert looks["alias"]["names"] > 1000
     assert looks["alias"]["milliseconds"] < 10

@@ -17,12 +17,12 @@ import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from tests.helpers import monitoring, reach
@@ -77,11 +77,9 @@ def test_two_lines_say_what_stage_takes(server: Server) -> None:
     them: the mark has travelled from one process to the other."""
     titles = set(re.findall(r"\bApiServer_\d+\b", server.log()))
     assert len(titles) == NUM_API_SERVERS
-    lines = [line for line in server.log().splitlines() if "NWOR" in line]
-    audit = [line for line in lines if "NWOR audit: " in line]
-    assert len(audit) == 1, audit
-    lines = [line for line in lines if line not in audit]
-    assert len(lines) == 2, lines
+    ours = [line for line in server.log().splitlines() if "NWOR" in line]
+    lines = [line for line in ours if "NWOR audit: " not in line]
+    assert (len(ours), len(lines)) == (3, 2), ours
     reserved = "NWOR: 16 of 320 KV blocks reserved as shadow blocks, for 8 requests"
     assert lines[0].endswith(reserved)
     assert re.search(
@@ -146,16 +144,13 @@ QUERIES = monitoring.queries(monitoring.dashboard(), "60s")
 
 
 class Watched(NamedTuple):
-    """A server under a soak, seen by a Prometheus that still runs.
-
-    soak: what soak.py wrote. status: its exit status. output: what it printed.
-    """
+    """A server after a soak, seen by a Prometheus that still runs. result: what soak.py
+    wrote."""
 
     server: Server
     prometheus: monitoring.Prometheus
-    soak: dict[str, Any]
-    status: int
-    output: str
+    soak: subprocess.CompletedProcess[str]
+    result: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -166,37 +161,31 @@ def watched(
     target = f"127.0.0.1:{server.port}"
     with monitoring.scraping(target, folder, SCRAPE_SECONDS, ALERTS) as watching:
         time.sleep(2 * SCRAPE_SECONDS)  # a rate starts from a sample before the load
-        status, output = _soak(server, folder / "soak.json")
+        path = folder / "soak.json"
+        command = [sys.executable, str(REPO / "tools" / "soak" / "soak.py")]
+        command += ["--url", server.url, "--pid", str(server.process.pid)]
+        command += ["--log", str(server.log_path), "--json", str(path)]
+        command += ["--minutes", str(SOAK_MINUTES), "--concurrency", "6"]
+        command += ["--api-server-count", str(NUM_API_SERVERS)]
+        command += ["--probe-seconds", "2", "--sample-seconds", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert path.exists(), done.stderr
         time.sleep(3 * SCRAPE_SECONDS)
-        result = json.loads((folder / "soak.json").read_text())
-        yield Watched(server, watching, result, status, output)
-
-
-def _soak(server: Server, path: Path) -> tuple[int, str]:
-    command = [sys.executable, str(REPO / "tools" / "soak" / "soak.py")]
-    command += ["--url", f"http://127.0.0.1:{server.port}"]
-    command += ["--pid", str(server.process.pid), "--log", str(server.log_path)]
-    command += ["--minutes", str(SOAK_MINUTES), "--concurrency", "6"]
-    command += ["--api-server-count", str(NUM_API_SERVERS), "--probe-seconds", "2"]
-    command += ["--sample-seconds", "1", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert path.exists(), done.stderr
-    return done.returncode, done.stdout
+        yield Watched(server, watching, done, json.loads(path.read_text()))
 
 
 def test_a_short_soak_finds_nothing_wrong(watched: Watched) -> None:
-    assert watched.status == 0, watched.output
-    verdicts = {row["name"]: row["verdict"] for row in watched.soak["checks"]}
+    assert watched.soak.returncode == 0, watched.soak.stdout
+    verdicts = {row["name"]: row["verdict"] for row in watched.result["checks"]}
     not_passed = {name: v for name, v in verdicts.items() if v != "pass"}
     assert not_passed == {"memory flat": "not judged"}, "it is too short for that"
-    assert watched.soak["metrics"]["vllm:nwor_audit_steps"] > 50
-    assert len(watched.soak["memory"]["rss_mib"]) >= 3, "of several processes"
+    assert watched.result["metrics"]["vllm:nwor_audit_steps"] > 50
+    assert len(watched.result["memory"]["rss_mib"]) >= 3, "of several processes"
 
 
 def test_every_metric_named_exists(watched: Watched) -> None:
-    url = f"http://127.0.0.1:{watched.server.port}/metrics"
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        exposed = set(re.findall(r"^# TYPE (\S+) ", answer.read().decode(), re.M))
+    text = httpx.get(f"{watched.server.url}/metrics", timeout=30).text
+    exposed = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
     named = set()
     for path in (monitoring.DASHBOARD, *ALERTS):
         named |= set(re.findall(r"vllm:\w+", path.read_text()))
@@ -223,16 +212,13 @@ def test_every_panel_shows_something(watched: Watched, query: monitoring.Query) 
     assert found, query.expression
     values = [float(one["value"][1]) for one in found]
     assert all(math.isfinite(value) and value >= 0 for value in values), values
+    assert {(query.panel, query.legend) for query in QUERIES} >= ABOVE_0
     if query.panel.startswith(("Fallbacks", "Findings", "Unverified")):
         assert set(values) == {0}
     if (query.panel, query.legend) in ABOVE_0:
         assert min(values) > 0
     for label in monitoring.LEGEND_LABEL.findall(query.legend):
         assert all(one["metric"].get(label) for one in found), found
-
-
-def test_panels_of_what_the_load_did_are_there() -> None:
-    assert {(query.panel, query.legend) for query in QUERIES} >= ABOVE_0
 
 
 def test_prometheus_has_the_servers_own_counts(watched: Watched) -> None:
@@ -261,26 +247,22 @@ def test_no_alert_fires_on_a_healthy_server(watched: Watched) -> None:
 def test_data_parallel_2(tmp_path: Path) -> None:
     """Two engines behind one server: each gives the texts that it gives with NWOR off,
     and the counters of each agree with vLLM's own."""
-    texts = {}
-    for mode in ("off", "cow", "stage"):
-        arguments = (*ARGUMENTS, "--data-parallel-size", "2")
-        with serve(tmp_path, mode, "smollm2-135m", *arguments) as server:
-            if mode == "off":
-                texts[mode] = texts_of_each(server)
-                continue
-            with reach.noted(
-                mode, "parallelism", "data parallel 2", shown=reach.OUTPUTS
-            ):
-                texts[mode] = texts_of_each(server)
-                assert texts[mode] == texts["off"]
-                server.idle_metrics()
-                for engine in ("0", "1"):
-                    check_engine(server, engine, mode)
+    arguments = (*ARGUMENTS, "--data-parallel-size", "2")
+    with serve(tmp_path, "off", "smollm2-135m", *arguments) as server:
+        vanilla = texts_of_each(server)
+    for mode in ("cow", "stage"):
+        noted = reach.noted(mode, "parallelism", "data parallel 2", shown=reach.OUTPUTS)
+        with serve(tmp_path, mode, "smollm2-135m", *arguments) as server, noted:
+            assert texts_of_each(server) == vanilla
+            server.idle_metrics()
+            for engine in ("0", "1"):
+                check_engine(server, engine, mode)
 
 
 @pytest.mark.nightly
 def test_data_parallel_2_whose_head_has_no_nwor(tmp_path: Path) -> None:
-    """The engine of a headless node runs with it; the head ignores its reports."""
+    """The engine of a headless node runs with it; the head, an AsyncLLM, ignores its
+    reports."""
     arguments = [*ARGUMENTS, "--data-parallel-size", "2"]
     arguments += ["--data-parallel-size-local", "1"]
     arguments += ["--data-parallel-address", "127.0.0.1"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,10 +23,6 @@ from tests.helpers.runner_probe import request_name
 # (request, its number of tokens so far) -> (drafts to propose, how many right)
 Plan = Callable[[str, int], tuple[int, int]]
 VOCABULARY = 2048  # of the tiny models
-
-
-def all_right(name: str, num_tokens: int) -> tuple[int, int]:
-    return NUM_DRAFTS, NUM_DRAFTS
 
 
 def all_wrong(name: str, num_tokens: int) -> tuple[int, int]:
@@ -60,6 +57,7 @@ class ScriptedDrafter:
         self.truth = truth
         self.plan = plan
         self.own: list[Any] = []
+        self.num_proposed: Counter[str] = Counter()
 
     def attach(self, runner: Any, keeps_own: bool = False) -> None:
         """Puts these drafts in the place of `runner`'s own. keeps_own: its drafter runs
@@ -85,7 +83,9 @@ class ScriptedDrafter:
                     )
                 is_given = keeps_own or len(tokens) == 0
                 num_drafts = len(row) if is_given else None
-                row[:] = self.draft(request_name(name), num_tokens, num_drafts)
+                name = request_name(name)
+                row[:] = self.draft(name, num_tokens, num_drafts)
+                self.num_proposed[name] += len(row)
             if isinstance(own, torch.Tensor):
                 return torch.tensor(drafts, dtype=own.dtype).view(own.shape)
             return drafts
@@ -99,17 +99,12 @@ class ScriptedDrafter:
         of them, or as many as the plan says."""
         planned, num_right = self.plan(name, num_tokens)
         num_drafts = planned if num_drafts is None else num_drafts
-        text = self.truth.get(name, ())
-        tokens = []
-        for offset in range(num_drafts):
-            position = num_tokens + offset
-            known = position < len(text)
-            if known and offset < num_right:
-                tokens.append(text[position])
-            else:
-                wrong = (text[position] if known else position) + 1
-                tokens.append(wrong % VOCABULARY)
-        return tokens
+        text = list(self.truth.get(name, ())[num_tokens:][:num_drafts])
+        tokens = text[:num_right] + [
+            (token + 1) % VOCABULARY for token in text[num_right:]
+        ]
+        unknown = range(len(tokens), num_drafts)
+        return tokens + [(num_tokens + offset + 1) % VOCABULARY for offset in unknown]
 
 
 def truth_of(

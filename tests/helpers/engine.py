@@ -134,7 +134,7 @@ def forget_engines() -> None:
         free_memory()
 
 
-class Engine(Player):
+class Engine(Player, Observer):
     """A real engine with NWOR in `mode`; `settings` are further VLLM_NWOR_* values.
 
     arguments: EngineArgs that replace DEFAULTS; `model` is a name of
@@ -228,13 +228,19 @@ class Engine(Player):
             self.play(requests, result)
             return result
         self.probe.steps = result.steps
-        self.probe.observers = [_InFlightAborts(self), *observers]
+        self.probe.observers = [self, *observers]
         try:
             with threads(num_threads), self.connected():
                 self.play(requests, result)
         finally:
             self.probe.observers = []
         return result
+
+    def committed(self, step: Step) -> None:
+        """Aborts the requests of this step that are to go once they were sampled."""
+        running = self.runner.input_batch.req_ids
+        if aborted := [r for r in running if request_name(r) in self.abort_now]:
+            self.core.aborts_queue.put(aborted)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -272,22 +278,6 @@ def shared(mode: str, **arguments: Any) -> Engine:
             forget_engines()
         _shared[key] = like_off(mode, **arguments)
     return _shared[key]
-
-
-class _InFlightAborts(Observer):
-    """Aborts the engine's requests of this step once they were sampled."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def committed(self, step: Step) -> None:
-        aborted = [
-            key
-            for key in self.engine.runner.input_batch.req_ids
-            if request_name(key) in self.engine.abort_now
-        ]
-        if aborted:
-            self.engine.core.aborts_queue.put(aborted)
 
 
 def counts(engine: Engine) -> dict[str, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte oracles for guarantees 1 to 3.
+"""The byte oracle for guarantees 1 to 3.
 
 SnapshotOracle watches one engine, on any device and of either runner: three whole
 copies of every cache allocation a step,
@@ -22,13 +22,8 @@ kept rows: S2 == S1 has to hold outside the slots of this step only, and
     each rejected draft was verified in a shadow block          else "not staged"
 
 It works all that out from vLLM's own objects and asks NWOR for nothing but how many
-blocks it has reserved: on vanilla vLLM it must report "not restored". ShadowOracle also
-looks into NWOR's seats.
-
-HashRecorder takes 64-bit hashes of every layer and slot after each step. From an off
-engine's hashes and steps `committed_hashes` works out what a transactional cache must
-hold; a cow engine's hashes must equal that everywhere, but where recurrent state lies
-over a part of what a rejected draft left.
+blocks it has reserved: on vanilla vLLM it must report "not restored". What else a cache
+holds is compared with a run without NWOR, by digests (tests/gpu/watch.py).
 """
 
 from __future__ import annotations
@@ -41,16 +36,13 @@ import torch
 
 from tests.helpers.byte_map import allocation, cache_of, slot_bytes
 from tests.helpers.runner_probe import Observer, RunnerProbe, Step
-from vllm_nwor.ops import SAVED_COLUMNS
-
-Hashes = dict[str, torch.Tensor]
 
 
 class Memory:
     """The caches of layers, as one vector of bytes.
 
     index: for each layer [num_slots, bytes of a slot] int64, places in the vector.
-    aliases: the first layer with a cache -> all that have that very cache.
+    first: for each layer the first one that has the very same cache.
     """
 
     def __init__(self, layers: dict[str, Any]) -> None:
@@ -63,11 +55,11 @@ class Memory:
             name: slot_bytes(layer) + starts[parts[name].data_ptr()]
             for name, layer in self.layers.items()
         }
-        self.aliases: dict[str, list[str]] = {}
-        first: dict[Any, str] = {}
-        for name, layer in self.layers.items():
-            key = layer.kv_cache.data_ptr(), layer.kv_cache.stride()
-            self.aliases.setdefault(first.setdefault(key, name), []).append(name)
+        seen: dict[Any, str] = {}
+        self.first = {
+            name: seen.setdefault((cache.data_ptr(), cache.stride()), name)
+            for name, cache in ((n, layer.kv_cache) for n, layer in layers.items())
+        }
         self._no_bytes = torch.zeros_like(self.read(), dtype=torch.bool)
 
     def read(self) -> torch.Tensor:
@@ -84,17 +76,14 @@ class Memory:
             found[self.index[name][some[some >= 0]]] = True
         return found
 
-    def slots_in(self, name: str, mask: torch.Tensor) -> torch.Tensor:
-        """[n] int64: the layer's slots with a byte in `mask`, [bytes] bool."""
-        return mask[self.index[name]].any(1).nonzero().flatten()
-
     def differing(self, one: torch.Tensor, other: torch.Tensor) -> dict[str, list[int]]:
         """Slots with bytes that differ, of the first layer with each cache; "" -> none
         if they are in no layer."""
         if torch.equal(one, other):
             return {}
         differs = one != other
-        slots = {n: self.slots_in(n, differs) for n in self.aliases}
+        names = [name for name, first in self.first.items() if name == first]
+        slots = {n: differs[self.index[n]].any(1).nonzero().flatten() for n in names}
         found = {n: some.tolist() for n, some in slots.items() if len(some)}
         return found or {"": []}
 
@@ -217,77 +206,6 @@ class SnapshotOracle(Observer):
         )
 
 
-class ShadowOracle(SnapshotOracle):
-    """Watches an engine in mode stage. Besides, "left in a table": a shadow block is in
-    a block table between steps; "not present": a row of a shadow block that counts as
-    present after a step is not that of the real block. num_present: rows that were
-    compared, over all layers."""
-
-    num_present = 0
-
-    def step_done(self, step: Step) -> None:
-        num_blocks = min(
-            num_real // self.memory.block_size(name)
-            for name, num_real in self.num_real.items()
-        )
-        for table in self.probe.runner.input_batch.block_table.block_tables:
-            if int(table.block_table.gpu.max()) >= num_blocks:
-                self._violation("left in a table", "", [])
-        self._check_present()
-
-    def _check_present(self) -> None:
-        """The rows that the next step will not copy to a seat's shadow block, by what
-        this step's commit has saved, are those of the real block."""
-        runner = self.probe.runner
-        shadow = runner.nwor_state.manager.shadow
-        found = self.memory.read()
-        for gid, group in shadow.groups.items():
-            tokens = group.entry_tokens
-            for seat, saved in enumerate(shadow.saved[gid].tolist()):
-                staged_in, valid, real = saved[SAVED_COLUMNS - 3 : SAVED_COLUMNS]
-                if staged_in != shadow.step or real == 0:
-                    continue
-                block = (valid - 1) // tokens
-                entry = group.first_entry + seat * group.span + block % group.span
-                rows = torch.arange(valid - block * tokens)
-                layers = runner.kv_cache_config.kv_cache_groups[gid]
-                for name in self.targets.keys() & layers.layer_names:
-                    index = self.memory.index[name]
-                    present, expected = (
-                        index[entry * tokens + rows],
-                        index[real * tokens + rows],
-                    )
-                    is_wrong = (found[present] != found[expected]).any(1)
-                    self.num_present += len(rows)
-                    self._add("not present", name, (entry * tokens + rows)[is_wrong])
-
-
-class HashRecorder(Observer):
-    """After each step, [num_blocks, N] int64 hashes of the slots of every cache, by the
-    first layer that has it.
-
-    `steps[i]` belongs to the i-th step of the run, `start` to the moment before it.
-    """
-
-    def __init__(self, probe: RunnerProbe) -> None:
-        self.memory = Memory(probe.layers())
-        self.drafters = tuple(probe.drafter_layers())
-        self.start = self._hashes()
-        self.steps: list[Hashes] = []
-
-    def step_done(self, step: Step) -> None:
-        self.steps.append(self._hashes())
-
-    def _hashes(self) -> Hashes:
-        found = self.memory.read()
-        return {
-            name: hash_rows(found[self.memory.index[name]]).view(
-                -1, self.memory.block_size(name)
-            )
-            for name in self.memory.aliases
-        }
-
-
 def hash_rows(rows: torch.Tensor) -> torch.Tensor:
     """64-bit hashes of the last dimension: odd random multipliers, modulo 2^64, after
     each word's high half was mixed into its low one.
@@ -303,69 +221,3 @@ def hash_rows(rows: torch.Tensor) -> torch.Tensor:
     mixed = (words ^ ((words >> 32) & 0xFFFFFFFF)) * (multipliers[0] | 1)
     mixed ^= (mixed >> 29) & 0x7FFFFFFFF
     return (mixed * (multipliers[1] | 1)).sum(-1)
-
-
-def committed_hashes(
-    recorder: HashRecorder, steps: list[Step]
-) -> tuple[list[Hashes], list[Hashes], int]:
-    """What a cache without rejected drafts holds after each step of an off run.
-
-    A slot that a rejected draft wrote keeps what it held, zeros if its block was zeroed
-    at the start of that step; block copies copy what the source ought to hold;
-    everything else is as the off run left it, and so are bytes that changed although no
-    slot of theirs was written: a block that now holds recurrent state. Where that may
-    cover a part only of what a rejected draft left, nothing is known until the slot is
-    written, zeroed or copied to.
-
-    Returns the hashes, as HashRecorder.steps has them; bools of the same shapes, where
-    they are not known; and how many known ones differ from the off run's.
-    """
-    before = recorder.start
-    expected = {name: start.clone() for name, start in before.items()}
-    dirty = {n: torch.zeros_like(h, dtype=torch.bool) for n, h in before.items()}
-    unknown = {name: flags.clone() for name, flags in dirty.items()}
-    result, unknown_after = [], []
-    num_dirty = 0
-    for step, found in zip(steps, recorder.steps, strict=True):
-        # Those of the step before are in the result.
-        expected = {name: hashes.clone() for name, hashes in expected.items()}
-        for name, aliases in recorder.memory.aliases.items():
-            is_dirty, is_unknown, restored = dirty[name], unknown[name], expected[name]
-            is_written, is_rejected = (torch.zeros_like(is_dirty) for _ in range(2))
-            for slots in (step.slots[n] for n in aliases if n in step.slots):
-                is_written.view(-1)[slots[slots >= 0]] = True
-            for alias in set(aliases) - set(recorder.drafters):
-                is_rejected.view(-1)[step.rejected.get(alias, [])] = True
-            is_overlaid = is_dirty & ~is_written & (found[name] != before[name])
-            is_dirty &= ~is_overlaid
-            is_unknown |= is_overlaid
-            for block in step.zeroed_blocks:
-                is_dirty[block] = is_unknown[block] = False
-                restored[block] = 0  # the hash of zeros
-            for source, to in step.copied_blocks:
-                is_dirty[to] = is_dirty[source]
-                is_unknown[to] = is_unknown[source]
-                restored[to] = restored[source]
-            is_dirty[is_written] = False
-            is_dirty |= is_rejected
-            is_unknown &= ~is_written | is_rejected
-            expected[name] = torch.where(is_dirty, restored, found[name])
-            num_dirty += int((expected[name] != found[name]).sum())
-        result.append(expected)
-        unknown_after.append({name: flags.clone() for name, flags in unknown.items()})
-        before = found
-    return result, unknown_after, num_dirty
-
-
-def differences(
-    expected: list[Hashes], found: list[Hashes]
-) -> list[tuple[int, str, list[int]]]:
-    """Where two runs' hashes differ: step, layer, slots."""
-    result = []
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert one.keys() == other.keys()
-        for name in one:
-            slots = (one[name] != other[name]).flatten().nonzero().flatten()
-            if len(slots):
-                result.append((number, name, slots.tolist()))
-    return result

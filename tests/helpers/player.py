@@ -141,25 +141,19 @@ class Player:
         self.llm.add_request(request.name, prompt, sampling, lora_request=request.lora)
 
 
-def await_grammars(requests: Iterable[Any], limit_s: float = GRAMMAR_LIMIT_S) -> None:
+def await_grammars(requests: Iterable[Any]) -> None:
     """Waits until the grammars of all `requests` of a scheduler are compiled. Raises
-    RuntimeError if one cannot be compiled, or is not after `limit_s` seconds."""
-    until = time.monotonic() + limit_s
+    RuntimeError if one cannot be, or is not after GRAMMAR_LIMIT_S seconds."""
+    until = time.monotonic() + GRAMMAR_LIMIT_S
     for request in requests:
         structured = request.structured_output_request
-        if structured is None:
-            continue
-        while not structured.is_grammar_ready:
+        while structured is not None and not structured.is_grammar_ready:
             if time.monotonic() > until:
-                raise RuntimeError(
-                    f"the grammar of {request.request_id} is not compiled after "
-                    f"{limit_s:g} s"
-                )
+                raise RuntimeError(f"{request.request_id}: its grammar does not come")
             time.sleep(POLL_S)
-        if isinstance(structured.grammar, Exception):
-            raise RuntimeError(
-                f"the grammar of {request.request_id} does not compile"
-            ) from structured.grammar
+        error = None if structured is None else structured.grammar
+        if isinstance(error, Exception):
+            raise RuntimeError(f"{request.request_id}: its grammar is none") from error
 
 
 def counters(engine: Any) -> dict[str, int]:

@@ -146,10 +146,6 @@ class RunnerProbe:
     def target_layers(self) -> dict[str, Any]:
         return target_layers(self.runner)
 
-    def drafter_layers(self) -> dict[str, Any]:
-        targets = self.target_layers()
-        return {n: layer for n, layer in self.layers().items() if n not in targets}
-
     def poison(self, seed: int = 0) -> None:
         """Fills the caches with finite random values, so that the bytes of a slot
         that was never written are like no other's; the KV audit knows. Only while

@@ -6,9 +6,12 @@ The mend of vLLM issue 54193 (tests/helpers/offloading_fault.py) is taken out ag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -51,14 +54,19 @@ def load(engine: Engine, later: list[Request]) -> int:
     return HostSpec.last.num_loaded * BLOCK_SIZE
 
 
+@contextmanager
+def untold() -> Iterator[None]:
+    """The audit knows nothing of the connector but what the scheduler does: how much of
+    what a request found was not in the cache."""
+    nothing: Any = {"is_hooked": lambda: False, "watch": lambda runner: None}
+    with mock.patch.multiple(offloading, **nothing):
+        yield
+
+
 @pytest.fixture(params=["adapter", "none"])
-def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """none: the audit knows nothing of the connector but what the scheduler does: how
-    much of what a request found was not in the cache."""
-    if request.param == "none":
-        monkeypatch.setattr(offloading, "is_hooked", lambda: False)
-        monkeypatch.setattr(offloading, "watch", lambda runner: None)
-    return str(request.param)
+def adapter(request: pytest.FixtureRequest) -> Iterator[str]:
+    with untold() if request.param == "none" else nullcontext():
+        yield request.param
 
 
 @pytest.mark.parametrize("changes", [{}, {"speculative_config": None}])

@@ -69,9 +69,7 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
         runs.append(engine.run(again))
         assert host.num_loaded > 4
         assert runs[0].num_accepted > 0 < runs[0].num_drafted - runs[0].num_accepted
-        both_ways = {
-            way: n - moved_before[way] for way, n in moved_bytes(engine).items()
-        }
+        both_ways = risen(moved_before, moved_bytes(engine))
         assert both_ways.keys() == {"CPU_to_GPU", "GPU_to_CPU"}
         assert min(both_ways.values()) > 0
         found.append((runs, both_ways, host.chunks))
@@ -83,10 +81,10 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
         assert rise["nwor_breaches"] == 0 < rise["nwor_windows"]
         assert rise["nwor_tokens_staged"] == sum(run.num_drafted for run in runs)
         assert rise["nwor_committed_tokens"] == sum(run.num_accepted for run in runs)
-        for run, vanilla in zip(runs, found[0][0], strict=True):
+        vanilla_runs, vanilla_ways, expected = found[0]
+        for run, vanilla in zip(runs, vanilla_runs, strict=True):
             assert_same(run, vanilla)
-        assert both_ways == found[0][1]
-        expected = found[0][2]
+        assert both_ways == vanilla_ways
         assert host.chunks.keys() == expected.keys()
         assert len(expected) > 10
         for chunk, tensors in host.chunks.items():

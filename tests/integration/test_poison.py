@@ -22,10 +22,10 @@ from tests.integration.test_byte_oracle import (
     CACHES,
     EVERYTHING,
     HAS_AVX512,
+    MLA,
     prompt,
 )
 
-MLA = {"model": "tiny-deepseek", "attention_backend": "CPU_MLA", "block_size": 16}
 # What is served, the poison that NWOR takes, and whether a NaN (of two bytes; CPU code
 # for fp8 knows none) stays unseen.
 ROWS: dict[str, tuple[dict[str, Any], int, bool]] = {

@@ -13,7 +13,6 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -24,9 +23,9 @@ from tests.helpers.drafters import Plan
 from tests.helpers.engine import Request, assert_same, free_memory, prompt
 from tests.helpers.host_offloading import CONNECTOR
 from tests.integration.test_audit import found
-from tests.integration.test_byte_oracle import Case, check_exact, watch
+from tests.integration.test_audit_offloading import untold
+from tests.integration.test_byte_oracle import EVERYTHING, Case, check_exact, watch
 from tests.integration.test_reach import METHODS, MODELS
-from vllm_nwor.audit import offloading
 
 HYBRID = {name: case for name, case in MODELS.items() if name.startswith("Gemma")}
 CASES = {n: c for n, c in METHODS.items() if n not in ("suffix", "eagle, dynamic k")}
@@ -72,8 +71,8 @@ def requests(draw: st.DrawFn, number: int, max_len: int, block_size: int) -> Req
     ends = st.integers(1, 60) | st.just(block_size - len(text) % block_size)
     max_tokens = draw(ends)
     at = draw(st.integers(0, 12))
-    # One at a time.
-    aborts = st.none() | st.integers(0, 2).map(lambda n: at + 10 * n + number)
+    # One at a time: each request has steps of its own.
+    aborts = st.none() | st.integers(1, 3).map(lambda n: 8 * (at // 8 + n) + number)
     shape = draw(st.sampled_from([{}, {}, {}, {"regex": "[a-z ]{3,30}"}]))
     params: dict[str, Any] = {
         "min_tokens": min(max_tokens, draw(st.sampled_from([0, 0, 3]))),
@@ -139,15 +138,12 @@ def test_what_is_drawn_is_exact(trial: Trial) -> None:
     """In mode off with the audit, in cow, and in stage with seats for some or all."""
     free_memory()
     case = trial.case()
-    audit = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
     span = 1 if trial.num_drafts == 1 else 2
     num_shadow = span * trial.num_seats * case.num_groups
-    seats = audit | {"SHADOW_BLOCKS": str(num_shadow)}
+    seats = EVERYTHING | {"SHADOW_BLOCKS": str(num_shadow)}
     off = watch(case.engine("off"), trial.requests, case=case)
-    untold: Any = {"is_hooked": lambda: False, "watch": lambda runner: None}
-    for mode, values in {"off": audit, "cow": audit, "stage": seats}.items():
-        hidden = mock.patch.multiple(offloading, **untold)
-        with hidden if trial.is_untold else nullcontext():
+    for mode, values in {"off": EVERYTHING, "cow": EVERYTHING, "stage": seats}.items():
+        with untold() if trial.is_untold else nullcontext():
             engine = case.engine(mode, values)
         on = watch(engine, trial.requests, off.truth, case)
         assert found(on.engine) == []

@@ -26,7 +26,13 @@ from tests.helpers.drafters import mixture_of_four
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, prompt
 from tests.helpers.environment import model_path
 from tests.helpers.tail_connector import TailConnector
-from tests.integration.test_byte_oracle import Case, Run, check_off, check_on, watch
+from tests.integration.test_byte_oracle import (
+    MLA,
+    Case,
+    check_off,
+    check_on,
+    watch,
+)
 
 
 def method(name: str, model: str | None = None, num_layers: int = 0, **more: Any):
@@ -71,17 +77,8 @@ MODELS = {
         {"model": "tiny-gemma3n"}, num_groups=2
     ),
     "Mixtral": lambda: Case({"model": "tiny-mixtral"}),
-    # vLLM prefills an MLA model's prompt whole on a CPU, and takes blocks of 16. Its
-    # logits there depend on the number of drafts.
-    "DeepSeek V2, multi-head latent attention": lambda: Case(
-        {
-            "model": "tiny-deepseek",
-            "attention_backend": "CPU_MLA",
-            "block_size": 16,
-            "max_num_batched_tokens": 512,
-        },
-        plan=mixture_of_four,
-    ),
+    # Its logits depend on the number of drafts.
+    "DeepSeek V2, multi-head latent attention": lambda: Case(MLA, plan=mixture_of_four),
     # vLLM's CPU code for this state fails on windows of fewer drafts than k.
     "Qwen3-Next, gated delta nets beside attention": lambda: Case(
         {"model": "tiny-qwen3-next"}, plan=mixture_of_four, num_native=3, stage="cow"
@@ -89,7 +86,7 @@ MODELS = {
 }
 # One row runs with every change; it has all that a method can have: layers of its own
 # in the target's group, and drafts made before the host knows what was accepted.
-EVERY_CHANGE = ("eagle",)
+EVERY_CHANGE = "eagle"
 
 
 REQUESTS = (
@@ -99,56 +96,6 @@ REQUESTS = (
     Request("aborted", prompt(4, 33), 60, at=3, abort_at=10),
     Request("late", prompt(6, 64), 24, at=12),
 )
-
-
-def cases(table: dict[str, Any]) -> list[Any]:
-    return [
-        pytest.param(
-            name, marks=[] if name in EVERY_CHANGE else [pytest.mark.nightly], id=name
-        )
-        for name in table
-    ]
-
-
-def run_case(kind: str, name: str, case: Case) -> tuple[Run, Run, Run]:
-    # Groups of processes that only mixtures of experts have are made anew.
-    destroy_model_parallel()
-    off, cow, stage = (case.engine(mode) for mode in ("off", "cow", "stage"))
-    off_run = watch(off, REQUESTS, case=case)
-    check_off(off_run, case)
-    runs = [off_run]
-    for engine in (cow, stage):
-        with reach.recorded(engine, kind, name) as entry:
-            run = watch(engine, REQUESTS, off_run.truth, case)
-            check_on(off_run, run, case)
-            entry |= {
-                "drafts": run.result.num_drafted,
-                "accepted": run.result.num_accepted,
-            }
-        runs.append(run)
-    return runs[0], runs[1], runs[2]
-
-
-@pytest.mark.parametrize("name", cases(METHODS))
-def test_methods(name: str) -> None:
-    if name == "suffix" and not importlib.util.find_spec("arctic_inference"):
-        pytest.skip("suffix decoding needs the package arctic-inference")
-    off, *_ = run_case("method", name, METHODS[name]())
-    if name == "eagle, dynamic k":
-        assert {2, NUM_DRAFTS} <= {
-            num for step in off.result.steps for num in step.drafted.values()
-        }
-
-
-@pytest.mark.parametrize("name", cases(MODELS))
-def test_models(name: str) -> None:
-    off, _, stage = run_case("model", name, MODELS[name]())
-    if "share" in name:
-        layers = off.engine.probe.target_layers().values()
-        assert len({layer.kv_cache.data_ptr() for layer in layers}) < len(layers)
-    if stage.engine.manager.shadow is None:
-        (info,) = (i for i in stage.engine.runner.nwor_state.infos if i.group == 3)
-        assert "vLLM zeroes this model's new blocks" in info.reason
 
 
 class Idle(TailConnector):
@@ -167,6 +114,7 @@ IDLE = {
     "kv_connector_module_path": __name__,
     "kv_role": "kv_both",
 }
+# The undo log is used in mode stage, too, and all of its guarantees hold.
 NO_SHADOW_BLOCKS = {
     "a KV connector of somebody else": lambda: Case(
         {"kv_transfer_config": IDLE}, stage="cow"
@@ -179,10 +127,46 @@ NO_SHADOW_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(NO_SHADOW_BLOCKS))
-def test_without_shadow_blocks(name: str) -> None:
-    """The undo log is used in mode stage, too, and all of its guarantees hold."""
-    run_case("refusal", name, NO_SHADOW_BLOCKS[name]())
+TABLES = {"method": METHODS, "model": MODELS, "refusal": NO_SHADOW_BLOCKS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind, name, id=name, marks=[pytest.mark.nightly] * (name != EVERY_CHANGE)
+        )
+        for kind, table in TABLES.items()
+        for name in table
+    ],
+)
+def test_all_guarantees_hold(kind: str, name: str) -> None:
+    if name == "suffix" and not importlib.util.find_spec("arctic_inference"):
+        pytest.skip("suffix decoding needs the package arctic-inference")
+    case: Case = TABLES[kind][name]()
+    # Groups of processes that only mixtures of experts have are made anew.
+    destroy_model_parallel()
+    off, cow, stage = (case.engine(mode) for mode in ("off", "cow", "stage"))
+    vanilla = watch(off, REQUESTS, case=case)
+    check_off(vanilla, case)
+    for engine in (cow, stage):
+        with reach.recorded(engine, kind, name) as entry:
+            run = watch(engine, REQUESTS, vanilla.truth, case)
+            check_on(vanilla, run, case)
+            entry |= {
+                "drafts": run.result.num_drafted,
+                "accepted": run.result.num_accepted,
+            }
+    if name == "eagle, dynamic k":
+        assert {2, NUM_DRAFTS} <= {
+            num for step in vanilla.result.steps for num in step.drafted.values()
+        }
+    if "share" in name:
+        layers = off.probe.target_layers().values()
+        assert len({layer.kv_cache.data_ptr() for layer in layers}) < len(layers)
+    if case.num_native:
+        (info,) = (i for i in stage.runner.nwor_state.infos if i.group == 3)
+        assert "vLLM zeroes this model's new blocks" in info.reason
 
 
 class Repeats:
