@@ -6,6 +6,7 @@ tests/simulation plays windows, layouts and faults on the real manager: each mov
 between its states, each reason to fall back (guarantees 1, 2, 6, 7 and 9).
 """
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,52 @@ class World:
     def check(self, state, **fallbacks):
         assert self.manager.fallbacks == fallbacks
         assert self.manager.state is state
+
+
+# --- the library's classes in place of the ops that the simulation plays --------------
+
+
+@pytest.mark.parametrize("groups", [(True,), (False,), (True, False)])
+@pytest.mark.parametrize("has_packed", [False, True])
+def test_the_classes_play_a_step_as_the_ops_do(groups, has_packed):
+    """Caches, tables, and what a step is said to have done, in each slot of the ring;
+    the third one is staged in vain."""
+    worlds = [
+        World(*groups, has_packed=has_packed, has_builtins=it, strictness=Strict.NEVER)
+        for it in (True, False)
+    ]
+    found = []
+    for world in worlds:
+        manager, seen = world.manager, []
+        caches = [layer.kv_cache for g in manager.groups for layer in g.layers]
+        for number in range(5):
+            manager.start_step()
+            world.open()
+            seen.append(world.tables)
+            for cache in caches:
+                cache += number + 1  # the forward, and what nobody should touch
+            if number == 2:
+                manager.abort("step_failed")
+            else:
+                world.commit()
+                seen.append(manager.counts.read())
+            seen += [world.tables, manager.counters.tolist(), manager.fallbacks.copy()]
+        found.append([*seen, *(cache.tolist() for cache in caches)])
+    assert found[0] == found[1]
+    assert worlds[0].manager.counts.read()[0][:4] == (2, 3, 0, 3)
+
+
+def test_what_is_staged_lives_until_the_next_step_starts():
+    """The library has its addresses until then, and nobody else need keep it."""
+    world = World(True, has_builtins=True)
+    step, world.step = world.step, None
+    lives = [weakref.ref(one) for one in (*step.block_tables, *step.slot_mappings)]
+    world.manager.stage(step)
+    del step
+    assert all(life() is not None for life in lives)
+    world.commit()
+    world.manager.start_step()
+    assert all(life() is None for life in lives)
 
 
 # --- what raises, and what is published -----------------------------------------------
