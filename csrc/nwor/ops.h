@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The ops: from tensors to launchers. Definitions: cow_ops.cpp, shadow_ops.cpp and
-// audit_ops.cpp. Two ways lead to them: PyTorch's dispatcher (torch_bindings.cpp), and
-// builtins (python_bindings.cpp), as a step takes them.
-//
-// LoggedLayers and StagedLayers are the same launches for the table of layers that a
-// step after the other passes: what no step changes is checked and kept once, so that
-// a step brings, and fetches from memory, only what is its own.
+// audit_ops.cpp. PyTorch's dispatcher leads to them (torch_bindings.cpp); what a step
+// calls passes it by (python_bindings.cpp): the audit's ops, and LoggedLayers and
+// StagedLayers, which make the other ops' launches for one table of layers, step after
+// step: what no step changes is checked and kept once, so that a step brings, and
+// fetches from memory, only what is its own.
 #pragma once
 
 #include "tensor_args.h"
@@ -100,13 +99,14 @@ void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
                   int64_t step);
 void audit_snapshot(Tensor tables, bool again);
 
-// All of them, by name.
+// By name: the audit's, and all of them.
 // clang-format off
-#define NWOR_OPS(op) \
-  op(log_cache_slots) op(restore_rejected_drafts) \
-  op(stage) op(commit_draft_layer) op(unstage) \
+#define NWOR_AUDIT_OPS(op) \
   op(audit_seat) op(audit_plan) op(audit_resolve) op(audit_blocks) \
   op(audit_snapshot)
+#define NWOR_OPS(op) \
+  op(log_cache_slots) op(restore_rejected_drafts) \
+  op(stage) op(commit_draft_layer) op(unstage) NWOR_AUDIT_OPS(op)
 // clang-format on
 
 }  // namespace nwor

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The Python module: the ops as builtin functions, past PyTorch's dispatcher. Between
-// two steps of a model a lot of code runs, and what a step of ours runs is in no cache
-// of the processor when its turn comes: a call through the dispatcher costs several
-// times what it costs in a tight loop. A builtin takes all of the op's arguments, by
-// position, with the same checks and texts, and reads tensors through DLPack's C
-// exchange API. It returns None, or raises RuntimeError, TypeError or OverflowError.
-// LoggedLayers and StagedLayers are classes: to look at a tensor, and to check it,
-// takes a step longer than what is done with it, so that it has those of its own only.
+// The Python module: what a step calls, past PyTorch's dispatcher. Between two steps of
+// a model a lot of code runs, and what a step of ours runs is in no cache of the
+// processor when its turn comes: a call through the dispatcher costs several times what
+// it costs in a tight loop. The audit's ops are builtin functions, which take all of
+// the op's arguments; LoggedLayers and StagedLayers are classes, whose methods take a
+// step's alone: to look at a tensor, and to check it, takes longer than what is done
+// with it. All arguments go by position, with the ops' checks and texts; tensors are
+// read through DLPack's C exchange API. They return None, or raise RuntimeError,
+// TypeError or OverflowError.
 //
 // The device of CUDA tensors must be the current one. The interpreter's lock is kept: a
 // launch enqueues, or where the queue is full waits for the device, which in vLLM waits
@@ -34,7 +35,7 @@ namespace nwor {
 namespace {
 
 // VERSION in vllm/v1/nwor/ops.py: raised with every change of what the module offers.
-constexpr long kVersion = 4;
+constexpr long kVersion = 5;
 
 // Of DLPack 1.x. PyTorch's copy of its header is not for users of the stable ABI.
 struct DlpackTensor {
@@ -181,7 +182,7 @@ struct Builtin<kOp> {
   PyObject* call_##name(PyObject*, PyObject* const* arguments, Py_ssize_t number) { \
     return Builtin<&nwor::name>::call(#name, arguments, number);                    \
   }
-NWOR_OPS(NWOR_BUILTIN)
+NWOR_AUDIT_OPS(NWOR_BUILTIN)
 
 // A class of Python around T, which is made of Args; it keeps them, as `made_of`.
 template <typename T, typename... Args>
@@ -312,7 +313,7 @@ PyMODINIT_FUNC PyInit__nwor_C() {
   using nwor::Staged;
   using nwor::StagedLayers;
   constexpr PyMethodDef kEnd{nullptr, nullptr, 0, nullptr};
-  static PyMethodDef functions[] = {NWOR_OPS(NWOR_METHOD)
+  static PyMethodDef functions[] = {NWOR_AUDIT_OPS(NWOR_METHOD)
 #ifdef NWOR_CUDA
                                         NWOR_METHOD(load_kernels)
 #endif

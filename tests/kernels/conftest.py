@@ -19,7 +19,11 @@ settings.register_profile(
     deadline=None,
     database=None,
     print_blob=True,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
 )
 settings.load_profile("kernels")
 

@@ -35,8 +35,9 @@ from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
+from vllm_nwor.audit.requests import Loads
 from vllm_nwor.audit.runner import RunnerAuditV2
-from vllm_nwor.audit.state import Audit, Batch, Loads
+from vllm_nwor.audit.state import Audit, Batch
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.config import AuditMode, OnReject
 from vllm_nwor.draft_manager import State

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops as builtins: how they read what Python hands them. That they do and refuse
-what the ops do is tested where those are."""
+"""What a step calls in place of the ops: how the library reads what Python hands it,
+and that its classes do what the ops do. That they refuse what the ops do is tested
+where those are."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ from tests.kernels.test_transaction import (
 )
 from tests.kernels.test_validation import Calls
 from tests.kernels.transaction import (
+    CLASSES,
     COMMIT,
     LOG,
+    METHODS,
     RESTORE,
     STAGE,
     UNSTAGE,
     AcceptanceForm,
     Step,
     drafts_in,
+    named,
 )
 from vllm_nwor import ops
 
@@ -37,7 +41,7 @@ ALL = ops.load()
 NUM_REJECTED = AcceptanceForm.NUM_REJECTED
 
 
-@pytest.mark.parametrize("name", ops.NAMES)
+@pytest.mark.parametrize("name", ops.AUDIT_NAMES)
 def test_the_number_of_arguments_is_the_schemas(name):
     number = len(getattr(ops, name)._schema.arguments)
     builtin = getattr(ALL, name)
@@ -62,7 +66,7 @@ def test_a_value_of_another_type_is_refused(argument, value, error, message):
     before = calls.snapshot()
 
     with pytest.raises(error, match=message):
-        calls.call_builtin(LOG, **{argument: value})
+        calls.call_class(LOG, **{argument: value})
 
     assert all(map(torch.equal, before, calls.snapshot()))
 
@@ -80,18 +84,19 @@ def test_dtypes_have_pytorchs_names(dtype):
     with pytest.raises(RuntimeError) as by_op:
         calls.call(LOG, cu_num_logits=wrong)
 
-    with pytest.raises(RuntimeError) as by_builtin:
-        calls.call_builtin(LOG, cu_num_logits=wrong)
+    with pytest.raises(RuntimeError) as by_class:
+        calls.call_class(LOG, cu_num_logits=wrong)
 
     said = str(by_op.value)
     if dtype not in DTYPES:
         said = re.sub(r"dtype \w+", "dtype UNKNOWN_SCALAR", said)
-    assert str(by_builtin.value) == said
+    assert str(by_class.value) == said
 
 
 @pytest.mark.parametrize(
     "view",
     [
+        lambda t: t,
         lambda t: t[1:],
         lambda t: t[:0],
         lambda t: t.T,
@@ -103,25 +108,26 @@ def test_dtypes_have_pytorchs_names(dtype):
 def test_views_are_seen_as_the_ops_see_them(view):
     """At the second row: with an offset in its storage."""
     found = []
-    for by in ("call", "call_builtin"):
+    for by in ("call", "call_class"):
         calls = Calls(CPU)
-        table = calls.arguments[UNSTAGE]["block_table"]
+        calls.call(UNSTAGE)
+        table = calls.arguments[STAGE]["block_table"]
         try:
-            said = getattr(calls, by)(UNSTAGE, block_table=view(table[1:]))
+            said = getattr(calls, by)(STAGE, block_table=view(table[1:]))
         except RuntimeError as error:
             said = str(error)
         side = calls.side
         found.append((said, (side.block_table, side.slot_mapping, side.saved)))
-    (said, by_op), (said_by_builtin, by_builtin) = found
-    assert said_by_builtin == said
-    assert all(map(torch.equal, by_op, by_builtin))
+    (said, by_op), (said_by_class, by_class) = found
+    assert said_by_class == said
+    assert all(map(torch.equal, by_op, by_class))
 
 
 def test_none_is_returned_and_not_used_up():
     calls = Calls(CPU)
     references = sys.getrefcount(None)
     for _ in range(10_000):
-        assert calls.call_builtin(LOG) is None
+        assert calls.call_class(LOG) is None
     assert abs(sys.getrefcount(None) - references) < 5_000
 
 
@@ -136,57 +142,23 @@ class ByClasses(Step):
         super().__init__(*args, **kwargs)
         self.known = {}
 
-    def layers_of(self, of, table, a):
-        """Made of the arguments `a` of the first call that needs it."""
-        # The second slot is the one that the reference writes to.
-        ring = self.published._base[table : table + 2]
-        if of == "LoggedLayers":
-            tables = (a["table"], a["runs"]) * 2
-            log = self.undo_log, self.log_slots, self.log_windows
-            made_of = *tables, *log, self.counters[table], ring
-        else:
-            entries = ("first_entry", "num_real_entries", "span", "entry_tokens")
-            pages = (getattr(self.pages, name) for name in entries)
-            ends = table == 0, table == len(self.tables) - 1
-            of_table = a["table"], a["runs"], self.saved, self.counters[table]
-            made_of = *of_table, ring, *pages, *ends
-        return self.known.setdefault((of, table), getattr(ALL, of)(*made_of))
-
     def check(self, op, table=0, **more):
         of, method, names = METHODS[op]
 
         def call(**a):
-            a |= {"slot": 1}
-            layers = self.known.get((of, table)) or self.layers_of(of, table, a)
-            getattr(layers, method)(*(a[name] for name in names.split()))
+            a |= {
+                "counters": self.counters[table],
+                # The second slot is the one that the reference writes to.
+                "ring": self.published._base[table : table + 2],
+                "slot": 1,
+                "undoes": table == len(self.tables) - 1,
+            }
+            if (of, table) not in self.known:
+                made_of = named(a, CLASSES[of])
+                self.known[of, table] = getattr(ALL, of)(*made_of)
+            getattr(self.known[of, table], method)(*named(a, names))
 
         check(op, self.layers, self.arguments(op, table, **more), call)
-
-
-METHODS = {
-    LOG: (
-        "LoggedLayers",
-        "log",
-        "slot_mapping logits_indices cu_num_logits num_drafts num_leading_zeros",
-    ),
-    RESTORE: (
-        "LoggedLayers",
-        "restore",
-        "sampled_token_ids vocab_size num_rejected num_drafts slot",
-    ),
-    STAGE: (
-        "StagedLayers",
-        "stage",
-        "block_table slot_mapping query_start_loc seq_lens cu_num_logits seats step "
-        "num_leading_zeros",
-    ),
-    COMMIT: (
-        "StagedLayers",
-        "commit",
-        "sampled_token_ids vocab_size num_rejected slot",
-    ),
-    UNSTAGE: ("StagedLayers", "unstage", ""),
-}
 
 
 @pytest.mark.parametrize("form", [AcceptanceForm.SAMPLED, AcceptanceForm.NUM_REJECTED])
@@ -246,8 +218,7 @@ def test_what_is_staged_ends_once(device):
     step.check(STAGE)
     tables = step.block_table.clone(), step.slot_mapping.clone()
     with pytest.raises(RuntimeError, match=r"^stage: step is 0; must be from 1 to "):
-        arguments = step.arguments(STAGE) | {"step": 0}
-        layers.stage(*(arguments[name] for name in METHODS[STAGE][2].split()))
+        layers.stage(*named(step.arguments(STAGE) | {"step": 0}, METHODS[STAGE][2]))
     refused()
     layers.unstage()
     assert torch.equal(step.slot_mapping, tables[1])

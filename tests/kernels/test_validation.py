@@ -21,8 +21,10 @@ from tests.kernels.test_transaction import (
     nhd,
 )
 from tests.kernels.transaction import (
+    CLASSES,
     COMMIT,
     LOG,
+    METHODS,
     NUM_COUNTERS,
     RESTORE,
     STAGE,
@@ -31,6 +33,7 @@ from tests.kernels.transaction import (
     Step,
     acceptance,
     drafts_in,
+    named,
 )
 from vllm_nwor import ops
 
@@ -60,7 +63,7 @@ class Calls:
     """
 
     def __init__(self, device, layout=nhd):
-        self.builtins = ops.load_builtins(device)
+        self.library = ops.load_builtins(device)
         logged = Step(device, [[layout()] * 2], capacity=5)
         logged.load(drafts_in((3, 4), (20,), accepted=(1, 0)))
         self.layers = logged.layers
@@ -81,11 +84,15 @@ class Calls:
     def call(self, op, **changes):
         getattr(ops, op)(**{**self.arguments[op], **changes})
 
-    def call_builtin(self, op, **changes):
-        arguments = self.arguments[op] | changes
-        schema = getattr(ops, op)._schema.arguments
-        ordered = [arguments.get(known.name, known.default_value) for known in schema]
-        return getattr(self.builtins, op)(*ordered)
+    def call_class(self, op, **changes):
+        """The same launch of log, restore or stage, by a class made for it."""
+        of, method, names = METHODS[op]
+        counted = self.arguments[COMMIT if op == STAGE else RESTORE]
+        more = {name: counted[name] for name in ("counters", "counters_to")}
+        more |= {"ring": counted["counters_to"][None], "slot": 0, "undoes": True}
+        arguments = more | self.arguments[op] | changes
+        layers = getattr(self.library, of)(*named(arguments, CLASSES[of]))
+        return getattr(layers, method)(*named(arguments, names))
 
     def snapshot(self):
         arguments = [v for of_op in self.arguments.values() for v in of_op.values()]
@@ -95,17 +102,21 @@ class Calls:
 
     def refuses(self, op, said, before="", **changes):
         """With `changes`, the op says `said`, behind what matches `before`, and writes
-        nothing, called either way."""
+        nothing; nor does the class that has it, which makes those of log first."""
         if op == STAGE:
             self.call(UNSTAGE)
         memory = self.snapshot()
-        for call in (self.call, self.call_builtin):
-            with pytest.raises(RuntimeError, match=f"^{op}: {before}{re.escape(said)}"):
+        by_class = op in (LOG, RESTORE, STAGE) and "counters_to" not in changes
+        for call in (self.call, self.call_class)[: 1 + by_class]:
+            who = f"({op}|{LOG})" if call == self.call_class and op == RESTORE else op
+            with pytest.raises(
+                RuntimeError, match=f"^{who}: {before}{re.escape(said)}"
+            ):
                 call(op, **changes)
             assert all(map(torch.equal, memory, self.snapshot()))
 
 
-@pytest.mark.parametrize("by", ["call", "call_builtin"])
+@pytest.mark.parametrize("by", ["call", "call_class"])
 def test_the_good_arguments_are_good(device, by):
     calls = Calls(device)
     call = getattr(calls, by)
@@ -113,8 +124,9 @@ def test_the_good_arguments_are_good(device, by):
     call(RESTORE)
     counters = calls.arguments[RESTORE]["counters"]
     assert counters.tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]
-    for op in (UNSTAGE, STAGE, COMMIT):
-        call(op)
+    calls.call(UNSTAGE)
+    call(STAGE)
+    calls.call(COMMIT)
     row_bytes = sum(layer.layout.slot_bytes for layer in calls.side.layers)
     assert calls.side.counters[0].tolist() == [
         *(2, 6, 1, 5, 0, 0),

@@ -33,6 +33,24 @@ VOCAB_SIZE = 1000
 NUM_COUNTERS = len(ops.COUNTER_COLUMNS)
 LOG, RESTORE = "log_cache_slots", "restore_rejected_drafts"
 STAGE, COMMIT, UNSTAGE = "stage", "commit_draft_layer", "unstage"
+# The library's classes and what they are made of; the method that makes an op's launch,
+# and its arguments. ring and slot: in place of counters_to.
+CLASSES = {
+    "LoggedLayers": "table runs table runs undo_log log_slots log_windows counters "
+    "ring",
+    "StagedLayers": "table runs saved counters ring first_entry num_real_entries span "
+    "entry_tokens patches undoes",
+}
+OF_STAGE = "block_table slot_mapping query_start_loc seq_lens cu_num_logits seats step"
+OF_LOG = "slot_mapping logits_indices cu_num_logits num_drafts num_leading_zeros"
+ACCEPTED = "sampled_token_ids vocab_size num_rejected"
+METHODS = {
+    LOG: ("LoggedLayers", "log", OF_LOG),
+    RESTORE: ("LoggedLayers", "restore", f"{ACCEPTED} num_drafts slot"),
+    STAGE: ("StagedLayers", "stage", f"{OF_STAGE} num_leading_zeros"),
+    COMMIT: ("StagedLayers", "commit", f"{ACCEPTED} slot"),
+    UNSTAGE: ("StagedLayers", "unstage", ""),
+}
 # By which a draft's rejected bytes stay out of the cache: they are put back, or were in
 # shadow blocks.
 FAMILIES = (LOG, RESTORE), (STAGE, COMMIT)
@@ -72,6 +90,11 @@ class AcceptanceForm(enum.Enum):
             wide[::2, 1:] = tokens.t()
             return acceptance(wide.to(device).t()[1:, ::2])
         return acceptance(tokens.to(device))
+
+
+def named(arguments: Arguments, names: str) -> list[Any]:
+    """By position."""
+    return [arguments[name] for name in names.split()]
 
 
 def acceptance(

@@ -4,11 +4,11 @@
 csrc/nwor/ implements them for the CPU and for CUDA. There are two ways to call them,
 with the same checks and texts:
 - the attributes of this module are ops of PyTorch, in `torch.ops._C_cache_ops`;
-- the attributes of what `load` returns are builtin functions, for a step: PyTorch's
-  dispatcher costs more there than the op (csrc/nwor/python_bindings.cpp). They take all
-  of the op's arguments, by position; on CUDA the tensors' device must be current. Two
-  classes, LoggedLayers and StagedLayers, make the same launches step after step: what
-  no step changes is given, and checked, once.
+- the attributes of what `load` returns are for a step, where PyTorch's dispatcher costs
+  more than the op (csrc/nwor/python_bindings.cpp): the audit's ops as builtins, which
+  take all of their arguments, by position; and two classes, LoggedLayers and
+  StagedLayers, which make the other ops' launches step after step: what no step changes
+  is given, and checked, once. On CUDA the tensors' device must be current.
 
 All of them copy bytes, blind to dtypes. None allocates or
 waits for the device: on CUDA each is one launch on the current stream, and may run in a
@@ -74,13 +74,16 @@ INVALID_SLOT = -2
 
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
 # kVersion of csrc/nwor/python_bindings.cpp.
-VERSION = 4
+VERSION = 5
 
 _NAMESPACE = "_C_cache_ops"
+AUDIT_NAMES = (
+    *("audit_seat", "audit_plan", "audit_resolve"),
+    *("audit_blocks", "audit_snapshot"),
+)
 NAMES = (
     *("log_cache_slots", "restore_rejected_drafts"),
-    *("stage", "commit_draft_layer", "unstage"),
-    *("audit_seat", "audit_plan", "audit_resolve", "audit_blocks", "audit_snapshot"),
+    *("stage", "commit_draft_layer", "unstage", *AUDIT_NAMES),
 )
 CLASSES = ("LoggedLayers", "StagedLayers")
 # Set on torch's namespace object, for a second copy of this module: whose ops it has.
@@ -92,7 +95,7 @@ class NworOpsUnavailable(RuntimeError):
 
 
 def load(device_type: str = "cpu") -> ModuleType:
-    """Makes the ops available; the library, a module that has them as builtins.
+    """Makes the ops available; the library, a module that has what a step calls.
 
     device_type: "cpu" or "cuda", where the ops shall run.
 
@@ -113,9 +116,9 @@ def load(device_type: str = "cpu") -> ModuleType:
 
 
 def load_builtins(device: torch.device) -> SimpleNamespace:
-    """The ops as the library's builtin functions, and its classes, by name: what a step
-    calls. On CUDA also loads the kernels of log, restore, stage and commit, which a
-    step should not wait for.
+    """The library's builtin functions and classes, by name: what a step calls. On CUDA
+    also loads the kernels of log, restore, stage and commit, which a step should not
+    wait for.
 
     Raises:
         NworOpsUnavailable: on CUDA also if there is no code for this GPU.
@@ -127,9 +130,8 @@ def load_builtins(device: torch.device) -> SimpleNamespace:
             library.load_kernels(index)
         except RuntimeError as error:
             raise NworOpsUnavailable(f"{LIBRARY}: {error}") from error
-    return SimpleNamespace(
-        **{name: getattr(library, name) for name in (*NAMES, *CLASSES)}
-    )
+    called = (*AUDIT_NAMES, *CLASSES)
+    return SimpleNamespace(**{name: getattr(library, name) for name in called})
 
 
 class _Waits:

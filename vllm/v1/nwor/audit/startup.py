@@ -21,7 +21,8 @@ from ..hooks.engine_core import parallel_refusal
 from ..hooks.layers import entry_tokens, sleeps, target_layers
 from ..layer_tables import DeviceMemory, LayerCache
 from . import offloading
-from .state import Audit, Loads
+from .requests import Loads
+from .state import Audit
 from .tables import AuditedGroup, GroupShape, num_bytes
 
 logger = logging.getLogger("vllm.v1.nwor")
