@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from vllm_nwor.draft_manager import DraftCommitManager
 
 
-class HostTimes:
-    """Host time of each begin and commit of a manager, in nanoseconds, while functions
-    that look at the clock are in the place of its methods. What stage takes belongs to
-    the step's begin. They cost a step some microseconds themselves.
+class TimedManager:
+    """A manager, and the host time of each of its begins and commits in nanoseconds.
+    What stage takes belongs to the step's begin. A look at the clock costs a step some
+    microseconds itself.
+
+    To be put into the manager's place. (To replace methods of the manager itself would
+    make it slower: Python then keeps its attributes in a dictionary.)
     """
 
     def __init__(self, manager: DraftCommitManager) -> None:
@@ -53,14 +56,18 @@ class HostTimes:
             commit(acceptance)
             self.commit_ns.append(clock() - started)
 
-        self.timed = {"stage": on_stage, "begin": on_begin, "commit": on_commit}
+        self.stage, self.begin, self.commit = on_stage, on_begin, on_commit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
 
 
 class NworWorkerExtension:
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
     model_runner: Any
-    nwor_host_times: HostTimes | None = None
+    nwor_timed: TimedManager | None = None
+    nwor_shadow: Any = None  # the manager's, while it logs all groups
 
     def nwor_set_hooked(
         self, hooked: bool, stages: bool = True, times: bool = False
@@ -88,16 +95,14 @@ class NworWorkerExtension:
         from vllm_nwor.hooks import _wrap
 
         if hooked and manager is not None:
+            if getattr(self.nwor_timed, "manager", None) is not manager:
+                self.nwor_timed = TimedManager(manager)
+                self.nwor_shadow = manager.shadow
+            manager.shadow = self.nwor_shadow if stages else None
             # Steps without hooks were steps all the same.
             manager.start_step()
-            if getattr(self.nwor_host_times, "manager", None) is not manager:
-                self.nwor_host_times = HostTimes(manager)
-            for name, timed in self.nwor_host_times.timed.items():
-                vars(manager).pop(name, None)
-                if times:
-                    setattr(manager, name, timed)
-            if not stages:
-                vars(manager)["stage"] = lambda windows: False
+            state = self.model_runner.nwor_state
+            state.manager = self.nwor_timed if times else manager
         (_wrap.rehook if hooked else _wrap.unhook)()
         return hooked
 
@@ -132,7 +137,7 @@ class NworWorkerExtension:
             log_bytes_per_draft, log_bytes: bytes logged for a draft; size of the log.
             fallbacks: steps, by reason. begin_ns, commit_ns: since the last report.
         """
-        runner, times = self.model_runner, self.nwor_host_times
+        runner, timed = self.model_runner, self.nwor_timed
         state, manager = getattr(runner, "nwor_state", None), _manager(runner)
         report: dict[str, Any] = {
             "kv_blocks": _num_blocks(runner.kv_cache_config),
@@ -143,7 +148,7 @@ class NworWorkerExtension:
             "fallbacks": dict(manager.fallbacks) if manager else {},
         }
         for name in ("begin_ns", "commit_ns"):
-            kept = getattr(times, name, [])
+            kept = getattr(timed, name, [])
             report[name] = kept[:]
             kept.clear()
         return report
@@ -151,7 +156,8 @@ class NworWorkerExtension:
 
 def _manager(runner: Any) -> DraftCommitManager | None:
     """The manager that the hooks left on `runner`, None if nothing is protected."""
-    return getattr(getattr(runner, "nwor_state", None), "manager", None)
+    found = getattr(getattr(runner, "nwor_state", None), "manager", None)
+    return found.manager if isinstance(found, TimedManager) else found
 
 
 def _num_blocks(config: Any) -> int:

@@ -301,18 +301,19 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
     monkeypatch.setattr(_wrap, "rehook", lambda: None)
     manager = Mock(is_open=False, fallbacks={}, **{"stage.return_value": False})
     counters = [[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]
-    manager.counters, stage = torch.tensor(counters), manager.stage
+    manager.counters, shadow = torch.tensor(counters), manager.shadow
     worker, state = NworWorkerExtension(), SimpleNamespace(manager=manager, infos=())
     config = SimpleNamespace(num_blocks=64)
     worker.model_runner = SimpleNamespace(kv_cache_config=config, nwor_state=state)
     for _ in range(2):  # they do not time each other
         assert worker.nwor_set_hooked(True, times=True) is True
     for manager.is_open in (False, True):
-        assert manager.stage("windows") is False
-        manager.begin("windows")
-    manager.commit("acceptance")
-    stage.return_value = True
-    assert manager.stage("windows") is True
+        assert state.manager.stage("windows") is False
+        state.manager.begin("windows")
+    state.manager.commit("acceptance")
+    assert state.manager.state is manager.state
+    manager.stage.return_value = True
+    assert state.manager.stage("windows") is True
     found = worker.nwor_report()
     assert (found["begin_ns"], found["commit_ns"]) == ([110, 70], [1000])
     assert found["counters"] == {
@@ -320,9 +321,12 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
         **{"restored_bytes": 150, "invalid_slots": 1},
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
+    # Untimed it is the manager itself, as it was but for the shadow blocks.
     worker.nwor_set_hooked(True, stages=False)
-    assert manager.stage("windows") is False
+    assert (state.manager, manager.shadow) == (manager, None)
     manager.commit("acceptance")
+    worker.nwor_set_hooked(True)
+    assert (state.manager, manager.shadow) == (manager, shadow)
     found = worker.nwor_report()
     assert found["begin_ns"] == found["commit_ns"] == []
     worker.model_runner.execute_model_state = object()

@@ -119,21 +119,22 @@ class Launches(NamedTuple):
     """What a manager calls to begin, and to commit, in each way: for the shadow blocks
     and for the undo log."""
 
+    ways: tuple[Any, Any]
     begins: list[list[tuple[int, Callable[..., object]]]]
     commits: list[list[Callable[..., object]]]
 
     @classmethod
     def of(cls, manager: Any) -> Launches:
         ways = manager.shadow, manager.undo_log
-        return cls([way._begins for way in ways], [way._commits for way in ways])
+        return cls(ways, [way._begins for way in ways], [way._commits for way in ways])
 
     def replaced(self, stand_in: Callable[..., object]) -> Launches:
         begins = [[(group, stand_in) for group, _ in way] for way in self.begins]
-        return Launches(begins, [[stand_in for _ in way] for way in self.commits])
+        commits = [[stand_in for _ in way] for way in self.commits]
+        return Launches(self.ways, begins, commits)
 
-    def put_into(self, manager: Any) -> None:
-        ways = manager.shadow, manager.undo_log
-        for way, begins, commits in zip(ways, self.begins, self.commits, strict=True):
+    def put_in_place(self) -> None:
+        for way, begins, commits in zip(*self, strict=True):
             way._begins, way._commits = begins, commits
 
 
@@ -206,14 +207,14 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
             arm, launches = kinds[kind]
-            launches.put_into(manager)
+            launches.put_in_place()
             step_s[kind].append(engine.run(arm).step_s)
             timed = engine.run(arm, times=True).nwor if arm.hooked else None
             if timed is not None:
                 times[kind][0] += timed.begin_us
                 times[kind][1] += timed.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
-    builtins.put_into(manager)
+    builtins.put_in_place()
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False
