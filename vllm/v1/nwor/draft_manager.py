@@ -371,16 +371,23 @@ class DraftCommitManager:
         self._is_counted = False
         log: UndoLog | None = self.undo_log
         if self.state is _STAGED:
-            log, shadow = self._log_beside, self.shadow
+            shadow, log = self.shadow, self._log_beside
             assert shadow is not None
             try:
                 shadow.commit(acceptance, slot)
             except Exception as error:
                 self._fail_staged(error)
-        if log is None:
-            self.state = _IDLE
-        elif not self._restore(log, acceptance, slot):
-            slot = -1
+        self.state = _IDLE
+        if log is not None:
+            if log.num_drafts == 0:  # beside staged groups
+                slot = self._go_without_log(slot)
+            else:
+                try:
+                    log.commit(acceptance, slot)
+                except Exception as error:
+                    slot, self.state = -1, _FAILED
+                    what = f"restore_rejected_drafts: {error}"
+                    self._fall_back(COMMIT_FAILED, what, error)
         if slot >= 0:
             self._is_counted = True
             self.counts = self._payloads[slot]
@@ -418,21 +425,12 @@ class DraftCommitManager:
             "this step are not in the KV cache"
         ) from error
 
-    def _restore(self, log: UndoLog, acceptance: Acceptance, slot: int) -> bool:
-        """commit, for logged groups. Returns whether the slot has all counters."""
-        if log.num_drafts == 0:  # beside staged groups
-            self.state = _IDLE
-            if not self._has_failed_beside:
-                self._miss_begin("the drafts of the groups without shadow blocks")
-            return slot >= 0 and self._publish()
-        try:
-            log.commit(acceptance, slot)
-        except Exception as error:
-            self.state = _FAILED
-            self._fall_back(COMMIT_FAILED, f"restore_rejected_drafts: {error}", error)
-            return False
-        self.state = _IDLE
-        return True
+    def _go_without_log(self, slot: int) -> int:
+        """commit, where the groups beside the staged ones were not logged. Returns the
+        slot, or -1 if it lacks their counters."""
+        if not self._has_failed_beside:
+            self._miss_begin("the drafts of the groups without shadow blocks")
+        return slot if slot >= 0 and self._publish() else -1
 
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where there is no log: a step that was left to vanilla

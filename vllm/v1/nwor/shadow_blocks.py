@@ -218,7 +218,7 @@ class ShadowBlocks:
         """
         self.num_drafts = windows.num_drafts
         block_tables: Any = windows.block_tables
-        self._held = windows
+        self._held = block_tables, windows.slot_mappings, windows.seats
         try:
             for gid, stage in self._begins:
                 stage(
