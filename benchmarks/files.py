@@ -4,7 +4,7 @@
 A file is written beside its target under a temporary name and then renamed over it, so
 that a reader, and a run that is interrupted, finds the old file or the new one. Result
 files are committed and read by people: of an absolute path they get the last part
-alone, floats are rounded, and a row of plain values is a line.
+alone, floats are rounded, and what fits into a line is one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 # Of a float, and of one in a list, which is a sample among others.
 SIGNIFICANT_DIGITS, SAMPLE_DIGITS = 9, 6
+# Characters of a line.
+LINE_LENGTH = 1000
 # The folders of an absolute path, in any text. In front of it stands nothing that would
 # make it a part of something else: a relative path, a URL, a fraction.
 _FOLDERS = re.compile(r"(?<![\w.~*:)\]}>/-])/(?:[\w.+@~-]+/)+")
@@ -61,27 +63,19 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def json_text(content: Any, indent: str = "") -> str:
-    """JSON in which a line holds plain values, or lists and objects of them: all
-    samples of an arm, say, are one line."""
-    if _height(content) <= 2:
-        return json.dumps(content, allow_nan=False, ensure_ascii=False)
+    """JSON in which a line holds what fits there, or plain values however many: an
+    entry, or all samples of an arm."""
+    line = json.dumps(content, allow_nan=False, ensure_ascii=False)
+    is_object = isinstance(content, Mapping)
+    values = content.values() if is_object else content
+    if len(line) <= LINE_LENGTH or not any(
+        isinstance(value, Mapping | list | tuple) for value in values
+    ):
+        return line
     inner = indent + " "
-    if isinstance(content, Mapping):
-        items = [
-            f"{json.dumps(key, ensure_ascii=False)}: {json_text(value, inner)}"
-            for key, value in content.items()
-        ]
-        begin, end = "{", "}"
-    else:
-        items, (begin, end) = [json_text(one, inner) for one in content], "[]"
-    body = ",\n".join(inner + item for item in items)
-    return f"{begin}\n{body}\n{indent}{end}"
-
-
-def _height(content: Any) -> int:
-    """Lists and objects in each other: 0 of a plain value, 1 of a list of numbers."""
-    if isinstance(content, Mapping):
-        content = list(content.values())
-    if not isinstance(content, list | tuple):
-        return 0
-    return 1 + max(map(_height, content), default=0)
+    texts = [json_text(value, inner) for value in values]
+    if is_object:
+        keys = (json.dumps(key, ensure_ascii=False) for key in content)
+        texts = list(map(": ".join, zip(keys, texts, strict=True)))
+    body = ",\n".join(inner + text for text in texts)
+    return f"{line[0]}\n{body}\n{indent}{line[-1]}"
