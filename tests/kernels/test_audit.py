@@ -752,6 +752,32 @@ def test_a_load_whose_request_never_comes(num_groups):
     assert [finding for finding in found if finding.group == 0] == []
 
 
+@pytest.mark.parametrize("kind", ["changed", "missing_write", "never_loaded"])
+def test_what_a_load_brought_and_nobody_compared_is_not_known(kind):
+    """The budget ends before the last blocks of a hit, and so does the request. Its
+    blocks go to a draft that is undone; to the text of before; to a load of that."""
+    blocks = range(1, 8)
+    world = World(budget=1, loads=Loads.KNOWN, is_undone=True)
+    for text in (TEXT, OTHER):
+        world.fill(text[:24], blocks=blocks)
+        is_loaded = text is OTHER
+        if is_loaded:
+            world.audit.hand_on([blocks[:6]], fills=True)
+        assert world.runs("a", text[:25], blocks, hit=24 * is_loaded) == []
+        world.finish("a")
+    if kind == "changed":
+        found = world.runs("b", [91], [6], rejected=(77,))
+    elif kind == "missing_write":
+        found = world.runs("b", TEXT[:24], blocks)
+    else:
+        world.audit.hand_on([blocks[:6]], fills=True)
+        world.fill(TEXT[:24], blocks=blocks)
+        found = world.runs("b", TEXT[:25], blocks, hit=24)
+    for _ in blocks:
+        found += world.step(b=0)
+    assert found == []
+
+
 def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
     world = filling(Loads.UNKNOWN)
     world.fill(OTHER[:8])
