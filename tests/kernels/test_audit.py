@@ -1227,6 +1227,8 @@ def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
     assert lines == ([] if strict else [line])
     left = audit if strict else None
     assert (runner.nwor_audit, runner.nwor_state.audit) == (left, left)
+    # It lives on with the runner: what was launched before still writes to its memory.
+    assert audit in vars(runner).values()
 
 
 @pytest.mark.parametrize(
