@@ -929,10 +929,6 @@ struct Publish : AuditResolveArgs {
       for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
         judge_suspect(i);
       }
-      team.sync();
-      for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
-        plan[i].num_same = 0;
-      }
     }
     team.sync();
     const int64_t num_new =
