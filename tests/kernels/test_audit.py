@@ -866,6 +866,16 @@ def test_a_load_that_brings_other_bytes(layer, is_known):
     assert world.counts() == (0, 8)
 
 
+def test_what_a_load_brought_where_nothing_was_known_is_not_known_either():
+    """Nobody compares it before a draft is undone there."""
+    world = stored(is_undone=True)
+    world.audit.forget_cache()
+    world.audit._num_scanned = 0
+    assert loaded(world) == []
+    world.finish("c")
+    assert world.runs("d", [91], [2], rejected=(77,)) == []
+
+
 TWICE = [*TEXT[:4], *TEXT[:4]]
 
 
