@@ -294,7 +294,7 @@ struct PlanRequests : AuditPlanArgs {
       row.old.content = kContentNone;
       row.num_same = -1;
     } else if (row.old.state == kSlotLoaded || is_behind_hit ||
-               row.old.content == kContentLoaded) {
+               row.old.content != kContentKnown) {
       row.old.content = kContentNone;
     }
     record = written(hash, tokens[i], position, step, seat, kSlotPlanned, kContentNone);
@@ -489,7 +489,7 @@ struct AdoptHit : AuditResolveArgs {
         ++num_unverified;
         // A token of -1: another group's block, or nobody knows whose.
         const bool is_other = record.state == kSlotLoaded &&
-                              record.content != kContentNone && record.token >= 0 &&
+                              record.content == kContentKnown && record.token >= 0 &&
                               record.token != token;
         record = written(hash, token, p, step, seat, kSlotCommitted,
                          is_other ? kContentReplaced : kContentNone);
@@ -928,10 +928,6 @@ struct Publish : AuditResolveArgs {
     if (header->num_suspects > 0) {
       for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
         judge_suspect(i);
-      }
-      team.sync();
-      for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
-        plan[i].num_same = 0;
       }
     }
     team.sync();

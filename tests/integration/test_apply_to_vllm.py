@@ -97,6 +97,26 @@ assert max(layers().values()) == 1
     )
 
 
+def test_the_package_beside_it_stands_for_the_trees(patched: Path) -> None:
+    """A callback gets to where the hooks look; the doctor looks at what is used."""
+    printed = run(
+        patched,
+        """
+import vllm_nwor.doctor
+from vllm.v1.nwor import commits
+assert commits.registered == []
+registration = vllm_nwor.on_commit(print)
+assert commits.registered == [registration]
+assert vllm_nwor.Commit is commits.Commit
+print("status", vllm_nwor.doctor.main())
+""",
+        VLLM_NWOR_MODE="cow",
+    )
+    assert printed[-2:] == ["problems: 0", "status 0"]
+    (told,) = (line for line in printed if line.startswith("  vllm-nwor"))
+    assert told.endswith(f", {patched / 'vllm' / 'v1' / 'nwor'}")
+
+
 @pytest.mark.slow
 def test_on_all_is_wrapped_once_and_the_byte_oracle_passes_without_the_plugin(
     patched: Path,

@@ -752,6 +752,32 @@ def test_a_load_whose_request_never_comes(num_groups):
     assert [finding for finding in found if finding.group == 0] == []
 
 
+@pytest.mark.parametrize("kind", ["changed", "missing_write", "never_loaded"])
+def test_what_a_load_brought_and_nobody_compared_is_not_known(kind):
+    """The budget ends before the last blocks of a hit, and so does the request. Its
+    blocks go to a draft that is undone; to the text of before; to a load of that."""
+    blocks = range(1, 8)
+    world = World(budget=1, loads=Loads.KNOWN, is_undone=True)
+    for text in (TEXT, OTHER):
+        world.fill(text[:24], blocks=blocks)
+        is_loaded = text is OTHER
+        if is_loaded:
+            world.audit.hand_on([blocks[:6]], fills=True)
+        assert world.runs("a", text[:25], blocks, hit=24 * is_loaded) == []
+        world.finish("a")
+    if kind == "changed":
+        found = world.runs("b", [91], [6], rejected=(77,))
+    elif kind == "missing_write":
+        found = world.runs("b", TEXT[:24], blocks)
+    else:
+        world.audit.hand_on([blocks[:6]], fills=True)
+        world.fill(TEXT[:24], blocks=blocks)
+        found = world.runs("b", TEXT[:25], blocks, hit=24)
+    for _ in blocks:
+        found += world.step(b=0)
+    assert found == []
+
+
 def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
     world = filling(Loads.UNKNOWN)
     world.fill(OTHER[:8])
@@ -838,6 +864,16 @@ def test_a_load_that_brings_other_bytes(layer, is_known):
     assert finding.expected != finding.found
     assert world.step(c=0) == []
     assert world.counts() == (0, 8)
+
+
+def test_what_a_load_brought_where_nothing_was_known_is_not_known_either():
+    """Nobody compares it before a draft is undone there."""
+    world = stored(is_undone=True)
+    world.audit.forget_cache()
+    world.audit._num_scanned = 0
+    assert loaded(world) == []
+    world.finish("c")
+    assert world.runs("d", [91], [2], rejected=(77,)) == []
 
 
 TWICE = [*TEXT[:4], *TEXT[:4]]
@@ -1201,6 +1237,8 @@ def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
     assert lines == ([] if strict else [line])
     left = audit if strict else None
     assert (runner.nwor_audit, runner.nwor_state.audit) == (left, left)
+    # It lives on with the runner: what was launched before still writes to its memory.
+    assert audit in vars(runner).values()
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,12 @@ def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
     runner.world.check(State.IDLE)
 
 
+def test_the_undo_log_asks_nothing_of_a_step():
+    """Which requests are new or come back is for shadow blocks."""
+    runner = Runner(False)
+    assert hooks.execute_model(lambda _: "output", runner, (object(),), {}) == "output"
+
+
 class Looking:
     """An audit that sees what block tables and slots are when a hook calls it."""
 

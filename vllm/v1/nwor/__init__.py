@@ -24,7 +24,9 @@ __all__ = ["Commit", "__version__", "on_commit"]
 def __getattr__(name: str) -> Any:
     """What other plugins use is imported when they ask for it."""
     if name in ("Commit", "on_commit"):
-        from . import commits
+        from importlib import import_module
 
-        return getattr(commits, name)
+        from .plugin import used_package
+
+        return getattr(import_module(f"{used_package()}.commits"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

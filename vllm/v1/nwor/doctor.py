@@ -21,11 +21,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 from . import __version__
 from .config import ENV_NAMES, Mode, NworConfig, NworConfigError
-from .plugin import TRIED_VLLM_VERSIONS
+from .plugin import TRIED_VLLM_VERSIONS, used_package
 
 # (whether it is in order, what it is about, what there is to say)
 Line = tuple[bool, str, str]
@@ -147,6 +148,8 @@ def hooks(vllm: Path) -> Iterator[Line]:
 
 
 def main() -> int:
+    if (used := used_package()) != __package__:
+        return int(import_module(f"{used}.doctor").main())
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.doctor")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a guess")
     spec = importlib.util.find_spec("vllm")

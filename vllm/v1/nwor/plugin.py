@@ -18,6 +18,7 @@ from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -67,9 +68,8 @@ def register() -> None:
     Idempotent. Raises NworConfigError on a bad `VLLM_NWOR_*` value, in any mode: vLLM
     passes it on and does not start.
     """
-    carried = _carried()
-    if carried is not None:
-        carried.register()
+    if (used := used_package()) != __package__:
+        import_module(f"{used}.plugin").register()
         return
     config = NworConfig.from_env()
     wanted = [hooks for hooks in hooks_of(config) if hooks not in _registered]
@@ -111,13 +111,11 @@ def _module_of_vllm(name: str) -> ModuleType | None:
         raise
 
 
-def _carried() -> ModuleType | None:
-    """This module as a fork of vLLM carries it, if another package was asked."""
-    file = getattr(_module_of_vllm("vllm"), "__file__", None)
-    if __package__ == _Alias.NAME or file is None:  # None: an empty namespace
-        return None
-    is_there = Path(file).with_name("v1").joinpath("nwor").is_dir()
-    return import_module(f"{_Alias.NAME}.plugin") if is_there else None
+def used_package() -> str:
+    """This package, or the copy that a fork of vLLM carries. Imports no vLLM."""
+    file = getattr(find_spec("vllm"), "origin", None)  # None: an empty namespace
+    is_carried = file and Path(file).with_name("v1").joinpath("nwor").is_dir()
+    return _Alias.NAME if is_carried else __package__
 
 
 class _Alias(MetaPathFinder, Loader):

@@ -83,6 +83,8 @@ def guarded(part: Callable[..., None]) -> Callable[..., None]:
             if self.strict:
                 raise
             runner.nwor_audit = runner.nwor_state.audit = None
+            # What was launched may still write to its pinned memory.
+            runner.nwor_ended_audit = self
             logger.exception("NWOR audit: off from here on, because it failed")
 
     return run

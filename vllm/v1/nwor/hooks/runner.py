@@ -203,9 +203,7 @@ def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     if manager is None:
         return wrapped(*args, **kwargs)
     state.windows = None
-    new = scheduled.scheduled_new_reqs
-    resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
-    manager.start_step(not (new or resumed) or not _have_drafts(scheduled))
+    manager.start_step(manager.shadow is None or not _have_drafts(scheduled))
     try:
         return wrapped(*args, **kwargs)
     except BaseException:
@@ -217,10 +215,12 @@ def _have_drafts(scheduler_output: Any) -> bool:
     """Whether a request that is new or comes back has drafts in this step: vLLM pads
     those that have one token left. The rows before may be a copy of another request's
     block, made for it in this very step, in a block and a seat that it got just now."""
-    drafts = scheduler_output.scheduled_spec_decode_tokens
+    new = scheduler_output.scheduled_new_reqs
     resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-    new = (request.req_id for request in scheduler_output.scheduled_new_reqs)
-    return not (drafts.keys().isdisjoint(resumed) and drafts.keys().isdisjoint(new))
+    if not (new or resumed):
+        return False
+    names = {*resumed, *(request.req_id for request in new)}
+    return not names.isdisjoint(scheduler_output.scheduled_spec_decode_tokens)
 
 
 def _put_back(manager: DraftCommitManager) -> None:
