@@ -26,12 +26,20 @@ from typing import Any
 from benchmarks.files import write_whole
 
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.harness import SEED, Engine
-from tests.gpu.rows import Row, offloaded, prompt, rows
+from tests.gpu.harness import SEED, Engine, Outcome
+from tests.gpu.rows import (
+    PHASES,
+    SLEEP_ROWS,
+    Row,
+    batch_8,
+    offloaded,
+    prompt,
+    rows,
+    rows_of,
+)
 from tests.helpers.player import Request, moved_bytes, risen
 
 POISON_SEED = 3
-PROFILED_ROW = "batch 8"
 # Of the profiler: what the device did, and what the host called.
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 DRIVER_CALLS = ("cuda_runtime", "cuda_driver")
@@ -48,9 +56,6 @@ ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"}
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
-# What the engine is used in: awake, after sleeps of levels 1 and 2, and after one while
-# requests ran.
-PHASES = ("awake", "level 1", "live", "level 2")
 # What slots that nobody has written hold, and whether one that is written does, too.
 PASSES = {
     "plain": None,
@@ -60,13 +65,6 @@ PASSES = {
     "nan": ("nan", False),
 }
 FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill")
-SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
-
-
-def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
-    """Those of these names that it has."""
-    known = {row.name: row for row in rows(spec)}
-    return [known[name] for name in names if name in known]
 
 
 class Report:
@@ -130,41 +128,33 @@ def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(layouts=engine.rpc("test_layouts")[0])
 
 
-def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
-    """One row's tokens. NWOR_TEST_VIEWS: a backend that NWOR shall take for one that
-    does not copy the block table."""
+def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
+    """One row: where blocks are kept on the host, one in which a prompt comes back from
+    there. NWOR_TEST_VIEWS: a backend that NWOR shall take for one that does not copy
+    the block table."""
     if backend := os.environ.get("NWOR_TEST_VIEWS"):
         from vllm_nwor.hooks import staging
 
         staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
     engine = start(spec, models, report)
-    found = engine.run_row(*rows_of(spec, "batch 8"))
-    more = {"tokens": found["tokens"], "counters": found["counters"]}
-    report.save(**more, groups=engine.report()["groups"])
+    before = moved_bytes(engine)
+    row = engine.run_row(offloaded() if spec.offloads else batch_8(spec))
+    report.save(row=row, counters=row["counters"], groups=engine.report()["groups"])
+    report.save(moved=risen(before, moved_bytes(engine)))
 
 
 def missed(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row's outputs and counters with all hooks, and without that of begin; then what
     the engine raises when it shall not go on like that."""
     engine = start(spec, models, report)
-    (row,) = rows_of(spec, "batch 8")
-    report.save(whole=engine.run_row(row))
+    report.save(whole=engine.run_row(batch_8(spec)))
     engine.rpc("test_lose_begin", "0")
-    report.save(without=engine.run_row(row))
+    report.save(without=engine.run_row(batch_8(spec)))
     engine.rpc("test_lose_begin", "always")
     try:
-        engine.run(row)
+        engine.run(batch_8(spec))
     except Exception as error:
         report.save(raised=f"{type(error).__name__}: {error}")
-
-
-def offload(spec: EngineSpec, models: Path, report: Report) -> None:
-    """A row in which a prompt comes back from the host."""
-    engine = start(spec, models, report)
-    before = moved_bytes(engine)
-    found = engine.run_row(offloaded())
-    moved = risen(before, moved_bytes(engine))
-    report.save(row=found, counters=found["counters"], moved=moved)
 
 
 # -- sleep -----------------------------------------------------------------------------
@@ -181,8 +171,7 @@ def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
     for phase in PHASES:
         results = report.found[phase] = {}
         if phase == "live":
-            interrupted = interrupt(engine, *rows_of(spec, "batch 8"))
-            results["interrupted"] = interrupted
+            results["interrupted"] = interrupt(engine, batch_8(spec))
         elif phase != "awake":
             nap(engine, int(phase[-1]))
         results["memory"] = engine.rpc("test_memory")[0]
@@ -262,7 +251,7 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     with engine.before_step(
         FLIP_BEFORE_STEP, lambda: flipped.extend(engine.rpc("test_flip_bit"))
     ):
-        found = run(*rows_of(spec, "batch 8"))
+        found = run(batch_8(spec))
     report.save(flipped=flipped, found=found)
 
 
@@ -298,17 +287,15 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         fresh = tuple(replace(r, name=f"fresh/{r.name}", salt="fresh") for r in later)
         loaded = engine.run(Row("later", (later, filler)))  # all from the host
         computed = engine.run_again(Row("fresh", (fresh,)))
+
+    def first_logprobs(outcome: Outcome, name: str) -> dict[int, float]:
+        """Of its first token, which the text before it alone decides."""
+        return {token: value for token, value, _ in outcome.logprobs[name][0]}
+
     differences = []
-    for request in later:
-        # Of its first token, which the loaded text alone decides: the largest among
-        # the tokens that both have.
-        one, other = (
-            {token: value for token, value, _ in outcome.logprobs[name][0]}
-            for outcome, name in (
-                (loaded, request.name),
-                (computed, f"fresh/{request.name}"),
-            )
-        )
+    for request in later:  # the largest among the tokens that both have
+        one = first_logprobs(loaded, request.name)
+        other = first_logprobs(computed, f"fresh/{request.name}")
         both = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
         differences.append(max(both, default=float("inf")))
     report.save(
@@ -340,16 +327,11 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
     checked_rows = rows_of(spec, *CHECKED_ROWS)
-    for row in checked_rows:
+    # Twice: the first time may prepare what later steps only use.
+    for row in checked_rows * 2:
         engine.run(row)
     report.save(compiled=compiled)  # and what comes later
-    # Those rows again: the first time may prepare what later steps only use.
-    num_first = len(compiled)
-    for row in checked_rows:
-        engine.run(row)
-    report.save(compiled_again=compiled[num_first:])
-    (profiled,) = rows_of(spec, PROFILED_ROW)
-    report.save(profiles=[profile(engine, profiled) for _ in range(2)])
+    report.save(profiles=[profile(engine, batch_8(spec)) for _ in range(2)])
     sync_debug._sync_check_enabled = True
     checked: dict[str, str | None] = {}
     for row in checked_rows:
@@ -359,8 +341,7 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
         except RuntimeError:
             checked[row.name] = traceback.format_exc()[-3000:]
             break
-        finally:
-            report.save(sync_check=checked)
+    report.save(sync_check=checked)
 
 
 def profile(engine: Engine, row: Row) -> dict[str, Any]:
@@ -381,27 +362,26 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
         (event.get("cat"), event["name"]) for event in events if event.get("ph") == "X"
     )
 
-    def count(categories: tuple[str, ...], names: set[str] | None = None) -> Any:
+    def count(*categories: str, of: Callable[[str], Any] = bool) -> dict[str, int]:
         found: Counter[str] = Counter()
         for (category, name), number in seen.items():
-            if category in categories and (names is None or name in names):
+            if category in categories and of(name):
                 found[name] += number
         return found
 
-    copies = count(("gpu_memcpy",))
     return {
         "steps": sum(map(bool, outcome.batches)),
         "windowed_steps": outcome.num_windowed,
-        "synchronising": count(DRIVER_CALLS, SYNCHRONISING),
-        "allocating": count(DRIVER_CALLS, ALLOCATING),
-        "pageable_copies": {n: copies[n] for n in copies if "Pageable" in n},
-        "device_work": count(DEVICE_WORK),
-        "cpu_op": count(("cpu_op",)),
+        "synchronising": count(*DRIVER_CALLS, of=SYNCHRONISING.__contains__),
+        "allocating": count(*DRIVER_CALLS, of=ALLOCATING.__contains__),
+        "pageable_copies": count("gpu_memcpy", of=lambda name: "Pageable" in name),
+        "device_work": count(*DEVICE_WORK),
+        "cpu_op": count("cpu_op"),
     }
 
 
-_JOBS = (matrix, sync, layouts, missed, sleep, outputs, audit, corrupting, offload)
-JOBS = {job.__name__: job for job in (*_JOBS, poison)}
+_JOBS = (matrix, sync, layouts, missed, sleep, one_row, audit, corrupting, poison)
+JOBS = {job.__name__: job for job in _JOBS}
 
 
 def main(job: str, name: str, out: str, models: str) -> int:

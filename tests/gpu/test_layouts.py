@@ -9,10 +9,10 @@ implementation and the caches as they were.
 
 from __future__ import annotations
 
-from typing import Any
+import pytest
 
 from tests.gpu.engines import BY_NAME
-from tests.gpu.pool import ON, Finished, Runs, engines_fixture, engines_of
+from tests.gpu.pool import ON, engines_fixture, engines_of
 
 ENGINES = engines_of("layouts")
 runs = engines_fixture(
@@ -21,14 +21,6 @@ runs = engines_fixture(
     lambda pool, spec: {ON: pool.run("layouts", spec, ON, VLLM_NWOR_STRICT="0")},
     lambda spec, chain: {spec.name: chain[ON].entry("groups", "layouts")},
 )
-
-
-def layers(run: Finished) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run.report.get("layouts", [])
-    assert found, run.trouble()
-    refused = [layer for layer in found if "refused" in layer]
-    assert not refused, refused
-    return found
 
 
 IMPLEMENTATIONS = {
@@ -41,9 +33,17 @@ IMPLEMENTATIONS = {
 }
 
 
+@pytest.fixture
+def layers(runs, engine):
+    found = runs[engine][ON].whole()["layouts"]
+    assert found
+    assert [layer for layer in found if "refused" in layer] == []
+    return found
+
+
 @ENGINES
-def test_the_writer_writes_there_and_nowhere_else(runs: Runs, engine: str) -> None:
-    for layer in layers(runs[engine][ON]):
+def test_the_writer_writes_there_and_nowhere_else(runs, layers, engine):
+    for layer in layers:
         assert layer["rows"], layer
         assert layer["is_protected"], (layer, runs[engine][ON].report["groups"])
         assert layer["slot_bytes"] == layer["slot_bytes_expected"], layer
@@ -51,17 +51,17 @@ def test_the_writer_writes_there_and_nowhere_else(runs: Runs, engine: str) -> No
 
 
 @ENGINES
-def test_probing_leaves_no_trace(runs: Runs, engine: str) -> None:
-    for layer in layers(runs[engine][ON]):
+def test_probing_leaves_no_trace(layers, engine):
+    for layer in layers:
         assert layer["impl_unchanged"], layer
         assert layer["cache_unchanged"], layer
 
 
 @ENGINES
-def test_backend_and_order_are_those_asked_for(runs: Runs, engine: str) -> None:
+def test_backend_and_order_are_those_asked_for(layers, engine):
     """A row that silently fell back to another backend or order would prove nothing."""
     spec = BY_NAME[engine]
-    for layer in layers(runs[engine][ON]):
+    for layer in layers:
         assert layer["impl"] == IMPLEMENTATIONS[spec.backend], layer
         if not spec.is_mla:
             _, head_stride, slot_stride, _ = layer["strides"]

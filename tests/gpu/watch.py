@@ -26,16 +26,17 @@ from tests.helpers.runner_probe import RunnerProbe, Step, cache_layers
 MAX_REPORTED = 20
 
 
-def summary(step: Step) -> list[Any]:
-    """[requests, tokens, drafts, accepted, graph mode, preempted requests]"""
-    return [
-        len(step.scheduled),
-        sum(step.scheduled.values()),
-        sum(step.drafted.values()),
-        sum(step.accepted.values()),
-        step.graph,
-        len(step.preempted),
-    ]
+def summary(step: Step) -> dict[str, Any]:
+    """How many there were of each, and the mode of CUDA graph."""
+    return {
+        "requests": len(step.scheduled),
+        "tokens": sum(step.scheduled.values()),
+        "windows": len(step.drafted),
+        "drafts": sum(step.drafted.values()),
+        "accepted": sum(step.accepted.values()),
+        "preempted": len(step.preempted),
+        "graph": step.graph,
+    }
 
 
 class Watch(SnapshotOracle):
@@ -48,7 +49,7 @@ class Watch(SnapshotOracle):
         self.reset()
         self.probe.observers = [self]
         self.probe.steps = []
-        self.steps: list[Step] = []
+        self.steps: list[dict[str, Any]] = []
         self.digests: list[tuple[int, int, int]] = []
         self.num_filled = 0
         self.dirty, self.written = (
@@ -70,23 +71,18 @@ class Watch(SnapshotOracle):
         by_kind: Counter[str] = Counter()
         for violation in self.violations:
             by_kind[violation.kind] += max(len(violation.slots), 1)
-        return {
-            "steps": list(map(summary, self.steps)),
+        first = self.violations[:MAX_REPORTED]
+        totals = {
+            f"num_{what}": sum(step[what] for step in self.steps)
+            for what in ("windows", "drafts", "accepted")
+        }
+        return totals | {
+            "steps": self.steps,
             "digests": self.digests,
-            "violations": [
-                {
-                    **vars(one),
-                    "slots": list(one.slots[:8]),
-                    "num_slots": len(one.slots),
-                }
-                for one in self.violations[:MAX_REPORTED]
-            ],
+            "violations": [vars(one) | {"slots": one.slots[:8]} for one in first],
             "violations_by_kind": dict(by_kind),
             "num_rejected_slots": self.num_rejected,
             "num_dirty_slots": self.num_dirty,
-            "num_windows": sum(len(step.drafted) for step in self.steps),
-            "num_drafts": sum(sum(step.drafted.values()) for step in self.steps),
-            "num_accepted": sum(sum(step.accepted.values()) for step in self.steps),
             "layers": len(self.targets),
         }
 
@@ -97,7 +93,7 @@ class Watch(SnapshotOracle):
         slots = self.final_slots(step)
         self._track(step, slots)
         self.digests.append(self._digest(slots))
-        self.steps.append(step)
+        self.steps.append(summary(step))
 
     def _track(self, step: Step, slots: dict[str, torch.Tensor]) -> None:
         """Which slots hold what a rejected draft wrote last, were NWOR not there."""
@@ -200,7 +196,7 @@ class Filler(Watch):
             if self.takes_one:
                 self.written[name][slots[0]] = False
             self.num_rejected += len(rejected)
-        self.steps.append(step)
+        self.steps.append(summary(step))
 
     def stop(self) -> dict[str, Any]:
         """Slots that were filled, and those of rejected drafts, summed over layers and
@@ -209,7 +205,7 @@ class Filler(Watch):
         return {
             "num_filled": self.num_filled,
             "num_rejected": self.num_rejected,
-            "graphs": dict(Counter(step.graph for step in self.steps)),
+            "graphs": dict(Counter(step["graph"] for step in self.steps)),
         }
 
 
