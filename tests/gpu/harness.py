@@ -27,16 +27,12 @@ SEED = 20
 
 @dataclass
 class Outcome(Outputs):
-    """Of a row. batches: for each time that vLLM scheduled, {request: tokens}, in the
-    batch's order. num_steps: of the engine; num_windowed: batches with drafts.
-    """
+    """Of a row. batches: for each time that vLLM scheduled, the tokens of each request,
+    in the batch's order; num_windowed: of these, how many had drafts."""
 
     batches: list[list[tuple[str, int]]] = field(default_factory=list)
     num_windowed: int = 0
     seconds: float = 0.0
-
-    def plain(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 class Engine(Player):
@@ -111,10 +107,10 @@ class Engine(Player):
     def run_row(self, row: Row) -> dict[str, Any]:
         """What came of `run`, as plain data, and by how much the counters rose."""
         before, device_before = counters(self), self.report()["counters"]
-        found = self.run(row).plain()
-        found["counters"] = risen(before, counters(self))
-        found["device_counters"] = risen(device_before, self.report()["counters"])
-        return found
+        return vars(self.run(row)) | {
+            "counters": risen(before, counters(self)),
+            "device_counters": risen(device_before, self.report()["counters"]),
+        }
 
     def forget(self) -> None:
         """Empties the prefix cache. Only while nothing runs. What a KV connector still

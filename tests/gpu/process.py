@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is a key of JOBS; NWOR's mode comes from VLLM_NWOR_MODE. Everything
+JOB is a function of this module; NWOR's mode comes from VLLM_NWOR_MODE. Everything
 found is written to OUT as JSON, again after each row, so that a process that dies or is
 stopped leaves what it had. The exit status is 0 if the job came to its end; whether
 what it found is right, the tests judge.
@@ -226,14 +226,14 @@ def run_filled(
 ) -> dict[str, Any]:
     """Outputs and, unless `filling` is None, how much was filled."""
     if filling is None:
-        return engine.run(row).plain()
+        return vars(engine.run(row))
     engine.forget()  # what is cached may not be filled
     engine.rpc("test_oracle", "Filler", "fill", *filling)
     from tests.gpu.watch import unwritten_blocks
 
     forget = partial(engine.rpc, "test_oracle", "Filler", "forget")
     with unwritten_blocks(engine.scheduler, forget):
-        found = engine.run(row).plain()
+        found = vars(engine.run(row))
     return found | {"filled": engine.rpc("test_oracle", "Filler", "stop")[0]}
 
 
@@ -380,10 +380,6 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
     }
 
 
-_JOBS = (matrix, sync, layouts, missed, sleep, one_row, audit, corrupting, poison)
-JOBS = {job.__name__: job for job in _JOBS}
-
-
 def main(job: str, name: str, out: str, models: str) -> int:
     faulthandler.enable()
     spec = BY_NAME[name]
@@ -393,7 +389,7 @@ def main(job: str, name: str, out: str, models: str) -> int:
     report = Report(Path(out), engine=name, mode=mode, job=job)
     started = time.perf_counter()
     try:
-        JOBS[job](spec, Path(models), report)
+        globals()[job](spec, Path(models), report)
     except BaseException:
         text = traceback.format_exc()
         print(text, flush=True)

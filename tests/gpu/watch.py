@@ -213,32 +213,17 @@ class Filler(Watch):
 def unwritten_blocks(
     scheduler: Any, forget: Callable[[list[int]], Any]
 ) -> Iterator[None]:
-    """Before a step runs, `forget` is called with the blocks that nobody has written
-    any more: those given out for it, and those that are neither in use nor cached."""
+    """`forget` is called with the blocks that a step is given, before it runs: nobody
+    has written them any more."""
     pool = scheduler.kv_cache_manager.block_pool
-    schedule, get_new_blocks = scheduler.schedule, pool.get_new_blocks
-    given: set[int] = set()
+    get_new_blocks = pool.get_new_blocks
 
     def giving(*args: Any, **kwargs: Any) -> Any:
         blocks = get_new_blocks(*args, **kwargs)
-        given.update(block.block_id for block in blocks)
+        forget([block.block_id for block in blocks])
         return blocks
 
-    def scheduling(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        unwritten = given.union(
-            block.block_id
-            for block in pool.blocks
-            if block.ref_cnt == 0 and block.block_hash is None
-        )
-        forget(sorted(unwritten))
-        given.clear()
-        return output
-
-    with (
-        mock.patch.object(scheduler, "schedule", scheduling),
-        mock.patch.object(pool, "get_new_blocks", giving),
-    ):
+    with mock.patch.object(pool, "get_new_blocks", giving):
         yield
 
 

@@ -217,6 +217,7 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
     caches = Memory(cache_layers(runner))
     caches_before = caches.read()
     answer: dict[str, Any] = {"layer": name, "impl": type(layer.impl).__name__}
+    answer["backend"] = layer.get_attn_backend().get_name()
     try:
         layout = probe_layout(layer, layer.kv_cache, dtype)
     except LayoutRefused as refused:
