@@ -229,7 +229,7 @@ def run_filled(
         return vars(engine.run(row))
     engine.forget()  # what is cached may not be filled
     engine.rpc("test_oracle", "Filler", "fill", *filling)
-    from tests.gpu.watch import unwritten_blocks
+    from tests.helpers.filler import unwritten_blocks
 
     forget = partial(engine.rpc, "test_oracle", "Filler", "forget")
     with unwritten_blocks(engine.scheduler, forget):

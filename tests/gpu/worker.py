@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from tests.gpu.watch import OracleExtension
 from tests.helpers.byte_map import allocation
 from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import cache_layers, target_layers
+from tests.helpers.worker_probe import OracleExtension
 
 
 class GpuTestExtension(OracleExtension):

@@ -21,8 +21,9 @@ import pytest
 import torch
 from benchmarks import environment
 
-from tests.gpu import engines, results, watch
+from tests.gpu import engines, results
 from tests.gpu.pool import Pool
+from tests.helpers.oracle import Watch
 
 
 def test_matrix_covers_every_pair():
@@ -111,7 +112,7 @@ def runner():
 
 
 def watched(runner: Any, num_steps: int = 1) -> dict[str, Any]:
-    oracle = watch.Watch(runner)
+    oracle = Watch(runner)
     oracle.start(seed=1)
     for _ in range(num_steps):
         runner.execute_model(SimpleNamespace(num_scheduled_tokens={"one": 4}))
