@@ -184,7 +184,8 @@ class EngineSpec:
 
 GROUPS = {
     group: tuple(
-        EngineSpec(name, asynchronous=name.endswith("-async"), **fields)
+        EngineSpec(name, asynchronous=name.endswith("-async"), **all_have | fields)
+        for all_have in [engines.pop("all", {})]
         for name, fields in engines.items()
     )
     for group, engines in _READ.items()

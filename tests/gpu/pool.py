@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,17 +88,6 @@ class Pool:
         self.folder = folder
         models.make(folder / "models")
 
-    def map(
-        self,
-        chain: Callable[[EngineSpec], T],
-        specs: Sequence[EngineSpec],
-        num_jobs: int = num_jobs,
-    ) -> dict[str, T]:
-        """Runs `chain` for each engine, so many at a time; by engine name."""
-        with ThreadPoolExecutor(num_jobs) as threads:
-            found = threads.map(chain, specs)
-            return dict(zip((spec.name for spec in specs), found, strict=True))
-
     def off_on(self, job: str, spec: EngineSpec, **more: str) -> Chain:
         return {mode: self.run(job, spec, mode, **more) for mode in (OFF, ON)}
 
@@ -107,8 +96,9 @@ class Pool:
         label = f"{job}-{spec.name}-{mode}"
         out, log = self.folder / f"{label}.json", self.folder / f"{label}.log"
         out.unlink(missing_ok=True)
-        strict = {} if mode == OFF else {"VLLM_NWOR_STRICT": "always"}
-        env = ENVIRONMENT | spec.environment() | {"VLLM_NWOR_MODE": mode} | strict
+        env = ENVIRONMENT | spec.environment() | {"VLLM_NWOR_MODE": mode}
+        if mode != OFF:
+            env["VLLM_NWOR_STRICT"] = "always"
         command = [sys.executable, "-m", "tests.gpu.process", job, spec.name]
         command += [str(out), str(self.folder / "models")]
         started = time.perf_counter()
@@ -172,7 +162,9 @@ def engines_fixture(
             and item.path == request.path
             and request.fixturename in item.fixturenames
         }
-        specs = [spec for name, spec in BY_NAME.items() if name in names]
-        return pool.map(saved, specs, num_jobs)
+        specs = {name: spec for name, spec in BY_NAME.items() if name in names}
+        with ThreadPoolExecutor(num_jobs) as threads:
+            found = threads.map(saved, specs.values())
+            return dict(zip(specs, found, strict=True))
 
     return runs
