@@ -201,17 +201,13 @@ def counter_problems(
     # LLMEngine 0.26 drops the statistics of a last step without outputs.
     claims["metrics <= device"] = v["nwor_tokens_staged"] <= v["device_staged"]
     for seen in result.get("watch", ())[:1]:
-        for ours, theirs in (
-            ("windows", "windows"),
-            ("staged", "drafts"),
-            ("committed", "accepted"),
-        ):
+        pairs = ("windows", "windows"), ("staged", "drafts"), ("committed", "accepted")
+        for ours, theirs in pairs:
             is_same = v[f"device_{ours}"] == seen[f"num_{theirs}"]
             claims[f"device {ours} == oracle's"] = is_same
         restored = v["device_restored_bytes"]
         if ON == "stage":
-            is_staged = restored == 0 < v["device_committed_bytes"]
-            claims["staged, not logged"] = is_staged
+            claims["staged, not logged"] = restored == 0 < v["device_committed_bytes"]
         else:
             protected = report["facts"]["protected"] or {"log_bytes_per_draft": 0}
             num_rejected = seen["num_rejected_slots"] // seen["layers"]
@@ -224,16 +220,13 @@ def counter_problems(
 def summary(result: Report) -> Report:
     """What a row did, for the results file."""
     seen = result["watch"][0]
-    return {
+    steps, sums = seen["steps"], ("windows", "drafts", "accepted", "preempted")
+    return {what: sum(step[what] for step in steps) for what in sums} | {
         "requests": len(result["tokens"]),
         "tokens": sum(map(len, result["tokens"].values())),
-        "steps": len(seen["steps"]),
-        "graphs": dict(Counter(step["graph"] for step in seen["steps"])),
-        "windows": seen["num_windows"],
-        "drafts": seen["num_drafts"],
-        "accepted": seen["num_accepted"],
+        "steps": len(steps),
+        "graphs": Counter(step["graph"] for step in steps),
         "dropped": result["counters"].get("nwor_dropped_drafts", 0),
-        "preempted": sum(step["preempted"] for step in seen["steps"]),
         "cached_tokens": max(result["cached"].values(), default=0),
         "rejected_slots_checked": seen["num_rejected_slots"],
         "dirty_slots_restored": seen["num_dirty_slots"],

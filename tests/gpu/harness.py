@@ -8,11 +8,15 @@ engines run the same way.
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.files import write_whole
 
 from tests.gpu.engines import EngineSpec
 from tests.gpu.rows import Row, warm_up
@@ -23,6 +27,31 @@ DRAIN_STEPS = 4
 STORE_LIMIT_S = 30.0
 RAY_BYTES = 1 << 28
 SEED = 20
+
+
+class Report:
+    """What this process found; saved whole each time."""
+
+    def __init__(self, path: Path, **first: Any) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {"finished": False, "error": None, **first}
+        self.save()
+
+    def save(self, **more: Any) -> None:
+        self.found.update(more)
+        write_whole(self.path, json.dumps(self.found).encode())
+
+    def save_rows(
+        self, name: str, rows: Iterable[Row], run: Callable[[Row], Any]
+    ) -> None:
+        """What `run` gives for each row, as it comes, under `name`."""
+        results = self.found.setdefault(name, {})
+        for row in rows:
+            started = time.perf_counter()
+            results[row.name] = run(row)
+            seconds = time.perf_counter() - started
+            print(f"{name}, {row.name}: {seconds:.1f} s", flush=True)
+            self.save()
 
 
 @dataclass
@@ -40,7 +69,16 @@ class Engine(Player):
 
     params = {"temperature": 0.0, "seed": 1, "ignore_eos": True, "detokenize": False}
 
-    def __init__(self, spec: EngineSpec, models: Path, **more: Any) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        models: Path,
+        report: Report,
+        prepares: bool = True,
+        **more: Any,
+    ) -> None:
+        """prepares: it has random weights then, and everything was used once. more:
+        EngineArgs."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -53,7 +91,9 @@ class Engine(Player):
         if transfer := arguments.get("kv_transfer_config"):
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.start_s = time.perf_counter() - started
+        start_s = time.perf_counter() - started
+        print(f"{spec.name}: started in {start_s:.1f} s", flush=True)
+        report.save(start_s=start_s, facts=self.rpc("test_facts")[0])
         self._outcome = Outcome()
         schedule = self.scheduler.schedule
 
@@ -65,17 +105,15 @@ class Engine(Player):
             return output
 
         self.scheduler.schedule = noted
+        if prepares:
+            self.rpc("test_randomize", SEED, spec.rejection != "synthetic")
+            self.rpc("test_fix_costs")
+            self.run(warm_up())
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         """A method of GpuTestExtension on all workers; their results by rank."""
         found: list[Any] = self.llm.collective_rpc(method, args=arguments)
         return found
-
-    def prepare(self) -> None:
-        """Random weights, and everything used once. Call before any row."""
-        self.rpc("test_randomize", SEED, self.spec.rejection != "synthetic")
-        self.rpc("test_fix_costs")
-        self.run(warm_up())
 
     def stop(self) -> None:
         """Ends workers that are in processes of their own."""

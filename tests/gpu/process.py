@@ -17,16 +17,14 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import write_whole
-
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.harness import SEED, Engine, Outcome
+from tests.gpu.harness import SEED, Engine, Outcome, Report
 from tests.gpu.rows import (
     PHASES,
     SLEEP_ROWS,
@@ -67,46 +65,9 @@ PASSES = {
 FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill")
 
 
-class Report:
-    """What this process found; saved whole each time."""
-
-    def __init__(self, path: Path, **first: Any) -> None:
-        self.path = path
-        self.found: dict[str, Any] = {"finished": False, "error": None, **first}
-        self.save()
-
-    def save(self, **more: Any) -> None:
-        self.found.update(more)
-        write_whole(self.path, json.dumps(self.found).encode())
-
-    def save_rows(
-        self, name: str, rows: Iterable[Row], run: Callable[[Row], Any]
-    ) -> None:
-        """What `run` gives for each row, as it comes, under `name`."""
-        results = self.found.setdefault(name, {})
-        for row in rows:
-            started = time.perf_counter()
-            results[row.name] = run(row)
-            seconds = time.perf_counter() - started
-            print(f"{name}, {row.name}: {seconds:.1f} s", flush=True)
-            self.save()
-
-
-def start(
-    spec: EngineSpec, models: Path, report: Report, prepares: bool = True, **more: Any
-) -> Engine:
-    engine = Engine(spec, models, **more)
-    print(f"{spec.name}: started in {engine.start_s:.1f} s", flush=True)
-    report.save(start_s=engine.start_s)
-    report.save(facts=engine.rpc("test_facts")[0])
-    if prepares:
-        engine.prepare()
-    return engine
-
-
 def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
     """All rows twice: plain, then watched by the byte oracle."""
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
     report.save_rows("plain", rows(spec), engine.run_row)
     report.save_rows("watched", rows(spec), partial(run_watched, engine))
     report.save(info=engine.info())
@@ -123,7 +84,7 @@ def run_watched(engine: Engine, row: Row) -> dict[str, Any]:
 
 
 def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
-    engine = start(spec, models, report, prepares=False)
+    engine = Engine(spec, models, report, prepares=False)
     report.save(groups=engine.report()["groups"])
     report.save(layouts=engine.rpc("test_layouts")[0])
 
@@ -136,7 +97,7 @@ def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
         from vllm_nwor.hooks import staging
 
         staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
     before = moved_bytes(engine)
     row = engine.run_row(offloaded() if spec.offloads else batch_8(spec))
     report.save(row=row, counters=row["counters"], groups=engine.report()["groups"])
@@ -146,7 +107,7 @@ def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
 def missed(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row's outputs and counters with all hooks, and without that of begin; then what
     the engine raises when it shall not go on like that."""
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
     report.save(whole=engine.run_row(batch_8(spec)))
     engine.rpc("test_lose_begin", "0")
     report.save(without=engine.run_row(batch_8(spec)))
@@ -166,7 +127,7 @@ def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
     weights are loaded anew). With the KV audit on it watches instead of the oracle,
     which fills caches before a row."""
     is_audited = "VLLM_NWOR_AUDIT" in os.environ
-    engine = start(spec, models, report, enable_sleep_mode=True)
+    engine = Engine(spec, models, report, enable_sleep_mode=True)
     run = engine.run_row if is_audited else partial(run_watched, engine)
     for phase in PHASES:
         results = report.found[phase] = {}
@@ -215,7 +176,7 @@ def nap(engine: Engine, level: int) -> None:
 def poison(spec: EngineSpec, models: Path, report: Report) -> None:
     """Rows as they are, twice, and with what PASSES has in all slots that nobody has
     written. NaN is last: it may end the engine."""
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
     for name, filling in PASSES.items():
         run = partial(run_filled, engine, filling)
         report.save_rows(name, rows_of(spec, *FILLED_ROWS), run)
@@ -240,7 +201,7 @@ def run_filled(
 def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     """All rows, then one with a bit flipped between two steps: what the audit found in
     the former, and in the latter."""
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
 
     def run(row: Row) -> list[Any]:
         engine.run(row)
@@ -264,7 +225,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     are_stored = os.environ["NWOR_TEST_FAULT"] == "1"
     more = {"speculative_config": None} if spec.runner == "v2" else {}
     with final_slots(are_stored) as is_faulty:
-        engine = start(spec, models, report, prepares=False, **more)
+        engine = Engine(spec, models, report, prepares=False, **more)
         engine.rpc("test_randomize", SEED)
         size = spec.block_size
         first = tuple(
@@ -323,7 +284,7 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
         compiled.append(f"{backend} {event} {fn_name}")
 
     monitor._handle_jit_event = note
-    engine = start(spec, models, report, prepares=False)
+    engine = Engine(spec, models, report, prepares=False)
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
     checked_rows = rows_of(spec, *CHECKED_ROWS)

@@ -7,8 +7,6 @@ at once, and against the shape that vLLM bound. Probing must leave the live
 implementation and the caches as they were.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.engines import BY_NAME

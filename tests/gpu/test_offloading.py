@@ -7,8 +7,6 @@ left to the clock: bytes are watched on the CPU (tests/integration/test_connecto
 where it is not.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.compare import counter_problems, differing

@@ -80,7 +80,8 @@ def others(positions: tuple[int, ...], digests: list[list[int]]) -> list[list[in
 
 
 PLAIN, WATCHED, SEEN = ("plain", ROW), ("watched", ROW), ("watched", ROW, "watch", 0)
-DIGESTS, DEVICE = (ON, *SEEN, "digests"), (ON, *WATCHED, "device_counters")
+STEP, DIGESTS = (*SEEN, "steps", 0), (ON, *SEEN, "digests")
+DEVICE = (ON, *WATCHED, "device_counters")
 ERRORS = [
     (mode, name, ROW, "finish", NAME, "error")
     for mode in (OFF, ON)
@@ -94,7 +95,7 @@ TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
     "byte": ([(*DIGESTS, partial(others, (1, 2)))], {"digests"}),
     "other blocks": ([(*DIGESTS, partial(others, (0, 1)))], set()),
     "other blocks, byte": ([(*DIGESTS, partial(others, (0, 1, 2)))], {"digests"}),
-    "other steps": ([(ON, *SEEN, "steps", 0, "tokens", one_more)], {"digests"}),
+    "other steps": ([(ON, *STEP, "tokens", one_more)], {"digests"}),
     "vanilla strays": ([(OFF, *SEEN, "violations_by_kind", "stray", 1)], {"vanilla"}),
     "vanilla is clean": ([(OFF, *SEEN, "violations_by_kind", {})], {"vanilla"}),
     "violation": ([(ON, *SEEN, "violations", [{"kind": "a"}])], {"bytes"}),
@@ -111,19 +112,14 @@ TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
     ),
     "restored": ([(*DEVICE, "restored_bytes", one_more)], {"counters"}),
     "windows": ([(*DEVICE, "windows", one_more)], {"counters"}),
-    "drafts": ([(*DEVICE, "staged", one_more)], {"counters"}),
-    "committed": ([(*DEVICE, "committed", one_more)], {"counters"}),
     "gauge": ([(ON, "info", ["native"])], {"counters"}),
     "runner": ([(OFF, "facts", "runner", V2)], {"rows"}),
     "order": ([(ON, "facts", "async_scheduling", True)], {"rows"}),
-    "graph": (
-        [(mode, *SEEN, "steps", 0, "graph", "FULL") for mode in (OFF, ON)],
-        {"rows"},
-    ),
+    "graph": ([(mode, *STEP, "graph", "FULL") for mode in (OFF, ON)], {"rows"}),
     "vanilla varies": ([(OFF, *PLAIN, "tokens", NAME, 0, one_more)], {"unsettled"}),
     # Alike outputs do not make alike caches: what a step writes depends on the batch.
     "vanilla batches otherwise": (
-        [(OFF, *PLAIN, "batches", 1, []), (ON, *SEEN, "steps", 0, "tokens", one_more)],
+        [(OFF, *PLAIN, "batches", 1, []), (ON, *STEP, "tokens", one_more)],
         {"unsettled"},
     ),
     "not finished": ([(ON, "finished", False), (ON, "watched", {})], {"started"}),
