@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu.pool import Pool
+from tests.gpu.pool import OFF, ON, Pool, Runs
 
 HERE = Path(__file__).parent
 REASON = "needs an NVIDIA GPU that torch can use (make gpu-test)"
@@ -32,3 +33,14 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
     """Engines' processes; NWOR_GPU_TEST_DIR keeps their logs in a folder of choice."""
     folder = os.environ.get("NWOR_GPU_TEST_DIR") or tmp_path_factory.mktemp("engines")
     return Pool(Path(folder))
+
+
+@pytest.fixture
+def off(runs: Runs, engine: str) -> dict[str, Any]:
+    """The report of the engine's process with NWOR off, of the module's `runs`."""
+    return runs[engine][OFF].whole()
+
+
+@pytest.fixture
+def on(runs: Runs, engine: str) -> dict[str, Any]:
+    return runs[engine][ON].whole()

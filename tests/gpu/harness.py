@@ -161,14 +161,6 @@ class Engine(Player):
             self.llm.step()
             time.sleep(POLL_S)
 
-    def info(self) -> list[str]:
-        """The modes that vllm:nwor_info says groups run in."""
-        return [
-            metric.labels["resolved"]
-            for metric in self.llm.get_metrics()
-            if metric.name == "vllm:nwor_info" and getattr(metric, "value", 0) == 1
-        ]
-
     def report(self) -> dict[str, Any]:
         """NworWorkerExtension.nwor_report of the first worker."""
         found: dict[str, Any] = self.rpc("nwor_report")[0]

@@ -70,7 +70,8 @@ def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = Engine(spec, models, report)
     report.save_rows("plain", rows(spec), engine.run_row)
     report.save_rows("watched", rows(spec), partial(run_watched, engine))
-    report.save(info=engine.info())
+    metrics = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
+    report.save(info=[m.labels["resolved"] for m in metrics if m.value == 1])
     if spec.tensor_parallel > 1 or spec.executor:
         engine.stop()
 

@@ -72,11 +72,9 @@ def check_looks(looks):
 
 
 @ENGINES
-def test_a_clean_engine_has_no_findings(runs, engine):
-    report = runs[engine][ON].whole()
-    for row, looks in report["clean"].items():
+def test_a_clean_engine_has_no_findings(on, engine):
+    for row, looks in on["clean"].items():
         assert findings(looks) == [], row
-    *_, looks = report["clean"].values()
     check_looks(looks)
     for look in looks:
         assert look["is_reserved"]
@@ -84,9 +82,8 @@ def test_a_clean_engine_has_no_findings(runs, engine):
 
 
 @ENGINES
-def test_a_flipped_bit_is_found_where_it_is(runs, engine):
-    report = runs[engine][ON].whole()
-    for where, look in zip(report["flipped"], report["found"], strict=True):
+def test_a_flipped_bit_is_found_where_it_is(on, engine):
+    for where, look in zip(on["flipped"], on["found"], strict=True):
         (found,) = look["findings"]
         assert (found["kind"], found["slot"]) == ("changed", where["slot"])
         assert (found["layer"], found["num_layers"]) == (where["layer"], 1)

@@ -22,18 +22,17 @@ runs = engines_fixture(
 
 
 @pytest.fixture
-def layers(runs, engine):
-    found = runs[engine][ON].whole()["layouts"]
-    assert found
-    assert [layer for layer in found if "refused" in layer] == []
-    return found
+def layers(on):
+    assert on["layouts"]
+    assert [layer for layer in on["layouts"] if "refused" in layer] == []
+    return on["layouts"]
 
 
 @ENGINES
-def test_the_writer_writes_there_and_nowhere_else(runs, layers, engine):
+def test_the_writer_writes_there_and_nowhere_else(on, layers, engine):
     for layer in layers:
         assert layer["rows"], layer
-        assert layer["is_protected"], (layer, runs[engine][ON].report["groups"])
+        assert layer["is_protected"], (layer, on["groups"])
         assert layer["slot_bytes"] == layer["slot_bytes_expected"], layer
         assert layer["missed_bytes"] == layer["extra_bytes"] == 0, layer
 

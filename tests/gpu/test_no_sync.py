@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.pool import OFF, ON, Chain, engines_fixture, engines_of
+from tests.gpu.pool import Chain, engines_fixture, engines_of
 
 OURS = "nwor"
 ENGINES = engines_of("sync")
@@ -64,23 +64,21 @@ def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.fixture
-def same_steps(runs, engine):
+def same_steps(off, on):
     """The second profile of each process; skips where vanilla differs from itself."""
-    first, off = runs[engine][OFF].whole()["profiles"]
-    _, on = runs[engine][ON].whole()["profiles"]
-    differs = difference(first["device_work"], off["device_work"])
-    if first["steps"] != off["steps"] or differs:
+    first, vanilla = off["profiles"]
+    _, ours = on["profiles"]
+    differs = difference(first["device_work"], vanilla["device_work"])
+    if first["steps"] != vanilla["steps"] or differs:
         pytest.skip(f"vanilla differs between two runs of the same requests: {differs}")
-    assert off["windowed_steps"] > 0
-    assert on["steps"] == off["steps"]
-    assert on["windowed_steps"] == off["windowed_steps"]
-    return off, on
+    assert vanilla["windowed_steps"] > 0
+    assert ours["steps"] == vanilla["steps"]
+    assert ours["windowed_steps"] == vanilla["windowed_steps"]
+    return vanilla, ours
 
 
 @ENGINES
-def test_both_come_to_their_end(runs, engine):
-    for run in runs[engine].values():
-        run.whole()
+def test_both_come_to_their_end(off, on, engine): ...
 
 
 @ENGINES
@@ -92,13 +90,13 @@ def test_no_synchronising_call_is_added(same_steps, engine):
 
 
 @ENGINES
-def test_nothing_is_allocated(runs, same_steps, engine):
+def test_nothing_is_allocated(off, on, same_steps, engine):
     """The fewest of two profiles: what an allocator happens to lack is not in it."""
-    off, on = (
-        [Counter(profile["allocating"]) for profile in run.report["profiles"]]
-        for run in runs[engine].values()
-    )
-    assert on[0] & on[1] == off[0] & off[1]
+    fewest = []
+    for report in (off, on):
+        one, other = (Counter(seen["allocating"]) for seen in report["profiles"])
+        fewest.append(one & other)
+    assert fewest[1] == fewest[0]
 
 
 @ENGINES
@@ -125,16 +123,14 @@ def test_the_host_runs_no_other_operator(same_steps, engine):
 
 
 @ENGINES
-def test_sync_check_passes_where_vanilla_does(runs, engine):
-    off, on = (run.whole()["sync_check"] for run in runs[engine].values())
-    for row, text in off.items():
+def test_sync_check_passes_where_vanilla_does(off, on, engine):
+    for row, text in off["sync_check"].items():
         if text:
             pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
-    assert on == off
+    assert on["sync_check"] == off["sync_check"]
 
 
 @ENGINES
-def test_nothing_is_compiled_that_vanilla_does_not(runs, engine):
+def test_nothing_is_compiled_that_vanilla_does_not(off, on, engine):
     """After start-up; in its mode "error" vLLM's monitor would raise for each."""
-    off, on = (run.whole()["compiled"] for run in runs[engine].values())
-    assert set(on) <= set(off)
+    assert set(on["compiled"]) <= set(off["compiled"])

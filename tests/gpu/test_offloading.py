@@ -7,8 +7,6 @@ left to the clock: bytes are watched on the CPU (tests/integration/test_connecto
 where it is not.
 """
 
-import pytest
-
 from tests.gpu.compare import counter_problems, differing
 from tests.gpu.engines import BY_NAME
 from tests.gpu.pool import ON, engines_fixture, engines_of
@@ -25,34 +23,29 @@ runs = engines_fixture(
 )
 
 
-@pytest.fixture
-def reports(runs, engine):
-    return [run.whole() for run in runs[engine].values()]
-
-
 @ENGINES
-def test_outputs_are_vanillas(reports, engine):
-    off, on = (report["row"] for report in reports)
-    assert set(reports[1]["facts"]["resolved"]) == {ON}
-    for row in (off, on):  # a step in which nothing ran is left to the clock
+def test_outputs_are_vanillas(off, on, engine):
+    assert set(on["facts"]["resolved"]) == {ON}
+    rows = [report["row"] for report in (off, on)]
+    for row in rows:  # a step in which nothing ran is left to the clock
         row["batches"] = [batch for batch in row["batches"] if batch]
-    assert differing(off, on) == []
+    assert differing(*rows) == []
     # Beside an EAGLE head vLLM computes the last block of a match again.
     least = 176 if "eagle" in engine else 192
-    assert max(on["cached"].values()) >= least, "nothing came back from the host"
+    cached = max(on["row"]["cached"].values())
+    assert cached >= least, "nothing came back from the host"
 
 
 @ENGINES
-def test_the_connectors_metrics_are_beside_ours(reports, engine):
+def test_the_connectors_metrics_are_beside_ours(off, on, engine):
     """How many bytes depends on the clock: LLMEngine drops statistics of steps without
     outputs, in which a load of a request alone is done."""
-    for report in reports:
+    for report in (off, on):
         assert report["moved"]["GPU_to_CPU"] > 0
 
 
 @ENGINES
-def test_counters(reports, engine):
-    off, on = reports
+def test_counters(off, on, engine):
     assert counter_problems(BY_NAME[engine], on, on["row"]) == []
     assert on["counters"]["nwor_rejected_tokens"] > 0
     for name in ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"):

@@ -18,7 +18,7 @@ import pytest
 
 from tests.gpu.compare import byte_problems, counter_problems, differing
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.pool import OFF, ON, Chain, Finished, engines_fixture, engines_of
+from tests.gpu.pool import Chain, Finished, engines_fixture, engines_of
 from tests.gpu.rows import PHASES, SLEEP_ROWS
 
 ENGINES = engines_of("sleep")
@@ -50,16 +50,6 @@ runs = engines_fixture(
     "make gpu-test STEPS='build sleep'",
     num_jobs=1,  # while one engine sleeps, others must not take its memory
 )
-
-
-@pytest.fixture
-def off(runs, engine):
-    return runs[engine][OFF].whole()
-
-
-@pytest.fixture
-def on(runs, engine):
-    return runs[engine][ON].whole()
 
 
 @ENGINES
