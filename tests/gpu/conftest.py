@@ -4,33 +4,43 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu.pool import Pool
+from tests.gpu.pool import OFF, ON, Pool, Runs
 
 HERE = Path(__file__).parent
-FOLDER_VARIABLE = "NWOR_GPU_TEST_DIR"
 REASON = "needs an NVIDIA GPU that torch can use (make gpu-test)"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    has_gpu = torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if HERE not in item.path.parents:
-            continue
-        item.add_marker(pytest.mark.gpu)
-        if not has_gpu:
-            item.add_marker(pytest.mark.skip(reason=REASON))
-        elif "two_ranks" in item.name and torch.cuda.device_count() < 2:
-            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(num_gpus == 0, reason=REASON))
+            if "two_ranks" in item.name:
+                item.add_marker(
+                    pytest.mark.skipif(num_gpus < 2, reason="needs two GPUs")
+                )
 
 
 @pytest.fixture(scope="session")
-def pool() -> Pool:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
     """Engines' processes; NWOR_GPU_TEST_DIR keeps their logs in a folder of choice."""
-    folder = os.environ.get(FOLDER_VARIABLE) or tempfile.mkdtemp(prefix="nwor-gpu-")
+    folder = os.environ.get("NWOR_GPU_TEST_DIR") or tmp_path_factory.mktemp("engines")
     return Pool(Path(folder))
+
+
+@pytest.fixture
+def off(runs: Runs, engine: str) -> dict[str, Any]:
+    """The report of the engine's process with NWOR off, of the module's `runs`."""
+    return runs[engine][OFF].whole()
+
+
+@pytest.fixture
+def on(runs: Runs, engine: str) -> dict[str, Any]:
+    return runs[engine][ON].whole()

@@ -2,8 +2,7 @@
 """The engines of the GPU tests (engines.yml), and what an EngineSpec means to vLLM.
 
 MATRIX covers every pair of values of the five factors that vLLM 0.26 allows together
-(`uncovered_pairs`; a unit test holds it to that). What it does not allow, or what
-this project does not run:
+(`uncovered_pairs`; a unit test holds it to that). Why some are IMPOSSIBLE:
 
     ngram is synchronous only; per-token-head caches are TRITON_ATTN's only;
     a draft model beside an MLA target would mix two kinds of cache in one group;
@@ -184,7 +183,8 @@ class EngineSpec:
 
 GROUPS = {
     group: tuple(
-        EngineSpec(name, asynchronous=name.endswith("-async"), **fields)
+        EngineSpec(name, asynchronous=name.endswith("-async"), **all_have | fields)
+        for all_have in [engines.pop("all", {})]
         for name, fields in engines.items()
     )
     for group, engines in _READ.items()
@@ -201,23 +201,20 @@ FACTORS = (
     ("bf16", "fp8", "per_token_head"),
     ("async", "sync"),
 )
-
-
-def is_possible(drafter: str, attention: str, graphs: str, cache: str, order: str):
-    """Whether vLLM 0.26 allows, and this project runs, this combination."""
-    return not (
-        (drafter == "ngram" and order == "async")
-        or (cache == "per_token_head" and attention != "TRITON_ATTN")
-        or (drafter == "draft_model" and attention == "MLA")
-    )
+# What vLLM 0.26 does not allow together, or this project does not run.
+IMPOSSIBLE = {
+    ("ngram", "async"),
+    ("FLASH_ATTN", "per_token_head"),
+    ("MLA", "per_token_head"),
+    ("draft_model", "MLA"),
+}
 
 
 def uncovered_pairs() -> set[tuple[str, str]]:
     """Pairs of values of two factors that are possible and that no engine has."""
-    possible = (some for some in itertools.product(*FACTORS) if is_possible(*some))
     there = (values for spec in MATRIX for values in itertools.product(*spec.factors))
     wanted, found = (
         {pair for values in some for pair in itertools.combinations(values, 2)}
-        for some in (possible, there)
+        for some in (itertools.product(*FACTORS), there)
     )
-    return wanted - found
+    return wanted - found - IMPOSSIBLE

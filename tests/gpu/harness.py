@@ -8,11 +8,15 @@ engines run the same way.
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.files import write_whole
 
 from tests.gpu.engines import EngineSpec
 from tests.gpu.rows import Row, warm_up
@@ -25,18 +29,39 @@ RAY_BYTES = 1 << 28
 SEED = 20
 
 
+class Report:
+    """What this process found; saved whole each time."""
+
+    def __init__(self, path: Path, **first: Any) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {"finished": False, "error": None, **first}
+        self.save()
+
+    def save(self, **more: Any) -> None:
+        self.found.update(more)
+        write_whole(self.path, json.dumps(self.found).encode())
+
+    def save_rows(
+        self, name: str, rows: Iterable[Row], run: Callable[[Row], Any]
+    ) -> None:
+        """What `run` gives for each row, as it comes, under `name`."""
+        results = self.found.setdefault(name, {})
+        for row in rows:
+            started = time.perf_counter()
+            results[row.name] = run(row)
+            seconds = time.perf_counter() - started
+            print(f"{name}, {row.name}: {seconds:.1f} s", flush=True)
+            self.save()
+
+
 @dataclass
 class Outcome(Outputs):
-    """Of a row. batches: for each time that vLLM scheduled, {request: tokens}, in the
-    batch's order. num_steps: of the engine; num_windowed: batches with drafts.
-    """
+    """Of a row. batches: for each time that vLLM scheduled, the tokens of each request,
+    in the batch's order; num_windowed: of these, how many had drafts."""
 
     batches: list[list[tuple[str, int]]] = field(default_factory=list)
     num_windowed: int = 0
     seconds: float = 0.0
-
-    def plain(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 class Engine(Player):
@@ -44,7 +69,16 @@ class Engine(Player):
 
     params = {"temperature": 0.0, "seed": 1, "ignore_eos": True, "detokenize": False}
 
-    def __init__(self, spec: EngineSpec, models: Path, **more: Any) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        models: Path,
+        report: Report,
+        prepares: bool = True,
+        **more: Any,
+    ) -> None:
+        """prepares: it has random weights then, and everything was used once. more:
+        EngineArgs."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -57,7 +91,9 @@ class Engine(Player):
         if transfer := arguments.get("kv_transfer_config"):
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.start_s = time.perf_counter() - started
+        start_s = time.perf_counter() - started
+        print(f"{spec.name}: started in {start_s:.1f} s", flush=True)
+        report.save(start_s=start_s, facts=self.rpc("test_facts")[0])
         self._outcome = Outcome()
         schedule = self.scheduler.schedule
 
@@ -69,17 +105,15 @@ class Engine(Player):
             return output
 
         self.scheduler.schedule = noted
+        if prepares:
+            self.rpc("test_randomize", SEED, spec.rejection != "synthetic")
+            self.rpc("test_fix_costs")
+            self.run(warm_up())
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         """A method of GpuTestExtension on all workers; their results by rank."""
         found: list[Any] = self.llm.collective_rpc(method, args=arguments)
         return found
-
-    def prepare(self) -> None:
-        """Random weights, and everything used once. Call before any row."""
-        self.rpc("test_randomize", SEED, self.spec.rejection != "synthetic")
-        self.rpc("test_fix_costs")
-        self.run(warm_up())
 
     def stop(self) -> None:
         """Ends workers that are in processes of their own."""
@@ -111,10 +145,10 @@ class Engine(Player):
     def run_row(self, row: Row) -> dict[str, Any]:
         """What came of `run`, as plain data, and by how much the counters rose."""
         before, device_before = counters(self), self.report()["counters"]
-        found = self.run(row).plain()
-        found["counters"] = risen(before, counters(self))
-        found["device_counters"] = risen(device_before, self.report()["counters"])
-        return found
+        return vars(self.run(row)) | {
+            "counters": risen(before, counters(self)),
+            "device_counters": risen(device_before, self.report()["counters"]),
+        }
 
     def forget(self) -> None:
         """Empties the prefix cache. Only while nothing runs. What a KV connector still
@@ -126,14 +160,6 @@ class Engine(Player):
                 raise RuntimeError("the prefix cache cannot be reset: blocks are used")
             self.llm.step()
             time.sleep(POLL_S)
-
-    def info(self) -> list[str]:
-        """The modes that vllm:nwor_info says groups run in."""
-        return [
-            metric.labels["resolved"]
-            for metric in self.llm.get_metrics()
-            if metric.name == "vllm:nwor_info" and getattr(metric, "value", 0) == 1
-        ]
 
     def report(self) -> dict[str, Any]:
         """NworWorkerExtension.nwor_report of the first worker."""

@@ -15,13 +15,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import yaml
+
 
 def make(root: Path) -> None:
-    """Writes the configurations of models.json, and their tokenizer, below `root`, a
+    """Writes the configurations of models.yml, and their tokenizer, below `root`, a
     folder each."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    known = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+    known = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
     settings, shared = known.pop("tokenizer"), known.pop("shared")
     special = [settings[f"{name}_token"] for name in ("pad", "bos", "eos")]
     # Byte-level BPE without merges: Ġ is the space, Ċ the line feed.

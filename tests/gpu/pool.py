@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +26,10 @@ import pytest
 
 from tests.gpu import models, results
 from tests.gpu.engines import BY_NAME, ENVIRONMENT, GROUPS, EngineSpec
+from tests.helpers.environment import REPO, subprocess_env
 
 T = TypeVar("T")
 
-REPO = Path(__file__).resolve().parents[2]
-JOBS_VARIABLE = "NWOR_GPU_JOBS"
-LIMIT_VARIABLE = "NWOR_GPU_ENGINE_LIMIT_S"
-DEFAULT_JOBS = 6
-DEFAULT_LIMIT_S = 240
 LOG_TAIL = 5000
 # NWOR_GPU_MODE=stage: the same engines with shadow blocks.
 OFF, ON = "off", os.environ.get("NWOR_GPU_MODE", "cow")
@@ -50,20 +46,19 @@ class Finished:
     log: str
 
     @property
-    def is_complete(self) -> bool:
-        return self.status == 0 and bool(self.report.get("finished"))
-
-    def whole(self) -> dict[str, Any]:
-        """The report; fails if it is not complete."""
-        assert self.is_complete, self.trouble()
-        return self.report
-
     def trouble(self) -> str:
-        """Why it is not complete, for people."""
+        """Why it did not come to its end, for people; "" if it did."""
+        if self.status == 0 and self.report.get("finished"):
+            return ""
         what = f"exit status {self.status}"
         if self.status is None:
             what = f"stopped after {self.seconds:.0f} s"
         return f"{what}\n{self.report.get('error') or self.log}"
+
+    def whole(self) -> dict[str, Any]:
+        """The report; fails if it is not complete."""
+        assert not self.trouble, self.trouble
+        return self.report
 
     def entry(self, *keys: str) -> dict[str, Any]:
         """For the results file: how it ended, and these keys of the report, None where
@@ -71,8 +66,8 @@ class Finished:
         facts = self.report.get("facts") or {}
         aside = ("targets", "protected")
         return {
-            "complete": self.is_complete,
-            "trouble": "" if self.is_complete else self.trouble()[-2000:],
+            "complete": not self.trouble,
+            "trouble": self.trouble[-2000:],
             "seconds": self.seconds,
             "facts": {name: facts[name] for name in facts if name not in aside},
             **{key: self.report.get(key) for key in keys},
@@ -86,24 +81,12 @@ Runs = dict[str, Chain]
 class Pool:
     """Starts processes below `folder`, which also gets models and logs."""
 
+    num_jobs = 6
+    limit_s = 240.0
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.jobs = int(os.environ.get(JOBS_VARIABLE) or DEFAULT_JOBS)
-        self.limit_s = float(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT_S)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.models = folder / "models"
-        models.make(self.models)
-
-    def map(
-        self,
-        chain: Callable[[EngineSpec], T],
-        specs: Sequence[EngineSpec],
-        jobs: int | None = None,
-    ) -> dict[str, T]:
-        """Runs `chain` for each engine, `jobs` of them at a time; by engine name."""
-        with ThreadPoolExecutor(max_workers=jobs or self.jobs) as threads:
-            futures = {spec.name: threads.submit(chain, spec) for spec in specs}
-            return {name: future.result() for name, future in futures.items()}
+        models.make(folder / "models")
 
     def off_on(self, job: str, spec: EngineSpec, **more: str) -> Chain:
         return {mode: self.run(job, spec, mode, **more) for mode in (OFF, ON)}
@@ -113,20 +96,18 @@ class Pool:
         label = f"{job}-{spec.name}-{mode}"
         out, log = self.folder / f"{label}.json", self.folder / f"{label}.log"
         out.unlink(missing_ok=True)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_NWOR_")}
-        env |= ENVIRONMENT | spec.environment()
-        env["VLLM_NWOR_MODE"] = mode
+        env = ENVIRONMENT | spec.environment() | {"VLLM_NWOR_MODE": mode}
         if mode != OFF:
             env["VLLM_NWOR_STRICT"] = "always"
         command = [sys.executable, "-m", "tests.gpu.process", job, spec.name]
-        command += [str(out), str(self.models)]
+        command += [str(out), str(self.folder / "models")]
         started = time.perf_counter()
         with (
             log.open("w") as sink,
             subprocess.Popen(
                 command,
                 cwd=REPO,
-                env=env | more,
+                env=subprocess_env(**env | more),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -157,20 +138,18 @@ def engines_fixture(
     entries: Callable[[EngineSpec, T], dict[str, Any]],
     command: str = "make gpu-test",
     by_mode: bool = False,
-    jobs: int | None = None,
-    can_run: Callable[[EngineSpec], bool] = lambda spec: True,
+    num_jobs: int = Pool.num_jobs,
 ) -> Any:
     """A fixture: what `chain` gives for each engine that the selected tests name, by
-    engine. An engine's `entries` are saved as soon as it has ended.
+    engine, `num_jobs` of them at a time. An engine's `entries` are saved as soon as it
+    has ended.
 
-    by_mode: the file of results has the mode in its name, unless it is cow. jobs:
-    engines at a time, if not as many as the pool has. can_run: others are left out.
+    by_mode: the file of results has the mode in its name, unless it is cow.
     """
+    file = f"{kind}_{ON}.json" if by_mode and ON != "cow" else f"{kind}.json"
 
     @pytest.fixture(scope="module")
     def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, T]:
-        file = f"{kind}_{ON}.json" if by_mode and ON != "cow" else f"{kind}.json"
-
         def saved(spec: EngineSpec) -> T:
             found = chain(pool, spec)
             results.save(file, kind, command, entries(spec, found))
@@ -183,7 +162,9 @@ def engines_fixture(
             and item.path == request.path
             and request.fixturename in item.fixturenames
         }
-        specs = [BY_NAME[name] for name in sorted(names, key=list(BY_NAME).index)]
-        return pool.map(saved, [spec for spec in specs if can_run(spec)], jobs)
+        specs = {name: spec for name, spec in BY_NAME.items() if name in names}
+        with ThreadPoolExecutor(num_jobs) as threads:
+            found = threads.map(saved, specs.values())
+            return dict(zip(specs, found, strict=True))
 
     return runs

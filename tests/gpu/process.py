@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is a key of JOBS; NWOR's mode comes from VLLM_NWOR_MODE. Everything
+JOB is a function of this module; NWOR's mode comes from VLLM_NWOR_MODE. Everything
 found is written to OUT as JSON, again after each row, so that a process that dies or is
 stopped leaves what it had. The exit status is 0 if the job came to its end; whether
 what it found is right, the tests judge.
@@ -17,21 +17,27 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import write_whole
-
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.harness import SEED, Engine
-from tests.gpu.rows import Row, offloaded, prompt, rows
+from tests.gpu.harness import SEED, Engine, Outcome, Report
+from tests.gpu.rows import (
+    PHASES,
+    SLEEP_ROWS,
+    Row,
+    batch_8,
+    offloaded,
+    prompt,
+    rows,
+    rows_of,
+)
 from tests.helpers.player import Request, moved_bytes, risen
 
 POISON_SEED = 3
-PROFILED_ROW = "batch 8"
 # Of the profiler: what the device did, and what the host called.
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 DRIVER_CALLS = ("cuda_runtime", "cuda_driver")
@@ -48,9 +54,6 @@ ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"}
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
-# What the engine is used in: awake, after sleeps of levels 1 and 2, and after one while
-# requests ran.
-PHASES = ("awake", "level 1", "live", "level 2")
 # What slots that nobody has written hold, and whether one that is written does, too.
 PASSES = {
     "plain": None,
@@ -60,58 +63,15 @@ PASSES = {
     "nan": ("nan", False),
 }
 FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill")
-SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
-
-
-def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
-    """Those of these names that it has."""
-    known = {row.name: row for row in rows(spec)}
-    return [known[name] for name in names if name in known]
-
-
-class Report:
-    """What this process found; saved whole each time."""
-
-    def __init__(self, path: Path, **first: Any) -> None:
-        self.path = path
-        self.found: dict[str, Any] = {"finished": False, "error": None, **first}
-        self.save()
-
-    def save(self, **more: Any) -> None:
-        self.found.update(more)
-        write_whole(self.path, json.dumps(self.found).encode())
-
-    def save_rows(
-        self, name: str, rows: Iterable[Row], run: Callable[[Row], Any]
-    ) -> None:
-        """What `run` gives for each row, as it comes, under `name`."""
-        results = self.found.setdefault(name, {})
-        for row in rows:
-            started = time.perf_counter()
-            results[row.name] = run(row)
-            seconds = time.perf_counter() - started
-            print(f"{name}, {row.name}: {seconds:.1f} s", flush=True)
-            self.save()
-
-
-def start(
-    spec: EngineSpec, models: Path, report: Report, prepares: bool = True, **more: Any
-) -> Engine:
-    engine = Engine(spec, models, **more)
-    print(f"{spec.name}: started in {engine.start_s:.1f} s", flush=True)
-    report.save(start_s=engine.start_s)
-    report.save(facts=engine.rpc("test_facts")[0])
-    if prepares:
-        engine.prepare()
-    return engine
 
 
 def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
     """All rows twice: plain, then watched by the byte oracle."""
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
     report.save_rows("plain", rows(spec), engine.run_row)
     report.save_rows("watched", rows(spec), partial(run_watched, engine))
-    report.save(info=engine.info())
+    metrics = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
+    report.save(info=[m.labels["resolved"] for m in metrics if m.value == 1])
     if spec.tensor_parallel > 1 or spec.executor:
         engine.stop()
 
@@ -125,46 +85,38 @@ def run_watched(engine: Engine, row: Row) -> dict[str, Any]:
 
 
 def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
-    engine = start(spec, models, report, prepares=False)
+    engine = Engine(spec, models, report, prepares=False)
     report.save(groups=engine.report()["groups"])
     report.save(layouts=engine.rpc("test_layouts")[0])
 
 
-def outputs(spec: EngineSpec, models: Path, report: Report) -> None:
-    """One row's tokens. NWOR_TEST_VIEWS: a backend that NWOR shall take for one that
-    does not copy the block table."""
+def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
+    """One row: where blocks are kept on the host, one in which a prompt comes back from
+    there. NWOR_TEST_VIEWS: a backend that NWOR shall take for one that does not copy
+    the block table."""
     if backend := os.environ.get("NWOR_TEST_VIEWS"):
         from vllm_nwor.hooks import staging
 
         staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
-    engine = start(spec, models, report)
-    found = engine.run_row(*rows_of(spec, "batch 8"))
-    more = {"tokens": found["tokens"], "counters": found["counters"]}
-    report.save(**more, groups=engine.report()["groups"])
+    engine = Engine(spec, models, report)
+    before = moved_bytes(engine)
+    row = engine.run_row(offloaded() if spec.offloads else batch_8(spec))
+    report.save(row=row, counters=row["counters"], groups=engine.report()["groups"])
+    report.save(moved=risen(before, moved_bytes(engine)))
 
 
 def missed(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row's outputs and counters with all hooks, and without that of begin; then what
     the engine raises when it shall not go on like that."""
-    engine = start(spec, models, report)
-    (row,) = rows_of(spec, "batch 8")
-    report.save(whole=engine.run_row(row))
+    engine = Engine(spec, models, report)
+    report.save(whole=engine.run_row(batch_8(spec)))
     engine.rpc("test_lose_begin", "0")
-    report.save(without=engine.run_row(row))
+    report.save(without=engine.run_row(batch_8(spec)))
     engine.rpc("test_lose_begin", "always")
     try:
-        engine.run(row)
+        engine.run(batch_8(spec))
     except Exception as error:
         report.save(raised=f"{type(error).__name__}: {error}")
-
-
-def offload(spec: EngineSpec, models: Path, report: Report) -> None:
-    """A row in which a prompt comes back from the host."""
-    engine = start(spec, models, report)
-    before = moved_bytes(engine)
-    found = engine.run_row(offloaded())
-    moved = risen(before, moved_bytes(engine))
-    report.save(row=found, counters=found["counters"], moved=moved)
 
 
 # -- sleep -----------------------------------------------------------------------------
@@ -176,13 +128,12 @@ def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
     weights are loaded anew). With the KV audit on it watches instead of the oracle,
     which fills caches before a row."""
     is_audited = "VLLM_NWOR_AUDIT" in os.environ
-    engine = start(spec, models, report, enable_sleep_mode=True)
+    engine = Engine(spec, models, report, enable_sleep_mode=True)
     run = engine.run_row if is_audited else partial(run_watched, engine)
     for phase in PHASES:
         results = report.found[phase] = {}
         if phase == "live":
-            interrupted = interrupt(engine, *rows_of(spec, "batch 8"))
-            results["interrupted"] = interrupted
+            results["interrupted"] = interrupt(engine, batch_8(spec))
         elif phase != "awake":
             nap(engine, int(phase[-1]))
         results["memory"] = engine.rpc("test_memory")[0]
@@ -226,7 +177,7 @@ def nap(engine: Engine, level: int) -> None:
 def poison(spec: EngineSpec, models: Path, report: Report) -> None:
     """Rows as they are, twice, and with what PASSES has in all slots that nobody has
     written. NaN is last: it may end the engine."""
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
     for name, filling in PASSES.items():
         run = partial(run_filled, engine, filling)
         report.save_rows(name, rows_of(spec, *FILLED_ROWS), run)
@@ -237,21 +188,21 @@ def run_filled(
 ) -> dict[str, Any]:
     """Outputs and, unless `filling` is None, how much was filled."""
     if filling is None:
-        return engine.run(row).plain()
+        return vars(engine.run(row))
     engine.forget()  # what is cached may not be filled
     engine.rpc("test_oracle", "Filler", "fill", *filling)
-    from tests.gpu.watch import unwritten_blocks
+    from tests.helpers.filler import unwritten_blocks
 
     forget = partial(engine.rpc, "test_oracle", "Filler", "forget")
     with unwritten_blocks(engine.scheduler, forget):
-        found = engine.run(row).plain()
+        found = vars(engine.run(row))
     return found | {"filled": engine.rpc("test_oracle", "Filler", "stop")[0]}
 
 
 def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     """All rows, then one with a bit flipped between two steps: what the audit found in
     the former, and in the latter."""
-    engine = start(spec, models, report)
+    engine = Engine(spec, models, report)
 
     def run(row: Row) -> list[Any]:
         engine.run(row)
@@ -262,7 +213,7 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     with engine.before_step(
         FLIP_BEFORE_STEP, lambda: flipped.extend(engine.rpc("test_flip_bit"))
     ):
-        found = run(*rows_of(spec, "batch 8"))
+        found = run(batch_8(spec))
     report.save(flipped=flipped, found=found)
 
 
@@ -275,7 +226,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     are_stored = os.environ["NWOR_TEST_FAULT"] == "1"
     more = {"speculative_config": None} if spec.runner == "v2" else {}
     with final_slots(are_stored) as is_faulty:
-        engine = start(spec, models, report, prepares=False, **more)
+        engine = Engine(spec, models, report, prepares=False, **more)
         engine.rpc("test_randomize", SEED)
         size = spec.block_size
         first = tuple(
@@ -298,17 +249,15 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         fresh = tuple(replace(r, name=f"fresh/{r.name}", salt="fresh") for r in later)
         loaded = engine.run(Row("later", (later, filler)))  # all from the host
         computed = engine.run_again(Row("fresh", (fresh,)))
+
+    def first_logprobs(outcome: Outcome, name: str) -> dict[int, float]:
+        """Of its first token, which the text before it alone decides."""
+        return {token: value for token, value, _ in outcome.logprobs[name][0]}
+
     differences = []
-    for request in later:
-        # Of its first token, which the loaded text alone decides: the largest among
-        # the tokens that both have.
-        one, other = (
-            {token: value for token, value, _ in outcome.logprobs[name][0]}
-            for outcome, name in (
-                (loaded, request.name),
-                (computed, f"fresh/{request.name}"),
-            )
-        )
+    for request in later:  # the largest among the tokens that both have
+        one = first_logprobs(loaded, request.name)
+        other = first_logprobs(computed, f"fresh/{request.name}")
         both = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
         differences.append(max(both, default=float("inf")))
     report.save(
@@ -336,20 +285,15 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
         compiled.append(f"{backend} {event} {fn_name}")
 
     monitor._handle_jit_event = note
-    engine = start(spec, models, report, prepares=False)
+    engine = Engine(spec, models, report, prepares=False)
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
     checked_rows = rows_of(spec, *CHECKED_ROWS)
-    for row in checked_rows:
+    # Twice: the first time may prepare what later steps only use.
+    for row in checked_rows * 2:
         engine.run(row)
     report.save(compiled=compiled)  # and what comes later
-    # Those rows again: the first time may prepare what later steps only use.
-    num_first = len(compiled)
-    for row in checked_rows:
-        engine.run(row)
-    report.save(compiled_again=compiled[num_first:])
-    (profiled,) = rows_of(spec, PROFILED_ROW)
-    report.save(profiles=[profile(engine, profiled) for _ in range(2)])
+    report.save(profiles=[profile(engine, batch_8(spec)) for _ in range(2)])
     sync_debug._sync_check_enabled = True
     checked: dict[str, str | None] = {}
     for row in checked_rows:
@@ -359,8 +303,7 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
         except RuntimeError:
             checked[row.name] = traceback.format_exc()[-3000:]
             break
-        finally:
-            report.save(sync_check=checked)
+    report.save(sync_check=checked)
 
 
 def profile(engine: Engine, row: Row) -> dict[str, Any]:
@@ -381,27 +324,22 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
         (event.get("cat"), event["name"]) for event in events if event.get("ph") == "X"
     )
 
-    def count(categories: tuple[str, ...], names: set[str] | None = None) -> Any:
+    def count(*categories: str, of: Callable[[str], Any] = bool) -> dict[str, int]:
         found: Counter[str] = Counter()
         for (category, name), number in seen.items():
-            if category in categories and (names is None or name in names):
+            if category in categories and of(name):
                 found[name] += number
         return found
 
-    copies = count(("gpu_memcpy",))
     return {
         "steps": sum(map(bool, outcome.batches)),
         "windowed_steps": outcome.num_windowed,
-        "synchronising": count(DRIVER_CALLS, SYNCHRONISING),
-        "allocating": count(DRIVER_CALLS, ALLOCATING),
-        "pageable_copies": {n: copies[n] for n in copies if "Pageable" in n},
-        "device_work": count(DEVICE_WORK),
-        "cpu_op": count(("cpu_op",)),
+        "synchronising": count(*DRIVER_CALLS, of=SYNCHRONISING.__contains__),
+        "allocating": count(*DRIVER_CALLS, of=ALLOCATING.__contains__),
+        "pageable_copies": count("gpu_memcpy", of=lambda name: "Pageable" in name),
+        "device_work": count(*DEVICE_WORK),
+        "cpu_op": count("cpu_op"),
     }
-
-
-_JOBS = (matrix, sync, layouts, missed, sleep, outputs, audit, corrupting, offload)
-JOBS = {job.__name__: job for job in (*_JOBS, poison)}
 
 
 def main(job: str, name: str, out: str, models: str) -> int:
@@ -413,7 +351,7 @@ def main(job: str, name: str, out: str, models: str) -> int:
     report = Report(Path(out), engine=name, mode=mode, job=job)
     started = time.perf_counter()
     try:
-        JOBS[job](spec, Path(models), report)
+        globals()[job](spec, Path(models), report)
     except BaseException:
         text = traceback.format_exc()
         print(text, flush=True)

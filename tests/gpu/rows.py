@@ -19,6 +19,10 @@ from typing import Any
 from tests.gpu.engines import EngineSpec
 from tests.helpers.player import Request
 
+# When a row is run: awake, after sleeps of levels 1 and 2, and after one while requests
+# ran.
+PHASES = ("awake", "level 1", "live", "level 2")
+SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
 # Prompts draw from few tokens, so that ngram has something to find.
 _FIRST_TOKEN, _NUM_PROMPT_TOKENS = 10, 40
 
@@ -76,6 +80,16 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
         Row("chunked prefill", (_mixed(),), frozenset({"chunked"})),
         Row("structured output", (_structured(),), frozenset({"structured"})),
     )
+
+
+def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
+    """Those of these names that it has."""
+    known = {row.name: row for row in rows(spec)}
+    return [known[name] for name in names if name in known]
+
+
+def batch_8(spec: EngineSpec) -> Row:
+    return rows_of(spec, "batch 8")[0]
 
 
 def offloaded() -> Row:

@@ -14,12 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.pool import OFF, ON, Chain, Runs, engines_fixture, engines_of
-from tests.gpu.process import PHASES
+from tests.gpu.pool import OFF, ON, Chain, Pool, engines_fixture, engines_of
+from tests.gpu.rows import PHASES
 
 COMMAND = "make gpu-test STEPS='build audit'"
-AUDIT = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_MIB": "4096"}
-STRICT = {"VLLM_NWOR_STRICT": "always"}
+AUDIT = {
+    "VLLM_NWOR_AUDIT": "log",
+    "VLLM_NWOR_AUDIT_MIB": "4096",
+    "VLLM_NWOR_STRICT": "always",
+}
 ENGINES = engines_of("matrix", "parallel")
 SLEEPERS, CELLS = engines_of("sleep"), engines_of("corrupting")
 FAULTY, MENDED = "faulty", "mended"
@@ -35,37 +38,32 @@ def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     }
 
 
-def audited(job: str, jobs: int | None = None) -> Any:
+def audited(job: str, num_jobs: int = Pool.num_jobs) -> Any:
     """A fixture: what that job found with NWOR on, and the audit."""
-    return engines_fixture(
-        "gpu_audit",
-        lambda pool, spec: {ON: pool.run(job, spec, ON, **AUDIT)},
-        entries,
-        COMMAND,
-        jobs=jobs,
-    )
+
+    def chain(pool: Pool, spec: EngineSpec) -> Chain:
+        return {ON: pool.run(job, spec, ON, **AUDIT)}
+
+    return engines_fixture("gpu_audit", chain, entries, COMMAND, num_jobs=num_jobs)
+
+
+def faulty_and_mended(pool: Pool, spec: EngineSpec) -> Chain:
+    return {
+        state: pool.run("corrupting", spec, OFF, NWOR_TEST_FAULT=value, **AUDIT)
+        for state, value in ((FAULTY, "1"), (MENDED, "0"))
+    }
 
 
 runs = audited("audit")
-sleeping = audited("sleep", jobs=1)  # as in test_sleep.py
-corrupting = engines_fixture(
-    "gpu_audit",
-    lambda pool, spec: {
-        state: pool.run(
-            "corrupting", spec, OFF, NWOR_TEST_FAULT=value, **AUDIT, **STRICT
-        )
-        for state, value in ((FAULTY, "1"), (MENDED, "0"))
-    },
-    entries,
-    COMMAND,
-)
+sleeping = audited("sleep", num_jobs=1)  # as in test_sleep.py
+corrupting = engines_fixture("gpu_audit", faulty_and_mended, entries, COMMAND)
 
 
-def findings(looks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def findings(looks):
     return [finding for look in looks for finding in look["findings"]]
 
 
-def check_looks(looks: list[dict[str, Any]]) -> None:
+def check_looks(looks):
     """It has looked, and lies in no pool that sleep empties."""
     for look in looks:
         assert set(look["pools"]) == {None}
@@ -74,11 +72,9 @@ def check_looks(looks: list[dict[str, Any]]) -> None:
 
 
 @ENGINES
-def test_a_clean_engine_has_no_findings(runs: Runs, engine: str) -> None:
-    report = runs[engine][ON].whole()
-    for row, looks in report["clean"].items():
+def test_a_clean_engine_has_no_findings(on, engine):
+    for row, looks in on["clean"].items():
         assert findings(looks) == [], row
-    *_, looks = report["clean"].values()
     check_looks(looks)
     for look in looks:
         assert look["is_reserved"]
@@ -86,9 +82,8 @@ def test_a_clean_engine_has_no_findings(runs: Runs, engine: str) -> None:
 
 
 @ENGINES
-def test_a_flipped_bit_is_found_where_it_is(runs: Runs, engine: str) -> None:
-    report = runs[engine][ON].whole()
-    for where, look in zip(report["flipped"], report["found"], strict=True):
+def test_a_flipped_bit_is_found_where_it_is(on, engine):
+    for where, look in zip(on["flipped"], on["found"], strict=True):
         (found,) = look["findings"]
         assert (found["kind"], found["slot"]) == ("changed", where["slot"])
         assert (found["layer"], found["num_layers"]) == (where["layer"], 1)
@@ -97,7 +92,7 @@ def test_a_flipped_bit_is_found_where_it_is(runs: Runs, engine: str) -> None:
 
 
 @SLEEPERS
-def test_an_engine_that_sleeps_has_no_findings(sleeping: Runs, engine: str) -> None:
+def test_an_engine_that_sleeps_has_no_findings(sleeping, engine):
     report = sleeping[engine][ON].whole()
     assert set(report) > set(PHASES)
     assert findings(report["audit"]) == []
@@ -105,19 +100,15 @@ def test_an_engine_that_sleeps_has_no_findings(sleeping: Runs, engine: str) -> N
 
 
 @CELLS
-def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
-    corrupting: Runs, engine: str
-) -> None:
+def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(corrupting, engine):
     report = corrupting[engine][FAULTY].whole()
     size = BY_NAME[engine].block_size
-    found = findings(report["audit"])
-    stored = [finding for finding in found if finding["kind"] == "handed_on"]
+    stored = [f for f in findings(report["audit"]) if f["kind"] == "handed_on"]
     # The last token of a text of 64, and of 32.
     places = {(f["owner"].split("/")[0], f["position"] + 1) for f in stored}
+    first, filler = ("first", 4 * size), ("filler", 2 * size)
     assert {f["slot"] % size for f in stored} == {size - 1}
-    assert (
-        {("first", 4 * size)} <= places <= {("first", 4 * size), ("filler", 2 * size)}
-    )
+    assert {first} <= places <= {first, filler}
     if BY_NAME[engine].runner == "v1":  # some hold the request's own rejected draft
         assert any(f["writer"]["request"] == f["owner"] for f in stored)
     # It is what the loaded text's logprobs show, against the mended engine's noise.
@@ -126,7 +117,7 @@ def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(
 
 
 @CELLS
-def test_the_mended_connector_has_no_findings(corrupting: Runs, engine: str) -> None:
+def test_the_mended_connector_has_no_findings(corrupting, engine):
     report = corrupting[engine][MENDED].whole()
     assert findings(report["audit"]) == []
     # Chunks were loaded all the same, as they were stored.

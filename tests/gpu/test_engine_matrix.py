@@ -24,7 +24,6 @@ from tests.gpu.compare import CHECKS, judge
 from tests.gpu.engines import BY_NAME, GROUPS, EngineSpec
 from tests.gpu.pool import OFF, ON, Pool, engines_fixture, engines_of
 
-Verdict = dict[str, Any]
 # An engine on V2, and what a step counts that begin did not see.
 MISSING, MISSED = "eagle-flash-eager-fp8", "nwor_fallbacks/begin_missed"
 
@@ -39,89 +38,82 @@ def can_run(spec: EngineSpec) -> bool:
     return True
 
 
-def verdicts_fixture(jobs: int | None = None) -> Any:
-    return engines_fixture(
-        "gpu_engines",
-        lambda pool, spec: judge(spec, pool.off_on("matrix", spec)),
-        lambda spec, verdict: {
-            spec.name: {"engine": vars(spec) | {"runner": spec.runner}} | verdict
-        },
-        by_mode=True,
-        jobs=jobs,
-        can_run=can_run,
-    )
+def verdict(pool: Pool, spec: EngineSpec) -> dict[str, Any] | None:
+    return judge(spec, pool.off_on("matrix", spec)) if can_run(spec) else None
 
 
-verdicts = verdicts_fixture()
-single_verdicts = verdicts_fixture(jobs=1)
+def entries(spec: EngineSpec, found: dict[str, Any] | None) -> dict[str, Any]:
+    engine = vars(spec) | {"runner": spec.runner}
+    return {spec.name: {"engine": engine} | found} if found else {}
 
 
-def assert_check(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
-    if engine not in verdicts:
+verdicts, single_verdicts = (
+    engines_fixture("gpu_engines", verdict, entries, by_mode=True, num_jobs=num_jobs)
+    for num_jobs in (Pool.num_jobs, 1)
+)
+
+
+def assert_check(verdict: dict[str, Any] | None, check: str) -> None:
+    if verdict is None:
         pytest.skip("this vLLM has no such method or executor, or no Ray")
-    verdict = verdicts[engine]
     problems = verdict["problems"]
-    if problems["started"] and not problems[check]:
-        # What was not run proves nothing; what did run is judged all the same.
+    if problems["started"] and check != "started":
         pytest.skip(f"not all of it ran: {problems['started'][0][:200]}")
     assert not problems[check], "\n".join(problems[check])
-    if check in ("outputs", "digests") and verdict["unsettled"]:
-        pytest.skip("; ".join(verdict["unsettled"])[:500])
-    if check == "rows" and verdict["unmet"]:
-        pytest.skip("; ".join(verdict["unmet"])[:500])
+    left = {"outputs": "unsettled", "digests": "unsettled", "rows": "unmet"}
+    if unclear := verdict.get(left.get(check)):
+        pytest.skip("; ".join(unclear)[:500])
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @engines_of("matrix", "methods", "newer")
-def test_matrix(verdicts: dict[str, Verdict], engine: str, check: str) -> None:
-    assert_check(verdicts, engine, check)
+def test_matrix(verdicts, engine, check):
+    assert_check(verdicts[engine], check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @engines_of("parallel")
-def test_two_ranks(
-    single_verdicts: dict[str, Verdict], engine: str, check: str
-) -> None:
+def test_two_ranks(single_verdicts, engine, check):
     """Each rank of a tensor parallel engine restores its own cache, without a word to
     the others."""
-    assert_check(single_verdicts, engine, check)
+    assert_check(single_verdicts[engine], check)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @engines_of("ray")
-def test_ray(single_verdicts: dict[str, Verdict], engine: str, check: str) -> None:
+def test_ray(single_verdicts, engine, check):
     """NWOR is at work in a Ray actor, to which vLLM brings its variables."""
-    assert_check(single_verdicts, engine, check)
+    assert_check(single_verdicts[engine], check)
 
 
-def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool: Pool) -> None:
+def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool):
     """Forced, its drafts are others than vanilla's, and no error says so; refused, the
     group is logged and nothing changes."""
     spec, lenient = BY_NAME["copying-flex"], {"VLLM_NWOR_STRICT": "0"}
     views = {"NWOR_TEST_VIEWS": spec.backend}
-    off = pool.run("outputs", spec, "off")
-    refused = pool.run("outputs", spec, "stage", **lenient)
-    forced = pool.run("outputs", spec, "stage", **lenient, **views)
-
-    runs = {"off": off, "refused": refused, "forced": forced}
+    runs = {
+        "off": pool.run("one_row", spec, "off"),
+        "refused": pool.run("one_row", spec, "stage", **lenient),
+        "forced": pool.run("one_row", spec, "stage", **lenient, **views),
+    }
+    tokens = {name: run.whole()["row"]["tokens"] for name, run in runs.items()}
     entries = {
         f"{spec.name}-{name}": run.entry("groups", "counters")
-        | {"is_vanillas": run.whole()["tokens"] == off.whole()["tokens"]}
+        | {"is_vanillas": tokens[name] == tokens["off"]}
         for name, run in runs.items()
     }
     results.save("gpu_copied_table.json", "gpu_copied_table", "make gpu-test", entries)
-    resolved = [run.report["groups"][0]["resolved"] for run in (refused, forced)]
-    assert resolved == ["cow", "stage"]
-    assert "may copy the block table" in refused.report["groups"][0]["reason"]
-    assert refused.report["tokens"] == off.report["tokens"]
-    assert forced.report["tokens"] != off.report["tokens"]
+    refused, forced = (runs[how].report["groups"][0] for how in ("refused", "forced"))
+    assert (refused["resolved"], forced["resolved"]) == ("cow", "stage")
+    assert "may copy the block table" in refused["reason"]
+    assert tokens["refused"] == tokens["off"] != tokens["forced"]
 
 
-def test_a_missed_begin_on_v2(pool: Pool) -> None:
+def test_a_missed_begin_on_v2(pool):
     """Without the hook of begin every step with drafts is a fallback and a breach, the
     outputs stay vanilla's; under VLLM_NWOR_STRICT=always the first one raises."""
     spec = BY_NAME[MISSING]
-    off = pool.run("outputs", spec, OFF).whole()
+    off = pool.run("one_row", spec, OFF).whole()["row"]
     run = pool.run("missed", spec, ON)
     whole, without = run.whole()["whole"], run.report["without"]
     entry = {name: without[name] for name in ("num_windowed", "counters")}

@@ -7,12 +7,10 @@ at once, and against the shape that vLLM bound. Probing must leave the live
 implementation and the caches as they were.
 """
 
-from __future__ import annotations
-
-from typing import Any
+import pytest
 
 from tests.gpu.engines import BY_NAME
-from tests.gpu.pool import ON, Finished, Runs, engines_fixture, engines_of
+from tests.gpu.pool import ON, engines_fixture, engines_of
 
 ENGINES = engines_of("layouts")
 runs = engines_fixture(
@@ -23,46 +21,35 @@ runs = engines_fixture(
 )
 
 
-def layers(run: Finished) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run.report.get("layouts", [])
-    assert found, run.trouble()
-    refused = [layer for layer in found if "refused" in layer]
-    assert not refused, refused
-    return found
-
-
-IMPLEMENTATIONS = {
-    "FLASH_ATTN": "FlashAttentionImpl",
-    "TRITON_ATTN": "TritonAttentionImpl",
-    "FLEX_ATTENTION": "FlexAttentionImpl",
-    "TRITON_MLA": "TritonMLAImpl",
-    "FLASHMLA": "FlashMLAImpl",
-    "FLASH_ATTN_MLA": "FlashAttnMLAImpl",
-}
+@pytest.fixture
+def layers(on):
+    assert on["layouts"]
+    assert [layer for layer in on["layouts"] if "refused" in layer] == []
+    return on["layouts"]
 
 
 @ENGINES
-def test_the_writer_writes_there_and_nowhere_else(runs: Runs, engine: str) -> None:
-    for layer in layers(runs[engine][ON]):
+def test_the_writer_writes_there_and_nowhere_else(on, layers, engine):
+    for layer in layers:
         assert layer["rows"], layer
-        assert layer["is_protected"], (layer, runs[engine][ON].report["groups"])
+        assert layer["is_protected"], (layer, on["groups"])
         assert layer["slot_bytes"] == layer["slot_bytes_expected"], layer
         assert layer["missed_bytes"] == layer["extra_bytes"] == 0, layer
 
 
 @ENGINES
-def test_probing_leaves_no_trace(runs: Runs, engine: str) -> None:
-    for layer in layers(runs[engine][ON]):
+def test_probing_leaves_no_trace(layers, engine):
+    for layer in layers:
         assert layer["impl_unchanged"], layer
         assert layer["cache_unchanged"], layer
 
 
 @ENGINES
-def test_backend_and_order_are_those_asked_for(runs: Runs, engine: str) -> None:
+def test_backend_and_order_are_those_asked_for(layers, engine):
     """A row that silently fell back to another backend or order would prove nothing."""
     spec = BY_NAME[engine]
-    for layer in layers(runs[engine][ON]):
-        assert layer["impl"] == IMPLEMENTATIONS[spec.backend], layer
+    for layer in layers:
+        assert layer["backend"] == spec.backend, layer
         if not spec.is_mla:
             _, head_stride, slot_stride, _ = layer["strides"]
             assert (head_stride > slot_stride) == (spec.kv_layout == "HND"), layer

@@ -9,8 +9,6 @@ after start-up.
 
 from __future__ import annotations
 
-import functools
-import operator
 import re
 from collections import Counter
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.pool import OFF, ON, Chain, Finished, Runs, engines_fixture, engines_of
+from tests.gpu.pool import Chain, engines_fixture, engines_of
 
 OURS = "nwor"
 ENGINES = engines_of("sync")
@@ -28,21 +26,19 @@ def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     """For the results file: what the tests compare, without the names of vLLM's own
     kernels and of the host's operators, which are many."""
     found: dict[str, Any] = {"added_work": None}
-    profiles = {mode: run.report.get("profiles", []) for mode, run in chain.items()}
+    if not any(run.trouble for run in chain.values()):
+        profiles = (run.report["profiles"][-1] for run in chain.values())
+        found["added_work"] = difference(*(seen["device_work"] for seen in profiles))
     for mode, run in chain.items():
         checked = run.report.get("sync_check", {})
-        found[mode] = run.entry("compiled", "compiled_again")
-        found[mode]["sync_check"] = {
-            r: t and waiting_line(t) for r, t in checked.items()
+        found[mode] = run.entry("compiled") | {
+            "sync_check": {row: t and waiting_line(t) for row, t in checked.items()},
+            "profiles": [
+                {name: seen[name] for name in seen if name != "cpu_op"}
+                | {"device_work": sum(seen["device_work"].values())}
+                for seen in run.report.get("profiles", [])
+            ],
         }
-        found[mode]["profiles"] = [
-            {name: seen[name] for name in seen if name != "cpu_op"}
-            | {"device_work": sum(seen["device_work"].values())}
-            for seen in profiles[mode]
-        ]
-    if all(map(bool, profiles.values())):
-        work = (of_mode[-1]["device_work"] for of_mode in profiles.values())
-        found["added_work"] = difference(*work)
     return {spec.name: found}
 
 
@@ -67,58 +63,47 @@ def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     return {name: number for name, number in rose.items() if number}
 
 
-def profiles(run: Finished) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run.report.get("profiles", [])
-    if len(found) != 2:
-        pytest.fail(f"no profiles: {run.trouble()}")
-    return found
-
-
-def same_steps(runs: Runs, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.fixture
+def same_steps(off, on):
     """The second profile of each process; skips where vanilla differs from itself."""
-    first, off = profiles(runs[engine][OFF])
-    on = profiles(runs[engine][ON])[1]
-    differs = difference(first["device_work"], off["device_work"])
-    if first["steps"] != off["steps"] or differs:
+    first, vanilla = off["profiles"]
+    _, ours = on["profiles"]
+    differs = difference(first["device_work"], vanilla["device_work"])
+    if first["steps"] != vanilla["steps"] or differs:
         pytest.skip(f"vanilla differs between two runs of the same requests: {differs}")
-    assert off["windowed_steps"] > 0
-    assert on["steps"] == off["steps"]
-    assert on["windowed_steps"] == off["windowed_steps"]
-    return off, on
+    assert vanilla["windowed_steps"] > 0
+    assert ours["steps"] == vanilla["steps"]
+    assert ours["windowed_steps"] == vanilla["windowed_steps"]
+    return vanilla, ours
 
 
 @ENGINES
-def test_both_come_to_their_end(runs: Runs, engine: str) -> None:
-    for mode, run in runs[engine].items():
-        assert run.is_complete, f"{mode}: {run.trouble()}"
+def test_both_come_to_their_end(off, on, engine): ...
 
 
 @ENGINES
-def test_no_synchronising_call_is_added(runs: Runs, engine: str) -> None:
-    off, on = same_steps(runs, engine)
+def test_no_synchronising_call_is_added(same_steps, engine):
+    off, on = same_steps
     assert on["synchronising"] == off["synchronising"]
     # A copy to pageable memory waits without such a call.
     assert on["pageable_copies"] == off["pageable_copies"]
 
 
 @ENGINES
-def test_nothing_is_allocated(runs: Runs, engine: str) -> None:
+def test_nothing_is_allocated(off, on, same_steps, engine):
     """The fewest of two profiles: what an allocator happens to lack is not in it."""
-    same_steps(runs, engine)
-    fewest = {
-        mode: functools.reduce(
-            operator.and_, (Counter(p["allocating"]) for p in profiles(run))
-        )
-        for mode, run in runs[engine].items()
-    }
-    assert fewest[ON] == fewest[OFF]
+    fewest = []
+    for report in (off, on):
+        one, other = (Counter(seen["allocating"]) for seen in report["profiles"])
+        fewest.append(one & other)
+    assert fewest[1] == fewest[0]
 
 
 @ENGINES
-def test_two_launches_a_step_and_nothing_else(runs: Runs, engine: str) -> None:
+def test_two_launches_a_step_and_nothing_else(same_steps, engine):
     """One launch to log, one to restore, for the one group; the counters' way to the
     host is in the second."""
-    off, on = same_steps(runs, engine)
+    off, on = same_steps
     added = difference(off["device_work"], on["device_work"])
     steps = on["windowed_steps"]
     assert all(OURS in name for name in added), added
@@ -126,10 +111,10 @@ def test_two_launches_a_step_and_nothing_else(runs: Runs, engine: str) -> None:
 
 
 @ENGINES
-def test_the_host_runs_no_other_operator(runs: Runs, engine: str) -> None:
+def test_the_host_runs_no_other_operator(same_steps, engine):
     """On the host: what reads the counters afterwards works on CPU tensors of six
     numbers. Our own ops ran in the first step, long before."""
-    off, on = same_steps(runs, engine)
+    off, on = same_steps
     added = difference(off["cpu_op"], on["cpu_op"])
     ours = ("_C_cache_ops::", "pin_memory", "resize")
     assert not any(part in name for name in added for part in ours), added
@@ -138,21 +123,14 @@ def test_the_host_runs_no_other_operator(runs: Runs, engine: str) -> None:
 
 
 @ENGINES
-def test_sync_check_passes_where_vanilla_does(runs: Runs, engine: str) -> None:
-    off = runs[engine][OFF].report.get("sync_check", {})
-    on = runs[engine][ON].report.get("sync_check", {})
-    assert off, runs[engine][OFF].trouble()
-    for row, text in off.items():
+def test_sync_check_passes_where_vanilla_does(off, on, engine):
+    for row, text in off["sync_check"].items():
         if text:
             pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
-    assert on.keys() == off.keys(), runs[engine][ON].trouble()
-    assert not any(on.values()), on
+    assert on["sync_check"] == off["sync_check"]
 
 
 @ENGINES
-def test_nothing_is_compiled_that_vanilla_does_not(runs: Runs, engine: str) -> None:
+def test_nothing_is_compiled_that_vanilla_does_not(off, on, engine):
     """After start-up; in its mode "error" vLLM's monitor would raise for each."""
-    off, on = (runs[engine][mode] for mode in (OFF, ON))
-    assert "compiled" in off.report, off.trouble()
-    assert "compiled" in on.report, on.trouble()
-    assert set(on.report["compiled"]) <= set(off.report["compiled"])
+    assert set(on["compiled"]) <= set(off["compiled"])

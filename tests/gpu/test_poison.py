@@ -36,11 +36,11 @@ def verdict(plain: dict[str, Any], filled: dict[str, Any] | None) -> str:
 def judge(spec: EngineSpec, run: Finished) -> dict[str, Any]:
     """For each pass the worst verdict of the rows in which the engine does not differ
     from itself, and in how many of them; and what is needed to read it."""
-    report = run.report
-    rows = report.get("plain", {})
-    found: dict[str, Any] = {}
+    found = {name: getattr(spec, name) for name in ("backend", "graphs", "runner")}
+    found |= {"kv_cache": spec.kv_cache.replace("auto", "bf16")} | run.entry()
+    rows = run.report.get("plain", {})
     for name in ("again", "poison", "taken", "nan"):
-        passed = report.get(name, {})
+        passed = run.report.get(name, {})
         verdicts = {row: verdict(plain, passed.get(row)) for row, plain in rows.items()}
         settled = [
             one
@@ -58,9 +58,7 @@ def judge(spec: EngineSpec, run: Finished) -> dict[str, Any]:
                 r: one["filled"] for r, one in passed.items() if "filled" in one
             },
         }
-    described = {name: getattr(spec, name) for name in ("backend", "graphs", "runner")}
-    kv_cache = spec.kv_cache.replace("auto", "bf16")
-    return described | {"kv_cache": kv_cache} | run.entry() | found
+    return found
 
 
 runs = engines_fixture(
@@ -71,16 +69,15 @@ runs = engines_fixture(
 )
 
 
-def settled(entry: dict[str, Any], name: str) -> dict[str, Any]:
+def settled(entry, name):
     """That pass; skips if the engine differs from itself."""
-    found: dict[str, Any] = entry[name]
-    if found["verdict"] == UNSETTLED:
+    if entry[name]["verdict"] == UNSETTLED:
         pytest.skip(f"it differs from itself: {entry['again']['rows']}")
-    return found
+    return entry[name]
 
 
 @ENGINES
-def test_poison_changes_no_output(runs: dict[str, Any], engine: str) -> None:
+def test_poison_changes_no_output(runs, engine):
     entry, spec = runs[engine], BY_NAME[engine]
     found = settled(entry, "poison")
     assert found["verdict"] == UNCHANGED, (found["rows"], entry["trouble"])
@@ -92,7 +89,7 @@ def test_poison_changes_no_output(runs: dict[str, Any], engine: str) -> None:
 
 
 @ENGINES
-def test_poison_in_a_written_slot_shows(runs: dict[str, Any], engine: str) -> None:
+def test_poison_in_a_written_slot_shows(runs, engine):
     entry = runs[engine]
     found = settled(entry, "taken")
     assert found["rows"], entry["trouble"]

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.gpu.compare import byte_problems, counter_problems, differing
-from tests.gpu.engines import BY_NAME
-from tests.gpu.pool import OFF, ON, Finished, Runs, engines_fixture, engines_of
-from tests.gpu.process import PHASES, SLEEP_ROWS
+from tests.gpu.engines import BY_NAME, EngineSpec
+from tests.gpu.pool import Chain, Finished, engines_fixture, engines_of
+from tests.gpu.rows import PHASES, SLEEP_ROWS
 
 ENGINES = engines_of("sleep")
 
@@ -38,40 +38,28 @@ def phases(run: Finished) -> dict[str, Any]:
     }
 
 
+def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
+    found = {mode: run.entry() | {"phases": phases(run)} for mode, run in chain.items()}
+    return {spec.name: found}
+
+
 runs = engines_fixture(
     "gpu_sleep",
     lambda pool, spec: pool.off_on("sleep", spec),
-    lambda spec, chain: {
-        spec.name: {
-            mode: run.entry() | {"phases": phases(run)} for mode, run in chain.items()
-        }
-    },
+    entries,
     "make gpu-test STEPS='build sleep'",
-    jobs=1,  # while one engine sleeps, others must not take its memory
+    num_jobs=1,  # while one engine sleeps, others must not take its memory
 )
 
 
-def found(run: Finished, *names: str) -> dict[str, Any]:
-    """What its report has there: a phase, or a phase's row."""
-    value = run.report
-    for name in names:
-        if name not in value:
-            pytest.fail(f"no {' of '.join(reversed(names))}: {run.trouble()}")
-        value = value[name]
-    return value
-
-
 @ENGINES
-def test_vanilla_sleeps(runs: Runs, engine: str) -> None:
+def test_vanilla_sleeps(off, engine):
     """Without NWOR this engine comes to its end: what follows is about NWOR."""
-    assert runs[engine][OFF].is_complete, runs[engine][OFF].trouble()
 
 
 @ENGINES
-def test_nothing_of_ours_is_in_the_pool_that_is_emptied(
-    runs: Runs, engine: str
-) -> None:
-    memory = found(runs[engine][ON], "awake")["memory"]
+def test_nothing_of_ours_is_in_the_pool_that_is_emptied(on, engine):
+    memory = on["awake"]["memory"]
     # Such addresses are recognised: the caches themselves are in it.
     assert set(memory["cache_pools"]) == {"kv_cache"}
     assert set(memory["pools"].values()) == {None}, memory["pools"]
@@ -79,52 +67,43 @@ def test_nothing_of_ours_is_in_the_pool_that_is_emptied(
 
 @pytest.mark.parametrize("phase", PHASES)
 @ENGINES
-def test_tables_hold_the_addresses_of_the_caches(
-    runs: Runs, engine: str, phase: str
-) -> None:
-    run = runs[engine][ON]
-    memory = found(run, phase)["memory"]
+def test_tables_hold_the_addresses_of_the_caches(on, engine, phase):
+    memory = on[phase]["memory"]
     for tables, addresses in zip(memory["tables"], memory["addresses"], strict=True):
         assert sorted(row[0] for table in tables for row in table) == addresses
-    assert memory["tables"] == found(run, "awake")["memory"]["tables"]
+    assert memory["tables"] == on["awake"]["memory"]["tables"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @ENGINES
-def test_bytes_and_counters(runs: Runs, engine: str, phase: str) -> None:
+def test_bytes_and_counters(off, on, engine, phase):
     """Guarantees 1 and 2, by the byte oracle, which vanilla fails; and 7: counters that
     were lost in a sleep would rise by nonsense."""
-    run, dirty = runs[engine][ON], 0
     for row in SLEEP_ROWS:
-        on = found(run, phase, row)
-        (seen,) = on["watch"]
-        assert list(byte_problems(seen)) == [], row
-        dirty += seen["num_dirty_slots"]
-        assert counter_problems(BY_NAME[engine], run.report, on) == [], row
-        (vanilla,) = found(runs[engine][OFF], phase, row)["watch"]
-        assert set(vanilla["violations_by_kind"]) <= {"not restored"}
-    assert dirty > 0, "the forward never changed a rejected slot"
+        found = dict(byte_problems(off[phase][row], on[phase][row]))
+        assert not found.keys() & {"vanilla", "bytes"}, (row, found)
+        assert counter_problems(BY_NAME[engine], on, on[phase][row]) == [], row
+    dirty = [on[phase][row]["watch"][0]["num_dirty_slots"] for row in SLEEP_ROWS]
+    assert any(dirty), "the forward never changed a rejected slot"
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @ENGINES
-def test_outputs_are_vanillas(runs: Runs, engine: str, phase: str) -> None:
+def test_outputs_are_vanillas(off, on, engine, phase):
     """Guarantee 3; and what was asked before the sleep gets the same answer after."""
     for row in SLEEP_ROWS:
-        off, on = (found(runs[engine][mode], phase, row) for mode in (OFF, ON))
-        awake = found(runs[engine][OFF], "awake", row)
-        if off["tokens"] != awake["tokens"]:
+        if off[phase][row]["tokens"] != off["awake"][row]["tokens"]:
             pytest.skip(f"{phase}, {row}: vanilla answers otherwise after this sleep")
-        assert differing(off, on) == [], row
+        assert differing(off[phase][row], on[phase][row]) == [], row
 
 
 @ENGINES
-def test_requests_that_run_while_it_sleeps(runs: Runs, engine: str) -> None:
+def test_requests_that_run_while_it_sleeps(off, on, engine):
     """Nothing is lost: the same tokens as vanilla, and all of them counted."""
-    off, on = (found(runs[engine][mode], "live", "interrupted") for mode in (OFF, ON))
-    assert off["num_live"] == on["num_live"] > 0
-    assert differing(off, on) == []
-    device, vllms = on["device_counters"], on["counters"]
+    vanilla, found = (report["live"]["interrupted"] for report in (off, on))
+    assert vanilla["num_live"] == found["num_live"] > 0
+    assert differing(vanilla, found) == []
+    device, vllms = found["device_counters"], found["counters"]
     assert device["staged"] == device["committed"] + device["rejected"] > 0
     assert device["invalid_slots"] == 0
     assert vllms.get("nwor_breaches", 0) == 0

@@ -7,8 +7,6 @@ plain data. Nothing here is imported by the package under test.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 import zlib
 from dataclasses import asdict, replace
@@ -17,9 +15,10 @@ from typing import Any
 import torch
 
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from tests.gpu.watch import OracleExtension
+from tests.helpers.byte_map import allocation
 from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import cache_layers, target_layers
+from tests.helpers.worker_probe import OracleExtension
 
 
 class GpuTestExtension(OracleExtension):
@@ -101,10 +100,31 @@ class GpuTestExtension(OracleExtension):
         }
 
     def test_memory(self) -> dict[str, Any] | None:
-        """Where NWOR's device memory lies and what its tables say; None without a
-        manager. See `memory_of`."""
+        """Where NWOR's device memory lies; None without a manager.
+
+        tables: rows of each table, by group. addresses: of the layers' caches, by
+        group. pools: for each of the manager's tensors, cache_pools: for each cache,
+        its `pool_tag`.
+        """
         manager = manager_of(self.model_runner)
-        return None if manager is None else memory_of(manager)
+        if manager is None:
+            return None
+        tensors, tables, addresses = {"counters": manager.counters}, [], []
+        for group in manager.groups:
+            parts = {f"table {n}": part.table for n, part in enumerate(group.tables)}
+            tables.append([table.tolist() for table in parts.values()])
+            addresses.append(sorted(one.kv_cache.data_ptr() for one in group.layers))
+            parts |= {"undo log": group.undo_log, "slots": group.log_slots}
+            parts["windows"] = group.log_windows
+            tensors |= {f"group {group.group_id} {n}": t for n, t in parts.items()}
+        return {
+            "tables": tables,
+            "addresses": addresses,
+            "cache_pools": [
+                pool_tag(one) for of_group in addresses for one in of_group
+            ],
+            "pools": {name: pool_tag(t.data_ptr()) for name, t in tensors.items()},
+        }
 
     def test_audit(self) -> dict[str, Any]:
         """What the audit has found so far, and how much it compared."""
@@ -171,33 +191,9 @@ def manager_of(runner: Any) -> Any:
     return getattr(getattr(runner, "nwor_state", None), "manager", None)
 
 
-def memory_of(manager: Any) -> dict[str, Any]:
-    """tables: rows of each table, by group. addresses: of the layers' caches, by
-    group. pools: for each of the manager's tensors, cache_pools: for each cache, the
-    tag of vLLM's sleeping allocator that its memory has, None if it is not of that
-    allocator."""
-    tensors = {"counters": manager.counters}
-    for group in manager.groups:
-        parts = {f"table {n}": part.table for n, part in enumerate(group.tables)}
-        parts |= {"undo log": group.undo_log, "slots": group.log_slots}
-        parts["windows"] = group.log_windows
-        tensors |= {f"group {group.group_id} {n}": one for n, one in parts.items()}
-    addresses = [
-        sorted(layer.kv_cache.data_ptr() for layer in group.layers)
-        for group in manager.groups
-    ]
-    return {
-        "tables": [
-            [part.table.tolist() for part in group.tables] for group in manager.groups
-        ],
-        "addresses": addresses,
-        "cache_pools": [pool_tag(one) for of_group in addresses for one in of_group],
-        "pools": {n: pool_tag(tensor.data_ptr()) for n, tensor in tensors.items()},
-    }
-
-
 def pool_tag(address: int) -> str | None:
-    """The tag under which vLLM's sleeping allocator holds `address`."""
+    """The tag under which vLLM's sleeping allocator holds `address`; None if it is not
+    of that allocator."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     for start, data in CuMemAllocator.get_instance().pointer_to_data.items():
@@ -211,33 +207,35 @@ def pool_tag(address: int) -> str | None:
 
 
 def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
-    """NWOR's layout of one layer against bytes that vLLM's writer changes.
-
-    The writer gets random keys and values for three tokens in a scratch cache of the
-    real one's shape and strides, on two backgrounds; a byte that changed on either is
-    the slot's. All others of the scratch, guard bytes around it included, must stay.
-    """
+    """NWOR's layout of one layer against the bytes that vLLM's own writer changes;
+    writes to the caches."""
     from vllm_nwor.kv_layout import LayoutRefused
     from vllm_nwor.kv_probe import probe_layout
 
     dtype = runner.vllm_config.model_config.dtype
-    before = dict(vars(layer.impl))
+    impl_before = dict(vars(layer.impl))
     caches = Memory(cache_layers(runner))
     caches_before = caches.read()
     answer: dict[str, Any] = {"layer": name, "impl": type(layer.impl).__name__}
+    answer["backend"] = layer.get_attn_backend().get_name()
     try:
         layout = probe_layout(layer, layer.kv_cache, dtype)
     except LayoutRefused as refused:
         return answer | {"refused": str(refused)}
+    # The same objects, not only equal ones.
+    answer["impl_unchanged"] = impl_before.keys() == vars(layer.impl).keys() and all(
+        impl_before[key] is value for key, value in vars(layer.impl).items()
+    )
+    answer["cache_unchanged"] = torch.equal(caches_before, caches.read())
     cache = layer.kv_cache
-    slots = sorted({0, layout.block_size - 1, layout.block_size + 3})
-    changed = written_bytes(layer, slots, dtype)
+    slots = torch.tensor([0, layout.block_size - 1, layout.block_size + 3])
+    changed = written_bytes(caches, layer, slots.to(cache.device), dtype).cpu()
+    starts = cache.storage_offset() * cache.element_size()
+    starts += slots // layout.block_size * layout.block_stride
+    starts += slots % layout.block_size * layout.slot_stride
+    heads = torch.arange(layout.num_heads)[:, None] * layout.head_stride
     expected = torch.zeros_like(changed)
-    for slot, head in itertools.product(slots, range(layout.num_heads)):
-        block, offset = divmod(slot, layout.block_size)
-        start = block * layout.block_stride + offset * layout.slot_stride
-        start += head * layout.head_stride
-        expected[start : start + layout.run_bytes] = True
+    expected[starts[:, None, None] + heads + torch.arange(layout.run_bytes)] = True
     groups = getattr(manager_of(runner), "groups", ())
     return answer | {
         "dtype": str(cache.dtype),
@@ -251,56 +249,42 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
         "is_protected": name in {layer.name for g in groups for layer in g.layers},
         "missed_bytes": int((changed & ~expected).sum()),
         "extra_bytes": int((expected & ~changed).sum()),
-        # The same objects, not only equal ones.
-        "impl_unchanged": before.keys() == vars(layer.impl).keys()
-        and all(before[key] is value for key, value in vars(layer.impl).items()),
-        "cache_unchanged": torch.equal(caches_before, caches.read()),
     }
 
 
-def written_bytes(layer: Any, slots: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """[bytes] bool, cpu: the bytes of a 2-block scratch cache that vLLM's own writer
-    changed for `slots`, by random keys and values. Raises if it wrote outside the
-    scratch."""
-    cache = layer.kv_cache
-    item, guard = cache.element_size(), 4096
-    num_bytes = 2 * cache.stride(0) * item
-    inside = slice(guard, guard + num_bytes)
-    changed = torch.zeros(num_bytes, dtype=torch.bool)
-    raw = torch.zeros(guard + num_bytes + guard, dtype=torch.uint8, device=cache.device)
-    scratch = raw[inside].view(cache.dtype)
-    scratch = scratch.as_strided((2, *cache.shape[1:]), cache.stride(), guard // item)
-    generator = torch.Generator(device=cache.device)
-    mapping = torch.tensor(slots, dtype=torch.int64, device=cache.device)
+def written_bytes(
+    caches: Memory, layer: Any, slots: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[bytes] bool: those of the layer's allocation that vLLM's writer changes when it
+    writes random keys and values to `slots`, on either of two backgrounds. Raises if it
+    wrote to another layer's."""
+    whole, impl = allocation(layer), layer.impl
+    changed = torch.zeros_like(whole, dtype=torch.bool)
+    generator = torch.Generator(device=whole.device)
 
     def payload(*shape: int) -> torch.Tensor:
         shape = len(slots), *shape
-        return (torch.rand(shape, generator=generator, device=cache.device) + 0.5).to(
-            dtype
-        )
+        values = torch.rand(shape, generator=generator, device=whole.device) + 0.5
+        return values.to(dtype)
 
     for background in (0x00, 0xFF):
-        impl = copy.copy(layer.impl)
-        for attribute in ("_k_scale_cache", "_v_scale_cache"):
-            if hasattr(impl, attribute):
-                setattr(impl, attribute, None)
         # A first write makes an implementation prepare what it keeps (TRITON_ATTN
         # fills all scales with ones); then the background is put back.
         for _ in range(2):
-            raw.fill_(background)
+            for one in caches.layers.values():
+                allocation(one).fill_(background)
             generator.manual_seed(7)
             if hasattr(layer, "kv_lora_rank"):
                 key = payload(layer.kv_lora_rank)
                 value = -payload(1, layer.qk_rope_head_dim)
                 scale = (impl.kv_cache_dtype, layer._k_scale)
-                impl.do_kv_cache_update(key, value, scratch, mapping, *scale)
+                impl.do_kv_cache_update(key, value, layer.kv_cache, slots, *scale)
             else:
                 shape = (layer.num_kv_heads, layer.head_size)
                 key, value = payload(*shape), -payload(*shape)
-                impl.do_kv_cache_update(layer, key, value, scratch, mapping)
-        differs = raw != background
-        changed |= differs[inside].cpu()
-        differs[inside] = False
-        if bool(differs.any()):
+                impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+        differs = whole != background
+        changed |= differs
+        if int((caches.read() != background).sum()) > int(differs.sum()):
             raise RuntimeError(f"{type(impl).__name__} wrote outside its cache")
     return changed

@@ -22,12 +22,17 @@ kept rows: S2 == S1 has to hold outside the slots of this step only, and
     each rejected draft was verified in a shadow block          else "not staged"
 
 It works all that out from vLLM's own objects and asks NWOR for nothing but how many
-blocks it has reserved: on vanilla vLLM it must report "not restored". What else a cache
-holds is compared with a run without NWOR, by digests (tests/gpu/watch.py).
+blocks it has reserved: on vanilla vLLM it must report "not restored".
+
+What else a cache holds is compared with a run without NWOR. For that, Watch has three
+64-bit digests of each step: where the step's slots lie; the bytes of all slots except
+those whose last write was a rejected draft; and the same of the slots written so far,
+wherever they lie (the second is only the same if requests got the same blocks).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -36,6 +41,8 @@ import torch
 
 from tests.helpers.byte_map import allocation, cache_of, slot_bytes
 from tests.helpers.runner_probe import Observer, RunnerProbe, Step
+
+MAX_REPORTED = 20
 
 
 class Memory:
@@ -206,13 +213,111 @@ class SnapshotOracle(Observer):
         )
 
 
+def summary(step: Step) -> dict[str, Any]:
+    """How many there were of each, and the mode of CUDA graph."""
+    return {
+        "requests": len(step.scheduled),
+        "tokens": sum(step.scheduled.values()),
+        "windows": len(step.drafted),
+        "drafts": sum(step.drafted.values()),
+        "accepted": sum(step.accepted.values()),
+        "preempted": len(step.preempted),
+        "graph": step.graph,
+    }
+
+
+class Watch(SnapshotOracle):
+    """Watches a model runner in any process, V1 or V2, from `start` to `stop`."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(RunnerProbe(runner))
+
+    def start(self, seed: int) -> None:
+        """Poisons the caches and begins to watch. Only while nothing runs."""
+        self.probe.poison(seed)
+        self.reset()
+        self.probe.observers, self.probe.steps = [self], []
+        self.steps: list[dict[str, Any]] = []
+        self.digests: list[tuple[int, int, int]] = []
+        self.dirty, self.written = (
+            {
+                name: torch.zeros(size, dtype=torch.bool, device=self._before.device)
+                for name, size in self.num_real.items()
+            }
+            for _ in range(2)
+        )
+
+    def stop(self) -> dict[str, Any]:
+        """What was seen, as plain data."""
+        self.probe.observers = []
+        by_kind: Counter[str] = Counter()
+        for violation in self.violations:
+            by_kind[violation.kind] += max(len(violation.slots), 1)
+        first = self.violations[:MAX_REPORTED]
+        totals = {
+            f"num_{what}": sum(step[what] for step in self.steps)
+            for what in ("windows", "drafts", "accepted")
+        }
+        return totals | {
+            "steps": self.steps,
+            "digests": self.digests,
+            "violations": [vars(one) | {"slots": one.slots[:8]} for one in first],
+            "violations_by_kind": dict(by_kind),
+            "num_rejected_slots": self.num_rejected,
+            "num_dirty_slots": self.num_dirty,
+            "layers": len(self.targets),
+        }
+
+    def committed(self, step: Step) -> None:
+        for text in step.contradictions:
+            self._violation("contradiction", text, [-1])
+        super().committed(step)
+        slots = self.final_slots(step)
+        self._track(step, slots)
+        self.digests.append(self._digest(slots))
+        self.steps.append(summary(step))
+
+    def _track(self, step: Step, slots: dict[str, torch.Tensor]) -> None:
+        """Which slots hold what a rejected draft wrote last, were NWOR not there."""
+        for name in self.targets:
+            dirty = self.dirty[name].view(-1, self.memory.block_size(name))
+            for block in step.zeroed_blocks:
+                dirty[block] = False
+            for source, to in step.copied_blocks:
+                dirty[to] = dirty[source]
+            mapped = slots[name]
+            self.dirty[name][mapped[mapped >= 0]] = False
+            self.written[name][mapped[mapped >= 0]] = True
+            rejected = mapped[step.rejected_rows]
+            self.dirty[name][rejected[rejected >= 0]] = True
+
+    def _digest(self, slots: dict[str, torch.Tensor]) -> tuple[int, int, int]:
+        places = strict = anywhere = 0
+        found = self.memory.read()
+        for number, name in enumerate(self.targets):
+            weight = 2 * number + 1
+            places += weight * int((slots[name] * odd_numbers(slots[name])).sum())
+            hashes = hash_rows(found[self.memory.index[name][: self.num_real[name]]])
+            hashes = hashes.masked_fill(self.dirty[name], 0)
+            strict += weight * int((hashes * odd_numbers(hashes)).sum())
+            hashes = hashes.masked_fill(~self.written[name], 0)
+            anywhere += weight * int(hashes.sum())
+        return places % 2**64, strict % 2**64, anywhere % 2**64
+
+
+def odd_numbers(like: torch.Tensor) -> torch.Tensor:
+    """1, 3, 5, ... as long as `like`, [n] int64."""
+    return torch.arange(len(like), device=like.device) * 2 + 1
+
+
 def hash_rows(rows: torch.Tensor) -> torch.Tensor:
     """64-bit hashes of the last dimension: odd random multipliers, modulo 2^64, after
     each word's high half was mixed into its low one.
 
-    rows: [..., a multiple of 8] uint8, contiguous. Returns [...] int64.
+    rows: [..., bytes] uint8. Returns [...] int64.
     """
-    words = rows.view(torch.int64)
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8))
+    words = padded.contiguous().view(torch.int64)
     generator = torch.Generator().manual_seed(words.shape[-1])
     bounds = torch.iinfo(torch.int64)
     multipliers = torch.randint(

@@ -14,11 +14,45 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.gpu.watch import OracleExtension
-from tests.helpers import drafters
+from benchmarks.worker_extension import NworWorkerExtension
+
+from tests.helpers.byte_map import allocation, slot_bytes
+from tests.helpers.filler import Filler
+from tests.helpers.oracle import Watch
+from tests.helpers.runner_probe import cache_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 PLANTED = "injected between log and commit"
+
+
+class OracleExtension(NworWorkerExtension):
+    """Mixed into vLLM's worker class: has these in any worker, by collective_rpc."""
+
+    def test_oracle(self, kind: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of this worker's Watch or Filler, which is made when it is
+        first asked for."""
+        known = self.__dict__.setdefault("_test_oracles", {})
+        if kind not in known:
+            known[kind] = {"Watch": Watch, "Filler": Filler}[kind](self.model_runner)
+        return getattr(known[kind], method)(*arguments)
+
+    def test_flip_bit(self, rank: int | None = None) -> dict[str, Any] | None:
+        """Flips one bit of the second slot of the batch's first request, in the first
+        key of the second layer that the KV audit has; where it was. rank: of the only
+        worker that does."""
+        runner = self.model_runner
+        if rank not in (None, runner.vllm_config.parallel_config.rank):
+            return None
+        if hasattr(runner, "block_tables"):
+            table = runner.block_tables.input_block_tables[0]
+        else:
+            table = runner.input_batch.block_table[0].block_table.gpu
+        (group,) = runner.nwor_audit.audit.groups
+        slot = int(table[0, 0]) * group.shape.entry_tokens + 1
+        name = group.layers[1].name
+        layer = cache_layers(runner)[name]
+        allocation(layer)[slot_bytes(layer)[slot, 0]] ^= 0x40
+        return {"slot": slot, "layer": name}
 
 
 class WorkerProbe(OracleExtension):
@@ -26,6 +60,8 @@ class WorkerProbe(OracleExtension):
 
     def script(self, truth: Mapping[str, Sequence[int]], plan: str) -> None:
         """Drafts by the function of that name in drafters.py."""
+        from tests.helpers import drafters
+
         drafter = drafters.ScriptedDrafter(truth, getattr(drafters, plan))
         drafter.attach(self.model_runner)
 

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
-from tests.gpu.watch import OracleExtension
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.runner_probe import request_name
+from tests.helpers.worker_probe import OracleExtension
 from tests.integration.test_byte_oracle import (
     CACHES,
     EVERYTHING,

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.watch import Watch
 from tests.helpers import seam
 from tests.helpers.byte_map import owners
 from tests.helpers.drafters import Plan, ScriptedDrafter, mixture, truth_of
@@ -38,7 +37,7 @@ from tests.helpers.engine import (
     prompt,
     shared,
 )
-from tests.helpers.oracle import SnapshotOracle, hash_rows
+from tests.helpers.oracle import SnapshotOracle, Watch, hash_rows
 from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
 from vllm_nwor.kv_probe import probe_layout

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.watch import Filler, unwritten_blocks
 from tests.helpers.drafters import ScriptedDrafter, mixture_of_four, truth_of
 from tests.helpers.engine import Engine, Request, Result
+from tests.helpers.filler import Filler, unwritten_blocks
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.runner_probe import Observer
 from tests.integration.test_byte_oracle import (
