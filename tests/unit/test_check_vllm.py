@@ -121,7 +121,7 @@ OTHERWISE = [
     # What may be otherwise.
     ("m:Runner has limit", "(Base)", "(Root)", ""),
     ("m:Data has width:list", "list[int]", "'list'", ""),
-    (BATCH, "=False", "=False, more=1", ""),
+    (BATCH, "=False", "=False, *, more=1", ""),
 ]
 
 
