@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution: what it holds, and that vLLM stays as it was beside it.
+"""The distribution: what it holds, and that vLLM stays as it was beside it; and the
+container images, as far as that needs no container engine.
 
 The wheel is installed into throw-away environments, beside a small package that is
 installed as vLLM is, as a wheel or editable. That vLLM's own loader finds it, the
@@ -17,11 +18,16 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import wrapt
+from docker.utils import exclude_paths
+
+import vllm_nwor
+from vllm_nwor.plugin import TRIED_VLLM_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
@@ -270,6 +276,43 @@ def test_where_vllm_is_absent_or_broken(wheel, environment):
     assert NO_VLLM not in lines
     for mode in ("off", "stage"):
         assert environment.run(*REGISTER, mode=mode)[1][-1] == BROKEN
+
+
+# --- the container images
+
+DOCKER = ROOT / "docker"
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_image_copies_all_that_a_wheel_is_built_of(name, sdist):
+    """Of what .dockerignore admits; beside an sdist's files, of which a wheel is built,
+    but for what setuptools writes into one."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    admitted = exclude_paths(str(ROOT), [one for one in lines if one[0] != "#"])
+    text = (DOCKER / name).read_text()
+    copies = re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+    sources = set(" ".join(copies).split())
+    copied = {one for one in admitted if sources & {one, *map(str, Path(one).parents)}}
+    with tarfile.open(sdist) as archive:
+        held = {one.name.partition("/")[2] for one in archive if one.isfile()}
+    written = re.compile(r"PKG-INFO|setup\.cfg|vllm_nwor\.egg-info/.*")
+    needed = {one for one in held if not written.fullmatch(one)}
+    assert {"setup.py", "csrc/nwor/table.h"} < needed
+    assert needed - copied == set()
+    assert not any(one.endswith(".so") for one in copied)
+    # What is picked of the requirements is there, and the version is ours.
+    pinned = (ROOT / "requirements" / "cpu.txt").read_text()
+    for names in re.findall(r"grep -E '\^\(([^)]*)\)=='", text):
+        assert all(f"\n{one}==" in f"\n{pinned}" for one in names.split("|"))
+    assert f'image.version="{vllm_nwor.__version__}"' in text
+
+
+def test_the_gpu_image_is_of_a_vllm_that_was_tried_and_compiles_as_the_sources_do():
+    text = (DOCKER / "Dockerfile").read_text()
+    arguments = dict(re.findall(r'^ARG (\w+)="?([^"\n]+)', text, re.MULTILINE))
+    assert arguments["VLLM_VERSION"].removeprefix("v") in TRIED_VLLM_VERSIONS
+    cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
+    assert f'set(NWOR_CUDA_ARCHS "{arguments["NWOR_CUDA_ARCHS"]}"' in cmake
 
 
 # --- the checkout ---
