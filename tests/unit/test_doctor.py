@@ -27,15 +27,22 @@ def told(monkeypatch, **variables):
     """The doctor's exit status and lines, with these variables."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     for name, value in variables.items():
-        monkeypatch.setenv(f"VLLM_NWOR_{name}", value)
+        monkeypatch.setenv(name, value)
     return run(doctor.main)
 
 
 def test_where_all_is_in_order(monkeypatch):
-    """The mode is the one that a process of vLLM has."""
+    """The mode is the one that a process of vLLM has. CUDA is not started."""
+
+    def start(*_):
+        raise AssertionError("CUDA was started")
+
+    for name in ("_lazy_init", "is_available", "device_count", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, start)
     child = f"import os\nos.environ['VLLM_NWOR_MODE'] = 'cow'\n{doctor.CHILD}"
     monkeypatch.setattr(doctor, "CHILD", child)
-    status, lines = told(monkeypatch, MODE="stage", STRICT="1")
+    variables = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_STRICT": "1", "NWOR_CACHE": "x"}
+    status, lines = told(monkeypatch, **variables)
     assert (status, lines.pop()) == (0, "problems: 0")
     assert [line for line in lines if line.startswith("!")] == []
     wanted = {
@@ -58,15 +65,18 @@ def test_where_all_is_in_order(monkeypatch):
 
 def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch):
     """vLLM's processes do not start with a bad value, and the doctor does."""
-    status, lines = told(monkeypatch, MODE="on", STRIKT="1")
+    misspelt = {"VLLM_NVOR_MODE": "cow", "VLLM_NWOR_": "", "VLLM_NWOR_STRIKT": "1"}
+    status, lines = told(monkeypatch, VLLM_NWOR_MODE="on", **misspelt)
     said = "VLLM_NWOR_MODE='on' is not allowed; allowed values: off, stage, cow"
     assert [line for line in lines if line.startswith("!")] == [
         f"! variable   {said}",
+        "! variable   VLLM_NVOR_MODE is none of NWOR's; VLLM_NWOR_MODE was meant?",
+        "! variable   VLLM_NWOR_ is none of NWOR's",
         "! variable   VLLM_NWOR_STRIKT is none of NWOR's; VLLM_NWOR_STRICT was meant?",
         "! plugin     a process of vLLM does not start: vllm_nwor.config."
         f"NworConfigError: {said}",
     ]
-    assert (status, lines[-1]) == (1, "problems: 3")
+    assert (status, lines[-1]) == (1, "problems: 5")
 
 
 def test_a_plugin_that_vllm_leaves_out(monkeypatch):
@@ -82,55 +92,18 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
         ]
 
 
-def test_misspelt_variables(monkeypatch):
-    """Those of others are nobody's business."""
-    for one in ("NWOR_CACHE", "NWOR_CUDA", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(one, "x")
-    assert list(doctor.variables()) == []
-    hints = {
-        "VLLM_NVOR_MODE": "; VLLM_NWOR_MODE was meant?",
-        "VLLM_NWOR_": "",
-        "VLLM_NWOR_MOD": "; VLLM_NWOR_MODE was meant?",
-        "VLLM_NWOR_SHADOWBLOCKS": "; VLLM_NWOR_SHADOW_BLOCKS was meant?",
-    }
-    for name in hints:
-        monkeypatch.setenv(name, "stage")
-    said = [f"{name} is none of NWOR's{hint}" for name, hint in hints.items()]
-    assert bad(doctor.variables()) == said
-
-
-def test_versions_of_a_vllm_nobody_tried(tmp_path):
-    version = "__version__ = version = '9.9.9+cu130'\n"
-    for text, said in ((version, "9.9.9+cu130 (tried: 0.26.0, "), ("", "unknown ")):
-        (tmp_path / "_version.py").write_text(text)
-        (found,) = (one for one in doctor.versions(tmp_path) if one[1] == "vllm")
-        assert found[0]
-        assert found[2].startswith(said)
-
-
-def test_library_without_code_for_the_device_and_with_cuda_code(monkeypatch):
-    """Which csrc/nwor/cow_cuda.cu tells of itself."""
+def test_a_vllm_that_nobody_tried_and_a_library_without_code_for_the_device(tmp_path):
+    (tmp_path / "_version.py").write_text("__version__ = version = '9.9.9+cu130'\n")
+    (found,) = (one for one in doctor.versions(tmp_path) if one[1] == "vllm")
+    assert found[0]
+    assert found[2].startswith("9.9.9+cu130 (tried: 0.26.0, ")
     if not ops.has_cuda():
         (said,) = bad(doctor.library("cuda"))
         assert said.startswith(f"{ops.LIBRARY} has no CUDA code; build it again")
-    monkeypatch.setattr(ops.load(), "cuda_build", "12090 800,900", raising=False)
-    told = f"for cpu; CUDA 12.9, 800,900, {ops.LIBRARY}"
-    assert list(doctor.library("cpu")) == [(True, "library", told)]
-
-
-def test_cuda_is_not_started(monkeypatch):
-    def start(*_):
-        raise AssertionError("CUDA was started")
-
-    for name in ("_lazy_init", "is_available", "device_count", "current_device"):
-        monkeypatch.setattr(torch.cuda, name, start)
-    assert bad(doctor.library(None)) == []
-    assert bad(doctor.hooks(SITE / "vllm")) == []
 
 
 def test_hooks_that_do_not_match_are_named(tmp_path):
-    """A vLLM may drop its V1 runner. Both is too much, and a vanished module is named
-    once."""
+    """A vLLM may drop its V1 runner; both is too much."""
     vllm = laid_out(tmp_path, files_read(files_of(SITE))) / "vllm"
     v1, v2 = (tmp_path / doctor.RUNNERS[name] for name in ("runner_v1", "runner_v2"))
     text = v2.read_text()
@@ -142,14 +115,8 @@ def test_hooks_that_do_not_match_are_named(tmp_path):
     assert said.startswith("vLLM's source cannot be compared: ")
     v2.write_text(text)
     v1.unlink()
-    lines = list(doctor.hooks(vllm))
-    assert bad(lines) == []
-    told = f"runner_v1: there is no {doctor.RUNNERS['runner_v1']}"
-    assert (True, "hooks", told) in lines
+    assert bad(doctor.hooks(vllm)) == []
     v2.unlink()
     problems = bad(doctor.hooks(vllm))
-    for told in (
-        "runner_v1: vllm.v1.worker.gpu_model_runner does not exist",
-        "runner_v2: vllm.v1.worker.gpu.model_runner does not exist",
-    ):
-        assert problems.count(told) == 1
+    assert "runner_v1: vllm.v1.worker.gpu_model_runner does not exist" in problems
+    assert "runner_v2: vllm.v1.worker.gpu.model_runner does not exist" in problems

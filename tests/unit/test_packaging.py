@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution: what it holds, and that vLLM stays as it was beside it.
+"""The distribution: what it holds, and that vLLM stays as it was beside it; and the
+container images, as far as that needs no container engine.
 
 The wheel is installed into throw-away environments, beside a small package that is
-installed as vLLM is, as a wheel or editable, and of an older release. That vLLM's own
-loader finds it, the checkout's own environment shows.
+installed as vLLM is, as a wheel or editable. That vLLM's own loader finds it, the
+checkout's own environment shows.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import wrapt
+from docker.utils import exclude_paths
+
+import vllm_nwor
+from vllm_nwor.plugin import TRIED_VLLM_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
-SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".sh"}
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -140,7 +145,7 @@ def test_a_registry_accepts_the_metadata_and_no_build_of_vllm_is_needed(wheel, s
 # --- beside vLLM ---
 
 VLLM = {
-    "vllm/__init__.py": '__version__ = "VERSION"\n',
+    "vllm/__init__.py": '__version__ = "0.32.0"\n',
     "vllm/envs.py": "environment_variables = {}\n",
     "vllm/v1/__init__.py": "",
     "pyproject.toml": """
@@ -149,12 +154,11 @@ requires = ["setuptools"]
 build-backend = "setuptools.build_meta"
 [project]
 name = "vllm"
-version = "VERSION"
+version = "0.32.0"
 [tool.setuptools]
 packages = ["vllm", "vllm.v1"]
 """,
 }
-OLDER, NEWER = "0.26.0", "0.32.0"
 MODES = (None, "", "off", "stage", "cow")
 # As vLLM loads its plugins, once vLLM itself was found.
 USE = """
@@ -167,18 +171,7 @@ import vllm, vllm.envs, vllm.v1.nwor.config, vllm_nwor.config
 assert vllm.v1.nwor.config is vllm_nwor.config
 assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
 assert vllm.__file__ == found
-print(found, vllm.__version__)
-"""
-ABSENT = (
-    "vllm-nwor: vLLM is not installed; install the build of vLLM for your hardware, "
-    "then vllm-nwor beside it"
-)
-REGISTER = """
-import vllm_nwor.plugin
-try:
-    vllm_nwor.plugin.register()
-except RuntimeError as error:
-    print(error)
+print(found)
 """
 
 
@@ -191,21 +184,21 @@ class Environment:
         (self.site,) = folder.glob("lib/python3*/site-packages")
         (self.site / "wrapt").symlink_to(Path(wrapt.__file__).parent)
 
-    def install(self, wheel: Path) -> None:
-        self._uv("install", "--no-deps", "--no-index", wheel)
-
-    def uninstall(self, name: str) -> None:
-        self._uv("uninstall", name)
-
-    def _uv(self, *command: str | Path) -> None:
+    def uv(self, *command: str | Path) -> None:
         python = ("--no-cache", "--offline", "--python", self.python)
         run(sys.executable, "-m", "uv", "pip", *command, *python)
 
-    def run(self, code: str, mode: str | None = None) -> str:
-        """The output of `code`, run where there is no folder vllm/."""
-        command = ["env", "-u", "PYTHONPATH", self.python, "-B", "-c", code]
-        settings = {} if mode is None else {"VLLM_NWOR_MODE": mode}
-        return run(*command, cwd=self.site.parent, **settings)
+    def install(self, wheel: Path) -> None:
+        self.uv("install", "--no-deps", "--no-index", wheel)
+
+    def run(self, *arguments: str, mode: str | None = None) -> tuple[int, list[str]]:
+        """Python's exit status and lines, run where there is no folder vllm/."""
+        env = {name: one for name, one in os.environ.items() if name != "PYTHONPATH"}
+        env |= {} if mode is None else {"VLLM_NWOR_MODE": mode}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        command = [self.python, "-B", *arguments]
+        done = subprocess.run(command, cwd=self.site.parent, env=env, **output)
+        return done.returncode, done.stdout.splitlines()
 
 
 @pytest.fixture
@@ -215,15 +208,13 @@ def environment(tmp_path):
 
 @pytest.fixture(scope="module")
 def vllm_wheels(tmp_path_factory):
-    """Stand-ins for an installed vLLM: a wheel, an editable one, which setuptools finds
-    with a finder of its own, and a wheel of an older release."""
-    out, found = tmp_path_factory.mktemp("vllm"), {}
-    for kind, version in (("wheel", NEWER), ("editable", NEWER), ("older", OLDER)):
-        project = tmp_path_factory.mktemp("project")
-        for name, text in VLLM.items():
-            (project / name).parent.mkdir(parents=True, exist_ok=True)
-            (project / name).write_text(text.replace("VERSION", version))
-        found[kind] = build(project, out / kind, kind.replace("older", "wheel"))
+    """Stand-ins for an installed vLLM: a wheel, and an editable one, which setuptools
+    finds with a finder of its own."""
+    project, out = (tmp_path_factory.mktemp(name) for name in ("project", "vllm"))
+    for name, text in VLLM.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    found = {kind: build(project, out / kind, kind) for kind in ("wheel", "editable")}
     names = zipfile.ZipFile(found["editable"]).namelist()
     assert any(name.endswith("_finder.py") for name in names)
     return found
@@ -231,77 +222,97 @@ def vllm_wheels(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("ours", ["wheel", "editable"])
-def test_vllm_is_found_in_every_mode_and_nothing_stays(
+def test_vllm_is_found_in_every_mode_and_its_files_stay_as_they_were(
     ours, kind, wheel, unpacked, vllm_wheels, environment, tmp_path
 ):
-    """vLLM is downgraded and reinstalled, too, while ours stays: nothing of it may be
-    left then."""
+    """Nothing of ours lies in vLLM's folder, and nothing is left without us."""
     package, site = wheel, environment.site
     if ours == "editable":
         package = build(unpacked, tmp_path / "ours", "editable")
-    without_vllm = contents(site)
     environment.install(vllm_wheels[kind])
     before = contents(site)
-    file = environment.run("import vllm; print(vllm.__file__)").strip()
+    found = environment.run("-c", "import vllm; print(vllm.__file__)")
     environment.install(package)
-    assert before.items() < contents(site).items()
     for mode in MODES:
-        assert environment.run(USE, mode).split() == [file, NEWER]
-
-    environment.install(vllm_wheels["older"])
-    for mode in MODES:
-        assert environment.run(USE, mode).split()[1:] == [OLDER]
-    environment.install(vllm_wheels[kind])
-    assert environment.run(USE, "stage").split() == [file, NEWER]
-
-    environment.uninstall("vllm")
-    assert not (site / "vllm").exists()
-    assert environment.run(REGISTER, "stage") == f"{ABSENT}\n"
-    environment.install(vllm_wheels[kind])
-    assert environment.run(USE, "stage").split() == [file, NEWER]
-
-    environment.uninstall("vllm-nwor")
+        assert environment.run("-c", USE, mode=mode) == found
+    after = contents(site)
+    assert before.items() < after.items()
+    added = after.keys() - before.keys()
+    assert [name for name in added if re.match(r"vllm\b", name)] == []
+    environment.uv("uninstall", "vllm-nwor")
     assert contents(site) == before
-    environment.uninstall("vllm")
-    assert contents(site) == without_vllm
 
 
-DOCTOR = """
-import subprocess, sys
-doctor = [sys.executable, "-m", "vllm_nwor.doctor"]
-done = subprocess.run(doctor, capture_output=True, text=True)
-print(done.returncode, done.stderr)
-print(*(line for line in done.stdout.splitlines() if line[0] == "!"), sep="\\n")
-"""
+REGISTER = "-c", "import vllm_nwor.plugin; vllm_nwor.plugin.register()"
+DOCTOR = "-m", "vllm_nwor.doctor"
+ABSENT = (
+    "RuntimeError: vllm-nwor: vLLM is not installed; install the build of vLLM for "
+)
+ABSENT += "your hardware, then vllm-nwor beside it"
 NO_VLLM = "! vllm       not installed, or only an empty folder of that name"
-BROKEN = "! plugin     a process of vLLM does not start: ModuleNotFoundError: "
 NO_TORCH = ["! torch      not installed", "! library    No module named 'torch'"]
+BROKEN = "ModuleNotFoundError: No module named 'none_such'"
 
 
 def test_where_vllm_is_absent_or_broken(wheel, environment):
     """The doctor's sentences, and those of the plugin where it is asked for."""
     environment.install(wheel)
     for mode in MODES:
+        status, lines = environment.run(*REGISTER, mode=mode)
         is_asked = mode in ("stage", "cow")
-        assert environment.run(REGISTER, mode) == (f"{ABSENT}\n" if is_asked else "")
-    status, *lines = environment.run(DOCTOR).splitlines()
-    assert status.strip() == "1"
+        assert (status, lines[-1:]) == ((1, [ABSENT]) if is_asked else (0, []))
+    status, lines = environment.run(*DOCTOR)
+    assert status == 1
     assert {*NO_TORCH, NO_VLLM} < set(lines)
 
     package = environment.site / "vllm"
     package.mkdir()
-    assert environment.run(DOCTOR).splitlines()[1:] == lines
+    assert environment.run(*DOCTOR) == (status, lines)
     (package / "__init__.py").write_text("import none_such\n")
-    status, *lines = environment.run(DOCTOR, "stage").splitlines()
-    assert status.strip() == "1"
-    assert f"{BROKEN}No module named 'none_such'" in lines
-    topics = {line.split()[1] for line in lines}
-    assert topics >= {"plugin", "hooks"}
-    assert "vllm" not in topics
+    status, lines = environment.run(*DOCTOR, mode="stage")
+    assert status == 1
+    assert f"! plugin     a process of vLLM does not start: {BROKEN}" in lines
     # A vLLM that lacks something is not an absent one.
-    code = REGISTER.replace("RuntimeError", "ModuleNotFoundError")
+    assert NO_VLLM not in lines
     for mode in ("off", "stage"):
-        assert environment.run(code, mode) == "No module named 'none_such'\n"
+        assert environment.run(*REGISTER, mode=mode)[1][-1] == BROKEN
+
+
+# --- the container images
+
+DOCKER = ROOT / "docker"
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_image_copies_all_that_a_wheel_is_built_of(name, sdist):
+    """Of what .dockerignore admits; beside an sdist's files, of which a wheel is built,
+    but for what setuptools writes into one."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    admitted = exclude_paths(str(ROOT), [one for one in lines if one[0] != "#"])
+    text = (DOCKER / name).read_text()
+    copies = re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+    sources = set(" ".join(copies).split())
+    copied = {one for one in admitted if sources & {one, *map(str, Path(one).parents)}}
+    with tarfile.open(sdist) as archive:
+        held = {one.name.partition("/")[2] for one in archive if one.isfile()}
+    written = re.compile(r"PKG-INFO|setup\.cfg|vllm_nwor\.egg-info/.*")
+    needed = {one for one in held if not written.fullmatch(one)}
+    assert {"setup.py", "csrc/nwor/table.h"} < needed
+    assert needed - copied == set()
+    assert not any(one.endswith(".so") for one in copied)
+    # What is picked of the requirements is there, and the version is ours.
+    pinned = (ROOT / "requirements" / "cpu.txt").read_text()
+    for names in re.findall(r"grep -E '\^\(([^)]*)\)=='", text):
+        assert all(f"\n{one}==" in f"\n{pinned}" for one in names.split("|"))
+    assert f'image.version="{vllm_nwor.__version__}"' in text
+
+
+def test_the_gpu_image_is_of_a_vllm_that_was_tried_and_compiles_as_the_sources_do():
+    text = (DOCKER / "Dockerfile").read_text()
+    arguments = dict(re.findall(r'^ARG (\w+)="?([^"\n]+)', text, re.MULTILINE))
+    assert arguments["VLLM_VERSION"].removeprefix("v") in TRIED_VLLM_VERSIONS
+    cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
+    assert f'set(NWOR_CUDA_ARCHS "{arguments["NWOR_CUDA_ARCHS"]}"' in cmake
 
 
 # --- the checkout ---
@@ -322,12 +333,3 @@ print(vllm_nwor.__file__, vllm.__file__, vllm_nwor.__version__)
     assert Path(ours).resolve() == PACKAGE / "__init__.py"
     assert "site-packages" in Path(theirs).parts
     assert version == importlib.metadata.version("vllm-nwor")
-
-
-def test_every_source_file_names_its_licence():
-    listed = run("git", "ls-files", "-z").split("\0")
-    paths = [ROOT / name for name in listed if Path(name).suffix in SOURCES]
-    heads = {path: path.read_text()[:200] for path in paths if path.is_file()}
-    assert heads
-    licence = "SPDX-License-Identifier: Apache-2.0\n"
-    assert [path for path, head in heads.items() if head and licence not in head] == []
