@@ -9,6 +9,7 @@ bench_vllm.py prints; two views are of that text: `everything` and `short`.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import statistics
@@ -257,11 +258,9 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
     return list(rows.values())
 
 
-_OURS = (columns, number, percent, spread, alike, speed, summary.own_process)
-_OURS += (device, short_device, measured, cell, failed_checks, tested, unsettled_rows)
-_OURS += (runner, log_size, verdict, to_cow, host_us, slot_bytes, by_mode)
-_OURS += (budgets, pooled, together, host_range, once_an_engine)
-TEMPLATES.filters |= {one.__name__: one for one in _OURS}
+# Every function here, and one more.
+_FILTERS = (summary.own_process, *filter(inspect.isfunction, list(globals().values())))
+TEMPLATES.filters |= {one.__name__: one for one in _FILTERS}
 TEMPLATES.globals["summary"] = summary
 
 

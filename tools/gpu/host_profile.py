@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -50,6 +50,7 @@ from benchmarks.summary import percentile_95  # noqa: E402
 from tools.gpu import bench  # noqa: E402
 
 STAGE = "stage"
+StandIn = Callable[..., object] | None
 BATCH = 16
 # As the profiler names them, with their signature.
 OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
@@ -115,48 +116,35 @@ class HookTimes:
         }
 
 
-class Launches(NamedTuple):
+class Launches:
     """What a manager calls to begin, and to commit, in each way: for the shadow blocks
     and for the undo log."""
 
-    ways: tuple[Any, Any]
-    begins: list[list[tuple[int, Callable[..., object]]]]
-    commits: list[list[Callable[..., object]]]
-
-    @classmethod
-    def of(cls, manager: Any) -> Launches:
+    def __init__(self, manager: Any) -> None:
         ways = manager.shadow, manager.undo_log
-        return cls(ways, [way._begins for way in ways], [way._commits for way in ways])
+        self.ways = [(way, way._begins, way._commits) for way in ways]
 
-    def replaced(self, stand_in: Callable[..., object]) -> Launches:
-        begins = [[(group, stand_in) for group, _ in way] for way in self.begins]
-        commits = [[stand_in for _ in way] for way in self.commits]
-        return Launches(self.ways, begins, commits)
-
-    def put_in_place(self) -> None:
-        for way, begins, commits in zip(*self, strict=True):
-            way._begins, way._commits = begins, commits
+    def replace(self, stand_in: StandIn) -> None:
+        """Puts a function in the place of all; None: all are themselves again."""
+        for way, begins, commits in self.ways:
+            way._begins = [(group, stand_in or launch) for group, launch in begins]
+            way._commits = [stand_in or launch for launch in commits]
 
 
-def kinds_of_launches(manager: Any) -> dict[str, tuple[ab.Arm, Launches]]:
-    """What is run, and what its launches shall be, by name."""
+def kinds_of_launches(device: Any) -> dict[str, tuple[ab.Arm, StandIn]]:
+    """What is run, and what is in the place of its launches, by name."""
     import torch
 
-    number = torch.zeros(1, device=manager.device)
-    builtins = Launches.of(manager)
-    nothing, add = (
-        builtins.replaced(stand_in)
-        for stand_in in (lambda *_: None, lambda *_: number.add_(1))
-    )
+    number = torch.zeros(1, device=device)
     staged = ab.Arm(STAGE, hooked=True)
     logged = ab.Arm("cow", hooked=True, stages=False)
     return {
-        ab.UNHOOKED.name: (ab.UNHOOKED, builtins),
-        STAGE: (staged, builtins),
-        "unstaged": (staged, nothing),
-        "builtins": (logged, builtins),
-        "unlaunched": (logged, nothing),
-        "add": (logged, add),
+        ab.UNHOOKED.name: (ab.UNHOOKED, None),
+        STAGE: (staged, None),
+        "unstaged": (staged, lambda *_: None),
+        "builtins": (logged, None),
+        "unlaunched": (logged, lambda *_: None),
+        "add": (logged, lambda *_: number.add_(1)),
     }
 
 
@@ -198,23 +186,23 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     manager = engine.rpc(lambda worker: worker.model_runner.nwor_state.manager)
     if manager.shadow is None:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
-    kinds = kinds_of_launches(manager)
-    (staged, builtins), (logged, _) = kinds[STAGE], kinds["builtins"]
+    launches, kinds = Launches(manager), kinds_of_launches(manager.device)
+    (staged, _), (logged, _) = kinds[STAGE], kinds["builtins"]
     # Microseconds of begin and of commit, one a step.
     times: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
     step_s: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     engine.run(staged)
     for number in range(rounds):
         for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
-            arm, launches = kinds[kind]
-            launches.put_in_place()
+            arm, stand_in = kinds[kind]
+            launches.replace(stand_in)
             step_s[kind].append(engine.run(arm).step_s)
             timed = engine.run(arm, times=True).nwor if arm.hooked else None
             if timed is not None:
                 times[kind][0] += timed.begin_us
                 times[kind][1] += timed.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
-    builtins.put_in_place()
+    launches.replace(None)
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False

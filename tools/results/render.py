@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import reach, report, summary  # noqa: E402
@@ -68,13 +69,13 @@ def load(path: Path, kind: str) -> Result:
     return result
 
 
-def block(what: str, results: Path) -> str:
-    """Markdown of "FILE VIEW", with files in the folder `results`. Raises BadBlock."""
+def block(what: str) -> str:
+    """Markdown of "FILE VIEW". Raises BadBlock."""
     file, _, view = what.partition(" ")
     if view not in VIEWS:
         raise BadBlock(f"expected FILE and a view; views: {', '.join(VIEWS)}")
     of_several = VIEWS[view]["several"]
-    paths = sorted(results.glob(file)) if of_several else [results / file]
+    paths = sorted(RESULTS.glob(file)) if of_several else [RESULTS / file]
     if not paths:
         raise BadBlock(f"no file in results/ matches {file}")
     found = [load(path, VIEWS[view]["kind"]) for path in paths]
@@ -83,7 +84,7 @@ def block(what: str, results: Path) -> str:
     return report.rendered(view, results=found, result=found[0])
 
 
-def run(readme: Path, results: Path, check: bool) -> int:
+def run(readme: Path, check: bool) -> int:
     """Renders or checks; returns the exit status. Raises BadBlock."""
     old = readme.read_text(encoding="utf-8")
     if not old.count("<!-- results: ") == old.count(END) == len(BLOCK.findall(old)):
@@ -94,7 +95,7 @@ def run(readme: Path, results: Path, check: bool) -> int:
     def rendered(match: re.Match[str]) -> str:
         name = f"block '{match['what']}'"
         try:
-            body = block(match["what"], results) + "\n"
+            body = block(match["what"]) + "\n"
         except BadBlock as error:
             raise BadBlock(f"{name}: {error}") from error
         stale.extend([name] if body != match["body"] else [])
@@ -118,10 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--check", action="store_true", help="write nothing, compare")
     add("--readme", type=Path, nargs="+", default=READMES, help="files to render")
-    add("--results", type=Path, default=ROOT / "results")
     args = parser.parse_args(argv)
     try:
-        return max(run(one, args.results, args.check) for one in args.readme)
+        return max(run(one, args.check) for one in args.readme)
     except (BadBlock, OSError) as error:
         print(f"render: {error}", file=sys.stderr)
         return 2

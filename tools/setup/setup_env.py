@@ -120,8 +120,6 @@ def setup() -> None:
     """Brings .venv up to date, if its stamp is another one; what is installed already
     takes uv no time."""
     wanted = wanted_stamp()
-    if found_stamp() == wanted:
-        return
     lock = ROOT / "build" / "setup.lock"
     lock.parent.mkdir(exist_ok=True)
     with open(lock, "w") as file:
