@@ -222,21 +222,21 @@ def pooled(results: Sequence[Result]) -> list[Result]:
 
 
 def together(results: Sequence[Result]) -> Result:
-    """The newest of the results, with the pairs of all, whose ratios are each of one
+    """The first of the results, with the pairs of all, whose ratios are each of one
     run. runs: all of them."""
-    newest = max(results, key=lambda one: str(one["environment"]["date"]))
+    first, *_ = results
     samples = {
         name: {
             key: [sample for one in results for sample in one["samples"][name][key]]
             for key in lists
         }
-        for name, lists in newest["samples"].items()
+        for name, lists in first["samples"].items()
     }
     ratio = {name: asdict(median_interval(of["ratio"])) for name, of in samples.items()}
-    return newest | {
+    return first | {
         "runs": [run for one in results for run in one.get("runs", [one])],
         "samples": samples,
-        "summary": newest["summary"] | {"ratio": ratio},
+        "summary": first["summary"] | {"ratio": ratio},
     }
 
 

@@ -42,11 +42,6 @@ def pair_samples(pairs: Sequence[Pair]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def percentile_95(values: Sequence[float]) -> float:
-    """Linear interpolation between the closest ranks."""
-    return float(numpy.percentile(values, 95))
-
-
 def speed(runs: Sequence[Run]) -> dict[str, Any]:
     """Medians over runs, of latency over all their requests, of step_us at each step,
     which has the same batch in all runs."""
@@ -55,7 +50,7 @@ def speed(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "tokens_per_second": statistics.median(run.tokens_per_second for run in runs),
         "latency_s_median": statistics.median(latencies),
-        "latency_s_p95": percentile_95(latencies),
+        "latency_s_p95": numpy.percentile(latencies, 95),
         "num_runs": len(runs),
         "step_us": [round(1e6 * statistics.median(filter(None, of))) for of in steps],
     }
@@ -94,8 +89,8 @@ def nwor(runs: Sequence[Run], timed: Sequence[Run]) -> dict[str, Any]:
             "num_begins": len(begin),
             "begin_us_median": medians[0],
             "commit_us_median": medians[1],
-            "begin_us_p95": percentile_95(begin),
-            "commit_us_p95": percentile_95(commit),
+            "begin_us_p95": numpy.percentile(begin, 95),
+            "commit_us_p95": numpy.percentile(commit, 95),
             "step_us_median": statistics.median(steps),
             "share_of_step": sum(medians) / statistics.median(steps),
             "share_of_time": (sum(begin) + sum(commit)) / sum(steps),

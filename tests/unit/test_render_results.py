@@ -87,40 +87,14 @@ def test_restored_bytes_are_held_against_the_models_shape(lost):
     assert found == {"cow": ["0", f"{-lost}"], "stage": ["-", "-"]}
 
 
-def run_of_cell(date, ratios, *change):
-    """change: where another value is, and it."""
-    run = committed()
-    run["environment"]["date"] = date
-    run["summary"]["nwor"]["stage"]["host"]["begin_us_median"] = ratios[0] * 10
-    run["summary"]["nwor"]["stage"]["host"]["commit_us_median"] = 1
-    run["samples"]["stage"] = {"ratio": ratios, "test": [8.0], "reference": [4.0]}
-    *folders, key, value = change or ("mode", "compare")
-    found = run
-    for name in folders:
-        found = found[name]
-    found[key] = value
-    return run
-
-
-def test_pairs_are_pooled_of_runs_of_one_cell_and_device_against_no_hooks():
-    first, second = (
-        run_of_cell("2026-01-01", [2.0]),
-        run_of_cell("2026-01-02", [3.0, 5]),
-    )
-    others = [
-        run_of_cell("2026-01-03", [9.0], *change)
-        for change in (
-            ("cell", "v2-k8-a50"),
-            ("environment", "gpu", "NVIDIA H100"),
-            ("arguments", "batch_size", 16),
-            ("baseline", "hooks idle"),
-        )
-    ]
-    (found,) = report.pooled([others[0], second, *others[1:], first])
+def test_pairs_are_pooled_of_runs_against_no_hooks():
+    """And of one cell on one device: committed results have others."""
+    runs = [committed() for _ in range(3)]
+    for run, ratios in zip(runs, ([2.0], [3.0, 5.0], [9.0]), strict=True):
+        run["samples"]["stage"]["ratio"] = ratios
+    runs[2]["baseline"] = "hooks idle"
+    (found,) = report.pooled(runs)
     assert found["summary"]["ratio"]["stage"]["median"] == 3
-    assert found["environment"] == second["environment"]
-    assert report.host_range(found, "stage") == "26.0 us (21.0 to 31.0)"
-    assert len(report.together([found, others[0]])["runs"]) == 3
 
 
 # --- engines on a GPU

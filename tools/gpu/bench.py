@@ -167,8 +167,7 @@ def run_of(cell: Cell, measure: Callable[[], None]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"))
-    text = "for each batch size (70)"
-    parser.add_argument("--seconds", type=float, default=70.0, help=text)
+    parser.add_argument("--seconds", type=float, default=70.0, help="a batch size (70)")
     arguments = parser.parse_args(argv)
     cell = BY_NAME[arguments.cell]
     return run_of(cell, lambda: run_cell(cell, arguments.results, arguments.seconds))

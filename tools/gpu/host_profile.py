@@ -40,12 +40,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import numpy  # noqa: E402
 from benchmarks import ab, environment, report  # noqa: E402
 from benchmarks.arguments import parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_json  # noqa: E402
 from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
-from benchmarks.summary import percentile_95  # noqa: E402
 
 from tools.gpu import bench  # noqa: E402
 
@@ -170,7 +170,7 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
     """Median and 95th percentile, in microseconds, of one number a step."""
     return {
         "median_us": round(statistics.median(microseconds), 2),
-        "p95_us": round(percentile_95(microseconds), 2),
+        "p95_us": round(numpy.percentile(microseconds, 95), 2),
         "steps": len(microseconds),
     }
 
