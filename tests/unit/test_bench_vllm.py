@@ -249,7 +249,9 @@ def test_a_result_has_rounded_floats_and_no_folder_of_the_machine():
     }
 
 
-def test_committed_results_are_as_they_are_written():
+def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
+    text = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    assert files.recorded(text) == text
     paths = sorted((ROOT / "results").glob("*.json"))
     assert len(paths) > 10
     for path in paths:
