@@ -258,9 +258,12 @@ def once_an_engine(results: Sequence[Result]) -> list[Result]:
     return list(rows.values())
 
 
-# Every function here, and one more.
-_FILTERS = (summary.own_process, *filter(inspect.isfunction, list(globals().values())))
-TEMPLATES.filters |= {one.__name__: one for one in _FILTERS}
+TEMPLATES.filters |= {
+    name: one
+    for name, one in globals().copy().items()
+    if inspect.isfunction(one) and one.__module__ == __name__
+}
+TEMPLATES.filters["own_process"] = summary.own_process
 TEMPLATES.globals["summary"] = summary
 
 

@@ -78,10 +78,6 @@ def same_steps(off, on):
 
 
 @ENGINES
-def test_both_come_to_their_end(off, on, engine): ...
-
-
-@ENGINES
 def test_no_synchronising_call_is_added(same_steps, engine):
     off, on = same_steps
     assert on["synchronising"] == off["synchronising"]

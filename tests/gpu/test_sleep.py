@@ -53,11 +53,6 @@ runs = engines_fixture(
 
 
 @ENGINES
-def test_vanilla_sleeps(off, engine):
-    """Without NWOR this engine comes to its end: what follows is about NWOR."""
-
-
-@ENGINES
 def test_nothing_of_ours_is_in_the_pool_that_is_emptied(on, engine):
     memory = on["awake"]["memory"]
     # Such addresses are recognised: the caches themselves are in it.
