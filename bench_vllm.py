@@ -6,11 +6,13 @@
     python bench_vllm.py --mode nwor --batch-size 1 --num-speculative-tokens 48
     python bench_vllm.py --help
 
-`--mode compare` (the default) runs the same requests in one engine with NWOR's hooks
-taken off and on again: each run with them between two without, and as a control one
-more without. It prints no speed unless all outputs are equal token by token. An engine
-that never loaded NWOR runs beside it, in a process of its own: that shows, as far as
-the difference between processes allows, that an unhooked engine is as fast as that.
+`--mode compare` (the default) runs the same requests in one engine, in which NWOR's
+hooks are taken off and put on again every few steps: each step is made with them,
+without, and once more without as a control, in runs next to each other
+(benchmarks/ab.py). It prints no speed unless all outputs are equal token by token. An
+engine that never loaded NWOR runs beside it, in a process of its own: that shows, as
+far as the difference between processes allows, that an unhooked engine is as fast as
+that.
 What this does not do: judge a speed-up by speculation, or measure memory bandwidth
 (bench_kernels.py does).
 
@@ -118,7 +120,7 @@ def runs_of(
     for run in range(1, number + 1):
         name = f"{arm.name}{', timed' * times}, {run}"
         begins(name)
-        runs.append(engine.run(arm, times))
+        runs.append(engine.run(arm, times=times))
         ab.check_outputs(expected, runs[-1].outputs, "an earlier run", name)
     return runs
 
@@ -147,6 +149,7 @@ def compare(
     num_runs += ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
+        "turn_steps": None if options.audits else ab.TURN_STEPS,
         "outputs": summary.outputs(first, num_runs),
         "samples": summary.pair_samples(pairs),
         "summary": summary.comparison(pairs, arms[0].name, until, timed),

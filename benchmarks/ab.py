@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to run the same requests ("arms"), each between two runs of a baseline.
+"""Ways to run the same requests ("arms"), which take turns at the steps of a run.
 
-The first arm is the baseline. A round is a run of it, one of each arm that is tested
-and one more of the baseline as a control, in turned order in every second round, and a
-run of the baseline again. A ratio is tokens a second of the run in the middle over
-those of the two around it, together; below 1 the test is slower. A machine that slows
-down or warms up does so to both sides alike. What the control's ratios show is noise.
+The first arm is the baseline, which takes part twice, the second time as a control. A
+round has as many runs as there are turns in it: arms change every TURN_STEPS steps, and
+each run begins with the next arm, so that in the end every arm has made each step of
+the requests once. These steps together are one run of that arm. A ratio is tokens a
+second of a tested arm over those of the baseline and its control together; below 1 the
+test is slower. The control's ratio is to the baseline, and shows what is noise. A
+machine that slows down, for a tenth of a second or for minutes, does so to all alike.
+
+The first step of a turn finds all hooks changed, whatever the arms are, and in an
+asynchronous engine the step before it, another arm's, still on the device: of a
+difference between arms up to 1 / TURN_STEPS is lost. Arms that cannot change in the
+middle of a request (the KV audit's) have whole runs for turns.
 
 Every run's outputs are compared with those of the first; a difference ends it all.
 
@@ -19,13 +26,14 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
 CONFIDENCE_PERCENT = 90
 NUM_RESAMPLES = 5000
+TURN_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -70,18 +78,27 @@ class NworDone:
 class Run:
     """One run of all requests.
 
-    outputs: token ids of each request, in request order. seconds: sum over the waves,
-    from a wave's first step to its last. latency_s: of each request, from its wave's
-    first step until it finished. step_s: duration of each engine step. drafts: what
-    vLLM's own counters say: windows, drafted, accepted, accepted_per_position.
+    outputs: token ids of each request, in request order. step_s: duration of each
+    engine step, of all waves. spans: of each request, the first of its wave's steps and
+    the one after that in which it finished. drafts: what vLLM's own counters say:
+    windows, drafted, accepted, accepted_per_position.
     """
 
     outputs: list[list[int]]
-    seconds: float
-    latency_s: list[float]
     step_s: list[float]
+    spans: list[tuple[int, int]]
     drafts: dict[str, Any]
     nwor: NworDone | None
+
+    @property
+    def seconds(self) -> float:
+        """Sum over the waves, from a wave's first step to its last."""
+        return sum(self.step_s)
+
+    @property
+    def latency_s(self) -> list[float]:
+        """Of each request, from its wave's first step until it finished."""
+        return [sum(self.step_s[first:end]) for first, end in self.spans]
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +118,8 @@ class Arm:
     name: in tables and files. hooked: whether NWOR's hooks are on vLLM; else it runs
     its own code only, as `hooks._wrap.unhook` says. stages: whether shadow blocks are
     used where the engine has them; else all is logged. audit_mib: what the KV audit
-    compares in a step (VLLM_NWOR_AUDIT_MIB), where it is what is measured.
+    compares in a step (VLLM_NWOR_AUDIT_MIB), where it is what is measured; such an arm
+    has whole runs.
     """
 
     name: str
@@ -117,22 +135,22 @@ CONTROL = "control"
 
 @dataclass(frozen=True)
 class Pair:
-    """A run of what is tested, and its reference: the baseline's runs before and after
-    it in the round. name: the tested arm's, or CONTROL."""
+    """What is tested in a round, and its references, the baseline and its control; of
+    the control itself, the baseline. name: the tested arm's, or CONTROL."""
 
     name: str
-    references: tuple[Run, Run]
+    references: tuple[Run, ...]
     test: Run
 
     @property
     def reference_rate(self) -> float:
-        """Tokens a second of the reference."""
+        """Tokens a second of the references together."""
         seconds = sum(run.seconds for run in self.references)
         return sum(run.num_tokens for run in self.references) / seconds
 
     @property
     def ratio(self) -> float:
-        """Tokens a second of the test over those of the reference."""
+        """Tokens a second of the test over those of the references."""
         return self.test.tokens_per_second / self.reference_rate
 
 
@@ -141,8 +159,29 @@ class OutputsDiffer(Exception):
 
 
 def runs_a_round(arms: Sequence[Arm]) -> int:
-    """Two of the baseline, one of each tested arm, one of control."""
-    return 2 + len(arms)
+    """One of each arm, and one of the control."""
+    return len(arms) + 1
+
+
+def turns(arms: Sequence[Arm], number: int) -> list[tuple[str, Arm]]:
+    """The order of a round, by name: the control is between the tested arms, which
+    change places in every second round."""
+    baseline, *tested = ((arm.name, arm) for arm in arms)
+    if number % 2 == 0:
+        tested.reverse()
+    middle = -(-len(tested) // 2)
+    return [baseline, *tested[:middle], (CONTROL, arms[0]), *tested[middle:]]
+
+
+def put_together(runs: Sequence[Run], place: int) -> Run:
+    """The run of the arm at this place of the order: run n began with the arm at place
+    n."""
+    longest = max(len(run.step_s) for run in runs)
+    step_s: list[float] = []
+    for turn, first in enumerate(range(0, longest, TURN_STEPS)):
+        of_arm = runs[(place - turn) % len(runs)]
+        step_s += of_arm.step_s[first : first + TURN_STEPS]
+    return replace(runs[0], step_s=step_s, nwor=None)
 
 
 def check_outputs(
@@ -166,7 +205,7 @@ def check_outputs(
 
 
 def compare(
-    run: Callable[[Arm], Run],
+    run: Callable[..., Run],
     arms: Sequence[Arm],
     repeats: int,
     until: float | None,
@@ -176,7 +215,7 @@ def compare(
 ) -> list[Pair]:
     """Runs `repeats` rounds, after a warm-up of each arm that is not counted.
 
-    run: does one run in an arm.
+    run: does one run, in which the arms that it is given take turns.
     arms: the baseline, then those that are tested against it.
     until: if set, rounds are added until all intervals reach no farther than this from
         their medians, or there are `max_pairs`.
@@ -186,20 +225,20 @@ def compare(
     Raises:
         OutputsDiffer: a run's outputs are not those, or those of the first.
     """
-    baseline, *tested = arms
     known = {} if expected is None else {"an engine without NWOR": expected}
+    take_turns = all(arm.audit_mib is None for arm in arms)
 
-    def one(arm: Arm, name: str) -> Run:
+    def one(name: str, *taking_turns: Arm) -> Run:
         progress(name)
-        done = run(arm)
+        done = run(*taking_turns)
         if not known:
-            known[baseline.name] = done.outputs
+            known[arms[0].name] = done.outputs
         for of, outputs in known.items():
             check_outputs(outputs, done.outputs, of, name)
         return done
 
     for arm in arms:
-        one(arm, f"the warm-up of {arm.name}")
+        one(f"the warm-up of {arm.name}", arm)
     pairs: list[Pair] = []
     for number in itertools.count(1):
         if number > repeats:
@@ -207,13 +246,19 @@ def compare(
                 break
             if all(found.reach <= until for found in intervals(pairs).values()):
                 break
-        middle = [*((arm.name, arm) for arm in tested), (CONTROL, baseline)]
-        if number % 2 == 0:
-            middle.reverse()
-        order = [("baseline", baseline), *middle, ("baseline", baseline)]
-        runs = [one(arm, f"{name} of round {number}") for name, arm in order]
-        for (name, _), test in zip(middle, runs[1:-1], strict=True):
-            pairs.append(Pair(name, (runs[0], runs[-1]), test))
+        order = turns(arms, number)
+        runs = []
+        for first, (name, arm) in enumerate(order):
+            others = [other for _, other in order[first + 1 :] + order[:first]]
+            what = f"{name}{' first' * take_turns} of round {number}"
+            runs.append(one(what, arm, *(others if take_turns else ())))
+        if take_turns:
+            runs = [put_together(runs, place) for place in range(len(order))]
+        of = {name: done for (name, _), done in zip(order, runs, strict=True)}
+        baseline, control = of[arms[0].name], of[CONTROL]
+        both = baseline, control
+        pairs += [Pair(arm.name, both, of[arm.name]) for arm in arms[1:]]
+        pairs.append(Pair(CONTROL, (baseline,), control))
     return pairs
 
 

@@ -4,8 +4,8 @@
 The engine core shares the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), prefix caching is
 off and all requests of a wave are added, in the same order, before the first step: two
 runs then make the same batches. Each run starts from the same seeds. NWOR's hooks are
-put on vLLM and taken off between runs, never during one: in the workers by
-`NworWorkerExtension`, and in this process, where scheduler and front end are.
+put on vLLM and taken off between steps: in the workers by `NworWorkerExtension`, and in
+this process, where scheduler and front end are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import Any
 
 from benchmarks import prompts as prompt_source
-from benchmarks.ab import Arm, NworDone, Run
+from benchmarks.ab import TURN_STEPS, Arm, NworDone, Run
 from benchmarks.arguments import BadArgument, Options
 from benchmarks.settings import SEED, engine_arguments, find_models
 
@@ -66,7 +66,6 @@ class Engine:
                 "this process, where hooks can be taken off its scheduler "
                 "(VLLM_ENABLE_V1_MULTIPROCESSING=0)"
             )
-        self._core = client.engine_core
         self.start_s = time.perf_counter() - started
         self.waves = self._encode(texts)
         self._num_runs = 0
@@ -104,20 +103,21 @@ class Engine:
         """NworWorkerExtension.nwor_report of the first worker."""
         return self.rpc("nwor_report")
 
-    def run(self, arm: Arm, times: bool = False) -> Run:
-        """Runs all requests once, with NWOR's hooks on vLLM or not. times: keeps the
-        host times of begin and commit, which takes some microseconds of each step.
-        Raises EngineFailed if nothing is protected in this engine, but `arm` asks for
-        it."""
-        self._switch(arm, times)
+    def run(self, *arms: Arm, times: bool = False) -> Run:
+        """Runs all requests once, in one arm, or in several that take turns of
+        TURN_STEPS steps; what NWOR did is only told of one. times: keeps the host times
+        of begin and commit, which takes some microseconds of each step. Raises
+        EngineFailed if nothing is protected in this engine, but an arm asks for it."""
+        assert not self._engine.has_unfinished_requests()
+        self._switch(arms[0], times)
         self.rpc("nwor_reseed", SEED)
         gc.collect()
         before, counted = self.report(), self._counters()
         self._num_runs += 1
-        finished: dict[int, tuple[list[int], float]] = {}
+        finished: dict[int, tuple[list[int], tuple[int, int]]] = {}
         step_s: list[float] = []
         for wave in self.waves:
-            self._wave(wave, finished, step_s)
+            self._wave(wave, arms, finished, step_s)
         after, counters = self.report(), self._counters()
         positions = (of.get(_PER_POSITION, ()) for of in (counted, counters))
         accepted = [int(b - a) for a, b in zip_longest(*positions, fillvalue=0)]
@@ -125,24 +125,22 @@ class Engine:
             name: int(counters.get(theirs, 0) - counted.get(theirs, 0))
             for name, theirs in _DRAFTS.items()
         }
+        is_protected = len(arms) == 1 and arms[0].hooked and after["counters"]
         return Run(
             outputs=[finished[index][0] for index in sorted(finished)],
-            seconds=sum(step_s),
-            latency_s=[finished[index][1] for index in sorted(finished)],
             step_s=step_s,
+            spans=[finished[index][1] for index in sorted(finished)],
             drafts=drafts | {"accepted_per_position": accepted},
-            nwor=_done(before, after) if arm.hooked and after["counters"] else None,
+            nwor=_done(before, after) if is_protected else None,
         )
 
     def _switch(self, arm: Arm, times: bool) -> None:
         """Hooks as `arm` has them, from the other state: whatever ran before, Python
-        has to look up anew in the same classes, so that all runs start alike."""
+        has to look up anew in the same classes, so that all turns start alike."""
         if self.options.nwor_mode == "off" and not self.options.audits:
             return  # never loaded: there is nothing to take off
         from vllm_nwor.hooks import _wrap
 
-        assert not self._engine.has_unfinished_requests()
-        assert not self._core.batch_queue, "a step is in flight"
         for hooked in (not arm.hooked, arm.hooked):
             if self.rpc("nwor_set_hooked", hooked, arm.stages, times) is not hooked:
                 raise EngineFailed(
@@ -164,11 +162,13 @@ class Engine:
     def _wave(
         self,
         wave: Sequence[list[int]],
-        finished: dict[int, tuple[list[int], float]],
+        arms: Sequence[Arm],
+        finished: dict[int, tuple[list[int], tuple[int, int]]],
         step_s: list[float],
     ) -> None:
         """Adds the requests of one wave, numbered after those that have finished, then
-        steps until all have: their outputs and latencies, and the steps' durations."""
+        steps until all have: their outputs and spans, and the steps' durations, that of
+        a turn's first one with the change of hooks."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -184,8 +184,11 @@ class Engine:
             )
             prompt = {"prompt_token_ids": ids}
             engine.add_request(f"{self._num_runs}-{index}", prompt, parameters)
-        begin = before = time.perf_counter()
+        first, before = len(step_s), time.perf_counter()
         while engine.has_unfinished_requests():
+            turn, place = divmod(len(step_s), TURN_STEPS)
+            if turn > 0 and place == 0 and len(arms) > 1:
+                self._switch(arms[turn % len(arms)], times=False)
             done = engine.step()
             now = time.perf_counter()
             step_s.append(now - before)
@@ -194,7 +197,7 @@ class Engine:
                 if output.finished:
                     index = int(output.request_id.split("-")[1])
                     ids = list(output.outputs[0].token_ids)
-                    finished[index] = (ids, now - begin)
+                    finished[index] = (ids, (first, len(step_s)))
         for _ in range(_DRAIN_STEPS):
             engine.step()
 
@@ -206,7 +209,7 @@ class Engine:
     def close(self) -> None:
         """Stops the engine and gives back its memory."""
         self._engine.engine_core.shutdown()
-        del self._engine, self._core
+        del self._engine
 
 
 def _done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:

@@ -68,8 +68,8 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     return found | {"accepted_per_position": accepted, "per_position": shares}
 
 
-def nwor(runs: Sequence[Run], timed: Sequence[Run]) -> dict[str, Any]:
-    """What NWOR did in `runs` (all active), summed, with its host time in `timed`.
+def nwor(runs: Sequence[Run]) -> dict[str, Any]:
+    """What NWOR did in `runs`, all active and timed, summed, with its host time.
 
     host.share_of_time: all time in begin and commit over all time in steps.
     host.share_of_step: median begin plus median commit over the median step.
@@ -77,10 +77,10 @@ def nwor(runs: Sequence[Run], timed: Sequence[Run]) -> dict[str, Any]:
     counts = Counter[str]()
     for run in runs:
         counts.update(run.nwor.counts if run.nwor else {})
-    done = [run.nwor for run in timed if run.nwor is not None]
+    done = [run.nwor for run in runs if run.nwor is not None]
     begin = [us for one in done for us in one.begin_us]
     commit = [us for one in done for us in one.commit_us]
-    steps = [1e6 * s for run in timed for s in run.step_s]
+    steps = [1e6 * s for run in runs for s in run.step_s]
     host = None
     if begin and commit:
         medians = statistics.median(begin), statistics.median(commit)
@@ -114,16 +114,17 @@ def comparison(
     """The summary of `ab.compare`. until: what --pairs-until-ci asked for. timed: of
     the tested arms the runs that kept host times.
 
-    ratio: of each tested arm, and of CONTROL. speed: of the baseline, its
-    references, and of each tested arm. nwor: of each tested arm.
+    ratio: of each tested arm, and of CONTROL. speed: of the baseline, with its control,
+    and of each tested arm. nwor: of each tested arm.
     """
     found = intervals(pairs)
     tests: dict[str, list[Run]] = {}
     for pair in pairs:
         tests.setdefault(pair.name, []).append(pair.test)
     num_pairs = len(tests.pop(CONTROL))
-    controls = (pair.references for pair in pairs if pair.name == CONTROL)
-    references = {baseline: list(itertools.chain(*controls))}
+    first = next(iter(tests))
+    both = (pair.references for pair in pairs if pair.name == first)
+    references = {baseline: list(itertools.chain(*both))}
     reach = max(one.reach for one in found.values())
     return {
         "num_pairs": num_pairs,
@@ -138,15 +139,12 @@ def comparison(
 def of_runs(
     tests: Mapping[str, Sequence[Run]], timed: Mapping[str, Sequence[Run]]
 ) -> dict[str, Any]:
-    """What is said of runs in each arm; acceptance: of the first."""
+    """What is said of runs in each arm; acceptance: of the first. timed: by arm the
+    runs that kept host times, which say what NWOR did."""
     return {
         "speed": {name: speed(runs) for name, runs in tests.items()},
         "acceptance": acceptance(next(iter(tests.values()))),
-        "nwor": {
-            name: nwor(runs, timed.get(name, ()))
-            for name, runs in tests.items()
-            if any(run.nwor is not None for run in runs)
-        },
+        "nwor": {name: nwor(runs) for name, runs in timed.items() if runs},
     }
 
 

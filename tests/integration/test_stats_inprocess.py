@@ -18,7 +18,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.ab import UNHOOKED, Arm
+from benchmarks.ab import TURN_STEPS, UNHOOKED, Arm
 from benchmarks.arguments import parse
 from benchmarks.engine import Engine as BenchEngine
 from vllm import LLM, SamplingParams
@@ -134,10 +134,17 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
             done.append(run.nwor)
             rises.append(risen(before, counters(shown)))
             ours.append(frames.names)
+        before = counters(shown)
+        mixed = bench.run(UNHOOKED, hooked)
+        rise = risen(before, counters(shown))
         gc.unfreeze()
         bench.close()
 
-    assert outputs == outputs[:1] * 4
+    # Hooks may change in the middle of requests: steps with them are as ever.
+    assert outputs == [mixed.outputs] * 4
+    assert len(mixed.step_s) > TURN_STEPS
+    assert 0 < rise["nwor_tokens_staged"] < rise["spec_decode_num_draft_tokens"]
+    assert rise["nwor_breaches"] == 0
     for unhooked in (0, 2):
         assert ours[unhooked] == set()
         rise = rises[unhooked]

@@ -37,16 +37,14 @@ ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
 COUNTS = {"windows": 5, "staged": 20, "committed": 12, "rejected": 8}
 COUNTS |= {"invalid_slots": 0, "restored_bytes": 800, "logged_bytes": 2000}
-UNTIMED = NworDone(COUNTS, [], [])
 
 
 def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
     drafts = {"windows": 5, "drafted": 20, "accepted": 12}
     return Run(
         outputs=[list(ids) for ids in tokens],
-        seconds=seconds,
-        latency_s=[seconds / 2, seconds],
         step_s=[seconds / 2, seconds / 2],
+        spans=[(0, 1), (0, 2)],
         drafts=drafts | {"accepted_per_position": [5, 4, 2, 1]},
         nwor=NworDone(COUNTS, [10.0, 30.0], [5.0, 15.0]) if active else None,
     )
@@ -76,7 +74,7 @@ def engine(monkeypatch, tmp_path):
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
     target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
     engine = Mock(spec=Engine, target=target, drafter=None, waves=waves, start_s=0.1)
-    engine.run.side_effect = lambda arm, times=False: make_run(arm.hooked)
+    engine.run.side_effect = lambda *arms, times=False: make_run(arms[0].hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
     engine._encode.return_value = waves
     processes = SimpleNamespace(run=run_off, DEVNULL=None)
@@ -106,8 +104,8 @@ def test_interval_of_thirteen_values_is_the_known_one():
 def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
     draw = random.Random(1)
 
-    def run(arm: ab.Arm) -> Run:
-        return make_run(arm.hooked, 1 + noise * draw.random())
+    def run(*arms: ab.Arm) -> Run:
+        return make_run(arms[0].hooked, 1 + noise * draw.random())
 
     arms = [ab.UNHOOKED, ab.Arm("nwor", hooked=True)]
     pairs = ab.compare(run, arms, 7, 0.005, 12, lambda what: None)
@@ -147,34 +145,61 @@ def written(words: str) -> dict[str, Any]:
     return json.loads(Path("results/a.json").read_text())
 
 
-def test_ratios_are_of_neighbours_and_host_times_of_runs_that_no_ratio_is_made_of(
+def test_each_arm_makes_every_step_of_a_round_once():
+    """Step n takes as long as its arm says, times 2**n: no other steps have the sum of
+    all of an arm's. A run of three turns, the last one short; the machine is twice as
+    slow in every second round."""
+    num_steps = 2 * ab.TURN_STEPS + 5
+    cost, ran = {"unhooked": 8, "cow": 10, "stage": 16}, []
+
+    def run(*arms: ab.Arm) -> Run:
+        ran.append([arm.name for arm in arms])
+        slow = 1 + (len(ran) > 3 + 4)
+        of_step = [arms[n // ab.TURN_STEPS % len(arms)] for n in range(num_steps)]
+        step_s = [slow * cost[arm.name] * 2.0**n for n, arm in enumerate(of_step)]
+        spans = [(0, 3), (0, num_steps)]
+        return replace(make_run(False), step_s=step_s, spans=spans)
+
+    arms = [ab.UNHOOKED, *(ab.Arm(name, hooked=True) for name in ("cow", "stage"))]
+    pairs = ab.compare(run, arms, 2, None, 2, lambda what: None)
+    for pair, slow in zip(pairs, [1] * 3 + [2] * 3, strict=True):
+        expected = cost.get(pair.name, 8)
+        assert pair.test.seconds == slow * expected * (2**num_steps - 1)
+        assert pair.test.latency_s == [slow * expected * 7, pair.test.seconds]
+        assert pair.ratio == 8 / expected
+    # After the warm-ups: the baseline is between any two, which change places.
+    assert ran[3] == ["unhooked", "cow", "unhooked", "stage"]
+    assert ran[7] == ["unhooked", "stage", "unhooked", "cow"]
+
+
+def test_ratios_are_to_both_runs_of_the_baseline_and_host_times_of_other_runs(
     engine, capsys
 ):
-    """7 tokens a run. The process that never loaded NWOR made 14/3 a second, as much as
-    the unhooked runs."""
-    # The warm-ups; then a round, in turned order every second time.
-    seconds = iter([9.0, 9.0, *[1.0, 1.0, 4.0, 3.0] * 7])
+    """7 tokens a run. The process that never loaded NWOR made 14/3 a second, the
+    unhooked runs 7, and their controls 7/3."""
+    # The warm-ups; then rounds, in which runs of two steps are turns.
+    seconds = iter([9.0, 9.0, *[1.0, 4.0, 3.0] * 7])
 
-    def run(arm: ab.Arm, times: bool = False) -> Run:
-        done = make_run(arm.hooked, 1.0 if times else next(seconds))
-        return done if times or not arm.hooked else replace(done, nwor=UNTIMED)
+    def run(*arms: ab.Arm, times: bool = False) -> Run:
+        return make_run(arms[0].hooked, 1.0 if times else next(seconds))
 
     engine.run.side_effect = run
     result = written("")
     assert result["samples"]["nwor"] == {
-        "ratio": [2.0, 0.5, 2.0, 0.5, 2.0, 0.5, 2.0],
+        "ratio": [0.5] * 7,
         "reference": [3.5] * 7,
-        "test": [7.0, 1.75, 7.0, 1.75, 7.0, 1.75, 7.0],
+        "test": [1.75] * 7,
     }
-    assert result["samples"]["control"]["ratio"] == [0.5, 2.0] * 3 + [0.5]
+    assert result["samples"]["control"]["ratio"] == [0.333333] * 7
+    assert result["summary"]["speed"]["unhooked"]["num_runs"] == 14
     assert result["summary"]["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
     did = result["summary"]["nwor"]["nwor"]
-    assert (did["staged"], did["logged_bytes"]) == (7 * 20, 7 * 2000)
+    assert (did["staged"], did["logged_bytes"]) == (5 * 20, 5 * 2000)
     # Medians of (10, 30) and (5, 15) us.
     host = did["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
     printed = capsys.readouterr().out
-    assert "outputs identical in all 35 runs" in printed
+    assert "outputs identical in all 28 runs" in printed
     assert "unhooked / off (own process)  1.0000  0.5000 to 2.0000" in printed
     assert "KV blocks that NWOR costs: 6" in printed
 
@@ -198,8 +223,8 @@ DIFFER = "no speed is printed, outputs differ: request 1 differs at output token
 # Arguments, runs, exit status and what is said.
 NO_RESULT = [
     (
-        *("--no-true-off", [*[FINE] * 8, CHANGED], 1),
-        f"{DIFFER}unhooked gave token 23, nwor of round 2 gave token 99",
+        *("--no-true-off", [*[FINE] * 6, CHANGED], 1),
+        f"{DIFFER}unhooked gave token 23, nwor first of round 2 gave token 99",
     ),
     (
         *("--no-true-off", [FINE, SHORTER], 1),

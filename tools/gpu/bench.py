@@ -65,7 +65,7 @@ class Cell:
     method: str = "eagle"
     batches: Sequence[int] = (1, 16, 64)
     context: int = 256
-    max_tokens: int = 128
+    max_tokens: int = 256
     max_num_seqs: int = 64
     true_off: int = 0
     metrics: bool = True
