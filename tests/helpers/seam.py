@@ -89,21 +89,21 @@ def of(manager: DraftCommitManager) -> Iterator[SimpleNamespace]:
         for log in filter(None, (manager.undo_log, manager._log_beside)):
             logged = [
                 (group, LoggedLayers(functions, *begin.__self__.made_of))
-                for group, begin in log._begins
+                for group, begin in log.begins
             ]
             calls: dict[str, Any] = {
-                "_begins": [(group, layers.log) for group, layers in logged],
-                "_commits": [layers.restore for _, layers in logged],
+                "begins": [(group, layers.log) for group, layers in logged],
+                "commits": [layers.restore for _, layers in logged],
             }
             stack.enter_context(mock.patch.multiple(log, **calls))
         if manager.shadow is not None:
             staged = [
                 (group, StagedLayers(functions, *begin.__self__.made_of))
-                for group, begin in manager.shadow._begins
+                for group, begin in manager.shadow.begins
             ]
             calls = {
-                "_begins": [(group, layers.stage) for group, layers in staged],
-                "_commits": [layers.commit for _, layers in staged],
+                "begins": [(group, layers.stage) for group, layers in staged],
+                "commits": [layers.commit for _, layers in staged],
                 "_undos": [layers.unstage for _, layers in staged if layers.patches],
             }
             stack.enter_context(mock.patch.multiple(manager.shadow, **calls))

@@ -381,12 +381,12 @@ def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch):
     """Every run's launches are the library's, or what stands in for them."""
 
     def way() -> SimpleNamespace:
-        return SimpleNamespace(_begins=[(0, "begin")], _commits=["commit"])
+        return SimpleNamespace(begins=[(0, "begin")], commits=["commit"])
 
     def is_ours() -> set[bool]:
         ways = manager.shadow, manager.undo_log
-        begins = {one._begins[0][1] == "begin" for one in ways}
-        return begins | {one._commits[0] == "commit" for one in ways}
+        begins = {one.begins[0][1] == "begin" for one in ways}
+        return begins | {one.commits[0] == "commit" for one in ways}
 
     def run(arm: ab.Arm, times: bool = False) -> Run:
         ran.add((arm.name, *is_ours()))

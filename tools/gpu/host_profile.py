@@ -122,13 +122,13 @@ class Launches:
 
     def __init__(self, manager: Any) -> None:
         ways = manager.shadow, manager.undo_log
-        self.ways = [(way, way._begins, way._commits) for way in ways]
+        self.ways = [(way, way.begins, way.commits) for way in ways]
 
     def replace(self, stand_in: StandIn) -> None:
         """Puts a function in the place of all; None: all are themselves again."""
         for way, begins, commits in self.ways:
-            way._begins = [(group, stand_in or launch) for group, launch in begins]
-            way._commits = [stand_in or launch for launch in commits]
+            way.begins = [(group, stand_in or launch) for group, launch in begins]
+            way.commits = [stand_in or launch for launch in commits]
 
 
 def kinds_of_launches(device: Any) -> dict[str, tuple[ab.Arm, StandIn]]:

@@ -281,15 +281,23 @@ class DraftCommitManager:
         if self._log_beside is not None and windows.num_drafts > self.capacity:
             return False
         self.state = _STAGED  # whatever is raised, tables may have to be put back
+        shadow.num_drafts = windows.num_drafts
+        shadow.held = windows
+        block_tables: Any = windows.block_tables
         try:
-            shadow.begin(windows)
+            for gid, stage in shadow.begins:
+                stage(
+                    block_tables[gid],
+                    windows.slot_mappings[gid],
+                    windows.query_start_loc,
+                    windows.seq_lens,
+                    windows.cu_num_logits,
+                    windows.seats,
+                    shadow.step,
+                    windows.num_leading_zeros,
+                )
         except Exception as error:
-            self.state = _IDLE
-            if isinstance(error, BlockTableLost):
-                self._lose_table(STAGE_FAILED, error)
-            self._fall_back(
-                STAGE_FAILED, f"stage: {error}", error, "the step uses the undo log"
-            )
+            self._go_unstaged(shadow, error)
             return False
         self._has_failed_beside = False
         if self._debug_sync:
@@ -305,6 +313,16 @@ class DraftCommitManager:
                 f"NWOR {COMMIT_FAILED}: the commit before this step failed; the KV "
                 "cache is not as it should be"
             )
+
+    def _go_unstaged(self, shadow: ShadowBlocks, error: Exception) -> None:
+        """A launch of stage failed: the tables are put back, the step is logged."""
+        self.state = _IDLE
+        try:
+            shadow.abort()
+        except BlockTableLost as failure:
+            self._lose_table(STAGE_FAILED, failure)
+        outcome = "the step uses the undo log"
+        self._fall_back(STAGE_FAILED, f"stage: {error}", error, outcome)
 
     def begin(self, windows: VerificationWindows) -> None:
         """Logs the old bytes at every draft slot, of the groups that are not staged in
@@ -335,7 +353,16 @@ class DraftCommitManager:
                 return
         if log is not None:
             try:
-                log.begin(windows)
+                log.num_drafts = 0
+                for gid, log_slots in log.begins:
+                    log_slots(
+                        windows.slot_mappings[gid],
+                        windows.logits_indices,
+                        windows.cu_num_logits,
+                        num_drafts,
+                        windows.num_leading_zeros,
+                    )
+                log.num_drafts = num_drafts
             except Exception as error:
                 outcome = "the step ran as vanilla vLLM"
                 if self.state is _STAGED:
@@ -374,20 +401,38 @@ class DraftCommitManager:
             shadow, log = self.shadow, self._log_beside
             assert shadow is not None
             try:
-                shadow.commit(acceptance, slot)
+                for commit in shadow.commits:
+                    commit(
+                        acceptance.sampled_token_ids,
+                        acceptance.vocab_size,
+                        acceptance.num_rejected,
+                        slot,
+                    )
             except Exception as error:
-                self._fail_staged(error)
+                self._fail_staged(shadow, error)
+            shadow.num_drafts = 0
         self.state = _IDLE
         if log is not None:
-            if log.num_drafts == 0:  # beside staged groups
+            num_drafts, log.num_drafts = log.num_drafts, 0
+            if num_drafts == 0:  # beside staged groups
                 slot = self._go_without_log(slot)
             else:
-                try:
-                    log.commit(acceptance, slot)
-                except Exception as error:
+                failure: Exception | None = None
+                for restore in log.commits:
+                    try:
+                        restore(
+                            acceptance.sampled_token_ids,
+                            acceptance.vocab_size,
+                            acceptance.num_rejected,
+                            num_drafts,
+                            slot,
+                        )
+                    except Exception as error:
+                        failure = error
+                if failure is not None:
                     slot, self.state = -1, _FAILED
-                    what = f"restore_rejected_drafts: {error}"
-                    self._fall_back(COMMIT_FAILED, what, error)
+                    what = f"restore_rejected_drafts: {failure}"
+                    self._fall_back(COMMIT_FAILED, what, failure)
         if slot >= 0:
             self._is_counted = True
             self.counts = self._payloads[slot]
@@ -409,14 +454,13 @@ class DraftCommitManager:
             return False
         return True
 
-    def _fail_staged(self, error: Exception) -> NoReturn:
+    def _fail_staged(self, shadow: ShadowBlocks, error: Exception) -> NoReturn:
         """The commit from shadow blocks failed: the tables are put back."""
-        assert self.shadow is not None
         self.state = _FAILED
         if self._log_beside is not None:
             self._log_beside.abort()
         try:
-            self.shadow.abort()
+            shadow.abort()
         except BlockTableLost as failure:
             error = failure
         self.fallbacks[COMMIT_FAILED] += 1

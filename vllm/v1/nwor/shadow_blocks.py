@@ -7,7 +7,7 @@ there; then the kept rows are copied to the real blocks and the table is put bac
 backend that reads through the block table gives the same bits, under any CUDA graph,
 because only the content of buffers changes that outlive the step.
 
-    begin    committed rows of those blocks -> shadow; table and slots name the shadow
+    stage    committed rows of those blocks -> shadow; table and slots name the shadow
     (vLLM's forward and rejection sampling)
     commit   kept rows -> real blocks; table and slots put back; counted
     abort    table and slots put back, nothing copied: the step failed
@@ -40,7 +40,7 @@ import torch
 
 from . import ops as native_ops
 from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory
-from .window import Acceptance, VerificationWindows
+from .window import VerificationWindows
 
 # int32, on the device.
 _MAX_STEP = 2**31 - 1
@@ -142,13 +142,21 @@ class BlockTableLost(RuntimeError):
 
 class ShadowBlocks:
     """All staged groups of a runner: one launch for each table of layers, on the
-    current stream, to begin, and one to commit.
+    current stream, to begin, and one to commit. The manager makes these launches, for
+    each function in their way costs a step about a microsecond.
 
+    begins: (KV-cache group id, ops.StagedLayers.stage) of each table: copies to shadow
+        blocks, and patches tables and slots. Requires that there are no more requests
+        than seats. Where one fails, abort has to put back what others did.
+    commits: ops.StagedLayers.commit of each table: copies kept rows, counts, and puts
+        tables and slots back. Where one fails, kept rows are lost; abort as above.
+    num_drafts: of the open step, at most, to be set before its first launch, and to 0
+        after its last; 0 without one.
+    held: what its launches read or write, to be set with it: to free it takes the host
+        longer than to keep it until the next step starts, and commit is in a hurry.
     num_seats: a step with more requests cannot be staged.
     groups: by KV-cache group id.
     step: of the runner, with drafts or without, whoever protects them.
-    num_drafts: of the open step, at most: from before its first launch until its tables
-        are put back; 0 without one.
     saved: what stage keeps of the windows, by group: int32, device (ops.stage).
     """
 
@@ -168,13 +176,10 @@ class ShadowBlocks:
         self.saved: dict[int, torch.Tensor] = {}
         self.step = 1
         self.num_drafts = 0
-        # What the launches of the open step read or write, until the next one starts:
-        # to free it takes the host longer than to keep it, and commit is in a hurry.
-        self._held: Any = None
-        # Methods of ops.StagedLayers: by table, but that a group is undone by its first
-        # one, which put the shadow blocks into its block table.
-        self._begins: list[tuple[int, Any]] = []
-        self._commits: list[Any] = []
+        self.held: VerificationWindows | None = None
+        self.begins: list[tuple[int, Any]] = []
+        self.commits: list[Any] = []
+        # Of each group's first table, which put the shadow blocks into its block table.
         self._undos: list[Any] = []
         of_tables = zip(counters, ring, strict=True)
         for gid, group, tables in groups:
@@ -192,8 +197,8 @@ class ShadowBlocks:
                     index == 0,  # patches
                     index == len(tables) - 1,  # undoes
                 )
-                self._begins.append((gid, layers.stage))
-                self._commits.append(layers.commit)
+                self.begins.append((gid, layers.stage))
+                self.commits.append(layers.commit)
                 if index == 0:
                     self._undos.append(layers.unstage)
 
@@ -203,55 +208,10 @@ class ShadowBlocks:
 
         keeps: False: in this step nothing counts.
         """
-        self._held = None
+        self.held = None
         self.step += 1 if keeps else 2
         if self.step > _MAX_STEP:
             self.step = 1
-
-    def begin(self, windows: VerificationWindows) -> None:
-        """Enqueues the copies to shadow blocks and the patching of tables and slots.
-        Requires that there are no more requests than seats, and no open step.
-
-        Raises:
-            BlockTableLost: a launch failed, and a table could not be put back.
-            Exception: a launch failed; the tables are vLLM's own.
-        """
-        self.num_drafts = windows.num_drafts
-        block_tables: Any = windows.block_tables
-        self._held = block_tables, windows.slot_mappings, windows.seats
-        try:
-            for gid, stage in self._begins:
-                stage(
-                    block_tables[gid],
-                    windows.slot_mappings[gid],
-                    windows.query_start_loc,
-                    windows.seq_lens,
-                    windows.cu_num_logits,
-                    windows.seats,
-                    self.step,
-                    windows.num_leading_zeros,
-                )
-        except Exception:
-            self.abort()
-            raise
-
-    def commit(self, acceptance: Acceptance, slot: int) -> None:
-        """Enqueues the copies of kept rows, the counting, and the putting back of
-        tables and slots. Requires an open step.
-
-        slot: of the ring, which gets the counters too; -1: none.
-
-        Raises:
-            Exception: kept rows are lost, tables may be patched: call abort.
-        """
-        for commit in self._commits:
-            commit(
-                acceptance.sampled_token_ids,
-                acceptance.vocab_size,
-                acceptance.num_rejected,
-                slot,
-            )
-        self.num_drafts = 0
 
     def abort(self) -> None:
         """Enqueues the putting back of tables and slots; does nothing without a step.

@@ -21,7 +21,6 @@ import torch
 from .kv_layout import KVLayout
 from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory, LayerCache, copy_tables
 from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
-from .window import Acceptance, VerificationWindows
 
 _ITEM = 8  # bytes of an int64
 _ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
@@ -111,9 +110,14 @@ def _poisoned(layer: LayerCache, memory: DeviceMemory) -> LayerCache:
 
 class UndoLog:
     """The logs of some KV-cache groups: one launch for each table of layers, on the
-    current stream, to begin, and one to commit.
+    current stream, to begin, and one to commit, which the manager makes.
 
-    num_drafts: logged by begin, until commit or abort; 0 without a log.
+    begins: (KV-cache group id, ops.LoggedLayers.log) of each table: copies the old
+        bytes at every draft slot. Where one fails there is no log.
+    commits: ops.LoggedLayers.restore of each table: restores rejected slots, and
+        counts. Where one fails the others are made all the same.
+    num_drafts: logged, to be set after the last of begins, and to 0 before them and
+        before commits, which use the log up; 0 without a log.
     """
 
     def __init__(
@@ -126,9 +130,8 @@ class UndoLog:
         """counters, ring: of each table of each group, in order, as ops.LoggedLayers
         takes them. ops: what has LoggedLayers."""
         self.num_drafts = 0
-        # Methods of ops.LoggedLayers, by table.
-        self._begins: list[tuple[int, Any]] = []
-        self._commits: list[Any] = []
+        self.begins: list[tuple[int, Any]] = []
+        self.commits: list[Any] = []
         of_tables = zip(counters, ring, strict=True)
         for group in groups:
             log = group.undo_log, group.log_slots, group.log_windows
@@ -136,50 +139,8 @@ class UndoLog:
                 source = group.source or part
                 tables = source.table, source.runs, part.table, part.runs
                 layers = ops.LoggedLayers(*tables, *log, *next(of_tables))
-                self._begins.append((group.group_id, layers.log))
-                self._commits.append(layers.restore)
-
-    def begin(self, windows: VerificationWindows) -> None:
-        """Enqueues the copies of the old bytes at every draft slot.
-
-        Raises:
-            Exception: the caches are as they were; there is no log.
-        """
-        self.num_drafts = 0
-        for group_id, log in self._begins:
-            log(
-                windows.slot_mappings[group_id],
-                windows.logits_indices,
-                windows.cu_num_logits,
-                windows.num_drafts,
-                windows.num_leading_zeros,
-            )
-        self.num_drafts = windows.num_drafts
-
-    def commit(self, acceptance: Acceptance, slot: int) -> None:
-        """Enqueues the restoring of rejected slots, and the counting; the log is used
-        up.
-
-        slot: of the ring, which gets the counters too; -1: none.
-
-        Raises:
-            Exception: after all other launches were enqueued.
-        """
-        num_drafts, self.num_drafts = self.num_drafts, 0
-        failure: Exception | None = None
-        for restore in self._commits:
-            try:
-                restore(
-                    acceptance.sampled_token_ids,
-                    acceptance.vocab_size,
-                    acceptance.num_rejected,
-                    num_drafts,
-                    slot,
-                )
-            except Exception as error:
-                failure = error
-        if failure is not None:
-            raise failure
+                self.begins.append((group.group_id, layers.log))
+                self.commits.append(layers.restore)
 
     def abort(self) -> None:
         """Drops the log, if there is one."""
