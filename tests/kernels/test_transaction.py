@@ -31,7 +31,6 @@ from vllm_nwor import ops
 from vllm_nwor.kv_layout import KVLayout
 from vllm_nwor.layer_tables import DeviceMemory, LayerCache
 from vllm_nwor.undo_log import GroupLog, UndoLog
-from vllm_nwor.window import NumRejected, VerificationWindows
 
 CPU = torch.device("cpu")
 LOGGED, STAGED = FAMILIES
@@ -229,12 +228,15 @@ def test_rejected_slots_are_poisoned(device, kinds):
     ring = [step.published[:1] for _ in group.tables]
     log = UndoLog([group], counters, ring, ops.load_builtins(device))
 
-    rows = len(slots), step.logits_indices, step.cu_num_logits
-    log.begin(VerificationWindows(step.num_drafts, *rows, [step.slot_mapping]))
+    num_drafts = step.num_drafts
+    for _, save in log.begins:
+        drafts = step.slot_mapping, step.logits_indices, step.cu_num_logits
+        save(*drafts, num_drafts, 0)
     step.forward()
     written = [layer.memory.clone() for layer in step.layers]
     num_rejected = torch.tensor([2, 3, 0, 0], dtype=torch.int32, device=device)
-    log.commit(NumRejected(num_rejected), -1)
+    for restore in log.commits:
+        restore(None, 0, num_rejected, num_drafts, -1)
 
     for number, (layer, expected) in enumerate(zip(step.layers, written, strict=True)):
         expected[layer.index([2, 3, 47, 45])] = 0x40 + number

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 
 from ..ops import PAD_SLOT
-from ..window import SampledIds
 from .findings import Finding
 
 if TYPE_CHECKING:
@@ -76,21 +75,21 @@ def _restore(
     restore finds the log's slots bent. Returns those of the request's that fell."""
     rejected: list[int] = []
     manager = bench.runner.nwor_state.manager
-    log = manager.undo_log
-    commit = log.commit
+    (group,), log = manager.groups, manager.undo_log
+    (restore,) = log.commits
 
-    def bent(acceptance: SampledIds, counters_to: Any) -> None:
-        (group,), num_drafts = manager.groups, log.num_drafts
-        num_kept = (acceptance.sampled_token_ids != -1).sum(dim=1) - 1
+    def bent(sampled: torch.Tensor, *of_ids: Any) -> None:
+        _, _, num_drafts, _ = of_ids
+        num_kept = (sampled != -1).sum(dim=1) - 1
         windows, slots = group.log_windows[:num_drafts], group.log_slots[:num_drafts]
         requests, places, _ = windows.long().unbind(1)
         fell = (requests == bench.row("one")) & (places >= num_kept[requests])
         rejected.extend(slots[fell].tolist())
         if rejected:
             bend(slots)
-        commit(acceptance, counters_to)
+        restore(sampled, *of_ids)
 
-    with patch.object(log, "commit", bent):
+    with patch.object(log, "commits", [bent]):
         while not rejected and bench.llm.has_unfinished_requests():
             bench.step()
     return rejected
