@@ -8,6 +8,8 @@ the requests once. These steps together are one run of that arm. A ratio is toke
 second of a tested arm over those of the baseline and its control together; below 1 the
 test is slower. The control's ratio is to the baseline, and shows what is noise. A
 machine that slows down, for a tenth of a second or for minutes, does so to all alike.
+Of each turn counts its median duration over all rounds, and these add up: what held up
+one turn of one round is not a difference between arms.
 
 The first step of a turn finds all hooks changed, whatever the arms are, and in an
 asynchronous engine the step before it, another arm's, still on the device: of a
@@ -16,15 +18,14 @@ middle of a request (the KV audit's) have whole runs for turns.
 
 Every run's outputs are compared with those of the first; a difference ends it all.
 
-How well a median ratio is known is said by the percentile bootstrap: the sample is
-drawn again with replacement many times, and the middle 90 % of the medians is the
-interval. It says nothing of another machine, or of this one on another day.
+How well a ratio is known is said by the percentile bootstrap: the rounds are drawn
+again with replacement many times, and the middle 90 % of the ratios is the interval. It
+says nothing of another machine, or of this one on another day.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ TURN_STEPS = 16
 
 @dataclass(frozen=True)
 class Interval:
-    """A median with its bootstrap interval [low, high]."""
+    """A median, or a ratio of sums of some, with its bootstrap interval [low, high]."""
 
     median: float
     low: float
@@ -50,14 +51,21 @@ class Interval:
         return max(self.high - self.median, self.median - self.low)
 
 
-def median_interval(values: Sequence[float]) -> Interval:
-    """The median of `values`, one or more, and its percentile bootstrap interval. The
-    same values always give the same one."""
-    sizes = (NUM_RESAMPLES, len(values))
-    drawn = numpy.random.default_rng(0).choice(numpy.asarray(values, float), sizes)
+def bootstrap(size: int, of: Callable[[Any], Any]) -> Interval:
+    """The percentile bootstrap interval of a number that `of` makes from a sample of
+    this size: [n, size] indices into it to [n] numbers. The same sample always gives
+    the same one."""
+    drawn = numpy.random.default_rng(0).integers(size, size=(NUM_RESAMPLES, size))
     tail = (100 - CONFIDENCE_PERCENT) / 2
-    ends = numpy.percentile(numpy.median(drawn, axis=1), (tail, 100 - tail))
-    return Interval(statistics.median(values), *map(float, ends))
+    ends = numpy.percentile(of(drawn), (tail, 100 - tail))
+    (whole,) = of(numpy.arange(size)[None])
+    return Interval(float(whole), *map(float, ends))
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median of `values`, one or more."""
+    sample = numpy.asarray(values, float)
+    return bootstrap(len(sample), lambda drawn: numpy.median(sample[drawn], axis=1))
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,12 @@ class Run:
     spans: list[tuple[int, int]]
     drafts: dict[str, Any]
     nwor: NworDone | None
+
+    @property
+    def turn_s(self) -> list[float]:
+        """Duration of each turn."""
+        firsts = range(0, len(self.step_s), TURN_STEPS)
+        return [sum(self.step_s[at : at + TURN_STEPS]) for at in firsts]
 
     @property
     def seconds(self) -> float:
@@ -263,8 +277,29 @@ def compare(
 
 
 def intervals(pairs: Sequence[Pair]) -> dict[str, Interval]:
-    """The median ratio and its interval, by the pairs' names."""
-    ratios: dict[str, list[float]] = {}
+    """The ratio over all rounds and its interval, by the pairs' names."""
+    by_name: dict[str, list[Pair]] = {}
     for pair in pairs:
-        ratios.setdefault(pair.name, []).append(pair.ratio)
-    return {name: median_interval(found) for name, found in ratios.items()}
+        by_name.setdefault(pair.name, []).append(pair)
+    return {name: _interval(found) for name, found in by_name.items()}
+
+
+def _interval(pairs: Sequence[Pair]) -> Interval:
+    tests = _turns([[pair.test] for pair in pairs])
+    references = _turns([pair.references for pair in pairs])
+
+    def ratio(drawn: Any) -> Any:
+        took, should = (
+            numpy.nanmedian(of[drawn], axis=(1, 2)) for of in (tests, references)
+        )
+        return numpy.nansum(should, axis=1) / numpy.nansum(took, axis=1)
+
+    return bootstrap(len(pairs), ratio)
+
+
+def _turns(runs: Sequence[Sequence[Run]]) -> Any:
+    """[rounds, runs, turns] of seconds, NaN where a run has fewer turns than others."""
+    found = [[run.turn_s for run in of_round] for of_round in runs]
+    most = max(len(turn_s) for of_round in found for turn_s in of_round)
+    padded = [[t + [numpy.nan] * (most - len(t)) for t in ones] for ones in found]
+    return numpy.array(padded)

@@ -100,6 +100,26 @@ def test_interval_of_thirteen_values_is_the_known_one():
     assert (found.low, found.median, found.high, found.reach) == (4, 7, 10, 3)
 
 
+def test_a_ratio_is_of_turns_as_they_mostly_were():
+    """The test takes a tenth longer in its second turn of three, the last one short. In
+    each round something held up another turn of either side; and in the first turn time
+    goes from a step to its neighbour, more of it in the test."""
+    num_turns, pairs = 3, []
+    for number in range(9):
+        runs = []
+        for is_test in (False, False, True):
+            step_s = [1.0] * (num_turns * ab.TURN_STEPS - 6)
+            step_s[number % 5] -= 0.2 + 0.3 * is_test
+            step_s[number % 5 + 1] += 0.2 + 0.3 * is_test
+            step_s[ab.TURN_STEPS + 3] += 1.6 * is_test
+            step_s[(number + is_test) % num_turns * ab.TURN_STEPS] += 50
+            runs.append(replace(make_run(False), step_s=step_s))
+        pairs.append(ab.Pair("nwor", (runs[0], runs[1]), runs[2]))
+    found = ab.intervals(pairs)["nwor"]
+    assert found.median == pytest.approx(42 / 43.6)
+    assert found.low <= found.median <= found.high
+
+
 @pytest.mark.parametrize(("noise", "num_pairs"), [(0.0, 7), (0.5, 12)])
 def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
     draw = random.Random(1)
