@@ -119,9 +119,9 @@ def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
     return max(MIN_PAIRS, min(int(seconds / round_s), options.max_pairs))
 
 
-def run_cell(cell: Cell, results: Path, seconds: float) -> None:
-    """Starts the cell's engine and measures each batch size: the results' files."""
-    argvs = {batch: cell.arguments(batch) for batch in cell.batches}
+def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) -> None:
+    """Starts the cell's engine and measures each of these: the results' files."""
+    argvs = {batch: cell.arguments(batch) for batch in batches}
     first, *_ = options = {batch: parse(argv) for batch, argv in argvs.items()}
     true_off: dict[str, Any] | None = None
     for _ in range(cell.true_off):
@@ -168,9 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--seconds", type=float, default=70.0, help="a batch size (70)")
-    arguments = parser.parse_args(argv)
-    cell = BY_NAME[arguments.cell]
-    return run_of(cell, lambda: run_cell(cell, arguments.results, arguments.seconds))
+    text = "batch sizes (all of the cell)"
+    parser.add_argument("--batches", type=int, nargs="+", help=text, metavar="N")
+    of = parser.parse_args(argv)
+    cell = BY_NAME[of.cell]
+    batches = of.batches or cell.batches
+    return run_of(cell, lambda: run_cell(cell, of.results, of.seconds, batches))
 
 
 if __name__ == "__main__":
