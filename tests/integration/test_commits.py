@@ -71,8 +71,9 @@ def reported() -> Iterator[list[list[Commit]]]:
     assert registration.num_errors == 0
 
 
-def make_scheduler(kind: type[Scheduler], is_v2: bool) -> Scheduler:
-    """A full and a sliding-window group, too few blocks, and prefix caching."""
+def make_scheduler(kind: type[Scheduler], is_v2: bool, num_ranks: int = 1) -> Scheduler:
+    """A full and a sliding-window group, too few blocks, and prefix caching. num_ranks:
+    that share a block's tokens; several have two full groups."""
     arguments = DEFAULTS | {
         "model": model_path("tiny-llama"),
         "block_size": BLOCK,
@@ -82,11 +83,14 @@ def make_scheduler(kind: type[Scheduler], is_v2: bool) -> Scheduler:
     }
     config = EngineArgs(**arguments).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    config.parallel_config.decode_context_parallel_size = num_ranks
     size: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
     specs = [
         FullAttentionSpec(block_size=BLOCK, **size),
         SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * BLOCK, **size),
     ]
+    if num_ranks > 1:
+        specs[1] = specs[0]
     groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
     scheduler = kind(
         config,
@@ -111,9 +115,11 @@ class Row:
 
 @dataclass
 class Worker:
-    """Runs steps when they are scheduled; `expected` is what each commits."""
+    """Runs steps when they are scheduled; `expected` is what each commits. block_size:
+    tokens a block, of all ranks together."""
 
     draw: random.Random
+    block_size: int = BLOCK
     rows: dict[str, Row] = field(default_factory=dict)
     num_rejected: int = 0
 
@@ -164,7 +170,7 @@ class Worker:
 
     def commit(self, name: str, start: int, end: int, num_rejected: int) -> Commit:
         blocks = tuple(
-            tuple(table[position // BLOCK] for position in range(start, end))
+            tuple(table[position // self.block_size] for position in range(start, end))
             for table in self.rows[name].tables
         )
         unique = tuple(tuple(dict.fromkeys(ids)) for ids in blocks)
@@ -252,10 +258,10 @@ def test_each_commit_is_what_the_worker_did(kind, is_v2, seed):
 class Alone:
     """A scheduler with one request, of which every step from now on verifies drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
         init_none_hash(sha256)
-        self.scheduler = make_scheduler(Scheduler, False)
-        self.worker = Worker(random.Random(0))
+        self.scheduler = make_scheduler(Scheduler, False, num_ranks)
+        self.worker = Worker(random.Random(0), BLOCK * num_ranks)
         submit(self.scheduler, "a", [*SHARED], 99)
         self.step()
 
@@ -300,6 +306,14 @@ def test_what_vllm_ignores_is_not_reported(alone: Alone) -> None:
             assert found == [[expected]]
             assert alone.step(change).num_rejected < NUM_DRAFTS
         assert found == [[expected]], change
+
+
+def test_blocks_that_ranks_share_hold_the_tokens_of_all() -> None:
+    """Decode context parallelism: nothing is protected there, but this is reported."""
+    alone = Alone(num_ranks=2)
+    with reported() as found:
+        expected = [[alone.step()] for _ in range(9)]
+    assert found == expected
 
 
 class NoTensors(TorchDispatchMode, ContextDecorator):

@@ -269,6 +269,7 @@ def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
     scheduler, num_breaches = hooked_scheduler(), (1, 1)
     if part == "publish":  # behind the report's leaving: told with the next one
         scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
+        scheduler.kv_cache_manager = Mock()
         monkeypatch.setattr(commits, "pending", lambda *_: [None])
         num_breaches = 0, 1
 

@@ -477,8 +477,8 @@ class DraftCommitManager:
         return slot if slot >= 0 and self._publish() else -1
 
     def end_unlogged(self, num_drafts: int) -> None:
-        """In place of commit, where there is no log: a step that was left to vanilla
-        vLLM ends, or one without drafts, or one that begin never saw.
+        """In place of commit, where the manager is not open: a step that was left to
+        vanilla vLLM ends, or one without drafts, or one that begin never saw.
 
         num_drafts: of the step. If there are any, and begin was not called, that is a
         fallback, begin_missed.
@@ -488,7 +488,7 @@ class DraftCommitManager:
         """
         if self.state is State.VANILLA:
             self.state = _IDLE
-        elif num_drafts > 0 and not self.is_open:
+        elif num_drafts > 0:
             self._miss_begin(f"{num_drafts} drafts")
 
     def _miss_begin(self, what: str) -> None:

@@ -156,7 +156,9 @@ v1.core.sched.output:SchedulerOutput
 v1.request:Request
     has num_computed_tokens num_in_flight_tokens num_tokens is_finished
         num_stale_output_tokens|async_tokens_to_discard
-v1.core.kv_cache_manager:KVCacheManager has get_blocks
+v1.core.kv_cache_manager:KVCacheManager has get_blocks coordinator
+v1.core.kv_cache_coordinator:KVCacheCoordinator has single_type_managers
+v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager has block_size
 v1.core.kv_cache_manager:KVCacheBlocks has blocks
 v1.core.kv_cache_utils:KVCacheBlock has block_id:int
 v1.outputs:ModelRunnerOutput

@@ -136,7 +136,10 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     committed: Any = ()
     try:
         if commits.registered:
-            sizes = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
+            # A block holds the tokens of all ranks of decode context parallelism.
+            managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+            slot_based = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
+            sizes = {gid: managers[gid].block_size for gid in slot_based}
             committed = commits.pending(scheduler, scheduled, output, sizes)
     except Exception as error:
         _failed("on_commit", error, stats)
