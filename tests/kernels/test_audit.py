@@ -726,6 +726,19 @@ def test_a_load_of_what_was_there_before_is_no_finding():
     assert world.counts("unverified") == (8,)
 
 
+def test_blocks_that_are_zeroed_and_loaded_in_one_step():
+    """As vLLM 0.26 and 0.29 do where a model has Mamba layers; the step has no rows."""
+    world = computed(loads=Loads.KNOWN)
+    world.finish("a")
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.new_block_ids_to_zero = [1, 2]
+    world.audit.begin_step(scheduled)
+    world.audit.hand_on([[1, 2]], fills=True)
+    world.fill(OTHER[:8])
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8) == []
+    assert world.counts("unverified") == (8,)
+
+
 @pytest.mark.parametrize("loads", [Loads.KNOWN, Loads.UNKNOWN])
 def test_drafts_behind_what_was_loaded_into_their_block(loads):
     """A load fills whole blocks: what is undone there is what it brought, not what the

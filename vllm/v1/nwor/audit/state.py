@@ -137,8 +137,8 @@ class Audit:
 
     def begin_step(self, scheduled: Any) -> None:
         """Before the step's rows. scheduled: vLLM's SchedulerOutput. It is taken in by
-        `plan`: until then a connector may read blocks for the requests that had
-        them."""
+        `plan`, or before a connector fills blocks: until then it may read blocks for
+        the requests that had them."""
         self._take_in()
         self.step += 1
         self._open = None
@@ -255,6 +255,9 @@ class Audit:
         brings from a place is compared with what was stored last to it. fills: or to
         fill them; what they held is kept, to see that it changes, but not what another
         group had there."""
+        if fills:
+            # vLLM has zeroed and copied blocks, perhaps these, before the load.
+            self._take_in()
         for group in self.groups:
             group_id = group.shape.group_id
             numbers = [0] * len(blocks[group_id])
