@@ -827,8 +827,9 @@ struct SnapshotSlots : OfPart<AuditSnapshotArgs> {
          slot += stride) {
       SlotRecord& record = records[slot];
       // No step has written it, or was to; and since the snapshot before its block has
-      // not been another group's.
-      if (record.step == 0 && (!again || record.content != kContentNone)) {
+      // not been another group's, nor was it a load's to fill.
+      if (record.step == 0 &&
+          (!again || (record.content != kContentNone && record.state == kSlotNever))) {
         keep(team, slot, team.checksums(part, slot));
         if (team.index() == 0) {
           record.content = kContentKnown;

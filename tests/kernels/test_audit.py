@@ -726,6 +726,14 @@ def test_a_load_of_what_was_there_before_is_no_finding():
     assert world.counts("unverified") == (8,)
 
 
+def test_a_second_snapshot_leaves_out_what_was_loaded():
+    """Drafts come for the first time between a load and its request."""
+    world = World(loads=Loads.KNOWN)
+    world.audit.hand_on([[1, 2]], fills=True)
+    world.fill(OTHER[:8])
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8, rejected=(77,)) == []
+
+
 def test_blocks_that_are_zeroed_and_loaded_in_one_step():
     """As vLLM 0.26 and 0.29 do where a model has Mamba layers; the step has no rows."""
     world = computed(loads=Loads.KNOWN)
