@@ -435,9 +435,6 @@ struct AdoptHit : AuditResolveArgs {
     if (team.index() == 0) {
       seat.is_new = 0;
     }
-    if (seat.opaque) {
-      return;
-    }
     const int64_t end = last_block(hit.length);
     const int64_t begin = first_block(hit.length);
     int64_t b = begin + team.index();
@@ -460,7 +457,8 @@ struct AdoptHit : AuditResolveArgs {
     return b == 0 ? seats[seat_index].seed : expected_at(seat_index, b - 1);
   }
 
-  // Block b of the hit, whose text before it is H = `hash`.
+  // Block b of the hit, whose text before it is H = `hash`. Of an opaque text's only
+  // what was loaded is taken over.
   NWOR_RULE void adopt_block(int64_t seat_index, int64_t b, uint64_t hash) const {
     const Seat& seat = seats[seat_index];
     int64_t num_identities = 0;
@@ -484,21 +482,22 @@ struct AdoptHit : AuditResolveArgs {
       } else if (stored == kStoreForgotten) {
         stores[there / block_size] = 0;  // what follows is counted here
       }
-      if (record.state == kSlotUnknown || record.state == kSlotLoaded ||
-          seat.loads == kUnknownLoads) {
+      const bool is_loaded = record.state == kSlotLoaded || seat.loads == kUnknownLoads;
+      if (is_loaded || (record.state == kSlotUnknown && !seat.opaque)) {
         ++num_unverified;
         // A token of -1: another group's block, or nobody knows whose.
-        const bool is_other = record.state == kSlotLoaded &&
+        const bool is_other = record.state == kSlotLoaded && !seat.opaque &&
                               record.content == kContentKnown && record.token >= 0 &&
                               record.token != token;
-        record = written(hash, token, p, step, seat, kSlotCommitted,
+        record = written(hash, token, p, step, seat,
+                         seat.opaque ? kSlotUnknown : kSlotCommitted,
                          is_other ? kContentReplaced : kContentNone);
-      } else if (!holds(record, hash) && !is_reported) {
+      } else if (!seat.opaque && !holds(record, hash) && !is_reported) {
         is_reported = true;
         report_prefix(*this, there, p, hash, seat_index, step);
       }
     }
-    count(header->num_identities, num_identities);
+    count(header->num_identities, seat.opaque ? 0 : num_identities);
     count(header->num_unverified, num_unverified);
   }
 };

@@ -726,6 +726,20 @@ def test_a_load_of_what_was_there_before_is_no_finding():
     assert world.counts("unverified") == (8,)
 
 
+@pytest.mark.parametrize("loads", [Loads.KNOWN, Loads.UNKNOWN])
+def test_a_load_for_an_opaque_text(loads):
+    """It is not what was in its blocks before; from here on it is watched."""
+    world = filling(loads)
+    world.fill(OTHER[:8])
+    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
+    world.requests["b"].is_opaque = True
+    assert world.step(b=1) == []
+    assert world.counts("unverified") == (8,)
+    assert world.hand_on([[1, 2]]) == []
+    world.spoil(0, 1 * N + 1)
+    assert fields(world.step(b=0)) == ["changed"]
+
+
 def test_a_second_snapshot_leaves_out_what_was_loaded():
     """Drafts come for the first time between a load and its request."""
     world = World(loads=Loads.KNOWN)
