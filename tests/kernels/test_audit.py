@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import math
 import re
@@ -422,6 +423,18 @@ def test_a_request_sits_out_some_steps_and_its_name_is_used_again():
     world.add("a", OTHER[:6], [11, 12, 13])
     assert world.step(a=6, b=0) == []
     assert decode(world, 3) == []
+
+
+def test_generations_of_requests_begin_anew_before_they_are_too_large():
+    """A record has 32 bits for it: 25 days, at a thousand requests a second."""
+    world = World()
+    world.audit.requests._generations = itertools.count(2**31 - 3)
+    for name in "abcd":
+        assert world.runs(name, TEXT[:9], [1, 2, 3]) == []
+        world.spoil(0, 1 * N)
+        (finding,) = world.step(**{name: 0})
+        assert fields([finding], "owner writer") == [(name, name)]
+        world.finish(name)
 
 
 @pytest.mark.parametrize("window", [0, 4])

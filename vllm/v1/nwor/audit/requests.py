@@ -17,6 +17,8 @@ from typing import Any
 
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
+# Generations are int32 on the device; behind the last one comes 1 again.
+MAX_GENERATION = (1 << 31) - 1
 
 
 class Loads(enum.IntEnum):
@@ -66,7 +68,7 @@ class Requests(dict[str, Request]):
         super().__init__()
         self.is_changed = True
         self._names: dict[int, str] = {}
-        self._generations = itertools.count(1)
+        self._generations = itertools.count()
         # Numbers that a runner gives come back here, too, and are given to nobody.
         self._free_seats = set(range(num_seats))
 
@@ -77,7 +79,7 @@ class Requests(dict[str, Request]):
         """In the place of one of the same name. about: a Request's, from num_found
         on."""
         self.forget(name)
-        generation = next(self._generations)
+        generation = next(self._generations) % MAX_GENERATION + 1
         request = self[name] = Request(generation, *about)
         self._names[generation] = name
         self._names.pop(generation - MAX_NAMES, None)
