@@ -761,6 +761,15 @@ def test_a_second_snapshot_leaves_out_what_was_loaded():
     assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8, rejected=(77,)) == []
 
 
+def test_what_a_load_brought_before_the_first_drafts_and_its_request():
+    """Of a connector of which nothing is known, to blocks that nobody has had."""
+    world = World(loads=Loads.UNKNOWN)
+    world.fill(OTHER[:8])
+    assert world.runs("a", TEXT[:4], [4, 5], rejected=(77,)) == []
+    world.local = {"b": 0}
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8) == []
+
+
 def test_blocks_that_are_zeroed_and_loaded_in_one_step():
     """As vLLM 0.26 and 0.29 do where a model has Mamba layers; the step has no rows."""
     world = computed(loads=Loads.KNOWN)

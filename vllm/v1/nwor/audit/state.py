@@ -288,7 +288,8 @@ class Audit:
             # Target and drafter ran by now. A layer may fill its cache when it first
             # runs (TRITON_ATTN, scales per token and head).
             self._had_drafts = True
-            self.snapshot(again=True)
+            if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
+                self.snapshot(again=True)
         step = _Step(batch, [])
         # Requests change their rows, and keep the runner's numbers.
         is_moved = batch.row_seats is None and self._row_ids != row_ids
