@@ -93,7 +93,7 @@ class World:
     which are seats. slot_size: heads, and bytes of each.
 
     local: of what a request found, the tokens that the scheduler knows to have been in
-    the cache. copied: pairs of blocks."""
+    the cache. copied: pairs of blocks. preempted: requests."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
@@ -133,7 +133,7 @@ class World:
         args = groups, self.budget, 4, [N] * self.num_groups, memory
         self.audit = Audit(*args, self.loads)
         self.requests, self.numbers, self.local = {}, {}, {}
-        self.news, self.finished, self.copied = [], [], []
+        self.news, self.finished, self.copied, self.preempted = [], [], [], set()
         config = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
         of_manager = SimpleNamespace(on_reject=OnReject.RESTORE)
         manager = SimpleNamespace(state=State.IDLE, config=of_manager)
@@ -246,11 +246,12 @@ class World:
             new.prompt_embeds = self.requests[new.req_id].is_opaque or None
         scheduled.scheduled_new_reqs = self.news
         scheduled.finished_req_ids = self.finished
+        scheduled.preempted_req_ids = self.preempted
         scheduled.kv_cache_block_copies = self.copied
         scheduled.nwor_audit = {name: (None, num) for name, num in self.local.items()}
         scheduled.scheduled_spec_decode_tokens = has_drafts
         self.runner.nwor_audit.begin_step(self.runner, scheduled)
-        self.news, self.finished, self.copied = [], [], []
+        self.news, self.finished, self.copied, self.preempted = [], [], [], set()
 
     def _plan(self, batch, names):
         if not self.is_v2:
@@ -423,6 +424,21 @@ def test_a_request_sits_out_some_steps_and_its_name_is_used_again():
     world.add("a", OTHER[:6], [11, 12, 13])
     assert world.step(a=6, b=0) == []
     assert decode(world, 3) == []
+
+
+def test_a_preempted_request_gives_up_its_seat():
+    """And none that sits out a step: with asynchronous scheduling the host does not
+    know its text."""
+    world = World()
+    world.audit._is_async = True
+    for number, name in enumerate("abcd"):
+        world.add(name, TEXT[:4], [1 + 2 * number, 2 + 2 * number])
+    assert world.step(a=4, b=4, c=4, d=4) == []
+    world.preempted = {"a"}
+    del world.numbers["a"]
+    assert world.runs("e", OTHER[:4], [13]) == []
+    found = world.step(b=0, c=0, d=0, table=lambda table: table.fill_(13))
+    assert fields(found, "kind owner") == [("wrong_prefix", name) for name in "bcd"]
 
 
 def test_generations_of_requests_begin_anew_before_they_are_too_large():

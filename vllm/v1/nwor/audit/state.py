@@ -150,6 +150,7 @@ class Audit:
             return
         self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         self.requests.forget(*scheduled.finished_req_ids)
+        self.requests.stand_up(*(scheduled.preempted_req_ids or ()))
         zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
         for group in self.groups:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
