@@ -34,7 +34,7 @@ from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
-from vllm_nwor.audit import startup
+from vllm_nwor.audit import startup, state
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.requests import Loads
 from vllm_nwor.audit.runner import RunnerAuditV2
@@ -88,9 +88,9 @@ class Work(NamedTuple):
 @dataclass
 class World:
     """is_undone: rejected slots are restored, as in mode cow. On the CPU the last of
-    several layers is packed (its slots are columns of a block), and in a table of its
-    own. is_v2: the V2 runner's hooks see its steps, and its requests have numbers,
-    which are seats. slot_size: heads, and bytes of each.
+    several layers is packed (its slots are columns of a block). is_v2: the V2 runner's
+    hooks see its steps, and its requests have numbers, which are seats. slot_size:
+    heads, and bytes of each.
 
     local: of what a request found, the tokens that the scheduler knows to have been in
     the cache. copied: pairs of blocks. preempted: requests."""
@@ -114,7 +114,7 @@ class World:
         caches = random_bytes(math.prod(size), seed=7).view(size)
         self.caches = list(caches.to(self.device))
         layouts = list(map(row_layout, self.caches))
-        if self.has_packed:
+        if self.device.type == "cpu" and self.num_layers > 1:
             columns = self.caches[-1].view(self.num_blocks, heads * width, N)
             starts = torch.arange(heads * width) * N
             ones = torch.ones_like(starts)
@@ -146,10 +146,6 @@ class World:
                 all_token_ids=SimpleNamespace(gpu=self.texts),
             ),
         )
-
-    @property
-    def has_packed(self):
-        return self.device.type == "cpu" and self.num_layers > 1
 
     def counts(self, names="unverified returned"):
         totals = self.audit.totals()
@@ -634,9 +630,8 @@ def test_a_step_with_a_hit_compares_the_other_requests_too():
 def test_a_rejected_draft_that_is_not_undone():
     world = prefilled(is_undone=True)
     found = world.step(a=Work(1, (31, 32), 1), restores=False)
-    # In each of the tables of layers; position 12 is the first of block 7.
-    sizes = [2, 1] if world.has_packed else [3]
-    expected = [("changed", 7 * N, num, "a") for num in sizes]
+    # Position 12 is the first of block 7.
+    expected = [("changed", 7 * N, NUM_LAYERS, "a")]
     assert fields(found, "kind slot num_layers writer") == expected
 
 
@@ -745,6 +740,16 @@ def test_a_load_that_wrote_nothing():
     never = [("never_loaded", 2 * N + offset, "b") for offset in range(4)]
     assert fields(found, "kind slot owner") == never
     assert world.step(b=0) == []
+
+
+def test_a_load_that_two_requests_share_is_looked_at_once(monkeypatch):
+    """Both have it in their tables in one step, and its bytes were not compared yet."""
+    monkeypatch.setattr(state, "HIT_BUDGETS", 0)
+    world = filling()
+    world.fill(OTHER[:8])
+    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
+    world.add("c", OTHER[:9], [1, 2, 4], hit=8)
+    assert world.step(b=1, c=1) == []
 
 
 def test_a_load_of_what_was_there_before_is_no_finding():
@@ -966,15 +971,12 @@ TWICE = [*TEXT[:4], *TEXT[:4]]
 def test_a_load_that_brings_another_text(text, brings, kind, slots):
     world = stored()
     found = loaded(world, text, brings)
-    assert set(fields(found, "kind slot owner")) == {
-        (kind, slot, "c") for slot in slots
-    }
-    layers = {"wrong_prefix": 0, "handed_on": NUM_LAYERS, "never_loaded": NUM_LAYERS}
+    num_layers = 0 if kind == "wrong_prefix" else NUM_LAYERS
+    expected = [(kind, slot, "c", num_layers) for slot in slots]
+    assert fields(found, "kind slot owner num_layers") == expected
     if kind == "never_loaded":
         texts = [text[: finding.position + 1] for finding in found]
         assert fields(found, "expected") == [hex(identity(one)) for one in texts]
-    # A finding for each slot and table of layers.
-    assert sum(fields(found, "num_layers")) == layers[kind] * len(slots)
 
 
 def test_a_place_holds_what_was_stored_last():
@@ -1076,8 +1078,7 @@ def test_more_findings_than_the_table_holds_are_counted():
     world = World(num_blocks=90, max_tokens=400)
     assert world.runs("a", [7] * 4 * 80, range(1, 85)) == []
     without_host(world, 1, *range(1, 81), rows={"a": 0})
-    # Of each slot, in each table of layers.
-    num_findings = 4 * 80 * (1 + world.has_packed)
+    num_findings = 4 * 80
     assert world.counts("findings") == (num_findings,)
     kept = world.audit.outbox.take(world.audit.outbox.num_sent)
     assert (len(kept.findings), kept.num_lost) == (256, num_findings - 256)
@@ -1093,8 +1094,7 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     without_host(world, 6, 1)
     kept = outbox.take(outbox.num_sent)
     assert (kept.num_lost, kept.num_steps) == (0, 6)
-    per_step = N * (1 + world.has_packed)
-    expected = [step for step in range(2, 8) for _ in range(per_step)]
+    expected = [step for step in range(2, 8) for _ in range(N)]
     assert fields(kept.findings, "step") == expected
     assert outbox.take(outbox.num_sent) == Found()
 
