@@ -184,12 +184,11 @@ struct AuditGroup {
 };
 constexpr int64_t kGroupColumns = sizeof(AuditGroup) / sizeof(int64_t);
 
-// Layers of one table, whose checksums are columns of `contents` from first_column on.
+// Layers of one table. Their checksums are columns of `contents`, table after table. On
+// CUDA there is one table, of rows.
 struct AuditPart {
   LayerTable table;
   RunList runs;
-  int64_t first_column;
-  int64_t is_last;  // of the group
 };
 constexpr int64_t kPartColumns = sizeof(AuditPart) / sizeof(int64_t);
 

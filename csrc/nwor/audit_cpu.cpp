@@ -46,10 +46,14 @@ class Solo {
   int64_t num_accepted(const Acceptance& acceptance, int64_t r, int64_t num_drafts) {
     return ::nwor::num_accepted(acceptance, r, num_drafts);
   }
-  const int32_t* checksums(const AuditPart& part, int64_t slot) {
-    sums_.resize(part.table.num_layers);
-    for (int64_t i = 0; i < part.table.num_layers; ++i) {
-      sums_[i] = layer_checksum(part.table.rows[i], part.runs, slot);
+  template <typename Pass>
+  const int32_t* checksums(const Pass& pass, int64_t slot) {
+    sums_.clear();
+    for (int64_t i = 0; i < pass.num_parts; ++i) {
+      const LayerTable& table = pass.parts[i].table;
+      for (int64_t j = 0; j < table.num_layers; ++j) {
+        sums_.push_back(layer_checksum(table.rows[j], pass.parts[i].runs, slot));
+      }
     }
     return sums_.data();
   }
@@ -65,13 +69,11 @@ class Solo {
     const auto length_of = [&](int64_t j) {
       return is_packed ? int64_t{run[2 * j + 1]} : layer.run_bytes;
     };
-    if (!is_packed || bytes_.empty()) {  // all slots of a packing have as many
-      int64_t room = sizeof(uint64_t);
-      for (int64_t j = 0; j < num_runs; ++j) {
-        room += length_of(j);
-      }
-      bytes_.resize(room);
+    size_t room = sizeof(uint64_t);
+    for (int64_t j = 0; j < num_runs; ++j) {
+      room += length_of(j);
     }
+    bytes_.resize(std::max(bytes_.size(), room));
     uint8_t* to = bytes_.data();
     for (int64_t j = 0; j < num_runs; ++j) {
       copy_bytes(to, from + (is_packed ? run[2 * j] : j * layer.head_stride),
@@ -110,8 +112,11 @@ struct Cpu {
   // Slots are shared out among PyTorch's threads.
   template <typename Pass>
   void run_slots(const Pass& pass, int64_t num_slots) const {
-    const AuditPart& part = pass.part;
-    const int64_t cost = slot_cost(part.table, part.runs) * part.table.num_layers;
+    int64_t cost = 0;
+    for (int64_t i = 0; i < pass.num_parts; ++i) {
+      const AuditPart& part = pass.parts[i];
+      cost += slot_cost(part.table, part.runs) * part.table.num_layers;
+    }
     const int64_t num_teams = std::max<int64_t>(1, num_slots * cost / kCostPerThread);
     parallel_for(num_teams, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {

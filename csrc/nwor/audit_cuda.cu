@@ -190,11 +190,11 @@ class Block {
                                     : 0);
   }
 
-  __device__ const int32_t* checksums(const AuditPart& part, int64_t slot) const {
+  template <typename Pass>
+  __device__ const int32_t* checksums(const Pass& pass, int64_t slot) const {
     __shared__ int32_t sums[kMaxLayers];
-    for (int64_t i = warp_id(); i < part.table.num_layers;
-         i += kThreads / kWarpThreads) {
-      const int32_t sum = layer_checksum(part.table.rows[i], slot);
+    for (int64_t i = warp_id(); i < pass.num_columns; i += kThreads / kWarpThreads) {
+      const int32_t sum = layer_checksum(pass.layers.rows[i], slot);
       if (lane_id() == 0) {
         sums[i] = sum;
       }
@@ -235,9 +235,11 @@ struct Gpu {
   // A thread block takes one slot at a time.
   template <typename Pass>
   void run_slots(const Pass& pass, int64_t num_slots) const {
-    NWOR_CHECK(pass.part.table.num_layers <= kMaxLayers && !pass.part.runs.data, op,
-               "a table has ", pass.part.table.num_layers,
-               " layers; must have at most ", kMaxLayers, " on CUDA, and no runs");
+    NWOR_CHECK(pass.num_parts == 1 && !pass.parts[0].runs.data &&
+                   pass.layers.num_layers <= kMaxLayers,
+               op, "there are ", pass.num_parts, " tables of layers, the first of ",
+               pass.layers.num_layers, "; must be one on CUDA, of at most ", kMaxLayers,
+               " layers, without runs");
     run(pass, std::min<int64_t>(num_slots,
                                 kBlocksForSlots * num_multiprocessors(op, device)));
   }

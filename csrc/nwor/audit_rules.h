@@ -15,7 +15,7 @@
 //   load(address)        a value that other teams may have written
 //   room(count)          for as many int64, of the team
 //   num_accepted(...)    of window.h
-//   checksums(...)       of a slot in a part's layers; ends with a sync
+//   checksums(...)       of a slot in all layers; ends with a sync
 //
 // and of its warps is_first_warp(), is_last_warp(), lane(), num_lanes(), and for all
 // lanes of one: warp_sum(value), up to this lane; count_lanes(is); first_lane(is), -1
@@ -435,9 +435,6 @@ struct AdoptHit : AuditResolveArgs {
     if (team.index() == 0) {
       seat.is_new = 0;
     }
-    if (seat.opaque) {
-      return;
-    }
     const int64_t end = last_block(hit.length);
     const int64_t begin = first_block(hit.length);
     int64_t b = begin + team.index();
@@ -460,7 +457,8 @@ struct AdoptHit : AuditResolveArgs {
     return b == 0 ? seats[seat_index].seed : expected_at(seat_index, b - 1);
   }
 
-  // Block b of the hit, whose text before it is H = `hash`.
+  // Block b of the hit, whose text before it is H = `hash`. Of an opaque text's only
+  // what was loaded is taken over.
   NWOR_RULE void adopt_block(int64_t seat_index, int64_t b, uint64_t hash) const {
     const Seat& seat = seats[seat_index];
     int64_t num_identities = 0;
@@ -484,28 +482,29 @@ struct AdoptHit : AuditResolveArgs {
       } else if (stored == kStoreForgotten) {
         stores[there / block_size] = 0;  // what follows is counted here
       }
-      if (record.state == kSlotUnknown || record.state == kSlotLoaded ||
-          seat.loads == kUnknownLoads) {
+      const bool is_loaded = record.state == kSlotLoaded || seat.loads == kUnknownLoads;
+      if (is_loaded || (record.state == kSlotUnknown && !seat.opaque)) {
         ++num_unverified;
         // A token of -1: another group's block, or nobody knows whose.
-        const bool is_other = record.state == kSlotLoaded &&
+        const bool is_other = record.state == kSlotLoaded && !seat.opaque &&
                               record.content == kContentKnown && record.token >= 0 &&
                               record.token != token;
-        record = written(hash, token, p, step, seat, kSlotCommitted,
+        record = written(hash, token, p, step, seat,
+                         seat.opaque ? kSlotUnknown : kSlotCommitted,
                          is_other ? kContentReplaced : kContentNone);
-      } else if (!holds(record, hash) && !is_reported) {
+      } else if (!seat.opaque && !holds(record, hash) && !is_reported) {
         is_reported = true;
         report_prefix(*this, there, p, hash, seat_index, step);
       }
     }
-    count(header->num_identities, num_identities);
+    count(header->num_identities, seat.opaque ? 0 : num_identities);
     count(header->num_unverified, num_unverified);
   }
 };
 
 // --- bytes -----------------------------------------------------------------------
 
-// A slot's checksums by layer in a table of them, those known and those found.
+// A slot's checksums by layer, those known and those found.
 struct Compared {
   const int32_t* known;
   const int32_t* found;
@@ -514,20 +513,23 @@ struct Compared {
   int64_t first_other;
 };
 
-// A pass over the bytes of one table's layers.
+// A pass over slots' bytes. layers: of the first of `parts`, which only the host can
+// read; on CUDA all of them.
 template <typename Args>
-struct OfPart : Args {
-  AuditPart part;
+struct OfBytes : Args {
+  LayerTable layers;
 
-  // [num_layers]: what is known of a slot.
+  explicit OfBytes(const Args& args) : Args(args), layers(args.parts[0].table) {}
+
+  // [num_columns]: what is known of a slot.
   NWOR_RULE int32_t* known(int64_t slot) const {
-    return this->contents + slot * this->num_columns + part.first_column;
+    return this->contents + slot * this->num_columns;
   }
 
   // A slot's checksums become what is known of it.
   template <typename Team>
   NWOR_RULE void keep(Team& team, int64_t slot, const int32_t* found) const {
-    for (int64_t i = team.index(); i < part.table.num_layers; i += team.size()) {
+    for (int64_t i = team.index(); i < this->num_columns; i += team.size()) {
       known(slot)[i] = found[i];
     }
   }
@@ -536,9 +538,9 @@ struct OfPart : Args {
   template <typename Team>
   NWOR_RULE Compared compare(Team& team, int64_t slot, const int32_t* found) const {
     Compared compared{known(slot), found, 0, -1, -1};
-    for (int64_t first = 0; first < part.table.num_layers; first += team.num_lanes()) {
+    for (int64_t first = 0; first < this->num_columns; first += team.num_lanes()) {
       const int64_t i = first + team.lane();
-      const bool is_layer = i < part.table.num_layers;
+      const bool is_layer = i < this->num_columns;
       const bool is_same = is_layer && team.load(compared.known + i) == found[i];
       const int64_t same = team.first_lane(is_same);
       const int64_t other = team.first_lane(is_layer && !is_same);
@@ -554,25 +556,26 @@ struct OfPart : Args {
   }
 
   NWOR_RULE bool is_all(const Compared& compared) const {
-    return compared.num_same == part.table.num_layers;
+    return compared.num_same == this->num_columns;
   }
 
   NWOR_RULE Finding other_bytes(int64_t slot, int64_t position, int64_t owner,
                                 const Compared& compared) const {
     Finding finding = at_slot(*this, kChanged, slot, position, owner, this->step);
     if (!is_all(compared)) {
-      const int64_t layer = compared.first_other;
-      finding.layer = part.first_column + layer;
-      finding.num_layers = part.table.num_layers - compared.num_same;
-      finding.expected = static_cast<uint32_t>(compared.known[layer]);
-      finding.found = static_cast<uint32_t>(compared.found[layer]);
+      finding.layer = compared.first_other;
+      finding.num_layers = this->num_columns - compared.num_same;
+      finding.expected = static_cast<uint32_t>(compared.known[finding.layer]);
+      finding.found = static_cast<uint32_t>(compared.found[finding.layer]);
     }
     return finding;
   }
 };
 
 // What was written, once it is known what is kept.
-struct RecordRows : OfPart<AuditResolveArgs> {
+struct RecordRows : OfBytes<AuditResolveArgs> {
+  using OfBytes::OfBytes;
+
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     for (auto [i, end, stride] = team.share(num_tokens); i < end; i += stride) {
@@ -582,7 +585,7 @@ struct RecordRows : OfPart<AuditResolveArgs> {
       }
       const int64_t to = row.slot;
       const bool is_judged = row.old.content != kContentNone;
-      const int32_t* const found = team.checksums(part, to);
+      const int32_t* const found = team.checksums(*this, to);
       if (is_judged && team.is_first_warp()) {
         const Compared compared = compare(team, to, found);
         if (team.index() == 0) {
@@ -591,7 +594,7 @@ struct RecordRows : OfPart<AuditResolveArgs> {
       }
       team.sync();
       keep(team, to, found);
-      if (part.is_last && team.index() == 0) {
+      if (team.index() == 0) {
         records[to].content = kContentKnown;
       }
       team.sync();  // before the next row's checksums
@@ -618,19 +621,20 @@ struct RecordRows : OfPart<AuditResolveArgs> {
         compared.num_same == 0) {
       return;
     }
-    if (row.num_same == 0) {
-      row.first_same = static_cast<int32_t>(part.first_column + compared.first_same);
-      count(header->num_suspects);
-    }
-    row.num_same += static_cast<int32_t>(compared.num_same);
+    row.num_same = static_cast<int32_t>(compared.num_same);
+    row.first_same = static_cast<int32_t>(compared.first_same);
+    count(header->num_suspects);
   }
 };
 
 // Whose bytes a scan compares: of one row its hit; with row -1 of all rows, from the
 // cursor on.
-struct ScanSlots : OfPart<AuditResolveArgs> {
+struct ScanSlots : OfBytes<AuditResolveArgs> {
   int64_t row;
   int64_t max_scanned;
+
+  ScanSlots(const AuditResolveArgs& args, int64_t row, int64_t max_scanned)
+      : OfBytes(args), row(row), max_scanned(max_scanned) {}
 
   // The blocks of the rows, side by side, and which of them are looked at: `count` from
   // `start` on and around.
@@ -699,8 +703,7 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
     const int64_t b = blocks_of(low).first + n - (low == 0 ? 0 : all.ends[low - 1]);
     const int64_t seat_index = row_seats.at(r);
     const int64_t length = seats[seat_index].length;
-    if (o == 0 && part.is_last && team.is_last_warp() &&
-        (b + 1) * block_size <= length) {
+    if (o == 0 && team.is_last_warp() && (b + 1) * block_size <= length) {
       check_block(team, r, seat_index, b);
     }
     const int64_t position = b * block_size + o;
@@ -759,7 +762,7 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
     }
     content = static_cast<int32_t>(team.of_first(content));
     if (content != kContentClaimed) {
-      const int32_t* const found = team.checksums(part, there);
+      const int32_t* const found = team.checksums(*this, there);
       if (team.is_first_warp()) {
         const Compared compared = compare(team, there, found);
         // What a load should have brought, until somebody has looked at it.
@@ -772,7 +775,7 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
         if (team.index() == 0 && is_fresh) {
           judge_loaded(owner, position, there, content, compared, stored, with_stored);
         } else if (team.index() == 0 && content == kContentKnown) {
-          count(header->num_contents, part.is_last);
+          count(header->num_contents);
           if (!is_all(compared)) {
             report(*this, other_bytes(there, position, owner, compared));
           }
@@ -783,7 +786,7 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
       team.sync();
       if (team.index() == 0) {
         fence();
-        exchange(record.content, part.is_last ? int32_t{kContentKnown} : content);
+        exchange(record.content, kContentKnown);
       }
     }
     team.sync();  // before the next slot's content and checksums
@@ -795,21 +798,21 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
                               int32_t content, const Compared& compared, int64_t stored,
                               const Compared& with_stored) const {
     if (stored == kStoreForgotten) {
-      count(header->num_unverified, part.is_last);
+      count(header->num_unverified);
       return;
     }
     if (stored >= 0) {
-      count(header->num_returned, part.is_last);
+      count(header->num_returned);
       if (is_all(with_stored)) {
         return;
       }
     }
     // A single layer's checksum may agree by chance.
-    const bool is_sure = part.table.num_layers > 1 || stored >= 0;
+    const bool is_sure = num_columns > 1 || stored >= 0;
     if (content == kContentReplaced && is_all(compared) && is_sure) {
       Finding finding = at_slot(*this, kNeverLoaded, there, position, owner, step);
-      finding.layer = part.first_column;
-      finding.num_layers = part.table.num_layers;
+      finding.layer = 0;
+      finding.num_layers = num_columns;
       finding.expected = static_cast<int64_t>(records[there].hash);
       report(*this, finding);
     } else if (stored >= 0) {
@@ -820,16 +823,19 @@ struct ScanSlots : OfPart<AuditResolveArgs> {
   }
 };
 
-struct SnapshotSlots : OfPart<AuditSnapshotArgs> {
+struct SnapshotSlots : OfBytes<AuditSnapshotArgs> {
+  using OfBytes::OfBytes;
+
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     for (auto [slot, end, stride] = team.share(num_slots()); slot < end;
          slot += stride) {
       SlotRecord& record = records[slot];
       // No step has written it, or was to; and since the snapshot before its block has
-      // not been another group's.
-      if (record.step == 0 && (!again || record.content != kContentNone)) {
-        keep(team, slot, team.checksums(part, slot));
+      // not been another group's, nor was it a load's to fill.
+      if (record.step == 0 &&
+          (!again || (record.content != kContentNone && record.state == kSlotNever))) {
+        keep(team, slot, team.checksums(*this, slot));
         if (team.index() == 0) {
           record.content = kContentKnown;
         }
@@ -991,8 +997,8 @@ void call(const Device& device, const AuditPlanArgs& args) {
 template <typename Device>
 void scan(const Device& device, const AuditResolveArgs& args, int64_t row,
           int64_t max_scanned) {
-  for (int64_t i = 0; max_scanned > 0 && i < args.num_parts; ++i) {
-    device.run_scan(ScanSlots{{args, args.parts[i]}, row, max_scanned});
+  if (max_scanned > 0 && args.num_parts > 0) {
+    device.run_scan(ScanSlots(args, row, max_scanned));
   }
 }
 
@@ -1001,8 +1007,8 @@ void call(const Device& device, const AuditResolveArgs& args) {
   device.check(args);
   device.run(KeepRequests{args}, args.num_reqs);
   device.run(CheckRequests{args}, args.num_reqs);
-  for (int64_t i = 0; i < args.num_parts; ++i) {
-    device.run_slots(RecordRows{{args, args.parts[i]}}, args.num_tokens);
+  if (args.num_parts > 0) {
+    device.run_slots(RecordRows(args), args.num_tokens);
   }
   for (int64_t i = 0; i < args.num_hits; ++i) {
     device.run(AdoptHit{args, args.hits[i]}, 1);
@@ -1019,8 +1025,8 @@ void call(const Device& device, const AuditBlocksArgs& args) {
 
 template <typename Device>
 void call(const Device& device, const AuditSnapshotArgs& args) {
-  for (int64_t i = 0; i < args.num_parts; ++i) {
-    device.run_slots(SnapshotSlots{{args, args.parts[i]}}, args.num_slots());
+  if (args.num_parts > 0) {
+    device.run_slots(SnapshotSlots(args), args.num_slots());
   }
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import math
 import re
@@ -33,7 +34,7 @@ from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
-from vllm_nwor.audit import startup
+from vllm_nwor.audit import startup, state
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.requests import Loads
 from vllm_nwor.audit.runner import RunnerAuditV2
@@ -87,12 +88,12 @@ class Work(NamedTuple):
 @dataclass
 class World:
     """is_undone: rejected slots are restored, as in mode cow. On the CPU the last of
-    several layers is packed (its slots are columns of a block), and in a table of its
-    own. is_v2: the V2 runner's hooks see its steps, and its requests have numbers,
-    which are seats. slot_size: heads, and bytes of each.
+    several layers is packed (its slots are columns of a block). is_v2: the V2 runner's
+    hooks see its steps, and its requests have numbers, which are seats. slot_size:
+    heads, and bytes of each.
 
     local: of what a request found, the tokens that the scheduler knows to have been in
-    the cache. copied: pairs of blocks."""
+    the cache. copied: pairs of blocks. preempted: requests."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
@@ -113,7 +114,7 @@ class World:
         caches = random_bytes(math.prod(size), seed=7).view(size)
         self.caches = list(caches.to(self.device))
         layouts = list(map(row_layout, self.caches))
-        if self.has_packed:
+        if self.device.type == "cpu" and self.num_layers > 1:
             columns = self.caches[-1].view(self.num_blocks, heads * width, N)
             starts = torch.arange(heads * width) * N
             ones = torch.ones_like(starts)
@@ -132,7 +133,7 @@ class World:
         args = groups, self.budget, 4, [N] * self.num_groups, memory
         self.audit = Audit(*args, self.loads)
         self.requests, self.numbers, self.local = {}, {}, {}
-        self.news, self.finished, self.copied = [], [], []
+        self.news, self.finished, self.copied, self.preempted = [], [], [], set()
         config = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
         of_manager = SimpleNamespace(on_reject=OnReject.RESTORE)
         manager = SimpleNamespace(state=State.IDLE, config=of_manager)
@@ -145,10 +146,6 @@ class World:
                 all_token_ids=SimpleNamespace(gpu=self.texts),
             ),
         )
-
-    @property
-    def has_packed(self):
-        return self.device.type == "cpu" and self.num_layers > 1
 
     def counts(self, names="unverified returned"):
         totals = self.audit.totals()
@@ -245,11 +242,12 @@ class World:
             new.prompt_embeds = self.requests[new.req_id].is_opaque or None
         scheduled.scheduled_new_reqs = self.news
         scheduled.finished_req_ids = self.finished
+        scheduled.preempted_req_ids = self.preempted
         scheduled.kv_cache_block_copies = self.copied
         scheduled.nwor_audit = {name: (None, num) for name, num in self.local.items()}
         scheduled.scheduled_spec_decode_tokens = has_drafts
         self.runner.nwor_audit.begin_step(self.runner, scheduled)
-        self.news, self.finished, self.copied = [], [], []
+        self.news, self.finished, self.copied, self.preempted = [], [], [], set()
 
     def _plan(self, batch, names):
         if not self.is_v2:
@@ -422,6 +420,33 @@ def test_a_request_sits_out_some_steps_and_its_name_is_used_again():
     world.add("a", OTHER[:6], [11, 12, 13])
     assert world.step(a=6, b=0) == []
     assert decode(world, 3) == []
+
+
+def test_a_preempted_request_gives_up_its_seat():
+    """And none that sits out a step: with asynchronous scheduling the host does not
+    know its text."""
+    world = World()
+    world.audit._is_async = True
+    for number, name in enumerate("abcd"):
+        world.add(name, TEXT[:4], [1 + 2 * number, 2 + 2 * number])
+    assert world.step(a=4, b=4, c=4, d=4) == []
+    world.preempted = {"a"}
+    del world.numbers["a"]
+    assert world.runs("e", OTHER[:4], [13]) == []
+    found = world.step(b=0, c=0, d=0, table=lambda table: table.fill_(13))
+    assert fields(found, "kind owner") == [("wrong_prefix", name) for name in "bcd"]
+
+
+def test_generations_of_requests_begin_anew_before_they_are_too_large():
+    """A record has 32 bits for it: 25 days, at a thousand requests a second."""
+    world = World()
+    world.audit.requests._generations = itertools.count(2**31 - 3)
+    for name in "abcd":
+        assert world.runs(name, TEXT[:9], [1, 2, 3]) == []
+        world.spoil(0, 1 * N)
+        (finding,) = world.step(**{name: 0})
+        assert fields([finding], "owner writer") == [(name, name)]
+        world.finish(name)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -605,9 +630,8 @@ def test_a_step_with_a_hit_compares_the_other_requests_too():
 def test_a_rejected_draft_that_is_not_undone():
     world = prefilled(is_undone=True)
     found = world.step(a=Work(1, (31, 32), 1), restores=False)
-    # In each of the tables of layers; position 12 is the first of block 7.
-    sizes = [2, 1] if world.has_packed else [3]
-    expected = [("changed", 7 * N, num, "a") for num in sizes]
+    # Position 12 is the first of block 7.
+    expected = [("changed", 7 * N, NUM_LAYERS, "a")]
     assert fields(found, "kind slot num_layers writer") == expected
 
 
@@ -718,11 +742,65 @@ def test_a_load_that_wrote_nothing():
     assert world.step(b=0) == []
 
 
+def test_a_load_that_two_requests_share_is_looked_at_once(monkeypatch):
+    """Both have it in their tables in one step, and its bytes were not compared yet."""
+    monkeypatch.setattr(state, "HIT_BUDGETS", 0)
+    world = filling()
+    world.fill(OTHER[:8])
+    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
+    world.add("c", OTHER[:9], [1, 2, 4], hit=8)
+    assert world.step(b=1, c=1) == []
+
+
 def test_a_load_of_what_was_there_before_is_no_finding():
     """Nor is one of the same text whose bytes came out differently."""
     world = filling()
     world.spoil(0, 2 * N)
     assert world.runs("b", TEXT[:9], [1, 2, 3], hit=8) == []
+    assert world.counts("unverified") == (8,)
+
+
+@pytest.mark.parametrize("loads", [Loads.KNOWN, Loads.UNKNOWN])
+def test_a_load_for_an_opaque_text(loads):
+    """It is not what was in its blocks before; from here on it is watched."""
+    world = filling(loads)
+    world.fill(OTHER[:8])
+    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
+    world.requests["b"].is_opaque = True
+    assert world.step(b=1) == []
+    assert world.counts("unverified") == (8,)
+    assert world.hand_on([[1, 2]]) == []
+    world.spoil(0, 1 * N + 1)
+    assert fields(world.step(b=0)) == ["changed"]
+
+
+def test_a_second_snapshot_leaves_out_what_was_loaded():
+    """Drafts come for the first time between a load and its request."""
+    world = World(loads=Loads.KNOWN)
+    world.audit.hand_on([[1, 2]], fills=True)
+    world.fill(OTHER[:8])
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8, rejected=(77,)) == []
+
+
+def test_what_a_load_brought_before_the_first_drafts_and_its_request():
+    """Of a connector of which nothing is known, to blocks that nobody has had."""
+    world = World(loads=Loads.UNKNOWN)
+    world.fill(OTHER[:8])
+    assert world.runs("a", TEXT[:4], [4, 5], rejected=(77,)) == []
+    world.local = {"b": 0}
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8) == []
+
+
+def test_blocks_that_are_zeroed_and_loaded_in_one_step():
+    """As vLLM 0.26 and 0.29 do where a model has Mamba layers; the step has no rows."""
+    world = computed(loads=Loads.KNOWN)
+    world.finish("a")
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.new_block_ids_to_zero = [1, 2]
+    world.audit.begin_step(scheduled)
+    world.audit.hand_on([[1, 2]], fills=True)
+    world.fill(OTHER[:8])
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8) == []
     assert world.counts("unverified") == (8,)
 
 
@@ -893,15 +971,12 @@ TWICE = [*TEXT[:4], *TEXT[:4]]
 def test_a_load_that_brings_another_text(text, brings, kind, slots):
     world = stored()
     found = loaded(world, text, brings)
-    assert set(fields(found, "kind slot owner")) == {
-        (kind, slot, "c") for slot in slots
-    }
-    layers = {"wrong_prefix": 0, "handed_on": NUM_LAYERS, "never_loaded": NUM_LAYERS}
+    num_layers = 0 if kind == "wrong_prefix" else NUM_LAYERS
+    expected = [(kind, slot, "c", num_layers) for slot in slots]
+    assert fields(found, "kind slot owner num_layers") == expected
     if kind == "never_loaded":
         texts = [text[: finding.position + 1] for finding in found]
         assert fields(found, "expected") == [hex(identity(one)) for one in texts]
-    # A finding for each slot and table of layers.
-    assert sum(fields(found, "num_layers")) == layers[kind] * len(slots)
 
 
 def test_a_place_holds_what_was_stored_last():
@@ -1003,8 +1078,7 @@ def test_more_findings_than_the_table_holds_are_counted():
     world = World(num_blocks=90, max_tokens=400)
     assert world.runs("a", [7] * 4 * 80, range(1, 85)) == []
     without_host(world, 1, *range(1, 81), rows={"a": 0})
-    # Of each slot, in each table of layers.
-    num_findings = 4 * 80 * (1 + world.has_packed)
+    num_findings = 4 * 80
     assert world.counts("findings") == (num_findings,)
     kept = world.audit.outbox.take(world.audit.outbox.num_sent)
     assert (len(kept.findings), kept.num_lost) == (256, num_findings - 256)
@@ -1020,8 +1094,7 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     without_host(world, 6, 1)
     kept = outbox.take(outbox.num_sent)
     assert (kept.num_lost, kept.num_steps) == (0, 6)
-    per_step = N * (1 + world.has_packed)
-    expected = [step for step in range(2, 8) for _ in range(per_step)]
+    expected = [step for step in range(2, 8) for _ in range(N)]
     assert fields(kept.findings, "step") == expected
     assert outbox.take(outbox.num_sent) == Found()
 

@@ -17,6 +17,8 @@ from typing import Any
 
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
+# Generations are int32 on the device; behind the last one comes 1 again.
+MAX_GENERATION = (1 << 31) - 1
 
 
 class Loads(enum.IntEnum):
@@ -66,7 +68,7 @@ class Requests(dict[str, Request]):
         super().__init__()
         self.is_changed = True
         self._names: dict[int, str] = {}
-        self._generations = itertools.count(1)
+        self._generations = itertools.count()
         # Numbers that a runner gives come back here, too, and are given to nobody.
         self._free_seats = set(range(num_seats))
 
@@ -77,7 +79,7 @@ class Requests(dict[str, Request]):
         """In the place of one of the same name. about: a Request's, from num_found
         on."""
         self.forget(name)
-        generation = next(self._generations)
+        generation = next(self._generations) % MAX_GENERATION + 1
         request = self[name] = Request(generation, *about)
         self._names[generation] = name
         self._names.pop(generation - MAX_NAMES, None)
@@ -85,20 +87,22 @@ class Requests(dict[str, Request]):
         return request
 
     def forget(self, *names: str) -> None:
+        self.stand_up(*names)
         for name in names:
-            if name in self:
-                self._stand_up(self.pop(name))
+            self.pop(name, None)
 
-    def _stand_up(self, request: Request) -> None:
-        self.is_changed = True
-        if request.seat is not None:
-            self._free_seats.add(request.seat)
-            request.seat = None
+    def stand_up(self, *names: str) -> None:
+        """Requests that are not in the batch any more, if they are known."""
+        for name in self.keys() & names:
+            self.is_changed = True
+            if (seat := self[name].seat) is not None:
+                self._free_seats.add(seat)
+                self[name].seat = None
 
     def free_seat(self, row_ids: Collection[str]) -> int:
-        """If there is none, that of a request that is not among these; preempted
-        perhaps."""
+        """If there is none, that of a request that is not among these; it waits for
+        more input perhaps."""
         if not self._free_seats:
-            seated = (self[name] for name in self.keys() - set(row_ids))
-            self._stand_up(next(r for r in seated if r.seat is not None))
+            others = self.keys() - set(row_ids)
+            self.stand_up(next(n for n in others if self[n].seat is not None))
         return self._free_seats.pop()

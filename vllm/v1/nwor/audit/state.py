@@ -137,8 +137,8 @@ class Audit:
 
     def begin_step(self, scheduled: Any) -> None:
         """Before the step's rows. scheduled: vLLM's SchedulerOutput. It is taken in by
-        `plan`: until then a connector may read blocks for the requests that had
-        them."""
+        `plan`, or before a connector fills blocks: until then it may read blocks for
+        the requests that had them."""
         self._take_in()
         self.step += 1
         self._open = None
@@ -150,6 +150,7 @@ class Audit:
             return
         self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         self.requests.forget(*scheduled.finished_req_ids)
+        self.requests.stand_up(*(scheduled.preempted_req_ids or ()))
         zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
         for group in self.groups:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
@@ -255,6 +256,9 @@ class Audit:
         brings from a place is compared with what was stored last to it. fills: or to
         fill them; what they held is kept, to see that it changes, but not what another
         group had there."""
+        if fills:
+            # vLLM has zeroed and copied blocks, perhaps these, before the load.
+            self._take_in()
         for group in self.groups:
             group_id = group.shape.group_id
             numbers = [0] * len(blocks[group_id])
@@ -285,7 +289,8 @@ class Audit:
             # Target and drafter ran by now. A layer may fill its cache when it first
             # runs (TRITON_ATTN, scales per token and head).
             self._had_drafts = True
-            self.snapshot(again=True)
+            if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
+                self.snapshot(again=True)
         step = _Step(batch, [])
         # Requests change their rows, and keep the runner's numbers.
         is_moved = batch.row_seats is None and self._row_ids != row_ids

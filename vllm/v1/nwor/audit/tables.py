@@ -124,13 +124,10 @@ class AuditedGroup:
             *(MAX_KEPT, shape.num_blocks, shape.num_stored, shape.block_size),
             *(shape.entry_tokens, shape.window, len(self.parts)),
         ]
-        first_column = 0
         for part in self.parts:
             runs = part.runs
             of_runs = (0, 0, 0) if runs is None else (runs.data_ptr(), *runs.shape[:2])
             columns += [part.table.data_ptr(), len(part.names), *of_runs]
-            columns += [first_column, part is self.parts[-1]]
-            first_column += len(part.names)
         return torch.tensor(columns, dtype=torch.int64)
 
     @property
