@@ -57,7 +57,7 @@ static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 // fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
 enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
-// A row of `seats`, int64 [num_seats, 8]: a request in the batch.
+// A row of `seats`, int64 [num_seats, 7]: a request in the batch.
 struct Seat {
   uint64_t hash;  // H of its last committed position
   int64_t length;
@@ -66,9 +66,8 @@ struct Seat {
   int64_t hit_length;  // positions below were written by others, or loaded
   int64_t loads;       // Loads: whether its hit may come from a KV connector
   uint64_t seed;       // H in front of its first position
-  int64_t is_new;      // its hit was not looked at yet
 };
-static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
+static_assert(sizeof(Seat) == 56, "a Seat is a row of seats");
 
 // A row of `plan`, int64 [max_tokens, 10]: a batch row, and what its slot held.
 struct PlanRow {

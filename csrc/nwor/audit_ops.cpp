@@ -78,11 +78,11 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
   const int64_t room = call.group.max_blocks * call.group.block_size;
   NWOR_CHECK(length <= room, call.op(), "tokens has ", length,
              " entries; must have at most ", room, ", the room of a seat");
-  const AuditSeatArgs args{call.group,
-                           call.values<int32_t>("tokens", tokens),
-                           seat,
-                           {0, 0, generation, opaque ? 1 : 0, length, loads,
-                            static_cast<uint64_t>(seed), 1}};
+  const AuditSeatArgs args{
+      call.group,
+      call.values<int32_t>("tokens", tokens),
+      seat,
+      {0, 0, generation, opaque ? 1 : 0, length, loads, static_cast<uint64_t>(seed)}};
   NWOR_DISPATCH(call, args, audit);
 }
 

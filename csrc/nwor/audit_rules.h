@@ -374,8 +374,7 @@ struct CheckRequests : AuditResolveArgs {
            b += team.size()) {
         const uint64_t hash = expected_at(rows.seat, b);
         const int64_t position = (b + 1) * block_size - 1;
-        const bool is_adopted_soon = seat.is_new && position < seat.hit_length;
-        if (hash != 0 && !is_adopted_soon) {
+        if (hash != 0) {
           num_compared += check(rows, position, hash);
         }
       }
@@ -430,10 +429,6 @@ struct AdoptHit : AuditResolveArgs {
     const int64_t seat_index = row_seats.at(hit.row);
     if (seat_index < 0 || seat_index >= num_seats) {
       return;
-    }
-    Seat& seat = seats[seat_index];
-    if (team.index() == 0) {
-      seat.is_new = 0;
     }
     const int64_t end = last_block(hit.length);
     const int64_t begin = first_block(hit.length);
@@ -1006,12 +1001,14 @@ template <typename Device>
 void call(const Device& device, const AuditResolveArgs& args) {
   device.check(args);
   device.run(KeepRequests{args}, args.num_reqs);
+  for (int64_t i = 0; i < args.num_hits; ++i) {
+    device.run(AdoptHit{args, args.hits[i]}, 1);
+  }
   device.run(CheckRequests{args}, args.num_reqs);
   if (args.num_parts > 0) {
     device.run_slots(RecordRows(args), args.num_tokens);
   }
   for (int64_t i = 0; i < args.num_hits; ++i) {
-    device.run(AdoptHit{args, args.hits[i]}, 1);
     scan(device, args, args.hits[i].row, args.num_hit_blocks);
   }
   scan(device, args, -1, args.num_scanned);

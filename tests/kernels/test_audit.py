@@ -720,6 +720,18 @@ def test_what_a_failed_step_left_behind_is_not_believed():
     assert world.counts("unverified") == (1,)
 
 
+def test_what_a_request_found_is_looked_at_behind_a_step_that_failed():
+    world = filling()
+    world.fill(OTHER[:8])
+    world.add("b", [*OTHER[:8], 7], [1, 2, 3], hit=8)
+    resolve, world.audit.resolve = world.audit.resolve, lambda *_, **__: None
+    world.step(b=1)
+    world.audit.resolve = resolve
+    world.requests["b"].computed = 8
+    assert world.step(b=1) == []
+    assert world.counts("unverified") == (8,)
+
+
 # --- KV connectors --------------------------------------------------------------------
 
 
@@ -1359,8 +1371,8 @@ def test_texts_longer_than_a_thread_block():
     blocks = list(range(1, length // N + 1))
     assert world.runs("a", text, blocks) == []
     assert world.runs("b", text, [*blocks[:-1], 400], length - N) == []
-    # Rows, what was found, and the ends of blocks that were not just found.
-    assert world.counts("identities") == (2 * length + length // N + 1,)
+    # Rows and what was found, and the ends of blocks.
+    assert world.counts("identities") == (2 * length + 2 * length // N,)
     other = [*text[:900], *[125] * (length - 900)]
     found = world.runs("c", other, [*blocks[:-1], 401], length - N)
     assert fields(found) == ["wrong_prefix"] * ((length - N - 900) // N)

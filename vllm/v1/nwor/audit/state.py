@@ -63,14 +63,6 @@ class Batch(NamedTuple):
 TextOf = Callable[[int], tuple[torch.Tensor, int | None]]
 
 
-class _Step(NamedTuple):
-    """What resolve needs of a plan. fresh: (row, tokens) of the requests that came into
-    the batch with something in the cache."""
-
-    batch: Batch
-    fresh: list[tuple[int, torch.Tensor]]
-
-
 # Of each audited group, those of blocks that change hands: generations.
 Owners = list[dict[int, int]]
 
@@ -106,7 +98,10 @@ class Audit:
         self._num_scanned = self._blocks_of(budget_bytes)
         self._row_ids: list[str] = []
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
-        self._open: _Step | None = None
+        self._open: Batch | None = None
+        # Of its requests that came into the batch with something in the cache: their
+        # rows, and those tokens.
+        self._fresh: dict[str, tuple[int, torch.Tensor]] = {}
         self._scheduled: Any = None
         self._had_drafts = self._has_drafts = False
         self.snapshot()
@@ -141,6 +136,9 @@ class Audit:
         the requests that had them."""
         self._take_in()
         self.step += 1
+        # What they found is still to be looked at, if the last step failed.
+        self.requests.stand_up(*self._fresh)
+        self._fresh = {}
         self._open = None
         self._scheduled = scheduled
 
@@ -291,11 +289,10 @@ class Audit:
             self._had_drafts = True
             if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
                 self.snapshot(again=True)
-        step = _Step(batch, [])
         # Requests change their rows, and keep the runner's numbers.
         is_moved = batch.row_seats is None and self._row_ids != row_ids
         if self.requests.is_changed or is_moved:
-            self._seat_rows(step, row_ids, text_of)
+            self._seat_rows(batch, row_ids, text_of)
         for group in self.groups:
             self._ops.audit_plan(
                 *self._rows(group, batch),
@@ -303,7 +300,7 @@ class Audit:
                 batch.positions,
                 batch.slot_mappings[group.shape.group_id],
             )
-        self._open = step
+        self._open = batch
 
     def _rows(self, group: AuditedGroup, batch: Batch) -> tuple[Any, ...]:
         return (
@@ -316,7 +313,7 @@ class Audit:
             self.step,
         )
 
-    def _seat_rows(self, step: _Step, row_ids: Sequence[str], text_of: TextOf) -> None:
+    def _seat_rows(self, batch: Batch, row_ids: Sequence[str], text_of: TextOf) -> None:
         seats = []
         for row, name in enumerate(row_ids):
             request = self.requests[name]
@@ -325,9 +322,10 @@ class Audit:
                 if seat is None:
                     seat = self.requests.free_seat(row_ids)
                 request.seat = seat
-                self._sit_down(step, row, request, tokens)
+                if len(tokens := self._sit_down(request, tokens)):
+                    self._fresh[name] = row, tokens
             seats.append(request.seat)
-        if step.batch.row_seats is not None:
+        if batch.row_seats is not None:
             self.requests.is_changed = any(
                 request.seat is None for request in self.requests.values()
             )
@@ -339,9 +337,8 @@ class Audit:
             on_host = on_host.pin_memory()
         self._row_seats[: len(seats)].copy_(on_host, non_blocking=True)
 
-    def _sit_down(
-        self, step: _Step, row: int, request: Request, tokens: torch.Tensor
-    ) -> None:
+    def _sit_down(self, request: Request, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens, on the audit's device."""
         if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
@@ -350,8 +347,7 @@ class Audit:
         about = request.seat, request.generation, request.seed, is_opaque, request.loads
         for group in self.groups:
             self._ops.audit_seat(group.tables, tokens, *about)
-        if len(tokens):
-            step.fresh.append((row, tokens))
+        return tokens
 
     def resolve(
         self,
@@ -365,17 +361,18 @@ class Audit:
         as acceptance. is_undone: whether rejected slots hold what they held before the
         step. What was found is sent to the host at the end.
         """
-        step, self._open = self._open, None
-        assert step is not None
+        batch, self._open = self._open, None
+        fresh, self._fresh = self._fresh, {}
+        assert batch is not None
         kept: tuple[Any, ...] = (None, 0, None)
         if acceptance is not None:
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
-        found = [(row, tokens.data_ptr(), len(tokens)) for row, tokens in step.fresh]
-        hits = torch.tensor(found) if found else None
+        of_hits = [(row, text.data_ptr(), len(text)) for row, text in fresh.values()]
+        hits = torch.tensor(of_hits) if of_hits else None
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
-            rows = self._rows(group, step.batch)
+            rows = self._rows(group, batch)
             how = cu_num_logits, *kept, is_undone, hits, *budgets
             self._ops.audit_resolve(*rows, *how, findings_to)
         self.outbox.sent()

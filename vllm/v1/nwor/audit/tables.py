@@ -18,7 +18,7 @@ from ..ops import TABLE_COLUMNS
 from .findings import MAX_KEPT
 
 # Columns of int64 tables: SlotRecord, Seat, PlanRow, Finding.
-RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 8, 10, 11
+RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 7, 10, 11
 # What becomes of blocks: BlockEvent.
 GIVEN, FILLED, STORED = range(3)
 
