@@ -786,6 +786,15 @@ def test_a_load_for_an_opaque_text(loads):
     assert fields(world.step(b=0)) == ["changed"]
 
 
+def test_an_opaque_text_shares_blocks_with_one_that_is_known():
+    """Where any of them may have been loaded, they match any text from then on."""
+    world = World(loads=Loads.UNKNOWN)
+    assert world.runs("a", TEXT[:9], [1, 2, 3]) == []
+    world.add("b", TEXT[:9], [1, 2, 4], hit=8)
+    world.requests["b"].is_opaque = True
+    assert world.step(a=0, b=1) == []
+
+
 def test_a_second_snapshot_leaves_out_what_was_loaded():
     """Drafts come for the first time between a load and its request."""
     world = World(loads=Loads.KNOWN)
