@@ -19,6 +19,7 @@ import weakref
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 from unittest.mock import Mock
@@ -1120,6 +1121,12 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     assert outbox.take(outbox.num_sent) == Found()
 
 
+def finish(device):
+    """Waits for what was enqueued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class LateOutput:
     """An asynchronous one, as vLLM has them."""
 
@@ -1134,7 +1141,9 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     """vLLM has the next step running when it reads it."""
     world = prefilled()
     audit, outbox = world.runner.nwor_audit, world.audit.outbox
-    arrivals = [Mock(**{"query.return_value": False}) for _ in range(2)]
+    arrives = partial(finish, world.device)
+    not_there = {"query.return_value": False, "synchronize.side_effect": arrives}
+    arrivals = [Mock(**not_there) for _ in range(2)]
     slots = [(next(outbox._slots)[0], arrival) for arrival in arrivals]
     monkeypatch.setattr(outbox, "_slots", iter(slots))
     outputs = []
@@ -1177,6 +1186,7 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
         output = audit.attach(world.runner, LateOutput())
         if is_read and block == 15:
             output.get_output()
+        finish(world.device)
         audit.begin_step(world.runner, SchedulerOutput.make_empty())
         logged.append(audit.findings.counts["changed"] > 0)
 
