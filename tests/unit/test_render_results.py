@@ -184,3 +184,26 @@ def test_every_link_of_a_document_leads_somewhere():
             if not found.exists() or (anchor and anchor not in anchors(found)):
                 bad.append((name, link))
     assert bad == []
+
+
+def test_budgets_are_counted_by_the_low_end():
+    """Within noise, beyond it, and the control's own distance taken off; 30 us of host
+    time are within the budget."""
+
+    def measured(low, median, control, us):
+        ratio = {"stage": {"low": low, "median": median}, "control": control}
+        host = {"begin_us_median": us - 10, "commit_us_median": 10}
+        return {"summary": {"ratio": ratio, "nwor": {"stage": {"host": host}}}}
+
+    quiet, biased = {"low": 0.999, "high": 1.001}, {"low": 1.002, "high": 1.003}
+    results = [
+        measured(0.9951, 0.997, quiet, 30.0),
+        measured(0.9951, 1.0, quiet, 20.0),
+        measured(0.9949, 1.0, quiet, 30.1),
+        measured(0.9951, 0.997, biased, 25.0),
+    ]
+    assert report.budgets(results, "stage") == (
+        "`stage`: low end at least 0.995 in 2 of 4 measurements (in 1 of these no "
+        "difference was resolved from noise); begin + commit 20.0 to 30.1 us, over its "
+        "budget of 30 us in 1."
+    )
