@@ -37,7 +37,7 @@ METADATA = HookTarget(
     ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
     why="which rows are drafts is known; shadow blocks have to be in the tables before "
     "attention metadata is built from them",
-    delete_when="spec_decode_metadata is in the forward context",
+    delete_when="vLLM has a callback before attention metadata is built",
 )
 FORWARD = HookTarget(
     MODULE,
