@@ -44,7 +44,7 @@ help: ## list the commands
 
 bench: models ## compare speed and outputs with NWOR off and on; writes bench-out/
 	@mkdir -p $(RESULTS)
-	$(PY) bench_vllm.py --json $(RESULTS)/bench_cpu.json $(ARGS)
+	$(PY) bench_vllm.py --repeats 25 --json $(RESULTS)/bench_cpu.json $(ARGS)
 
 picture: models ## draw docs/picture.png anew, from a real run of one prompt
 	$(PY) -m benchmarks.picture
