@@ -2,9 +2,9 @@
 """Ways to run the same requests ("arms"), which take turns at the steps of a run.
 
 The first arm is the baseline, which takes part twice, the second time as a control. A
-round has as many runs as there are turns in it: arms change every TURN_STEPS steps, and
-each run begins with the next arm, so that in the end every arm has made each step of
-the requests once. These steps together are one run of that arm. A ratio is tokens a
+round has a run for each arm and one for the control. In each of them all arms take
+turns, of TURN_STEPS steps, and each begins with another arm, so that in the end every
+arm has made each step once: these steps are one run of that arm. A ratio is tokens a
 second of a tested arm over those of the baseline and its control together; below 1 the
 test is slower. The control's ratio is to the baseline, and shows what is noise. A
 machine that slows down, for a tenth of a second or for minutes, does so to all alike.
@@ -263,9 +263,9 @@ def compare(
         order = turns(arms, number)
         runs = []
         for first, (name, arm) in enumerate(order):
-            others = [other for _, other in order[first + 1 :] + order[:first]]
+            all_arms = [arm for _, arm in order[first:] + order[:first]]
             what = f"{name}{' first' * take_turns} of round {number}"
-            runs.append(one(what, arm, *(others if take_turns else ())))
+            runs.append(one(what, *(all_arms if take_turns else [arm])))
         if take_turns:
             runs = [put_together(runs, place) for place in range(len(order))]
         of = {name: done for (name, _), done in zip(order, runs, strict=True)}
