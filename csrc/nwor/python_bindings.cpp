@@ -35,7 +35,7 @@ namespace nwor {
 namespace {
 
 // VERSION in vllm/v1/nwor/ops.py: raised with every change of what the module offers.
-constexpr long kVersion = 5;
+constexpr long kVersion = 6;
 
 // Of DLPack 1.x. PyTorch's copy of its header is not for users of the stable ABI.
 struct DlpackTensor {

@@ -74,7 +74,7 @@ INVALID_SLOT = -2
 
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
 # kVersion of csrc/nwor/python_bindings.cpp.
-VERSION = 5
+VERSION = 6
 
 _NAMESPACE = "_C_cache_ops"
 AUDIT_NAMES = (
