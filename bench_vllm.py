@@ -10,9 +10,8 @@
 hooks are taken off and put on again every few steps: each step is made with them,
 without, and once more without as a control, in runs next to each other
 (benchmarks/ab.py). It prints no speed unless all outputs are equal token by token. An
-engine that never loaded NWOR runs beside it, in a process of its own: that shows, as
-far as the difference between processes allows, that an unhooked engine is as fast as
-that.
+engine that never loaded NWOR runs in a process of its own, to compare an unhooked one
+with, as far as the difference between processes allows.
 What this does not do: judge a speed-up by speculation, or measure memory bandwidth
 (bench_kernels.py does).
 

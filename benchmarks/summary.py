@@ -75,9 +75,9 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
     host.share_of_step: median begin plus median commit over the median step.
     """
     counts = Counter[str]()
-    for run in runs:
-        counts.update(run.nwor.counts if run.nwor else {})
     done = [run.nwor for run in runs if run.nwor is not None]
+    for one in done:
+        counts.update(one.counts)
     begin = [us for one in done for us in one.begin_us]
     commit = [us for one in done for us in one.commit_us]
     steps = [1e6 * s for run in runs for s in run.step_s]

@@ -24,8 +24,8 @@ from tests.kernels.transaction import (
     Pages,
     Request,
     Step,
+    check_step,
     drafts_in,
-    run_step,
 )
 from vllm_nwor import ops
 from vllm_nwor.kv_layout import KVLayout
@@ -107,10 +107,10 @@ def in_blocks(size, layout, num_entries, entry_tokens):
     return layout(num_entries * entry_tokens // size, size)
 
 
-def run_example(family, device, *tables, **kwargs):
+def check_example(family, device, *tables, **kwargs):
     """tables: the kinds of their layers."""
     layouts = [[layout_for(PAGES, kind) for kind in kinds] for kinds in tables]
-    return run_step(family, device, layouts, EXAMPLE, PAGES, **kwargs)
+    return check_step(family, device, layouts, EXAMPLE, PAGES, **kwargs)
 
 
 # --- log and restore, stage and commit ------------------------------------------------
@@ -149,7 +149,7 @@ FORMS = [
 @pytest.mark.parametrize(("tables", "form"), FORMS)
 def test_what_is_rejected_leaves_no_byte(device, family, tables, form):
     skip_if_packed(tables in ("packed", "interleaved"), device)
-    run_example(family, device, *TABLES[tables], form=form)
+    check_example(family, device, *TABLES[tables], form=form)
 
 
 @families
@@ -161,7 +161,7 @@ def test_every_access_width(device, family, run_bytes, misalignment):
     def misaligned(kind, *sizes):
         return replace(kind(*sizes, run_bytes=run_bytes), misalignment=misalignment)
 
-    run_example(family, device, [partial(misaligned, kind) for kind in (nhd, hnd)])
+    check_example(family, device, [partial(misaligned, kind) for kind in (nhd, hnd)])
 
 
 @families
@@ -182,7 +182,7 @@ def test_large_batches(device, family, num_requests, num_layers):
         accepted = num_drafts // 2
         requests.append(Request(entries, seq_len, num_rows, num_drafts, accepted))
     layouts = [[layout_for(pages, **FEW)] * num_layers]
-    step = run_step(family, device, layouts, requests, pages)
+    step = check_step(family, device, layouts, requests, pages)
     (counted,) = step.counted()
     assert (counted[1], counted[5]) == (sum(r.num_drafts for r in requests), 0)
 
@@ -200,7 +200,7 @@ def test_large_batches(device, family, num_requests, num_layers):
 )
 def test_num_drafts_is_an_upper_bound(device, requests, extra_drafts):
     layouts = [[nhd()] * 2, [hnd()]]
-    run_step(LOGGED, device, layouts, requests, extra_drafts=extra_drafts)
+    check_step(LOGGED, device, layouts, requests, extra_drafts=extra_drafts)
 
 
 @pytest.mark.sanitizer
@@ -310,7 +310,7 @@ def test_windows_left_alone(device, why):
     neighbours are staged."""
     odd = LEFT_ALONE[why]
     requests = [TARGET_ALONE, odd, NO_DRAFTS]
-    step = run_step(STAGED, device, [[layout_for(PAGES)] * 2], requests, PAGES)
+    step = check_step(STAGED, device, [[layout_for(PAGES)] * 2], requests, PAGES)
     assert step.saved[:3, 0].tolist() == [3, -odd.num_drafts, 0]
     assert step.counted()[0][5] == odd.num_drafts
 

@@ -346,7 +346,7 @@ class Step:
                     self.slot_mapping[row] = draw.choice(values) * tokens + offset
 
 
-def run_step(
+def check_step(
     family: tuple[str, str],
     device: torch.device,
     layouts: Sequence[Sequence[Layout]],
@@ -356,7 +356,8 @@ def run_step(
     form: AcceptanceForm = AcceptanceForm.SAMPLED,
     extra_drafts: int = 0,
 ) -> Step:
-    """One step through the ops of a family, with a log that has a row to spare."""
+    """One step through the ops of a family, with a log that has a row to spare: after
+    each op every byte is what the reference has."""
     before, after = family
     capacity = sum(r.num_drafts for r in requests) + extra_drafts + 1
     step = Step(device, layouts, pages, capacity=capacity)

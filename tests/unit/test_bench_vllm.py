@@ -382,6 +382,7 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
     batches = map(str, kv_blocks)
     arguments = "--results", ".", "--seconds", "0", "--batches", *batches
     assert cells.main([cell, *arguments]) == 0
+    said = capsys.readouterr().out
     compared = {}
     for path in tmp_path.iterdir():
         found = json.loads(path.read_text())
@@ -391,7 +392,10 @@ def test_a_cell_runs_each_batch_size_on_one_engine(
         assert list(samples) == ["cow", "stage", "control"]
         compared[batch] = found.get("true_off", {"kv_blocks": 0})["kv_blocks"]
     assert compared == kv_blocks
-    is_said = "KV blocks that NWOR costs" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cells.main([cell, "--batches", "128"])
+    assert "--batches [128]: allowed of" in capsys.readouterr().err
+    is_said = "KV blocks that NWOR costs" in said
     assert is_said is (70 in kv_blocks.values())
     assert os.environ["VLLM_NWOR_EMIT_METRICS"] == ("0" if variable else "1")
 

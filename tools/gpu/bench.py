@@ -173,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     of = parser.parse_args(argv)
     cell = BY_NAME[of.cell]
     batches = of.batches or cell.batches
+    if not set(batches) <= set(cell.batches):
+        parser.error(f"--batches {batches}: allowed of {cell.name}: {cell.batches}")
     return run_of(cell, lambda: run_cell(cell, of.results, of.seconds, batches))
 
 
