@@ -60,11 +60,16 @@ def used(server: Server) -> dict[str, float]:
             pool.submit(server.complete, text, 200, stop=[" the", "\n"])
             for text in PROMPTS
         ]
-        jobs += [
-            pool.submit(server.abandon, text, 400, after)
-            for after, text in enumerate(PROMPTS * 2, start=2)
-        ]
-        results = [job.result() for job in jobs]
+        # Drafts are dropped where the hang-up arrives while a step verifies some: by
+        # chance, so again until it did, or the test of the identities fails.
+        for _ in range(20):
+            jobs += [
+                pool.submit(server.abandon, text, 400, after)
+                for after, text in enumerate(PROMPTS * 2, start=2)
+            ]
+            results = [job.result() for job in jobs]
+            if server.metrics()["vllm:nwor_dropped_drafts"] > 0:
+                break
     finish = [r["choices"][0]["finish_reason"] for r in results if isinstance(r, dict)]
     assert "length" in finish
     assert "stop" in finish
