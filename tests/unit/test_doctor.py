@@ -84,8 +84,12 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
     command = [sys.executable, "-P", "-c", doctor.CHILD]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
-    for mode, is_fine in (("cow", False), ("off", True)):
+    for mode, audit, is_fine in (
+        *(("cow", "off", False), ("cwo", "off", False)),
+        *(("off", "log", False), ("off", "off", True)),
+    ):
         monkeypatch.setenv("VLLM_NWOR_MODE", mode)
+        monkeypatch.setenv("VLLM_NWOR_AUDIT", audit)
         assert list(doctor.processes()) == [
             (is_fine, "plugin", "not loaded by vLLM: VLLM_PLUGINS='other'"),
             (is_fine, "mode", f"off everywhere ({mode} is set)"),

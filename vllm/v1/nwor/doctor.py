@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 
 from . import __version__
-from .config import ENV_NAMES, Mode, NworConfig, NworConfigError
+from .config import AUDIT, ENV_NAMES, MODE, NworConfig, NworConfigError
 from .plugin import TRIED_VLLM_VERSIONS, used_package
 
 # (whether it is in order, what it is about, what there is to say)
@@ -124,9 +124,11 @@ def processes() -> Iterator[Line]:
         reason = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
     else:
         reason = "; ".join(line for line in output if "rror" in line)
-    mode = NworConfig.from_env().mode
-    yield mode is Mode.OFF, "plugin", f"{NOT_LOADED} by vLLM: {reason}"
-    yield mode is Mode.OFF, "mode", f"off everywhere ({mode.value} is set)"
+    # As they are set: what is not allowed was said above.
+    mode, audit = (os.environ.get(name) or "off" for name in (MODE, AUDIT))
+    is_fine = mode == audit == "off"
+    yield is_fine, "plugin", f"{NOT_LOADED} by vLLM: {reason}"
+    yield is_fine, "mode", f"off everywhere ({mode} is set)"
 
 
 def hooks(vllm: Path) -> Iterator[Line]:
