@@ -5,6 +5,7 @@ Runners here are stand-ins with real KV-cache specs; tests/integration has real 
 """
 
 import copy
+import importlib
 import itertools
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
 
 from tests.helpers import reach
@@ -248,6 +250,16 @@ def test_what_nobody_expected_is_a_refusal(place, text, monkeypatch):
     assert report.take_payload().read()[2] == infos
     with pytest.raises(NworError, match=re.escape(text)):
         build(found, strictness=Strict.STARTUP)
+
+
+def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
+    monkeypatch.delattr(kv_cache_interface, "MambaSpec")
+    importlib.reload(discovery)
+    manager, infos, _ = build(runner({"a": layer()}))
+    assert manager is None
+    ((_, _, resolved, reason),) = infos
+    assert resolved == "off"
+    assert reason.startswith("vLLM is not as expected: AttributeError: ")
 
 
 def test_layers_that_cannot_be_examined_are_refused():

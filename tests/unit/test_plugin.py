@@ -3,6 +3,7 @@
 whole process: tests/e2e/test_off_is_vanilla.py; a vLLM with another signature:
 tests/e2e/test_fault_points.py."""
 
+import contextlib
 import sys
 from types import ModuleType
 
@@ -118,3 +119,18 @@ def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):
     )
 
     assert pending == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_unexpected_of_a_module_is_a_refusal_too(strict, monkeypatch):
+    """Here what is to be hooked is no function any more."""
+    host = ModuleType(CORE)
+    host.get_kv_cache_configs = "now data"
+    monkeypatch.setenv("VLLM_NWOR_STRICT", str(int(strict)))
+    with (
+        nwor_log() as lines,
+        pytest.raises(TypeError) if strict else contextlib.nullcontext(),
+    ):
+        plugin._guarded(".hooks.engine_core")(host)
+    said = f"ERROR NWOR is off for {CORE}: 'now data' is not a callable object"
+    assert lines == ([] if strict else [said])

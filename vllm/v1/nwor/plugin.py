@@ -174,13 +174,11 @@ def _guarded(hook: str) -> Callable[[ModuleType], None]:
     VLLM_NWOR_STRICT."""
 
     def run(module: ModuleType) -> None:
-        from .hooks._wrap import HostMismatch
-
         try:
             import_module(hook, __package__).install(module)
-        except HostMismatch as mismatch:
+        except Exception as error:  # HostMismatch, or what nobody has thought of
             if NworConfig.from_env().strict:
                 raise
-            logger.error("NWOR is off for %s: %s", module.__name__, mismatch)
+            logger.error("NWOR is off for %s: %s", module.__name__, error)
 
     return run

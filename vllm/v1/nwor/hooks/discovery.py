@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+from vllm.v1 import kv_cache_interface as kv
 
 from .. import ops
 from ..config import Mode, NworConfig, OnReject
@@ -118,7 +118,7 @@ def reserved_bytes(runner: Any, config: NworConfig) -> int:
     specs = [
         spec
         for name, spec in runner.get_kv_cache_spec().items()
-        if isinstance(spec, AttentionSpec) and name not in draft_names
+        if isinstance(spec, kv.AttentionSpec) and name not in draft_names
     ]
     slot_bytes = [spec.page_size_bytes // spec.block_size for spec in specs]
     # How vLLM will group the layers is not known yet.
@@ -158,7 +158,8 @@ def _has_state_of_each_draft(runner: Any, group: Any) -> bool:
     rejected one's is never read again."""
     spec = group.kv_cache_spec
     num_drafts = runner.vllm_config.speculative_config.num_speculative_tokens
-    return isinstance(spec, MambaSpec) and spec.num_speculative_blocks >= num_drafts
+    is_state = isinstance(spec, kv.MambaSpec)
+    return is_state and spec.num_speculative_blocks >= num_drafts
 
 
 def _protection_of(layers: list[LayerCache], vllm_config: Any) -> str:
