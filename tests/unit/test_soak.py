@@ -184,3 +184,7 @@ def test_errors_in_the_log_are_found_and_nothing_else():
     bad = ["(EngineCore pid=1) ERROR 11-21 boom", "Traceback (most recent call last):"]
     fine = ["INFO started, no ERRORS so far", "WARNING: OSError is possible"]
     assert server.errors_in("\n".join([fine[0], bad[0], fine[1], bad[1]])) == bad
+
+
+def test_a_port_is_no_outgoing_connections():
+    assert all(server.free_port() < 32_768 for _ in range(9))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import re
 import signal
 import socket
@@ -56,9 +57,12 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+    """A port of loopback that nobody listens on now, of those that Linux gives to no
+    outgoing connection while a server starts."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)  # seeded by nobody
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextlib.contextmanager

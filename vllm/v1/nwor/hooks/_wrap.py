@@ -182,7 +182,8 @@ def unhook() -> None:
 
 
 def rehook() -> None:
-    """Undoes `unhook`, under its conditions. A second call changes nothing.
+    """Undoes `unhook`, under its conditions. A second call changes nothing. A manager
+    whose runner has made steps meanwhile has to hear of one (`start_step`) before.
 
     Raises:
         HostMismatch: something else took a wrapper's place; nothing was put on.
