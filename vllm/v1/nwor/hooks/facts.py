@@ -33,7 +33,7 @@ v1.core.sched.output:NewRequestData has req_id:str
     "runner_v1": """
 v1.worker.gpu_model_runner:GPUModelRunner
     has vllm_config device kv_cache_config compilation_config get_kv_cache_spec drafter
-        execute_model_state input_batch:InputBatch seq_lens:torch.zeros
+        execute_model_state max_num_reqs input_batch:InputBatch seq_lens:torch.zeros
         positions:torch.zeros input_ids:self._make_buffer
         query_start_loc:self._make_buffer
     does self.query_start_loc.gpu
