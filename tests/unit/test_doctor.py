@@ -6,6 +6,7 @@ An environment without vLLM, or with a broken one, is in test_packaging.py.
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
             (is_fine, "plugin", "not loaded by vLLM: VLLM_PLUGINS='other'"),
             (is_fine, "mode", f"off everywhere ({mode} is set)"),
         ]
+
+
+def test_a_plugin_that_vllm_cannot_load(monkeypatch):
+    """VLLM_PLUGINS has it: that is not the reason."""
+    output = f"ImportError: no wrapt\n{doctor.NOT_LOADED}\n"
+    done = SimpleNamespace(returncode=0, stdout=output)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setenv("VLLM_PLUGINS", "other,nwor")
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    said, _ = bad(doctor.processes())
+    assert said == "not loaded by vLLM: ImportError: no wrapt"
 
 
 def test_a_vllm_that_nobody_tried_and_a_library_without_code_for_the_device(tmp_path):

@@ -116,14 +116,17 @@ def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
 
     staged = [gid for gid, spec in enumerate(specs) if spec is not CROSS]
     of_one_request = 1 + sum(map(BLOCKS_OF_ONE_REQUEST.__getitem__, specs))
-    most = num_blocks // 20 if allowed is None else allowed
-    most = max(min(most, num_blocks - of_one_request), 0)
+    budget = num_blocks // 20 if allowed is None else allowed
+    most = max(min(budget, num_blocks - of_one_request), 0)
     a_seat = 2 * len(staged)
     num_seats = min(most // a_seat, max_num_seqs)
     if num_seats == 0:
+        hint = "VLLM_NWOR_SHADOW_BLOCKS raises the number"
+        if num_blocks - of_one_request < budget:
+            hint = "one of the longest length needs the others"
         assert found == (
             f"{most} of {num_blocks} KV blocks may be shadow blocks, and a request "
-            f"needs {a_seat} (VLLM_NWOR_SHADOW_BLOCKS raises the number)"
+            f"needs {a_seat} ({hint})"
         )
         return
     num_real = num_blocks - num_seats * a_seat

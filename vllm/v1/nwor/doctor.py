@@ -120,7 +120,7 @@ def processes() -> Iterator[Line]:
         return
     if not metadata.entry_points(group="vllm.general_plugins", name="nwor"):
         reason = "its entry point is not installed"
-    elif "VLLM_PLUGINS" in os.environ:
+    elif "nwor" not in os.environ.get("VLLM_PLUGINS", "nwor").split(","):
         reason = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
     else:
         reason = "; ".join(line for line in output if "rror" in line)

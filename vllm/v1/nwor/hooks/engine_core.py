@@ -255,9 +255,12 @@ def plan(
     available = min(budget, num_blocks - of_one_request)
     num_seats = min(vllm_config.scheduler_config.max_num_seqs, available // of_all)
     if num_seats < 1:
+        hint = "VLLM_NWOR_SHADOW_BLOCKS raises the number"
+        if available < budget:
+            hint = "one of the longest length needs the others"
         return (
             f"{max(available, 0)} of {num_blocks} KV blocks may be shadow blocks, and "
-            f"a request needs {of_all} (VLLM_NWOR_SHADOW_BLOCKS raises the number)"
+            f"a request needs {of_all} ({hint})"
         )
     first = num_real = num_blocks - num_seats * of_all
     regions: dict[int, ShadowRegion] = {}
