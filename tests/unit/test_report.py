@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, TABLE, World, int32
 from vllm_nwor import ops
-from vllm_nwor.config import Strict
+from vllm_nwor.config import Mode, Strict
 from vllm_nwor.draft_manager import NworError, State
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v2
@@ -353,3 +353,13 @@ def test_every_step_counts_for_the_seats_unless_a_request_begins_with_drafts(
     runner.execute(lambda: None, **who)
 
     assert runner.manager.shadow.step == before + (1 if keeps else 2)
+
+
+def test_a_refusal_that_cannot_be_told_costs_no_step():
+    """A runner that is not as expected may lack the groups, too."""
+    unknown, output = SimpleNamespace(), object()
+    for _ in range(2):
+        found = hooks._sample_tokens_refused(
+            Mode.COW, "why", lambda: output, unknown, (), {}
+        )
+        assert found is output

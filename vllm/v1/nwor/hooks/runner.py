@@ -125,7 +125,9 @@ def _sample_tokens_refused(
 ) -> Any:
     """sample_tokens, on a runner without any other hook."""
     if "nwor_state" not in vars(runner):
-        runner.nwor_state = RunnerState(None, all_refused(runner, mode, reason))
+        runner.nwor_state = None
+        with contextlib.suppress(AttributeError):  # it may lack the groups, too
+            runner.nwor_state = RunnerState(None, all_refused(runner, mode, reason))
     return sample_tokens(wrapped, runner, args, kwargs)
 
 
