@@ -252,6 +252,16 @@ def test_what_nobody_expected_is_a_refusal(place, text, monkeypatch):
         build(found, strictness=Strict.STARTUP)
 
 
+def test_a_runner_without_groups_is_a_refusal():
+    found = runner({"a": layer()})
+    del found.kv_cache_config
+    manager, infos, _ = build(found)
+    assert manager is None
+    ((group, *_, reason),) = infos
+    assert group == 0
+    assert reason.startswith("vLLM is not as expected: AttributeError: ")
+
+
 def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
     monkeypatch.delattr(kv_cache_interface, "MambaSpec")
     importlib.reload(discovery)

@@ -355,11 +355,8 @@ def test_every_step_counts_for_the_seats_unless_a_request_begins_with_drafts(
     assert runner.manager.shadow.step == before + (1 if keeps else 2)
 
 
-def test_a_refusal_that_cannot_be_told_costs_no_step():
-    """A runner that is not as expected may lack the groups, too."""
-    unknown, output = SimpleNamespace(), object()
-    for _ in range(2):
-        found = hooks._sample_tokens_refused(
-            Mode.COW, "why", lambda: output, unknown, (), {}
-        )
-        assert found is output
+def test_a_refusal_is_told_by_a_runner_without_groups_too():
+    output = SimpleNamespace(req_ids=["a"])
+    arguments = Mode.COW, "why", lambda: output, SimpleNamespace(), (), {}
+    assert hooks._sample_tokens_refused(*arguments) is output
+    assert output.nwor_stats.read() == (ZEROS, {}, [(0, "cow", "off", "why")])

@@ -95,8 +95,10 @@ class RunnerState:
 
 
 def all_refused(runner: Any, mode: Mode, reason: str) -> list[GroupInfo]:
-    """What became of the KV-cache groups of a runner of which none was looked at."""
-    groups = range(len(runner.kv_cache_config.kv_cache_groups))
+    """What became of the KV-cache groups of a runner of which none was looked at. One
+    is told of where the runner does not have them as expected."""
+    config = getattr(runner, "kv_cache_config", None)
+    groups = range(len(getattr(config, "kv_cache_groups", "?")))
     return [GroupInfo(gid, mode.value, Mode.OFF.value, reason) for gid in groups]
 
 
@@ -125,9 +127,7 @@ def _sample_tokens_refused(
 ) -> Any:
     """sample_tokens, on a runner without any other hook."""
     if "nwor_state" not in vars(runner):
-        runner.nwor_state = None
-        with contextlib.suppress(AttributeError):  # it may lack the groups, too
-            runner.nwor_state = RunnerState(None, all_refused(runner, mode, reason))
+        runner.nwor_state = RunnerState(None, all_refused(runner, mode, reason))
     return sample_tokens(wrapped, runner, args, kwargs)
 
 
