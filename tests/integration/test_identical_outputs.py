@@ -198,13 +198,12 @@ def two_ranks(mode: str, settings: dict[str, str] | None = None) -> Engine:
         )
 
 
-@pytest.fixture(scope="module")
-def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
+@pytest.fixture
+def audited(tmp_path: Path) -> Iterator[tuple[Engine, Path]]:
     """In mode stage, and the folder of what the audit finds."""
-    folder = tmp_path_factory.mktemp("findings")
-    file = {"AUDIT_FILE": str(folder / "findings.json")}
+    file = {"AUDIT_FILE": str(tmp_path / "findings.json")}
     engine = two_ranks("stage", EVERYTHING | file)
-    yield engine, folder
+    yield engine, tmp_path
     engine.core.shutdown()
 
 
@@ -253,7 +252,7 @@ def test_tensor_parallel_2(mode: str, request: pytest.FixtureRequest) -> None:
 def test_each_rank_audits_its_own_share(audited: tuple[Engine, Path]) -> None:
     """And logs for itself."""
     engine, folder = audited
-    engine.run([Request(f"r{i}", prompt(i, 60), 40, at=i) for i in range(4)])
+    engine.run([Request(f"r{i}", prompt(i, 60), 40, at=i) for i in range(6)])
     assert list(folder.iterdir()) == []
     totals = engine.llm.collective_rpc("audit_totals")
     assert len(totals) == 2
