@@ -5,7 +5,7 @@ tests/e2e/test_fault_points.py."""
 
 import contextlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import vllm
@@ -102,6 +102,17 @@ def test_a_fork_hooks_a_module_where_it_ends(pending, monkeypatch):
             assert len(lines) == (mode == "cow")
     assert hooked == [(SCHEDULER, ".hooks.stats"), (CORE, ".hooks.engine_core")]
     assert pending == []
+
+
+def test_what_git_leaves_of_a_fork_is_no_copy(tmp_path, monkeypatch):
+    """Where it has checked out a branch without this package: files that it ignores."""
+    folder = tmp_path / "v1" / "nwor"
+    (folder / "__pycache__").mkdir(parents=True)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(plugin, "find_spec", lambda name: spec)
+    assert plugin.used_package() == "vllm_nwor"
+    (folder / "plugin.py").touch()
+    assert plugin.used_package() == "vllm.v1.nwor"
 
 
 def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):

@@ -114,7 +114,7 @@ def _module_of_vllm(name: str) -> ModuleType | None:
 def used_package() -> str:
     """This package, or the copy that a fork of vLLM carries. Imports no vLLM."""
     file = getattr(find_spec("vllm"), "origin", None)  # None: an empty namespace
-    is_carried = file and Path(file).with_name("v1").joinpath("nwor").is_dir()
+    is_carried = file and Path(file).parent.joinpath("v1/nwor/plugin.py").is_file()
     return _Alias.NAME if is_carried else __package__
 
 
