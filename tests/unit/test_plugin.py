@@ -59,6 +59,12 @@ def test_each_mode_hooks_its_modules_once(modes, hooked, pending, monkeypatch):
     assert {envs.environment_variables[name]() for name in ENV_NAMES} == {None}
 
 
+def test_a_vllm_without_a_list_of_variables_starts(pending, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.envs", ModuleType("vllm.envs"))
+    plugin.register()
+    assert pending == []
+
+
 def test_a_bad_value_stops_the_start_in_any_mode(pending, monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_STRICT", "maybe")
 

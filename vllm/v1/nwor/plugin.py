@@ -76,9 +76,9 @@ def register() -> None:
     if wanted:
         _check_host()
     # Their values stay hidden: vLLM's compile cache key is the same in every mode.
-    if (envs := _module_of_vllm("vllm.envs")) is not None:
-        for name in ENV_NAMES:
-            envs.environment_variables.setdefault(name, lambda: None)
+    known = getattr(_module_of_vllm("vllm.envs"), "environment_variables", {})
+    for name in ENV_NAMES:
+        known.setdefault(name, lambda: None)
     _Alias.install()
     for hooks in wanted:
         import wrapt
