@@ -77,6 +77,7 @@ STEP = "m:Runner.step"
 BATCH, FLAG = f"{STEP} takes self batch ...", f"{STEP} takes self batch flag"
 RETURNS, HOOKED = f"{STEP} returns left right", f"{STEP} hooked self batch"
 TABLE, BOTH = "m:Runner has table:Table", f"{STEP} does self.prepare() self.run()"
+DATA = "class Data:\n    name: str\n    width: list[int]"
 # Facts of SMALL; what is changed in it or in BASE, and what is said then.
 OTHERWISE = [
     ("m:Runner has gone|extra", "self.ex", "ex", "has no attribute gone or extra"),
@@ -95,6 +96,9 @@ OTHERWISE = [
     (BATCH, "flag=False", "flag", "expected (self, batch, ..."),
     (BATCH, "batch, ", "b, ", "has parameters (self, b, flag)"),
     (HOOKED, "batch, ", "", "has parameters (self, flag); expected it to begin with"),
+    ("m:Data has name", DATA, "def Data(): ...", "Data is no class"),
+    ("m:helper takes", "def helper()", "class helper", "helper is no function"),
+    ("m:helper hooked", "def helper()", "class helper", "helper is no function"),
     # What may be otherwise.
     ("m:Runner has limit", "(Base)", "(Root)", ""),
     ("m:Data has width:list", "list[int]", "'list'", ""),

@@ -98,9 +98,11 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _with_bases(found: Found) -> Iterator[tuple[Source, ast.Module | ast.ClassDef]]:
-    """A module, or a class and those it inherits from, as far as they are vLLM's."""
+    """A module, or a class and those it inherits from, as far as they are vLLM's.
+    Raises Mismatch."""
     source, node = found
-    assert isinstance(node, ast.Module | ast.ClassDef), "it lies in a function"
+    if not isinstance(node, ast.Module | ast.ClassDef):
+        raise Mismatch(f"{source.name}.{getattr(node, 'name', '?')} is no class")
     yield source, node
     for base in getattr(node, "bases", ()):
         with contextlib.suppress(Mismatch):
@@ -153,8 +155,10 @@ def _attributes(found: Found) -> dict[str, set[str]]:
 
 
 def _parameters(function: ast.AST) -> tuple[list[str], int]:
-    """Names of a function's parameters, and how many of them have no default."""
-    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    """Names of a function's parameters, and how many of them have no default. Raises
+    Mismatch."""
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise Mismatch(f"{getattr(function, 'name', '?')} is no function")
     args = function.args
     names = [one.arg for one in ast.iter_child_nodes(args) if isinstance(one, ast.arg)]
     return names, len(names) - len([*args.defaults, *filter(None, args.kw_defaults)])
