@@ -262,6 +262,12 @@ def test_each_identity_that_fails_is_a_breach_by_name(step, found, kinds, method
 # --- the scheduler's hooks ------------------------------------------------------------
 
 
+def test_a_scheduler_that_does_not_say_how_it_speculates_costs_no_counts():
+    scheduler = hooked_scheduler()
+    del scheduler.vllm_config
+    assert run(scheduler, MIXED) == run(hooked_scheduler(), MIXED)
+
+
 @pytest.mark.parametrize("part", ["pending", "publish"])
 def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
     whole = run(hooked_scheduler(), MIXED)

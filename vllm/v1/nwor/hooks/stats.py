@@ -186,7 +186,8 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
 
 
 def _new_stats(scheduler: Any) -> NworStats:
-    speculative = scheduler.vllm_config.speculative_config
+    config = getattr(scheduler, "vllm_config", None)
+    speculative = getattr(config, "speculative_config", None)
     trims = getattr(speculative, "method", None) == "ngram_gpu" or getattr(
         speculative, "enable_adaptive_verification", False
     )
