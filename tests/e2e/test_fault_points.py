@@ -574,7 +574,8 @@ def test_a_worker_dies_between_log_and_commit(
         assert served(server) == vanilla_text
         assert server.metrics()["vllm:nwor_windows"] > 0
         call = {"method": "plant", "args": [how, where]}
-        httpx.post(f"{server.url}/collective_rpc", json=call).raise_for_status()
+        url = f"{server.url}/collective_rpc"
+        httpx.post(url, json=call, timeout=60).raise_for_status()
         with pytest.raises(httpx.HTTPError):
             served(server)
         deadline = time.monotonic() + 120

@@ -71,7 +71,8 @@ class Server:
 
     def samples(self) -> list[Sample]:
         """Each sample of /metrics: name, labels, value."""
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        families = text_string_to_metric_families(text)
         return [sample for family in families for sample in family.samples]
 
     def idle_metrics(self) -> dict[str, float]:
