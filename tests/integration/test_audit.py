@@ -27,6 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
+from tests.helpers.environment import model_path
 from tests.helpers.runner_probe import request_name
 from tests.helpers.worker_probe import OracleExtension
 from tests.integration.test_byte_oracle import (
@@ -100,7 +101,39 @@ def test_a_clean_run_has_no_finding(mode: str, name: str) -> None:
     assert engine.audit.audit.totals()["contents"] > 20_000
 
 
+def test_blocks_below_the_window_of_layers_of_several_sizes_are_given_back(
+    tmp_path: Path,
+) -> None:
+    """Target and draft model have one window, and heads that differ: vLLM's workers
+    have a spec for each of their group's layers."""
+    window = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 64}
+    config = json.loads(Path(model_path("tiny-llama-draft"), "config.json").read_text())
+    draft = config | window | {"num_hidden_layers": 4, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(draft))
+    speculative = {"method": "draft_model", "model": str(tmp_path)}
+    engine = Engine(
+        "off",
+        EVERYTHING,
+        load_format="dummy",
+        hf_overrides=window,
+        num_gpu_blocks_override=24,
+        speculative_config=speculative | {"num_speculative_tokens": 4},
+    )
+    engine.run([Request(f"{n}", prompt(n, 150), 60, at=6 * n) for n in range(6)])
+    assert found(engine) == []
+
+
 # --- planted faults -------------------------------------------------------------------
+
+
+def test_what_is_below_a_window_is_watched_where_vllm_keeps_it() -> None:
+    """Without its hybrid manager windows lie in one group with full attention."""
+    arguments = {"model": "tiny-gemma3", "disable_hybrid_kv_cache_manager": True}
+    engine = Engine("off", EVERYTHING, **arguments)
+    expected: list[Any] = []
+    with engine.before_step(12, lambda: expected.append(flip(engine))):
+        engine.run([Request("a", prompt(1, 200), 30)])
+    assert [(f.kind, f.layer, f.slot) for f in found(engine)] == [expected[0][:3]]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.v1 import kv_cache_interface as kv
 
 from .. import ops
 from ..config import AUDIT_FILE, NworConfig, NworConfigError
@@ -177,15 +178,19 @@ def path_of(runner: Any, config: NworConfig) -> str:
 def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
     kv_config = runner.kv_cache_config
     spec = kv_config.kv_cache_groups[gid].kv_cache_spec
+    if isinstance(spec, kv.UniformTypeKVCacheSpecs):  # as vLLM's scheduler has it
+        spec = next(iter(spec.kv_cache_specs.values()))
     if hasattr(runner, "block_tables"):  # V2
         table = runner.block_tables.input_block_tables[gid]
     else:
         table = runner.input_batch.block_table[gid].block_table.gpu
     size, num_blocks = spec.block_size, kv_config.num_blocks
     tokens = entry_tokens(runner, gid)
-    window = getattr(spec, "sliding_window", None) or 0
-    if getattr(spec, "attention_chunk_size", None):
-        window = 1  # what is behind the last block may be gone
+    window = 0
+    if not isinstance(spec, kv.FullAttentionSpec):  # of that all blocks are kept
+        window = getattr(spec, "sliding_window", None) or 0
+        if getattr(spec, "attention_chunk_size", None):
+            window = 1  # what is behind the last block may be gone
     max_blocks = -(-table.shape[1] * tokens // size)
     num_stored = _num_stored(runner, config, num_blocks)
     return GroupShape(gid, size, tokens, num_blocks, max_blocks, window, num_stored)
