@@ -188,6 +188,26 @@ def test_preempted_requests_come_back_as_they_were_stored() -> None:
     assert engine.audit.audit.totals()["returned"] > 0
 
 
+def test_a_store_is_of_what_its_blocks_held_before_the_step() -> None:
+    """V2's runner flushes it behind plan, when its blocks are another request's."""
+    engine, _ = stored(num_gpu_blocks_override=18, speculative_config=None)
+    flush, waiting = engine._connector.handle_preemptions, []
+
+    def flush_all(*_: Any) -> None:
+        while waiting:
+            flush(waiting.pop())
+
+    def wait(metadata: Any) -> None:
+        flush_all()
+        waiting.append(metadata)
+
+    engine._connector.handle_preemptions = wait
+    engine.runner.model.register_forward_pre_hook(flush_all)
+    engine.run([Request(f"many{n}", prompt(60 + n, 50), 90) for n in range(8)])
+    assert found(engine) == []
+    assert engine.audit.audit.totals()["returned"] > 0
+
+
 def test_of_many_stored_blocks_the_last_are_known() -> None:
     """Of 20 blocks of a cache, three of those that were stored."""
     engine, later = stored(num_gpu_blocks_override=20)
