@@ -41,7 +41,7 @@ from tests.integration.test_byte_oracle import (
     prompt,
     watch,
 )
-from tests.integration.test_reach import METHODS, MODELS
+from tests.integration.test_reach import IDLE, METHODS, MODELS, Idle
 from vllm_nwor.audit.findings import AuditError, Finding
 from vllm_nwor.audit.runner import start
 from vllm_nwor.audit.startup import path_of
@@ -248,6 +248,40 @@ def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
     assert {request_name(f.writer.request or "") for f in wrong} == {"mine"}
     assert {request_name(f.owner or "") for f in wrong} == {"theirs"}
     assert engine.audit.audit.totals()["unverified"] == 0
+
+
+class FailingLoads(Idle):
+    """Brings two blocks of each prompt within the step, and fails."""
+
+    failed: set[int] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num: int) -> tuple[int, bool]:
+        return max(2 * BLOCK_SIZE - num, 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num: int) -> None:
+        FailingLoads.failed = set(blocks.get_block_ids()[0][:2]) if num else set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, FailingLoads.failed = FailingLoads.failed, set()
+        return failed
+
+
+def test_a_load_that_fails_within_its_step_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM computes its blocks in the next one; until then they hold another text."""
+    transfers = IDLE | {"kv_connector": "FailingLoads"}
+    transfers |= {"kv_connector_module_path": __name__}
+    policy = {"kv_load_failure_policy": "recompute"}
+    blocks = {"num_gpu_blocks_override": 17, "enable_prefix_caching": True}
+    engine = Engine("off", EVERYTHING, kv_transfer_config=transfers | policy, **blocks)
+    requests = [Request(f"{n}", prompt(n, 100), 9, at=20 * n) for n in range(6)]
+    result = engine.run(requests)
+    assert set(result.cached.values()) == {2 * BLOCK_SIZE}
+    assert found(engine) == []
+    monkeypatch.setattr(FailingLoads, "get_num_new_matched_tokens", lambda *_: (0, False))
+    engine.llm.reset_prefix_cache()
+    assert engine.run(requests).tokens == result.tokens
 
 
 def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:

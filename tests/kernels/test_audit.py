@@ -245,7 +245,8 @@ class World:
         scheduled.finished_req_ids = self.finished
         scheduled.preempted_req_ids = self.preempted
         scheduled.kv_cache_block_copies = self.copied
-        scheduled.nwor_audit = {name: (None, num) for name, num in self.local.items()}
+        known = {name: (None, num, True) for name, num in self.local.items()}
+        scheduled.nwor_audit = known
         scheduled.scheduled_spec_decode_tokens = has_drafts
         self.runner.nwor_audit.begin_step(self.runner, scheduled)
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
