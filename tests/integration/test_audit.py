@@ -279,7 +279,8 @@ def test_a_load_that_fails_within_its_step_is_no_finding(
     result = engine.run(requests)
     assert set(result.cached.values()) == {2 * BLOCK_SIZE}
     assert found(engine) == []
-    monkeypatch.setattr(FailingLoads, "get_num_new_matched_tokens", lambda *_: (0, False))
+    name = "get_num_new_matched_tokens"
+    monkeypatch.setattr(FailingLoads, name, lambda *_: (0, False))
     engine.llm.reset_prefix_cache()
     assert engine.run(requests).tokens == result.tokens
 
