@@ -486,7 +486,9 @@ struct AdoptHit : AuditResolveArgs {
                               record.token != token;
         record = written(hash, token, p, step, seat,
                          seat.opaque ? kSlotUnknown : kSlotCommitted,
-                         is_other ? kContentReplaced : kContentNone);
+                         is_other    ? kContentReplaced
+                         : is_loaded ? kContentNone
+                                     : static_cast<SlotContent>(record.content));
       } else if (!seat.opaque && !holds(record, hash) && !is_reported) {
         is_reported = true;
         report_prefix(*this, there, p, hash, seat_index, step);
@@ -898,10 +900,10 @@ struct BlockEvents : AuditBlocksArgs {
     for (int64_t o = block == 0 ? block_size : 0; o < block_size; ++o) {
       const SlotRecord& record = of_block[o];
       if (record.state == kSlotUnknown) {
-        return;
+        continue;
       }
       const bool is_next =
-          o == 0 ||
+          o == 0 || of_block[o - 1].state == kSlotUnknown ||
           record.hash == of_block[o - 1].hash +
                              identity_of(record.token, of_block[o - 1].position + 1);
       count(header->num_identities);

@@ -489,6 +489,28 @@ def test_an_opaque_text_is_not_looked_at():
     assert world.counts("unverified") == (8,)
 
 
+def opaque(**work):
+    """A request whose text is not known; what a step does for it."""
+    world = World()
+    world.add("a", TEXT[:7], [1, 2, 3])
+    world.requests["a"].is_opaque = True
+    assert world.step(a=Work(7, **work)) == []
+    return world
+
+
+def test_bytes_of_an_opaque_text_are_watched_for_others():
+    world = opaque()
+    world.finish("a")
+    world.spoil(0, 1 * N + 2)
+    found = world.runs("b", TEXT[:5], [1, 4], hit=4)
+    assert fields(found, "kind slot") == [("changed", 1 * N + 2)]
+
+
+def test_a_block_of_an_opaque_text_with_a_rejected_draft_is_handed_on():
+    found = opaque(drafts=(77,)).hand_on([[1, 2]])
+    assert fields(found, "kind slot position") == [("handed_on", 2 * N + 3, 7)]
+
+
 # --- foreign_write --------------------------------------------------------------------
 
 
