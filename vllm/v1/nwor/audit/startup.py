@@ -130,7 +130,7 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
     sizes = _sizes(runner, config)
     kv_groups = runner.kv_cache_config.kv_cache_groups
     block_sizes = [group.kv_cache_spec.block_size for group in kv_groups]
-    budget = config.audit_mib << 20
+    budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
 
     def audit_in(memory: DeviceMemory) -> Audit:
         groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
@@ -163,8 +163,9 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
 def path_of(runner: Any, config: NworConfig) -> str:
     """Of the JSON file, which each rank has for itself; empty for none. Raises
     NworConfigError if this process cannot write there."""
-    folder = Path(config.audit_file).parent
-    if config.audit_file and not os.access(folder, os.W_OK | os.X_OK):
+    path = Path(config.audit_file)
+    can_write = os.access(path.parent, os.W_OK | os.X_OK) and not path.is_dir()
+    if config.audit_file and not can_write:
         raise NworConfigError(
             f"{AUDIT_FILE}={config.audit_file!r} is not allowed; allowed values: empty "
             "or a path in a folder that exists and that this process can write to"
