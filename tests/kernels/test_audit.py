@@ -788,6 +788,16 @@ def test_a_load_that_two_requests_share_is_looked_at_once(monkeypatch):
     assert world.step(b=1, c=1) == []
 
 
+def test_a_block_that_was_loaded_in_part_is_found_by_another_in_the_same_step():
+    """Nobody tells of the load, and the one that found its block is the first row."""
+    world = filling(Loads.UNKNOWN)
+    world.fill(OTHER[:3])
+    world.add("b", OTHER[:5], [1, 4], hit=4)
+    world.add("c", OTHER[:5], [1, 5], hit=3)
+    world.local = {"b": 4}
+    assert world.step(b=1, c=2) == []
+
+
 def test_a_load_of_what_was_there_before_is_no_finding():
     """Nor is one of the same text whose bytes came out differently."""
     world = filling()

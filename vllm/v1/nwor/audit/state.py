@@ -373,7 +373,10 @@ class Audit:
         if acceptance is not None:
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
-        of_hits = [(row, text.data_ptr(), len(text)) for row, text in fresh.values()]
+        # First what may have been loaded: others may share it in this very step.
+        names = sorted(fresh, key=lambda name: -self.requests[name].loads)
+        texts = map(fresh.__getitem__, names)
+        of_hits = [(row, text.data_ptr(), len(text)) for row, text in texts]
         hits = torch.tensor(of_hits) if of_hits else None
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
