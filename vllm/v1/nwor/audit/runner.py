@@ -62,7 +62,8 @@ def start(runner: Any, config: NworConfig) -> RunnerAudit | None:
         audit = f"vLLM is not as expected: {error_text(error)}"
     if isinstance(audit, Audit):
         kind = RunnerAuditV2 if hasattr(runner, "block_tables") else RunnerAuditV1
-        offloading.watch(runner)
+        if audit.loads is Loads.KNOWN:
+            offloading.watch(runner)
         return kind(audit, config, path)
     runner.nwor_audit_storage = None
     if config.strict:

@@ -87,7 +87,9 @@ def _loads_of(vllm_config: Any) -> Loads:
         return Loads.NONE
     is_hooked = offloading.is_hooked() and transfer.kv_connector == offloading.NAME
     is_vllms = not getattr(transfer, "kv_connector_module_path", None)
-    return Loads.KNOWN if is_hooked and is_vllms else Loads.UNKNOWN
+    # Otherwise it stores blocks that are not full, and does not say how far they are.
+    is_whole = getattr(vllm_config.cache_config, "prefix_match_unit", None) is None
+    return Loads.KNOWN if is_hooked and is_vllms and is_whole else Loads.UNKNOWN
 
 
 def _refusal(runner: Any) -> str | None:
