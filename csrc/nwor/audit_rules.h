@@ -651,7 +651,8 @@ struct ScanSlots : OfBytes<AuditResolveArgs> {
         team, 0, num_rows(), 0, [&](int64_t i) { return blocks_of(i).count; },
         [&](int64_t i, uint64_t end) { ends[i] = static_cast<int64_t>(end); }));
     team.sync();
-    return {ends, total, row < 0 ? header->cursor : 0, least(max_scanned, total)};
+    const bool goes_on = row < 0 && header->cursor < total;
+    return {ends, total, goes_on ? header->cursor : 0, least(max_scanned, total)};
   }
 
   template <typename Team>

@@ -674,6 +674,21 @@ def test_the_budget_is_kept_and_the_cursor_goes_around():
     assert set(fields(found, "block")) == {1, 2, 3, 4, 5, 6}
 
 
+def test_no_block_is_left_out_while_requests_come_and_go():
+    """One a step, of six or of three: the round begins anew where it is past its end."""
+    world = prefilled(budget=N * NUM_LAYERS * HEADS * WIDTH)
+    for _ in range(3):
+        assert world.step(a=0, b=0) == []
+    world.spoil(0, 1 * N)
+    found = []
+    for _ in range(4):
+        world.finish("b")
+        found += world.step(a=0)
+        world.add("b", OTHER[:9], [4, 5, 6])
+        found += world.step(a=0, b=9) + world.step(a=0, b=0)
+    assert fields(found, "kind slot") == [("changed", 1 * N)]
+
+
 # --- missing_write --------------------------------------------------------------------
 
 
