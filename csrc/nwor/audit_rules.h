@@ -486,7 +486,9 @@ struct AdoptHit : AuditResolveArgs {
                               record.token != token;
         record = written(hash, token, p, step, seat,
                          seat.opaque ? kSlotUnknown : kSlotCommitted,
-                         is_other ? kContentReplaced : kContentNone);
+                         is_other    ? kContentReplaced
+                         : is_loaded ? kContentNone
+                                     : static_cast<SlotContent>(record.content));
       } else if (!seat.opaque && !holds(record, hash) && !is_reported) {
         is_reported = true;
         report_prefix(*this, there, p, hash, seat_index, step);
@@ -649,7 +651,8 @@ struct ScanSlots : OfBytes<AuditResolveArgs> {
         team, 0, num_rows(), 0, [&](int64_t i) { return blocks_of(i).count; },
         [&](int64_t i, uint64_t end) { ends[i] = static_cast<int64_t>(end); }));
     team.sync();
-    return {ends, total, row < 0 ? header->cursor : 0, least(max_scanned, total)};
+    const bool goes_on = row < 0 && header->cursor < total;
+    return {ends, total, goes_on ? header->cursor : 0, least(max_scanned, total)};
   }
 
   template <typename Team>
@@ -898,10 +901,10 @@ struct BlockEvents : AuditBlocksArgs {
     for (int64_t o = block == 0 ? block_size : 0; o < block_size; ++o) {
       const SlotRecord& record = of_block[o];
       if (record.state == kSlotUnknown) {
-        return;
+        continue;
       }
       const bool is_next =
-          o == 0 ||
+          o == 0 || of_block[o - 1].state == kSlotUnknown ||
           record.hash == of_block[o - 1].hash +
                              identity_of(record.token, of_block[o - 1].position + 1);
       count(header->num_identities);

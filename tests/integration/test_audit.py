@@ -27,6 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
+from tests.helpers.environment import model_path
 from tests.helpers.runner_probe import request_name
 from tests.helpers.worker_probe import OracleExtension
 from tests.integration.test_byte_oracle import (
@@ -40,7 +41,7 @@ from tests.integration.test_byte_oracle import (
     prompt,
     watch,
 )
-from tests.integration.test_reach import METHODS, MODELS
+from tests.integration.test_reach import IDLE, METHODS, MODELS, Idle
 from vllm_nwor.audit.findings import AuditError, Finding
 from vllm_nwor.audit.runner import start
 from vllm_nwor.audit.startup import path_of
@@ -100,7 +101,39 @@ def test_a_clean_run_has_no_finding(mode: str, name: str) -> None:
     assert engine.audit.audit.totals()["contents"] > 20_000
 
 
+def test_blocks_below_the_window_of_layers_of_several_sizes_are_given_back(
+    tmp_path: Path,
+) -> None:
+    """Target and draft model have one window, and heads that differ: vLLM's workers
+    have a spec for each of their group's layers."""
+    window = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 64}
+    config = json.loads(Path(model_path("tiny-llama-draft"), "config.json").read_text())
+    draft = config | window | {"num_hidden_layers": 4, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(draft))
+    speculative = {"method": "draft_model", "model": str(tmp_path)}
+    engine = Engine(
+        "off",
+        EVERYTHING,
+        load_format="dummy",
+        hf_overrides=window,
+        num_gpu_blocks_override=24,
+        speculative_config=speculative | {"num_speculative_tokens": 4},
+    )
+    engine.run([Request(f"{n}", prompt(n, 150), 60, at=6 * n) for n in range(6)])
+    assert found(engine) == []
+
+
 # --- planted faults -------------------------------------------------------------------
+
+
+def test_what_is_below_a_window_is_watched_where_vllm_keeps_it() -> None:
+    """Without its hybrid manager windows lie in one group with full attention."""
+    arguments = {"model": "tiny-gemma3", "disable_hybrid_kv_cache_manager": True}
+    engine = Engine("off", EVERYTHING, **arguments)
+    expected: list[Any] = []
+    with engine.before_step(12, lambda: expected.append(flip(engine))):
+        engine.run([Request("a", prompt(1, 200), 30)])
+    assert [(f.kind, f.layer, f.slot) for f in found(engine)] == [expected[0][:3]]
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +250,41 @@ def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
     assert engine.audit.audit.totals()["unverified"] == 0
 
 
+class FailingLoads(Idle):
+    """Brings two blocks of each prompt within the step, and fails."""
+
+    failed: set[int] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num: int) -> tuple[int, bool]:
+        return max(2 * BLOCK_SIZE - num, 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num: int) -> None:
+        FailingLoads.failed = set(blocks.get_block_ids()[0][:2]) if num else set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, FailingLoads.failed = FailingLoads.failed, set()
+        return failed
+
+
+def test_a_load_that_fails_within_its_step_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM computes its blocks in the next one; until then they hold another text."""
+    transfers = IDLE | {"kv_connector": "FailingLoads"}
+    transfers |= {"kv_connector_module_path": __name__}
+    policy = {"kv_load_failure_policy": "recompute"}
+    blocks = {"num_gpu_blocks_override": 17, "enable_prefix_caching": True}
+    engine = Engine("off", EVERYTHING, kv_transfer_config=transfers | policy, **blocks)
+    requests = [Request(f"{n}", prompt(n, 100), 9, at=20 * n) for n in range(6)]
+    result = engine.run(requests)
+    assert set(result.cached.values()) == {2 * BLOCK_SIZE}
+    assert found(engine) == []
+    name = "get_num_new_matched_tokens"
+    monkeypatch.setattr(FailingLoads, name, lambda *_: (0, False))
+    engine.llm.reset_prefix_cache()
+    assert engine.run(requests).tokens == result.tokens
+
+
 def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
     settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
@@ -242,6 +310,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> No
     there, missing = tmp_path / "a.json", tmp_path / "missing" / "a.json"
     assert path_of(runner, NworConfig(audit_file=str(there))) == f"{there}.1"
 
-    said = f"^VLLM_NWOR_AUDIT_FILE='{missing}' is not allowed; allowed values: empty or"
-    with pytest.raises(NworConfigError, match=said):
-        start(runner, NworConfig(audit_file=str(missing)))
+    for path in (missing, tmp_path):
+        said = f"^VLLM_NWOR_AUDIT_FILE='{path}' is not allowed; allowed values: empty o"
+        with pytest.raises(NworConfigError, match=said):
+            start(runner, NworConfig(audit_file=str(path)))

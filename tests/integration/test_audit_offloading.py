@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from vllm.distributed.parallel_state import destroy_model_parallel
 
 from tests.helpers.byte_map import owners
 from tests.helpers.drafters import ScriptedDrafter, all_wrong
@@ -186,6 +187,39 @@ def test_preempted_requests_come_back_as_they_were_stored() -> None:
     assert HostSpec.last.num_loaded > before
     assert found(engine) == []
     assert engine.audit.audit.totals()["returned"] > 0
+
+
+def test_a_store_is_of_what_its_blocks_held_before_the_step() -> None:
+    """V2's runner flushes it behind plan, when its blocks are another request's."""
+    engine, _ = stored(num_gpu_blocks_override=18, speculative_config=None)
+    flush, waiting = engine._connector.handle_preemptions, []
+
+    def flush_all(*_: Any) -> None:
+        while waiting:
+            flush(waiting.pop())
+
+    def wait(metadata: Any) -> None:
+        flush_all()
+        waiting.append(metadata)
+
+    engine._connector.handle_preemptions = wait
+    engine.runner.model.register_forward_pre_hook(flush_all)
+    engine.run([Request(f"many{n}", prompt(60 + n, 50), 90) for n in range(8)])
+    assert found(engine) == []
+    assert engine.audit.audit.totals()["returned"] > 0
+
+
+def test_blocks_that_are_stored_in_part_are_no_findings() -> None:
+    """Beside Mamba layers, up to the end of a prompt."""
+    destroy_model_parallel()  # it has groups of processes that others have not
+    arguments = {"model": "tiny-qwen3-next", "speculative_config": None}
+    arguments |= {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": True}
+    engine = Engine("off", EVERYTHING, prefix_match_unit=16, **arguments)
+    engine.run([*FIRST, *FILLER])
+    engine.llm.reset_prefix_cache()
+    result = engine.run([Request("later", (*FIRST[0].prompt, 7, 8), 8)])
+    assert result.cached["later"] == 32
+    assert found(engine) == []
 
 
 def test_of_many_stored_blocks_the_last_are_known() -> None:

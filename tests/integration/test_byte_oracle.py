@@ -44,7 +44,7 @@ from vllm_nwor.kv_probe import probe_layout
 from vllm_nwor.ops import SAVED_COLUMNS
 
 # The KV audit, of all bytes.
-EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "4096", "STRICT": "always"}
+EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "9" * 30, "STRICT": "always"}
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 # So few blocks that requests are preempted, and blocks are soon used again.
 FEW_BLOCKS: dict[str, Any] = {

@@ -245,7 +245,8 @@ class World:
         scheduled.finished_req_ids = self.finished
         scheduled.preempted_req_ids = self.preempted
         scheduled.kv_cache_block_copies = self.copied
-        scheduled.nwor_audit = {name: (None, num) for name, num in self.local.items()}
+        known = {name: (None, num, True) for name, num in self.local.items()}
+        scheduled.nwor_audit = known
         scheduled.scheduled_spec_decode_tokens = has_drafts
         self.runner.nwor_audit.begin_step(self.runner, scheduled)
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
@@ -488,6 +489,28 @@ def test_an_opaque_text_is_not_looked_at():
     assert world.counts("unverified") == (8,)
 
 
+def opaque(**work):
+    """A request whose text is not known; what a step does for it."""
+    world = World()
+    world.add("a", TEXT[:7], [1, 2, 3])
+    world.requests["a"].is_opaque = True
+    assert world.step(a=Work(7, **work)) == []
+    return world
+
+
+def test_bytes_of_an_opaque_text_are_watched_for_others():
+    world = opaque()
+    world.finish("a")
+    world.spoil(0, 1 * N + 2)
+    found = world.runs("b", TEXT[:5], [1, 4], hit=4)
+    assert fields(found, "kind slot") == [("changed", 1 * N + 2)]
+
+
+def test_a_block_of_an_opaque_text_with_a_rejected_draft_is_handed_on():
+    found = opaque(drafts=(77,)).hand_on([[1, 2]])
+    assert fields(found, "kind slot position") == [("handed_on", 2 * N + 3, 7)]
+
+
 # --- foreign_write --------------------------------------------------------------------
 
 
@@ -651,6 +674,21 @@ def test_the_budget_is_kept_and_the_cursor_goes_around():
     assert set(fields(found, "block")) == {1, 2, 3, 4, 5, 6}
 
 
+def test_no_block_is_left_out_while_requests_come_and_go():
+    """One a step, of six or of three: the round begins anew where it is past its end."""
+    world = prefilled(budget=N * NUM_LAYERS * HEADS * WIDTH)
+    for _ in range(3):
+        assert world.step(a=0, b=0) == []
+    world.spoil(0, 1 * N)
+    found = []
+    for _ in range(4):
+        world.finish("b")
+        found += world.step(a=0)
+        world.add("b", OTHER[:9], [4, 5, 6])
+        found += world.step(a=0, b=9) + world.step(a=0, b=0)
+    assert fields(found, "kind slot") == [("changed", 1 * N)]
+
+
 # --- missing_write --------------------------------------------------------------------
 
 
@@ -763,6 +801,16 @@ def test_a_load_that_two_requests_share_is_looked_at_once(monkeypatch):
     world.add("b", OTHER[:9], [1, 2, 3], hit=8)
     world.add("c", OTHER[:9], [1, 2, 4], hit=8)
     assert world.step(b=1, c=1) == []
+
+
+def test_a_block_that_was_loaded_in_part_is_found_by_another_in_the_same_step():
+    """Nobody tells of the load, and the one that found its block is the first row."""
+    world = filling(Loads.UNKNOWN)
+    world.fill(OTHER[:3])
+    world.add("b", OTHER[:5], [1, 4], hit=4)
+    world.add("c", OTHER[:5], [1, 5], hit=3)
+    world.local = {"b": 4}
+    assert world.step(b=1, c=2) == []
 
 
 def test_a_load_of_what_was_there_before_is_no_finding():

@@ -3,8 +3,10 @@
 
 A store is submitted one step after it was decided, when that step has been resolved: so
 every slot of its blocks must be committed by then. A block that is not is stored as it
-is, and loaded into another request later. That the blocks that a load fills change, and
-to what was stored, is seen when a request takes them over.
+is, and loaded into another request later. It is looked at when the step begins: what
+vLLM flushes then is a request's of that step, and V2's runner submits it behind plan.
+That the blocks that a load fills change, and to what was stored, is seen when a request
+takes them over.
 
 Where the connector holds a block is known by the numbers that its transfers give: of
 chunks of blocks, on the host. What was stored last to a place is what a load must bring
@@ -18,25 +20,20 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from ..hooks._wrap import HookTarget, Wrapped, argument, install_all, is_installed
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from ..hooks._wrap import HookTarget, Wrapped, install_all, is_installed
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
-PREEMPTIONS = HookTarget(
-    MODULE,
-    "OffloadingConnector.handle_preemptions",
-    ("self", "kv_connector_metadata"),
-    why="audit: stores decided in the last step are submitted here, or below",
-    delete_when="KV connectors announce which blocks they are about to read",
-)
 LOADS = HookTarget(
     MODULE,
     "OffloadingConnector.start_load_kv",
     ("self", "forward_context"),
-    why="audit: stores decided in the last step are submitted here",
-    delete_when="KV connectors announce which blocks they are about to read",
+    why="audit: loads decided in this step are submitted here",
+    delete_when="KV connectors announce which blocks they are about to fill",
 )
-LEDGER = (PREEMPTIONS, LOADS)
+LEDGER = (LOADS,)
 
 NAME = "OffloadingConnector"
 
@@ -47,7 +44,7 @@ _audited: WeakSet[Any] = WeakSet()
 
 def install(module: ModuleType) -> None:
     """Wraps the connector in `module`. Raises HostMismatch."""
-    install_all(module, {PREEMPTIONS: _stores, LOADS: _stores_and_loads})
+    install_all(module, {LOADS: _loads})
 
 
 def is_hooked() -> bool:
@@ -121,21 +118,19 @@ def read(
     return of_all(found), None if places is None else of_all(places)
 
 
-def _waiting(connector: Any) -> list[tuple[Any, Any]]:
-    worker = connector.connector_worker
-    return [(source, to) for _, source, to in worker._unsubmitted_store_jobs]
+def begin_step(scheduled: Any) -> None:
+    """The stores that a step submits. scheduled: vLLM's SchedulerOutput."""
+    if has_kv_transfer_group():  # vLLM warms up without
+        connector: Any = get_kv_transfer_group()
+        waiting = connector.connector_worker._unsubmitted_store_jobs
+        metadata = scheduled.kv_connector_metadata
+        jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
+        stores = [(source, to) for _, source, to in waiting]
+        stores += [(job.src_spec, job.dst_spec) for job in jobs if job is not None]
+        _hand_on(connector, stores, fills=False)
 
 
-def _stores(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
-    metadata = argument(PREEMPTIONS, "kv_connector_metadata", args, kwargs)
-    jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
-    flushed = [(job.src_spec, job.dst_spec) for job in jobs if job is not None]
-    _hand_on(connector, _waiting(connector) + flushed, fills=False)
-    return wrapped(*args, **kwargs)
-
-
-def _stores_and_loads(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
-    _hand_on(connector, _waiting(connector), fills=False)
+def _loads(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
     loads = connector._connector_metadata.load_jobs
     filled = [(job.dst_spec, job.src_spec) for job in loads.values()]
     _hand_on(connector, filled, fills=True)

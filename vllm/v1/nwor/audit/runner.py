@@ -26,6 +26,7 @@ from ..report import MAX_IN_FLIGHT, NOTHING
 from ..window import Acceptance, NumRejected, SampledIds
 from . import offloading, startup
 from .findings import AuditError, Findings, Found
+from .requests import Loads
 from .state import Audit, Batch
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -61,7 +62,8 @@ def start(runner: Any, config: NworConfig) -> RunnerAudit | None:
         audit = f"vLLM is not as expected: {error_text(error)}"
     if isinstance(audit, Audit):
         kind = RunnerAuditV2 if hasattr(runner, "block_tables") else RunnerAuditV1
-        offloading.watch(runner)
+        if audit.loads is Loads.KNOWN:
+            offloading.watch(runner)
         return kind(audit, config, path)
     runner.nwor_audit_storage = None
     if config.strict:
@@ -113,6 +115,8 @@ class RunnerAudit:
         if self.num_unread > MAX_IN_FLIGHT:
             self._take(0)
         self.audit.begin_step(scheduled)
+        if self.audit.loads is Loads.KNOWN:
+            offloading.begin_step(scheduled)
 
     def _kept(self, runner: Any, sampled: Any, drafts: Any) -> Kept:
         raise NotImplementedError

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.v1 import kv_cache_interface as kv
 
 from .. import ops
 from ..config import AUDIT_FILE, NworConfig, NworConfigError
@@ -86,7 +87,9 @@ def _loads_of(vllm_config: Any) -> Loads:
         return Loads.NONE
     is_hooked = offloading.is_hooked() and transfer.kv_connector == offloading.NAME
     is_vllms = not getattr(transfer, "kv_connector_module_path", None)
-    return Loads.KNOWN if is_hooked and is_vllms else Loads.UNKNOWN
+    # Otherwise it stores blocks that are not full, and does not say how far they are.
+    is_whole = getattr(vllm_config.cache_config, "prefix_match_unit", None) is None
+    return Loads.KNOWN if is_hooked and is_vllms and is_whole else Loads.UNKNOWN
 
 
 def _refusal(runner: Any) -> str | None:
@@ -129,7 +132,7 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
     sizes = _sizes(runner, config)
     kv_groups = runner.kv_cache_config.kv_cache_groups
     block_sizes = [group.kv_cache_spec.block_size for group in kv_groups]
-    budget = config.audit_mib << 20
+    budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
 
     def audit_in(memory: DeviceMemory) -> Audit:
         groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
@@ -162,8 +165,9 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
 def path_of(runner: Any, config: NworConfig) -> str:
     """Of the JSON file, which each rank has for itself; empty for none. Raises
     NworConfigError if this process cannot write there."""
-    folder = Path(config.audit_file).parent
-    if config.audit_file and not os.access(folder, os.W_OK | os.X_OK):
+    path = Path(config.audit_file)
+    can_write = os.access(path.parent, os.W_OK | os.X_OK) and not path.is_dir()
+    if config.audit_file and not can_write:
         raise NworConfigError(
             f"{AUDIT_FILE}={config.audit_file!r} is not allowed; allowed values: empty "
             "or a path in a folder that exists and that this process can write to"
@@ -177,15 +181,19 @@ def path_of(runner: Any, config: NworConfig) -> str:
 def _shape_of(runner: Any, config: NworConfig, gid: int) -> GroupShape:
     kv_config = runner.kv_cache_config
     spec = kv_config.kv_cache_groups[gid].kv_cache_spec
+    if isinstance(spec, kv.UniformTypeKVCacheSpecs):  # as vLLM's scheduler has it
+        spec = next(iter(spec.kv_cache_specs.values()))
     if hasattr(runner, "block_tables"):  # V2
         table = runner.block_tables.input_block_tables[gid]
     else:
         table = runner.input_batch.block_table[gid].block_table.gpu
     size, num_blocks = spec.block_size, kv_config.num_blocks
     tokens = entry_tokens(runner, gid)
-    window = getattr(spec, "sliding_window", None) or 0
-    if getattr(spec, "attention_chunk_size", None):
-        window = 1  # what is behind the last block may be gone
+    window = 0
+    if not isinstance(spec, kv.FullAttentionSpec):  # of that all blocks are kept
+        window = getattr(spec, "sliding_window", None) or 0
+        if getattr(spec, "attention_chunk_size", None):
+            window = 1  # what is behind the last block may be gone
     max_blocks = -(-table.shape[1] * tokens // size)
     num_stored = _num_stored(runner, config, num_blocks)
     return GroupShape(gid, size, tokens, num_blocks, max_blocks, window, num_stored)

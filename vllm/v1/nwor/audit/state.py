@@ -157,16 +157,16 @@ class Audit:
         owners: Owners = [{} for _ in self.groups]
         known = getattr(scheduled, "nwor_audit", {})
         for new in scheduled.scheduled_new_reqs:
-            salt, num_local = known.get(new.req_id, (None, None))
+            salt, *source = known.get(new.req_id, (None, None, False))
             is_opaque = bool(new.mm_features) or new.prompt_embeds is not None
-            about = new.num_computed_tokens, num_local, seed_of(new, salt), is_opaque
+            about = new.num_computed_tokens, *source, seed_of(new, salt), is_opaque
             self._add(owners, new.req_id, new.block_ids, *about)
         cached = scheduled.scheduled_cached_reqs
         rows = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
         for name, num_computed, blocks in zip(*rows, strict=True):
             request = self.requests[name]
             if name in cached.resumed_req_ids:
-                about = num_computed, None, request.seed, request.is_opaque
+                about = num_computed, None, False, request.seed, request.is_opaque
                 self._add(owners, name, blocks, *about)
             elif blocks is not None:
                 self._give(owners, request, blocks, 0)
@@ -180,19 +180,24 @@ class Audit:
         blocks: Sequence[Sequence[int]],
         num_computed: int,
         num_local: int | None,
+        is_loaded: bool,
         *about: Any,
     ) -> None:
         """A request comes, or comes back. num_local: of the tokens computed, those
-        found in the cache, where that is known: a KV connector has brought the others.
-        about: a Request's, from seed on."""
+        found in the cache, where that is known: a KV connector has brought the others,
+        or will in this step, which may fail. about: a Request's, from seed on."""
         loads = self.loads
         if loads is Loads.UNKNOWN and num_local is not None:
             loads = Loads.KNOWN
             if num_local < num_computed:
                 of_sizes = zip(blocks, self._block_sizes, strict=True)
                 first, end = num_local, num_computed
-                loaded = (ids[first // n : -(-end // n)] for ids, n in of_sizes)
-                self.hand_on([list(filter(None, ids)) for ids in loaded], fills=True)
+                found = (ids[first // n : -(-end // n)] for ids, n in of_sizes)
+                filled = [list(filter(None, ids)) for ids in found]
+                for group in () if is_loaded else self.groups:
+                    forgotten = dict.fromkeys(filled[group.shape.group_id], NOBODY)
+                    self._blocks(group, GIVEN, forgotten.items())
+                self.hand_on(filled, fills=True)
         request = self.requests.add(name, num_computed, loads, *about)
         self._give(owners, request, blocks, num_computed)
 
@@ -368,7 +373,10 @@ class Audit:
         if acceptance is not None:
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
-        of_hits = [(row, text.data_ptr(), len(text)) for row, text in fresh.values()]
+        # First what may have been loaded: others may share it in this very step.
+        names = sorted(fresh, key=lambda name: -self.requests[name].loads)
+        texts = map(fresh.__getitem__, names)
+        of_hits = [(row, text.data_ptr(), len(text)) for row, text in texts]
         hits = torch.tensor(of_hits) if of_hits else None
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):

@@ -5,7 +5,8 @@ Its counts travel with NWOR's own (hooks/stats.py), also where `VLLM_NWOR_MODE` 
 
 And back: what the scheduler alone knows of a request goes to the workers with the step
 that it is new in. Its `cache_salt`, which is to keep its blocks from others of the same
-text; and how much of what it found comes from the cache, and not from a KV connector.
+text; how much of what it found comes from the cache, and not from a KV connector; and
+whether that has reported its load done.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ def install(module: ModuleType) -> None:
 
 
 def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    loaded = set(getattr(scheduler, "finished_recving_kv_req_ids", ()))
     output = wrapped(*args, **kwargs)
     if output.scheduled_new_reqs:
         output.nwor_audit = {
-            new.req_id: _known_of(scheduler.requests.get(new.req_id))
-            for new in output.scheduled_new_reqs
+            name: (*_known_of(scheduler.requests.get(name)), name in loaded)
+            for name in (new.req_id for new in output.scheduled_new_reqs)
         }
     return output
 

@@ -188,6 +188,8 @@ v1.request:Request has cache_salt prefill_stats num_preemptions
 v1.metrics.stats:PrefillStats has num_local_cached_tokens:int
 """,
     "audit.offloading": """
+distributed.kv_transfer has get_kv_transfer_group has_kv_transfer_group
+v1.core.sched.output:SchedulerOutput has kv_connector_metadata
 distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1
     has _vllm_config _connector_metadata
 distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector
