@@ -264,7 +264,9 @@ def test_each_identity_that_fails_is_a_breach_by_name(step, found, kinds, method
 
 @pytest.mark.parametrize("part", ["pending", "publish"])
 def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
+    """Without a callback nothing is read, so nothing fails."""
     whole = run(hooked_scheduler(), MIXED)
+    assert whole["breaches"] == 0
     monkeypatch.setattr(commits, "registered", [None])
     scheduler, num_breaches = hooked_scheduler(), (1, 1)
     if part == "publish":  # behind the report's leaving: told with the next one
@@ -275,6 +277,9 @@ def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
 
     for num in num_breaches:
         assert run(scheduler, MIXED) == whole | {"breaches": num}
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
+    with pytest.raises((AttributeError, TypeError)):
+        run(scheduler, MIXED)
 
 
 @pytest.mark.parametrize(
