@@ -241,21 +241,6 @@ def test_a_begin_that_finds_windows_drops_them(kind):
     assert world.tables == [TABLE] * len(kind)
 
 
-@pytest.mark.parametrize("kind", [(False, False), (False, True)], ids=str)
-def test_a_step_whose_restore_fails_goes_without_counts(kind):
-    """Its own, an earlier step's or a later one's."""
-    world = World(*kind)
-    counts = []
-    for fails in ("none", "restore", "none"):
-        world.fail(fails)
-        world.run()
-        counts.append(world.manager.counts and world.manager.counts.read())
-
-    assert counts[1] is None
-    for (found,) in counts[::2]:
-        assert found[:4] == (2, 3, 0, 3)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_guarantee_9_a_begin_that_is_missed_beside_staged_groups_is_counted(fails):
     """A log that a failed commit left there would be restored over another's bytes."""
