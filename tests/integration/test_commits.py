@@ -366,32 +366,6 @@ def test_a_callback_that_raises_is_logged_once_counted_and_kept(
     assert (registration.num_errors, len(steps)) == (3, 7)
 
 
-def test_a_failure_of_ours_loses_the_commits_and_nothing_else(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commits, "pending", None)
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "0")
-    with reported() as found:
-        before = alone.scheduler.requests["a"].num_tokens
-        alone.step()
-        assert found == []
-        assert alone.scheduler.requests["a"].num_tokens > before
-        assert alone.scheduler.nwor_stats.report["counts"][-1] == 1  # a breach
-        monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
-        with pytest.raises(TypeError):
-            alone.step()
-
-
-def test_without_a_callback_nothing_is_read(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commits, "pending", None)
-    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")  # a call of it would raise
-
-    alone.step()
-    assert alone.scheduler.nwor_stats.report == {}  # nor is it a breach
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

@@ -414,16 +414,6 @@ def test_a_hit_in_the_step_that_writes_it_is_no_finding():
     assert world.counts("unverified") == (0,)
 
 
-def test_a_request_sits_out_some_steps_and_its_name_is_used_again():
-    world = prefilled()
-    assert world.step(b=1) == world.step(b=1) == []
-    assert decode(world) == []
-    world.finish("a")
-    world.add("a", OTHER[:6], [11, 12, 13])
-    assert world.step(a=6, b=0) == []
-    assert decode(world, 3) == []
-
-
 def test_a_preempted_request_gives_up_its_seat():
     """And none that sits out a step: with asynchronous scheduling the host does not
     know its text."""

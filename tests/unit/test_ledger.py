@@ -8,13 +8,10 @@ row is installed, and no other wrapper: tests/e2e/test_off_is_vanilla.py.
 
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from vllm_nwor.hooks import _wrap, engine_core
-from vllm_nwor.hooks._wrap import HostMismatch, check
+from vllm_nwor.hooks._wrap import check
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
@@ -51,23 +48,3 @@ def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
     assert set(HOOKS) == {row.module for row in OURS}
     assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT}
     assert len({row.name for row in ROWS}) == len(ROWS)
-
-
-OF_ENGINE_CORE = [row for row in OURS if row.module == engine_core.CONFIGS.module]
-
-
-@pytest.mark.parametrize("row", OF_ENGINE_CORE, ids=lambda row: row.qualname)
-def test_an_engine_core_that_differs_in_one_place_is_left_alone(row):
-    core = ModuleType(row.module)
-    vars(core).update(vars(import_module(row.module)))
-    owner, _, name = row.qualname.rpartition(".")
-
-    def moved_on(planted: Any) -> None: ...
-
-    other = type(owner, (vars(core)[owner],), {name: moved_on}) if owner else moved_on
-    setattr(core, owner or name, other)
-
-    with pytest.raises(HostMismatch, match=row.qualname):
-        engine_core.install(core)
-
-    assert all(hook.module is not core for hook in _wrap._hooks)

@@ -270,7 +270,9 @@ def test_a_scheduler_that_does_not_say_how_it_speculates_costs_no_counts():
 
 @pytest.mark.parametrize("part", ["pending", "publish"])
 def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
+    """Without a callback nothing is read, so nothing fails."""
     whole = run(hooked_scheduler(), MIXED)
+    assert whole["breaches"] == 0
     monkeypatch.setattr(commits, "registered", [None])
     scheduler, num_breaches = hooked_scheduler(), (1, 1)
     if part == "publish":  # behind the report's leaving: told with the next one
@@ -281,6 +283,9 @@ def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
 
     for num in num_breaches:
         assert run(scheduler, MIXED) == whole | {"breaches": num}
+    monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
+    with pytest.raises((AttributeError, TypeError)):
+        run(scheduler, MIXED)
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ def test_news_come_with_a_steps_own_counts_or_alone_and_once():
     assert report.take_payload() is None
 
 
-# What becomes of a step's counts: read as late as may be; never; dropped with the step;
-# lost with a commit that raises or fails, or because those of the step before, which
-# failed, cannot be copied.
-FATES = ("read", "unread", "dropped", "raises", "fails", "not copied")
+# What becomes of a step's counts: read as late as may be; never; taken by no output;
+# dropped with the step; lost with a commit that raises or fails, or because those of
+# the step before, which failed, cannot be copied.
+FATES = ("read", "unread", "untaken", "dropped", "raises", "fails", "not copied")
 
 
 @settings(deadline=None)
@@ -112,7 +112,8 @@ def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight
             assert fate != "raises"
         if fate in ("dropped", "raises"):
             manager.start_step()
-        in_flight.append((report.take_payload(), num_rejected, fate))
+        taken = None if fate == "untaken" else report.take_payload()
+        in_flight.append((taken, num_rejected, fate))
         if len(in_flight) == max_in_flight:
             taken, num_rejected, fate = in_flight.popleft()
             found = taken and taken.read()[0][:4]
