@@ -98,7 +98,7 @@ def all_refused(runner: Any, mode: Mode, reason: str) -> list[GroupInfo]:
     """What became of the KV-cache groups of a runner of which none was looked at. One
     is told of where the runner does not have them as expected."""
     config = getattr(runner, "kv_cache_config", None)
-    groups = range(len(getattr(config, "kv_cache_groups", "?")))
+    groups = range(len(getattr(config, "kv_cache_groups", [None])))
     return [GroupInfo(gid, mode.value, Mode.OFF.value, reason) for gid in groups]
 
 
