@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, TABLE, World, int32
@@ -94,6 +94,7 @@ FATES = ("read", "unread", "untaken", "dropped", "raises", "fails", "not copied"
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(FATES)), max_size=40),
     st.integers(1, 12),
 )
+@example([(1, "read"), (1, "untaken"), (1, "fails"), (2, "read")], 1)
 def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight):
     """The oldest is read when as many as may be in flight have made their commit."""
     with patch.object(ops, "publish", wraps=ops.publish) as publish:

@@ -84,11 +84,12 @@ def test_a_mismatch_is_named_and_nothing_is_wrapped(place, params, message):
     bad = target(place, tuple(params.split(", ")))
     expects = f" expected it to begin with ({params})" if message != IS_GONE else ""
 
-    with pytest.raises(HostMismatch) as error:
-        install_all(module, {target(): doubling, bad: doubling})
+    for wrapper in (doubling, None):  # one that is only checked
+        with pytest.raises(HostMismatch) as error:
+            install_all(module, {target(): doubling, bad: wrapper})
 
-    assert str(error.value) == f"host.{place} {message}{expects}"
-    assert dict(vars(module.Runner)) == before
+        assert str(error.value) == f"host.{place} {message}{expects}"
+        assert dict(vars(module.Runner)) == before
 
 
 def test_argument_is_found_by_position_or_by_name():
