@@ -147,9 +147,7 @@ REASONS = {
     "log_cache_slots": "begin_failed",
     "restore_rejected_drafts": "commit_failed",
 }
-VANILLA = (
-    "; the step ran as vanilla vLLM (further ones are counted in vllm:nwor_fallbacks)"
-)
+PLAIN = "; the step ran as plain vLLM (further ones are counted in vllm:nwor_fallbacks)"
 # Which call fails (None: every one; "each": one after the other, a run each), whether
 # after its work, and what it raises.
 FAULTS: dict[str, tuple[int | str | None, bool, Exception]] = {
@@ -187,7 +185,7 @@ def test_an_op_that_fails_loses_nothing(
         with nwor_log() as lines, failing_op(cow, op, call, late, error):
             found = cow.run(ALL, [oracle])
         assert_same(found, off.result)
-        assert lines == [f"WARNING NWOR {reason}: {op}: {error}{VANILLA}"]
+        assert lines == [f"WARNING NWOR {reason}: {op}: {error}{PLAIN}"]
         num_failed = num_calls // NUM_GROUPS if call is None else 1
         assert manager.fallbacks == {reason: num_failed}
         assert {violation.kind for violation in oracle.violations} <= {"not restored"}
@@ -232,7 +230,7 @@ def vllm_failing(engine: Engine, where: str, state: State) -> Iterator[None]:
 # The state in which a strict engine stops, and the message behind the reason; one for
 # each hook that raises.
 STRICT = {
-    "begin_failed": (State.VANILLA, "log_cache_slots: injected$"),
+    "begin_failed": (State.PLAIN, "log_cache_slots: injected$"),
     "commit_failed": (State.FAILED, "restore_rejected_drafts: injected$"),
     "stale_log": (State.IDLE, r"windows with \d+ drafts were dropped"),
     "begin_missed": (State.IDLE, r"\d+ drafts were sampled that begin never saw"),
@@ -440,7 +438,7 @@ def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
     assert engine.manager.fallbacks == {"over_capacity": len(too_big)}
     assert lines == [
         f"WARNING NWOR over_capacity: {sizes[too_big[0]]} drafts do not fit the undo "
-        f"log of 4 rows{VANILLA}"
+        f"log of 4 rows{PLAIN}"
     ]
     assert len(too_big) < sum(1 for size in sizes if size), "no window fitted"
     assert {violation.step for violation in oracle.violations} <= set(too_big)

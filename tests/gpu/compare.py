@@ -3,7 +3,7 @@
 
     started   both came to their end; or nothing else is judged
     rows      each row saw what it is about (preemptions, cache hits, graph mode, ...)
-    vanilla   the oracle reports vanilla vLLM, at rejected drafts' slots and only there
+    vanilla   the oracle reports plain vLLM, at rejected drafts' slots and only there
     bytes     it reports nothing with NWOR on, and there was something to restore
     outputs   tokens, logprobs, ends and batches of all requests are the same off and on
     digests   so are the caches' bytes after every step, rejected drafts' slots aside

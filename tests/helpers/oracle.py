@@ -22,7 +22,7 @@ kept rows: S2 == S1 has to hold outside the slots of this step only, and
     each rejected draft was verified in a shadow block          else "not staged"
 
 It works all that out from vLLM's own objects and asks NWOR for nothing but how many
-blocks it has reserved: on vanilla vLLM it must report "not restored".
+blocks it has reserved: on plain vLLM it must report "not restored".
 
 What else a cache holds is compared with a run without NWOR. For that, Watch has three
 64-bit digests of each step: where the step's slots lie; the bytes of all slots except

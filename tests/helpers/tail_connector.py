@@ -3,7 +3,7 @@
 
 Prefix caching shares full blocks only; what a request computed behind the last full one
 is lost when it ends. Here that block leaves whole, as KV transfers move blocks, with
-the number of its rows that hold the request's tokens. In vanilla vLLM the rows behind
+the number of its rows that hold the request's tokens. In plain vLLM the rows behind
 hold what rejected drafts left: the same text gives other bytes each time, and no block
 like that can be known by its content. `on_commit` gives length and block. In mode off,
 where it is refused, vLLM's own numbers stand in: for a control.

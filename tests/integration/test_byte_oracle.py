@@ -3,7 +3,7 @@
 
 A case is three engines, off, cow and stage, with the same history, that play the same
 requests under the oracles. Where a slot's bytes lie, and which drafts were rejected, is
-worked out from vLLM alone (tests/helpers). Each oracle is shown to report vanilla vLLM
+worked out from vLLM alone (tests/helpers). Each oracle is shown to report plain vLLM
 and several ways to restore wrongly. test_reach.py has more methods and models. Not
 covered: block copies (vLLM 0.32 makes them for mamba models only), attention on AMX and
 ARM (it needs such a machine), CUDA.

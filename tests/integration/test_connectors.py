@@ -2,7 +2,7 @@
 """KV connectors beside NWOR, on real engines of the CPU.
 
 The OffloadingConnector with both modes: the same outputs, and the same bytes exported,
-as vanilla vLLM. A connector of ours that exports the partial last block of a request:
+as plain vLLM. A connector of ours that exports the partial last block of a request:
 vanilla's holds what rejected drafts left, NWOR's does not.
 """
 

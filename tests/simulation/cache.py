@@ -82,7 +82,7 @@ class Cache:
 
     real: the bytes that the manager and its ops work on.
     expected: what a transactional cache holds.
-    dirty: [bytes] bool: True where vanilla vLLM would have what a rejected draft wrote
+    dirty: [bytes] bool: True where plain vLLM would have what a rejected draft wrote
         last, or a copy of that; elsewhere it would have the bytes of `expected`.
     is_shadow: [bytes] bool: of protected layers' shadow blocks.
     num_blocks: the scheduler's.

@@ -6,7 +6,7 @@ Checked in every step, over the whole allocation and its guard bytes:
     stage and begin change nothing of the cache but shadow blocks (and nothing beside
     the memory that the manager was given)
     1  rejected slots hold what they held when the step began
-    2  every other byte is what vLLM wrote, and what vanilla vLLM would have, except
+    2  every other byte is what vLLM wrote, and what plain vLLM would have, except
        where vanilla's last write was a rejected draft or a copy of one, or was lost
        with a step that failed
     3  through the tables a forward reads, at each committed position, what it would
@@ -314,7 +314,7 @@ class Engine:
                 return reasons
         self._arm(fault, "restore", logged)
         self._arm(fault, "commit", staged)
-        self.state = State.LOGGED if logged else State.VANILLA
+        self.state = State.LOGGED if logged else State.PLAIN
         if staged:
             self.state = State.STAGED
         step.staged, step.logged = staged, logged

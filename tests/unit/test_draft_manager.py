@@ -330,7 +330,7 @@ COW, STAGED, POISON = (False, {}), (True, {}), (False, {"on_reject": OnReject.PO
         (1, STAGED, lambda m, group: m.shadow.abort()),
         # Without windows, in a state that nothing has led to.
         (2, None, lambda m, group: setattr(m, "state", State.FAILED)),
-        (2, None, lambda m, group: setattr(m, "state", State.VANILLA)),
+        (2, None, lambda m, group: setattr(m, "state", State.PLAIN)),
         (3, COW, lambda m, group: group.log_windows[2, 1].fill_(1)),
         (4, COW, lambda m, group: table(m)[1, 0].add_(1)),
         (4, COW, lambda m, group: table(m)[:2, -1].copy_(table(m)[:2, -1].flip(0))),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 class Mode(enum.StrEnum):
     """What happens to the KV entries of draft tokens.
 
-    OFF: vanilla vLLM, nothing is wrapped.
+    OFF: plain vLLM, nothing is wrapped.
     COW: old bytes are logged before the forward, rejected slots restored after it.
     STAGE: drafts are verified in shadow blocks, and only kept rows get into a request's
         own; a KV-cache group that cannot have them uses COW.
@@ -29,7 +29,7 @@ class Mode(enum.StrEnum):
 
 
 class Strict(enum.StrEnum):
-    """Where a failure of ours raises instead of falling back to vanilla vLLM.
+    """Where a failure of ours raises instead of falling back to plain vLLM.
 
     NEVER: nowhere. STARTUP: what is refused at start-up. ALWAYS: what fails in a step,
     too, which ends a running engine.

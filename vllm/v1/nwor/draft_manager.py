@@ -21,10 +21,10 @@ States:
     IDLE    -stage->  STAGED   shadow blocks are in the tables of the staged groups;
                                begin then logs the drafts of the others
             -begin->  LOGGED   old bytes of all draft slots are in the undo log
-            -begin->  VANILLA  they are not, that is counted, the step runs as vanilla
+            -begin->  PLAIN    they are not, that is counted, the step is plain vLLM's
     LOGGED  -commit-> IDLE     rejected slots restored, accepted ones kept
             -commit-> FAILED   each rejected slot holds old or new bytes, all else is as
-                               in vanilla vLLM
+                               in plain vLLM
             -abort->  IDLE     the log is dropped, the cache stays as vLLM left it
     STAGED  -commit-> IDLE     kept rows are in the real blocks, the tables are vLLM's
                                own
@@ -34,7 +34,7 @@ States:
                                the step wrote to blocks with drafts go with it (such a
                                block is not full: of a partial one that vLLM caches for
                                hybrid models no hit gets as far as these rows)
-    VANILLA -end_unlogged, abort-> IDLE
+    PLAIN   -end_unlogged, abort-> IDLE
     FAILED  -stage, begin-> as from IDLE
 
 FAILED lasts until a step has drafts again. It does not repeat the commit: by then a
@@ -43,7 +43,7 @@ that is a rejected draft; under VLLM_NWOR_STRICT=always the step raises, and FAI
 stays.
 
 A begin that finds a log drops it first. When one of our own operations fails, the
-window turns into vanilla vLLM: no token is lost, the failure is counted in `fallbacks`
+window turns into plain vLLM: no token is lost, the failure is counted in `fallbacks`
 and logged once; `VLLM_NWOR_STRICT=always` raises `NworError` instead. A step whose
 drafts reach the sampler in state IDLE or FAILED was missed: no begin saw it.
 
@@ -102,7 +102,7 @@ class State(enum.Enum):
     IDLE = "idle"
     STAGED = "staged"
     LOGGED = "logged"
-    VANILLA = "vanilla"
+    PLAIN = "plain"
     FAILED = "failed"
 
     def __init__(self, name: str) -> None:
@@ -344,7 +344,7 @@ class DraftCommitManager:
             if num_drafts == 0:
                 return
             if num_drafts > self.capacity:
-                self.state = State.VANILLA
+                self.state = State.PLAIN
                 self._fall_back(
                     OVER_CAPACITY,
                     f"{num_drafts} drafts do not fit the undo log of {self.capacity} "
@@ -364,12 +364,12 @@ class DraftCommitManager:
                     )
                 log.num_drafts = num_drafts
             except Exception as error:
-                outcome = "the step ran as vanilla vLLM"
+                outcome = "the step ran as plain vLLM"
                 if self.state is _STAGED:
                     self._has_failed_beside = True
-                    outcome = "the groups without shadow blocks ran as vanilla vLLM"
+                    outcome = "the groups without shadow blocks ran as plain vLLM"
                 else:
-                    self.state = State.VANILLA
+                    self.state = State.PLAIN
                 self._fall_back(
                     BEGIN_FAILED, f"log_cache_slots: {error}", error, outcome
                 )
@@ -478,7 +478,7 @@ class DraftCommitManager:
 
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where the manager is not open: a step that was left to
-        vanilla vLLM ends, or one without drafts, or one that begin never saw.
+        plain vLLM ends, or one without drafts, or one that begin never saw.
 
         num_drafts: of the step. If there are any, and begin was not called, that is a
         fallback, begin_missed.
@@ -486,7 +486,7 @@ class DraftCommitManager:
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if begin was missed.
         """
-        if self.state is State.VANILLA:
+        if self.state is State.PLAIN:
             self.state = _IDLE
         elif num_drafts > 0:
             self._miss_begin(f"{num_drafts} drafts")
@@ -502,7 +502,7 @@ class DraftCommitManager:
             NworError: if a table cannot be put back; under VLLM_NWOR_STRICT=always, if
                 there were windows.
         """
-        if self.state is State.VANILLA:
+        if self.state is State.PLAIN:
             self.state = _IDLE
         if not self.is_open:
             return
@@ -537,7 +537,7 @@ class DraftCommitManager:
         reason: str,
         detail: str,
         cause: Exception | None = None,
-        outcome: str = "the step ran as vanilla vLLM",
+        outcome: str = "the step ran as plain vLLM",
     ) -> None:
         self.fallbacks[reason] += 1
         if self.config.strict_steps:

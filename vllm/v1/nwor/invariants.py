@@ -5,7 +5,7 @@ By the numbers that a failed check names:
 
     1. LOGGED has a log of 1 to `capacity` drafts; STAGED has drafts; every other state
        has none. Shadow blocks are in the tables in STAGED only.
-    2. FAILED is left behind by a commit_failed only, VANILLA by an over_capacity or
+    2. FAILED is left behind by a commit_failed only, PLAIN by an over_capacity or
        begin_failed.
     3. Each entry of the log is a draft at its position in a window, or none.
     4. The tables name each layer's cache where it was bound, and its place in a row of
@@ -41,9 +41,9 @@ def check(manager: DraftCommitManager) -> None:
     _require(1, least <= num_drafts <= most, f"{manager.state}, {num_drafts} drafts")
     if manager.state is State.FAILED:
         _require(2, fallbacks[COMMIT_FAILED] > 0, f"FAILED after {fallbacks}")
-    if manager.state is State.VANILLA:
+    if manager.state is State.PLAIN:
         counted = fallbacks[OVER_CAPACITY] + fallbacks[BEGIN_FAILED]
-        _require(2, counted > 0, f"VANILLA after {fallbacks}")
+        _require(2, counted > 0, f"PLAIN after {fallbacks}")
     beside = manager._log_beside
     if beside is not None and not is_staged:
         _require(1, beside.num_drafts == 0, f"{manager.state}, logged beside")

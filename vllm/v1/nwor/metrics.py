@@ -14,7 +14,7 @@ What holds for the totals, always (a breach only moves tokens between the parts)
 
     tokens_staged == committed_tokens + rejected_tokens + dropped_drafts
 
-and, as long as no breach is counted and no step ran as vanilla vLLM:
+and, as long as no breach is counted and no step ran as plain vLLM:
 
     committed_tokens == vllm:spec_decode_num_accepted_tokens
     rejected_tokens  == drafts counted (grammar-invalid ones too) - accepted
@@ -195,7 +195,7 @@ class NworStats:
         dropped = min(max(uncounted, 0), staged - committed)
         parts = committed, staged - committed - dropped, dropped
         if windows == staged == 0:
-            return parts  # the step ran as vanilla vLLM
+            return parts  # the step ran as plain vLLM
         # Fewest and most drafts accepted in all windows, as far as the output shows.
         fewest = most = 0
         for request_id, tokens in drafts.items():

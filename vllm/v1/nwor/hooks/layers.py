@@ -39,7 +39,7 @@ REFUSED_IMPLS = {
 
 
 class GroupRefused(ValueError):
-    """A KV-cache group that NWOR leaves to vanilla vLLM; the text says why."""
+    """A KV-cache group that NWOR leaves to plain vLLM; the text says why."""
 
 
 def error_text(error: Exception) -> str:
