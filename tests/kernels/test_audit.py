@@ -675,7 +675,7 @@ def test_the_budget_is_kept_and_the_cursor_goes_around():
 
 
 def test_no_block_is_left_out_while_requests_come_and_go():
-    """One a step, of six or of three: the round begins anew where it is past its end."""
+    """One a step, of six or of three: a round that is past its end begins anew."""
     world = prefilled(budget=N * NUM_LAYERS * HEADS * WIDTH)
     for _ in range(3):
         assert world.step(a=0, b=0) == []
