@@ -20,8 +20,6 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
 from ..hooks._wrap import HookTarget, Wrapped, install_all, is_installed
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
@@ -120,8 +118,10 @@ def read(
 
 def begin_step(scheduled: Any) -> None:
     """The stores that a step submits. scheduled: vLLM's SchedulerOutput."""
-    if has_kv_transfer_group():  # vLLM warms up without
-        connector: Any = get_kv_transfer_group()
+    from vllm.distributed import kv_transfer
+
+    if kv_transfer.has_kv_transfer_group():  # vLLM warms up without
+        connector: Any = kv_transfer.get_kv_transfer_group()
         waiting = connector.connector_worker._unsubmitted_store_jobs
         metadata = scheduled.kv_connector_metadata
         jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
