@@ -21,7 +21,7 @@ from tests.helpers.environment import REPO, subprocess_env
 pytestmark = pytest.mark.e2e
 
 SCRIPT = r"""
-import importlib, inspect, json, os, sys, time
+import importlib, inspect, json, os, statistics, sys, time
 from importlib.metadata import entry_points
 
 HOSTS = (
@@ -116,7 +116,7 @@ for _ in range(15):
     started = time.process_time()
     entry.load()()
     milliseconds.append((time.process_time() - started) * 1e3)
-result["milliseconds"] = min(milliseconds)
+result["milliseconds"] = statistics.median(milliseconds)
 
 (alias,) = [f for f in sys.meta_path if f not in finders][-1:]
 others = [name for name in sys.modules if not name.startswith("vllm.v1.nwor")]
@@ -196,9 +196,8 @@ def test_the_name_in_vllm_gives_the_same_modules_where_the_plugin_ran(
 
 
 def test_costs_a_process_a_few_milliseconds(looks: dict[str, Any]) -> None:
-    """Processor time: to load the plugin and run it, the least of 15, because others on
-    the machine only add to it; of our finder for each module that vLLM imports, all
-    together."""
+    """Processor time: to load the plugin and run it, median of 15; and of our finder
+    for each module that vLLM imports, all together."""
     assert looks["milliseconds"] < 5
     assert looks["alias"]["found"] == []
     assert looks["alias"]["names"] > 1000

@@ -140,14 +140,14 @@ def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_unexpected_of_a_module_is_a_refusal_too(strict, monkeypatch):
-    """Here what is to be hooked is no function any more."""
-    host = ModuleType(CORE)
-    host.get_kv_cache_configs = "now data"
+    """Here our hooks need a module that vLLM no longer has."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.stats", None)
     monkeypatch.setenv("VLLM_NWOR_STRICT", str(int(strict)))
     with (
         nwor_log() as lines,
-        pytest.raises(TypeError) if strict else contextlib.nullcontext(),
+        pytest.raises(ImportError) if strict else contextlib.nullcontext(),
     ):
-        plugin._guarded(".hooks.engine_core")(host)
-    said = f"ERROR NWOR is off for {CORE}: 'now data' is not a callable object"
+        plugin._guarded(".hooks.stats")(ModuleType(SCHEDULER))
+    said = f"ERROR NWOR is off for {SCHEDULER}: "
+    said += "import of vllm.v1.metrics.stats halted; None in sys.modules"
     assert lines == ([] if strict else [said])

@@ -74,8 +74,9 @@ def check(target: HookTarget, module: ModuleType) -> None:
     owner: Any = module
     for part in target.qualname.split("."):
         owner = getattr(owner, part, None)
-    if owner is None:
-        raise HostMismatch(f"{target.name} does not exist in this vLLM")
+    if not callable(owner):
+        what = "does not exist" if owner is None else "is no function"
+        raise HostMismatch(f"{target.name} {what} in this vLLM")
     found = tuple(inspect.signature(owner).parameters)
     if (mismatch := target.matches(found)) is not None:
         raise HostMismatch(mismatch)
