@@ -53,6 +53,7 @@ class EngineSpec:
     get the target's weights, so that some of their drafts are right. adaptive: vLLM
     decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
     executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
+    loras: random LoRA adapters that its requests can have.
     """
 
     name: str
@@ -72,6 +73,7 @@ class EngineSpec:
     dynamic: bool = False
     executor: str = ""
     runs_on: str = ""
+    loras: int = 0
 
     @property
     def runner(self) -> str:
