@@ -83,7 +83,8 @@ def test_what_holds_when_a_step_fails(runs, engine, what):
     assert look["error"].startswith(error)
     check_put_back(look)
     assert look["state"] == ("failed" if what == "commit" else "idle")
-    assert look["drafts"] == look["staged"] == look["written"] > 4
+    assert look["drafts"] == look["staged"] > 4
+    assert look["written"] > 0  # one that is proposed again finds its own bytes
     assert look["fallbacks"] == {reason: 1}
 
 

@@ -56,7 +56,7 @@ class Fault(Watch):
         self.num_until = EARLIER
         self.fallbacks = Counter(self.manager.fallbacks)
         self._stack = ExitStack()
-        patch = partial(self._patch, self._stack)
+        patch = self._patch
         if what in OPS:
             ops = self._stack.enter_context(seam.of(self.manager))
             for name, *how in OPS[what]:
@@ -78,9 +78,9 @@ class Fault(Watch):
     def _fallbacks(self) -> dict[str, int]:
         return dict(Counter(self.manager.fallbacks) - self.fallbacks)
 
-    def _patch(self, stack: ExitStack, owner: Any, name: str, by: Any) -> None:
+    def _patch(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
         call = partial(by, getattr(owner, name))
-        stack.enter_context(mock.patch.object(owner, name, call))
+        self._stack.enter_context(mock.patch.object(owner, name, call))
 
     def _fail(self) -> None:
         if self.manager.state.value == "staged" and self.num_until < 0:
