@@ -75,6 +75,8 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
         return (Row("batch 8", (_batch("eight", 8, 12, 10, stagger=1),)),)
     if spec.loras:
         return (Row("LoRA", (_adapted(),), frozenset({"cached", "different"})),)
+    # Of a sliding window vLLM caches too few blocks to find some at once.
+    at_once = frozenset(() if getattr(spec, "windows", False) else ("hit at once",))
     return (
         Row("batch 1", ((Request("one/0", prompt("one", 30), 48, params=_PLAIN),),)),
         Row("batch 8", (_batch("eight", 8, 40, 32, stagger=1),)),
@@ -83,7 +85,7 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
         Row("aborts", (_aborted(),), frozenset({"dropped"})),
         Row("preemption", (_too_many(spec),), frozenset({"preempted"})),
         Row("prefix caching", _returning("prefix", 150), frozenset({"cached"})),
-        Row("hits at once", (_sharing(),), frozenset({"hit at once"})),
+        Row("hits at once", (_sharing(),), at_once),
         Row("ids again", _ids_again(spec), frozenset({"cached", "dropped"})),
         Row("two outputs", (_in_two(),), frozenset({"cached", "different"})),
         Row("chunked prefill", (_mixed(),), frozenset({"chunked"})),
