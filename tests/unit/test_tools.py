@@ -211,11 +211,24 @@ def test_a_sanitizer_step_that_proves_nothing_fails(
     assert gpu_run("sanitizer", "memcheck", python=python)[0] == status
 
 
+@pytest.mark.parametrize("failing", ["pytest", "tests.gpu.results"])
+def test_kernels_that_fail_or_whose_verdict_is_not_kept_fail(failing, gpu_run):
+    python = f'case "$*" in *{failing}*) exit 1 ;; esac'
+    assert gpu_run("kernels", python=python)[0] == 1
+
+
 # --- mutation_check.py ---
 
-# A project whose native library is there already.
+# A project whose native library is there already: on CUDA it is a kernel's text.
+KERNEL, LIBRARY = "csrc/nwor/double.cu", "vllm/v1/nwor/_nwor_C.so"
 PROJECT = {
     "tools/native.py": "",
+    KERNEL: "2 + 2",
+    LIBRARY: "",
+    "test_kernel.py": f"""
+def test_of_two():
+    assert eval(open("{LIBRARY}").read()) == 4
+""",
     "double.py": "def double(x):\n    return x + x\n",
     "test_double.py": """
 from double import double
