@@ -247,3 +247,21 @@ def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
 
     found = json.loads((tmp_path / "a.json").read_text())["entries"]
     assert {entry["n"] for entry in found.values()} == set(range(40))
+
+
+def test_a_step_is_kept_with_how_it_ended_and_what_pytest_counted(
+    tmp_path, monkeypatch
+):
+    for variable in (results.FOLDER_VARIABLE, "NWOR_WORK"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr(environment, "describe", lambda *_: {"packages": {}})
+    said = "2 failed, 3 passed, 4 skipped, 5 deselected in 61.20s (0:01:01)\n"
+    (tmp_path / "a.log").write_text(f"9 failed\n{said}1 failed\n")
+    (tmp_path / "b.log").write_text("killed\n")
+    results.save_verdicts("kernels ", "a=1", "b=137")
+    found = json.loads((tmp_path / "gpu_kernels.json").read_text())
+    entry = found["entries"]["all"]
+    assert entry["command"] == "tools/gpu_run.sh kernels"
+    assert entry["exit_status"] == {"a": 1, "b": 137}
+    assert entry["tests"]["a"] == {"failed": 2, "passed": 3, "skipped": 4}
+    assert set(entry["tests"]["b"].values()) == {0}
