@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from benchmarks import report
 
-from tests.gpu import compare, test_poison
+from tests.gpu import compare, test_poison, test_sleep
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Pool
 from tests.gpu.rows import Row
@@ -149,6 +149,43 @@ def test_verdict_names_the_trouble(changed, trouble):
     for mode, *path in changes:
         change(changed[mode].report, *path)
     assert failing(changed) == wanted
+
+
+SLEPT = {
+    "nothing": ((ON, "live", ROW, "num_steps", 0), "none"),
+    "byte": ((ON, "live", ROW, "watch", 0, "violations", [{"kind": "a"}]), "bytes"),
+    "token": ((ON, "live", ROW, "tokens", NAME, 0, one_more), "outputs"),
+    "vanilla's token": (
+        (OFF, "live", ROW, "tokens", NAME, 0, one_more),
+        "none; outputs of 1 rows not compared",
+    ),
+    "counter": ((ON, "live", ROW, "counters", "nwor_breaches", 1), "counters"),
+    "interrupted token": ((ON, "live", "interrupted", "tokens", {}), "outputs"),
+    "nobody ran": ((ON, "live", "interrupted", "num_live", 0), "outputs"),
+    "interrupted counter": (
+        (ON, "live", "interrupted", "device_counters", "staged", one_more),
+        "counters",
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", SLEPT)
+def test_what_is_saved_of_an_engine_that_slept(changed, trouble):
+    (mode, *path), shown = SLEPT[trouble]
+    for run in changed.values():
+        phase = {"memory": {"pools": {}}, ROW: run.report["watched"][ROW]}
+        interrupted = run.report["plain"][ROW] | {"num_live": 8}
+        live = copy.deepcopy(phase | {"interrupted": interrupted})
+        run.report.update(awake=phase, live=live)
+    change(changed[mode].report, *path)
+    (entry,) = test_sleep.entries(CPU, changed).values()
+    entry["environment"] = {"date": "today UTC", "commit": "abc"}
+    lines = report.rendered("sleep", result={"entries": {CPU.name: entry}}).splitlines()
+    cells = [line.split(" | ")[2:-2] for line in lines[2:]]
+    shown_by_phase = {cell[0]: cell[-1] for cell in cells}
+    assert shown_by_phase == {"awake": "none", "live": shown}
+    num_live = entry[ON]["phases"]["live"]["interrupted"]["num_live"]
+    assert num_live == 8 * (trouble != "nobody ran")
 
 
 def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(changed):
