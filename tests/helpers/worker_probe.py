@@ -19,7 +19,7 @@ from benchmarks.worker_extension import NworWorkerExtension
 from tests.helpers.byte_map import allocation, slot_bytes
 from tests.helpers.filler import Filler
 from tests.helpers.oracle import Watch
-from tests.helpers.runner_probe import cache_layers
+from tests.helpers.runner_probe import block_tables, cache_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 PLANTED = "injected between log and commit"
@@ -43,10 +43,7 @@ class OracleExtension(NworWorkerExtension):
         runner = self.model_runner
         if rank not in (None, runner.vllm_config.parallel_config.rank):
             return None
-        if hasattr(runner, "block_tables"):
-            table = runner.block_tables.input_block_tables[0]
-        else:
-            table = runner.input_batch.block_table[0].block_table.gpu
+        table = block_tables(runner)[0]
         (group,) = runner.nwor_audit.audit.groups
         slot = int(table[0, 0]) * group.shape.entry_tokens + 1
         name = group.layers[1].name

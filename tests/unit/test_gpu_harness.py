@@ -24,6 +24,7 @@ from benchmarks import environment
 from tests.gpu import engines, results
 from tests.gpu.pool import Pool
 from tests.helpers.oracle import Watch
+from vllm_nwor.ops import SAVED_COLUMNS
 
 
 def test_matrix_covers_every_pair():
@@ -75,6 +76,8 @@ class Runner:
             logits_indices=torch.arange(4),
             cu_num_logits=torch.tensor([0, 4]),
         )
+        tables = [torch.zeros(1, 3, dtype=torch.int32)]
+        self.block_tables = SimpleNamespace(input_block_tables=tables)
         graphs = {"run_fullgraph": self.forward, "run_pw_graph": None}
         self.cudagraph_manager = SimpleNamespace(**graphs)
 
@@ -111,11 +114,13 @@ def runner():
     return Runner()
 
 
-def watched(runner: Any, num_steps: int = 1) -> dict[str, Any]:
+def watched(runner: Any, num_steps: int = 1, **scheduled: Any) -> dict[str, Any]:
+    """scheduled: of vLLM's SchedulerOutput."""
     oracle = Watch(runner)
     oracle.start(seed=1)
+    scheduled |= {"num_scheduled_tokens": {"one": 4}}
     for _ in range(num_steps):
-        runner.execute_model(SimpleNamespace(num_scheduled_tokens={"one": 4}))
+        runner.execute_model(SimpleNamespace(**scheduled))
         runner.sample(None, runner.batch, None)
         runner.context["draft.0"].write([5, 6], 9.0)
     return oracle.stop()
@@ -184,6 +189,65 @@ def test_oracle_knows_shadow_blocks(runner, kind, verified, written):
 
     runner.restore = commit
     assert set(watched(runner)["violations_by_kind"]) == {kind}
+
+
+@pytest.mark.parametrize("kind", ["", "not present", "left in a table"])
+def test_oracle_knows_what_a_seat_holds(runner, kind):
+    """Entries 4 and 5 are shadow: drafts are verified in them, a committed row is
+    copied before, the kept ones behind. Rows 4, 5 and 6 count for the next step."""
+    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK, num_seats=1)
+    runner.kv_cache_config.nwor_shadow = {0: region}
+    saved = torch.zeros(1, SAVED_COLUMNS + 4, dtype=torch.int32)
+    saved[0, SAVED_COLUMNS - 3 : SAVED_COLUMNS] = torch.tensor([9, 7, 1])
+    group = {"num_real_entries": 4, "first_entry": 4, "span": 2, "entry_tokens": BLOCK}
+    seats = SimpleNamespace(
+        groups={0: SimpleNamespace(**group)}, saved={0: saved}, step=9
+    )
+    manager = SimpleNamespace(shadow=seats)
+    runner.nwor_state = SimpleNamespace(manager=manager)
+    slots, runner.slots = runner.slots, torch.tensor([[21, 22, 23, 16, -1]])
+
+    def copy_rows(sources, targets):
+        for layer in runner.layers:
+            rows = layer.kv_cache.transpose(1, 2).flatten(0, 1)
+            for source, target in zip(sources, targets, strict=True):
+                layer.write([target], rows[source])
+
+    def forward():
+        for number, layer in enumerate(runner.layers):
+            layer.write([21, 22, 23, 16], 3.0 + number)
+
+    def commit():
+        copy_rows([21, 22], [5, 6])
+        runner.slots.copy_(slots)
+        if kind == "left in a table":
+            runner.block_tables.input_block_tables[0][0, 1] = 5
+
+    runner.log = lambda: copy_rows([4], [21 if kind == "not present" else 20])
+    runner.cudagraph_manager.run_fullgraph, runner.restore = forward, commit
+    seen = watched(runner)
+    assert set(seen["violations_by_kind"]) == {kind} - {""}, seen
+    assert seen["num_present_rows"] == 3 * 2
+    assert (seen["num_staged_slots"], seen["num_logged_slots"]) == (2 * 2, 0)
+
+
+@pytest.mark.parametrize("block", [3, 4])
+@pytest.mark.parametrize("comes", ["new", "cached"])
+def test_oracle_sees_a_shadow_block_that_a_request_is_given(runner, comes, block):
+    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK, num_seats=0)
+    runner.kv_cache_config.nwor_shadow = {0: region}
+    given = {
+        "new": {"scheduled_new_reqs": [SimpleNamespace(block_ids=([1, block],))]},
+        "cached": {
+            "scheduled_cached_reqs": SimpleNamespace(
+                new_block_ids=[None, ([], [block])]
+            )
+        },
+    }
+    seen = watched(runner, **given[comes])["violations"]
+    assert [(one["kind"], one["slots"]) for one in seen] == [
+        ("handed out", (block,))
+    ] * (block == 4)
 
 
 def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
