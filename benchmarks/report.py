@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 
 from benchmarks import environment, settings, summary
-from benchmarks.ab import CONTROL, median_interval
+from benchmarks.ab import CONTROL, Interval, median_interval
 
 Result = dict[str, Any]
 TEMPLATES = jinja2.Environment(
@@ -157,12 +157,16 @@ def verdict(result: Result, name: str) -> str:
 
 def to_cow(result: Result, name: str) -> str:
     """The ratio of what was tested as `name` to mode cow, of the same rounds."""
+    ratio = _to_cow(result, name)
+    return spread(asdict(ratio)) if ratio else "-"
+
+
+def _to_cow(result: Result, name: str) -> Interval | None:
     samples = result["samples"]
     if name == "cow" or "cow" not in samples:
-        return "-"
+        return None
     rates = samples[name]["test"], samples["cow"]["test"]
-    ratios = [one / cow for one, cow in zip(*rates, strict=True)]
-    return spread(asdict(median_interval(ratios)))
+    return median_interval([one / cow for one, cow in zip(*rates, strict=True)])
 
 
 def host_us(result: Result, name: str) -> float:
@@ -205,11 +209,15 @@ def budgets(results: Sequence[Result], name: str) -> str:
     num_met, num_noise = verdicts.count("met"), sum("holds" in one for one in verdicts)
     spent = [host_us(one, name) for one in results]
     budget = summary.HOST_BUDGET_US
+    to_cow = [ratio for one in results if (ratio := _to_cow(one, name))]
+    slower = sum(ratio.high < 1 for ratio in to_cow)
+    beside = f"; slower than `cow` in {slower} of {len(to_cow)}" if to_cow else ""
     return (
         f"`{name}`: low end at least {summary.RATIO_BUDGET} in {num_met + num_noise} "
         f"of {len(results)} measurements (in {num_noise} of these no difference was "
         f"resolved from noise); begin + commit {min(spent):.1f} to {max(spent):.1f} "
-        f"us, over its budget of {budget:.0f} us in {sum(us > budget for us in spent)}."
+        f"us, over its budget of {budget:.0f} us in {sum(us > budget for us in spent)}"
+        f"{beside}."
     )
 
 

@@ -73,7 +73,9 @@ step_build() {
 }
 
 step_kernels() {
-    run_tests tests/kernels -k "cuda or gpu" --durations=5 "$@"
+    run_tests tests/kernels -k "cuda or gpu" --durations=5 "$@" | tee "$WORK/kernels.log"
+    local status=$?
+    "$PYTHON" -m tests.gpu.results "kernels $*" "kernels=$status" && return $status
 }
 
 step_engines() {
@@ -146,7 +148,7 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
 }
 
 step_sanitizer() {
-    local status failed=0 log=$WORK/sanitizer.log
+    local status failed=0 log=$WORK/planted.log
     [ $# -gt 0 ] || set -- memcheck racecheck initcheck synccheck
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     local check=(compute-sanitizer --error-exitcode 9)
@@ -158,7 +160,7 @@ step_sanitizer() {
     [ $status = 9 ] || { tail -20 "$log"; failed=1; }
     local found=("planted=$status")
     for tool in "$@"; do
-        local started=$SECONDS
+        local started=$SECONDS log=$WORK/$tool.log
         timeout "${NWOR_SANITIZER_S:-240}" "${check[@]}" --tool "$tool" \
             "${tests[@]}" -m sanitizer tests/kernels >"$log" 2>&1
         status=$?
@@ -167,16 +169,7 @@ step_sanitizer() {
         [ $status = 0 ] || { tail -30 "$log"; failed=1; }
         found+=("$tool=$status")
     done
-    "$PYTHON" - "${found[@]}" <<'PYTHON' || failed=1
-import sys
-
-from tests.gpu import results
-
-found = dict(argument.split("=") for argument in sys.argv[1:])
-entry = {"exit_status": {name: int(status) for name, status in found.items()}}
-command = "tools/gpu_run.sh sanitizer"
-results.save("gpu_sanitizer.json", "gpu_sanitizer", command, {"all": entry})
-PYTHON
+    "$PYTHON" -m tests.gpu.results sanitizer "${found[@]}" || failed=1
     return $failed
 }
 

@@ -16,12 +16,14 @@ a mutation that does not compile) is an error, not a catch. Exit status: 0 all c
 1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
 missed because that check was removed; in the file, a result in the result.
 
-Not covered: the CUDA kernels, which share window.h and table.h with the CPU code.
+--cuda: what only the kernels of shadow blocks have. `build` makes a library for each,
+`run` tries those on a GPU (tools/gpu/README.md). Not covered: all other CUDA kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -42,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import environment  # noqa: E402
-from benchmarks.files import write_json  # noqa: E402
+from benchmarks.files import write_json, write_whole  # noqa: E402
 
 # No engine among them: a minute or two in all.
 TESTS = (
@@ -54,6 +56,8 @@ TESTS = (
     "tests/simulation",
 )
 SELFTEST = ("-m vllm_nwor.audit --selftest",)
+CUDA_TESTS = ("tests/kernels/test_validation.py", "tests/kernels/test_transaction.py")
+CUDA_TESTS += ("-k", "cuda and (a_seat or stage)")
 TIMEOUT_SECONDS = 900
 
 
@@ -137,9 +141,11 @@ def copy_tree(to: Path) -> None:
     """Copies the checkout's files as they are, those that git ignores left out. In its
     folder `site` the package has its installed name: on PYTHONPATH it comes before the
     installed package, which in development is the checkout itself."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True)
-    for name in filter(None, listed.stdout.split("\0")):
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    if not (ROOT / ".git").exists():  # a copy of a checkout: all of it
+        command = ["find", "-type", "f", "-printf", r"%P\0"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():  # not: deleted, but still in git's index
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
@@ -149,7 +155,8 @@ def copy_tree(to: Path) -> None:
 
 def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
     """Exit status and output of this Python in `tree`; 124: it took too long."""
-    env |= {"PYTHONPATH": f"{tree / 'site'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
+    path = f"{tree / 'site'}:{tree}:{os.environ.get('PYTHONPATH', '')}"
+    env |= {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     command = ["timeout", str(TIMEOUT_SECONDS), sys.executable, *arguments]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -157,12 +164,21 @@ def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def build_and_test(tree: Path, tests: Sequence[str]) -> TestRun:
-    """Builds the native library in `tree` and runs its TESTS, or its SELFTEST."""
-    status, said = run_python(tree, "tools/native.py", NWOR_CUDA="OFF")
-    if status:
-        return TestRun(error=f"it does not compile: {said[-600:]}")
-    return run_tests(tree, tests)
+def build_and_test(tree: Path, tests: Sequence[str], cuda: str | None) -> TestRun:
+    """Builds the native library in `tree` and runs its TESTS, or its SELFTEST. cuda:
+    "build" keeps the library, by what is in its sources; "run" takes that."""
+    library = tree / "vllm/v1/nwor/_nwor_C.so"
+    code = b"".join(path.read_bytes() for path in sorted(tree.glob("csrc/nwor/*")))
+    kept = ROOT / "build/cuda-mutations" / f"{hashlib.sha256(code).hexdigest()}.so"
+    if cuda != "run":
+        env = {"NWOR_CUDA": "ON" if cuda else "OFF"}
+        status, said = run_python(tree, "tools/native.py", **env)
+        if status:
+            return TestRun(error=f"it does not compile: {said[-600:]}")
+    if cuda:
+        source, to = (library, kept) if cuda == "build" else (kept, library)
+        write_whole(to, source.read_bytes())
+    return TestRun() if cuda == "build" else run_tests(tree, tests)
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> TestRun:
@@ -183,16 +199,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=[one.name for one in MUTATIONS])
     parser.add_argument("--selftest", action="store_true", help="not the tests")
+    parser.add_argument("--cuda", choices=("build", "run"), help="of CUDA kernels")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
-    tests = SELFTEST if args.selftest else TESTS
+    tests = SELFTEST if args.selftest else CUDA_TESTS if args.cuda else TESTS
     chosen = [one for one in MUTATIONS if args.only in (None, one.name)]
     chosen = [one for one in chosen if one.selftest >= args.selftest]
+    chosen = [one for one in chosen if one.file.endswith(".cu") == bool(args.cuda)]
+    run = partial(build_and_test, tests=tests, cuda=args.cuda)
     outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
         copy_tree(Path(folder))
-        of_the_copy = environment.describe("cpu", ROOT)  # the checkout may go on
-        for one in try_all(chosen, Path(folder), partial(build_and_test, tests=tests)):
+        device = "cuda" if args.cuda == "run" else "cpu"
+        of_the_copy = environment.describe(device, ROOT)  # the checkout may go on
+        found = try_all(chosen, Path(folder), run)
+        if args.cuda == "build":
+            sys.exit("".join(one["error"] for one in found) or 0)
+        for one in found:
             outcomes.append(one)
             what = one["error"] or ", ".join(one["tests"])
             print(f"{one['name']}: {one['outcome']} {what}", flush=True)

@@ -4,8 +4,10 @@
     started   both came to their end; or nothing else is judged
     rows      each row saw what it is about (preemptions, cache hits, graph mode, ...)
     vanilla   the oracle reports plain vLLM, at rejected drafts' slots and only there
-    bytes     it reports nothing with NWOR on, and there was something to restore
-    outputs   tokens, logprobs, ends and batches of all requests are the same off and on
+    bytes     it reports nothing with NWOR on, and there was something to restore; with
+              shadow blocks, rows in them to compare
+    outputs   tokens, logprobs, ends and batches of all requests are the same off and
+              on, and so is acceptance, as vLLM counts it
     digests   so are the caches' bytes after every step, rejected drafts' slots aside
     counters  NWOR's counters agree with vLLM's, with the device, and with the oracle
 
@@ -30,6 +32,7 @@ from tests.helpers.player import JUDGED, identities
 PASSES = ("plain", "watched")
 CHECKS = ("started", "rows", "vanilla", "bytes", "outputs", "digests", "counters")
 OUTPUTS = ("tokens", "logprobs", "finish", "cached", "batches")
+ACCEPTANCE = [f"spec_decode_num_{of}_tokens" for of in ("draft", "accepted")]
 Report = dict[str, Any]
 # A check, or "unsettled" or "unmet", and what there is to say.
 Found = Iterator[tuple[str, str]]
@@ -74,7 +77,14 @@ def row_problems(spec: EngineSpec, row: Row, off: Report, on: Report) -> Found:
     for text in differs:
         yield "unsettled", f"{row.name}: vanilla differs from itself: {text}"
     for name in PASSES:
-        for text in differing(vanilla[name], found[name]):
+        one, other = (
+            {of: run[name]["counters"][of] for of in ACCEPTANCE}
+            for run in (vanilla, found)
+        )
+        texts = differing(vanilla[name], found[name])
+        if one != other:
+            texts.append(f"{other}, vanilla's {one}")
+        for text in texts:
             check = "unsettled" if differs else "outputs"
             yield check, f"{row.name}, {name}: {text}"
         has_grammars = "structured" in row.needs
@@ -138,6 +148,14 @@ def _judge_whole(spec: EngineSpec, off: Report, on: Report) -> Found:
             yield check, "the forward never changed a rejected slot"
     if not any(row["num_accepted"] for row in seen):
         yield "rows", "no draft was ever accepted"
+    if ON == "stage":
+        staged, logged, present = (
+            sum(row[f"num_{what}"] for row in seen)
+            for what in ("staged_slots", "logged_slots", "present_rows")
+        )
+        if not staged or not present or (spec.seats > 0) != (logged > 0):
+            text = f"{staged} rejected drafts were staged and {logged} logged"
+            yield "bytes", f"{text}; {present} rows of shadow blocks were compared"
     graphs = {step["graph"] for row in seen for step in row["steps"]}
     wanted = spec.factors[2] - {"EAGER"}
     if not wanted <= graphs or not (wanted or graphs == {"NONE"}):
@@ -152,7 +170,9 @@ def _judge_whole(spec: EngineSpec, off: Report, on: Report) -> Found:
             yield "rows", f"{mode}: the runner is {facts['runner']}"
         if facts["async_scheduling"] != spec.asynchronous:
             yield "rows", f"{mode}: async_scheduling is {facts['async_scheduling']}"
-    if set(facts["resolved"]) != {ON}:
+        if spec.flash and facts["flash_attn"] != [spec.flash]:
+            yield "rows", f"{mode}: FlashAttention is {facts['flash_attn']}"
+    if facts["resolved"] != [ON] * spec.num_groups:
         yield "bytes", f"groups resolve to {facts['resolved']}"
     layers = facts["protected"] and facts["protected"]["layers"]
     if layers is None or set(layers) != set(facts["targets"]):
@@ -193,6 +213,9 @@ def counter_problems(
     counts among them if it was watched. report: of its process."""
     v = Counter({f"device_{k}": n for k, n in result["device_counters"].items()})
     v.update(result["counters"])
+    num_seats = spec.seats if ON == "stage" else 0
+    unseated = result["fallbacks"].get("no_seat", 0)
+    told = v.pop("nwor_fallbacks/no_seat", 0) if num_seats else 0
     judged = v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
     drafted = v["spec_decode_num_draft_tokens"]
     claims = identities(v)
@@ -204,19 +227,25 @@ def counter_problems(
     claims["no invalid slot"] = v["device_invalid_slots"] == 0
     # LLMEngine 0.26 drops the statistics of a last step without outputs.
     claims["metrics <= device"] = v["nwor_tokens_staged"] <= v["device_staged"]
+    claims["metrics of no_seat <= worker's"] = told <= unseated
     for seen in result.get("watch", ())[:1]:
         pairs = ("windows", "windows"), ("staged", "drafts"), ("committed", "accepted")
         for ours, theirs in pairs:
             is_same = v[f"device_{ours}"] == seen[f"num_{theirs}"]
             claims[f"device {ours} == oracle's"] = is_same
-        restored = v["device_restored_bytes"]
-        if ON == "stage":
-            claims["staged, not logged"] = restored == 0 < v["device_committed_bytes"]
-        else:
-            protected = report["facts"]["protected"] or {"log_bytes_per_draft": 0}
-            num_rejected = seen["num_rejected_slots"] // seen["layers"]
-            expected = num_rejected * protected["log_bytes_per_draft"]
-            claims["restored bytes == rejected slots"] = restored == expected
+        protected = report["facts"]["protected"] or {"log_bytes_per_draft": 0}
+        num_logged = seen["num_logged_slots"] // seen["layers"]
+        expected = num_logged * protected["log_bytes_per_draft"]
+        claims["restored bytes == rejected slots"] = (
+            v["device_restored_bytes"] == expected
+        )
+        if ON == "stage" and not num_seats:
+            claims["staged"] = v["device_committed_bytes"] > 0
+        too_many = [
+            step["drafts"] > 0 and step["requests"] > num_seats > 0
+            for step in seen["steps"]
+        ]
+        claims["no_seat == steps of too many requests"] = unseated == sum(too_many)
     failed = [claim for claim, holds in claims.items() if not holds]
     return [f"not {'; not '.join(failed)}: {dict(v)}"] if failed else []
 
@@ -234,5 +263,7 @@ def summary(result: Report) -> Report:
         "cached_tokens": max(result["cached"].values(), default=0),
         "rejected_slots_checked": seen["num_rejected_slots"],
         "dirty_slots_restored": seen["num_dirty_slots"],
+        "shadow_rows_compared": seen["num_present_rows"],
+        "no_seat": result["fallbacks"].get("no_seat", 0),
         "seconds": round(result["seconds"], 2),
     }

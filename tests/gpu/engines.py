@@ -52,7 +52,12 @@ class EngineSpec:
     rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
     get the target's weights, so that some of their drafts are right. adaptive: vLLM
     decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
+    flash: FlashAttention's version, if not vLLM's choice (3 on Hopper).
     executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
+    windows: layers of the model have a sliding window, and a KV-cache group of their
+    own.
+    seats: in mode stage, how many requests have shadow blocks; 0 for all. A step with
+    more is expected to be logged and counted, as no_seat.
     """
 
     name: str
@@ -73,6 +78,9 @@ class EngineSpec:
     dynamic: bool = False
     executor: str = ""
     runs_on: str = ""
+    windows: bool = False
+    seats: int = 0
+    flash: int = 0
 
     @property
     def runner(self) -> str:
@@ -81,6 +89,15 @@ class EngineSpec:
     @property
     def is_mla(self) -> bool:
         return self.backend in MLA_BACKENDS
+
+    @property
+    def model(self) -> str:
+        """The target's folder of models.yml."""
+        return "mla" if self.is_mla else "gemma3" if self.windows else "llama"
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + self.windows
 
     @property
     def trims_drafts(self) -> bool:
@@ -94,11 +111,12 @@ class EngineSpec:
 
     @property
     def num_shadow_blocks(self) -> int:
-        """In mode stage: blocks for the drafts of MAX_NUM_SEQS requests, beyond those
-        that the scheduler has in every mode."""
+        """In mode stage: blocks for the drafts of `seats` requests, beyond those that
+        the scheduler has in every mode."""
         if os.environ.get("VLLM_NWOR_MODE") != "stage":
             return 0
-        return MAX_NUM_SEQS * (1 - -(self.num_drafts - 1) // self.block_size)
+        of_one = 1 - -(self.num_drafts - 1) // self.block_size
+        return (self.seats or MAX_NUM_SEQS) * of_one * self.num_groups
 
     @property
     def factors(self) -> tuple[frozenset[str], ...]:
@@ -125,7 +143,7 @@ class EngineSpec:
     def arguments(self, models: Path) -> dict[str, Any]:
         """Keyword arguments of vLLM's EngineArgs. models: see tests.gpu.models."""
         arguments = ARGUMENTS | {
-            "model": str(models / ("mla" if self.is_mla else "llama")),
+            "model": str(models / self.model),
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_blocks + self.num_shadow_blocks,
             "kv_cache_dtype": self.kv_cache,
@@ -134,6 +152,8 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
+        if self.flash:
+            arguments["attention_config"] = {"flash_attn_version": self.flash}
         if self.executor:
             arguments["distributed_executor_backend"] = "ray"
         if self.offloads:

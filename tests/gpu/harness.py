@@ -156,11 +156,14 @@ class Engine(Player):
         return outcome
 
     def run_row(self, row: Row) -> dict[str, Any]:
-        """What came of `run`, as plain data, and by how much the counters rose."""
-        before, device_before = counters(self), self.report()["counters"]
-        return vars(self.run(row)) | {
+        """What came of `run`, as plain data, and by how much the counters rose: vLLM's
+        with NWOR's, the device's, and the worker's of fallbacks."""
+        before, at_first = counters(self), self.report()
+        found, report = vars(self.run(row)), self.report()
+        return found | {
             "counters": risen(before, counters(self)),
-            "device_counters": risen(device_before, self.report()["counters"]),
+            "device_counters": risen(at_first["counters"], report["counters"]),
+            "fallbacks": risen(at_first["fallbacks"], report["fallbacks"]),
         }
 
     def forget(self) -> None:

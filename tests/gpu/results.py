@@ -11,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,25 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
         for key, entry in entries.items():
             known[key] = {**entry, "environment": where, "command": command}
         write_json(path, {"kind": kind, "schema": 1, "entries": known})
+
+
+def save_verdicts(step: str, *found: str) -> None:
+    """What became of a step of tools/gpu_run.sh, given with its arguments: of each
+    program in it (PROGRAM=STATUS) the exit status, and what pytest counted, by
+    PROGRAM.log."""
+    exit_status: dict[str, int] = {}
+    tests: dict[str, dict[str, int]] = {}
+    for program, status in (one.split("=") for one in found):
+        log = Path(os.environ["NWOR_WORK"], f"{program}.log").read_text("utf-8")
+        *_, counted = "", *re.findall(r"^\d+ [a-z]+.* in [\d.]+s", log, re.MULTILINE)
+        counts = re.findall(r"(\d+) (passed|failed|skipped|error)", counted)
+        exit_status[program] = int(status)
+        tests[program] = dict.fromkeys(("passed", "failed", "skipped"), 0)
+        tests[program] |= {what: int(count) for count, what in counts}
+    name, entry = step.split()[0], {"exit_status": exit_status, "tests": tests}
+    command = f"tools/gpu_run.sh {step}".rstrip()
+    save(f"gpu_{name}.json", f"gpu_{name}", command, {"all": entry})
+
+
+if __name__ == "__main__":
+    save_verdicts(*sys.argv[1:])

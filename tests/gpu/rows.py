@@ -76,7 +76,7 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
     if spec.loras:
         return (Row("LoRA", (_adapted(),), frozenset({"cached", "different"})),)
     # Of a sliding window vLLM caches too few blocks to find some at once.
-    at_once = frozenset(() if getattr(spec, "windows", False) else ("hit at once",))
+    at_once = frozenset(() if spec.windows else ("hit at once",))
     return (
         Row("batch 1", ((Request("one/0", prompt("one", 30), 48, params=_PLAIN),),)),
         Row("batch 8", (_batch("eight", 8, 40, 32, stagger=1),)),
@@ -177,7 +177,7 @@ def _sharing() -> tuple[Request, ...]:
     that look back, for which vLLM leaves out the last block of a match."""
     shared = prompt("shared", _SHARED)
     return (
-        *_batch("leading", 8, 40, 120),
+        *_batch("leading", 8, 40, 160),
         *(
             Request(f"sharing/{i}", shared + prompt(i, 30), 24, at=4, params=_PLAIN)
             for i in range(2)
@@ -212,7 +212,7 @@ def _ids_again(spec: EngineSpec) -> tuple[tuple[Request, ...], ...]:
     """The id of a request that was aborted comes again at once, with another end of its
     text; that of one that has ended, too. While a step is in flight vLLM would take
     what that gives for the new request's: asynchronous engines get it a step later."""
-    text = prompt("again", 64)
+    text = prompt("again", 140)
 
     def request(number: int, tail: str, max_tokens: int, **more: Any) -> Request:
         tokens = text + prompt(tail, 12)
@@ -230,7 +230,7 @@ def _ids_again(spec: EngineSpec) -> tuple[tuple[Request, ...], ...]:
 def _in_two() -> tuple[Request, ...]:
     """Two outputs of each prompt, sampled; the second finds it cached."""
     params = {"n": 2, "temperature": 0.8, "seed": 7} | _PLAIN
-    return _batch("two", 4, 60, 32, stagger=1, params=[params])
+    return _batch("two", 4, 140, 32, stagger=1, params=[params])
 
 
 def _adapted() -> tuple[Request, ...]:

@@ -17,7 +17,7 @@ import torch
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tests.helpers.byte_map import allocation
 from tests.helpers.oracle import Memory
-from tests.helpers.runner_probe import cache_layers, target_layers
+from tests.helpers.runner_probe import cache_layers, manager_of, target_layers
 from tests.helpers.worker_probe import OracleExtension
 
 
@@ -117,6 +117,9 @@ class GpuTestExtension(OracleExtension):
             parts |= {"undo log": group.undo_log, "slots": group.log_slots}
             parts["windows"] = group.log_windows
             tensors |= {f"group {group.group_id} {n}": t for n, t in parts.items()}
+        if manager.shadow is not None:
+            saved = manager.shadow.saved.items()
+            tensors |= {f"group {group_id} seats": kept for group_id, kept in saved}
         return {
             "tables": tables,
             "addresses": addresses,
@@ -184,11 +187,6 @@ def fill(name: str, parameter: torch.Tensor) -> None:
     if "embed" not in name:
         values /= math.sqrt(parameter.shape[1])
     parameter.copy_(values.to(parameter.dtype))
-
-
-def manager_of(runner: Any) -> Any:
-    """NWOR's; None if nothing is protected."""
-    return getattr(getattr(runner, "nwor_state", None), "manager", None)
 
 
 def pool_tag(address: int) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from tests.helpers import seam
 from tests.helpers.oracle import Watch
 from tests.helpers.player import MAX_STEPS
+from tests.helpers.runner_probe import manager_of
 
 INJECTED = "injected into vLLM"
 # Staged steps before the one that fails.
@@ -51,7 +52,7 @@ class Fault(Watch):
         """what: a key of OPS; "forward": its launch is made, then it raises; "sampler":
         rejection sampling raises before its work."""
         runner = self.probe.runner
-        self.manager = runner.nwor_state.manager
+        self.manager = manager_of(runner)
         self.looks: list[dict[str, Any]] = []
         self.num_until = EARLIER
         self.fallbacks = Counter(self.manager.fallbacks)

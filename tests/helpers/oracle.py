@@ -24,6 +24,14 @@ kept rows: S2 == S1 has to hold outside the slots of this step only, and
 It works all that out from vLLM's own objects and asks NWOR for nothing but how many
 blocks it has reserved: on plain vLLM it must report "not restored".
 
+Watch also has these, once a step is committed; for the last one it asks what NWOR has
+saved of its seats:
+
+    the scheduler gives no request a shadow block               else "handed out"
+    no block table has one                                      else "left in a table"
+    rows of a shadow block that the next step will not copy
+    to it are those of the real block                           else "not present"
+
 What else a cache holds is compared with a run without NWOR. For that, Watch has three
 64-bit digests of each step: where the step's slots lie; the bytes of all slots except
 those whose last write was a rejected draft; and the same of the slots written so far,
@@ -40,7 +48,13 @@ from typing import Any
 import torch
 
 from tests.helpers.byte_map import allocation, cache_of, slot_bytes
-from tests.helpers.runner_probe import Observer, RunnerProbe, Step
+from tests.helpers.runner_probe import (
+    Observer,
+    RunnerProbe,
+    Step,
+    block_tables,
+    manager_of,
+)
 
 MAX_REPORTED = 20
 
@@ -120,13 +134,15 @@ class SnapshotOracle(Observer):
     def __init__(self, probe: RunnerProbe, poison: int | None = None) -> None:
         self.probe, self.poison = probe, poison
         self.memory = Memory(probe.layers())
-        self._before = self._after = self.memory.read()
+        self._before = self._after = self._last = self.memory.read()
         self.targets = probe.target_layers()
         assert self.targets, "no attention layer of the target model was found"
         # Shadow blocks lie behind those that requests can have.
         reserved = getattr(probe.runner.kv_cache_config, "nwor_shadow", None)
         regions = reserved if isinstance(reserved, dict) else {}
         self.num_seats = min((one.num_seats for one in regions.values()), default=0)
+        num_blocks = [one.num_real_blocks for one in regions.values()]
+        self.num_blocks = min(num_blocks, default=0)  # 0: there are no shadow blocks
         self.num_real = {name: len(self.memory.index[name]) for name in self.targets}
         for name in self.targets:
             if region := regions.get(probe.group_of.get(name)):
@@ -166,7 +182,8 @@ class SnapshotOracle(Observer):
         }
 
     def committed(self, step: Step) -> None:
-        before, after, found = self._before, self._after, self.memory.read()
+        before, after = self._before, self._after
+        found = self._last = self.memory.read()
         is_staged = len(step.scheduled) <= self.num_seats
         slots, rows = self.final_slots(step), step.rejected_rows
         spared, mapped = self.shadow.clone(), self.memory.mask(slots)
@@ -227,7 +244,10 @@ def summary(step: Step) -> dict[str, Any]:
 
 
 class Watch(SnapshotOracle):
-    """Watches a model runner in any process, V1 or V2, from `start` to `stop`."""
+    """Watches a model runner in any process, V1 or V2, from `start` to `stop`.
+
+    num_present: rows of shadow blocks that were compared, over all layers.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(RunnerProbe(runner))
@@ -235,17 +255,25 @@ class Watch(SnapshotOracle):
     def start(self, seed: int) -> None:
         """Poisons the caches and begins to watch. Only while nothing runs."""
         self.probe.poison(seed)
+        with torch.inference_mode():
+            for table in block_tables(self.probe.runner):
+                table.zero_()  # V2's warm-up leaves what it made up
         self.reset()
+        self.num_present = 0
         self.probe.observers, self.probe.steps = [self], []
         self.steps: list[dict[str, Any]] = []
         self.digests: list[tuple[int, int, int]] = []
-        self.dirty, self.written = (
-            {
-                name: torch.zeros(size, dtype=torch.bool, device=self._before.device)
-                for name, size in self.num_real.items()
-            }
-            for _ in range(2)
-        )
+        self.dirty, self.written = self._no_slots(), self._no_slots()
+
+    def _no_slots(self) -> dict[str, torch.Tensor]:
+        """For each target layer, of its slots: none. Layers of several groups may have
+        one cache."""
+        of_cache: dict[str, torch.Tensor] = {}
+        first, device = self.memory.first, self._before.device
+        for name in self.targets:
+            none = torch.zeros(len(self.memory.index[name]), device=device).bool()
+            of_cache.setdefault(first[name], none)
+        return {name: of_cache[first[name]] for name in self.targets}
 
     def stop(self) -> dict[str, Any]:
         """What was seen, as plain data."""
@@ -265,6 +293,9 @@ class Watch(SnapshotOracle):
             "violations_by_kind": dict(by_kind),
             "num_rejected_slots": self.num_rejected,
             "num_dirty_slots": self.num_dirty,
+            "num_staged_slots": self.num_staged,
+            "num_logged_slots": self.num_logged,
+            "num_present_rows": self.num_present,
             "layers": len(self.targets),
         }
 
@@ -272,10 +303,43 @@ class Watch(SnapshotOracle):
         for text in step.contradictions:
             self._violation("contradiction", text, [-1])
         super().committed(step)
+        if self.num_blocks:
+            self._check_seats(step)
         slots = self.final_slots(step)
         self._track(step, slots)
         self.digests.append(self._digest(slots))
         self.steps.append(summary(step))
+
+    def _check_seats(self, step: Step) -> None:
+        """Shadow blocks are nobody's, and what counts in them is right."""
+        from vllm_nwor.ops import SAVED_COLUMNS
+
+        strays = [block for block in step.new_blocks if block >= self.num_blocks]
+        if strays:
+            self._violation("handed out", "", strays)
+        shadow = getattr(manager_of(self.probe.runner), "shadow", None)
+        tables, found = block_tables(self.probe.runner), self._last
+        for gid, group in shadow.groups.items() if shadow else ():
+            entries = tables[gid].unique()
+            left = entries[entries >= group.num_real_entries]
+            self._add("left in a table", "", left)
+            tokens, rows = group.entry_tokens, []
+            for seat, saved in enumerate(shadow.saved[gid].tolist()):
+                staged_in, valid, real = saved[SAVED_COLUMNS - 3 : SAVED_COLUMNS]
+                if staged_in != shadow.step or real == 0:
+                    continue
+                block = (valid - 1) // tokens
+                entry = group.first_entry + seat * group.span + block % group.span
+                offsets = range(valid - block * tokens)
+                rows += [(entry * tokens + o, real * tokens + o) for o in offsets]
+            present, expected = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T
+            for name in self.targets:
+                if self.probe.group_of.get(name) != gid:
+                    continue
+                index = self.memory.index[name]
+                is_wrong = found[index[present]] != found[index[expected]]
+                self.num_present += len(rows)
+                self._add("not present", name, present[is_wrong.any(1).cpu()])
 
     def _track(self, step: Step, slots: dict[str, torch.Tensor]) -> None:
         """Which slots hold what a rejected draft wrote last, were NWOR not there."""
@@ -285,6 +349,7 @@ class Watch(SnapshotOracle):
                 dirty[block] = False
             for source, to in step.copied_blocks:
                 dirty[to] = dirty[source]
+        for name in self.targets:
             mapped = slots[name]
             self.dirty[name][mapped[mapped >= 0]] = False
             self.written[name][mapped[mapped >= 0]] = True
@@ -293,14 +358,14 @@ class Watch(SnapshotOracle):
 
     def _digest(self, slots: dict[str, torch.Tensor]) -> tuple[int, int, int]:
         places = strict = anywhere = 0
-        found = self.memory.read()
         for number, name in enumerate(self.targets):
             weight = 2 * number + 1
             places += weight * int((slots[name] * odd_numbers(slots[name])).sum())
-            hashes = hash_rows(found[self.memory.index[name][: self.num_real[name]]])
-            hashes = hashes.masked_fill(self.dirty[name], 0)
+            real = slice(self.num_real[name])
+            hashes = hash_rows(self._last[self.memory.index[name][real]])
+            hashes = hashes.masked_fill(self.dirty[name][real], 0)
             strict += weight * int((hashes * odd_numbers(hashes)).sum())
-            hashes = hashes.masked_fill(~self.written[name], 0)
+            hashes = hashes.masked_fill(~self.written[name][real], 0)
             anywhere += weight * int(hashes.sum())
         return places % 2**64, strict % 2**64, anywhere % 2**64
 

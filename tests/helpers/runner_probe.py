@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches one model runner, V1 or V2, at five moments of a step, in any process.
+"""Watches one model runner, V1 or V2, at four moments of a step, in any process.
 
 Observation is by attributes set on the one runner (never on its class) and by a hook on
 the model module, so its place relative to NWOR's wrappers is certain:
@@ -10,8 +10,6 @@ the model module, so its place relative to NWOR's wrappers is certain:
                         has been taken                  on V1 where they do)
     forward_ends        after `_model_forward`          before `sample`
     committed           after `_sample`                 after `sample`
-    step_done           after `sample_tokens`, the      (none)
-                        drafter included
 
 Which drafts a step had and which were rejected is worked out here on the host, from
 vLLM's own metadata, and checked against what vLLM reports to its scheduler.
@@ -38,7 +36,8 @@ class Step:
     """What one step of the runner did, from vLLM's own objects.
 
     scheduled: tokens of each request. drafted, accepted: of each request that had
-    drafts. preempted: requests. slots: [num_tokens] int64 for each layer, as the
+    drafts. preempted: requests. new_blocks: those that requests get, of all KV-cache
+    groups. slots: [num_tokens] int64 for each layer, as the
     forward saw them, -1 for padding. rejected_rows: of the batch, those of rejected
     drafts. graph: vLLM's mode of CUDA graph. contradictions: where V2's own numbers do
     not agree.
@@ -48,6 +47,7 @@ class Step:
     drafted: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
     preempted: tuple[str, ...] = ()
+    new_blocks: tuple[int, ...] = ()
     zeroed_blocks: tuple[int, ...] = ()
     copied_blocks: tuple[tuple[int, int], ...] = ()
     slots: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -92,8 +92,6 @@ class Observer:
 
     def committed(self, step: Step) -> None: ...
 
-    def step_done(self, step: Step) -> None: ...
-
 
 def cache_layers(runner: Any) -> dict[str, Any]:
     """Every attention layer that owns a cache, target's and drafter's, by name."""
@@ -111,6 +109,19 @@ def target_layers(runner: Any) -> dict[str, Any]:
     modules = {id(module) for module in runner.get_model().modules()}
     layers = cache_layers(runner).items()
     return {name: layer for name, layer in layers if id(layer) in modules}
+
+
+def manager_of(runner: Any) -> Any:
+    """NWOR's; None if nothing is protected."""
+    return getattr(getattr(runner, "nwor_state", None), "manager", None)
+
+
+def block_tables(runner: Any) -> list[torch.Tensor]:
+    """Of each KV-cache group that from which attention reads."""
+    if hasattr(runner, "block_tables"):  # V2
+        return list(runner.block_tables.input_block_tables)
+    tables = runner.input_batch.block_table.block_tables
+    return [table.block_table.gpu for table in tables]
 
 
 class RunnerProbe:
@@ -236,8 +247,6 @@ class RunnerProbe:
             if step.scheduled:
                 _check_acceptance(step, output)
                 self.steps.append(step)
-                for observer in self.observers:
-                    observer.step_done(step)
 
         forward_ends = functools.partial(self._notify, "forward_ends")
         self._wrap(runner, "_model_forward", self.v1_forward_begins, forward_ends)
@@ -315,9 +324,14 @@ def _step_from(scheduler_output: Any) -> Step:
         return getattr(scheduler_output, what, None) or ()
 
     scheduled = scheduler_output.num_scheduled_tokens
+    given = [request.block_ids for request in named("scheduled_new_reqs")]
+    given += getattr(named("scheduled_cached_reqs"), "new_block_ids", ())
     return Step(
         scheduled={request_name(key): count for key, count in scheduled.items()},
         preempted=tuple(sorted(map(request_name, named("preempted_req_ids")))),
+        new_blocks=tuple(
+            block for groups in given for ids in groups or () for block in ids
+        ),
         zeroed_blocks=tuple(named("new_block_ids_to_zero")),
         copied_blocks=tuple(
             (int(source), int(to)) for source, to in named("kv_cache_block_copies")

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.helpers.byte_map import allocation, slot_bytes
-from tests.helpers.runner_probe import cache_layers
+from tests.helpers.runner_probe import block_tables, cache_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 # The modules of what `test_oracle` can make; one imports the package under test.
@@ -45,10 +45,7 @@ class OracleExtension(NworWorkerExtension):
         runner = self.model_runner
         if rank not in (None, runner.vllm_config.parallel_config.rank):
             return None
-        if hasattr(runner, "block_tables"):
-            table = runner.block_tables.input_block_tables[0]
-        else:
-            table = runner.input_batch.block_table[0].block_table.gpu
+        table = block_tables(runner)[0]
         (group,) = runner.nwor_audit.audit.groups
         slot = int(table[0, 0]) * group.shape.entry_tokens + 1
         name = group.layers[1].name

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from benchmarks import report
 
-from tests.gpu import compare, test_poison
+from tests.gpu import compare, test_poison, test_sleep
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.pool import OFF, ON, Chain, Finished, Pool
 from tests.gpu.rows import Row
 from tests.helpers.player import Request
 
-STAGE, CPU = "stage", BY_NAME["cpu-mla"]
+STAGE, CPU, FEW = "stage", BY_NAME["cpu-mla"], BY_NAME["cpu-mla-few-seats"]
 V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 ROW, NAME = "batch 8", "eight/0"
 # What vLLM compiles there counts the ranks of logprobs.
@@ -32,10 +32,11 @@ QUICK = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     pool = Pool(tmp_path_factory.mktemp("engines"))
-    run = partial(pool.run, "matrix", CPU, **QUICK)
-    modes = (OFF, ON, STAGE)
+    run = partial(pool.run, "matrix", **QUICK)
+    specs, modes = (CPU, CPU, CPU, FEW), (OFF, ON, STAGE, STAGE)
     with ThreadPoolExecutor(2) as threads:
-        return dict(zip(modes, threads.map(run, modes), strict=True))
+        found = threads.map(run, specs, modes)
+        return dict(zip((*modes[:3], FEW.name), found, strict=True))
 
 
 @pytest.fixture
@@ -60,6 +61,16 @@ def test_verdict_of_a_healthy_engine(runs, mode, monkeypatch):
     assert verdict["rows"][ROW]["dirty_slots_restored"] > 0
     assert verdict["facts"]["resolved"] == [mode]
     assert not verdict["facts"].keys() & {"targets", "protected"}
+
+
+def test_verdict_where_some_steps_lack_a_seat(runs, monkeypatch):
+    monkeypatch.setattr(compare, "ON", STAGE)
+    few, all_have = ({OFF: runs[OFF], STAGE: runs[name]} for name in (FEW.name, STAGE))
+    assert failing(few, FEW) == set(), compare.judge(FEW, few)
+    for runs_of_other, spec in ((few, CPU), (all_have, FEW)):
+        assert failing(runs_of_other, spec) == {"bytes", "counters"}
+    seen = few[STAGE].report["watched"][ROW]
+    assert 0 < seen["fallbacks"]["no_seat"] < len(seen["watch"][0]["steps"])
 
 
 def change(found: Any, *path: Any) -> None:
@@ -108,10 +119,11 @@ TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
     "dropped": ([(ON, *PLAIN, "counters", "nwor_dropped_drafts", 1)], {"counters"}),
     "accepted": (
         [(ON, *PLAIN, "counters", "spec_decode_num_accepted_tokens", one_more)],
-        {"counters"},
+        {"counters", "outputs"},
     ),
     "restored": ([(*DEVICE, "restored_bytes", one_more)], {"counters"}),
     "windows": ([(*DEVICE, "windows", one_more)], {"counters"}),
+    "no seat": ([(ON, *WATCHED, "fallbacks", {"no_seat": 1})], {"counters"}),
     "gauge": ([(ON, "info", ["native"])], {"counters"}),
     "runner": ([(OFF, "facts", "runner", V2)], {"rows"}),
     "order": ([(ON, "facts", "async_scheduling", True)], {"rows"}),
@@ -137,6 +149,43 @@ def test_verdict_names_the_trouble(changed, trouble):
     for mode, *path in changes:
         change(changed[mode].report, *path)
     assert failing(changed) == wanted
+
+
+SLEPT = {
+    "nothing": ((ON, "live", ROW, "num_steps", 0), "none"),
+    "byte": ((ON, "live", ROW, "watch", 0, "violations", [{"kind": "a"}]), "bytes"),
+    "token": ((ON, "live", ROW, "tokens", NAME, 0, one_more), "outputs"),
+    "vanilla's token": (
+        (OFF, "live", ROW, "tokens", NAME, 0, one_more),
+        "none; outputs of 1 rows not compared",
+    ),
+    "counter": ((ON, "live", ROW, "counters", "nwor_breaches", 1), "counters"),
+    "interrupted token": ((ON, "live", "interrupted", "tokens", {}), "outputs"),
+    "nobody ran": ((ON, "live", "interrupted", "num_live", 0), "outputs"),
+    "interrupted counter": (
+        (ON, "live", "interrupted", "device_counters", "staged", one_more),
+        "counters",
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", SLEPT)
+def test_what_is_saved_of_an_engine_that_slept(changed, trouble):
+    (mode, *path), shown = SLEPT[trouble]
+    for run in changed.values():
+        phase = {"memory": {"pools": {}}, ROW: run.report["watched"][ROW]}
+        interrupted = run.report["plain"][ROW] | {"num_live": 8}
+        live = copy.deepcopy(phase | {"interrupted": interrupted})
+        run.report.update(awake=phase, live=live)
+    change(changed[mode].report, *path)
+    (entry,) = test_sleep.entries(CPU, changed).values()
+    entry["environment"] = {"date": "today UTC", "commit": "abc"}
+    lines = report.rendered("sleep", result={"entries": {CPU.name: entry}}).splitlines()
+    cells = [line.split(" | ")[2:-2] for line in lines[2:]]
+    shown_by_phase = {cell[0]: cell[-1] for cell in cells}
+    assert shown_by_phase == {"awake": "none", "live": shown}
+    num_live = entry[ON]["phases"]["live"]["interrupted"]["num_live"]
+    assert num_live == 8 * (trouble != "nobody ran")
 
 
 def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(changed):

@@ -243,6 +243,7 @@ def test_tensor_parallel_2(mode: str, request: pytest.FixtureRequest) -> None:
             assert min(off["num_dirty_slots"], on["num_dirty_slots"]) > 100
             assert off["violations_by_kind"] == {"not restored": off["num_dirty_slots"]}
             assert on["violations"] == []
+            assert (on["num_present_rows"] > 1000) == (mode == "stage")
         one, other = nwor
         assert one["counters"] == other["counters"]
         assert one["counters"]["windows"] == on["num_windows"]

@@ -148,8 +148,10 @@ class Layer:
         self.memory[index] = data.to(self.memory.device)
 
 
-def seats_of(seats: Tensor | None, num_reqs: int) -> list[int]:
-    return list(range(num_reqs)) if seats is None else seats.tolist()
+def seats_of(args: Any, num_reqs: int) -> list[tuple[int, int]]:
+    """(request, its seat) of those that have one: on CUDA `seats` may name none."""
+    seats = range(num_reqs) if args.seats is None else args.seats.tolist()
+    return [(r, seat) for r, seat in enumerate(seats) if 0 <= seat < len(args.saved)]
 
 
 class StagedWindow:
@@ -250,7 +252,7 @@ class Reference:
         tokens, span = args.entry_tokens, args.span
         slot_mapping = args.slot_mapping.view(-1)
         cumulative = [0, *args.cu_num_logits[args.num_leading_zeros :].tolist()]
-        for request, seat in enumerate(seats_of(args.seats, len(cumulative) - 1)):
+        for request, seat in seats_of(args, len(cumulative) - 1):
             row = args.saved[seat]
             if args.patches:
                 num_drafts = cumulative[request + 1] - cumulative[request] - 1
@@ -300,7 +302,7 @@ class Reference:
                 self._copy(args, window, window.real, window.shadow, lacks)
 
     def commit_draft_layer(self, args: Any) -> None:
-        for request, seat in enumerate(seats_of(args.seats, args.num_reqs)):
+        for request, seat in seats_of(args, args.num_reqs):
             num_drafts = int(args.saved[seat, 0])
             if num_drafts == 0:
                 continue
@@ -326,7 +328,7 @@ class Reference:
             args.counters_to.copy_(args.counters)
 
     def unstage(self, args: Any) -> None:
-        for request, seat in enumerate(seats_of(args.seats, args.num_reqs)):
+        for request, seat in seats_of(args, args.num_reqs):
             if args.saved[seat, 0] <= 0:
                 continue
             window = StagedWindow(args.saved[seat], args.entry_tokens)

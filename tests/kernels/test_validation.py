@@ -14,9 +14,12 @@ import torch
 from tests.kernels.reference import PAD, whole
 from tests.kernels.test_transaction import (
     CPU,
+    CROSSING,
     EXAMPLE,
     PAGES,
+    TARGET_ALONE,
     column_major,
+    hnd,
     layout_for,
     nhd,
 )
@@ -379,3 +382,23 @@ class TestOnCuda:
         assert restore["counters"].tolist() == expected
         for old, layer in zip(before, calls.layers, strict=True):
             assert torch.equal(old, layer.memory)
+
+    @pytest.mark.sanitizer
+    def test_a_request_without_a_seat_is_left_alone(self):
+        """It keeps its entries and slots, is written in place, and is not counted, even
+        where a window of its own lies in the memory beside `saved`."""
+        pages = replace(PAGES, num_seats=5)
+        layouts = [[layout_for(pages, kind)] for kind in (nhd, hnd)]
+        step = Step(torch.device("cuda"), layouts, pages)
+        third = replace(TARGET_ALONE, entries=(6, 8, 0, 0))
+        requests = [CROSSING, TARGET_ALONE, third]
+        step.stage(requests, [0, 1, 4])
+        step.check(UNSTAGE)
+        step.write(range(4, 40))
+        step.saved = step.saved[1:4]
+        for after in (UNSTAGE, COMMIT):
+            step.stage(requests, [-1, 0, 3])
+            assert [*step.windows()] == [1]
+            step.forward()
+            step.check_tables(after)
+        assert step.counted()[0][:2] == [1, 3]

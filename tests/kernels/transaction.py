@@ -325,7 +325,7 @@ class Step:
         rows = self.saved.cpu()
         return {
             request: StagedWindow(rows[seat], self.pages.entry_tokens)
-            for request, seat in enumerate(seats_of(self.seats, self.num_reqs))
+            for request, seat in seats_of(self, self.num_reqs)
             if rows[seat, 0] > 0
         }
 

@@ -453,6 +453,23 @@ def test_one_group_is_staged_and_another_logged():
     assert manager.shadow_bytes == REGION.num_blocks * 16 * layout.slot_bytes > 0
 
 
+@pytest.mark.parametrize(("is_staged", "num_lost"), [(True, 4), (False, 6)])
+def test_blocks_reserved_for_a_group_that_is_refused_later_are_told(
+    is_staged, num_lost
+):
+    """Also where nothing is protected."""
+    reserved = {0: REGION, 1: replace(REGION, num_seats=2)}
+    first = layer(dtype="auto" if is_staged else "nvfp4")
+    found = staged_runner({"a": first}, {"b": layer(dtype="nvfp4")}, reserved=reserved)
+
+    with nwor_log() as lines:
+        manager, infos, _ = build(found, mode=Mode.STAGE)
+
+    assert [info.resolved for info in infos] == ["stage" if is_staged else "off", "off"]
+    assert (manager is not None) == is_staged
+    assert lines[0].endswith(f"; {num_lost} reserved KV blocks stay unused")
+
+
 @pytest.mark.parametrize("num_seqs", [1, 4, 64])
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 528])

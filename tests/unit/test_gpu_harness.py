@@ -27,6 +27,7 @@ from tests.gpu.pool import Pool
 from tests.gpu.rows import hits_at_once
 from tests.helpers.oracle import Watch
 from tests.helpers.player import Player, Request
+from vllm_nwor.ops import SAVED_COLUMNS
 
 
 def test_matrix_covers_every_pair():
@@ -123,6 +124,8 @@ class Runner:
             logits_indices=torch.arange(4),
             cu_num_logits=torch.tensor([0, 4]),
         )
+        tables = [torch.zeros(1, 3, dtype=torch.int32)]
+        self.block_tables = SimpleNamespace(input_block_tables=tables)
         graphs = {"run_fullgraph": self.forward, "run_pw_graph": None}
         self.cudagraph_manager = SimpleNamespace(**graphs)
 
@@ -159,11 +162,13 @@ def runner():
     return Runner()
 
 
-def watched(runner: Any, num_steps: int = 1) -> dict[str, Any]:
+def watched(runner: Any, num_steps: int = 1, **scheduled: Any) -> dict[str, Any]:
+    """scheduled: of vLLM's SchedulerOutput."""
     oracle = Watch(runner)
     oracle.start(seed=1)
+    scheduled |= {"num_scheduled_tokens": {"one": 4}}
     for _ in range(num_steps):
-        runner.execute_model(SimpleNamespace(num_scheduled_tokens={"one": 4}))
+        runner.execute_model(SimpleNamespace(**scheduled))
         runner.sample(None, runner.batch, None)
         runner.context["draft.0"].write([5, 6], 9.0)
     return oracle.stop()
@@ -234,6 +239,65 @@ def test_oracle_knows_shadow_blocks(runner, kind, verified, written):
     assert set(watched(runner)["violations_by_kind"]) == {kind}
 
 
+@pytest.mark.parametrize("kind", ["", "not present", "left in a table"])
+def test_oracle_knows_what_a_seat_holds(runner, kind):
+    """Entries 4 and 5 are shadow: drafts are verified in them, a committed row is
+    copied before, the kept ones behind. Rows 4, 5 and 6 count for the next step."""
+    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK, num_seats=1)
+    runner.kv_cache_config.nwor_shadow = {0: region}
+    saved = torch.zeros(1, SAVED_COLUMNS + 4, dtype=torch.int32)
+    saved[0, SAVED_COLUMNS - 3 : SAVED_COLUMNS] = torch.tensor([9, 7, 1])
+    group = {"num_real_entries": 4, "first_entry": 4, "span": 2, "entry_tokens": BLOCK}
+    seats = SimpleNamespace(
+        groups={0: SimpleNamespace(**group)}, saved={0: saved}, step=9
+    )
+    manager = SimpleNamespace(shadow=seats)
+    runner.nwor_state = SimpleNamespace(manager=manager)
+    slots, runner.slots = runner.slots, torch.tensor([[21, 22, 23, 16, -1]])
+
+    def copy_rows(sources, targets):
+        for layer in runner.layers:
+            rows = layer.kv_cache.transpose(1, 2).flatten(0, 1)
+            for source, target in zip(sources, targets, strict=True):
+                layer.write([target], rows[source])
+
+    def forward():
+        for number, layer in enumerate(runner.layers):
+            layer.write([21, 22, 23, 16], 3.0 + number)
+
+    def commit():
+        copy_rows([21, 22], [5, 6])
+        runner.slots.copy_(slots)
+        if kind == "left in a table":
+            runner.block_tables.input_block_tables[0][0, 1] = 5
+
+    runner.log = lambda: copy_rows([4], [21 if kind == "not present" else 20])
+    runner.cudagraph_manager.run_fullgraph, runner.restore = forward, commit
+    seen = watched(runner)
+    assert set(seen["violations_by_kind"]) == {kind} - {""}, seen
+    assert seen["num_present_rows"] == 3 * 2
+    assert (seen["num_staged_slots"], seen["num_logged_slots"]) == (2 * 2, 0)
+
+
+@pytest.mark.parametrize("block", [3, 4])
+@pytest.mark.parametrize("comes", ["new", "cached"])
+def test_oracle_sees_a_shadow_block_that_a_request_is_given(runner, comes, block):
+    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK, num_seats=0)
+    runner.kv_cache_config.nwor_shadow = {0: region}
+    given = {
+        "new": {"scheduled_new_reqs": [SimpleNamespace(block_ids=([1, block],))]},
+        "cached": {
+            "scheduled_cached_reqs": SimpleNamespace(
+                new_block_ids=[None, ([], [block])]
+            )
+        },
+    }
+    seen = watched(runner, **given[comes])["violations"]
+    assert [(one["kind"], one["slots"]) for one in seen] == [
+        ("handed out", (block,))
+    ] * (block == 4)
+
+
 def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
     vanilla, other = copy.deepcopy(runner), Runner()
     vanilla.restore = lambda: None
@@ -295,3 +359,21 @@ def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
 
     found = json.loads((tmp_path / "a.json").read_text())["entries"]
     assert {entry["n"] for entry in found.values()} == set(range(40))
+
+
+def test_a_step_is_kept_with_how_it_ended_and_what_pytest_counted(
+    tmp_path, monkeypatch
+):
+    for variable in (results.FOLDER_VARIABLE, "NWOR_WORK"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr(environment, "describe", lambda *_: {"packages": {}})
+    said = "2 failed, 3 passed, 4 skipped, 5 deselected in 61.20s (0:01:01)\n"
+    (tmp_path / "a.log").write_text(f"9 failed\n{said}1 failed\n")
+    (tmp_path / "b.log").write_text("killed\n")
+    results.save_verdicts("kernels ", "a=1", "b=137")
+    found = json.loads((tmp_path / "gpu_kernels.json").read_text())
+    entry = found["entries"]["all"]
+    assert entry["command"] == "tools/gpu_run.sh kernels"
+    assert entry["exit_status"] == {"a": 1, "b": 137}
+    assert entry["tests"]["a"] == {"failed": 2, "passed": 3, "skipped": 4}
+    assert set(entry["tests"]["b"].values()) == {0}

@@ -80,11 +80,15 @@ def test_the_documents_show_what_the_files_say():
 
 @pytest.mark.parametrize("lost", [0, 64])
 def test_restored_bytes_are_held_against_the_models_shape(lost):
+    """And what stage committed against the rows that are kept."""
     result = committed()
     result["summary"]["nwor"]["cow"]["restored_bytes"] -= lost
+    staged = result["summary"]["nwor"]["stage"]
+    kept = (staged["committed"] + staged["windows"]) * report.slot_bytes(result)
+    staged["committed_bytes"] = kept // 2
     rows = map(cells, report.rendered("bytes", results=[result]).splitlines()[2:])
     found = {row[3]: row[8:] for row in rows}
-    assert found == {"cow": ["0", f"{-lost}"], "stage": ["-", "-"]}
+    assert found == {"cow": ["0", f"{-lost}", "-"], "stage": ["-", "-", "0.50"]}
 
 
 def test_pairs_are_pooled_of_runs_against_no_hooks():
@@ -141,6 +145,24 @@ def test_a_failed_check_and_an_unsettled_row_are_in_the_engines_line():
     assert (row[0], row[7:9]) == ("a", ["bytes", "aborts"])
 
 
+def test_a_programs_verdict_and_a_mutations_have_lines():
+    """Older files do not say what pytest counted."""
+    old = committed("gpu_sanitizer")
+    (entry,) = old["entries"].values()
+    entry = entry | {"exit_status": {"kernels": 1}}
+    entry["tests"] = {"kernels": {"passed": 5, "failed": 2, "skipped": 0}}
+    new = {"kind": "gpu_kernels", "entries": {"all": entry}}
+    mutation = {"name": "no_undo", "outcome": "survived"}
+    planted = entry | {"kind": "mutation_check", "mutations": [mutation]}
+    markdown = report.rendered("verdicts", results=[planted, new, old])
+    rows = [cells(row)[:5] for row in markdown.splitlines()[2:]]
+    assert rows[:2] == [
+        ["kernels", "1", "5", "2", "0"],
+        ["planted", "9", "-", "-", "-"],
+    ]
+    assert rows[-1] == ["mutation no_undo", "survived", "-", "-", "-"]
+
+
 # --- documents
 
 
@@ -188,16 +210,18 @@ def test_every_link_of_a_document_leads_somewhere():
 
 def test_budgets_are_counted_by_the_low_end():
     """Within noise, beyond it, and the control's own distance taken off; 30 us of host
-    time are within the budget."""
+    time are within the budget. What is as fast as cow is not slower."""
 
-    def measured(low, median, control, us):
+    def measured(low, median, control, us, speed=1.0):
+        samples = {"stage": {"test": [speed] * 3}, "cow": {"test": [1.0] * 3}}
         ratio = {"stage": {"low": low, "median": median}, "control": control}
         host = {"begin_us_median": us - 10, "commit_us_median": 10}
-        return {"summary": {"ratio": ratio, "nwor": {"stage": {"host": host}}}}
+        found = {"ratio": ratio, "nwor": {"stage": {"host": host}}}
+        return {"summary": found, "samples": samples}
 
     quiet, biased = {"low": 0.999, "high": 1.001}, {"low": 1.002, "high": 1.003}
     results = [
-        measured(0.9951, 0.997, quiet, 30.0),
+        measured(0.9951, 0.997, quiet, 30.0, speed=0.9),
         measured(0.9951, 1.0, quiet, 20.0),
         measured(0.9949, 1.0, quiet, 30.1),
         measured(0.9951, 0.997, biased, 25.0),
@@ -205,5 +229,5 @@ def test_budgets_are_counted_by_the_low_end():
     assert report.budgets(results, "stage") == (
         "`stage`: low end at least 0.995 in 2 of 4 measurements (in 1 of these no "
         "difference was resolved from noise); begin + commit 20.0 to 30.1 us, over its "
-        "budget of 30 us in 1."
+        "budget of 30 us in 1; slower than `cow` in 1 of 4."
     )

@@ -6,6 +6,7 @@ import pickle
 from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, TABLE, World, int32
+from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, Strict
 from vllm_nwor.draft_manager import NworError, State
@@ -138,11 +139,11 @@ class Runner:
     """What V2's hooks of a step need, around a World's manager and step; its sampler
     rejects all drafts. V1 is what all engines here run."""
 
-    def __init__(self, is_staged, max_num_reqs=2, **world):
-        self.world = World(is_staged, **world)
+    def __init__(self, *is_staged, max_num_reqs=2, **world):
+        self.world = World(*is_staged, **world)
         self.manager, step = self.world.manager, self.world.step
         self.nwor_state = hooks.RunnerState(self.manager, [], max_num_reqs=max_num_reqs)
-        (self.table,), (self.slots,) = step.block_tables, step.slot_mappings
+        self.tables, self.slots = step.block_tables, torch.stack(step.slot_mappings)
         self.batch = SimpleNamespace(
             num_draft_tokens=step.num_drafts,
             num_reqs=step.num_reqs,
@@ -153,8 +154,8 @@ class Runner:
             idx_mapping=torch.tensor([0, 1]),
         )
 
-    def look(self):
-        return self.table.tolist(), self.slots.tolist()
+    def look(self, gid=0):
+        return self.tables[gid].tolist(), self.slots[gid].tolist()
 
     def execute(self, inner, drafts=(), new=(), resumed=()):
         """vLLM's execute_model as the hook has it: `inner` is what it does. drafts,
@@ -168,7 +169,7 @@ class Runner:
         hooks.execute_model(lambda **_: inner(), self, (), arguments)
 
     def prepare(self):
-        prepared = (self.table,), self.slots[None]
+        prepared = tuple(self.tables), self.slots
         hook = runner_v2._prepare_attn
         assert hook(lambda _: prepared, self, (self.batch,), {}) is prepared
 
@@ -209,6 +210,34 @@ def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
     assert runner.step() is None
     assert runner.manager.counters[0, 1] == 9
     runner.world.check(State.IDLE)
+
+
+@pytest.mark.parametrize("is_staged", list(product([True, False], repeat=2)))
+def test_two_groups_have_tables_and_slots_of_their_own(is_staged):
+    """V2's slots are rows of one tensor. What the forward wrote stays, in each group,
+    where its target rows are."""
+    runner = Runner(*is_staged)
+    other = [[3, 5, 0], [1, 0, 0]], [21, 22, 23, 5, 6]
+    runner.tables[1][:], runner.slots[1] = map(torch.tensor, other)
+    groups = {group.group_id: group.layers for group in runner.manager.groups}
+
+    runner.execute(runner.prepare)
+    patched = [runner.look(gid) for gid in range(2)]
+    for gid, layers in groups.items():
+        for slot in runner.slots[gid].tolist():
+            for layer in layers:
+                layer.kv_cache[slot // SLOTS, :, slot % SLOTS] = 1 + gid
+    runner.sample_tokens(runner.sample)
+
+    (row, *rows), shadow_slots = SHADOW
+    shadows = SHADOW, ([[3, *row[1:]], *rows], shadow_slots)
+    for gid, real in enumerate((REAL, other)):
+        assert patched[gid] == (shadows[gid] if is_staged[gid] else real)
+        assert runner.look(gid) == real
+        for layer in groups[gid]:
+            written = layer.kv_cache[:BLOCKS].any(-1).any(1).flatten().nonzero()
+            assert written.flatten().tolist() == sorted(real[1][row] for row in (0, 3))
+            assert layer.kv_cache[:BLOCKS].max() == 1 + gid
 
 
 def test_the_undo_log_asks_nothing_of_a_step():
@@ -256,12 +285,12 @@ def test_the_audit_plans_before_shadow_blocks_are_there_and_resolves_behind_comm
 @pytest.mark.parametrize(("max_num_reqs", "first"), [(2, 3), (3, 1)])
 def test_v2s_seats_are_the_request_states_if_there_are_as_many(max_num_reqs, first):
     """Else those of the batch's rows."""
-    runner = Runner(True, max_num_reqs)
+    runner = Runner(True, max_num_reqs=max_num_reqs)
     runner.batch.idx_mapping = torch.tensor([1, 0])
 
     runner.prepare()
 
-    assert runner.table[0, 1] == BLOCKS + first
+    assert runner.tables[0][0, 1] == BLOCKS + first
 
 
 class Stopped(BaseException):

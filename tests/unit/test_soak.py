@@ -168,12 +168,15 @@ def test_failed_requests_and_changed_probes_are_counted(broken):
 
 
 def test_a_process_that_ended_is_missed():
-    child = subprocess.Popen(["sleep", "60"])
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(["cat"], stdin=pipe, stdout=pipe, bufsize=0)
+    child.stdin.write(b"\n")
+    child.stdout.read(1)  # it runs: one that was only just started has no memory yet
     processes = server.Processes(psutil.Process(), 1)
     (name,) = [n for n, p in processes._processes.items() if p.pid == child.pid]
     processes.sample()
     child.kill()
-    child.wait()
+    child.communicate()
     processes.sample()
     assert processes.ended == [name]
     before, after = processes.rss_mib[name]

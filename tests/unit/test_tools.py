@@ -213,11 +213,24 @@ def test_a_sanitizer_step_that_proves_nothing_fails(
     assert gpu_run("sanitizer", "memcheck", python=python)[0] == status
 
 
+@pytest.mark.parametrize("failing", ["pytest", "tests.gpu.results"])
+def test_kernels_that_fail_or_whose_verdict_is_not_kept_fail(failing, gpu_run):
+    python = f'case "$*" in *{failing}*) exit 1 ;; esac'
+    assert gpu_run("kernels", python=python)[0] == 1
+
+
 # --- mutation_check.py ---
 
-# A project whose native library is there already.
+# A project whose native library is there already: on CUDA it is a kernel's text.
+KERNEL, LIBRARY = "csrc/nwor/double.cu", "vllm/v1/nwor/_nwor_C.so"
 PROJECT = {
     "tools/native.py": "",
+    KERNEL: "2 + 2",
+    LIBRARY: "",
+    "test_kernel.py": f"""
+def test_of_two():
+    assert eval(open("{LIBRARY}").read()) == 4
+""",
     "double.py": "def double(x):\n    return x + x\n",
     "test_double.py": """
 from double import double
@@ -238,20 +251,27 @@ def checked(monkeypatch, tmp_path):
     status, and what came of each."""
 
     def copy_tree(to: Path) -> None:
-        (to / "tools").mkdir()
         for name, text in PROJECT.items():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
             (to / name).write_text(text)
 
-    def run(*news: str, old: str = "x + x") -> tuple[int, list[tuple[str, ...]]]:
-        found = tuple(Mutation(new, "double.py", old, new) for new in news)
+    def run(
+        *news: str, old: str = "x + x", cuda: str = ""
+    ) -> tuple[int, list[tuple[str, ...]]]:
+        file = KERNEL if cuda else "double.py"
+        found = tuple(Mutation(new, file, old, new) for new in news)
         monkeypatch.setattr(mutation_check, "MUTATIONS", found)
         result = tmp_path / "a.json"
-        monkeypatch.setattr("sys.argv", ["mutation_check.py", "--json", str(result)])
+        options = ["--json", str(result), *(["--cuda", cuda] if cuda else [])]
+        monkeypatch.setattr("sys.argv", ["mutation_check.py", *options])
         status = mutation_check.main()
         outcomes = json.loads(result.read_text())["mutations"]
         return status, [(one["outcome"], *one["tests"]) for one in outcomes]
 
     monkeypatch.setattr(mutation_check, "TESTS", ("test_double.py",))
+    monkeypatch.setattr(mutation_check, "CUDA_TESTS", ("test_kernel.py",))
+    monkeypatch.setattr(mutation_check, "ROOT", tmp_path)
+    monkeypatch.setattr(mutation_check.environment, "describe", lambda *_: {})
     monkeypatch.setattr(mutation_check, "copy_tree", copy_tree)
     return run
 
@@ -271,6 +291,20 @@ def test_only_a_test_that_fails_is_a_catch(checked, monkeypatch):
         checked("x * x")
 
 
+def test_kernels_are_tried_as_they_were_built(checked, monkeypatch):
+    """Nothing is compiled then, and nothing tried that was not built."""
+    builds = f"import shutil; shutil.copy('{KERNEL}', '{LIBRARY}')"
+    for compiler, said in (("raise OSError", "not compile"), (builds, "0")):
+        monkeypatch.setitem(PROJECT, "tools/native.py", compiler)
+        with pytest.raises((SystemExit, MutationError), match=said):
+            checked("2 * 2", "2 * 3", old="2 + 2", cuda="build")
+    monkeypatch.setitem(PROJECT, "tools/native.py", "raise OSError")
+    outcomes = [("survived",), ("caught", "test_kernel.py::test_of_two")]
+    assert checked("2 * 2", "2 * 3", old="2 + 2", cuda="run") == (1, outcomes)
+    with pytest.raises(FileNotFoundError):
+        checked("2 - 2", old="2 + 2", cuda="run")
+
+
 def test_the_mutations_fit_this_tree_and_were_caught():
     """Code that moved on takes its mutation along. docs/audit.md refers to both results
     of results/mutation_check.json."""
@@ -281,7 +315,8 @@ def test_the_mutations_fit_this_tree_and_were_caught():
         assert text.count(mutation.old) == 1, mutation.name
         assert mutation.new != mutation.old
     recorded = json.loads((ROOT / "results/mutation_check.json").read_text())
+    of_cpu = [mutation for mutation in MUTATIONS if not mutation.file.endswith(".cu")]
     of_selftest = [mutation for mutation in MUTATIONS if mutation.selftest]
-    for run, ran in ((recorded, MUTATIONS), (recorded["selftest"], of_selftest)):
+    for run, ran in ((recorded, of_cpu), (recorded["selftest"], of_selftest)):
         caught = {one["name"] for one in run["mutations"] if one["outcome"] == "caught"}
         assert caught == {mutation.name for mutation in ran}

@@ -9,7 +9,7 @@ A block of a README between two comments belongs to this script:
     ...
     <!-- /results -->
 
-The first names a file in results/ and a view (VIEWS); a view of several files takes
+The first names a file in results/, or several, and a view (VIEWS); one of several takes
 all that match. No number is typed into a README by hand: all come from a command in
 those files. Exit status: 0 done, or up to date; 1 --check found a difference; 2 a block
 or file that cannot be used, nothing was written.
@@ -70,14 +70,15 @@ def load(path: Path, kind: str) -> Result:
 
 
 def block(what: str) -> str:
-    """Markdown of "FILE VIEW". Raises BadBlock."""
-    file, _, view = what.partition(" ")
-    if view not in VIEWS:
+    """Markdown of "FILE... VIEW". Raises BadBlock."""
+    *files, view = what.split(" ")
+    if not files or view not in VIEWS:
         raise BadBlock(f"expected FILE and a view; views: {', '.join(VIEWS)}")
     of_several = VIEWS[view]["several"]
-    paths = sorted(RESULTS.glob(file)) if of_several else [RESULTS / file]
+    globs = (RESULTS.glob(file) if of_several else [RESULTS / file] for file in files)
+    paths = sorted(path for found in globs for path in found)
     if not paths:
-        raise BadBlock(f"no file in results/ matches {file}")
+        raise BadBlock(f"no file in results/ matches {' '.join(files)}")
     found = [load(path, VIEWS[view]["kind"]) for path in paths]
     if view in MAKERS:
         return MAKERS[view](found if of_several else found[0])

@@ -56,7 +56,7 @@ def build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Buil
     except Exception as error:
         reason = f"vLLM is not as expected: {error_text(error)}"
         manager, infos = None, all_refused(runner, config.mode, reason)
-    _announce(config, infos, manager)
+    _announce(runner, config, infos, manager)
     return manager, infos
 
 
@@ -180,7 +180,10 @@ def _capacity(vllm_config: Any, config: NworConfig) -> int:
 
 
 def _announce(
-    config: NworConfig, infos: list[GroupInfo], manager: DraftCommitManager | None
+    runner: Any,
+    config: NworConfig,
+    infos: list[GroupInfo],
+    manager: DraftCommitManager | None,
 ) -> None:
     """One line at start-up; raises under STRICT if a group is refused."""
     groups = "; ".join(
@@ -198,5 +201,10 @@ def _announce(
         if manager.shadow is not None:
             num_seats, mib = manager.shadow.num_seats, manager.shadow_bytes / 2**20
             size += f"; shadow blocks: {num_seats} seats, {mib:.1f} MiB"
+    reserved = getattr(getattr(runner, "kv_cache_config", None), "nwor_shadow", "")
+    staged = [info.group for info in infos if info.resolved == Mode.STAGE.value]
+    if isinstance(reserved, dict) and (lost := reserved.keys() - staged):
+        num_lost = sum(reserved[gid].num_blocks for gid in lost)
+        size += f"; {num_lost} reserved KV blocks stay unused"
     log = logger.warning if refused else logger.info
     log("NWOR %s requested; %s%s", config.mode.value, groups, size)
