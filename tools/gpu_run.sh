@@ -11,8 +11,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines sync layouts sleep audit poison offload parallel ray"
-STEPS="$STEPS sanitizer bench-kernels host-profile bench soak "
+STEPS=" build kernels engines faults sync layouts sleep audit poison offload parallel"
+STEPS="$STEPS ray sanitizer bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 RESULTS=${NWOR_RESULTS:-results}
 mkdir -p "$WORK" "$RESULTS"
@@ -82,6 +82,10 @@ step_engines() {
     local file=tests/gpu/test_engine_matrix.py
     run_tests -s $file -k "test_matrix$(also - "$@")" || return
     [ $# -gt 0 ] || run_tests -s $file -k 'test_why or test_a_missed'
+}
+
+step_faults() { # parameters go on with what fails
+    run_tests -s tests/gpu/test_faults.py -k "test_$(also - "$@")"
 }
 
 step_sync() { gpu_tests no_sync "$@"; }

@@ -6,15 +6,14 @@ that dies between log and commit, a vLLM that has changed; and exactly what NWOR
 No failure of NWOR's own may lose or change a token; each is counted, logged once and
 visible in metrics; VLLM_NWOR_STRICT raises instead. The engines of this file are shared
 by its tests. Not covered: faults inside a kernel (they kill the engine, as vLLM's own
-do); CUDA; sleep and weight reload (tests/gpu).
+do); CUDA, sleep and weight reload (tests/gpu/test_faults.py and test_sleep.py).
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,31 +114,11 @@ def cow(cow_engine: Engine) -> Iterator[Engine]:
 # --- ops ------------------------------------------------------------------------------
 
 
-def failing(
-    op: Callable[..., None],
-    at: int | None,
-    late: bool = False,
-    error: Exception | None = None,
-) -> Callable[..., None]:
-    """`op`, raising at this call (numbered from 0; None: at every one), before it did
-    anything or (late) after it did its work."""
-    calls = itertools.count()
-
-    def run(*args: Any) -> None:
-        fails = next(calls) == at or at is None
-        if late or not fails:
-            op(*args)
-        if fails:
-            raise error or RuntimeError("injected")
-
-    return run
-
-
 @contextmanager
 def failing_op(engine: Engine, name: str, *how: Any) -> Iterator[None]:
-    """That op of the engine's fails as `failing` says."""
+    """That op of the engine's fails as `seam.failing` says."""
     with seam.of(engine.manager) as ops:
-        setattr(ops, name, failing(getattr(ops, name), *how))
+        setattr(ops, name, seam.failing(getattr(ops, name), *how))
         yield
 
 

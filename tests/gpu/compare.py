@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.gpu.engines import EngineSpec
 from tests.gpu.pool import OFF, ON, Chain
-from tests.gpu.rows import Row, rows
+from tests.gpu.rows import Row, hits_at_once, rows
 from tests.helpers.player import JUDGED, identities
 
 PASSES = ("plain", "watched")
@@ -117,12 +117,16 @@ def needs_problems(spec: EngineSpec, row: Row, result: Report) -> Iterator[str]:
     steps = result["watch"][0]["steps"]
     # A prompt is split if no step takes all long ones that arrived together.
     longest = sum(len(r.prompt) for r in row.phases[0] if len(r.prompt) > 300)
+    texts = result["tokens"].values()
     ends = {end for name, end in result["finish"].items() if "grammar" in name}
     seen = {
         "preempted": any(step["preempted"] for step in steps),
         "cached": any(result["cached"].values()),
         "chunked": 0 < max(step["tokens"] for step in steps) < longest,
         "structured": ends and ends <= {"stop", "length"},
+        "different": len(set(map(str, texts))) == len(texts),
+        "hit at once": "hit at once" in row.needs
+        and hits_at_once(spec, result["batches"]),
         # Synchronous engines have nothing in flight when a request is aborted.
         "dropped": not spec.asynchronous
         or result["counters"].get("nwor_dropped_drafts", 0) > 0,

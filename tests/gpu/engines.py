@@ -48,7 +48,7 @@ class EngineSpec:
     backend: attention backend. graphs: vLLM's cudagraph_mode, or EAGER. kv_cache:
     vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks, few on purpose.
     kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector
-    keeps blocks on the host.
+    keeps blocks on the host. loras: random LoRA adapters that its requests can have.
     rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
     get the target's weights, so that some of their drafts are right. adaptive: vLLM
     decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
@@ -72,6 +72,7 @@ class EngineSpec:
     kv_layout: str | None = None
     tensor_parallel: int = 1
     offloads: bool = False
+    loras: int = 0
     rejection: str = "synthetic"
     adaptive: bool = False
     dynamic: bool = False

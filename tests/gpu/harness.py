@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from benchmarks.files import write_whole
 
 from tests.gpu.engines import EngineSpec
 from tests.gpu.rows import Row, warm_up
-from tests.helpers.player import POLL_S, Outputs, Player, counters, risen
+from tests.helpers.player import POLL_S, Outputs, Player, Request, counters, risen
 
 # Steps that may still be in flight when the last request has ended.
 DRAIN_STEPS = 4
@@ -88,6 +88,16 @@ class Engine(Player):
             start_ray()
         started = time.perf_counter()
         arguments = spec.arguments(models) | more
+        self.loras: dict[int | None, Any] = {None: None}
+        if spec.loras:
+            from tests.helpers.lora import lora
+
+            folder, numbers = report.path.with_suffix(""), range(1, spec.loras + 1)
+            self.loras |= {n: lora(folder, n, arguments["model"]) for n in numbers}
+            # Not for logits: vLLM's V2 runner takes them for one row of each request.
+            # One place is empty: on a CPU who has no adapter gets the last one.
+            arguments |= {"enable_lora": True, "max_loras": spec.loras + 1}
+            arguments["lora_target_modules"] = ["qkv_proj"]
         if transfer := arguments.get("kv_transfer_config"):
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -114,6 +124,9 @@ class Engine(Player):
         """A method of GpuTestExtension on all workers; their results by rank."""
         found: list[Any] = self.llm.collective_rpc(method, args=arguments)
         return found
+
+    def _add(self, request: Request) -> None:
+        super()._add(replace(request, lora=self.loras[request.lora]))
 
     def stop(self) -> None:
         """Ends workers that are in processes of their own."""

@@ -76,12 +76,12 @@ def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
         engine.stop()
 
 
-def run_watched(engine: Engine, row: Row) -> dict[str, Any]:
-    """Engine.run_row, and what the oracle saw."""
+def run_watched(engine: Engine, row: Row, by: str = "Watch") -> dict[str, Any]:
+    """Engine.run_row, and what the oracle saw. by: Watch or Fault."""
     engine.forget()  # before the caches are poisoned
-    engine.rpc("test_oracle", "Watch", "start", POISON_SEED)
+    engine.rpc("test_oracle", by, "start", POISON_SEED)
     found = engine.run_row(row)
-    return found | {"watch": engine.rpc("test_oracle", "Watch", "stop")}
+    return found | {"watch": engine.rpc("test_oracle", by, "stop")}
 
 
 def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
@@ -117,6 +117,21 @@ def missed(spec: EngineSpec, models: Path, report: Report) -> None:
         engine.run(batch_8(spec))
     except Exception as error:
         report.save(raised=f"{type(error).__name__}: {error}")
+
+
+def faults(spec: EngineSpec, models: Path, report: Report) -> None:
+    """A row for each of what NWOR_TEST_FAULT names, which fails in it, once: only the
+    last one may end the engine."""
+    engine = Engine(spec, models, report)
+    for what in os.environ["NWOR_TEST_FAULT"].split():
+        engine.rpc("test_oracle", "Fault", "plant", what)
+        found: dict[str, Any] = {"raised": ""}
+        try:
+            found |= run_watched(engine, batch_8(spec), "Fault")
+        except Exception as error:
+            found["raised"] = f"{type(error).__name__}: {error}"
+        seen = engine.rpc("test_oracle", "Fault", "lift")[0]
+        report.save(**{what: found | seen})
 
 
 # -- sleep -----------------------------------------------------------------------------

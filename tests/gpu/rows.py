@@ -23,6 +23,10 @@ from tests.helpers.player import Request
 # ran.
 PHASES = ("awake", "level 1", "live", "level 2")
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
+# Drafters beside which vLLM computes the last block of a match again.
+LOOKING_BACK = ("eagle", "mtp", "dspark")
+# Tokens that prompts of the row "hits at once" share, or have behind another's text.
+_SHARED, _TAIL = 150, 20
 # Prompts draw from few tokens, so that ngram has something to find.
 _FIRST_TOKEN, _NUM_PROMPT_TOKENS = 10, 40
 
@@ -69,14 +73,21 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
     samples greedily only, takes prompts whole and caches no prefixes."""
     if spec.backend == "CPU_MLA":
         return (Row("batch 8", (_batch("eight", 8, 12, 10, stagger=1),)),)
+    if spec.loras:
+        return (Row("LoRA", (_adapted(),), frozenset({"cached", "different"})),)
+    # Of a sliding window vLLM caches too few blocks to find some at once.
+    at_once = frozenset(() if spec.windows else ("hit at once",))
     return (
         Row("batch 1", ((Request("one/0", prompt("one", 30), 48, params=_PLAIN),),)),
         Row("batch 8", (_batch("eight", 8, 40, 32, stagger=1),)),
-        Row("batch 64", (_batch("many", 64, 12, 16, params=[{}]),)),
+        Row("batch 64", (_batch("many", 64, 12, 16),)),
         Row("seeded sampling", (_sampled(),)),
         Row("aborts", (_aborted(),), frozenset({"dropped"})),
         Row("preemption", (_too_many(spec),), frozenset({"preempted"})),
         Row("prefix caching", _returning("prefix", 150), frozenset({"cached"})),
+        Row("hits at once", (_sharing(),), at_once),
+        Row("ids again", _ids_again(spec), frozenset({"cached", "dropped"})),
+        Row("two outputs", (_in_two(),), frozenset({"cached", "different"})),
         Row("chunked prefill", (_mixed(),), frozenset({"chunked"})),
         Row("structured output", (_structured(),), frozenset({"structured"})),
     )
@@ -142,7 +153,7 @@ def _too_many(spec: EngineSpec) -> tuple[Request, ...]:
     """Requests that need a third more slots than there are."""
     length, max_tokens = 150, 300
     count = -(-spec.num_slots * 4 // 3 // (length + max_tokens))
-    return _batch("crowd", count, length + 8, max_tokens, stagger=0.25, params=[{}])
+    return _batch("crowd", count, length + 8, max_tokens, stagger=0.25)
 
 
 def _returning(name: str, *others: int) -> tuple[tuple[Request, ...], ...]:
@@ -157,6 +168,83 @@ def _returning(name: str, *others: int) -> tuple[tuple[Request, ...], ...]:
     )
 
 
+def _sharing() -> tuple[Request, ...]:
+    """Beside requests that verify drafts, two of one text arrive together: the second
+    finds blocks cached that the first writes in the same step. And one arrives whose
+    prompt is another's text, just when a window's target row fills that one's last
+    block: it is found cached in the step that writes it (an asynchronous scheduler
+    knows the token a step later: while that step may still run). Not so beside drafters
+    that look back, for which vLLM leaves out the last block of a match."""
+    shared = prompt("shared", _SHARED)
+    return (
+        *_batch("leading", 8, 40, 160),
+        *(
+            Request(f"sharing/{i}", shared + prompt(i, 30), 24, at=4, params=_PLAIN)
+            for i in range(2)
+        ),
+        Request(
+            "joining/0", prompt("tail", _TAIL), 24, 5, params=_PLAIN, behind="leading/"
+        ),
+    )
+
+
+def hits_at_once(
+    spec: EngineSpec, batches: Sequence[Sequence[tuple[str, int]]]
+) -> bool:
+    """Whether what a row of `_sharing` gave is what it is about."""
+    firsts: dict[str, tuple[int, int]] = {}  # batch, and tokens in it
+    for number, batch in enumerate(batches):
+        for name, num_tokens in batch:
+            firsts.setdefault(name, (number, num_tokens))
+    (one, _), (other, num_other) = firsts["sharing/0"], firsts["sharing/1"]
+    number, num_tokens = firsts["joining/0"]
+    are_beside = [num for name, num in batches[number] if "leading" in name]
+    lacks = (0, spec.block_size) if spec.drafter in LOOKING_BACK else (0,)
+    return (
+        one == other
+        and num_other < _SHARED
+        and num_tokens - _TAIL in lacks
+        and max(are_beside, default=0) > 1
+    )
+
+
+def _ids_again(spec: EngineSpec) -> tuple[tuple[Request, ...], ...]:
+    """The id of a request that was aborted comes again at once, with another end of its
+    text; that of one that has ended, too. While a step is in flight vLLM would take
+    what that gives for the new request's: asynchronous engines get it a step later."""
+    text = prompt("again", 140)
+
+    def request(number: int, tail: str, max_tokens: int, **more: Any) -> Request:
+        tokens = text + prompt(tail, 12)
+        return Request(f"again/{number}", tokens, max_tokens, params=_PLAIN, **more)
+
+    first = (
+        *_batch("beside", 3, 30, 60),
+        request(0, "one", 160, abort_at=8),
+        request(1, "two", 20),
+        request(0, "three", 40, at=8 + spec.asynchronous),
+    )
+    return first, (request(1, "four", 40),)
+
+
+def _in_two() -> tuple[Request, ...]:
+    """Two outputs of each prompt, sampled; the second finds it cached."""
+    params = {"n": 2, "temperature": 0.8, "seed": 7} | _PLAIN
+    return _batch("two", 4, 140, 32, stagger=1, params=[params])
+
+
+def _adapted() -> tuple[Request, ...]:
+    """One text for each adapter and for none, together; then it begins another one."""
+    text = prompt("adapted", 70)
+    return (
+        *(
+            Request(f"adapted/{i}", text, 32, params=_PLAIN, lora=lora)
+            for i, lora in enumerate((1, 2, None))
+        ),
+        Request("adapted/3", text + prompt("end", 9), 32, 6, params=_PLAIN, lora=1),
+    )
+
+
 def _mixed() -> tuple[Request, ...]:
     """Long prompts, more than a step's tokens together, arrive among decoders."""
     long = _batch("long", 3, 408, 20)
@@ -164,6 +252,12 @@ def _mixed() -> tuple[Request, ...]:
 
 
 def _structured() -> tuple[Request, ...]:
-    """GRAMMARS, beside two requests without one."""
+    """GRAMMARS, beside two requests without one.
+
+    An asynchronous engine of vLLM 0.26, and of 0.33 on V1, runs drafts that a grammar
+    forbids, and masks their logits. A rejection rule that looks at those refuses them;
+    "synthetic" accepts them by chance, and vLLM ends the request with an error
+    (v1/core/sched/scheduler.py:1745 of 0.26.0), whatever the grammar: none allows all
+    tokens that a random drafter may draw. Those engines leave the row unmet."""
     params = [kind | {"ignore_eos": False} for kind in GRAMMARS]
     return _batch("free", 2, 20, 30) + _batch("grammar", 3, 26, 48, params=params)

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -32,7 +32,9 @@ class Request:
     it is aborted, if it still runs then; abort_during: of the step while which it is
     aborted, after sampling, so that the scheduler skips what the runner did for it.
     params: SamplingParams arguments besides the engine's own; structured_outputs may be
-    a dict. salt: cache_salt. lora: a LoRARequest.
+    a dict. salt: cache_salt. lora: a LoRARequest. behind: how the ids of others begin:
+    it waits, from `at` on, for one of them that verifies drafts and of whose tokens the
+    last that is known fills a block; its prompt is that one's text, then its own.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Request:
     params: dict[str, Any] = field(default_factory=dict)
     salt: str | None = None
     lora: Any = None
+    behind: str | None = None
 
 
 @dataclass
@@ -102,8 +105,10 @@ class Player:
         number = 0
         while waiting or self.llm.has_unfinished_requests():
             self.llm.abort_request([r.name for r in requests if r.abort_at == number])
-            while waiting and waiting[0].at <= number:
-                self._add(waiting.pop(0))
+            for request in [r for r in waiting if r.at <= number]:
+                if (arrived := self._arrived(request)) is not None:
+                    waiting.remove(request)
+                    self._add(arrived)
             await_grammars(self.scheduler.requests.values())
             self.abort_now = [r.name for r in requests if r.abort_during == number]
             for output in self.llm.step():
@@ -127,6 +132,18 @@ class Player:
 
         with mock.patch.object(self.llm, "step", acting):
             yield
+
+    def _arrived(self, request: Request) -> Request | None:
+        """The request with its whole prompt, None if it waits for others."""
+        if request.behind is None:
+            return request
+        known = self.scheduler.requests.items()
+        others = [one for name, one in known if name.startswith(request.behind)]
+        size = self.llm.vllm_config.cache_config.block_size
+        for one in others:
+            if one.spec_token_ids and one.num_tokens % size == 0:
+                return replace(request, prompt=(*one.all_token_ids, *request.prompt))
+        return None if others else request
 
     def _add(self, request: Request) -> None:
         from vllm import SamplingParams

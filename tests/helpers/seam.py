@@ -5,7 +5,8 @@ which tests replace, with all of an op's arguments."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -108,3 +109,23 @@ def of(manager: DraftCommitManager) -> Iterator[SimpleNamespace]:
             }
             stack.enter_context(mock.patch.multiple(manager.shadow, **calls))
         yield functions
+
+
+def failing(
+    op: Callable[..., None],
+    at: int | None,
+    late: bool = False,
+    error: Exception | None = None,
+) -> Callable[..., None]:
+    """`op`, raising at this call (numbered from 0; None: at every one), before it did
+    anything or (late) after it did its work."""
+    calls = itertools.count()
+
+    def run(*args: Any) -> None:
+        fails = next(calls) == at or at is None
+        if late or not fails:
+            op(*args)
+        if fails:
+            raise error or RuntimeError("injected")
+
+    return run

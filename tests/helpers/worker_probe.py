@@ -12,16 +12,17 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.helpers.byte_map import allocation, slot_bytes
-from tests.helpers.filler import Filler
-from tests.helpers.oracle import Watch
 from tests.helpers.runner_probe import block_tables, cache_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
+# The modules of what `test_oracle` can make; one imports the package under test.
+ORACLES = {"Watch": "oracle", "Fault": "fault", "Filler": "filler"}
 PLANTED = "injected between log and commit"
 
 
@@ -29,11 +30,12 @@ class OracleExtension(NworWorkerExtension):
     """Mixed into vLLM's worker class: has these in any worker, by collective_rpc."""
 
     def test_oracle(self, kind: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of this worker's Watch or Filler, which is made when it is
-        first asked for."""
+        """Calls a method of this worker's Watch, Fault or Filler, which is made when it
+        is first asked for."""
         known = self.__dict__.setdefault("_test_oracles", {})
         if kind not in known:
-            known[kind] = {"Watch": Watch, "Filler": Filler}[kind](self.model_runner)
+            module = import_module(f"tests.helpers.{ORACLES[kind]}")
+            known[kind] = getattr(module, kind)(self.model_runner)
         return getattr(known[kind], method)(*arguments)
 
     def test_flip_bit(self, rank: int | None = None) -> dict[str, Any] | None:

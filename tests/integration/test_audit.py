@@ -21,13 +21,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.environment import model_path
+from tests.helpers.lora import lora
 from tests.helpers.runner_probe import request_name
 from tests.helpers.worker_probe import OracleExtension
 from tests.integration.test_byte_oracle import (
@@ -177,25 +175,6 @@ def test_one_bit_in_the_cache_is_found_where_it_is_and_counted(audited: Engine) 
     assert rise == {("vllm:nwor_audit_findings", "changed"): 1}
 
 
-def lora(folder: Path, number: int) -> LoRARequest:
-    """A random LoRA of tiny-llama's values, written to `folder`."""
-    path = folder / f"lora{number}"
-    path.mkdir()
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8}
-    settings["target_modules"] = ["v_proj"]
-    (path / "adapter_config.json").write_text(json.dumps(settings))
-    draw = torch.Generator().manual_seed(number)
-    tensors = {
-        f"base_model.model.model.layers.{layer}.self_attn.v_proj.lora_{part}.weight": (
-            torch.randn(shape, generator=draw)
-        )
-        for layer in range(4)
-        for part, shape in (("A", (8, 128)), ("B", (64, 8)))
-    }
-    save_file(tensors, path / "adapter_model.safetensors")
-    return LoRARequest(f"lora{number}", number, str(path))
-
-
 def alike(mine: dict[str, Any], theirs: dict[str, Any]) -> list[Request]:
     """Three requests of one text, which share blocks if nothing else is different."""
     return [
@@ -226,7 +205,8 @@ def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
         engine = Engine("off", EVERYTHING, **arguments)
     requests = alike({"salt": "a"}, {"salt": "b"})
     if kind == "lora":
-        requests = alike({"lora": lora(tmp_path, 1)}, {"lora": lora(tmp_path, 2)})
+        adapters = (lora(tmp_path, n, model_path("tiny-llama")) for n in (1, 2))
+        requests = alike(*({"lora": adapter} for adapter in adapters))
     engine.poison_caches()
     engine.audit.findings.last.clear()
     result = engine.run(requests)

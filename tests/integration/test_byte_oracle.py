@@ -102,12 +102,16 @@ REQUESTS = (
     Request("presence", prompt(10, 17), 40, 24, params={"presence_penalty": 0.7}),
     *(Request(f"few {n}", prompt(30 + n, 5), 9 + n, at=60) for n in range(9)),
     Request("limit", prompt(11, 380), 100, at=90),
-    # Alone, so that blocks stay cached; `settled` has the other text.
+    # Alone, so that blocks stay cached.
     Request("calm", prompt(12, 70), 60, at=300),
+    # When a target token fills a block of the other text, of which `settled` has some.
+    Request("joining", prompt(14, 140), 20, at=330),
     Request("continued", prompt(13, 125), 30, at=400),
     Request("again", prompt(12, 70), 60, at=500),
 )
 FEW_REQUESTS = REQUESTS[1:3]
+# Tokens of the other text, which is that of "calm".
+TAKEN = {"joining": 128, "continued": 125}
 
 
 @dataclass(frozen=True)
@@ -218,8 +222,9 @@ def settled(request: Request, truth: dict[str, list[int]]) -> Request:
     if request.name.startswith("stop"):
         token = truth[request.name][len(request.prompt) + 17]
         return replace(request, params={"stop_token_ids": [token]})
-    if request.name == "continued":
-        return replace(request, prompt=tuple(truth["calm"][:125]))
+    if request.name in TAKEN:
+        text = truth["calm"][: TAKEN[request.name]]
+        return replace(request, prompt=(*text, *request.prompt[len(text) :]))
     return request
 
 
@@ -307,7 +312,14 @@ def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
     # answer has filled, drafts and all: in windows of a sliding one some are gone.
     assert result.cached["echo"] == 96
     assert result.cached["again"] == 64
-    assert result.cached["continued"] == (96 if case.num_groups == 1 else 64)
+    assert result.cached["continued"] == 96
+    assert result.cached["joining"] == (128 if case.num_groups == 1 else 64)
+    # The last one of these is written in the very step in which it is found: by the
+    # other's prompt, and as the target's row of its window, before a draft's block.
+    start, step = at_arrival(result, "echo", "prefix")
+    assert start < result.cached["echo"] <= start + step.scheduled["prefix"]
+    start, step = at_arrival(result, "joining", "calm")
+    assert (start + 1, step.drafted["calm"]) == (128, NUM_DRAFTS)
     assert result.tokens["again"] == result.tokens["calm"]
     assert max(len(step.scheduled) for step in steps) == 8
     # A prompt comes in chunks while others verify drafts.
@@ -330,6 +342,18 @@ def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
     assert set(json.loads(result.text["json"])) == {"name", "age"}
     num_run = sum(step.drafted.get("json", 0) for step in steps)
     assert 0 < num_run < run.num_proposed["json"] - NUM_DRAFTS
+
+
+def at_arrival(result: Result, name: str, other: str) -> tuple[int, Step]:
+    """The step in which a request is first scheduled, and how many rows the other one,
+    never preempted before, has then."""
+    steps = result.steps
+    number = next(n for n, step in enumerate(steps) if name in step.scheduled)
+    start = result.cached[other]
+    for step in steps[:number]:
+        start += step.scheduled.get(other, 0)
+        start -= step.drafted.get(other, 0) - step.accepted.get(other, 0)
+    return start, steps[number]
 
 
 def num_beyond(result: Result, name: str) -> int:

@@ -206,6 +206,7 @@ def test_a_worker_that_trims_drafts_runs_fewer_than_vllm_counts(changed):
         ("cached", ("cached",), {}, {NAME: 16}),
         ("structured", ("finish", "grammar/0"), "error", "stop"),
         ("dropped", ("counters", "nwor_dropped_drafts"), 0, 1),
+        ("different", ("tokens",), {"0_a": [1], "1_a": [1]}, {"0_a": [1], "1_a": [2]}),
     ],
 )
 def test_a_row_must_do_what_it_is_about(changed, need, path, missing, there):

@@ -48,8 +48,9 @@ from tests.helpers.engine import (
     prompt,
     shared,
 )
-from tests.helpers.environment import REPO
-from tests.integration.test_audit import alike, found, keys_of_texts_alone, lora
+from tests.helpers.environment import REPO, model_path
+from tests.helpers.lora import lora
+from tests.integration.test_audit import alike, found, keys_of_texts_alone
 from tests.integration.test_byte_oracle import EVERYTHING
 
 ENGINE: dict[str, Any] = {
@@ -276,7 +277,8 @@ def test_each_rank_audits_its_own_share(audited: tuple[Engine, Path]) -> None:
 
 def test_lora(tmp_path: Path) -> None:
     """Two adapters and none, of one prompt, in one batch."""
-    adapters = {"one": lora(tmp_path, 1), "other": lora(tmp_path, 2), "none": None}
+    one, other = (lora(tmp_path, n, model_path("tiny-llama")) for n in (1, 2))
+    adapters = {"one": one, "other": other, "none": None}
     requests = [Request(n, prompt(1, 70), 40, lora=a) for n, a in adapters.items()]
     # A third place, empty: on CPU who has no adapter gets the last one.
     arguments = {"enable_prefix_caching": True, "enable_lora": True, "max_loras": 3}

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,59 @@ from benchmarks import environment
 
 from tests.gpu import engines, results
 from tests.gpu.pool import Pool
+from tests.gpu.rows import hits_at_once
 from tests.helpers.oracle import Watch
+from tests.helpers.player import Player, Request
 from vllm_nwor.ops import SAVED_COLUMNS
 
 
 def test_matrix_covers_every_pair():
     assert engines.uncovered_pairs() == set()
+
+
+# -- rows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafter", "changes", "expected"),
+    [
+        ("ngram", {}, True),
+        ("ngram", {"sharing/1": 180}, False),
+        ("ngram", {"joining/0": 36}, False),
+        ("eagle", {"joining/0": 36}, True),
+        ("ngram", {"leading/0": 1}, False),
+    ],
+)
+def test_a_row_has_seen_hits_at_once(drafter, changes, expected):
+    spec = replace(engines.MATRIX[0], drafter=drafter)
+    first = ("sharing/0", 180), ("sharing/1", 36)
+    second = ("leading/0", 5), ("joining/0", 20)
+    batches = [
+        [(name, changes.get(name, num)) for name, num in batch]
+        for batch in (first, second)
+    ]
+    assert hits_at_once(spec, batches) == expected
+    assert not hits_at_once(spec, [batches[0][:1], *batches])
+
+
+def test_a_request_waits_for_a_block_that_fills():
+    known = {"other/0": SimpleNamespace(num_tokens=8, spec_token_ids=[7])}
+    player = Player()
+    player.llm = SimpleNamespace(
+        engine_core=SimpleNamespace(
+            engine_core=SimpleNamespace(scheduler=SimpleNamespace(requests=known))
+        ),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=4)),
+    )
+    request = Request("behind", (9,), 1, behind="some/")
+    assert player._arrived(request) == request  # there is none
+    for num_tokens, drafts, expected in ((8, [], None), (7, [5], None), (8, [5], 9)):
+        text = tuple(range(num_tokens))
+        known["some/1"] = SimpleNamespace(
+            num_tokens=num_tokens, spec_token_ids=drafts, all_token_ids=text
+        )
+        arrived = player._arrived(request)
+        assert (arrived and arrived.prompt) == (expected and (*text, expected))
 
 
 # -- the byte oracle -------------------------------------------------------------------

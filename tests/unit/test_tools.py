@@ -177,7 +177,9 @@ def test_a_gpu_host_gets_the_wheel_of_this_checkout_or_none(
     assert said in told
 
 
-STEPS = "build kernels engines sync layouts sleep audit poison offload parallel ray "
+STEPS = (
+    "build kernels engines faults sync layouts sleep audit poison offload parallel ray "
+)
 STEPS += "bench-kernels host-profile bench soak"
 FAILING = """case "$*" in
 *BUDGETED*) echo cell-1 cell-2 ;;
