@@ -121,4 +121,4 @@ def truth_of(
         for r in requests
     }
     result = engine.run(list(plain.values()))
-    return {r.name: [*r.prompt, *result.tokens[r.name]] for r in requests}
+    return {r.name: [*result.prompts[r.name], *result.tokens[r.name]] for r in requests}

@@ -35,6 +35,7 @@ class Request:
     a dict. salt: cache_salt. lora: a LoRARequest. behind: how the ids of others begin:
     it waits, from `at` on, for one of them that verifies drafts and of whose tokens the
     last that is known fills a block; its prompt is that one's text, then its own.
+    image: the colour of an image that comes with the prompt.
     """
 
     name: str
@@ -47,17 +48,19 @@ class Request:
     salt: str | None = None
     lora: Any = None
     behind: str | None = None
+    image: tuple[int, int, int] | None = None
 
 
 @dataclass
 class Outputs:
-    """Of a run, by request. Those of a request that asks for several are "0_name",
+    """Of a run, by request, whose whole prompt is in `prompts`. Those of a request that asks for several are "0_name",
     "1_name" and so on, which is what vLLM runs them as.
 
     logprobs: for each token (token, logprob, rank), in the order vLLM gave them.
     cached: prompt tokens found in the prefix cache.
     """
 
+    prompts: dict[str, list[int]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[list[tuple[int, float, int | None]]]] = field(
         default_factory=dict
@@ -69,6 +72,7 @@ class Outputs:
 
     def add(self, output: Any, several: bool) -> None:
         """Takes in one RequestOutput; later ones of a request replace earlier ones."""
+        self.prompts[output.request_id] = output.prompt_token_ids
         for completion in output.outputs:
             name = output.request_id
             if several:
@@ -152,6 +156,11 @@ class Player:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
+        if request.image is not None:
+            from PIL import Image
+
+            image = Image.new("RGB", (28, 28), request.image)
+            prompt["multi_modal_data"] = {"image": image}
         params = self.params | request.params
         if isinstance(grammar := params.get("structured_outputs"), dict):
             params["structured_outputs"] = StructuredOutputsParams(**grammar)

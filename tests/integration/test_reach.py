@@ -15,6 +15,8 @@ block and fly (the V1 runner's sampler has neither).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ METHODS = {
     "dflash": lambda: method("dflash", "tiny-dflash", 2, target="tiny-qwen3"),
     "medusa": lambda: method("medusa", "tiny-medusa"),
 }
+SEES = "BLIP-2, an image in each prompt"
 MODELS = {
     "Qwen3": lambda: Case({"model": "tiny-qwen3"}),
     "Gemma 3, sliding window beside full attention": lambda: Case(
@@ -77,6 +80,7 @@ MODELS = {
         {"model": "tiny-gemma3n"}, num_groups=2
     ),
     "Mixtral": lambda: Case({"model": "tiny-mixtral"}),
+    SEES: lambda: Case({"model": "tiny-blip2"}),
     # Its logits depend on the number of drafts.
     "DeepSeek V2, multi-head latent attention": lambda: Case(MLA, plan=mixture_of_four),
     # vLLM's CPU code for this state fails on windows of fewer drafts than k.
@@ -147,11 +151,14 @@ def test_all_guarantees_hold(kind: str, name: str) -> None:
     # Groups of processes that only mixtures of experts have are made anew.
     destroy_model_parallel()
     off, cow, stage = (case.engine(mode) for mode in ("off", "cow", "stage"))
-    vanilla = watch(off, REQUESTS, case=case)
+    requests: Sequence[Request] = REQUESTS
+    if name == SEES:
+        requests = [replace(r, image=(50 * n, 0, 0)) for n, r in enumerate(REQUESTS)]
+    vanilla = watch(off, requests, case=case)
     check_off(vanilla, case)
     for engine in (cow, stage):
         with reach.recorded(engine, kind, name) as entry:
-            run = watch(engine, REQUESTS, vanilla.truth, case)
+            run = watch(engine, requests, vanilla.truth, case)
             check_on(vanilla, run, case)
             entry |= {
                 "drafts": run.result.num_drafted,
@@ -161,6 +168,10 @@ def test_all_guarantees_hold(kind: str, name: str) -> None:
         assert {2, NUM_DRAFTS} <= {
             num for step in vanilla.result.steps for num in step.drafted.values()
         }
+    if name == SEES:
+        text = REQUESTS[0].prompt
+        assert tuple(vanilla.truth["long"][8:][: len(text)]) == text
+        assert watch(off, case=case).result.tokens != vanilla.result.tokens
     if "share" in name:
         layers = off.probe.target_layers().values()
         assert len({layer.kv_cache.data_ptr() for layer in layers}) < len(layers)

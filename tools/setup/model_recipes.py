@@ -222,17 +222,32 @@ def make_seeded(recipe: Recipe, out: Path, models: Path) -> None:
     """The architecture in spec["config"] as transformers builds and names it, with
     random weights from a fixed seed; vectors are as they start there."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(recipe.spec["seed"])
     config = AutoConfig.for_model(**config_of(recipe, models))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    sees = "vision_config" in recipe.spec["config"]
+    family = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = family.from_config(config, dtype=torch.bfloat16)
     for weight in model.state_dict().values():
         if weight.dim() > 1:
             noise = torch.randn(weight.shape) / math.sqrt(weight.shape[-1])
             weight.copy_(noise.to(torch.bfloat16))
     model.save_pretrained(out)
-    copy_tokenizer(out, models, config.vocab_size)
+    copy_tokenizer(out, models, recipe.spec["config"]["vocab_size"])
+    if sees:
+        add_processor(out, config)
+
+
+def add_processor(out: Path, config: Any) -> None:
+    """BLIP-2's, whose token for images comes behind the tokenizer's own."""
+    from transformers import AutoTokenizer, Blip2Processor, BlipImageProcessorPil
+
+    side = config.vision_config.image_size
+    images = BlipImageProcessorPil(size={"height": side, "width": side})
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    processor = Blip2Processor(images, tokenizer, config.num_query_tokens)
+    processor.save_pretrained(out, save_jinja_files=False)
 
 
 MAKERS = {
