@@ -53,9 +53,10 @@ class Request:
 
 @dataclass
 class Outputs:
-    """Of a run, by request, whose whole prompt is in `prompts`. Those of a request that asks for several are "0_name",
+    """Of a run, by request. Those of a request that asks for several are "0_name",
     "1_name" and so on, which is what vLLM runs them as.
 
+    prompts: whole, with a token for each part of an image, of each request.
     logprobs: for each token (token, logprob, rank), in the order vLLM gave them.
     cached: prompt tokens found in the prefix cache.
     """

@@ -222,7 +222,11 @@ def make_seeded(recipe: Recipe, out: Path, models: Path) -> None:
     """The architecture in spec["config"] as transformers builds and names it, with
     random weights from a fixed seed; vectors are as they start there."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     torch.manual_seed(recipe.spec["seed"])
     config = AutoConfig.for_model(**config_of(recipe, models))
