@@ -170,6 +170,8 @@ def _judge_whole(spec: EngineSpec, off: Report, on: Report) -> Found:
             yield "rows", f"{mode}: the runner is {facts['runner']}"
         if facts["async_scheduling"] != spec.asynchronous:
             yield "rows", f"{mode}: async_scheduling is {facts['async_scheduling']}"
+        if spec.flash and facts["flash_attn"] != [spec.flash]:
+            yield "rows", f"{mode}: FlashAttention is {facts['flash_attn']}"
     if facts["resolved"] != [ON] * spec.num_groups:
         yield "bytes", f"groups resolve to {facts['resolved']}"
     layers = facts["protected"] and facts["protected"]["layers"]

@@ -52,6 +52,7 @@ class EngineSpec:
     rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
     get the target's weights, so that some of their drafts are right. adaptive: vLLM
     decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
+    flash: FlashAttention's version, if not vLLM's choice (3 on Hopper).
     executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
     windows: layers of the model have a sliding window, and a KV-cache group of their
     own.
@@ -79,6 +80,7 @@ class EngineSpec:
     runs_on: str = ""
     windows: bool = False
     seats: int = 0
+    flash: int = 0
 
     @property
     def runner(self) -> str:
@@ -150,6 +152,8 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
+        if self.flash:
+            arguments["attention_config"] = {"flash_attn_version": self.flash}
         if self.executor:
             arguments["distributed_executor_backend"] = "ray"
         if self.offloads:
