@@ -88,8 +88,8 @@ def test_ray(single_verdicts, engine, check):
 
 
 def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool):
-    """Forced, fewer of its drafts are right, and no error says so; refused, the group is
-    logged and nothing changes."""
+    """Forced, fewer of its drafts are right, and no error says so; refused, its group
+    is logged and nothing changes."""
     spec, lenient = BY_NAME["copying-flex"], {"VLLM_NWOR_STRICT": "0"}
     views = {"NWOR_TEST_VIEWS": spec.backend}
     runs = {
