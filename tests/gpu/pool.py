@@ -83,6 +83,8 @@ class Pool:
 
     num_jobs = 6
     limit_s = 240.0
+    # Of FlashAttention 2, vLLM's wheel has PTX, which the driver compiles (3 minutes).
+    flash_2_limit_s = 480.0
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,7 +118,8 @@ class Pool:
         ):
             status: int | None = None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(self.limit_s)
+                limit = self.flash_2_limit_s if spec.flash == 2 else self.limit_s
+                status = process.wait(limit)
             with contextlib.suppress(ProcessLookupError):  # nothing is left of it
                 os.killpg(process.pid, signal.SIGKILL)
         seconds = time.perf_counter() - started
