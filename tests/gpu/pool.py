@@ -83,7 +83,7 @@ class Pool:
 
     num_jobs = 6
     limit_s = 240.0
-    # Of FlashAttention 2, vLLM's wheel has PTX, which the driver compiles (3 minutes).
+    # Of FlashAttention 2, vLLM's wheel has PTX, which the driver compiles (5 minutes).
     flash_2_limit_s = 480.0
 
     def __init__(self, folder: Path) -> None:

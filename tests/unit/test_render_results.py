@@ -162,6 +162,25 @@ def test_a_programs_verdict_and_a_mutations_have_lines():
     assert rows[-1] == ["mutation no_undo", "survived", "-", "-", "-"]
 
 
+@pytest.mark.parametrize("strays", [{"layer 0": [17]}, {"": []}])
+def test_a_fault_that_changed_real_blocks_is_in_its_line(strays):
+    """Also bytes that are in no layer."""
+    faults = committed("gpu_faults")
+    faults["entries"]["eagle-flash-v1-async"]["sampler"]["sampler"]["looks"][0][
+        "strays"
+    ] = strays
+    rows = map(cells, report.rendered("faults", result=faults).splitlines()[2:])
+    changed = [row[:2] for row in rows if row[7] != "no"]
+    assert changed == [["eagle-flash-v1-async", "sampler"]]
+
+
+def test_tokens_that_are_not_vllms_are_in_the_engines_line():
+    copied = committed("gpu_copied_table")
+    copied["entries"]["copying-flex-forced"]["is_vanillas"] = False
+    rows = map(cells, report.rendered("copied", result=copied).splitlines()[2:])
+    assert [row[0] for row in rows if row[4] != "yes"] == ["copying-flex-forced"]
+
+
 # --- documents
 
 
