@@ -19,6 +19,8 @@ struct LogArgs {
   BatchWindows batch;
   UndoLog log;
   int64_t num_drafts;
+  // Slots from here on are shadow blocks': a draft there is staged, and not logged.
+  int64_t first_shadow_slot;
 };
 
 struct RestoreArgs {

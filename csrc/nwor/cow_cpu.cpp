@@ -101,7 +101,7 @@ void log_cache_slots_cpu(const LogArgs& args) {
   int64_t bytes_per_slot = 0;
   for_each_draft(kLog, args.batch, [&](int64_t draft, const DraftPlace&, int64_t slot) {
     check_slot(kLog, args.table, draft, slot);
-    if (args.runs.data == nullptr || slot < 0) {
+    if (args.runs.data == nullptr || slot < 0 || slot >= args.first_shadow_slot) {
       return;
     }
     const int64_t bytes =
@@ -115,7 +115,8 @@ void log_cache_slots_cpu(const LogArgs& args) {
                ", as for draft ", first_draft);
   });
 
-  write_windows(kLog, args.batch, args.log.slots, args.log.windows, args.num_drafts);
+  write_windows(kLog, args.batch, args.log.slots, args.log.windows, args.num_drafts,
+                args.first_shadow_slot);
   copy_all<Direction::kToLog>(args.table, args.runs, args.log, args.num_drafts,
                               [&](int64_t draft) { return args.log.slots[draft]; });
 }

@@ -37,8 +37,12 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   const int64_t draft = blockIdx.x / split.blocks_per_draft;
   const int part = static_cast<int>(blockIdx.x % split.blocks_per_draft);
   if (threadIdx.x < kWarpThreads) {
-    const DraftPlace place = find_draft_by_warp(args.batch, draft);
-    const int64_t slot = slot_of(args.batch, place, args.table.rows[0].num_slots());
+    DraftPlace place = find_draft_by_warp(args.batch, draft);
+    int64_t slot = slot_of(args.batch, place, args.table.rows[0].num_slots());
+    if (slot >= args.first_shadow_slot) {
+      place = no_draft();
+      slot = kPadSlot;
+    }
     int count = 0;
     if (slot >= 0) {
       count = prepare_jobs(jobs, args.table, args.log, part * split.layers_per_block,

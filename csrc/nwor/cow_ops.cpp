@@ -22,6 +22,12 @@ Args of_layers(const TensorArgs& tensors, const Tensor& table,
   return args;
 }
 
+void set_first_shadow_slot(const TensorArgs& tensors, LogArgs& args, int64_t slot) {
+  NWOR_CHECK(slot >= 1, tensors.op(), "first_shadow_slot is ", slot,
+             "; must be at least 1");
+  args.first_shadow_slot = slot;
+}
+
 void launch_log(const TensorArgs& tensors, LogArgs& args, const Tensor& slot_mapping,
                 const Tensor& logits_indices, const Tensor& cu_num_logits,
                 int64_t num_drafts, int64_t num_leading_zeros) {
@@ -48,10 +54,11 @@ void launch_restore(const TensorArgs& tensors, RestoreArgs& args,
 void log_cache_slots(Tensor table, OptionalTensor runs, Tensor slot_mapping,
                      Tensor logits_indices, Tensor cu_num_logits, Tensor undo_log,
                      Tensor log_slots, Tensor log_windows, int64_t num_drafts,
-                     int64_t num_leading_zeros) {
+                     int64_t first_shadow_slot, int64_t num_leading_zeros) {
   const TensorArgs tensors(kLog, "table", table);
   auto args =
       of_layers<LogArgs>(tensors, table, runs, undo_log, log_slots, log_windows);
+  set_first_shadow_slot(tensors, args, first_shadow_slot);
   launch_log(tensors, args, slot_mapping, logits_indices, cu_num_logits, num_drafts,
              num_leading_zeros);
 }
@@ -71,7 +78,8 @@ void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
 
 LoggedLayers::LoggedLayers(Tensor source, OptionalTensor source_runs, Tensor table,
                            OptionalTensor runs, Tensor undo_log, Tensor log_slots,
-                           Tensor log_windows, Tensor counters, Tensor ring)
+                           Tensor log_windows, Tensor counters, Tensor ring,
+                           int64_t first_shadow_slot)
     : log_tensors_(kLog, "table", source),
       restore_tensors_(kRestore, "table", table),
       log_(of_layers<LogArgs>(log_tensors_, source, source_runs, undo_log, log_slots,
@@ -79,6 +87,7 @@ LoggedLayers::LoggedLayers(Tensor source, OptionalTensor source_runs, Tensor tab
       restore_(of_layers<RestoreArgs>(restore_tensors_, table, runs, undo_log,
                                       log_slots, log_windows)),
       ring_(restore_tensors_.ring(ring)) {
+  set_first_shadow_slot(log_tensors_, log_, first_shadow_slot);
   restore_.counters = restore_tensors_.counters(counters);
 }
 

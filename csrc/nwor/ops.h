@@ -15,7 +15,7 @@ namespace nwor {
 void log_cache_slots(Tensor table, OptionalTensor runs, Tensor slot_mapping,
                      Tensor logits_indices, Tensor cu_num_logits, Tensor undo_log,
                      Tensor log_slots, Tensor log_windows, int64_t num_drafts,
-                     int64_t num_leading_zeros);
+                     int64_t first_shadow_slot, int64_t num_leading_zeros);
 void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
                              Tensor log_slots, Tensor log_windows,
                              OptionalTensor sampled_token_ids, int64_t vocab_size,
@@ -23,16 +23,18 @@ void restore_rejected_drafts(Tensor table, OptionalTensor runs, Tensor undo_log,
                              int64_t num_drafts, OptionalTensor counters_to);
 void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_mapping,
            Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
-           OptionalTensor seats, Tensor saved, int64_t first_entry,
-           int64_t num_real_entries, int64_t span, int64_t entry_tokens, int64_t step,
-           bool patches, int64_t num_leading_zeros);
+           OptionalTensor state_indices, Tensor saved, int64_t first_entry,
+           int64_t num_real_entries, int64_t span, int64_t entry_tokens,
+           int64_t num_states, int64_t step, bool patches, bool rest_is_logged,
+           int64_t num_leading_zeros);
 void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
-                        Tensor slot_mapping, OptionalTensor seats, Tensor saved,
+                        Tensor slot_mapping, OptionalTensor state_indices, Tensor saved,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
-                        int64_t entry_tokens, bool undoes, OptionalTensor counters_to);
-void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
-             Tensor saved, int64_t num_reqs, int64_t entry_tokens);
+                        int64_t entry_tokens, int64_t num_states, bool undoes,
+                        OptionalTensor counters_to);
+void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor state_indices,
+             Tensor saved, int64_t num_reqs, int64_t entry_tokens, int64_t num_states);
 
 // Arguments: as in the ops. What it is made of has to outlive it.
 class LoggedLayers {
@@ -42,7 +44,8 @@ class LoggedLayers {
   // the host: among its rows a step's counters_to is chosen, by its number; -1: none.
   LoggedLayers(Tensor source, OptionalTensor source_runs, Tensor table,
                OptionalTensor runs, Tensor undo_log, Tensor log_slots,
-               Tensor log_windows, Tensor counters, Tensor ring);
+               Tensor log_windows, Tensor counters, Tensor ring,
+               int64_t first_shadow_slot);
   void log(Tensor slot_mapping, Tensor logits_indices, Tensor cu_num_logits,
            int64_t num_drafts, int64_t num_leading_zeros);
   void restore(OptionalTensor sampled_token_ids, int64_t vocab_size,
@@ -56,17 +59,17 @@ class LoggedLayers {
   CounterRing ring_;
 };
 
-// As LoggedLayers. Block table, slot mapping and seats that stage was called with have
-// to stay until commit or unstage.
+// As LoggedLayers. Block table, slot mapping and state indices that stage was called
+// with have to stay until commit or unstage.
 class StagedLayers {
  public:
   static constexpr const char* kName = "StagedLayers";
   StagedLayers(Tensor table, OptionalTensor runs, Tensor saved, Tensor counters,
                Tensor ring, int64_t first_entry, int64_t num_real_entries, int64_t span,
-               int64_t entry_tokens, bool patches, bool undoes);
+               int64_t entry_tokens, int64_t num_states, bool patches, bool undoes);
   void stage(Tensor block_table, Tensor slot_mapping, Tensor query_start_loc,
-             Tensor seq_lens, Tensor cu_num_logits, OptionalTensor seats, int64_t step,
-             int64_t num_leading_zeros);
+             Tensor seq_lens, Tensor cu_num_logits, OptionalTensor state_indices,
+             int64_t step, bool rest_is_logged, int64_t num_leading_zeros);
   // Refused where no stage came before.
   void commit(OptionalTensor sampled_token_ids, int64_t vocab_size,
               OptionalTensor num_rejected, int64_t slot);

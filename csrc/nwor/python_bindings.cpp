@@ -35,7 +35,7 @@ namespace nwor {
 namespace {
 
 // VERSION in vllm/v1/nwor/ops.py: raised with every change of what the module offers.
-constexpr long kVersion = 6;
+constexpr long kVersion = 7;
 
 // Of DLPack 1.x. PyTorch's copy of its header is not for users of the stable ABI.
 struct DlpackTensor {
@@ -257,9 +257,9 @@ struct Class {
 };
 
 using Logged = Class<LoggedLayers, Tensor, OptionalTensor, Tensor, OptionalTensor,
-                     Tensor, Tensor, Tensor, Tensor, Tensor>;
+                     Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
 using Staged = Class<StagedLayers, Tensor, OptionalTensor, Tensor, Tensor, Tensor,
-                     int64_t, int64_t, int64_t, int64_t, bool, bool>;
+                     int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool>;
 
 #ifdef NWOR_CUDA
 // Finds the driver's launch function and loads the kernels of log, restore, stage and

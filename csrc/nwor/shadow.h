@@ -32,7 +32,7 @@ namespace nwor {
 
 // Columns of a seat's row of `saved`, int32 [num_seats, 11 + 2 * span].
 enum SavedColumn : int {
-  kSavedDrafts,  // k; 0: no window; -k: left alone
+  kSavedDrafts,  // k; 0: no window here; -k: left alone
   kSavedFirstRow,
   kSavedFirstPosition,  // p0, of the first row
   kSavedSeqLen,
@@ -51,11 +51,16 @@ struct SavedWindows {
   int32_t* data;
   int64_t num_seats;
   int64_t span;
-  IndexArray seats;  // of each batch row; without data row r has seat r
+  // Of each batch row, its request's place among num_states. The runner gives out the
+  // last places first, so that seats are counted from there: with few requests all of
+  // them have one. Without data the seat of row r is r.
+  IndexArray state_indices;
+  int64_t num_states;
 
   NWOR_HOST_DEVICE int64_t seat(int64_t r) const {
-    return seats.data == nullptr ? r : seats.at(r);
+    return state_indices.data == nullptr ? r : num_states - 1 - state_indices.at(r);
   }
+  // Requests can be more than seats. One without a seat is left alone.
   NWOR_HOST_DEVICE bool has_seat(int64_t r) const {
     return seat(r) >= 0 && seat(r) < num_seats;
   }
@@ -138,6 +143,7 @@ struct ShadowStageArgs {
   int64_t num_reqs;
   int32_t step;
   bool patches;
+  bool rest_is_logged;  // windows that are not staged are the undo log's to count
 
   // Of batch row r and its logical entry `block`.
   NWOR_HOST_DEVICE int32_t shadow_entry(int64_t r, int64_t block) const {
@@ -166,6 +172,12 @@ struct ShadowUndoArgs {
   int64_t entry_tokens;
   int64_t num_reqs;
 };
+
+// kSavedDrafts of a window that is left alone.
+NWOR_HOST_DEVICE inline int32_t left_alone(const ShadowStageArgs& args,
+                                           int32_t num_drafts) {
+  return args.rest_is_logged ? 0 : num_drafts < 0 ? num_drafts : -num_drafts;
+}
 
 // The window of request r by the batch's metadata; num_drafts is negative where it
 // cannot be staged, 0 without drafts. Its entries and slots are not looked at.

@@ -152,14 +152,16 @@ void check_rows(const char* op, const LayerTable& table, const RunList& runs,
   }
 }
 
-// Each row has a seat, and none is two rows'.
+// No seat is two rows'.
 void check_seats(const char* op, const SavedWindows& saved, int64_t num_reqs) {
   std::vector<bool> is_taken(static_cast<size_t>(saved.num_seats));
-  for (int64_t r = 0; saved.seats.data != nullptr && r < num_reqs; ++r) {
-    NWOR_CHECK(saved.has_seat(r), op, "seats[", r, "] is ", saved.seat(r),
-               "; must be from 0 to ", saved.num_seats - 1);
+  for (int64_t r = 0; saved.state_indices.data != nullptr && r < num_reqs; ++r) {
+    if (!saved.has_seat(r)) {
+      continue;
+    }
     const auto seat = static_cast<size_t>(saved.seat(r));
-    NWOR_CHECK(!is_taken[seat], op, "seats[", r, "] is ", seat,
+    NWOR_CHECK(!is_taken[seat], op, "state_indices[", r, "] is ",
+               saved.state_indices.at(r),
                "; must be another one, an earlier row has it");
     is_taken[seat] = true;
   }
@@ -170,7 +172,9 @@ void check_batch(const ShadowStageArgs& args) {
   const int64_t num_entries = args.table.rows[0].num_slots() / args.entry_tokens;
   int64_t num_used = 0;
   for (int64_t r = 0; r < args.num_reqs; ++r) {
-    num_used = std::max(num_used, args.saved.seat(r) + 1);
+    if (args.saved.has_seat(r)) {
+      num_used = std::max(num_used, args.saved.seat(r) + 1);
+    }
   }
   NWOR_CHECK(args.first_entry + num_used * args.saved.span <= num_entries, kStage,
              "first_entry is ", args.first_entry, "; the shadow entries of ", num_used,
@@ -209,10 +213,13 @@ bool may_be_staged(const ShadowStageArgs& args, int64_t r, const StagedWindow& w
   return true;
 }
 
-// The window of row r: with a negative number of drafts if it may not be staged. And
-// the rows before it that its shadow lacks.
+// The window of row r: with a negative number of drafts if it may not be staged, with
+// none if it has no seat. And the rows before it that its shadow lacks.
 std::pair<StagedWindow, int32_t> window_to_stage(const ShadowStageArgs& args,
                                                  int64_t r) {
+  if (!args.saved.has_seat(r)) {
+    return {};
+  }
   StagedWindow window = find_window(args, r);
   if (window.num_drafts > 0 && !may_be_staged(args, r, window)) {
     window.num_drafts = -window.num_drafts;
@@ -225,10 +232,13 @@ std::pair<StagedWindow, int32_t> window_to_stage(const ShadowStageArgs& args,
 }
 
 void save_window(const ShadowStageArgs& args, int64_t r) {
+  if (!args.saved.has_seat(r)) {
+    return;
+  }
   const auto [window, num_copied] = window_to_stage(args, r);
   int32_t* saved = args.saved.row(r);
   if (window.num_drafts <= 0) {
-    saved[kSavedDrafts] = window.num_drafts;
+    saved[kSavedDrafts] = left_alone(args, window.num_drafts);
     return;
   }
   save_window(saved, window, num_copied, args.step);
@@ -239,12 +249,21 @@ void save_window(const ShadowStageArgs& args, int64_t r) {
   }
 }
 
-// The window of row r in `saved` as far as it is staged; its entries are in range.
+// The window of row r in `saved`; without drafts if it is not staged.
+StagedWindow staged_window(const SavedWindows& windows, int64_t r) {
+  StagedWindow window{};
+  if (windows.has_seat(r)) {
+    window = load_window(windows.row(r));
+  }
+  return window.num_drafts > 0 ? window : StagedWindow{};
+}
+
+// As staged_window; its entries are in range.
 StagedWindow checked_window(const char* op, const SavedWindows& windows, int64_t r,
                             const BlockTable& blocks) {
-  const StagedWindow window = load_window(windows.row(r));
-  if (window.num_drafts <= 0) {
-    return {};
+  const StagedWindow window = staged_window(windows, r);
+  if (window.num_drafts == 0) {
+    return window;
   }
   NWOR_CHECK(window.num_blocks >= 1 && window.num_blocks <= windows.span &&
                  window.first_block >= 0 &&
@@ -328,7 +347,7 @@ void stage_cpu(const ShadowStageArgs& args) {
     return;
   }
   for (int64_t r = 0; r < args.num_reqs; ++r) {
-    const StagedWindow window = load_window(args.saved.row(r));
+    const StagedWindow window = staged_window(args.saved, r);
     if (window.num_drafts > 0) {
       patch(args.blocks, args.saved, r, window, args.entry_tokens);
     }
@@ -345,6 +364,9 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
   std::vector<SlotRange> ranges;
   int64_t counts[kNumCounters] = {};
   for (int64_t r = 0; r < args.num_reqs; ++r) {
+    if (!args.saved.has_seat(r)) {
+      continue;
+    }
     const int32_t* saved = args.saved.row(r);
     const int64_t num_drafts = std::abs(saved[kSavedDrafts]);
     if (num_drafts == 0) {
@@ -361,6 +383,7 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
       counts[kInvalidSlots] += num_drafts;
       continue;
     }
+    counts[kShadowWindows] += 1;
     const int64_t first = window.first_staged(args.entry_tokens);
     const int64_t last = window.first_draft() + accepted;
     check_rows(kCommit, args.table, args.runs, slot_bytes, first, last);
@@ -371,7 +394,7 @@ void commit_draft_layer_cpu(const ShadowCommitArgs& args) {
   }
   copy_all(args.table, args.runs, ranges);
   for (int64_t r = 0; args.undoes && r < args.num_reqs; ++r) {
-    const StagedWindow window = load_window(args.saved.row(r));
+    const StagedWindow window = staged_window(args.saved, r);
     if (window.num_drafts > 0) {
       const int64_t accepted = num_accepted(args.acceptance, r, window.num_drafts);
       save_valid(args.saved.row(r), window, clamp_accepted(accepted, window.num_drafts),
@@ -393,7 +416,7 @@ void unstage_cpu(const ShadowUndoArgs& args) {
     checked_window(kUnstage, args.saved, r, args.blocks);
   }
   for (int64_t r = 0; r < args.num_reqs; ++r) {
-    const StagedWindow window = load_window(args.saved.row(r));
+    const StagedWindow window = staged_window(args.saved, r);
     if (window.num_drafts > 0) {
       undo(args.blocks, args.saved, r, window, args.entry_tokens);
     }

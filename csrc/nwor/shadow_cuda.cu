@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     const int32_t num_drafts = shared.window.num_drafts;
     if (num_drafts <= 0 || !read_entries(args, r, shared)) {
       if (part.number == 0 && threadIdx.x == 0) {
-        saved[kSavedDrafts] = num_drafts > 0 ? -num_drafts : num_drafts;
+        saved[kSavedDrafts] = left_alone(args, num_drafts);
       }
       return;
     }
@@ -321,6 +321,7 @@ __device__ void count_window(const ShadowCommitArgs& args, int64_t r,
     counts[kInvalidSlots] += num_drafts;
     return;
   }
+  counts[kShadowWindows] += 1;
   const int64_t kept =
       window.first_draft() + accepted - window.first_staged(args.entry_tokens);
   counts[kShadowCopiedBytes] += saved[kSavedCopiedRows];

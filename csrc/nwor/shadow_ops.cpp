@@ -18,15 +18,25 @@ int64_t checked_entry_tokens(const TensorArgs& tensors, int64_t entry_tokens) {
   return entry_tokens;
 }
 
+// Without the state indices of a step.
+SavedWindows saved_windows(const TensorArgs& tensors, const Tensor& saved,
+                           int64_t num_states) {
+  SavedWindows found = tensors.saved(saved);
+  NWOR_CHECK(num_states >= 0, tensors.op(), "num_states is ", num_states,
+             "; must be at least 0");
+  found.num_states = num_states;
+  return found;
+}
+
 // The rest is a step's.
 ShadowStageArgs stage_args(const TensorArgs& tensors, const Tensor& table,
                            const OptionalTensor& runs, const Tensor& saved,
                            int64_t first_entry, int64_t num_real_entries, int64_t span,
-                           int64_t entry_tokens, bool patches) {
+                           int64_t entry_tokens, int64_t num_states, bool patches) {
   ShadowStageArgs args{};
   args.table = tensors.table(table);
   args.runs = tensors.runs(runs);
-  args.saved = tensors.saved(saved);
+  args.saved = saved_windows(tensors, saved, num_states);
   NWOR_CHECK(args.saved.span == span, tensors.op(), "span is ", span, "; must be ",
              args.saved.span, ", as the columns of saved say");
   NWOR_CHECK(num_real_entries >= 1, tensors.op(), "num_real_entries is ",
@@ -47,11 +57,11 @@ ShadowStageArgs stage_args(const TensorArgs& tensors, const Tensor& table,
 ShadowCommitArgs commit_args(const TensorArgs& tensors, const Tensor& table,
                              const OptionalTensor& runs, const Tensor& saved,
                              const Tensor& counters, int64_t entry_tokens,
-                             bool undoes) {
+                             int64_t num_states, bool undoes) {
   ShadowCommitArgs args{};
   args.table = tensors.table(table);
   args.runs = tensors.runs(runs);
-  args.saved = tensors.saved(saved);
+  args.saved = saved_windows(tensors, saved, num_states);
   args.counters = tensors.counters(counters);
   args.entry_tokens = checked_entry_tokens(tensors, entry_tokens);
   args.undoes = undoes;
@@ -61,10 +71,10 @@ ShadowCommitArgs commit_args(const TensorArgs& tensors, const Tensor& table,
 // What a step brings to each of the three.
 template <typename Args>
 void set_windows(const TensorArgs& tensors, Args& args, const Tensor& block_table,
-                 const Tensor& slot_mapping, const OptionalTensor& seats,
+                 const Tensor& slot_mapping, const OptionalTensor& state_indices,
                  int64_t num_reqs) {
   args.blocks = tensors.block_table(block_table, slot_mapping);
-  args.saved.seats = tensors.seats(seats, num_reqs, args.saved);
+  args.saved.state_indices = tensors.state_indices(state_indices, num_reqs);
   args.num_reqs = num_reqs;
   NWOR_CHECK(args.blocks.num_rows >= num_reqs, tensors.op(), "block_table has ",
              args.blocks.num_rows, " rows; must have one for each of ", num_reqs,
@@ -74,14 +84,14 @@ void set_windows(const TensorArgs& tensors, Args& args, const Tensor& block_tabl
 void launch_stage(const TensorArgs& tensors, ShadowStageArgs& args,
                   const Tensor& block_table, const Tensor& slot_mapping,
                   const Tensor& query_start_loc, const Tensor& seq_lens,
-                  const Tensor& cu_num_logits, const OptionalTensor& seats,
-                  int64_t step, int64_t num_leading_zeros) {
+                  const Tensor& cu_num_logits, const OptionalTensor& state_indices,
+                  int64_t step, bool rest_is_logged, int64_t num_leading_zeros) {
   args.query_start_loc = tensors.values<int32_t>("query_start_loc", query_start_loc);
   args.seq_lens = tensors.values<int32_t>("seq_lens", seq_lens);
   int64_t num_reqs = 0;
   args.cu_num_logits =
       tensors.cu_num_logits(cu_num_logits, num_leading_zeros, &num_reqs);
-  set_windows(tensors, args, block_table, slot_mapping, seats, num_reqs);
+  set_windows(tensors, args, block_table, slot_mapping, state_indices, num_reqs);
   NWOR_CHECK(query_start_loc.size(0) > num_reqs, tensors.op(), "query_start_loc has ",
              query_start_loc.size(0), " entries; must have ", num_reqs + 1,
              ", one more than cu_num_logits");
@@ -91,6 +101,7 @@ void launch_stage(const TensorArgs& tensors, ShadowStageArgs& args,
   NWOR_CHECK(step >= 1 && step <= kMaxInt32, tensors.op(), "step is ", step,
              "; must be from 1 to ", kMaxInt32);
   args.step = static_cast<int32_t>(step);
+  args.rest_is_logged = rest_is_logged;
   NWOR_DISPATCH(tensors, args, stage);
 }
 
@@ -110,60 +121,64 @@ void launch_commit(const TensorArgs& tensors, ShadowCommitArgs& args,
 
 void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_mapping,
            Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
-           OptionalTensor seats, Tensor saved, int64_t first_entry,
-           int64_t num_real_entries, int64_t span, int64_t entry_tokens, int64_t step,
-           bool patches, int64_t num_leading_zeros) {
+           OptionalTensor state_indices, Tensor saved, int64_t first_entry,
+           int64_t num_real_entries, int64_t span, int64_t entry_tokens,
+           int64_t num_states, int64_t step, bool patches, bool rest_is_logged,
+           int64_t num_leading_zeros) {
   const TensorArgs tensors(kStage, "table", table);
-  ShadowStageArgs args = stage_args(tensors, table, runs, saved, first_entry,
-                                    num_real_entries, span, entry_tokens, patches);
+  ShadowStageArgs args =
+      stage_args(tensors, table, runs, saved, first_entry, num_real_entries, span,
+                 entry_tokens, num_states, patches);
   launch_stage(tensors, args, block_table, slot_mapping, query_start_loc, seq_lens,
-               cu_num_logits, seats, step, num_leading_zeros);
+               cu_num_logits, state_indices, step, rest_is_logged, num_leading_zeros);
 }
 
 void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
-                        Tensor slot_mapping, OptionalTensor seats, Tensor saved,
+                        Tensor slot_mapping, OptionalTensor state_indices, Tensor saved,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
-                        int64_t entry_tokens, bool undoes, OptionalTensor counters_to) {
+                        int64_t entry_tokens, int64_t num_states, bool undoes,
+                        OptionalTensor counters_to) {
   const TensorArgs tensors(kCommit, "table", table);
-  ShadowCommitArgs args =
-      commit_args(tensors, table, runs, saved, counters, entry_tokens, undoes);
-  set_windows(tensors, args, block_table, slot_mapping, seats, num_reqs);
+  ShadowCommitArgs args = commit_args(tensors, table, runs, saved, counters,
+                                      entry_tokens, num_states, undoes);
+  set_windows(tensors, args, block_table, slot_mapping, state_indices, num_reqs);
   launch_commit(tensors, args, sampled_token_ids, vocab_size, num_rejected,
                 tensors.counters_to(counters_to));
 }
 
-void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor seats,
-             Tensor saved, int64_t num_reqs, int64_t entry_tokens) {
+void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor state_indices,
+             Tensor saved, int64_t num_reqs, int64_t entry_tokens, int64_t num_states) {
   const TensorArgs tensors(kUnstage, "block_table", block_table);
   ShadowUndoArgs args{};
-  args.saved = tensors.saved(saved);
+  args.saved = saved_windows(tensors, saved, num_states);
   args.entry_tokens = checked_entry_tokens(tensors, entry_tokens);
-  set_windows(tensors, args, block_table, slot_mapping, seats, num_reqs);
+  set_windows(tensors, args, block_table, slot_mapping, state_indices, num_reqs);
   NWOR_DISPATCH(tensors, args, unstage);
 }
 
 StagedLayers::StagedLayers(Tensor table, OptionalTensor runs, Tensor saved,
                            Tensor counters, Tensor ring, int64_t first_entry,
                            int64_t num_real_entries, int64_t span, int64_t entry_tokens,
-                           bool patches, bool undoes)
+                           int64_t num_states, bool patches, bool undoes)
     : stage_tensors_(kStage, "table", table),
       commit_tensors_(kCommit, "table", table),
       stage_(stage_args(stage_tensors_, table, runs, saved, first_entry,
-                        num_real_entries, span, entry_tokens, patches)),
+                        num_real_entries, span, entry_tokens, num_states, patches)),
       commit_(commit_args(commit_tensors_, table, runs, saved, counters, entry_tokens,
-                          undoes)),
+                          num_states, undoes)),
       ring_(commit_tensors_.ring(ring)) {}
 
 void StagedLayers::stage(Tensor block_table, Tensor slot_mapping,
                          Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
-                         OptionalTensor seats, int64_t step,
-                         int64_t num_leading_zeros) {
+                         OptionalTensor state_indices, int64_t step,
+                         bool rest_is_logged, int64_t num_leading_zeros) {
   is_staged_ = false;
   launch_stage(stage_tensors_, stage_, block_table, slot_mapping, query_start_loc,
-               seq_lens, cu_num_logits, seats, step, num_leading_zeros);
+               seq_lens, cu_num_logits, state_indices, step, rest_is_logged,
+               num_leading_zeros);
   commit_.blocks = stage_.blocks;
-  commit_.saved.seats = stage_.saved.seats;
+  commit_.saved.state_indices = stage_.saved.state_indices;
   commit_.num_reqs = stage_.num_reqs;
   is_staged_ = true;
 }

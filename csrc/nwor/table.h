@@ -84,7 +84,7 @@ struct UndoLog {
 
 enum class Direction { kToLog, kToCache };
 
-// Where a step's commit may write what the counters have become: int64 [num_slots, 8]
+// Where a step's commit may write what the counters have become: int64 [num_slots, 9]
 // in host memory, rows may be strided.
 struct CounterRing {
   int64_t* first;
@@ -94,12 +94,13 @@ struct CounterRing {
   int64_t* at(int64_t slot) const { return first + slot * stride; }
 };
 
-// Columns of a row of counters, int64 [8]. Ops add to it.
+// Columns of a row of counters, int64 [9]. Ops add to it.
 enum Counter : int {
   kWindows,
   kStaged,
   kCommitted,
   kRejected,
+  kShadowWindows,
   kRestoredBytes,
   kInvalidSlots,
   kShadowCopiedBytes,

@@ -265,19 +265,17 @@ SavedWindows TensorArgs::saved(const Tensor& saved) const {
   NWOR_CHECK(span >= 1 && saved.size(1) == kSavedEntries + 2 * span, op_,
              "saved has shape ", shape_of(saved), "; dimension 1 must be ",
              kSavedEntries + 0, " + 2 * span, span at least 1");
-  return {rows, saved.size(0), span, {}};
+  return {rows, saved.size(0), span, {}, 0};
 }
 
-IndexArray TensorArgs::seats(const OptionalTensor& seats, int64_t num_reqs,
-                             const SavedWindows& saved) const {
-  NWOR_CHECK(num_reqs >= 0 && num_reqs <= saved.num_seats, op_, "num_reqs is ",
-             num_reqs, " and saved has ", saved.num_seats,
-             " rows; must be between 0 and as many");
-  if (!seats.has_value()) {
+IndexArray TensorArgs::state_indices(const OptionalTensor& state_indices,
+                                     int64_t num_reqs) const {
+  NWOR_CHECK(num_reqs >= 0, op_, "num_reqs is ", num_reqs, "; must be at least 0");
+  if (!state_indices.has_value()) {
     return {};
   }
-  const IndexArray found = indices("seats", *seats);
-  size_is("seats", *seats, 0, num_reqs, "one for each request");
+  const IndexArray found = indices("state_indices", *state_indices);
+  size_is("state_indices", *state_indices, 0, num_reqs, "one for each request");
   return found;
 }
 

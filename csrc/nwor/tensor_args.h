@@ -71,8 +71,7 @@ class TensorArgs {
   // [num_seats, kSavedEntries + 2 * span]; without the seats of a step.
   SavedWindows saved(const Tensor& saved) const;
   // [num_reqs] or nothing, with room in `saved` for that many windows.
-  IndexArray seats(const OptionalTensor& seats, int64_t num_reqs,
-                   const SavedWindows& saved) const;
+  IndexArray state_indices(const OptionalTensor& state_indices, int64_t num_reqs) const;
 
  private:
   int64_t* host_counters(const char* name, const Tensor& counters,

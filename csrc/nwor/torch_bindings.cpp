@@ -67,8 +67,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
       "log_cache_slots(Tensor table, Tensor? runs, Tensor slot_mapping, Tensor "
       "logits_indices, Tensor cu_num_logits, Tensor(a!) undo_log, Tensor(b!) "
-      "log_slots, Tensor(c!) log_windows, int num_drafts, int num_leading_zeros=0) "
-      "-> ()");
+      "log_slots, Tensor(c!) log_windows, int num_drafts, int first_shadow_slot, int "
+      "num_leading_zeros=0) -> ()");
   ops.def(
       "restore_rejected_drafts(Tensor table, Tensor? runs, Tensor undo_log, Tensor "
       "log_slots, Tensor log_windows, Tensor? sampled_token_ids, int vocab_size, "
@@ -77,18 +77,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
   ops.def(
       "stage(Tensor table, Tensor? runs, Tensor(a!) block_table, Tensor(b!) "
       "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor "
-      "cu_num_logits, Tensor? seats, Tensor(c!) saved, int first_entry, int "
-      "num_real_entries, int span, int entry_tokens, int step, bool patches, int "
-      "num_leading_zeros=0) -> ()");
+      "cu_num_logits, Tensor? state_indices, Tensor(c!) saved, int first_entry, int "
+      "num_real_entries, int span, int entry_tokens, int num_states, int step, bool "
+      "patches, bool rest_is_logged, int num_leading_zeros=0) -> ()");
   ops.def(
       "commit_draft_layer(Tensor table, Tensor? runs, Tensor(a!) block_table, "
-      "Tensor(b!) slot_mapping, Tensor? seats, Tensor(c!) saved, Tensor? "
+      "Tensor(b!) slot_mapping, Tensor? state_indices, Tensor(c!) saved, Tensor? "
       "sampled_token_ids, int vocab_size, Tensor? num_rejected, Tensor(d!) "
-      "counters, int num_reqs, int entry_tokens, bool undoes, Tensor(e!)? "
-      "counters_to=None) -> ()");
+      "counters, int num_reqs, int entry_tokens, int num_states, bool undoes, "
+      "Tensor(e!)? counters_to=None) -> ()");
   ops.def(
-      "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? seats, "
-      "Tensor saved, int num_reqs, int entry_tokens) -> ()");
+      "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? "
+      "state_indices, Tensor saved, int num_reqs, int entry_tokens, int num_states) -> "
+      "()");
   ops.def(
       "audit_seat(Tensor tables, Tensor tokens, int seat, int generation, int seed, "
       "bool opaque, int loads) -> ()");

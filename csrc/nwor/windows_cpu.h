@@ -43,12 +43,16 @@ void for_each_draft(const char* op, const BatchWindows& batch, const Visit& visi
   }
 }
 
-// Writes the entries of all drafts, and "not a draft" from there to num_drafts.
+// Writes the entries of all drafts, and "not a draft" for those in shadow blocks and
+// from the last one to num_drafts.
 inline void write_windows(const char* op, const BatchWindows& batch, int64_t* log_slots,
-                          int32_t* log_windows, int64_t num_drafts) {
+                          int32_t* log_windows, int64_t num_drafts,
+                          int64_t first_shadow_slot) {
   int64_t next = 0;
   for_each_draft(op, batch, [&](int64_t draft, const DraftPlace& place, int64_t slot) {
-    write_log_entry(log_slots, log_windows, draft, place, slot);
+    const bool is_staged = slot >= first_shadow_slot;
+    write_log_entry(log_slots, log_windows, draft, is_staged ? no_draft() : place,
+                    is_staged ? kPadSlot : slot);
     next = draft + 1;
   });
   for (; next < num_drafts; ++next) {

@@ -281,15 +281,13 @@ def shared(mode: str, **arguments: Any) -> Engine:
 
 
 def counts(engine: Engine) -> dict[str, int]:
-    """The device counters of all tables, by name, and the steps that there were not
-    seats enough for; nothing for an off engine."""
+    """The device counters of all tables, by name; nothing for an off engine."""
     if engine.manager is None:
         return {}
     from vllm_nwor.ops import COUNTER_COLUMNS
 
     totals = engine.manager.counters.sum(0).tolist()
-    no_seat = {"no_seat": engine.manager.fallbacks["no_seat"]}
-    return dict(zip(COUNTER_COLUMNS, totals, strict=True)) | no_seat
+    return dict(zip(COUNTER_COLUMNS, totals, strict=True))
 
 
 def bytes_of_slots(engine: Engine) -> dict[str, int]:
@@ -308,22 +306,25 @@ def bytes_of_slots(engine: Engine) -> dict[str, int]:
 def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
     """NWOR protected every window of the run, and counted exactly what happened."""
     shadow = engine.manager.shadow
+    staged = {} if shadow is None else shadow.groups
     num_seats = 0 if shadow is None else shadow.num_seats
-    logged = [step for step in result.steps if len(step.scheduled) > num_seats]
     num_windows = sum(len(step.drafted) for step in result.steps)
     num_rejected = result.num_drafted - result.num_accepted
     slot_bytes = bytes_of_slots(engine)
+    seats = [seat for step in result.steps for seat in step.rejected_seats]
+    num_logged = sum(seat >= num_seats for seat in seats)
+    group_of = engine.probe.group_of
     restored = sum(
-        len(step.rejected.get(name, ())) * size
-        for step in logged
+        size * (num_logged if group_of[name] in staged else len(seats))
         for name, size in slot_bytes.items()
     )
     groups = len(engine.manager.groups)
     after = counts(engine)
     found = {name: after[name] - before[name] for name in after}
     copied = [found.pop(name) for name in ("shadow_copied_bytes", "committed_bytes")]
-    is_staged = shadow is not None
-    num_staged = num_windows - sum(len(step.drafted) for step in logged)
+    num_staged = sum(
+        seat < num_seats for step in result.steps for seat in step.seats.values()
+    )
     assert num_staged > 0 or copied == [0, 0]
     # A window at a block's begin copies no prefix.
     assert num_staged < 20 or all(copied)
@@ -332,11 +333,11 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
         "staged": result.num_drafted * groups,
         "committed": result.num_accepted * groups,
         "rejected": num_rejected * groups,
+        "shadow_windows": num_staged * len(staged),
         "restored_bytes": restored,
         "invalid_slots": 0,
-        "no_seat": sum(bool(step.drafted) for step in logged) if is_staged else 0,
     }
-    assert not set(engine.manager.fallbacks) - {"no_seat"}
+    assert not engine.manager.fallbacks
 
 
 @functools.cache

@@ -117,8 +117,9 @@ class Fault(Watch):
     def _entries(self) -> list[torch.Tensor]:
         """Block tables and slot mappings, of the step's requests."""
         windows = self.windows
-        num_tokens = int(windows.query_start_loc[windows.num_reqs])
-        tables = [table[: windows.num_reqs] for table in windows.block_tables]
+        num_reqs = len(windows.cu_num_logits) - windows.num_leading_zeros
+        num_tokens = int(windows.query_start_loc[num_reqs])
+        tables = [table[:num_reqs] for table in windows.block_tables]
         slots = [slots.flatten()[:num_tokens] for slots in windows.slot_mappings]
         return [entries.clone() for entries in (*tables, *slots)]
 
@@ -136,7 +137,7 @@ class Fault(Watch):
         bounds = windows.cu_num_logits.tolist()[windows.num_leading_zeros :]
         drafts = [
             logits[place]
-            for first, end in pairwise([0, *bounds[: windows.num_reqs]])
+            for first, end in pairwise([0, *bounds])
             for place in range(first + 1, end)
         ]
         first = next(iter(self.targets))

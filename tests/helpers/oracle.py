@@ -128,7 +128,7 @@ class SnapshotOracle(Observer):
     many of those drafts had changed bytes where they were verified, so that restoring
     them meant something (a draft proposed again after its rejection may find its own
     bytes there). num_staged: rejected drafts verified in a shadow block, num_logged: in
-    a real one, as in a step with more requests than seats.
+    a real one, as those of a request without a seat.
     """
 
     def __init__(self, probe: RunnerProbe, poison: int | None = None) -> None:
@@ -184,7 +184,8 @@ class SnapshotOracle(Observer):
     def committed(self, step: Step) -> None:
         before, after = self._before, self._after
         found = self._last = self.memory.read()
-        is_staged = len(step.scheduled) <= self.num_seats
+        has_seat = torch.tensor(step.rejected_seats, device=before.device)
+        has_seat = has_seat < self.num_seats
         slots, rows = self.final_slots(step), step.rejected_rows
         spared, mapped = self.shadow.clone(), self.memory.mask(slots)
         for name, of_layer in slots.items():
@@ -200,16 +201,17 @@ class SnapshotOracle(Observer):
             self._add("not restored", name, rejected[is_wrong.any(1)])
             is_torn = is_wrong & (found[at] != after[at])
             self._add("torn", name, rejected[is_torn.any(1)])
-            logged = rejected[is_real[rows]]
-            self.num_logged += len(logged)
-            self.num_staged += len(rejected) - len(logged)
-            if is_staged:
-                self._add("not staged", name, logged)
-                early = of_layer[~is_real]
-                is_early = (before[index[early]] != after[index[early]]).any(1)
-                self._add("early write", name, early[is_early])
-        if is_staged:
-            spared |= mapped
+            is_logged = is_real[rows]
+            self.num_logged += int(is_logged.sum())
+            self.num_staged += int((~is_logged).sum())
+            self._add("not staged", name, rejected[is_logged & has_seat])
+            self._add("staged", name, rejected[~is_logged & ~has_seat])
+            # Of rows in shadow blocks nothing is written before commit, and they are
+            # the only ones besides the rejected that commit writes.
+            in_shadow = of_layer[~is_real]
+            is_early = (before[index[in_shadow]] != after[index[in_shadow]]).any(1)
+            self._add("early write", name, in_shadow[is_early])
+            spared[index[in_shadow]] = True
         self._report("stray write", after.where(~spared, found), found)
         if self.knows_all:
             unasked = before.where(~(mapped | self.shadow), after)

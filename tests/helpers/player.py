@@ -186,13 +186,16 @@ def await_grammars(requests: Iterable[Any]) -> None:
 
 def counters(engine: Any) -> dict[str, int]:
     """Every counter of speculative decoding and of NWOR that get_metrics() shows of the
-    newest engine in this process, labels but reason dropped: "name/reason"."""
+    newest engine in this process, labels but reason and mode dropped: "name/reason".
+    Over all modes, too: "name"."""
     found: Counter[str] = Counter()
     for metric in engine.llm.get_metrics():
         name = metric.name.removeprefix("vllm:")
         is_ours = name.startswith(("nwor_", "spec_decode_num_"))
         if is_ours and hasattr(metric, "value") and not name.endswith("_info"):
-            reason = metric.labels.get("reason")
+            reason, mode = metric.labels.get("reason"), metric.labels.get("mode")
+            if mode is not None:
+                found[f"{name}/{mode}"] += int(metric.value)
             found[name if reason is None else f"{name}/{reason}"] += int(metric.value)
     return found
 

@@ -36,22 +36,25 @@ class Step:
     """What one step of the runner did, from vLLM's own objects.
 
     scheduled: tokens of each request. drafted, accepted: of each request that had
-    drafts. preempted: requests. new_blocks: those that requests get, of all KV-cache
+    drafts. seats: of each of these the place that decides whether it has shadow blocks.
+    preempted: requests. new_blocks: those that requests get, of all KV-cache
     groups. slots: [num_tokens] int64 for each layer, as the
-    forward saw them, -1 for padding. rejected_rows: of the batch, those of rejected
-    drafts. graph: vLLM's mode of CUDA graph. contradictions: where V2's own numbers do
+    forward saw them, -1 for padding. rejected_rows, rejected_seats: of the batch, the
+    rows of rejected drafts, and of each its request's seat. graph: vLLM's mode of CUDA graph. contradictions: where V2's own numbers do
     not agree.
     """
 
     scheduled: dict[str, int]
     drafted: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
+    seats: dict[str, int] = field(default_factory=dict)
     preempted: tuple[str, ...] = ()
     new_blocks: tuple[int, ...] = ()
     zeroed_blocks: tuple[int, ...] = ()
     copied_blocks: tuple[tuple[int, int], ...] = ()
     slots: dict[str, torch.Tensor] = field(default_factory=dict)
     rejected_rows: list[int] = field(default_factory=list)
+    rejected_seats: list[int] = field(default_factory=list)
     graph: str = "NONE"
     contradictions: list[str] = field(default_factory=list)
 
@@ -66,19 +69,22 @@ class Step:
         rows: list[int],
         num_drafts: Sequence[int],
         num_accepted: Sequence[int],
+        seats: Sequence[int],
     ) -> None:
         """rows: those that get logits; of each request its target's, then its drafts'.
         The others: by request."""
         end = 0
-        for request_id, drafts, accepted in zip(
-            request_ids, num_drafts, num_accepted, strict=False
+        for request_id, drafts, accepted, seat in zip(
+            request_ids, num_drafts, num_accepted, seats, strict=False
         ):
             first, end = end + 1, end + 1 + drafts
             if drafts:
                 name = request_name(request_id)
                 self.drafted[name] = drafts
                 self.accepted[name] = accepted
+                self.seats[name] = seat
                 self.rejected_rows += rows[first + accepted : end]
+                self.rejected_seats += [seat] * (drafts - accepted)
 
 
 class Observer:
@@ -235,6 +241,7 @@ class RunnerProbe:
                     metadata.logits_indices.tolist(),
                     metadata.num_draft_tokens,
                     [max(num - 1, 0) for num in num_valid],
+                    range(len(num_valid)),
                 )
             self.live_slots = {
                 name: batch.block_table[group].slot_mapping.gpu
@@ -271,8 +278,13 @@ class RunnerProbe:
                 drafts = (bounds[1:] - bounds[:-1] - 1).tolist()
                 num_sampled, fallen = result[1].tolist(), result[2].tolist()
                 accepted = [n - f for n, f in zip(drafts, fallen, strict=False)]
+                last = runner.max_num_reqs - 1  # is given out first
                 step.record(
-                    batch.req_ids, batch.logits_indices.tolist(), drafts, accepted
+                    batch.req_ids,
+                    batch.logits_indices.tolist(),
+                    drafts,
+                    accepted,
+                    [last - index for index in batch.idx_mapping.tolist()],
                 )
                 step.contradictions += [
                     f"{name}: {num} accepted, {one} sampled do not add up"

@@ -25,10 +25,10 @@ class LoggedLayers:
     def __init__(self, functions: Any, *made_of: Any) -> None:
         self.functions, self.made_of = functions, made_of
         self.source, self.table, self.log_ = made_of[:2], made_of[2:4], made_of[4:7]
-        self.counters, self.ring = made_of[7:]
+        self.counters, self.ring, self.first_shadow_slot = made_of[7:]
 
-    def log(self, slot_mapping: Any, logits: Any, cu: Any, *drafts: Any) -> None:
-        batch = slot_mapping, logits, cu
+    def log(self, slots: Any, logits: Any, cu: Any, n: int, zeros: int) -> None:
+        batch, drafts = (slots, logits, cu), (n, self.first_shadow_slot, zeros)
         self.functions.log_cache_slots(*self.source, *batch, *self.log_, *drafts)
 
     def restore(self, sampled: Any, vocab: int, rejected: Any, n: int, at: int) -> None:
@@ -44,17 +44,18 @@ class StagedLayers:
     def __init__(self, functions: Any, *made_of: Any) -> None:
         self.functions, self.made_of = functions, made_of
         self.table, (self.saved, self.counters, self.ring) = made_of[:2], made_of[2:5]
-        *self.entries, self.entry_tokens, self.patches, self.undoes = made_of[5:]
+        *self.entries, tokens, states, self.patches, self.undoes = made_of[5:]
+        self.places = tokens, states
         self.step: Any = None
 
     def stage(self, *args: Any) -> None:
-        block_table, slots, starts, lengths, cu, seats, step, zeros = args
-        self.step = block_table, slots, seats, len(cu) - zeros
+        block_table, slots, starts, lengths, cu, indices, step, rest, zeros = args
+        self.step = block_table, slots, indices, len(cu) - zeros
         self.has_failed = True  # having done its work, or not
         self.functions.stage(
             *self.table,
-            *(block_table, slots, starts, lengths, cu, seats, self.saved),
-            *(*self.entries, self.entry_tokens, step, self.patches, zeros),
+            *(block_table, slots, starts, lengths, cu, indices, self.saved),
+            *(*self.entries, *self.places, step, self.patches, rest, zeros),
         )
         self.has_failed = False
 
@@ -63,7 +64,7 @@ class StagedLayers:
         self.functions.commit_draft_layer(
             *self.table,
             *(*windows, self.saved, sampled, vocab, rejected, self.counters, num_reqs),
-            *(self.entry_tokens, self.undoes, _row(self.ring, at)),
+            *(*self.places, self.undoes, _row(self.ring, at)),
         )
         if self.undoes:
             self.step = None
@@ -72,7 +73,7 @@ class StagedLayers:
         if self.step is None:
             return
         *windows, num_reqs = self.step
-        step = *windows, self.saved, num_reqs, self.entry_tokens
+        step = *windows, self.saved, num_reqs, *self.places
         # What an earlier step saved need not fit one whose stage did nothing.
         with contextlib.suppress(RuntimeError) if self.has_failed else _nothing:
             self.functions.unstage(*step)
@@ -87,7 +88,7 @@ def of(manager: DraftCommitManager) -> Iterator[SimpleNamespace]:
     """The functions that the manager's launches call meanwhile, to be replaced."""
     functions = SimpleNamespace(**{n: getattr(native, n) for n in native.NAMES})
     with contextlib.ExitStack() as stack:
-        for log in filter(None, (manager.undo_log, manager._log_beside)):
+        for log in filter(None, (manager.undo_log, manager._unstaged_log)):
             logged = [
                 (group, LoggedLayers(functions, *begin.__self__.made_of))
                 for group, begin in log.begins

@@ -415,17 +415,22 @@ def test_hash_sees_every_byte() -> None:
 
 @pytest.mark.parametrize("off", ["bf16"], indirect=True)
 def test_more_requests_than_seats(off: tuple[Run, Case], few_seats: Engine) -> None:
-    """Steps in which a request lacks shadow blocks use the undo log, others do not, and
-    `check_counts` distinguishes them; nothing else differs."""
+    """The windows of requests that lack shadow blocks are logged, the others of the
+    same step are staged, and `check_counts` distinguishes them; nothing else
+    differs."""
     run, case = off
     on = watch(few_seats, REQUESTS, run.truth, case)
     check_on(run, on, case)
-    assert on.oracle.num_logged > 50
-    fallbacks = few_seats.manager.fallbacks
-    assert set(fallbacks) == {"no_seat"}
+    assert min(on.oracle.num_logged, on.oracle.num_staged) > 50
+    seats = [set(step.seats.values()) for step in on.result.steps]
+    num_seats = few_seats.manager.shadow.num_seats
+    both = [min(of) < num_seats <= max(of) for of in seats if of]
+    assert sum(both) > 20
     found = counters(few_seats)
     assert found["nwor_breaches"] == 0
-    assert found["nwor_fallbacks/no_seat"] == fallbacks["no_seat"] > 20
+    windows, *_, num_staged = few_seats.manager.counters[0, :5].tolist()
+    assert found["nwor_windows/stage"] == num_staged > 0
+    assert found["nwor_windows/cow"] == windows - num_staged > 0
 
 
 def without_a_layer(op: Any, table: torch.Tensor, *rest: Any) -> None:

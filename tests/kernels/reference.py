@@ -149,8 +149,10 @@ class Layer:
 
 
 def seats_of(args: Any, num_reqs: int) -> list[tuple[int, int]]:
-    """(request, its seat) of those that have one: on CUDA `seats` may name none."""
-    seats = range(num_reqs) if args.seats is None else args.seats.tolist()
+    """(request, its seat) of those that have one."""
+    seats: Sequence[int] = range(num_reqs)
+    if args.state_indices is not None:
+        seats = (args.num_states - 1 - args.state_indices).tolist()
     return [(r, seat) for r, seat in enumerate(seats) if 0 <= seat < len(args.saved)]
 
 
@@ -207,9 +209,11 @@ class Reference:
         cumulative = args.cu_num_logits[args.num_leading_zeros :].tolist()
         for request, end in enumerate(cumulative):
             for position, row in enumerate(range(first + 1, end)):
-                args.log_slots[draft] = slot_mapping[args.logits_indices[row]]
+                slot = slot_mapping[args.logits_indices[row]]
                 window = [request, position, end - first - 1]
-                args.log_windows[draft] = torch.tensor(window, dtype=torch.int32)
+                if slot < args.first_shadow_slot:
+                    args.log_slots[draft] = slot
+                    args.log_windows[draft] = torch.tensor(window, dtype=torch.int32)
                 draft += 1
             first = end
         slots = enumerate(args.log_slots[:num_drafts].tolist())
@@ -228,7 +232,7 @@ class Reference:
             if position >= accepted and args.log_slots[draft] != PAD:
                 rejected[draft] = int(args.log_slots[draft])
         row_bytes = self._copy_log(args, rejected, is_restored=True)
-        args.counters[4] += row_bytes * len(rejected)
+        args.counters[5] += row_bytes * len(rejected)
         if args.counters_to is not None and args.num_drafts > 0:
             args.counters_to.copy_(args.counters)
 
@@ -256,7 +260,7 @@ class Reference:
             row = args.saved[seat]
             if args.patches:
                 num_drafts = cumulative[request + 1] - cumulative[request] - 1
-                row[0] = -num_drafts
+                row[0] = 0 if args.rest_is_logged else -num_drafts
                 if num_drafts == 0:
                     continue
                 first_row, end_row = args.query_start_loc[request:][:2].tolist()
@@ -310,14 +314,15 @@ class Reference:
             rejected = abs(num_drafts) - accepted
             args.counters[:4] += torch.tensor([1, abs(num_drafts), accepted, rejected])
             if num_drafts < 0:
-                args.counters[5] += -num_drafts
+                args.counters[6] += -num_drafts
                 continue
+            args.counters[4] += 1
             window = StagedWindow(args.saved[seat], args.entry_tokens)
             valid = window.seq_len - rejected
             kept = range(window.written.start, valid)
             row_bytes = self._copy(args, window, window.shadow, window.real, kept)
-            args.counters[6] += window.num_copied * row_bytes
-            args.counters[7] += len(kept) * row_bytes
+            args.counters[7] += window.num_copied * row_bytes
+            args.counters[8] += len(kept) * row_bytes
             if args.undoes:
                 number = (valid - 1) // args.entry_tokens - window.first_logical
                 args.saved[seat, 9] = valid

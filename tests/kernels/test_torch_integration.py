@@ -58,7 +58,7 @@ def test_compiled_without_a_graph_break(device):
     before = [layer.memory.clone() for layer in calls.layers]
     shadow_before = [layer.memory.clone() for layer in calls.side.layers]
     of_log, of_pages = all_ops()
-    assert of_log.tolist() == [3, 4, 2, 3, 2 * 2 * 256 + 1, 1, 1, 1]
+    assert of_log.tolist() == [3, 4, 2, 3, 1, 2 * 2 * 256 + 1, 1, 1, 1]
     assert calls.log_slots[:3].tolist() == [3, 4, 20]
     for old, layer in zip(before, calls.layers, strict=True):
         assert torch.equal(old, layer.memory)

@@ -16,8 +16,10 @@ from tests.kernels.reference import PAD, Layout, columns, packed_layout, row_lay
 from tests.kernels.transaction import (
     COMMIT,
     FAMILIES,
+    LOG,
     NO_PAGES,
     NUM_COUNTERS,
+    RESTORE,
     STAGE,
     UNSTAGE,
     AcceptanceForm,
@@ -184,7 +186,7 @@ def test_large_batches(device, family, num_requests, num_layers):
     layouts = [[layout_for(pages, **FEW)] * num_layers]
     step = check_step(family, device, layouts, requests, pages)
     (counted,) = step.counted()
-    assert (counted[1], counted[5]) == (sum(r.num_drafts for r in requests), 0)
+    assert (counted[1], counted[6]) == (sum(r.num_drafts for r in requests), 0)
 
 
 # --- log and restore alone ------------------------------------------------------------
@@ -282,7 +284,7 @@ def test_the_worked_example(device):
     ]
     assert is_seven == [False, *[True] * 4, False, True, *[False] * 3]
     row_bytes = 2 * 256
-    assert step.counted() == [[2, 6, 2, 4, 0, 0, row_bytes, 4 * row_bytes]]
+    assert step.counted() == [[2, 6, 2, 4, 2, 0, 0, row_bytes, 4 * row_bytes]]
     assert step.published.tolist() == step.counters.tolist()
 
 
@@ -312,7 +314,76 @@ def test_windows_left_alone(device, why):
     requests = [TARGET_ALONE, odd, NO_DRAFTS]
     step = check_step(STAGED, device, [[layout_for(PAGES)] * 2], requests, PAGES)
     assert step.saved[:3, 0].tolist() == [3, -odd.num_drafts, 0]
-    assert step.counted()[0][5] == odd.num_drafts
+    assert step.counted()[0][1] == 3 + odd.num_drafts
+    assert step.counted()[0][4:7] == [1, 0, odd.num_drafts]
+
+
+# The third has a window of its own in the memory behind `saved`, the first in front.
+SEATLESS = [CROSSING, TARGET_ALONE, replace(TARGET_ALONE, entries=(6, 8, 0, 0))]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("seats", [[-1, 0, 3], [1, 4, 0], [2, 1, 0], [3, 8, -1]])
+def test_a_request_without_a_seat_is_left_alone(device, seats):
+    """It keeps its entries and slots, is written in place, and is not counted."""
+    pages = replace(PAGES, num_seats=5)
+    layouts = [[layout_for(pages, kind)] for kind in (nhd, hnd)]
+    step = Step(device, layouts, pages)
+    step.stage(SEATLESS, [0, 1, 4])
+    step.check(UNSTAGE)
+    step.write(range(4, 40))
+    step.saved = step.saved[1:4]
+    staged = [request for request, seat in enumerate(seats) if 0 <= seat < 3]
+    for after in (UNSTAGE, COMMIT):
+        step.stage(SEATLESS, seats)
+        assert [*step.windows()] == staged
+        step.forward()
+        step.check_tables(after)
+    assert step.counted()[0][:2] == [len(staged), 3 * len(staged)]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("form", AcceptanceForm)
+@pytest.mark.parametrize(
+    ("seats", "staged"),
+    [
+        (None, [0, 1]),
+        ([0, 1, 2, 3], [0, 1]),
+        ([5, 0, -1, 1], [1]),
+        ([2, 3, 4, 5], []),
+    ],
+)
+def test_a_step_of_more_requests_than_seats(device, seats, staged, form):
+    """Windows with a seat are staged; those without one, and one that has to be left
+    alone, are logged. Each is counted once, and no byte of a rejected one stays."""
+    odd = replace(CROSSING, entries=(0, 1, 9, 0), accepted=1, wrong_slots=((0, 4),))
+    requests = [*SEATLESS, odd]
+    pages = replace(PAGES, num_seats=2)
+    layouts = [[layout_for(pages, kind)] for kind in (nhd, hnd)]
+    step = Step(device, layouts, pages, capacity=12)
+    step.rest_is_logged = True
+    step.load(requests, seats)
+    before = [layer.memory.clone() for layer in step.layers]
+    step.check_tables(STAGE)
+    assert [*step.windows()] == staged
+    step.check_tables(LOG)
+    step.forward()
+    step.check_tables(COMMIT, form)
+    step.check_tables(RESTORE, form)
+    slots = [request.slots(pages.entry_tokens) for request in requests]
+    kept = [
+        slot
+        for request, of_it in zip(requests, slots, strict=True)
+        for slot in of_it[: len(of_it) - request.num_drafts + request.accepted]
+    ]
+    real = range(pages.num_real_entries * pages.entry_tokens)
+    for layer, old in zip(step.layers, before, strict=True):
+        others = layer.index([slot for slot in real if slot not in kept])
+        assert torch.equal(layer.memory[others], old[others])
+        assert not torch.equal(layer.memory[layer.index(kept)], old[layer.index(kept)])
+    for row in step.counted():
+        assert row[:5] == [4, 12, 3, 9, len(staged)]
+        assert row[6] == 0
 
 
 @pytest.mark.sanitizer
@@ -500,15 +571,16 @@ def paged_batches(
     span = draw(st.integers(1, 4))
     width = draw(st.integers(1, 6))
     num_seats = draw(st.integers(1, 4))
-    num_real = 1 + num_seats * width + draw(st.integers(0, 2))
+    most = num_seats + draw(st.integers(0, 2))  # requests
+    num_real = 1 + most * width + draw(st.integers(0, 2))
     first = num_real + draw(st.integers(0, 2))
     pages = Pages(entry_tokens, num_real, first, span, num_seats, width)
     steps = []
     for _ in range(num_steps):
         generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
         ids = (1 + torch.randperm(num_real - 1, generator=generator)).tolist()
-        rows = [ids[width * row :][:width] for row in range(num_seats)]
-        num_reqs = draw(st.integers(0, num_seats))
+        rows = [ids[width * row :][:width] for row in range(most)]
+        num_reqs = draw(st.integers(0, most))
         steps.append([draw(paged_requests(pages, row)) for row in rows[:num_reqs]])
     return pages, steps
 
@@ -585,14 +657,29 @@ def test_any_steps(device, data, family, is_packed):
     )
     index_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     before, after = family
+    tokens = pages.entry_tokens
     for requests in steps:
         step.step += 1
         step.load(requests, None, extra_drafts, index_dtype)
+        # The log refuses what is no slot of the cache; stage leaves it alone.
+        slots = [slot for request in requests for slot in request.slots(tokens)]
+        can_log = family is STAGED and all(
+            [
+                *(PAD <= slot < pages.num_slots for slot in slots),
+                *(request.num_rows > request.num_drafts for request in requests),
+            ]
+        )
+        step.rest_is_logged = can_log and data.draw(st.booleans())
         step.check_tables(before)
+        if step.rest_is_logged:
+            step.check_tables(LOG)
         if family is STAGED and data.draw(st.integers(0, 4)) == 0:
             step.check(UNSTAGE)
             continue
         step.forward()
         if family is STAGED and data.draw(st.integers(0, 2)) == 0:
             step.meddle(data.draw(st.integers(0, 1 << 16)))
-        step.check_tables(after, data.draw(st.sampled_from(AcceptanceForm)))
+        form = data.draw(st.sampled_from(AcceptanceForm))
+        step.check_tables(after, form)
+        if step.rest_is_logged:
+            step.check_tables(RESTORE, form)

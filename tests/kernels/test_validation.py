@@ -14,12 +14,9 @@ import torch
 from tests.kernels.reference import PAD, whole
 from tests.kernels.test_transaction import (
     CPU,
-    CROSSING,
     EXAMPLE,
     PAGES,
-    TARGET_ALONE,
     column_major,
-    hnd,
     layout_for,
     nhd,
 )
@@ -93,6 +90,7 @@ class Calls:
         counted = self.arguments[COMMIT if op == STAGE else RESTORE]
         more = {name: counted[name] for name in ("counters", "counters_to")}
         more |= {"ring": counted["counters_to"][None], "slot": 0, "undoes": True}
+        more["first_shadow_slot"] = ops.NO_SHADOW
         arguments = more | self.arguments[op] | changes
         layers = getattr(self.library, of)(*named(arguments, CLASSES[of]))
         return getattr(layers, method)(*named(arguments, names))
@@ -126,13 +124,13 @@ def test_the_good_arguments_are_good(device, by):
     call(LOG)
     call(RESTORE)
     counters = calls.arguments[RESTORE]["counters"]
-    assert counters.tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]
+    assert counters.tolist() == [2, 3, 1, 2, 0, 2 * 2 * 256, 0, 0, 0]
     calls.call(UNSTAGE)
     call(STAGE)
     calls.call(COMMIT)
     row_bytes = sum(layer.layout.slot_bytes for layer in calls.side.layers)
     assert calls.side.counters[0].tolist() == [
-        *(2, 6, 1, 5, 0, 0),
+        *(2, 6, 1, 5, 2, 0, 0),
         *(2 * row_bytes, 2 * row_bytes),
     ]
 
@@ -140,15 +138,21 @@ def test_the_good_arguments_are_good(device, by):
 # Arguments of any op that has them, what becomes of each, what is said of it.
 LONGS = "table slot_mapping log_slots counters counters_to"
 INTS = "cu_num_logits log_windows sampled_token_ids block_table saved query_start_loc"
-CONTIGUOUS = "table slot_mapping cu_num_logits saved seats query_start_loc seq_lens"
+CONTIGUOUS = (
+    "table slot_mapping cu_num_logits saved state_indices query_start_loc seq_lens"
+)
 REFUSED = [
     (LONGS, torch.Tensor.int, "has dtype Int; must be Long"),
     (f"{INTS} seq_lens", torch.Tensor.long, "has dtype Long; must be Int"),
-    ("logits_indices seats", torch.Tensor.float, "dtype Float; must be Int or Long"),
+    (
+        "logits_indices state_indices",
+        torch.Tensor.float,
+        "dtype Float; must be Int or Long",
+    ),
     ("undo_log", torch.Tensor.char, "has dtype Char; must be Byte"),
     ("table block_table", lambda t: t[0], "must have 2 dimensions"),
     ("saved", torch.Tensor.flatten, "must have 2 dimensions"),
-    ("cu_num_logits seats", lambda t: t[None], "must have 1 dimensions"),
+    ("cu_num_logits state_indices", lambda t: t[None], "must have 1 dimensions"),
     ("slot_mapping", lambda t: torch.stack([t, t]), "must have 1 dimensions"),
     (CONTIGUOUS, every_second, "and is not contiguous; must be"),
     ("table", lambda t: t[:, :8].contiguous(), "dimension 1 must be 9, its columns"),
@@ -159,9 +163,9 @@ REFUSED = [
     ("log_windows", lambda t: t[:, :2].contiguous(), "dimension 1 must be 3, request"),
     ("num_drafts", lambda n: -1, "is -1; must be between 0 and 5, the capacity of"),
     ("num_drafts", lambda n: 6, "is 6; must be between 0 and 5, the capacity of"),
-    ("counters", lambda t: t[:6], "has shape [6]; dimension 0 must be 8, its columns"),
-    ("counters_to", lambda t: t[:6], "has shape [6]; must be [8], contiguous"),
-    ("counters_to", every_second, "has shape [8]; must be [8], contiguous"),
+    ("counters", lambda t: t[:6], "has shape [6]; dimension 0 must be 9, its columns"),
+    ("counters_to", lambda t: t[:6], "has shape [6]; must be [9], contiguous"),
+    ("counters_to", every_second, "has shape [9]; must be [9], contiguous"),
     ("sampled_token_ids", lambda t: t[:, :0], "must have a column"),
     ("sampled_token_ids", lambda t: None, "num_rejected given; must be exactly one"),
     ("num_rejected", lambda t: int32([1, 0, 1]), "given; must be exactly one"),
@@ -169,8 +173,11 @@ REFUSED = [
     ("block_table", every_second, "has stride 2 in dimension 1; must be 1"),
     ("block_table", lambda t: t[:2], "has 2 rows; must have one for each of 3"),
     ("saved", lambda t: t[:, :14].contiguous(), "dimension 1 must be 11 + 2 * span"),
-    ("saved", lambda t: t[:2], "has 2 rows; must be between 0 and"),
-    ("seats", lambda t: t[:2], "has shape [2]; dimension 0 must be 3, one for each"),
+    (
+        "state_indices",
+        lambda t: t[:2],
+        "has shape [2]; dimension 0 must be 3, one for each",
+    ),
     ("query_start_loc", lambda t: t[:3], "has 3 entries; must have 4, one more than"),
     ("seq_lens", lambda t: t[:2], "has 2 entries; must have 3, as many as"),
     ("span", lambda n: 0, "is 0; must be 2, as the columns of saved say"),
@@ -180,8 +187,9 @@ REFUSED = [
     # Shadow entries among the real ones; beyond what an entry can be.
     ("first_entry", lambda n: n - 1, "is 9; must be at least 10, num_real_entries"),
     ("first_entry", lambda n: (1 << 31) - 8, "must leave room for 4 seats of 2"),
-    ("num_reqs", lambda n: -1, "is -1 and saved has 4 rows; must be between 0 and"),
-    ("num_reqs", lambda n: 5, "is 5 and saved has 4 rows; must be between 0 and"),
+    ("num_reqs", lambda n: -1, "is -1; must be at least 0"),
+    ("num_states", lambda n: -1, "is -1; must be at least 0"),
+    ("first_shadow_slot", lambda n: 0, "is 0; must be at least 1"),
 ]
 
 
@@ -203,7 +211,7 @@ def of_ops(table):
 def test_what_is_refused_and_what_is_said(device, op, name, change, said):
     calls = Calls(device)
     good = calls.arguments[op][name]
-    if name == "seats":
+    if name == "state_indices":
         good = torch.arange(3, device=device)
     value = change(good)
     if torch.is_tensor(value) and name != "counters_to":
@@ -250,11 +258,6 @@ VALUES = [
     (STAGE, "query_start_loc", put(3, 900), "query_start_loc goes from 0 to 900; must"),
     (STAGE, "first_entry", lambda n: 13, "first_entry is 13; the shadow entries of 3"),
 ]
-SEATS = [
-    ([0, 1, 4], "seats[2] is 4; must be from 0 to 3"),
-    ([-1, 0, 1], "seats[0] is -1; must be from 0 to 3"),
-    ([2, 1, 2], "seats[2] is 2; must be another one, an earlier row has it"),
-]
 ROWS = [
     ("base", 0, "base is 0; must be the address of the layer's cache"),
     ("block_size", 0, "block_size is 0; must be at least 1"),
@@ -268,9 +271,9 @@ OFFSETS = [
     (513, "log_offset is 513; must be between 0 and the 512 bytes of a row of"),
     (257, "4 heads of 64 bytes at log_offset 257 do not fit a row of undo_log of 512"),
 ]
-for seats, said in SEATS:
-    for op in PAGED:
-        VALUES.append((op, "seats", lambda _, s=seats: torch.tensor(s), said))
+for op in PAGED:
+    said = "state_indices[2] is 6; must be another one, an earlier row has it"
+    VALUES.append((op, "state_indices", lambda _: torch.tensor([6, 7, 6]), said))
 for op in (STAGE, COMMIT):
     said = "entry_tokens is 6; must be a multiple of the block size 4 of table row 0"
     VALUES.append((op, "entry_tokens", lambda n: 6, said))
@@ -369,7 +372,7 @@ class TestOnCuda:
         before = [layer.memory.clone() for layer in calls.layers]
         if is_logged:
             calls.call(RESTORE, sampled_token_ids=int32([[1, 2, 3]], "cuda"))
-            expected = [1, 2, 2, 0, 0, 1, 0, 0]
+            expected = [1, 2, 2, 0, 0, 0, 1, 0, 0]
         else:
             mapping, indices = log["slot_mapping"], log["logits_indices"]
             mapping[indices[1].item()] = 48
@@ -378,27 +381,7 @@ class TestOnCuda:
             calls.call(LOG)
             assert calls.log_slots[:3].tolist() == [ops.INVALID_SLOT] * 3
             calls.call(RESTORE, log_slots=calls.log_slots)
-            expected = [2, 3, 1, 2, 0, 3, 0, 0]
+            expected = [2, 3, 1, 2, 0, 0, 3, 0, 0]
         assert restore["counters"].tolist() == expected
         for old, layer in zip(before, calls.layers, strict=True):
             assert torch.equal(old, layer.memory)
-
-    @pytest.mark.sanitizer
-    def test_a_request_without_a_seat_is_left_alone(self):
-        """It keeps its entries and slots, is written in place, and is not counted, even
-        where a window of its own lies in the memory beside `saved`."""
-        pages = replace(PAGES, num_seats=5)
-        layouts = [[layout_for(pages, kind)] for kind in (nhd, hnd)]
-        step = Step(torch.device("cuda"), layouts, pages)
-        third = replace(TARGET_ALONE, entries=(6, 8, 0, 0))
-        requests = [CROSSING, TARGET_ALONE, third]
-        step.stage(requests, [0, 1, 4])
-        step.check(UNSTAGE)
-        step.write(range(4, 40))
-        step.saved = step.saved[1:4]
-        for after in (UNSTAGE, COMMIT):
-            step.stage(requests, [-1, 0, 3])
-            assert [*step.windows()] == [1]
-            step.forward()
-            step.check_tables(after)
-        assert step.counted()[0][:2] == [1, 3]

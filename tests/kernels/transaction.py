@@ -37,11 +37,14 @@ STAGE, COMMIT, UNSTAGE = "stage", "commit_draft_layer", "unstage"
 # and its arguments. ring and slot: in place of counters_to.
 CLASSES = {
     "LoggedLayers": "table runs table runs undo_log log_slots log_windows counters "
-    "ring",
+    "ring first_shadow_slot",
     "StagedLayers": "table runs saved counters ring first_entry num_real_entries span "
-    "entry_tokens patches undoes",
+    "entry_tokens num_states patches undoes",
 }
-OF_STAGE = "block_table slot_mapping query_start_loc seq_lens cu_num_logits seats step"
+OF_STAGE = (
+    "block_table slot_mapping query_start_loc seq_lens cu_num_logits state_indices "
+    "step rest_is_logged"
+)
 OF_LOG = "slot_mapping logits_indices cu_num_logits num_drafts num_leading_zeros"
 ACCEPTED = "sampled_token_ids vocab_size num_rejected"
 METHODS = {
@@ -54,6 +57,8 @@ METHODS = {
 # By which a draft's rejected bytes stay out of the cache: they are put back, or were in
 # shadow blocks.
 FAMILIES = (LOG, RESTORE), (STAGE, COMMIT)
+# Requests that a runner has room for; seats are counted from the last one.
+NUM_STATES = 9
 # What the counters are before the first step: they are added to.
 FIRST_COUNTS = torch.arange(10, 10 + NUM_COUNTERS)
 Arguments = dict[str, Any]
@@ -120,6 +125,10 @@ class Pages:
     span: int
     num_seats: int
     width: int
+
+    @property
+    def first_shadow_slot(self) -> int:
+        return self.first_entry * self.entry_tokens if self.num_seats else ops.NO_SHADOW
 
     @property
     def num_slots(self) -> int:
@@ -214,6 +223,7 @@ class Step:
         size = (pages.num_seats, ops.SAVED_COLUMNS + 2 * pages.span)
         self.saved = guarded(size, torch.int32, device).zero_()
         self.step = 1 + seed
+        self.num_states, self.rest_is_logged = NUM_STATES, False
         size = (len(layouts), NUM_COUNTERS)
         self.counters = guarded(size, torch.int64, device)
         self.counters[:] = FIRST_COUNTS.to(device)
@@ -238,10 +248,11 @@ class Step:
         of the number of drafts is off.
         """
         device, self.num_reqs = self.device, len(requests)
-        self.seats = None
+        self.state_indices = None
         if seats is not None:
             dtype = torch.int64 if self.step % 2 else torch.int32
-            self.seats = torch.tensor(seats, dtype=dtype, device=device)
+            indices = [NUM_STATES - 1 - seat for seat in seats]
+            self.state_indices = torch.tensor(indices, dtype=dtype, device=device)
         self.drafts = [request.num_drafts for request in requests]
         self.num_drafts = sum(self.drafts) + extra_drafts
         self.accepted = [request.accepted for request in requests]
@@ -283,6 +294,7 @@ class Step:
             "counters_to": self.published[table],
             "patches": table == 0,
             "undoes": table == len(self.tables) - 1,
+            "first_shadow_slot": self.pages.first_shadow_slot,
         }
         if self.step % 2 == 0:
             of_table["slot_mapping"] = self.slot_mapping[None]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -170,8 +170,6 @@ class Engine:
         self.slots = np.zeros((len(self.tables), 0), np.int64)
         self._note_own()
         self.num_seats = min((r.num_seats for r in self.regions.values()), default=0)
-        # V2 with a seat for each of its indices; else the seats are the batch rows.
-        self.seats_are_indices = has_indices and self.num_seats >= MAX_REQUESTS
         self.rule = Rule()
         self.is_dead = False
         if planted is not None:
@@ -204,7 +202,10 @@ class Engine:
             strictness=Strict.ALWAYS if self.strict else Strict.STARTUP,
         )
         storage = self.memory[GUARD_BYTES : GUARD_BYTES + size]
-        return DraftCommitManager(config, groups, capacity, storage, self.seam, staged)
+        return DraftCommitManager(
+            *(config, groups, capacity, storage, self.seam, staged),
+            num_states=MAX_REQUESTS,
+        )
 
     def _note_own(self) -> None:
         self.own = [table.copy() for table in self.tables]
@@ -227,7 +228,8 @@ class Engine:
 
         Returns whether the output reaches the scheduler; if NWOR raised, `is_dead`.
         """
-        step = Step(batch, self.groups, pads, begins, bound)
+        seats = [self._seat(row, rows) for row, rows in enumerate(batch)]
+        step = Step(batch, self.groups, pads, begins, bound, seats)
         payload = np.frombuffer(payloads.bytes(step.index.size), np.uint8)
         self.is_dead = self._begin(step, fault)
         if self.is_dead:
@@ -267,8 +269,8 @@ class Engine:
             if is_missed:
                 self.manager.abort(metrics.STALE_LOG)
             elif step.num_known:
-                has_indices = self.has_indices, self.seats_are_indices
-                windows = step.windows(self.slots, self.tables, *has_indices)
+                how = self.has_indices, self._lacks_seats(step)
+                windows = step.windows(self.slots, self.tables, *how)
                 if self.regions and fault.name != "all logged":
                     self.manager.stage(windows)
                 self.manager.begin(windows)
@@ -293,15 +295,14 @@ class Engine:
             staged = set()
         fits = step.num_known <= self.manager.capacity
         reasons: list[str] = []
-        if staged and len(step.rows) > self.num_seats:
-            reasons, staged = [metrics.NO_SEAT], set()
-        elif staged != everything and not fits:
+        lacks_seats = self._lacks_seats(step)
+        if staged and not fits and (lacks_seats or staged != everything):
             staged = set()
         elif self._arm(fault, "stage", staged):
             reasons, staged = [metrics.STAGE_FAILED], set()
             if self.strict:
                 return reasons
-        logged = everything - staged
+        logged = everything if lacks_seats else everything - staged
         if not staged and not fits:
             reasons.append(metrics.OVER_CAPACITY)
             logged = set()
@@ -367,8 +368,8 @@ class Engine:
             self.state = State.FAILED
         elif self.state is not State.FAILED:
             self.state = State.IDLE
-        failed = list(self._failed_layers(step))
-        keep_mask = step.keep_mask(failed)
+        failed = self._failed_layers(step)
+        keep_mask = step.keep_mask(*failed)
         expected[index] = before
         self.cache.write_step(index, payload, keep_mask)
 
@@ -386,42 +387,60 @@ class Engine:
         if step.staged or step.logged:
             self.totals["commits"] += 1
             self.totals["staged_steps"] += bool(step.staged)
-            self.totals["steps_beside"] += bool(step.staged and step.logged)
+            self.totals["steps_of_both"] += bool(step.staged and step.logged)
+            self.totals["groups_of_both"] += bool(step.staged & step.logged)
             self.totals["windows"] += step.num_windows
             self.totals["drafts"] += step.num_drafts
             self.totals["rejected"] += step.num_rejected
         self.check_bytes("guarantee 2 (commit)", index[~keep_mask])
-        rose = self._expected_counts(step, failed)
+        rose = self._expected_counts(step, *failed)
         self.counters += rose
         require_same("counters", self.manager.counters.numpy(), self.counters)
         for gid in step.staged:
-            for row, rows, entry in step.windows_of(gid):
+            for row, rows, entry, seat in step.windows_of(gid):
                 tokens = self.groups[gid].entry_tokens
                 valid = rows.end - rows.num_rejected
                 last = int(self.own[gid][row, (valid - 1) // tokens])
                 is_staged = valid > entry * tokens
-                self.rule.commit((gid, self._seat(row, rows)), valid, last * is_staged)
+                self.rule.commit((gid, seat), valid, last * is_staged)
         if not raised:
-            self._check_report(step, None if fails else rose.sum(axis=0), is_missed)
+            is_whole = not fails and not self._is_partly_plain(step)
+            of_row = rose[0, :5].tolist() + rose[:, 5:].sum(axis=0).tolist()
+            self._check_report(step, of_row if is_whole else None, is_missed)
         return raised
 
-    def _failed_layers(self, step: Step) -> Iterator[str]:
-        """The layers for which this commit will do nothing: a restore that fails keeps
-        no other from it, a staged commit ends at once."""
+    def _is_partly_plain(self, step: Step) -> bool:
+        """Whether windows without a seat could not be logged."""
+        return bool(step.staged) and self._lacks_seats(step) and not step.logged
+
+    def _failed_layers(self, step: Step) -> tuple[list[str], list[str]]:
+        """The layers that this commit will not copy from shadow blocks, and those that
+        it will not restore: a restore that fails keeps no other from it, a staged
+        commit ends at once."""
         fault = self.seam.fault
         if fault.name not in ("restore", "commit"):
-            return
+            return [], []
         groups = step.logged if fault.name == "restore" else step.staged
         own = [names for gid, names in self.launches if gid in groups]
-        yield from own[fault.call][self.seam.num_done(len(own[fault.call])) :]
-        if fault.name == "commit":
-            for names in own[fault.call + 1 :]:
-                yield from names
-            for gid in step.logged:
-                yield from self.groups[gid].protected
+        done, *after = own[fault.call :]
+        failed = [*done[self.seam.num_done(len(done)) :]]
+        if fault.name == "restore":
+            return [], failed
+        logged = [name for gid in step.logged for name in self.groups[gid].protected]
+        return [*failed, *(name for names in after for name in names)], logged
 
-    def _seat(self, row: int, rows: Rows) -> int:
-        return rows.request.index if self.seats_are_indices else row
+    def _seat(self, row: int, rows: Rows) -> int | None:
+        """The runner gives out its last index first."""
+        is_v2 = self.has_indices
+        seat = MAX_REQUESTS - 1 - rows.request.index if is_v2 else row
+        return seat if seat < self.num_seats else None
+
+    def _lacks_seats(self, step: Step) -> bool:
+        """As the hooks see it: V2's does not look at drafts."""
+        return bool(self.regions) and any(
+            seat is None and (rows.num_drafts > 0 or self.has_indices)
+            for rows, seat in zip(step.rows, step.seats, strict=True)
+        )
 
     def _staged_tables(self, step: Step) -> list[Table]:
         """What stage puts in the tables, and, as step.num_copied, how many committed
@@ -434,8 +453,7 @@ class Engine:
             per_block = group.block_size // tokens
             span = region.blocks_per_seat * per_block
             step.num_copied[gid] = 0
-            for row, rows, entry in step.windows_of(gid):
-                seat = self._seat(row, rows)
+            for row, rows, entry, seat in step.windows_of(gid):
                 entries = np.arange(entry, -(-rows.end // tokens))
                 first_shadow = region.first_block * per_block + seat * span
                 tables[gid][row, entries] = first_shadow + entries % span
@@ -465,13 +483,10 @@ class Engine:
         self.fallbacks.update(reasons)
         self.totals.update(f"fallbacks/{reason}" for reason in reasons)
         require_same("fallbacks", self.manager.fallbacks, self.fallbacks)
-        no_seat = {metrics.NO_SEAT}
         if raises is None:
-            raises = self.strict and bool(set(reasons) - no_seat)
+            raises = self.strict and bool(reasons)
         require_same("strict", raised, raises)
-        logged = (
-            self.fallbacks.keys() & no_seat if self.strict else self.fallbacks.keys()
-        )
+        logged = () if self.strict else self.fallbacks.keys()
         if not (raised and metrics.COMMIT_FAILED in reasons):
             require_same("log lines", self.log_lines, Counter(logged))
         require_same("state", self.manager.state, self.state)
@@ -514,23 +529,34 @@ class Engine:
         if wrong.any():
             raise Violation(kind, self.cache.where(wrong))
 
-    def _expected_counts(self, step: Step, failed: list[str]) -> Index:
+    def _expected_counts(
+        self, step: Step, not_committed: list[str], not_restored: list[str]
+    ) -> Index:
         """Exactly what each launch that does its work has to add."""
         rose = np.zeros_like(self.counters)
-        accepted = step.num_drafts - step.num_rejected
-        windows = [step.num_windows, step.num_drafts, accepted, step.num_rejected]
         for launch, (gid, names) in enumerate(self.launches):
-            done = sum(self.slot_bytes[name] for name in names if name not in failed)
-            if done and gid in step.logged:
-                rose[launch] = [*windows, step.num_restorable * done, 0, 0, 0]
-            elif done and gid in step.staged:
+            is_staged = step.can_stage & (gid in step.staged)
+            num_shadow = int((is_staged & (step.drafts > 0)).sum())
+            bytes_of = self.slot_bytes
+            done = sum(bytes_of[name] for name in names if name not in not_committed)
+            if done and gid in step.staged:
+                # Those that it has to leave alone are the log's, if there is one.
+                is_alone = not self._lacks_seats(step)
+                counts, _ = step.counts(is_staged | is_alone)
                 rows = step.num_copied[gid] * done, step.num_kept[gid] * done
-                rose[launch] = [*windows, 0, step.num_invalid, *rows]
+                invalid = step.num_invalid * is_alone
+                rose[launch] += np.array([*counts, num_shadow, 0, invalid, *rows])
+            done = sum(bytes_of[name] for name in names if name not in not_restored)
+            if done and gid in step.logged:
+                counts, num_slots = step.counts(~is_staged)
+                rose[launch] += np.array([*counts, 0, num_slots * done, 0, 0, 0])
         return rose
 
-    def _check_report(self, step: Step, rose: Index | None, is_missed: bool) -> None:
-        """What would be in the metrics, from worker and scheduler together. rose: sums
-        over the launches, None after a failed commit, which goes without counts."""
+    def _check_report(
+        self, step: Step, rose: list[int] | None, is_missed: bool
+    ) -> None:
+        """What would be in the metrics, from worker and scheduler together. rose: of
+        the counters, None for a step that goes without counts."""
         payload = self.report.take_payload()
         counted, scheduled = step.counted_and_scheduled()
         if payload is not None:
@@ -538,14 +564,14 @@ class Engine:
         report, self.stats.report = self.stats.report, {}
         self.reported.update(report.get("fallbacks", {}))
         require_same("fallbacks in the metrics", self.reported, self.fallbacks)
-        expected = nothing = [0] * len(metrics.COUNTERS)
+        expected = nothing = [0] * len(metrics.SERIES)
         if rose is not None:
             dropped = sum(rows.num_drafts for rows in step.rows if rows.dropped)
             is_counted = bool(step.staged or step.logged)
             accepted = counted.num_accepted_tokens
-            tokens = [step.num_windows, step.num_drafts, accepted]
+            tokens = [rose[4], step.num_windows - rose[4], step.num_drafts, accepted]
             tokens += [step.num_drafts - accepted - dropped, dropped]
-            of_bytes = [rose[4], *rose[6:8], rose[5] + is_missed]
+            of_bytes = [rose[5], *rose[7:9], rose[6] + is_missed]
             expected = [number * is_counted for number in tokens] + of_bytes
         require_same("guarantee 7", report.get("counts", nothing), expected)
 

@@ -66,6 +66,7 @@ class SeatCache:
         self.tokens = draw.choice((1, 2, 2, 3, 4))  # of an entry
         self.block_size = self.tokens * draw.choice((1, 1, 2))
         self.num_blocks = 2 + draw.choice((1, 2, 3)) * MAX_TOKENS // self.block_size
+        self.num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
         self.real = [0] * (self.num_blocks * self.block_size)
         self.groups = [self]
 
@@ -93,6 +94,7 @@ class SeatEngine:
         self.cache, self.totals, self.has_indices = cache, totals, has_indices
         self.rule = rule()
         self.span = (1 - -(MAX_DRAFTS - 1) // cache.tokens) * cache.tokens
+        self.num_seats = cache.num_seats
         self.shadows = [[0] * self.span for _ in range(MAX_REQUESTS)]
         self.num_writes = 0
 
@@ -103,10 +105,12 @@ class SeatEngine:
         is_staged = has_drafts and fault.name not in ("stage", "missed", "all logged")
         self.rule.start(has_drafts, is_staged, begins)
         seats = {
-            rows: rows.request.index if self.has_indices else row
+            rows: MAX_REQUESTS - 1 - rows.request.index if self.has_indices else row
             for row, rows in enumerate(batch)
             if is_staged and rows.is_window
         }
+        # The others are logged, which adds nothing here.
+        seats = {rows: seat for rows, seat in seats.items() if seat < self.num_seats}
         for rows, seat in seats.items():
             self._stage(rows, seat)
         for rows in batch:

@@ -74,9 +74,11 @@ class Step:
     own_slots: vLLM's slot mappings, [num_groups, num_rows + pads] int64, PAD_SLOT for
         padding.
     begins: whether a request that is new or comes back has drafts.
+    seats: of each row, or None.
     num_known: the host's upper bound of the number of drafts, `bound` more than that.
     index: where the step's forward writes in vanilla, flat (as `_flat` has it).
-    staged, logged: groups that are protected, and how; set before the forward.
+    staged, logged: groups that are protected, and how; set before the forward. A group
+        may be both: then what cannot be staged is logged.
     num_copied: committed rows that stage had to copy, for each group. num_kept: rows of
         shadow blocks that commit would copy.
     """
@@ -88,8 +90,10 @@ class Step:
         pads: int,
         begins: bool,
         bound: int,
+        seats: Sequence[int | None],
     ) -> None:
         self.rows, self.groups, self.pads, self.begins = rows, groups, pads, begins
+        self.seats = seats
         self.staged: set[int] = set()
         self.logged: set[int] = set()
         self.num_copied: dict[int, int] = {}
@@ -113,9 +117,14 @@ class Step:
         request = self.request[self.is_written]
         position = self.position[self.is_written]
         is_rejected = position >= (self.ends - rejected)[request]
-        is_window = np.array([entry.is_window for entry in rows])[request]
+        self.can_stage = np.array(
+            [
+                r.is_window and seat is not None
+                for r, seat in zip(rows, seats, strict=True)
+            ]
+        )
         self._is_behind = [
-            is_window & (position // group.entry_tokens >= first[request])
+            self.can_stage[request] & (position // group.entry_tokens >= first[request])
             for group, first in zip(groups, self.first_entries, strict=True)
         ]
         self.num_kept = [int((rows & ~is_rejected).sum()) for rows in self._is_behind]
@@ -131,8 +140,18 @@ class Step:
         self.num_known = self.num_drafts and self.num_drafts + bound
         self.num_rejected = int(rejected.sum())
         self.num_windows = int((self.drafts > 0).sum())
-        self.num_restorable = int((rejected - padded).sum())
         self.num_invalid = int((self.drafts * padded).sum())
+        self._rejected, self._restorable = rejected, rejected - padded
+
+    def counts(self, of: Mask) -> tuple[list[int], int]:
+        """Windows, drafts, accepted and rejected ones of these rows of the batch; and
+        rejected slots that a log puts back."""
+        drafts, rejected = self.drafts[of], self._rejected[of]
+        accepted = drafts.sum() - rejected.sum()
+        of_tokens = [drafts.sum(), accepted, rejected.sum()]
+        return [int((drafts > 0).sum()), *map(int, of_tokens)], int(
+            self._restorable[of].sum()
+        )
 
     def _table(self, gid: int, group: Group) -> Table:
         table = np.zeros((len(self.rows), MAX_TOKENS // group.entry_tokens), np.int32)
@@ -170,42 +189,42 @@ class Step:
             for gid, group in enumerate(self.groups)
         )
 
-    def windows_of(self, gid: int) -> Iterator[tuple[int, Rows, int]]:
-        """Those that can be in shadow blocks: batch row, rows, first entry."""
+    def windows_of(self, gid: int) -> Iterator[tuple[int, Rows, int, int]]:
+        """Those that can be in shadow blocks: batch row, rows, first entry, seat."""
         entries = self.first_entries[gid].tolist()
-        for row, (rows, entry) in enumerate(zip(self.rows, entries, strict=True)):
-            if rows.is_window:
-                yield row, rows, entry
+        found = zip(self.rows, entries, self.seats, strict=True)
+        for row, (rows, entry, seat) in enumerate(found):
+            if rows.is_window and seat is not None:
+                yield row, rows, entry, seat
 
     def staged_mask(self) -> Mask:
         """For each byte of `index`: whether the step writes it to a shadow block."""
         return self._goes_to_shadow & np.isin(self._gid, list(self.staged))
 
-    def keep_mask(self, failed: Sequence[str]) -> Mask:
+    def keep_mask(
+        self, not_committed: Sequence[str], not_restored: Sequence[str]
+    ) -> Mask:
         """For each byte of `index`: True if what the forward wrote there is in the real
-        block after commit.
-
-        failed: names of the layers for which commit did nothing.
-        """
+        block after commit. The names of layers for which a part of it did nothing."""
         is_staged = self.staged_mask()
         is_logged = np.isin(self._gid, list(self.logged)) & self._is_protected
-        is_undone = self._is_rejected & (is_staged | is_logged)
-        return ~np.where(np.isin(self._layer, failed), is_staged, is_undone)
+        is_lost = is_staged & np.isin(self._layer, not_committed)
+        is_restored = is_logged & ~is_staged & ~np.isin(self._layer, not_restored)
+        return ~(is_lost | self._is_rejected & (is_staged | is_restored))
 
     def windows(
-        self, slots: Index, tables: Sequence[Table], as_v2: bool, has_seats: bool
+        self, slots: Index, tables: Sequence[Table], as_v2: bool, lacks_seats: bool
     ) -> VerificationWindows:
         """What the hooks hand to stage and begin. slots, tables: the worker's, that
-        stage patches. has_seats: those of the requests' states."""
+        stage patches."""
         has_logits = self.position >= (self.ends - self.drafts - 1)[self.request]
         # V2 gives cumulative numbers that begin with 0, int64 indices and one tensor
         # of mappings, which the hook takes apart; V1 none of those.
         cumulative = [0] * as_v2 + (self.drafts + 1).cumsum().tolist()
         mappings = torch.from_numpy(slots)
-        seats = [rows.request.index for rows in self.rows]
+        indices = [rows.request.index for rows in self.rows]
         return VerificationWindows(
             num_drafts=self.num_known,
-            num_reqs=len(self.drafts),
             logits_indices=torch.from_numpy(has_logits.nonzero()[0]).to(
                 torch.int64 if as_v2 else torch.int32
             ),
@@ -215,7 +234,8 @@ class Step:
             block_tables=[torch.from_numpy(table) for table in tables],
             query_start_loc=torch.from_numpy(self.starts).int(),
             seq_lens=torch.from_numpy(self.ends).int(),
-            seats=torch.tensor(seats, dtype=torch.int32) if has_seats else None,
+            state_indices=torch.tensor(indices, dtype=torch.int32) if as_v2 else None,
+            lacks_seats=lacks_seats,
         )
 
     def acceptance(self, form: int) -> Acceptance:

@@ -45,7 +45,7 @@ def test_no_violation_in_20000_operations() -> None:
     assert min(totals.values()) >= 20, totals
     more = {"prefix_hits", "evictions", "forced_preemptions", "restarts"}
     assert totals.keys() >= more | {
-        *("dropped_windows", "steps_beside", "staged_steps"),
+        *("dropped_windows", "steps_of_both", "groups_of_both", "staged_steps"),
         *(f"operations/{kind}" for kind in KINDS),
         *(f"faults/{fault}" for fault in FAULTS[1:]),
         *(f"fallbacks/{reason}" for reason in FALLBACKS),
@@ -140,8 +140,13 @@ def slots_not_staged(op: Any, *args: Any) -> None:
 
 def rejected_committed(op: Any, *args: Any) -> None:
     """Each staged window keeps all its drafts."""
-    sampled, rejected = (it if it is None else it * 0 for it in (args[-8], args[-6]))
-    op(*args[:-8], sampled, args[-7], rejected, *args[-5:])
+    sampled, rejected = (it if it is None else it * 0 for it in (args[6], args[8]))
+    op(*args[:6], sampled, args[7], rejected, *args[9:])
+
+
+def staged_ones_logged(op: Any, *args: Any) -> None:
+    """A log takes drafts that are in shadow blocks, too."""
+    op(*args[:9], ops.NO_SHADOW, *args[10:])
 
 
 def tables_left(op: Any, *args: Any) -> None:
@@ -193,6 +198,7 @@ RULES = (
 # What is planted, in which op if it is one, and the kinds of failure.
 BUGS: list[tuple[Callable[..., Any], str | None, str]] = [
     (stale_log, "log_cache_slots", "guarantee 1"),
+    (staged_ones_logged, "log_cache_slots", "counters"),
     (padding_is_slot_zero, "log_cache_slots", "counters"),  # its own bytes back
     (accepted_restored, "restore_rejected_drafts", "guarantee 2"),
     (forgets_a_layer, "restore_rejected_drafts", "guarantee 1"),
@@ -248,7 +254,7 @@ def test_the_printed_command_replays_a_failure(
         (ops, "restore_rejected_drafts", restores_backwards, "", "guarantee 1"),
         (*rule, "0 --seat-steps 20000", "stale"),
     ):
-        argv = ["", "--json", str(result), "--operations", *(options or "100").split()]
+        argv = ["", "--json", str(result), "--operations", *(options or "400").split()]
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, bug)
             patch.setattr("sys.argv", argv)

@@ -86,13 +86,13 @@ class World:
         )
         self.step = VerificationWindows(
             num_drafts=3,
-            num_reqs=2,
             logits_indices=torch.arange(5, dtype=torch.int32),
             cu_num_logits=int32(3, 5),
             slot_mappings=[torch.tensor([5, 6, 7, 17, 18]) for _ in is_staged],
             block_tables=[int32(*TABLE) for _ in is_staged],
             query_start_loc=int32(0, 3, 5),
             seq_lens=int32(8, 3),
+            lacks_seats=num_seats < 2,
         )
 
     @property
@@ -221,10 +221,47 @@ def test_after_a_failed_commit_strict_steps_go_no_further(
     assert world.ops.calls == {begins: 1, ends: 1} | puts_back
 
 
-def test_steps_without_seats_are_counted_and_never_raise():
-    world = World(False, True, num_seats=1, strictness=Strict.ALWAYS)
+@pytest.mark.parametrize("groups", [(True,), (False, True)])
+def test_a_window_without_a_seat_is_logged_in_the_same_step(groups):
+    """Each is counted once, by how it went. Nothing about it is a fallback."""
+    world = World(*groups, num_seats=1, strictness=Strict.ALWAYS)
     world.open()
-    world.check(State.LOGGED, no_seat=1)
+    world.manager.check_state()
+    world.check(State.STAGED)
+    num_changed = [
+        sum(a != b for a, b in zip(table, TABLE, strict=True)) for table in world.tables
+    ]
+    assert num_changed == [int(it) for it in groups]
+    world.commit()
+    world.manager.check_state()
+    world.check(State.IDLE)
+    num_staged = groups.count(True)
+    launches = {"stage": num_staged, "log": len(groups)}
+    assert world.ops.calls == launches | {"commit": num_staged, "restore": len(groups)}
+    windows, drafts, _, rejected, in_shadow = world.manager.counts.read()[0][:5]
+    assert (windows, drafts, rejected, in_shadow) == (2, 3, 3, 1)
+
+
+def test_windows_without_a_seat_that_cannot_be_logged_leave_no_counts():
+    """The staged ones are committed all the same. What was counted is not the next
+    step's."""
+    world = World(True, num_seats=1, strictness=Strict.NEVER)
+    world.fail("log")
+    world.run()
+    world.check(State.IDLE, begin_failed=1)
+    assert (world.manager.counts, world.tables) == (None, [TABLE])
+    world.manager.start_step()
+    world.fail("none")
+    world.run()
+    assert world.manager.counts.read()[0][:5] == (2, 3, 0, 3, 1)
+
+
+def test_guarantee_9_a_missed_log_of_windows_without_a_seat_is_counted():
+    world = World(True, num_seats=1, strictness=Strict.NEVER)
+    assert not world.manager.stage(world.step)
+    world.commit()
+    world.check(State.IDLE, begin_missed=1)
+    assert world.manager.counts is None
 
 
 @pytest.mark.parametrize("kind", [(False,), (True,), (False, True)], ids=str)

@@ -13,13 +13,15 @@ are two ways to it, and each KV-cache group has one:
                    blocks, commit copies the kept rows to the request's own
                    (shadow_blocks.py)
 
-A step whose windows cannot all be staged uses the undo log for all groups. Under
-VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
+A staged group has shadow blocks for so many requests (seats). The windows of those
+that have none are logged in the same step. If stage fails, the whole step is logged.
+Under VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
 
 States:
 
-    IDLE    -stage->  STAGED   shadow blocks are in the tables of the staged groups;
-                               begin then logs the drafts of the others
+    IDLE    -stage->  STAGED   shadow blocks are in the tables of the staged groups,
+                               for the windows that have a seat; begin then logs all
+                               other drafts
             -begin->  LOGGED   old bytes of all draft slots are in the undo log
             -begin->  PLAIN    they are not, that is counted, the step is plain vLLM's
     LOGGED  -commit-> IDLE     rejected slots restored, accepted ones kept
@@ -50,12 +52,15 @@ drafts reach the sampler in state IDLE or FAILED was missed: no begin saw it.
 invariants.py has what holds in these states, and `check_state` checks it.
 
 stage or begin, and commit, enqueue one launch each a KV-cache group on the current
-stream (a group whose layers are packed in several ways: one for each packing). They
-allocate nothing on the device, never wait for it and have no loop over layers.
+stream (a group whose layers are packed in several ways: one for each packing). A step
+in which windows lack a seat takes both: four launches a group. They allocate nothing on
+the device, never wait for it and have no loop over layers.
 
 Counts: the ops of a commit count on the device, and write what the counters have become
-to a slot of a ring of host memory. A step whose commit failed goes without counts; the
-next commit first copies what its own are compared with.
+to a slot of a ring of host memory. Of a window either the shadow blocks' commit or the
+log's adds to its table's row. A step whose commit failed, or of which windows were not
+protected, goes without counts; the next commit first copies what its own are compared
+with.
 """
 
 from __future__ import annotations
@@ -75,7 +80,6 @@ from .metrics import (
     BEGIN_FAILED,
     BEGIN_MISSED,
     COMMIT_FAILED,
-    NO_SEAT,
     OVER_CAPACITY,
     STAGE_FAILED,
     STALE_LOG,
@@ -119,10 +123,9 @@ class DraftCommitManager:
     groups: the protected KV-cache groups, staged ones first. capacity: drafts a step
         that fit the log. undo_log: of all groups. shadow: the shadow blocks of the
         staged groups, or None. ops: the namespace that both call into.
-    counters: [num_tables, 8] int64, device (ops.COUNTER_COLUMNS), a row for each
-        launch of a commit, only ever added to, by the kernels. Every launch sees all
-        windows, so that windows and tokens are read from row 0; bytes and invalid
-        slots are summed.
+    counters: [num_tables, 9] int64, device (ops.COUNTER_COLUMNS), a row for each table
+        of layers, only ever added to, by the kernels. Each row counts all windows, so
+        that windows and tokens are read from row 0; bytes and invalid slots are summed.
     counts: of the last commit, until somebody takes them (report.py) or the next step
         starts; None if there are none.
     fallbacks: steps that did not run as they should, by reason.
@@ -137,6 +140,7 @@ class DraftCommitManager:
         ops: Any = None,
         staged: Mapping[int, StagedGroup] | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
+        num_states: int = 0,
     ) -> None:
         """groups: (KV-cache group id, its layers), at least one, each with layers.
 
@@ -148,6 +152,8 @@ class DraftCommitManager:
         staged: for the KV-cache groups that have shadow blocks.
         max_in_flight: steps, from the oldest whose counts were not read to the newest
             that made its commit.
+        num_states: requests that the runner has room for, where windows come with
+            state_indices.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -170,7 +176,12 @@ class DraftCommitManager:
             self.ops = native_ops.that_wait(self.ops, self.device)
         memory = DeviceMemory(self.device, storage)
         self.groups = [
-            GroupLog(group_id, layers, self.capacity, memory, poisons)
+            GroupLog(
+                *(group_id, layers, self.capacity, memory, poisons),
+                staged[group_id].first_slot
+                if group_id in staged
+                else native_ops.NO_SHADOW,
+            )
             for group_id, layers in groups
         ]
         num_tables = sum(len(group.tables) for group in self.groups)
@@ -181,9 +192,11 @@ class DraftCommitManager:
         ring = self._ring.unbind(1)
         self.undo_log = UndoLog(self.groups, counters, ring, self.ops)
         self.shadow: ShadowBlocks | None = None
-        # Of the groups that are logged in a step in which others are staged.
-        self._log_beside: UndoLog | None = None
-        self._has_failed_beside = False
+        # Of the groups that have no shadow blocks; None if all have some.
+        self._unstaged_log: UndoLog | None = None
+        # In a staged step: what logs the rest of it, and whether that failed.
+        self._rest_log: UndoLog | None = None
+        self._has_rest_failed = False
         of_staged = [group for group in self.groups if group.group_id in staged]
         others = self.groups[len(of_staged) :]
         num_staged = sum(len(group.tables) for group in of_staged)
@@ -194,9 +207,10 @@ class DraftCommitManager:
                 ring[:num_staged],
                 self.ops,
                 memory,
+                num_states,
             )
             if others:
-                self._log_beside = UndoLog(
+                self._unstaged_log = UndoLog(
                     others, counters[num_staged:], ring[num_staged:], self.ops
                 )
         # Where in the ring the last commit's counters went, and whether they did.
@@ -254,11 +268,12 @@ class DraftCommitManager:
             self.shadow.start_step(keeps)
 
     def stage(self, windows: VerificationWindows) -> bool:
-        """Puts shadow blocks in the place of the blocks that hold drafts. Call when
-        block tables and slot mappings are final, before attention metadata is built;
-        then begin. Where a window has no seat, or this fails, begin logs the step.
+        """Puts shadow blocks in the place of the blocks that hold drafts, for the
+        windows that have a seat. Call when block tables and slot mappings are final,
+        before attention metadata is built; then begin, which logs the rest. If this
+        fails, begin logs the whole step.
 
-        Returns whether all groups are staged, so that begin need not be called.
+        Returns whether everything is staged, so that begin need not be called.
 
         Raises:
             NworError: if it fails and a block table cannot be put back; under
@@ -269,17 +284,10 @@ class DraftCommitManager:
         shadow = self.shadow
         if shadow is None or windows.num_drafts == 0:
             return False
-        if windows.num_reqs > shadow.num_seats:
-            self.fallbacks[NO_SEAT] += 1
-            if self.fallbacks[NO_SEAT] == 1:
-                self._log(
-                    NO_SEAT,
-                    f"a step of {windows.num_reqs} requests, shadow blocks for "
-                    f"{shadow.num_seats}; it uses the undo log",
-                )
+        log = self.undo_log if windows.lacks_seats else self._unstaged_log
+        if log is not None and windows.num_drafts > self.capacity:
             return False
-        if self._log_beside is not None and windows.num_drafts > self.capacity:
-            return False
+        self._rest_log, self._has_rest_failed = log, False
         self.state = _STAGED  # whatever is raised, tables may have to be put back
         shadow.num_drafts = windows.num_drafts
         shadow.held = windows
@@ -292,17 +300,17 @@ class DraftCommitManager:
                     windows.query_start_loc,
                     windows.seq_lens,
                     windows.cu_num_logits,
-                    windows.seats,
+                    windows.state_indices,
                     shadow.step,
+                    windows.lacks_seats,
                     windows.num_leading_zeros,
                 )
         except Exception as error:
             self._go_unstaged(shadow, error)
             return False
-        self._has_failed_beside = False
         if self._debug_sync:
             self.check_state()
-        return self._log_beside is None
+        return log is None
 
     def _leave_last_step(self, num_drafts: int) -> None:
         """What an earlier step left is dropped by one with so many drafts. Called in
@@ -325,8 +333,8 @@ class DraftCommitManager:
         self._fall_back(STAGE_FAILED, f"stage: {error}", error, outcome)
 
     def begin(self, windows: VerificationWindows) -> None:
-        """Logs the old bytes at every draft slot, of the groups that are not staged in
-        this step. Call before the target's forward.
+        """Logs the old bytes at every draft slot that is not in a shadow block. Call
+        before the target's forward.
 
         Requires that the caches and slot mappings are as the forward will see them.
 
@@ -337,7 +345,7 @@ class DraftCommitManager:
         num_drafts = windows.num_drafts
         log: UndoLog | None = self.undo_log
         if self.state is _STAGED:
-            log = self._log_beside
+            log = self._rest_log
         else:
             if self.state is not _IDLE:
                 self._leave_last_step(num_drafts)
@@ -366,8 +374,8 @@ class DraftCommitManager:
             except Exception as error:
                 outcome = "the step ran as plain vLLM"
                 if self.state is _STAGED:
-                    self._has_failed_beside = True
-                    outcome = "the groups without shadow blocks ran as plain vLLM"
+                    self._has_rest_failed = True
+                    outcome = "the drafts without shadow blocks ran as plain vLLM"
                 else:
                     self.state = State.PLAIN
                 self._fall_back(
@@ -398,7 +406,7 @@ class DraftCommitManager:
         self._is_counted = False
         log: UndoLog | None = self.undo_log
         if self.state is _STAGED:
-            shadow, log = self.shadow, self._log_beside
+            shadow, log = self.shadow, self._rest_log
             assert shadow is not None
             try:
                 for commit in shadow.commits:
@@ -414,7 +422,7 @@ class DraftCommitManager:
         self.state = _IDLE
         if log is not None:
             num_drafts, log.num_drafts = log.num_drafts, 0
-            if num_drafts == 0:  # beside staged groups
+            if num_drafts == 0:  # in a staged step
                 slot = self._go_without_log(slot)
             else:
                 failure: Exception | None = None
@@ -457,8 +465,8 @@ class DraftCommitManager:
     def _fail_staged(self, shadow: ShadowBlocks, error: Exception) -> NoReturn:
         """The commit from shadow blocks failed: the tables are put back."""
         self.state = _FAILED
-        if self._log_beside is not None:
-            self._log_beside.abort()
+        if self._rest_log is not None:
+            self._rest_log.abort()
         try:
             shadow.abort()
         except BlockTableLost as failure:
@@ -470,11 +478,13 @@ class DraftCommitManager:
         ) from error
 
     def _go_without_log(self, slot: int) -> int:
-        """commit, where the groups beside the staged ones were not logged. Returns the
-        slot, or -1 if it lacks their counters."""
-        if not self._has_failed_beside:
-            self._miss_begin("the drafts of the groups without shadow blocks")
-        return slot if slot >= 0 and self._publish() else -1
+        """commit, where the rest of a staged step was not logged. Returns the slot, or
+        -1 if the step goes without counts: its counters lack windows, or cannot be
+        copied."""
+        if not self._has_rest_failed:
+            self._miss_begin("the drafts without shadow blocks")
+        is_whole = self._rest_log is self._unstaged_log
+        return slot if is_whole and slot >= 0 and self._publish() else -1
 
     def end_unlogged(self, num_drafts: int) -> None:
         """In place of commit, where the manager is not open: a step that was left to
@@ -509,8 +519,8 @@ class DraftCommitManager:
         num_drafts = self.num_drafts
         self.state = _IDLE
         self.undo_log.abort()
-        if self._log_beside is not None:
-            self._log_beside.abort()
+        if self._unstaged_log is not None:
+            self._unstaged_log.abort()
         if self.shadow is not None:
             try:
                 self.shadow.abort()

@@ -44,12 +44,13 @@ def check(manager: DraftCommitManager) -> None:
     if manager.state is State.PLAIN:
         counted = fallbacks[OVER_CAPACITY] + fallbacks[BEGIN_FAILED]
         _require(2, counted > 0, f"PLAIN after {fallbacks}")
-    beside = manager._log_beside
-    if beside is not None and not is_staged:
-        _require(1, beside.num_drafts == 0, f"{manager.state}, logged beside")
+    unstaged = manager._unstaged_log
+    if unstaged is not None and not is_staged:
+        what = "drafts of unstaged groups are logged"
+        _require(1, unstaged.num_drafts == 0, f"{manager.state}, {what}")
     ranges = [_memory(manager.counters)]
     for group in manager.groups:
-        logged = group.log_windows[: 0 if is_staged else num_drafts].tolist()
+        logged = group.log_windows[: manager.undo_log.num_drafts].tolist()
         for draft, (request, position, size) in enumerate(logged):
             is_draft = request >= 0 and 0 <= position < size
             is_none = (request, position, size) == (-1, -1, 0)

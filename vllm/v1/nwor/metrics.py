@@ -36,10 +36,9 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-# The counters of a report, in its order, and the help text of the Prometheus counter
-# of each.
+# The Prometheus counters and their help texts.
 COUNTERS = {
-    "windows": "Verification windows that NWOR protected.",
+    "windows": "Verification windows that NWOR protected, by mode.",
     "tokens_staged": "Draft tokens in those windows.",
     "committed_tokens": "Draft tokens accepted and kept.",
     "rejected_tokens": "Draft tokens rejected and undone.",
@@ -49,6 +48,13 @@ COUNTERS = {
     "committed_bytes": "KV-cache bytes copied from shadow blocks (of one worker).",
     "breaches": "Identities between worker and scheduler that did not hold.",
 }
+# Where a window's drafts were verified: in shadow blocks, or logged in their own.
+WINDOW_MODES = ("stage", "cow")
+# What a report counts, in its order: a counter, and the value of its label `mode`.
+SERIES = (
+    *(("windows", mode) for mode in WINDOW_MODES),
+    *((name,) for name in COUNTERS if name != "windows"),
+)
 # The reasons of fallbacks, which the manager counts (draft_manager.py).
 FALLBACKS = (
     STALE_LOG := "stale_log",
@@ -57,7 +63,6 @@ FALLBACKS = (
     COMMIT_FAILED := "commit_failed",
     BEGIN_MISSED := "begin_missed",
     STAGE_FAILED := "stage_failed",
-    NO_SEAT := "no_seat",
     STEP_FAILED := "step_failed",
 )
 # What a step may have to tell beside its counts: new fallbacks by reason; a GroupInfo
@@ -68,7 +73,7 @@ INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 ENGINE_LABELS = ("model_name", "engine")
 # Reports of an engine that wait for a collection, at most.
 MAX_WAITING = 1000
-_NOTHING = [0] * len(COUNTERS)
+_NOTHING = [0] * len(SERIES)
 
 # What the scheduler knows of a step: drafts scheduled for each request; the runner's
 # output; how many ids each of its rows has, before vLLM cuts those of a request that
@@ -118,7 +123,7 @@ class NworStats:
     """One scheduler's counts.
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
-        order of COUNTERS and, if there are any, what else a payload has, by name.
+        order of SERIES and, if there are any, what else a payload has, by name.
     """
 
     def __init__(self, num_sampled: int = 1, trims_drafts: bool = False) -> None:
@@ -147,7 +152,8 @@ class NworStats:
         if read := getattr(payload, "read", None):
             payload = read()
         counts, *news = payload
-        windows, staged, accepted, rejected, restored, invalid, copied, kept = counts
+        windows, staged, accepted, rejected, in_shadow, *others = counts
+        restored, invalid, copied, kept = others
         # vLLM counts scheduled windows, each once: as many are the same ones, and their
         # drafts those that were scheduled. So it is in nearly every step.
         if (
@@ -155,6 +161,7 @@ class NworStats:
             and staged == counted.num_draft_tokens
             and accepted == counted.num_accepted_tokens == staged - rejected
             and rejected >= 0 == invalid <= restored
+            and 0 <= in_shadow <= windows
         ):
             parts = accepted, rejected, 0
         elif min(counts) < 0:
@@ -163,7 +170,9 @@ class NworStats:
             if invalid:
                 self.breach("worker", f"the worker reported {invalid}", invalid)
             parts = self._compare(counts, counted, scheduled)
-        self._add([windows, staged, *parts, restored, copied, kept, 0])
+            in_shadow = min(in_shadow, windows)
+        of_modes = in_shadow, windows - in_shadow
+        self._add([*of_modes, staged, *parts, restored, copied, kept, 0])
         if not news:
             return
         for name, new in zip(NEWS, news, strict=False):
@@ -187,7 +196,7 @@ class NworStats:
         (trims_drafts) are taken from the rejected ones, then from the dropped ones;
         drafts it ran beyond what was scheduled (a breach) are dropped ones.
         """
-        windows, staged, accepted, rejected, *_ = counts
+        windows, staged, accepted, rejected, in_shadow, *_ = counts
         drafts, output, num_ids = scheduled
         num_drafts = sum(map(len, drafts.values()))
         committed = min(counted.num_accepted_tokens, staged)
@@ -207,6 +216,7 @@ class NworStats:
         num_windows, all_run = sum(map(bool, drafts.values())), not self._trims_drafts
         for kind, found, low, high in (
             ("split", accepted + rejected, staged, staged),
+            ("modes", in_shadow, 0, windows),
             ("windows", windows, num_windows * all_run, num_windows),
             ("drafts", staged, num_drafts * all_run, num_drafts),
             ("accepted", accepted, fewest, most),
@@ -255,24 +265,29 @@ class NworPrometheus:
         gauge_cls: Any,
         label_values: Mapping[int, Sequence[Any]],
     ) -> None:
-        counters = [create(counter_cls, *counter) for counter in COUNTERS.items()]
+        counters = {
+            name: create(counter_cls, name, text, *["mode"] * (name == "windows"))
+            for name, text in COUNTERS.items()
+        }
         fallbacks = create(counter_cls, "fallbacks", FALLBACKS_HELP, "reason")
         mode = {"multiprocess_mode": "mostrecent"}
         self._gauge = create(gauge_cls, "info", INFO_HELP, *GroupInfo._fields, **mode)
         self._label_values = label_values
         self._counters, self._fallbacks = {}, {}
         for engine, values in label_values.items():
-            self._counters[engine] = [counter.labels(*values) for counter in counters]
+            self._counters[engine] = [
+                counters[name].labels(*values, *mode) for name, *mode in SERIES
+            ]
             of_reason = (fallbacks.labels(*values, reason) for reason in FALLBACKS)
             self._fallbacks[engine] = dict(zip(FALLBACKS, of_reason, strict=True))
         self._waiting = {engine: deque[Sequence[int]]() for engine in label_values}
         self._shown: dict[int, Sequence[Sequence[Any]]] = {}
         self._flushing = threading.Lock()
         # Otherwise another process collects, from a file, or Ray, from a push.
-        is_collected = hasattr(counters[0], "collect")
+        is_collected = hasattr(counters["windows"], "collect")
         is_collected &= "PROMETHEUS_MULTIPROC_DIR" not in os.environ
         self._max_waiting = MAX_WAITING * is_collected
-        for counter in counters if is_collected else ():
+        for counter in counters.values() if is_collected else ():
             counter.collect = partial(self._collect, counter.collect)
 
     def add(self, report: Mapping[str, Any], engine: int) -> None:

@@ -53,12 +53,14 @@ TABLE_COLUMNS = (
     "log_offset",  # of this layer's bytes in a row of the undo log
 )
 
-# Columns of a row of counters, int64 [8].
+# Columns of a row of counters, int64 [9]. shadow_windows: windows that were verified in
+# shadow blocks; the undo log protected the others.
 COUNTER_COLUMNS = (
     "windows",
     "staged",
     "committed",
     "rejected",
+    "shadow_windows",
     "restored_bytes",
     "invalid_slots",
     "shadow_copied_bytes",
@@ -72,9 +74,12 @@ SAVED_COLUMNS = 11
 PAD_SLOT = -1
 INVALID_SLOT = -2
 
+# first_shadow_slot of a group without shadow blocks.
+NO_SHADOW = 2**63 - 1
+
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
 # kVersion of csrc/nwor/python_bindings.cpp.
-VERSION = 6
+VERSION = 7
 
 _NAMESPACE = "_C_cache_ops"
 AUDIT_NAMES = (
@@ -230,6 +235,10 @@ log_windows: [capacity, 3] int32. Mutated: (request, position, drafts in window)
 num_drafts: an upper bound of the number of drafts, known to the host; entries from
     the true number on become (PAD_SLOT, (-1, -1, 0)). 0 does nothing. On CUDA
     drafts beyond it are not logged.
+first_shadow_slot: slots from here on are shadow blocks'; NO_SHADOW: there are none. A
+    draft with such a slot was staged in the same step: it is not logged, and its entry
+    becomes (PAD_SLOT, (-1, -1, 0)), which restore_rejected_drafts neither restores nor
+    counts.
 """
 
 restore_rejected_drafts: OpOverload
@@ -242,8 +251,8 @@ sampled_token_ids: [num_reqs, >= 1] int32, any strides: a token is valid if it i
 num_rejected: [num_reqs] int32: rejected drafts of each window. Exactly one of the
     two is given. A draft is rejected if its position is not below the number of
     accepted ones.
-counters: [8] int64, COUNTER_COLUMNS. Mutated: added to.
-counters_to: [8] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
+counters: [9] int64, COUNTER_COLUMNS. Mutated: added to.
+counters_to: [9] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
     become, unless num_drafts is 0.
 """
 
@@ -265,8 +274,11 @@ block_table: [>= num_reqs, width] int32, rows may be strided. Mutated.
 slot_mapping: [>= num_tokens] or [1, >= num_tokens] int64. Mutated.
 query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this step's
     rows included. cu_num_logits: [num_leading_zeros + num_reqs] int32, inclusive.
-seats: [num_reqs] int32 or int64, of each request, no two alike. None: request r has
-    seat r. On CUDA one whose seat is out of range is left alone, and not counted.
+state_indices: [num_reqs] int32 or int64, the place of each request among the runner's
+    num_states, no two alike. The seat of request r is num_states - 1 -
+    state_indices[r]: runners give out the last places first. None: it is r.
+    A request whose seat is not below num_seats has none: its window is not staged, and
+    not counted.
 saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
     Mutated: what the other calls of the step need, and the next one.
 num_real_entries: entries from here on are not the scheduler's.
@@ -274,9 +286,12 @@ step: 1 or more; one more with every step that may write to the caches, those
     without drafts included.
 patches: False for all but the first call of a group whose layers come in several
     tables: it copies by what the first one saved.
+rest_is_logged: log_cache_slots follows in this step, for the windows that are not
+    staged.
 
 A window whose entries or slots are not as described is left alone: its drafts go
-to the real blocks, and are counted as `invalid_slots` by commit_draft_layer.
+to the real blocks. If rest_is_logged, the log takes it; else commit_draft_layer counts
+its drafts as `invalid_slots`.
 """
 
 commit_draft_layer: OpOverload
@@ -284,7 +299,8 @@ commit_draft_layer: OpOverload
 accepted drafts, and any before them) to the real blocks, in all layers of a table;
 counts; puts block table and slots back.
 
-table, runs, block_table, slot_mapping, seats, saved, entry_tokens: as in stage.
+table, runs, block_table, slot_mapping, state_indices, saved, entry_tokens, num_states:
+    as in stage.
     Mutated: the caches at the kept rows; what stage wrote in block_table and
     slot_mapping, where it still stands there; saved, for the next step.
 sampled_token_ids, vocab_size, num_rejected, counters, counters_to: as in
@@ -301,16 +317,17 @@ there, and copies nothing: a step that failed. Arguments: as commit_draft_layer.
 # of the ops; they need not be called with what the class was made of, and keep it.
 #
 # LoggedLayers(source, source_runs, table, runs, undo_log, log_slots, log_windows,
-#     counters, ring): of one table.
+#     counters, ring, first_shadow_slot): of one table.
 #   log(slot_mapping, logits_indices, cu_num_logits, num_drafts, num_leading_zeros)
 #   restore(sampled_token_ids, vocab_size, num_rejected, num_drafts, slot)
 # StagedLayers(table, runs, saved, counters, ring, first_entry, num_real_entries, span,
-#     entry_tokens, patches, undoes): of one table.
-#   stage(block_table, slot_mapping, query_start_loc, seq_lens, cu_num_logits, seats,
-#       step, num_leading_zeros): the first three have to stay until the step ends.
+#     entry_tokens, num_states, patches, undoes): of one table.
+#   stage(block_table, slot_mapping, query_start_loc, seq_lens, cu_num_logits,
+#       state_indices, step, rest_is_logged, num_leading_zeros): block_table,
+#       slot_mapping and state_indices have to stay until the step ends.
 #   commit(sampled_token_ids, vocab_size, num_rejected, slot): of the staged step.
 #   unstage(): does nothing where no step is staged, or its commit put the tables back.
 #
-# source, source_runs: of the table that a log copies from. ring: [slots, 8] int64, cpu,
+# source, source_runs: of the table that a log copies from. ring: [slots, 9] int64, cpu,
 # rows may be strided, in pinned memory for CUDA. slot: of the ring, which is the step's
 # counters_to; -1: none.

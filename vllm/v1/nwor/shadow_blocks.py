@@ -21,7 +21,9 @@ Invariants:
 3. An entry is put back only where it still holds what stage wrote.
 
 A request's shadow blocks, its seat, stay the same while it keeps its place in the
-runner: its batch row (V1), or its index in the request states (V2). Committed rows that
+runner: its batch row (V1), or its index in the request states, counted from the end,
+which V2 gives out first. Where there are fewer seats than requests, those without one
+are the undo log's (draft_manager.py). Committed rows that
 the shadow has from the step before are not copied again. What a shadow has counts only
 if the seat was committed in the runner's step before this one, up to the first row that
 this step writes, to the block that is in the table now (csrc/nwor/shadow.h says why
@@ -119,6 +121,11 @@ class StagedGroup:
         return self.region.num_blocks * self.region.block_size
 
     @property
+    def first_slot(self) -> int:
+        """Of the shadow blocks."""
+        return self.region.first_block * self.region.block_size
+
+    @property
     def saved_shape(self) -> tuple[int, int]:
         """Of what stage keeps of the windows: `saved` of ops.stage."""
         return self.region.num_seats, native_ops.SAVED_COLUMNS + 2 * self.span
@@ -146,15 +153,15 @@ class ShadowBlocks:
     each function in their way costs a step about a microsecond.
 
     begins: (KV-cache group id, ops.StagedLayers.stage) of each table: copies to shadow
-        blocks, and patches tables and slots. Requires that there are no more requests
-        than seats. Where one fails, abort has to put back what others did.
+        blocks, and patches tables and slots, of the windows that have a seat. Where one
+        fails, abort has to put back what others did.
     commits: ops.StagedLayers.commit of each table: copies kept rows, counts, and puts
         tables and slots back. Where one fails, kept rows are lost; abort as above.
     num_drafts: of the open step, at most, to be set before its first launch, and to 0
         after its last; 0 without one.
     held: what its launches read or write, to be set with it: to free it takes the host
         longer than to keep it until the next step starts, and commit is in a hurry.
-    num_seats: a step with more requests cannot be staged.
+    num_seats: requests beyond so many have none; the undo log protects them.
     groups: by KV-cache group id.
     step: of the runner, with drafts or without, whoever protects them.
     saved: what stage keeps of the windows, by group: int32, device (ops.stage).
@@ -167,10 +174,11 @@ class ShadowBlocks:
         ring: Sequence[torch.Tensor],
         ops: Any,
         memory: DeviceMemory,
+        num_states: int,
     ) -> None:
         """groups: (KV-cache group id, its shadow blocks, its layers).
         counters, ring: of each table of each group, in order, as ops.StagedLayers takes
-        them. ops: what has StagedLayers."""
+        them. ops: what has StagedLayers. num_states: as in ops.stage."""
         self.num_seats = min(group.region.num_seats for _, group, _ in groups)
         self.groups = {gid: group for gid, group, _ in groups}
         self.saved: dict[int, torch.Tensor] = {}
@@ -194,6 +202,7 @@ class ShadowBlocks:
                     *next(of_tables),
                     *entries,
                     group.entry_tokens,
+                    num_states,
                     index == 0,  # patches
                     index == len(tables) - 1,  # undoes
                 )

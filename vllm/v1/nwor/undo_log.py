@@ -20,7 +20,7 @@ import torch
 
 from .kv_layout import KVLayout
 from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory, LayerCache, copy_tables
-from .ops import COUNTER_COLUMNS, TABLE_COLUMNS
+from .ops import COUNTER_COLUMNS, NO_SHADOW, TABLE_COLUMNS
 
 _ITEM = 8  # bytes of an int64
 _ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
@@ -76,6 +76,7 @@ class GroupLog:
     undo_log: [capacity, bytes_per_draft] uint8, device.
     log_slots: [capacity] int64, device. log_windows: [capacity, 3] int32, device.
     source: what a log copies from in place of each of `tables`: poison; or None.
+    first_shadow_slot: as in ops.log_cache_slots.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class GroupLog:
         capacity: int,
         memory: DeviceMemory,
         poisons: bool = False,
+        first_shadow_slot: int = NO_SHADOW,
     ) -> None:
         self.group_id = group_id
+        self.first_shadow_slot = first_shadow_slot
         self.layers = tuple(layers)
         self.bytes_per_draft = bytes_per_draft(layers)
         self.undo_log = memory.take((capacity, self.bytes_per_draft), torch.uint8)
@@ -138,7 +141,9 @@ class UndoLog:
             for part in group.tables:
                 source = group.source or part
                 tables = source.table, source.runs, part.table, part.runs
-                layers = ops.LoggedLayers(*tables, *log, *next(of_tables))
+                layers = ops.LoggedLayers(
+                    *tables, *log, *next(of_tables), group.first_shadow_slot
+                )
                 self.begins.append((group.group_id, layers.log))
                 self.commits.append(layers.restore)
 

@@ -25,7 +25,6 @@ class VerificationWindows(Struct, frozen=True, gc=False):
     costs a step a function that is in no cache of the processor.)
 
     num_drafts: upper bound, known to the host, of the number of drafts in the step.
-    num_reqs: requests of the step, with drafts or without.
     logits_indices: [num_logits] int32 or int64, device: batch rows that get logits,
         1 + k for each request, in request order.
     cu_num_logits: [num_leading_zeros + num_reqs] int32, device: inclusive cumulative
@@ -39,12 +38,13 @@ class VerificationWindows(Struct, frozen=True, gc=False):
     block_tables: for each KV-cache group id, [>= num_reqs, width] int32, device.
     query_start_loc: [>= num_reqs + 1] int32, device: batch row where a request begins.
     seq_lens: [>= num_reqs] int32, device: its tokens, those of this step included.
-    seats: [num_reqs] int32 or int64, device: which shadow blocks a request has, for as
-        long as it runs; None: those of its batch row.
+    state_indices: [num_reqs] int32 or int64, device: the request's index in the
+        runner's states, which it keeps while it runs, and which decides its shadow
+        blocks; None: its batch row does.
+    lacks_seats: whether a window may have no shadow blocks.
     """
 
     num_drafts: int
-    num_reqs: int
     logits_indices: torch.Tensor
     cu_num_logits: torch.Tensor
     slot_mappings: Sequence[torch.Tensor]
@@ -52,7 +52,8 @@ class VerificationWindows(Struct, frozen=True, gc=False):
     block_tables: Sequence[torch.Tensor] | None = None
     query_start_loc: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None
-    seats: torch.Tensor | None = None
+    state_indices: torch.Tensor | None = None
+    lacks_seats: bool = False
 
 
 class SampledIds(Struct, frozen=True, gc=False):

@@ -99,7 +99,8 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
     try:
         # Releases that do not say how many steps are in flight have the same limit.
         in_flight = getattr(vllm_config, "max_concurrent_batches", MAX_IN_FLIGHT)
-        return DraftCommitManager(*arguments, in_flight), infos
+        num_states = runner.max_num_reqs
+        return DraftCommitManager(*arguments, in_flight, num_states), infos
     except (torch.OutOfMemoryError, MemoryError) as error:
         reason = f"no memory for the undo log of {capacity} drafts: {error}"
     except Exception as error:

@@ -84,6 +84,7 @@ v1.worker.gpu.input_batch:InputBatch
     has req_ids:list num_reqs:int num_tokens:int num_draft_tokens:int
         logits_indices:torch.Tensor cu_num_logits:torch.Tensor
         query_start_loc:torch.Tensor seq_lens:torch.Tensor idx_mapping:torch.Tensor
+        idx_mapping_np:np.ndarray
         input_ids:torch.Tensor positions:torch.Tensor
 v1.worker.gpu.states:RequestState has req_id_to_index all_token_ids:StagedWriteTensor
 v1.worker.gpu.block_table:BlockTables

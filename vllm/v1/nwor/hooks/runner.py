@@ -75,22 +75,25 @@ class RunnerState:
     audit: the RunnerAudit, None if nothing is audited; the runner's attribute
         `nwor_audit`, too.
     emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS); those of `report`.
-    has_all_seats: every request that the runner has room for has shadow blocks.
+    num_states: requests that the runner has room for.
+    first_seated: requests whose index in the request states is lower have no shadow
+        blocks (V2); 0: all have some.
     windows: those of the step being prepared (V1), None outside of it.
     """
 
     manager: DraftCommitManager | None
     infos: list[GroupInfo]
     emits: bool = True
-    max_num_reqs: InitVar[int] = 0
+    num_states: InitVar[int] = 0
     windows: VerificationWindows | None = None
     audit: Any = None
-    has_all_seats: bool = field(init=False)
+    first_seated: int = field(init=False)
     report: Report = field(init=False)
 
-    def __post_init__(self, max_num_reqs: int) -> None:
+    def __post_init__(self, num_states: int) -> None:
         shadow = None if self.manager is None else self.manager.shadow
-        self.has_all_seats = shadow is not None and shadow.num_seats >= max_num_reqs
+        num_seats = num_states if shadow is None else shadow.num_seats
+        self.first_seated = max(0, num_states - num_seats)
         self.report = Report(self.infos, self.manager)
 
 

@@ -69,10 +69,10 @@ def _calc_spec_decode_metadata(
     metadata = wrapped(*args, **kwargs)
     if state is not None and state.manager is not None:
         tables = runner.input_batch.block_table.block_tables
-        is_staged = state.manager.shadow is not None
+        drafts, shadow = metadata.num_draft_tokens, state.manager.shadow
+        is_staged = shadow is not None
         state.windows = VerificationWindows(
-            sum(metadata.num_draft_tokens),
-            len(metadata.num_draft_tokens),
+            sum(drafts),
             metadata.logits_indices,
             metadata.cu_num_sampled_tokens,
             slot_mappings=[table.slot_mapping.gpu for table in tables],
@@ -81,6 +81,10 @@ def _calc_spec_decode_metadata(
             else None,
             query_start_loc=runner.query_start_loc.gpu if is_staged else None,
             seq_lens=runner.seq_lens if is_staged else None,
+            # A request's seat is its batch row.
+            lacks_seats=is_staged
+            and len(drafts) > shadow.num_seats
+            and any(drafts[shadow.num_seats :]),
         )
         if is_staged and state.manager.stage(state.windows):
             state.windows = None

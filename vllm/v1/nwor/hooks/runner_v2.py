@@ -62,10 +62,9 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
             state.audit.plan(runner, batch, *result)
         if state.manager is not None and batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
-            is_one = len(block_tables) == 1
+            is_one, first = len(block_tables) == 1, state.first_seated
             windows = VerificationWindows(
                 batch.num_draft_tokens,
-                batch.num_reqs,
                 batch.logits_indices,
                 batch.cu_num_logits,
                 # [groups, tokens]: to take a row out of it costs more than to pass it.
@@ -75,7 +74,8 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
                 batch.query_start_loc,
                 batch.seq_lens,
                 # Requests change their rows at each step, and keep their states' index.
-                batch.idx_mapping if state.has_all_seats else None,
+                batch.idx_mapping,
+                bool(first and batch.idx_mapping_np.min() < first),
             )
             if not state.manager.stage(windows):
                 state.manager.begin(windows)
