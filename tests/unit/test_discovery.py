@@ -88,6 +88,7 @@ def runner(*groups, **changes):
         "kv_cache_config": SimpleNamespace(kv_cache_groups=kv_cache_groups),
         "compilation_config": SimpleNamespace(static_forward_context=layers),
         "get_kv_cache_spec": lambda: specs,
+        "max_num_reqs": 8,
         "vllm_config": vllm_config(),
     }
     return SimpleNamespace(**attributes | changes)
