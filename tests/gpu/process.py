@@ -52,6 +52,7 @@ SYNCHRONISING = {
 # of pinned memory depends on how far the device is: vanilla's number varies.
 ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"}
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
+NUM_CLOCKED = 40
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
 # What slots that nobody has written hold, and whether one that is written does, too.
@@ -103,6 +104,30 @@ def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
     row = engine.run_row(offloaded() if spec.offloads else batch_8(spec))
     report.save(row=row, counters=row["counters"], groups=engine.report()["groups"])
     report.save(moved=risen(before, moved_bytes(engine)))
+
+
+def clocked(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Prompts through vLLM's LLM, with the engine core in a process of its own: which
+    requests share a batch is left to the clock."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**spec.arguments(models))
+    llm.collective_rpc("test_randomize", args=(SEED, False))
+    sampling = SamplingParams(max_tokens=64, logprobs=2, **Engine.params)
+    prompts = [
+        {"prompt_token_ids": list(prompt(f"clocked {number}", 20 + number))}
+        for number in range(NUM_CLOCKED)
+    ]
+    outputs = [output.outputs[0] for output in llm.generate(prompts, sampling)]
+    report.save(
+        tokens=[list(output.token_ids) for output in outputs],
+        logprobs=[
+            [[(int(t), one.logprob) for t, one in at.items()] for at in output.logprobs]
+            for output in outputs
+        ],
+        facts=llm.collective_rpc("test_facts")[0],
+    )
+    llm.llm_engine.engine_core.shutdown()
 
 
 def missed(spec: EngineSpec, models: Path, report: Report) -> None:

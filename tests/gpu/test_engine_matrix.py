@@ -20,7 +20,7 @@ import pytest
 from packaging.version import parse
 
 from tests.gpu import results
-from tests.gpu.compare import CHECKS, judge
+from tests.gpu.compare import CHECKS, judge, places
 from tests.gpu.engines import BY_NAME, GROUPS, EngineSpec
 from tests.gpu.pool import OFF, ON, Pool, engines_fixture, engines_of
 
@@ -78,6 +78,32 @@ def test_two_ranks(single_verdicts, engine, check):
     """Each rank of a tensor parallel engine restores its own cache, without a word to
     the others."""
     assert_check(single_verdicts[engine], check)
+
+
+def test_two_ranks_whose_batches_the_clock_composes(pool):
+    """Plain vLLM several times, then each mode. Where plain vLLM is the same from run
+    to run, they have to be, too; where it is not, other tokens say nothing."""
+    spec = BY_NAME["tp2-v2-eagle-eager-async"]
+    clock = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    modes = [OFF] * 5 + ["cow", "cow", "stage"]
+    runs = [pool.run("clocked", spec, mode, **clock) for mode in modes]
+    found = [(run.whole()["tokens"], run.report["logprobs"]) for run in runs]
+    entries = {
+        f"{spec.name}-{number}-{mode}": run.entry()
+        | {
+            "mode": mode,
+            "requests": len(tokens),
+            "other_tokens_than_the_first": len(places(tokens, found[0][0])),
+            "other_logprobs_than_the_first": len(places(logprobs, found[0][1])),
+        }
+        for number, (mode, run, (tokens, logprobs)) in enumerate(
+            zip(modes, runs, found, strict=True)
+        )
+    }
+    results.save("gpu_clocked.json", "gpu_clocked", "make gpu-test", entries)
+    if any(one != found[0] for one in found[:5]):
+        pytest.skip("plain vLLM is not the same from run to run here")
+    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize("check", CHECKS)
