@@ -143,7 +143,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   }
 #ifdef NWOR_CUDA
   if (call.on_cuda()) {
-    check_device_sees(op, to);
+    check_device_sees(op, "findings_to", to);
   }
 #endif
   NWOR_DISPATCH(call, args, audit);

@@ -42,8 +42,8 @@ void log_cache_slots_cuda(const LogArgs& args, int device, void* stream);
 void restore_rejected_drafts_cuda(const RestoreArgs& args, int device, void* stream);
 // What the first launches of log and restore on a device would do besides.
 void load_cow_kernels(const char* op, int device);
-// Refuses memory for RestoreArgs::counters_to that a kernel could not write to.
-void check_device_sees(const char* op, const int64_t* counters_to);
+// Refuses host memory that a kernel could not write to; `name`: of the argument.
+void check_device_sees(const char* op, const char* name, const void* memory);
 // What this was compiled with: CUDA's version as it encodes it, and the compute
 // capabilities, e.g. "13000 800,900".
 const char* cuda_build();

@@ -3,8 +3,6 @@
 // CUDA kernels and launchers of log_cache_slots and restore_rejected_drafts: one launch
 // for all layers and drafts of a table. The grid follows from what the host knows
 // (num_drafts, an upper bound, and the shapes); everything else is read on the device.
-#include <algorithm>
-
 #include "copy_cuda.h"
 #include "cow.h"
 #include "driver_launch.h"
@@ -154,22 +152,15 @@ void load_cow_kernels(const char* op, int device) {
   restore_launcher.load(op, device);
 }
 
-void check_device_sees(const char* op, const int64_t* counters_to) {
-  // What a step hands over is in the same few places again and again.
-  constexpr int kNumKnown = 64;
-  thread_local const int64_t* known[kNumKnown] = {};
-  thread_local int oldest = 0;
-  if (std::find(known, known + kNumKnown, counters_to) != known + kNumKnown) {
-    return;
-  }
+void check_device_sees(const char* op, const char* name, const void* memory) {
   void* seen = nullptr;
   const cudaError_t error =
-      cudaHostGetDevicePointer(&seen, const_cast<int64_t*>(counters_to), 0);
-  NWOR_CHECK(error == cudaSuccess && seen == counters_to, op,
-             "counters_to is memory that the device does not see at its address; must "
-             "be pinned");
-  known[oldest] = counters_to;
-  oldest = (oldest + 1) % kNumKnown;
+      cudaHostGetDevicePointer(&seen, const_cast<void*>(memory), 0);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // or the next call of PyTorch's would report it
+  }
+  NWOR_CHECK(error == cudaSuccess && seen == memory, op, name,
+             " is memory that the device does not see at its address; must be pinned");
 }
 
 #define NWOR_TEXT(...) #__VA_ARGS__

@@ -17,12 +17,16 @@ namespace nwor {
 
 constexpr int kMaxDevices = 64;
 
+inline void check_device(const char* op, int device) {
+  NWOR_CHECK(device >= 0 && device < kMaxDevices, op, "cuda:", device,
+             " is not supported; must be below ", kMaxDevices);
+}
+
 // What a launch needs to know of a device, asked for once.
 template <cudaDeviceAttr kAttribute>
 int device_attribute(const char* op, int device) {
   static std::atomic<int> known[kMaxDevices];
-  NWOR_CHECK(device >= 0 && device < kMaxDevices, op, "cuda:", device,
-             " is not supported; must be below ", kMaxDevices);
+  check_device(op, device);
   int found = known[device].load(std::memory_order_relaxed);
   if (found == 0) {
     const cudaError_t error = cudaDeviceGetAttribute(&found, kAttribute, device);
@@ -75,6 +79,13 @@ constexpr bool kCanWaitForStream = [] {
 
 // A kernel that is launched early begins with this. It waits for what is before it in
 // its stream, and lets the next launch, which waits here too, be set up meanwhile.
+//
+// To trigger before waiting is safe. The trigger only allows the next grid to start,
+// once all blocks of this one run: they cannot be kept off the device by it. What the
+// next grid may read is decided by its own wait, which returns when this grid has ended
+// and its writes are visible; and this grid does not end before its wait has. So the
+// order is that of the stream, over any number of early launches. A launch that is not
+// early waits for the whole grid in any case.
 __device__ inline void wait_for_stream() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
@@ -128,6 +139,7 @@ class DriverKernel {
 
   // Loads the kernel at the first call for a device.
   CUfunction function(const char* op, int device) {
+    check_device(op, device);
     CUfunction found = functions_[device].load(std::memory_order_relaxed);
     if (found == nullptr) {
       cudaError_t error = cudaSetDevice(device);

@@ -8,12 +8,16 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
+#include <exception>
+#include <mutex>
 #include <stdexcept>
 
 namespace nwor {
 
 // Calls body(begin, end) for pieces of [0, count), each at least `grain` long
-// except the last. The body must not throw.
+// except the last. If the body throws, the first exception is thrown again once all
+// pieces have ended: it must not cross PyTorch's C interface, nor leave a thread of
+// PyTorch's.
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= grain) {
@@ -22,11 +26,27 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
     }
     return;
   }
-  const auto call = [](int64_t begin, int64_t end, void* context) {
-    (*static_cast<const Body*>(context))(begin, end);
+  struct Context {
+    const Body& body;
+    std::mutex is_failing;
+    std::exception_ptr failure;
+  } context{body, {}, nullptr};
+  const auto call = [](int64_t begin, int64_t end, void* given) {
+    auto& context = *static_cast<Context*>(given);
+    try {
+      context.body(begin, end);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(context.is_failing);
+      if (context.failure == nullptr) {
+        context.failure = std::current_exception();
+      }
+    }
   };
-  void* context = const_cast<void*>(static_cast<const void*>(&body));
-  if (torch_parallel_for(0, count, grain, call, context) != 0) {
+  const bool is_done = torch_parallel_for(0, count, grain, call, &context) == 0;
+  if (context.failure != nullptr) {
+    std::rethrow_exception(context.failure);
+  }
+  if (!is_done) {
     throw std::runtime_error("nwor: PyTorch's parallel_for failed");
   }
 }

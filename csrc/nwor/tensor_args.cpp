@@ -221,7 +221,7 @@ int64_t* TensorArgs::host_counters(const char* name, const Tensor& counters,
   auto* const first = static_cast<int64_t*>(counters.data_ptr());
 #ifdef NWOR_CUDA
   if (on_cuda()) {
-    check_device_sees(op_, first);
+    check_device_sees(op_, name, first);
   }
 #endif
   return first;

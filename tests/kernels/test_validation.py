@@ -363,6 +363,20 @@ class TestOnCuda:
         calls.call(RESTORE)
         torch.cuda.synchronize()
 
+    def test_memory_that_is_pinned_no_more_is_refused(self):
+        calls = Calls(torch.device("cuda"))
+        calls.call(LOG)
+        counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64)
+        cudart = torch.cuda.cudart()
+        assert (
+            int(cudart.cudaHostRegister(counters.data_ptr(), counters.nbytes, 0)) == 0
+        )
+        calls.call(RESTORE, counters_to=counters)
+        torch.cuda.synchronize()
+        assert int(cudart.cudaHostUnregister(counters.data_ptr())) == 0
+        said = "counters_to is memory that the device does not see at its address; must"
+        calls.refuses(RESTORE, f"{said} be pinned", counters_to=counters)
+
     @pytest.mark.sanitizer
     @pytest.mark.parametrize("is_logged", [True, False])
     def test_what_only_the_device_knows_is_left_alone_and_counted(self, is_logged):

@@ -38,6 +38,47 @@ try:
 except ops.NworOpsUnavailable as error:
     print(error)
 """
+# A loop on threads that, like PyTorch's, no exception may leave.
+THROWS = r"""
+#include <atomic>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+#include "parallel.h"
+
+extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
+                                      ParallelFunc body, void* context) noexcept {
+  std::vector<std::thread> threads;
+  for (int64_t i = begin; i < end; i += grain) {
+    threads.emplace_back([=]() noexcept { body(i, i + grain, context); });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  return 0;
+}
+
+int main() {
+  for (const int64_t grain : {2, 100}) {
+    std::atomic<int> num_pieces{0};
+    try {
+      nwor::parallel_for(8, grain, [&](int64_t, int64_t) {
+        ++num_pieces;
+        throw std::bad_alloc();
+      });
+      return 1;
+    } catch (const std::bad_alloc&) {
+    }
+    if (num_pieces != (grain == 2 ? 4 : 1)) {
+      return 2;
+    }
+  }
+  std::atomic<int64_t> sum{0};
+  nwor::parallel_for(8, 2, [&](int64_t begin, int64_t end) { sum += begin + end; });
+  return sum == 0 + 2 + 2 + 4 + 4 + 6 + 6 + 8 ? 0 : 3;
+}
+"""
 # What it uses of Python: all of it is in the stable ABI of 3.11.
 PYTHON = {
     *("PyCapsule_GetPointer", "PyErr_Occurred", "PyErr_SetString", "PyExc_ImportError"),
@@ -114,6 +155,16 @@ def test_rebuild_compiles_only_what_changed_and_says_why_it_is_of_no_use(tmp_pat
     with edited(bindings, define, f"if (false) {define}"):
         status, said = rebuild()
     assert (status, "audit_snapshot" in said) == (1, True)
+
+
+def test_what_a_parallel_loop_throws_comes_back_to_its_caller(tmp_path):
+    """It would end the process: the loop is PyTorch's, behind a C interface."""
+    source, program = tmp_path / "throws.cpp", tmp_path / "throws"
+    source.write_text(THROWS)
+    folders = ROOT / "csrc/nwor", Path(torch.__file__).parent / "include"
+    command = ["c++", "-std=c++17", "-pthread", *(f"-I{folder}" for folder in folders)]
+    subprocess.run([*command, source, "-o", program], check=True)
+    assert subprocess.run([program]).returncode == 0
 
 
 def test_nothing_is_returned_by_a_macro_that_is_only_right_for_newer_pythons():
