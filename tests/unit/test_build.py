@@ -47,8 +47,8 @@ THROWS = r"""
 #include <vector>
 #include "parallel.h"
 
-extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
-                                      ParallelFunc body, void* context) noexcept {
+extern "C" AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
+                                      ParallelFunc body, void* context) {
   std::vector<std::thread> threads;
   for (int64_t i = begin; i < end; i += grain) {
     threads.emplace_back([=]() noexcept { body(i, i + grain, context); });
