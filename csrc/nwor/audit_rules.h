@@ -66,8 +66,8 @@ NWOR_RULE uint64_t identity_of(int64_t token, int64_t position) {
                mix64(static_cast<uint64_t>(position) + 1));
 }
 
-// What stands for the token at `position` of a text with these features. In a feature it
-// is at most -2, for any token.
+// What stands for the token at `position` of a text with these features. In a feature
+// it is at most -2, for any token.
 NWOR_RULE int32_t text_at(const Feature* features, int64_t num_features, int32_t token,
                           int64_t position) {
   uint64_t sum = 0;
@@ -222,8 +222,8 @@ struct SeatRequest : AuditSeatArgs {
     const uint64_t hash = add_up(
         team, 0, length, fresh.seed,
         [&](int64_t p) {
-          return identity_of(
-              text_at(fresh_features, fresh.num_features, tokens[p], p), p);
+          return identity_of(text_at(fresh_features, fresh.num_features, tokens[p], p),
+                             p);
         },
         [&](int64_t p, uint64_t here) {
           if (is_block_end(p)) {

@@ -12,9 +12,7 @@ import torch
 RANK = 8
 
 
-def lora(
-    folder: Path, number: int, model: str | Path, name: str | None = None
-) -> Any:
+def lora(folder: Path, number: int, model: str | Path, name: str | None = None) -> Any:
     """A LoRARequest: a random adapter, always the same for this number, of the values
     of a Llama in the folder `model`; written to `folder`, which need not exist. name:
     instead of one with the number in it."""

@@ -244,8 +244,8 @@ class World:
         for new in self.news:
             request = self.requests[new.req_id]
             new.prompt_embeds = request.is_opaque or None
-            for identifier, *where in request.images:
-                place = SimpleNamespace(**dict(zip(("offset", "length"), where)))
+            for identifier, offset, length in request.images:
+                place = SimpleNamespace(offset=offset, length=length)
                 feature = SimpleNamespace(identifier=identifier, mm_position=place)
                 new.mm_features.append(feature)
         scheduled.scheduled_new_reqs = self.news
@@ -564,12 +564,12 @@ def test_another_image_is_written_to_a_slot_and_need_not_change_every_layer():
     """Images may be alike in parts. In the place of a text an image changes them."""
     world = World()
     assert world.runs("a", OTHER[:9], [1, 2, 3]) == []
+    image = range(N + 2, 2 * N + 2)
     for name in ("red", "blue"):
         (earlier,) = world.requests
         world.finish(earlier)
         world.add(name, TEXT[:9], [1, 2, 3])
         world.requests[name].images = ((name, 2, 4),)
-        image = range(N + 2, 2 * N + 2)
         found = world.step(**{name: 9}, skip=lambda layer, slot: slot in image)
         expected = [("missing_write", p) for p in range(2, 6)]
         assert fields(found, "kind position") == expected * (name == "red")

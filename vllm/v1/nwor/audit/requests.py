@@ -24,6 +24,7 @@ MAX_GENERATION = (1 << 31) - 1
 # Images and the like of a request, and the int64 of each: kMaxFeatures and Feature of
 # csrc/nwor/audit.h.
 MAX_FEATURES, FEATURE_COLUMNS = 64, 3
+NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
 
 
 class Loads(enum.IntEnum):
@@ -82,7 +83,8 @@ def seed_of(new: Any, salt: str | None) -> int:
     no adapter and no salt."""
     lora = getattr(new, "lora_request", None)
     adapter = (None, None) if lora is None else (lora.lora_name, lora.lora_path)
-    return hash_of(*adapter, salt) or 1 if lora is not None or salt else 0
+    # vLLM takes an empty salt for none.
+    return hash_of(*adapter, salt or None) or 1 if lora is not None or salt else 0
 
 
 def features_of(new: Any) -> torch.Tensor | None:
@@ -102,9 +104,6 @@ def features_of(new: Any) -> torch.Tensor | None:
             for place, name in zip(places, names, strict=True)
         ]
     )
-
-
-NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
 
 
 class Requests(dict[str, Request]):
