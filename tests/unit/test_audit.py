@@ -43,6 +43,7 @@ APART = {
     "a salt": (None, "salt"),
     "a salt that is an adapter's name": (None, "acme"),
     "a salt that is its path": (None, "/a"),
+    "a salt that is both, one behind the other": (None, "acme/a"),
     "both": (adapter(), "salt"),
     "both, the same word": (adapter(), "acme"),
     "a salt that looks like what is hashed": (None, "', 'acme"),
