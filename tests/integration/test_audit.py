@@ -185,7 +185,7 @@ def connected() -> Engine:
 @pytest.fixture(scope="module")
 def sees() -> Engine:
     """Of images, and of prompts that are embeddings."""
-    arguments = {"enable_prefix_caching": True, "enable_prompt_embeds": True}
+    arguments = FEW_BLOCKS | {"enable_prompt_embeds": True}
     return Engine("off", EVERYTHING, "tiny-blip2", **arguments)
 
 
@@ -276,6 +276,27 @@ def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
     assert {request_name(f.writer.request or "") for f in wrong} == {"mine"}
     assert {request_name(f.owner or "") for f in wrong} == {"theirs"}
     assert engine.audit.audit.totals()["unverified"] == unverified
+
+
+def test_a_clean_run_of_texts_with_images_has_no_finding(sees: Engine) -> None:
+    """One text with two images, and without one. They are prefilled in chunks, and
+    preempted; some find the text with their image, or their own text again."""
+    colours = [(200, 0, 0), (200, 0, 0), (0, 0, 200), None]
+    requests = [
+        Request(f"{n}", prompt(30, 80) + prompt(n, 9), 60, at=9 * n, image=of)
+        for n, of in enumerate(colours * 3)
+    ]
+    sees.poison_caches()
+    sees.audit.findings.last.clear()
+    before = sees.audit.audit.totals()
+    result = sees.run(requests)
+    assert result.num_preemptions > 0
+    assert sum(result.cached.values()) > 4 * BLOCK_SIZE
+    assert result.num_drafted > 0
+    assert found(sees) == []
+    after = sees.audit.audit.totals()
+    assert after["unverified"] == before["unverified"]
+    assert after["contents"] > before["contents"] + 20_000
 
 
 def test_what_a_prompt_of_embeddings_finds_is_unverified(sees: Engine) -> None:
