@@ -488,7 +488,7 @@ struct AdoptHit : AuditResolveArgs {
   }
 
   // Block b of the hit, whose text before it is H = `hash`. Of an opaque text's only
-  // what was loaded is taken over; what others committed is left as it is, unverified.
+  // what was loaded is taken over; all else is left as it is, and unverified.
   NWOR_RULE void adopt_block(int64_t seat_index, int64_t b, uint64_t hash) const {
     const Seat& seat = seats[seat_index];
     int64_t num_identities = 0;
@@ -524,8 +524,7 @@ struct AdoptHit : AuditResolveArgs {
                          is_other    ? kContentReplaced
                          : is_loaded ? kContentNone
                                      : static_cast<SlotContent>(record.content));
-      } else if (seat.opaque &&
-                 (record.state == kSlotCommitted || record.state == kSlotUnknown)) {
+      } else if (seat.opaque) {
         ++num_unverified;
       } else if (!holds(record, hash) && !is_reported) {
         is_reported = true;
