@@ -7,7 +7,8 @@
 // A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
 // the position of what was written there: equal for equal texts, and a sum, so that
 // a batch is one parallel scan. It is chained from the request's own value, never
-// from the slot before, which may be the bad one.
+// from the slot before, which may be the bad one. Where a text has an image (a Feature)
+// a number that follows from it stands for the token.
 //
 // Mirrored by vllm/v1/nwor/audit/tables.py.
 #pragma once
@@ -57,7 +58,7 @@ static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 // fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
 enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
-// A row of `seats`, int64 [num_seats, 7]: a request in the batch.
+// A row of `seats`, int64 [num_seats, 8]: a request in the batch.
 struct Seat {
   uint64_t hash;  // H of its last committed position
   int64_t length;
@@ -66,8 +67,18 @@ struct Seat {
   int64_t hit_length;  // positions below were written by others, or loaded
   int64_t loads;       // Loads: whether its hit may come from a KV connector
   uint64_t seed;       // H in front of its first position
+  int64_t num_features;
 };
-static_assert(sizeof(Seat) == 56, "a Seat is a row of seats");
+static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
+
+// Positions [begin, end) of a text that hold an image, or another input that is not
+// tokens. A row of `features`, int64 [num_seats * kMaxFeatures, 3].
+struct Feature {
+  int64_t begin;
+  int64_t end;
+  uint64_t identity;  // of the image
+};
+constexpr int64_t kMaxFeatures = 64;  // of a request
 
 // A row of `plan`, int64 [max_tokens, 10]: a batch row, and what its slot held.
 struct PlanRow {
@@ -137,6 +148,7 @@ struct AuditGroup {
   int64_t device;  // CUDA's number; -1: the CPU
   SlotRecord* records;
   Seat* seats;
+  Feature* features;   // [num_seats, kMaxFeatures]
   uint64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
   int32_t* owners;     // [num_blocks]: generation; 0: nobody's
   PlanRow* plan;
@@ -247,6 +259,8 @@ struct AuditSeatArgs : AuditGroup {
   const int32_t* tokens;  // [fresh.hit_length], what is in the cache already
   int64_t seat;
   Seat fresh;  // what is known of it but hash and length
+  // The first fresh.num_features, which travel with the call.
+  Feature fresh_features[kMaxFeatures];
 };
 
 // What becomes of a block, and what its value is.

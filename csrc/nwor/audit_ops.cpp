@@ -70,7 +70,7 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
 }  // namespace
 
 void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
-                int64_t seed, bool opaque, int64_t loads) {
+                int64_t seed, bool opaque, int64_t loads, Tensor features) {
   const Call call = call_of("audit_seat", tables);
   const int64_t length = tokens.size(0);
   NWOR_CHECK(seat >= 0 && seat < call.group.num_seats, call.op(), "seat is ", seat,
@@ -78,11 +78,19 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
   const int64_t room = call.group.max_blocks * call.group.block_size;
   NWOR_CHECK(length <= room, call.op(), "tokens has ", length,
              " entries; must have at most ", room, ", the room of a seat");
-  const AuditSeatArgs args{
-      call.group,
-      call.values<int32_t>("tokens", tokens),
-      seat,
-      {0, 0, generation, opaque ? 1 : 0, length, loads, static_cast<uint64_t>(seed)}};
+  const auto* const of_host = on_host<int64_t>(call.op(), "features", features, 2);
+  const int64_t num_features = features.size(0);
+  NWOR_CHECK(num_features <= kMaxFeatures, call.op(), "features has ", num_features,
+             " rows; must have at most ", kMaxFeatures + 0);
+  call.size_is("features", features, 1, sizeof(Feature) / 8, "a feature");
+  AuditSeatArgs args{call.group,
+                     call.values<int32_t>("tokens", tokens),
+                     seat,
+                     {0, 0, generation, opaque ? 1 : 0, length, loads,
+                      static_cast<uint64_t>(seed), num_features},
+                     {}};
+  std::copy_n(reinterpret_cast<const Feature*>(of_host), num_features,
+              args.fresh_features);
   NWOR_DISPATCH(call, args, audit);
 }
 

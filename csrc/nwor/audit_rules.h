@@ -66,6 +66,29 @@ NWOR_RULE uint64_t identity_of(int64_t token, int64_t position) {
                mix64(static_cast<uint64_t>(position) + 1));
 }
 
+// What stands for the token at `position` of a text with these features. In a feature
+// it is at most -2, for any token.
+NWOR_RULE int32_t text_at(const Feature* features, int64_t num_features, int32_t token,
+                          int64_t position) {
+  uint64_t sum = 0;
+  bool is_token = true;
+  for (int64_t i = 0; i < num_features; ++i) {
+    const Feature& feature = features[i];
+    if (position >= feature.begin && position < feature.end) {
+      is_token = false;
+      sum += mix64(feature.identity + static_cast<uint64_t>(position - feature.begin));
+    }
+  }
+  return is_token ? token : -2 - static_cast<int32_t>(mix64(sum) >> 34);
+}
+
+// The same, of the request in a seat.
+NWOR_RULE int32_t text_at(const AuditGroup& group, int64_t seat, int32_t token,
+                          int64_t position) {
+  return text_at(group.features + seat * kMaxFeatures, group.seats[seat].num_features,
+                 token, position);
+}
+
 // What word number `index` of a slot, 8 bytes, adds to its checksum in a layer.
 NWOR_RULE uint32_t checksum_of(uint64_t word, int64_t index) {
   return static_cast<uint32_t>(
@@ -198,7 +221,10 @@ struct SeatRequest : AuditSeatArgs {
     const int64_t length = fresh.hit_length;
     const uint64_t hash = add_up(
         team, 0, length, fresh.seed,
-        [&](int64_t p) { return identity_of(tokens[p], p); },
+        [&](int64_t p) {
+          return identity_of(text_at(fresh_features, fresh.num_features, tokens[p], p),
+                             p);
+        },
         [&](int64_t p, uint64_t here) {
           if (is_block_end(p)) {
             expected_at(seat, p / block_size) = here;
@@ -207,6 +233,9 @@ struct SeatRequest : AuditSeatArgs {
     for (int64_t b = length / block_size + team.index(); b < max_blocks;
          b += team.size()) {
       expected_at(seat, b) = 0;
+    }
+    for (int64_t i = team.index(); i < fresh.num_features; i += team.size()) {
+      features[seat * kMaxFeatures + i] = fresh_features[i];
     }
     if (team.index() == 0) {
       seats[seat] = fresh;
@@ -226,9 +255,14 @@ struct PlanRequests : AuditPlanArgs {
       const uint64_t base = team.of_first(team.index() == 0 ? base_of(rows) : 0);
       add_up(
           team, rows.begin, rows.end, base,
-          [&](int64_t i) { return identity_of(tokens[i], positions[i]); },
+          [&](int64_t i) { return identity_of(text(rows, i), positions[i]); },
           [&](int64_t i, uint64_t hash) { plan_row(rows, i, hash); });
     });
+  }
+
+  // What row i writes.
+  NWOR_RULE int32_t text(const Rows& rows, int64_t i) const {
+    return text_at(*this, rows.seat, tokens[i], positions[i]);
   }
 
   // H in front of where the request goes on. Behind a load that failed it goes back to
@@ -260,8 +294,9 @@ struct PlanRequests : AuditPlanArgs {
     const Seat& seat = seats[rows.seat];
     const int64_t position = positions[i];
     const int64_t to = slot_mapping[i];
+    const int32_t token = text(rows, i);
     PlanRow& row = plan[i];
-    row = {-1, hash, position, tokens[i], kSlotPlanned, rows.seat, 0, 0, {}};
+    row = {-1, hash, position, token, kSlotPlanned, rows.seat, 0, 0, {}};
     if (to < 0) {
       return;
     }
@@ -297,7 +332,7 @@ struct PlanRequests : AuditPlanArgs {
                row.old.content != kContentKnown) {
       row.old.content = kContentNone;
     }
-    record = written(hash, tokens[i], position, step, seat, kSlotPlanned, kContentNone);
+    record = written(hash, token, position, step, seat, kSlotPlanned, kContentNone);
   }
 };
 
@@ -453,14 +488,14 @@ struct AdoptHit : AuditResolveArgs {
   }
 
   // Block b of the hit, whose text before it is H = `hash`. Of an opaque text's only
-  // what was loaded is taken over.
+  // what was loaded is taken over; all else is left as it is, and unverified.
   NWOR_RULE void adopt_block(int64_t seat_index, int64_t b, uint64_t hash) const {
     const Seat& seat = seats[seat_index];
     int64_t num_identities = 0;
     int64_t num_unverified = 0;
     bool is_reported = false;
     for (int64_t p = b * block_size; p < least((b + 1) * block_size, hit.length); ++p) {
-      const int32_t token = hit.tokens[p];
+      const int32_t token = text_at(*this, seat_index, hit.tokens[p], p);
       hash += identity_of(token, p);
       const int64_t there = slot(hit.row, p);
       if (!is_in_cache(there)) {
@@ -489,7 +524,9 @@ struct AdoptHit : AuditResolveArgs {
                          is_other    ? kContentReplaced
                          : is_loaded ? kContentNone
                                      : static_cast<SlotContent>(record.content));
-      } else if (!seat.opaque && !holds(record, hash) && !is_reported) {
+      } else if (seat.opaque) {
+        ++num_unverified;
+      } else if (!holds(record, hash) && !is_reported) {
         is_reported = true;
         report_prefix(*this, there, p, hash, seat_index, step);
       }

@@ -92,7 +92,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "()");
   ops.def(
       "audit_seat(Tensor tables, Tensor tokens, int seat, int generation, int seed, "
-      "bool opaque, int loads) -> ()");
+      "bool opaque, int loads, Tensor features) -> ()");
   ops.def(
       "audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc, Tensor "
       "block_table, int num_reqs, int num_tokens, int step, Tensor tokens, Tensor "

@@ -12,9 +12,10 @@ import torch
 RANK = 8
 
 
-def lora(folder: Path, number: int, model: str | Path) -> Any:
+def lora(folder: Path, number: int, model: str | Path, name: str | None = None) -> Any:
     """A LoRARequest: a random adapter, always the same for this number, of the values
-    of a Llama in the folder `model`; written to `folder`, which need not exist."""
+    of a Llama in the folder `model`; written to `folder`, which need not exist. name:
+    instead of one with the number in it."""
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
@@ -39,4 +40,4 @@ def lora(folder: Path, number: int, model: str | Path) -> Any:
         for part, size in sizes.items()
     }
     save_file(tensors, path / "adapter_model.safetensors")
-    return LoRARequest(f"lora{number}", number, str(path))
+    return LoRARequest(name or f"lora{number}", number, str(path))

@@ -35,7 +35,8 @@ class Request:
     a dict. salt: cache_salt. lora: a LoRARequest. behind: how the ids of others begin:
     it waits, from `at` on, for one of them that verifies drafts and of whose tokens the
     last that is known fills a block; its prompt is that one's text, then its own.
-    image: the colour of an image that comes with the prompt.
+    image: the colour of an image that comes with the prompt. embeds: [tokens, hidden
+    size], instead of a prompt.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Request:
     lora: Any = None
     behind: str | None = None
     image: tuple[int, int, int] | None = None
+    embeds: Any = None
 
 
 @dataclass
@@ -155,6 +157,8 @@ class Player:
         from vllm.sampling_params import StructuredOutputsParams
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        if request.embeds is not None:
+            prompt = {"prompt_embeds": request.embeds}
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
         if request.image is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request as CoreRequest
+from vllm.v1.request import RequestStatus
 
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, threads
 from tests.helpers.environment import model_path
 from tests.helpers.lora import lora
 from tests.helpers.runner_probe import request_name
@@ -44,12 +50,6 @@ from vllm_nwor.audit.findings import AuditError, Finding
 from vllm_nwor.audit.runner import start
 from vllm_nwor.audit.startup import path_of
 from vllm_nwor.config import NworConfig, NworConfigError
-
-TAILS = {
-    "kv_connector": "TailConnector",
-    "kv_connector_module_path": "tests.helpers.tail_connector",
-    "kv_role": "kv_both",
-}
 
 
 def found(engine: Engine) -> list[Finding]:
@@ -175,6 +175,20 @@ def test_one_bit_in_the_cache_is_found_where_it_is_and_counted(audited: Engine) 
     assert rise == {("vllm:nwor_audit_findings", "changed"): 1}
 
 
+@pytest.fixture(scope="module")
+def connected() -> Engine:
+    """With a KV connector that nothing is known of, and that loads nothing."""
+    arguments = {"enable_prefix_caching": True, "kv_transfer_config": IDLE}
+    return Engine("off", EVERYTHING, **arguments, speculative_config=None)
+
+
+@pytest.fixture(scope="module")
+def sees() -> Engine:
+    """Of images, and of prompts that are embeddings."""
+    arguments = FEW_BLOCKS | {"enable_prompt_embeds": True}
+    return Engine("off", EVERYTHING, "tiny-blip2", **arguments)
+
+
 def alike(mine: dict[str, Any], theirs: dict[str, Any]) -> list[Request]:
     """Three requests of one text, which share blocks if nothing else is different."""
     return [
@@ -185,49 +199,213 @@ def alike(mine: dict[str, Any], theirs: dict[str, Any]) -> list[Request]:
 
 
 @contextmanager
-def keys_of_texts_alone() -> Iterator[None]:
-    """A prefix cache that forgets what else tells blocks apart."""
+def other_keys(of: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
+    """A prefix cache that tells blocks apart by this of vLLM's own keys."""
+    own = kv_cache_utils.generate_block_hash_extra_keys
+
+    def bent(*args: Any) -> tuple[Any, int]:
+        keys, num_images = own(*args)
+        return of(keys or ()) or None, num_images
+
     with pytest.MonkeyPatch.context() as patch:
-        name = "generate_block_hash_extra_keys"
-        patch.setattr(kv_cache_utils, name, lambda *args: (None, args[-1]))
+        patch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", bent)
         yield
 
 
-@pytest.mark.parametrize("kind", ["salt", "lora", "salt, beside a connector"])
+def texts_alone(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    return ()
+
+
+def bare_names(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As vLLM 0.26.0 and 0.29.0: an adapter's name, or a salt, and not which."""
+    return tuple(key[1] for key in keys)
+
+
+# What sets "theirs" apart from "mine"; the keys, and tokens that are found by them.
+SETS_APART = {
+    "salt": (texts_alone, 64),
+    "salt, beside a connector": (texts_alone, 64),
+    "adapter": (texts_alone, 64),
+    "adapter of the same name": (bare_names, 64),
+    # vLLM has the salt in the first block's key only.
+    "adapter, and a salt of its name": (bare_names, 32),
+    "image": (texts_alone, 64),
+}
+
+
+@pytest.mark.parametrize("kind", SETS_APART)
 def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
-    kind: str, audited: Engine, tmp_path: Path
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Also beside a KV connector that nothing is known of: the scheduler knows how much
     of a prefix was found in the cache, and not loaded."""
-    engine = audited
-    if kind == "salt, beside a connector":
-        arguments = {"enable_prefix_caching": True, "kv_transfer_config": TAILS}
-        engine = Engine("off", EVERYTHING, **arguments)
+    keys, num_found = SETS_APART[kind]
+    fixture = "connected" if "beside" in kind else "sees" if kind == "image" else None
+    engine: Engine = request.getfixturevalue(fixture or "audited")
     requests = alike({"salt": "a"}, {"salt": "b"})
-    if kind == "lora":
-        adapters = (lora(tmp_path, n, model_path("tiny-llama")) for n in (1, 2))
+    if "adapter" in kind:
+        name = "acme" if "name" in kind else None
+        model = model_path("tiny-llama")
+        adapters = [lora(tmp_path, n, model, name) for n in (1, 2)]
         requests = alike(*({"lora": adapter} for adapter in adapters))
+        # The same one under another number is not another one.
+        again = LoRARequest(adapters[0].name, 3, adapters[0].path)
+        requests[1] = replace(requests[1], lora=again)
+    if "of its name" in kind:
+        requests[2] = replace(requests[2], lora=None, salt=name)
+    if kind == "image":
+        requests = alike({"image": (200, 0, 0)}, {"image": (0, 0, 200)})
     engine.poison_caches()
     engine.audit.findings.last.clear()
+    unverified = engine.audit.audit.totals()["unverified"]
     result = engine.run(requests)
     assert result.cached == {"mine": 0, "again": 64, "theirs": 0}
-    if kind == "lora":
+    if "salt" not in kind:
         assert result.tokens["mine"] == result.tokens["again"]
         assert result.tokens["mine"] != result.tokens["theirs"]
     assert found(engine) == []
     engine.llm.reset_prefix_cache()
-    with keys_of_texts_alone():
+    with other_keys(keys):
         result = engine.run(requests)
 
-    assert result.cached == {"mine": 0, "again": 64, "theirs": 64}
+    assert result.cached == {"mine": 0, "again": 64, "theirs": num_found}
     wrong = found(engine)
     assert [(f.kind, f.position) for f in wrong] == [
-        ("wrong_prefix", 0),
-        ("wrong_prefix", BLOCK_SIZE),
+        ("wrong_prefix", position) for position in range(0, num_found, BLOCK_SIZE)
     ]
     assert {request_name(f.writer.request or "") for f in wrong} == {"mine"}
     assert {request_name(f.owner or "") for f in wrong} == {"theirs"}
-    assert engine.audit.audit.totals()["unverified"] == 0
+    assert engine.audit.audit.totals()["unverified"] == unverified
+
+
+def test_a_clean_run_of_texts_with_images_has_no_finding(sees: Engine) -> None:
+    """One text with two images, and without one. They are prefilled in chunks, and
+    preempted; some find the text with their image, or their own text again."""
+    colours = [(200, 0, 0), (200, 0, 0), (0, 0, 200), None]
+    requests = [
+        Request(f"{n}", prompt(30, 80) + prompt(n, 9), 60, at=9 * n, image=of)
+        for n, of in enumerate(colours * 3)
+    ]
+    sees.poison_caches()
+    sees.audit.findings.last.clear()
+    before = sees.audit.audit.totals()
+    result = sees.run(requests)
+    assert result.num_preemptions > 0
+    assert sum(result.cached.values()) > 4 * BLOCK_SIZE
+    assert result.num_drafted > 0
+    assert found(sees) == []
+    after = sees.audit.audit.totals()
+    assert after["unverified"] == before["unverified"]
+    assert after["contents"] > before["contents"] + 20_000
+
+
+def test_what_a_prompt_of_embeddings_finds_is_unverified(sees: Engine) -> None:
+    """vLLM's workers do not know their hashes. Right or wrong, it is counted."""
+    draw = torch.Generator().manual_seed(0)
+    width = sees.runner.model_config.get_hidden_size()
+    one, other = torch.randn((2, 80, width), generator=draw).bfloat16()
+    requests = [
+        Request("mine", (), 8, embeds=one),
+        Request("again", (), 8, at=12, embeds=one),
+        Request("theirs", (), 8, at=24, embeds=other),
+    ]
+    sees.poison_caches()
+    sees.audit.findings.last.clear()
+    for keys, cached in ((lambda keys: keys, 0), (texts_alone, 64)):
+        sees.llm.reset_prefix_cache()
+        unverified = sees.audit.audit.totals()["unverified"]
+        with other_keys(keys):
+            result = sees.run(requests)
+        assert result.cached == {"mine": 0, "again": 64, "theirs": cached}
+        assert sees.audit.audit.totals()["unverified"] == unverified + 64 + cached
+        assert found(sees) == []
+
+
+# --- streaming sessions ---------------------------------------------------------------
+
+
+class Session:
+    """A resumable request: a text that comes in turns, each of which is answered."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name = engine, name
+
+    def turn(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """What comes in reply; only this session may be running."""
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        new = CoreRequest(
+            *(self.name, list(tokens), params, None),
+            block_hasher=self.engine.core.request_block_hasher,
+            resumable=True,
+        )
+        self.engine.scheduler.add_request(new)
+        reply: list[int] = []
+        with threads(1), self.engine.connected():
+            while len(reply) < max_tokens:
+                for outputs in self.engine.core.step()[0].values():
+                    for output in outputs.outputs:
+                        reply += output.new_token_ids
+        return reply
+
+    def end(self) -> None:
+        aborted = RequestStatus.FINISHED_ABORTED
+        self.engine.scheduler.finish_requests(self.name, aborted)
+
+
+def test_a_sessions_own_text_is_known_beside_a_connector(connected: Engine) -> None:
+    """Its second turn finds it where the first one left it: nothing is looked up. One
+    bit of it changed in between."""
+    connected.audit.findings.last.clear()
+    before = connected.audit.audit.totals()
+    session = Session(connected, "session")
+    assert len(session.turn(prompt(40, 100), 6)) == 6
+    group = connected.runner.kv_cache_config.kv_cache_groups[0]
+    (block, *_) = connected.scheduler.kv_cache_manager.get_block_ids("session")[0]
+    layer = group.layer_names[2]
+    cache = connected.runner.compilation_config.static_forward_context[layer].kv_cache
+    cache[block, 0, 0].view(torch.uint8)[7] ^= 1
+    session.turn(prompt(41, 3), 6)
+    session.turn(prompt(42, 3), 6)
+    session.end()
+
+    assert [(f.kind, f.layer, f.block) for f in found(connected)] == [
+        ("changed", layer, block)
+    ]
+    after = connected.audit.audit.totals()
+    assert after["unverified"] == before["unverified"]
+
+
+def test_a_key_of_a_token_that_a_sessions_next_turn_replaced_is_found(
+    connected: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM up to 0.29 keeps the key of a block whose last token it drops when more
+    input comes: a request of the text with that token finds another one's block."""
+    update = Scheduler._update_request_as_session
+
+    class Kept(list):  # type: ignore[type-arg]
+        def __delitem__(self, where: Any) -> None: ...
+
+    def stale(scheduler: Any, session: Any, more: Any) -> None:
+        session.block_hashes = Kept(session.block_hashes)
+        update(scheduler, session, more)
+
+    for is_planted in (False, True):
+        if is_planted:
+            monkeypatch.setattr(Scheduler, "_update_request_as_session", stale)
+        connected.poison_caches()
+        connected.audit.findings.last.clear()
+        session = Session(connected, "session")
+        text = prompt(43, 2 * BLOCK_SIZE - 6)
+        reply = session.turn(text, 6)
+        session.turn(prompt(44, 20), 6)
+        later = Request("later", (*text, *reply, 7, 8), 4)
+        result = connected.run([later])
+        session.end()
+        assert result.cached["later"] == BLOCK_SIZE * (1 + is_planted)
+        expected = [("wrong_prefix", 2 * BLOCK_SIZE - 1, "session")] * is_planted
+        assert [
+            (f.kind, f.position, f.writer.request) for f in found(connected)
+        ] == expected
 
 
 class FailingLoads(Idle):

@@ -27,9 +27,14 @@ from tests.helpers.engine import (
 from tests.helpers.host_offloading import CONNECTOR, HostSpec
 from tests.helpers.player import counters, moved_bytes, risen
 from tests.helpers.tail_connector import Tail, TailConnector
-from tests.integration.test_audit import TAILS
 from tests.integration.test_byte_oracle import prompt
 from vllm_nwor import commits
+
+TAILS = {
+    "kv_connector": "TailConnector",
+    "kv_connector_module_path": "tests.helpers.tail_connector",
+    "kv_role": "kv_both",
+}
 
 
 @pytest.fixture(autouse=True)

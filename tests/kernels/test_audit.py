@@ -37,7 +37,7 @@ from vllm_nwor import ops
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup, state
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
-from vllm_nwor.audit.requests import Loads
+from vllm_nwor.audit.requests import MAX_FEATURES, Loads
 from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
@@ -69,12 +69,14 @@ def device(request):
 
 @dataclass
 class Request:
-    """text: prompt and what was sampled. computed: tokens in the cache."""
+    """text: prompt and what was sampled. computed: tokens in the cache. images: the
+    identifier of each, the position of its first token, and how many it has."""
 
     text: list[int]
     blocks: list[int]
     computed: int = 0
     is_opaque: bool = False
+    images: tuple[tuple[str | None, int, int], ...] = ()
 
 
 class Work(NamedTuple):
@@ -240,7 +242,12 @@ class World:
     def _begin(self, has_drafts):
         scheduled = SchedulerOutput.make_empty()
         for new in self.news:
-            new.prompt_embeds = self.requests[new.req_id].is_opaque or None
+            request = self.requests[new.req_id]
+            new.prompt_embeds = request.is_opaque or None
+            for identifier, offset, length in request.images:
+                place = SimpleNamespace(offset=offset, length=length)
+                feature = SimpleNamespace(identifier=identifier, mm_position=place)
+                new.mm_features.append(feature)
         scheduled.scheduled_new_reqs = self.news
         scheduled.finished_req_ids = self.finished
         scheduled.preempted_req_ids = self.preempted
@@ -486,6 +493,97 @@ def opaque(**work):
     world.requests["a"].is_opaque = True
     assert world.step(a=Work(7, **work)) == []
     return world
+
+
+@pytest.mark.parametrize("is_opaque", [False, True])
+def test_what_an_opaque_text_takes_over_is_unverified(is_opaque):
+    """From a text that is known, or another that is not; or a rejected draft."""
+    world = World()
+    world.add("a", TEXT[:9], [1, 2, 3])
+    world.requests["a"].is_opaque = is_opaque
+    assert world.step(a=Work(9, (77,), 0)) == []
+    world.add("b", OTHER[:9], [1, 2, 4], hit=8)
+    world.requests["b"].is_opaque = True
+    assert world.step(b=1) == []
+    assert world.counts("unverified") == (8,)
+    world.add("c", OTHER[:12], [1, 2, 3], hit=11)
+    world.requests["c"].is_opaque = True
+    assert world.step(c=1) == []
+    assert world.counts("unverified") == (8 + 11,)
+
+
+# --- images ---------------------------------------------------------------------------
+
+
+def with_image(world, name, identifier, blocks, text=TEXT, where=(2, 4), **kwargs):
+    """A request with an image at these positions comes; what is found in its step."""
+    world.add(name, text[:9], blocks, **kwargs)
+    world.requests[name].images = ((identifier, *where),)
+    return world.step(**{name: 9 - world.requests[name].computed})
+
+
+@pytest.mark.parametrize(
+    ("identifier", "where", "position"),
+    [
+        ("red", (2, 4), None),
+        ("blue", (2, 4), 2),
+        # The same image elsewhere; and one that ends elsewhere.
+        ("red", (3, 4), 2),
+        ("red", (2, 5), 6),
+    ],
+)
+def test_a_text_with_an_image_is_that_texts_with_that_image(
+    identifier, where, position
+):
+    """A finding for the first slot of each block that is another's; nothing is left
+    unverified."""
+    world = World()
+    assert with_image(world, "a", "red", [1, 2, 3]) == []
+    found = with_image(world, "b", identifier, [1, 2, 4], where=where, hit=8)
+    positions = [] if position is None else sorted({position, max(position, N)})
+    expected = [("wrong_prefix", p, "b", "a") for p in positions]
+    assert fields(found, "kind position owner writer") == expected
+    assert world.counts("unverified") == (0,)
+    # Rows, hits, and the chain within a block are of one mind.
+    assert world.step(a=1, b=1) == []
+    assert world.hand_on([[1, 2]]) == []
+
+
+def test_texts_with_different_images_share_what_is_before_them():
+    world = World()
+    assert with_image(world, "a", "red", [1, 2, 3], where=(4, 4)) == []
+    assert with_image(world, "b", "blue", [1, 4, 5], where=(4, 4), hit=4) == []
+    assert world.runs("c", TEXT[:9], [1, 6, 7], hit=4) == []
+    assert fields(world.runs("d", TEXT[:9], [1, 2, 8], hit=8)) == ["wrong_prefix"]
+    assert world.counts("unverified") == (0,)
+
+
+def test_another_image_is_written_to_a_slot_and_need_not_change_every_layer():
+    """Images may be alike in parts. In the place of a text an image changes them."""
+    world = World()
+    assert world.runs("a", OTHER[:9], [1, 2, 3]) == []
+    image = range(N + 2, 2 * N + 2)
+    for name in ("red", "blue"):
+        (earlier,) = world.requests
+        world.finish(earlier)
+        world.add(name, TEXT[:9], [1, 2, 3])
+        world.requests[name].images = ((name, 2, 4),)
+        found = world.step(**{name: 9}, skip=lambda layer, slot: slot in image)
+        expected = [("missing_write", p) for p in range(2, 6)]
+        assert fields(found, "kind position") == expected * (name == "red")
+
+
+@pytest.mark.parametrize("kind", ["many", "no identifier"])
+def test_images_that_cannot_be_told_apart_make_a_text_opaque(kind):
+    """More than there is room for, or such that vLLM has not hashed."""
+    world = World()
+    images = [(f"{n}", 2, 1) for n in range(MAX_FEATURES)]
+    images.append((None if kind == "no identifier" else "last", 3, 1))
+    for name, blocks, hit in (("a", [1, 2, 3], 0), ("b", [1, 2, 4], 8)):
+        world.add(name, TEXT[:9], blocks, hit=hit)
+        world.requests[name].images = tuple(images[-1:] if "no" in kind else images)
+        assert world.step(**{name: 9 - hit}) == []
+    assert world.counts("unverified") == (8,)
 
 
 def test_bytes_of_an_opaque_text_are_watched_for_others():

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import enum
 import itertools
-import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
+
+import torch
 
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
 # Generations are int32 on the device; behind the last one comes 1 again.
 MAX_GENERATION = (1 << 31) - 1
+# Images and the like of a request, and the int64 of each: kMaxFeatures and Feature of
+# csrc/nwor/audit.h.
+MAX_FEATURES, FEATURE_COLUMNS = 64, 3
+NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
 
 
 class Loads(enum.IntEnum):
@@ -36,28 +42,68 @@ class Request:
     """A request that the runner knows.
 
     num_found: tokens that were computed when it came. loads: whether a KV connector may
-    have brought some of them. seed: stands for what its keys and values depend on
-    besides its tokens, or what is to keep them from others; 0: nothing. is_opaque: they
-    depend on more (embeddings, images): its identity is not looked at. seat: None until
-    it is in a batch, and while another has it. was_seated: its text is chained on the
-    device.
+    have brought some of them. seed, features: as seed_of and features_of; with None
+    as features its identity is not looked at. seat: None until it is in a batch, and
+    while another has it. was_seated: its text is chained on the device.
     """
 
     generation: int
     num_found: int
     loads: Loads
     seed: int
-    is_opaque: bool
+    features: torch.Tensor | None
     seat: int | None = None
     was_seated: bool = False
 
 
+# What the keys and values at a position of a request depend on, and what keeps them
+# from other requests. All of it is in H of csrc/nwor/audit.h:
+#
+#   tokens up to the position, and where      on the device
+#   adapter: its name and its path            seed_of
+#   cache_salt: tenants share nothing         seed_of
+#   images, audio, videos, and where          features_of
+#   prompt embeddings                         features_of: None, nothing is compared
+#
+# vLLM's own prefix cache distinguishes no more (generate_block_hash_extra_keys of its
+# v1/core/kv_cache_utils.py, in 0.26.0 to 0.33.0); before 0.31 it takes an adapter's
+# name alone. An adapter's number is not in it: the same one may come again under a new
+# number. Weights that change under their name are not seen.
+
+
+def hash_of(*parts: str | None) -> int:
+    """An int64. ("a", None) and (None, "a") differ, and so do ("ab", "") and
+    ("a", "b")."""
+    digest = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
 def seed_of(new: Any, salt: str | None) -> int:
-    """new: vLLM's NewRequestData."""
+    """H in front of a request's first position. new: vLLM's NewRequestData. 0: it has
+    no adapter and no salt."""
     lora = getattr(new, "lora_request", None)
-    # As vLLM's prefix cache keeps texts of the same tokens apart.
-    other = (lora.lora_name if lora is not None else None, salt or None)
-    return zlib.crc32(repr(other).encode()) + 1 if any(other) else 0
+    adapter = (None, None) if lora is None else (lora.lora_name, lora.lora_path)
+    # vLLM takes an empty salt for none.
+    return hash_of(*adapter, salt or None) or 1 if lora is not None or salt else 0
+
+
+def features_of(new: Any) -> torch.Tensor | None:
+    """Its images and the like: [number, FEATURE_COLUMNS] int64, cpu, by vLLM's own
+    hashes. None: something that its keys and values depend on has none (prompt
+    embeddings), or there are more than MAX_FEATURES. new: as seed_of."""
+    if not new.mm_features and new.prompt_embeds is None:
+        return NO_FEATURES
+    names = [feature.identifier for feature in new.mm_features]
+    is_known = new.prompt_embeds is None and all(names) and len(names) <= MAX_FEATURES
+    if not is_known:
+        return None
+    places = [feature.mm_position for feature in new.mm_features]
+    return torch.tensor(
+        [
+            (place.offset, place.offset + place.length, hash_of(name))
+            for place, name in zip(places, names, strict=True)
+        ]
+    )
 
 
 class Requests(dict[str, Request]):

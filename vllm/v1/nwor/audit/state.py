@@ -28,7 +28,7 @@ from .. import ops
 from ..layer_tables import DeviceMemory
 from ..window import Acceptance
 from .findings import Outbox
-from .requests import Loads, Request, Requests, seed_of
+from .requests import NO_FEATURES, Loads, Request, Requests, features_of, seed_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
 # Who owns a block that goes to another KV-cache group.
@@ -158,15 +158,15 @@ class Audit:
         known = getattr(scheduled, "nwor_audit", {})
         for new in scheduled.scheduled_new_reqs:
             salt, *source = known.get(new.req_id, (None, None, False))
-            is_opaque = bool(new.mm_features) or new.prompt_embeds is not None
-            about = new.num_computed_tokens, *source, seed_of(new, salt), is_opaque
+            identity = seed_of(new, salt), features_of(new)
+            about = new.num_computed_tokens, *source, *identity
             self._add(owners, new.req_id, new.block_ids, *about)
         cached = scheduled.scheduled_cached_reqs
         rows = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
         for name, num_computed, blocks in zip(*rows, strict=True):
             request = self.requests[name]
             if name in cached.resumed_req_ids:
-                about = num_computed, None, False, request.seed, request.is_opaque
+                about = num_computed, None, False, request.seed, request.features
                 self._add(owners, name, blocks, *about)
             elif blocks is not None:
                 self._give(owners, request, blocks, 0)
@@ -347,11 +347,14 @@ class Audit:
         if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
-        is_opaque = request.is_opaque or (request.was_seated and self._is_async)
+        is_opaque = request.was_seated and self._is_async
         request.was_seated = True
-        about = request.seat, request.generation, request.seed, is_opaque, request.loads
+        features = request.features
+        if features is None:
+            is_opaque, features = True, NO_FEATURES
+        about = request.generation, request.seed, is_opaque, request.loads, features
         for group in self.groups:
-            self._ops.audit_seat(group.tables, tokens, *about)
+            self._ops.audit_seat(group.tables, tokens, request.seat, *about)
         return tokens
 
     def resolve(

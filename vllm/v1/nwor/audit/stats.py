@@ -45,20 +45,41 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     output = wrapped(*args, **kwargs)
     if output.scheduled_new_reqs:
         output.nwor_audit = {
-            name: (*_known_of(scheduler.requests.get(name)), name in loaded)
-            for name in (new.req_id for new in output.scheduled_new_reqs)
+            new.req_id: (
+                *_known_of(scheduler.requests.get(new.req_id), new),
+                new.req_id in loaded,
+            )
+            for new in output.scheduled_new_reqs
         }
+    for name in output.scheduled_cached_reqs.resumed_req_ids:
+        _has_blocks(scheduler.requests.get(name))
     return output
 
 
-def _known_of(request: Any) -> tuple[str | None, int | None]:
+def _known_of(request: Any, new: Any) -> tuple[str | None, int | None]:
     """Its cache_salt, and tokens of it that are from the local cache; None: not known,
-    as for one that was preempted, or with a vLLM that does not have it."""
-    found = getattr(request, "prefill_stats", None)
-    if getattr(request, "num_preemptions", 0):
-        found = None
-    num_local = getattr(found, "num_local_cached_tokens", None)
+    as for one that comes back from a preemption, or with a vLLM that does not have it.
+    new: vLLM's NewRequestData."""
+    num_local = None
+    if _has_blocks(request):
+        # A session's next turn: vLLM looks nothing up for it.
+        num_local = new.num_computed_tokens
+    elif not getattr(request, "num_preemptions", 0):
+        found = getattr(request, "prefill_stats", None)
+        num_local = getattr(found, "num_local_cached_tokens", None)
     return getattr(request, "cache_salt", None), num_local
+
+
+def _has_blocks(request: Any) -> bool:
+    """Whether a request that is scheduled has the blocks that it was scheduled with
+    before: vLLM frees them when it preempts it, and counts that. Then it has those of
+    this step."""
+    if request is None:
+        return False
+    num_preemptions = getattr(request, "num_preemptions", None)
+    before = getattr(request, "nwor_num_preemptions", None)
+    request.nwor_num_preemptions = num_preemptions
+    return num_preemptions is not None and before == num_preemptions
 
 
 class AuditPrometheus:

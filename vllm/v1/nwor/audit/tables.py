@@ -16,9 +16,11 @@ import torch
 from ..layer_tables import ALIGNMENT, DeviceMemory, LayerCache, copy_tables
 from ..ops import TABLE_COLUMNS
 from .findings import MAX_KEPT
+from .requests import FEATURE_COLUMNS, MAX_FEATURES
 
-# Columns of int64 tables: SlotRecord, Seat, PlanRow, Finding.
-RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 7, 10, 11
+# Columns of int64 tables: SlotRecord, Seat, PlanRow, Finding; Feature's are in
+# requests.py.
+RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 8, 10, 11
 # What becomes of blocks: BlockEvent.
 GIVEN, FILLED, STORED = range(3)
 
@@ -51,6 +53,7 @@ def _shapes(
     return {
         "records": ((num_rows, RECORD_COLUMNS), torch.int64),
         "seats": ((num_seats, SEAT_COLUMNS), torch.int64),
+        "features": ((num_seats * MAX_FEATURES, FEATURE_COLUMNS), torch.int64),
         "expected": ((num_seats, shape.max_blocks), torch.int64),
         "owners": ((shape.num_blocks,), torch.int32),
         "plan": ((max_tokens, PLAN_COLUMNS), torch.int64),

@@ -180,11 +180,17 @@ v1.core.sched.output:CachedRequestData
 v1.core.sched.output:NewRequestData
     has num_computed_tokens:int block_ids:tuple lora_request prompt_embeds
         mm_features:list
+multimodal.inputs:MultiModalFeatureSpec
+    has identifier:str mm_position:PlaceholderRange
+multimodal.inputs:PlaceholderRange has offset:int length:int
+lora.request:LoRARequest has lora_name:str lora_path:str
 config.cache:CacheConfig
     has kv_cache_memory_bytes gpu_memory_utilization:float num_gpu_blocks_override
 """,
     "audit.stats": """
 v1.core.sched.scheduler:Scheduler does request.prefill_stats.set()
+.schedule does self.connector.get_num_new_matched_tokens()!
+._preempt_request does self._free_request_blocks() request.num_preemptions
 v1.request:Request has cache_salt prefill_stats num_preemptions
 v1.metrics.stats:PrefillStats has num_local_cached_tokens:int
 """,
