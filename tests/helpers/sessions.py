@@ -4,7 +4,7 @@ turn. vLLM's LLMEngine has none; AsyncLLM makes them of an iterator of inputs.""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -55,15 +55,20 @@ def play(
     return {name: turns[:-1] for name, turns in found.items()}
 
 
-def draft_rightly(engine: Engine, name: str, turn: Turn, num_right: int) -> None:
-    """Has the drafts of a session's first turn be right, so many a window; what
-    comes later has none."""
-    tokens, max_tokens = turn
+def draft_rightly(engine: Engine, turns: Mapping[str, tuple[Turn, int]]) -> None:
+    """Has so many drafts of each window be right in these sessions' first turns; what
+    comes later has no drafts."""
     ScriptedDrafter({}, no_drafts).attach(engine.runner)
-    (told,) = play(engine, {name: [(tokens, max_tokens + NUM_DRAFTS)]})[name]
-    end = len(tokens) + max_tokens
+    alone = {
+        name: [(tokens, max_tokens + NUM_DRAFTS)]
+        for name, ((tokens, max_tokens), _) in turns.items()
+    }
+    written = play(engine, alone)
+    truth = {name: [*alone[name][0][0], *written[name][0]] for name in turns}
 
-    def plan(_: str, num_tokens: int) -> tuple[int, int]:
-        return (num_right, num_right) if num_tokens < end else (0, 0)
+    def plan(name: str, num_tokens: int) -> tuple[int, int]:
+        (tokens, max_tokens), num_right = turns[name]
+        is_first = num_tokens < len(tokens) + max_tokens
+        return (num_right, num_right) if is_first else (0, 0)
 
-    ScriptedDrafter({name: [*tokens, *told]}, plan).attach(engine.runner)
+    ScriptedDrafter(truth, plan).attach(engine.runner)

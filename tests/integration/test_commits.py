@@ -370,7 +370,7 @@ def test_a_session_of_a_real_engine_whose_turn_ends_within_accepted_drafts() -> 
     """Its next input is there already: vLLM goes on with the same Request."""
     engine = Engine("stage", {"STRICT": "always"})
     turn = range(100, 171), 2
-    draft_rightly(engine, "a", turn, NUM_DRAFTS)
+    draft_rightly(engine, {"a": (turn, NUM_DRAFTS)})
     with reported() as found:
         play(engine, {"a": [turn, (range(300, 310), 3)]})
     commits = [commit for step in found for commit in step]
