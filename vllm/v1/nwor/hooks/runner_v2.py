@@ -58,8 +58,8 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is not None:
         batch = args[0] if args else kwargs["input_batch"]
-        if state.audit is not None:
-            state.audit.plan(runner, batch, *result)
+        if (audit := state.audit) is not None:
+            audit.plan(runner, batch, *result)
         if state.manager is not None and batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
             is_one = len(block_tables) == 1
@@ -93,9 +93,9 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     elif state.manager is not None:
         batch = argument(SAMPLE, "input_batch", args, kwargs)
         state.manager.end_unlogged(batch.num_draft_tokens)
-    if state.audit is not None:
+    if (audit := state.audit) is not None:
         batch = argument(SAMPLE, "input_batch", args, kwargs)
-        state.audit.resolve(runner, result, batch, is_open)
+        audit.resolve(runner, result, batch, is_open)
     return result
 
 
