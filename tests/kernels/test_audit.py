@@ -27,6 +27,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from vllm.distributed import kv_transfer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -1302,6 +1303,33 @@ class Payload:
         self.meanwhile()
         self.counts = counts
         return self
+
+
+@pytest.mark.parametrize("loads", [Loads.NONE, Loads.KNOWN])
+def test_a_dummy_run_of_v2_is_no_step_of_the_audit(loads, monkeypatch):
+    """It passes execute_model alone, perhaps next to an OffloadingConnector, which
+    vLLM switches off for it: it has no metadata, and submits nothing."""
+    world = prefilled()
+    audit = world.runner.nwor_audit
+    audit.audit.loads = loads
+    world.runner.vllm_config = None
+    worker = SimpleNamespace(_unsubmitted_store_jobs=[(1, object(), object())])
+    connector = SimpleNamespace(_vllm_config=None, connector_worker=worker)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    dummy = SchedulerOutput.make_empty()
+    dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
+    for _ in range(3):
+        audit.begin_step(world.runner, dummy)
+        audit.audit.loads = Loads.NONE  # of what the next one stores nothing is known
+        assert world.step(a=Work(1, (77, 78), 1), b=1) == []
+        audit.audit.loads = loads
+    for _ in range(3):
+        audit.begin_step(world.runner, dummy)
+    audit.audit.loads = Loads.NONE
+    world.spoil(0, 1 * N)
+    assert fields(world.step(a=1, b=1), "kind slot") == [("changed", 1 * N)]
+    assert world.audit.outbox.num_sent == 5
 
 
 def test_what_is_counted_while_an_output_takes_the_counts_along_is_not_lost():

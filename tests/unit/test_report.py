@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
@@ -355,6 +356,33 @@ def test_an_audit_that_another_thread_ends_within_a_hook_ends_no_step(is_v2):
     state = hooks.RunnerState(None, [], emits=False)
     for hook in hooks_of_a_step(is_v2):
         hook(SimpleNamespace(nwor_state=Vanishing(state)))
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_dummy_run_of_v2_is_no_step(is_staged):
+    """vLLM's passes execute_model alone. It comes where no step is open; what the step
+    before committed and reported stays, and the next one is like any other."""
+    dummy = SchedulerOutput.make_empty()
+    dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
+    runners = [Runner(is_staged), Runner(is_staged)]
+    for runner in runners:
+        first = runner.step()
+        if runner is runners[1]:
+            for _ in range(3):
+                arguments = (dummy,), {"dummy_run": True}
+                hooks.execute_model(lambda *_, **__: None, runner, *arguments)
+                assert runner.look() == REAL
+        second = runner.step()
+        assert second[0][:4] == first[0][:4] == COUNTS[:4]
+        runner.world.check(State.IDLE)
+    counters, caches = (
+        [
+            runner.manager.counters[..., :6],
+            *(layer.kv_cache for group in runner.manager.groups for layer in group.layers),
+        ]
+        for runner in runners
+    )
+    assert all(map(torch.equal, counters, caches))
 
 
 @pytest.mark.parametrize(("max_num_reqs", "first"), [(2, 3), (3, 1)])

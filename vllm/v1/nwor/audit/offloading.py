@@ -121,10 +121,11 @@ def begin_step(runner: Any, scheduled: Any) -> None:
     """The stores that a step submits. scheduled: vLLM's SchedulerOutput."""
     from vllm.distributed import kv_transfer
 
-    if kv_transfer.has_kv_transfer_group():  # vLLM warms up without
+    metadata = scheduled.kv_connector_metadata
+    # vLLM warms up without a connector, and a dummy run (V2) has its connector off.
+    if metadata is not None and kv_transfer.has_kv_transfer_group():
         connector: Any = kv_transfer.get_kv_transfer_group()
         waiting = connector.connector_worker._unsubmitted_store_jobs
-        metadata = scheduled.kv_connector_metadata
         jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
         stores = [(source, to) for _, source, to in waiting]
         stores += [(job.src_spec, job.dst_spec) for job in jobs if job is not None]

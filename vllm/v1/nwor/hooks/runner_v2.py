@@ -15,9 +15,11 @@ A step, and where the hooks sit:
                        the step's counts are attached to the output
 
 The slot ids are copied into the log by begin, because the drafter computes its own into
-the same buffer. Dummy runs and graph capture use other methods. vLLM's kernel warm-up
-sends made-up requests through the real ones: they are protected, and not counted,
-because nobody reads their output.
+the same buffer. Graph capture uses other methods. A dummy run passes execute_model, and
+no other hook: its SchedulerOutput has no request. What its step before left is dropped
+as in any other step, and the next step copies committed rows to shadow blocks again.
+vLLM's kernel warm-up sends made-up requests through all of them: they are protected,
+and not counted, because nobody reads their output.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from ._wrap import HookTarget, Wrapped, argument
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 
-COMMON = shared.common(MODULE, reuses_metadata=True)
+# vLLM 0.26 has no is_profiling here.
+COMMON = shared.common(MODULE, "is_profiling?", reuses_metadata=True)
 PREPARE = HookTarget(
     MODULE,
     "GPUModelRunner.prepare_attn",
