@@ -316,6 +316,10 @@ def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
     settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
     engine = Engine("cow", settings)
+    content = json.loads(path.read_text())
+    about = content["audit"], content["vllm"], content["groups"]
+    assert about == ("raise", vllm.__version__, {"0": "4 layers"})
+    assert (content["steps"], content["num_findings"], content["findings"]) == (0, 0, [])
     expected: list[Any] = []
     with (
         engine.before_step(12, lambda: expected.append(flip(engine))),
@@ -324,7 +328,7 @@ def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
         engine.run([Request("a", prompt(3, 80), 60)])
 
     written = json.loads(path.read_text())
-    assert written["counts"] == {"changed": 1}
+    assert (written["counts"], written["steps"]) == ({"changed": 1}, 12)
     (finding,) = written["findings"]
     ((*where, _),) = expected
     assert [finding["kind"], finding["layer"], finding["slot"]] == where
