@@ -67,7 +67,9 @@ def test_a_selftest_that_cannot_run_says_why_in_a_line(tmp_path: Path) -> None:
     )
     assert (done.returncode, "Traceback" in done.stdout + done.stderr) == (1, False)
     first, second = done.stdout.splitlines()
-    assert first.startswith("FAIL the self-test ended with RuntimeError: operator torch")
+    assert first.startswith(
+        "FAIL the self-test ended with RuntimeError: operator torch"
+    )
     assert "VLLM_LOGGING_LEVEL=DEBUG" in second
 
 

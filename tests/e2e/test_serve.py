@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import json
 import re
 import subprocess
 import sys
@@ -55,7 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serve(folder, "stage", "smollm2-135m", *arguments, **audit) as running:
         assert json.loads(file.read_text())["steps"] == 0
         yield running
-    found = re.findall(r"NWOR audit: ([\d,]+) steps, (\d+) findings$", running.log(), re.M)
+    found = re.findall(
+        r"NWOR audit: ([\d,]+) steps, (\d+) findings$", running.log(), re.M
+    )
     content = json.loads(file.read_text())
     assert found[-1] == (f"{content['steps']:,}", "0")
     assert content["num_findings"] == 0

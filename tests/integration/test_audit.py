@@ -319,7 +319,11 @@ def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     about = content["audit"], content["vllm"], content["groups"]
     assert about == ("raise", vllm.__version__, {"0": "4 layers"})
-    assert (content["steps"], content["num_findings"], content["findings"]) == (0, 0, [])
+    assert (content["steps"], content["num_findings"], content["findings"]) == (
+        0,
+        0,
+        [],
+    )
     expected: list[Any] = []
     with (
         engine.before_step(12, lambda: expected.append(flip(engine))),

@@ -1558,8 +1558,8 @@ def test_a_failure_of_an_earlier_audit_leaves_the_runners_own_alone():
     runner = prefilled().runner
     audit, own = runner.nwor_audit, object()
     audit.strict = False
-    for state in (None, SimpleNamespace(audit=own)):
-        runner.nwor_state, runner.nwor_audit = state, own
+    for of_runner in (None, SimpleNamespace(audit=own)):
+        runner.nwor_state, runner.nwor_audit = of_runner, own
         audit.begin_step(runner, object())
         assert runner.nwor_audit is own
     assert runner.nwor_state.audit is own

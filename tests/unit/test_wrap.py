@@ -78,7 +78,7 @@ IS_DATA = "is no function in this vLLM"
         ("Runner.finish", "self, token_ids", "has parameters (self, tokens);"),
         ("Runner.step", "self, flag", "has parameters (self, tokens, flag);"),
         ("Runner.step", "self, flag?", "has parameters (self, tokens, flag);"),
-        ("Runner.step", "self, tokens, flag, more", "has parameters (self, tokens, flag);"),
+        ("Runner.step", "self, tokens, more", "has parameters (self, tokens, flag);"),
         ("Runner.gone", "self, tokens", IS_GONE),
         ("Gone.step", "self, tokens", IS_GONE),
         ("Runner.data", "self, tokens", IS_DATA),

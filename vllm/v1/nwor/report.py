@@ -42,8 +42,8 @@ _INVALID_SLOTS = COUNTER_COLUMNS.index("invalid_slots")
 class News:
     """Counts that only rise. A step's output offers their totals, and whoever reads an
     output gets by how much they rose since the one that was read before: what an output
-    that nobody reads took along comes with the next one. The runner's thread offers,
-    and another one may read: each attribute has one thread that writes it.
+    that nobody reads took along comes with the next one. One thread offers, and another
+    one may read: each attribute has one thread that writes it.
 
     num_offered: the offers made so far. num_read: the number of the one read last.
     read: its totals.
@@ -87,9 +87,7 @@ class StepPayload:
 
     __slots__ = ("news", "slots")
 
-    def __init__(
-        self, slots: Sequence[memoryview], *news: Callable[[], Any]
-    ) -> None:
+    def __init__(self, slots: Sequence[memoryview], *news: Callable[[], Any]) -> None:
         self.slots = slots
         self.news = news
 
@@ -148,7 +146,7 @@ class Report:
     ) -> None:
         self._infos = list(infos)
         self._manager = manager
-        self._fallbacks: Mapping[str, int] = {} if manager is None else manager.fallbacks
+        self._fallbacks: Mapping[str, int] = getattr(manager, "fallbacks", {})
         self._news = News()
         self._offered: dict[str, int] = {}  # of the fallbacks, last
 
