@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "vllm_nwor.audit", "--selftest"],
-        env=subprocess_env(),
+        # vLLM logs a traceback where it cannot keep what it knows of a model.
+        env=subprocess_env() | {"VLLM_CACHE_ROOT": "/dev/null/cache"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -35,12 +37,40 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
     assert passed == ["clean", *(fault.__name__ for fault in FAULTS)]
     kinds = set(re.findall(r"^     (\w+): ", done.stdout, re.MULTILINE))
     assert kinds == set(CLASSES)
-    (steps,) = re.findall(r"^(\d+) steps; passed$", done.stdout, re.MULTILINE)
+    end = r"^(\d+) steps; passed: (\d+) of (\d+) planted faults found; the ERROR lines "
+    ((steps, *counts),) = re.findall(end, done.stdout, re.MULTILINE)
     assert int(steps) > 450
+    assert list(map(int, counts)) == [len(FAULTS)] * 2
+    assert "\nERROR NWOR audit: changed: " in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
     # Of its processors, not of the clock: other work makes it wait.
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     num_seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert num_seconds < 120
+
+
+def test_a_selftest_that_cannot_run_says_why_in_a_line(tmp_path: Path) -> None:
+    """As with a torchvision of another build, which transformers imports."""
+    (tmp_path / "torchvision").mkdir()
+    code = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (tmp_path / "torchvision" / "__init__.py").write_text(code)
+    (tmp_path / "torchvision-1.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 1\n"
+    (tmp_path / "torchvision-1.dist-info" / "METADATA").write_text(metadata)
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_nwor.audit", "--selftest"],
+        env=subprocess_env() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, "Traceback" in done.stdout + done.stderr) == (1, False)
+    first, second = done.stdout.splitlines()
+    assert first.startswith(
+        "FAIL the self-test ended with RuntimeError: operator torch"
+    )
+    assert "VLLM_LOGGING_LEVEL=DEBUG" in second
 
 
 def test_a_selftest_without_a_fault_fails() -> None:

@@ -48,6 +48,7 @@ from vllm_nwor.config import Strict
 from vllm_nwor.draft_manager import NworError, State
 from vllm_nwor.hooks import _wrap
 from vllm_nwor.hooks._wrap import HostMismatch
+from vllm_nwor.report import Report
 
 pytestmark = pytest.mark.e2e
 
@@ -99,7 +100,7 @@ def cow_engine(off: Baseline) -> Engine:
 def forget_fallbacks(engine: Engine) -> None:
     """They are counted, logged and reported as from the start."""
     engine.manager.fallbacks.clear()
-    engine.runner.nwor_state.report._reported = {}
+    engine.runner.nwor_state.report = Report([], engine.manager)
 
 
 @pytest.fixture

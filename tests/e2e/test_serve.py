@@ -44,11 +44,22 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It ends with the audit's last line, and the last state of its file, if vLLM does
+    not kill its processes at once."""
     folder = tmp_path_factory.mktemp("server")
     arguments = (*ARGUMENTS, "--api-server-count", str(NUM_API_SERVERS))
-    audit = {"VLLM_NWOR_AUDIT": "log"}
+    arguments += ("--shutdown-timeout", "20")
+    file = folder / "audit.json"
+    audit = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_FILE": str(file)}
     with serve(folder, "stage", "smollm2-135m", *arguments, **audit) as running:
+        assert json.loads(file.read_text())["steps"] == 0
         yield running
+    found = re.findall(
+        r"NWOR audit: ([\d,]+) steps, (\d+) findings$", running.log(), re.M
+    )
+    content = json.loads(file.read_text())
+    assert found[-1] == (f"{content['steps']:,}", "0")
+    assert content["num_findings"] == 0
 
 
 @pytest.fixture(scope="module")

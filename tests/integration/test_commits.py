@@ -40,8 +40,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_nwor
-from tests.helpers.engine import DEFAULTS, NUM_DRAFTS
+from tests.helpers.engine import DEFAULTS, NUM_DRAFTS, Engine
 from tests.helpers.environment import model_path, nwor_settings
+from tests.helpers.sessions import draft_rightly, play
 from vllm_nwor import Commit, commits, plugin
 from vllm_nwor.config import NworConfigError
 from vllm_nwor.hooks import _wrap, stats
@@ -187,11 +188,14 @@ def add(scheduler: Scheduler, draw: random.Random, name: str) -> int:
     return len(prompt)
 
 
-def submit(scheduler: Scheduler, name: str, prompt: list[int], max_tokens: int) -> None:
+def submit(
+    scheduler: Scheduler, name: str, prompt: list[int], max_tokens: int, **more: Any
+) -> None:
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP], temperature=0)
     params.update_from_generation_config({}, eos_token_id=None)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+    about = {"block_hasher": hasher} | more
+    scheduler.add_request(Request(name, prompt, params, None, **about))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -256,13 +260,22 @@ def test_each_commit_is_what_the_worker_did(kind, is_v2, seed):
 
 
 class Alone:
-    """A scheduler with one request, of which every step from now on verifies drafts."""
+    """A scheduler with one request, of which every step from now on verifies drafts.
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    draw: decides how many of them are right. more: arguments of its Request."""
+
+    def __init__(
+        self,
+        num_ranks: int = 1,
+        kind: type[Scheduler] = Scheduler,
+        draw: Any = None,
+        max_tokens: int = 99,
+        **more: Any,
+    ) -> None:
         init_none_hash(sha256)
-        self.scheduler = make_scheduler(Scheduler, False, num_ranks)
-        self.worker = Worker(random.Random(0), BLOCK * num_ranks)
-        submit(self.scheduler, "a", [*SHARED], 99)
+        self.scheduler = make_scheduler(kind, False, num_ranks)
+        self.worker = Worker(draw or random.Random(0), BLOCK * num_ranks)
+        submit(self.scheduler, "a", [*SHARED], max_tokens, **more)
         self.step()
 
     def step(self, change: Callable[[Any, Any], None] = lambda *_: None) -> Commit:
@@ -314,6 +327,55 @@ def test_blocks_that_ranks_share_hold_the_tokens_of_all() -> None:
     with reported() as found:
         expected = [[alone.step()] for _ in range(9)]
     assert found == expected
+
+
+ALL_RIGHT = Mock(randint=lambda low, high: high)
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+@pytest.mark.parametrize(("kind", "end"), [(Scheduler, 51), (AsyncScheduler, 50)])
+def test_a_turn_that_ends_within_accepted_drafts(kind, end, is_queued) -> None:
+    """49 tokens, of which 48 are computed, get two of five more. A session's next turn
+    goes on with the last one (as vLLM 0.32 does), or computes that position anew."""
+    alone = Alone(kind=kind, draw=ALL_RIGHT, max_tokens=3, resumable=True)
+    if is_queued:
+        submit(alone.scheduler, "a", [5] * 40, 9, resumable=True)
+    with reported() as found:
+        expected = alone.step()
+        assert (expected.start, expected.end) == (48, 53)
+        assert found == [[alone.worker.commit("a", 48, end, 0)]]
+
+
+def test_what_a_stop_takes_off_the_tokens_computed_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM 0.33's does, of every request."""
+    alone = Alone(draw=ALL_RIGHT, max_tokens=3)
+    name = "_update_request_with_output"
+    update = getattr(alone.scheduler, name)
+
+    def as_033(request: Any, ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        before = len(ids)
+        kept, stopped = update(request, ids, *args, **kwargs)
+        request.num_computed_tokens -= before - len(kept)
+        return kept, stopped
+
+    monkeypatch.setattr(alone.scheduler, name, as_033)
+    with reported() as found:
+        alone.step()
+        assert found == [[alone.worker.commit("a", 48, 51, 0)]]
+
+
+def test_a_session_of_a_real_engine_whose_turn_ends_within_accepted_drafts() -> None:
+    """Its next input is there already: vLLM goes on with the same Request."""
+    engine = Engine("stage", {"STRICT": "always"})
+    turn = range(100, 171), 2
+    draft_rightly(engine, {"a": (turn, NUM_DRAFTS)})
+    with reported() as found:
+        play(engine, {"a": [turn, (range(300, 310), 3)]})
+    commits = [commit for step in found for commit in step]
+    assert [(commit.start, commit.end) for commit in commits[:2]] == [(0, 71), (71, 73)]
+    assert [len(commit.block_ids[0]) for commit in commits[:2]] == [3, 1]
 
 
 class NoTensors(TorchDispatchMode, ContextDecorator):

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import resource
+import threading
 import weakref
 import zlib
 from contextlib import nullcontext
@@ -22,10 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from vllm.distributed import kv_transfer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -34,6 +36,7 @@ from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
+from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup, state
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
@@ -1310,26 +1313,144 @@ def test_an_output_that_was_read_is_not_kept():
         gc.enable()
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(is_read):
-    """As all but the first of a tensor parallel group. vLLM has two steps in flight;
-    until there are more, an output will take it along, or be kept back."""
+@pytest.mark.parametrize("num_read", [0, 2, 4])
+def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(num_read):
+    """As all but the first of a tensor parallel group, and any rank as long as vLLM
+    warms up. vLLM has two steps in flight: until there are more, an output will take it
+    along, or be kept back. num_read: the first outputs that are read at once."""
     world = prefilled()
     audit = world.runner.nwor_audit
     audit.raises = True
     logged = []
-    for block in (15, 15, 1):  # nobody's, then one of a's
+    for number, block in enumerate((15, 15, 15, 15, 1, 15, 15)):  # nobody's, or a's
         without_host(world, 1, block)
         output = audit.attach(world.runner, LateOutput())
-        if is_read and block == 15:
+        if number < num_read:
             output.get_output()
+        if number == 4:
+            late = output
         finish(world.device)
         audit.begin_step(world.runner, SchedulerOutput.make_empty())
         logged.append(audit.findings.counts["changed"] > 0)
 
-    assert logged == [False, False, not is_read]
-    with pytest.raises(AuditError) if is_read else nullcontext():
+    assert logged == [False] * 6 + [True]
+    assert late.get_output() is late.output
+
+
+@pytest.mark.parametrize("num_before", [0, 5])
+def test_what_comes_of_a_step_is_left_to_its_output(num_before):
+    """num_before: outputs that nobody read, as those of vLLM's warm-up."""
+    world = prefilled()
+    audit = world.runner.nwor_audit
+    audit.raises = True
+    for _ in range(num_before):
+        without_host(world, 1, 15)
+        audit.attach(world.runner, LateOutput())
+        audit.begin_step(world.runner, SchedulerOutput.make_empty())
+    without_host(world, 1, 1)
+    output = audit.attach(world.runner, LateOutput())
+    finish(world.device)
+    audit.begin_step(world.runner, SchedulerOutput.make_empty())
+    with pytest.raises(AuditError, match="changed"):
         output.get_output()
+
+
+class Interleaved:
+    """An attribute at whose next change another thread comes between read and write."""
+
+    def __init__(self, value):
+        self.value, self.meanwhile = value, None
+
+    def __get__(self, audit, kind):
+        value, meanwhile, self.meanwhile = self.value, self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return value
+
+    def __set__(self, audit, value):
+        self.value = value
+
+
+def test_an_output_that_is_read_while_one_is_attached_counts_as_read(monkeypatch):
+    """Else the findings of outputs that should raise are taken by the next steps."""
+    world = prefilled()
+    audit = world.runner.nwor_audit
+    audit.raises = True
+    (name,) = (name for name in vars(audit) if name.startswith("num_"))
+    number = Interleaved(vars(audit).pop(name))
+    monkeypatch.setattr(type(audit), name, number, raising=False)
+    output = audit.attach(world.runner, LateOutput())
+    for _ in range(5):
+        number.meanwhile = output.get_output
+        output = audit.attach(world.runner, LateOutput())
+    without_host(world, 1, 1)
+    output = audit.attach(world.runner, LateOutput())
+    finish(world.device)
+    audit.begin_step(world.runner, SchedulerOutput.make_empty())
+    with pytest.raises(AuditError, match="changed"):
+        output.get_output()
+
+
+class Payload:
+    """Of an output, while which is made another thread counts."""
+
+    def __init__(self, meanwhile):
+        self.meanwhile = meanwhile
+
+    def with_audit(self, counts):
+        self.meanwhile()
+        self.counts = counts
+        return self
+
+
+@pytest.mark.parametrize("loads", [Loads.NONE, Loads.KNOWN])
+def test_a_dummy_run_of_v2_is_no_step_of_the_audit(loads, monkeypatch):
+    """It passes execute_model alone, perhaps next to an OffloadingConnector, which
+    vLLM switches off for it: it has no metadata, and submits nothing."""
+    world = prefilled()
+    audit = world.runner.nwor_audit
+    audit.audit.loads = loads
+    world.runner.vllm_config = None
+    worker = SimpleNamespace(_unsubmitted_store_jobs=[(1, object(), object())])
+    connector = SimpleNamespace(_vllm_config=None, connector_worker=worker)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    dummy = SchedulerOutput.make_empty()
+    dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
+    for _ in range(3):
+        audit.begin_step(world.runner, dummy)
+        audit.audit.loads = Loads.NONE  # of what the next one stores nothing is known
+        assert world.step(a=Work(1, (77, 78), 1), b=1) == []
+        audit.audit.loads = loads
+    for _ in range(3):
+        audit.begin_step(world.runner, dummy)
+    audit.audit.loads = Loads.NONE
+    world.spoil(0, 1 * N)
+    assert fields(world.step(a=1, b=1), "kind slot") == [("changed", 1 * N)]
+    assert world.audit.outbox.num_sent == 5
+
+
+def test_what_is_counted_while_an_output_takes_the_counts_along_is_not_lost():
+    """Nor what an output takes along that nobody reads: one of vLLM's warm-up."""
+    world = prefilled()
+    audit, outbox = world.runner.nwor_audit, world.audit.outbox
+
+    def count_more():
+        without_host(world, 3, 15)
+        thread = threading.Thread(target=audit._take, args=[outbox.num_sent])
+        thread.start()
+        thread.join()
+
+    outputs = []
+    without_host(world, 1, 15)
+    for meanwhile in (count_more, count_more, lambda: None):
+        output = SimpleNamespace(req_ids=["a"], nwor_stats=Payload(meanwhile))
+        outputs.append(output)
+        with patch.object(audit_runner, "REPORT_SECONDS", 0):
+            audit.report(world.runner, output, outbox.num_sent)
+    # The first one is not read.
+    counts = [output.nwor_stats.counts() for output in outputs[1:]]
+    assert [count["steps"] for count in counts] == [4, 3]
 
 
 # An op's argument, by number; what becomes of it, and what is said.
@@ -1444,27 +1565,75 @@ def test_a_file_whose_write_fails_half_way_is_the_old_one(tmp_path):
     writer = Writer("a-1", 1, 1)
     finding = Finding("changed", 0, "layer", 1, 0, 5, 0, "a-1", writer, 2, "0x0", "0x1")
     path = tmp_path / "findings.json"
-    findings = Findings(str(path))
-    findings.add([finding])
+    findings = Findings(str(path), {"vllm": "0.32.0"})
+    empty = json.loads(path.read_text())
+    assert (empty["vllm"], empty["steps"], empty["num_findings"]) == ("0.32.0", 0, 0)
+    found = Found([finding], num_steps=9, num_lost=2)
+    findings.take_in(found)
     before = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with nwor_log() as lines:
         # No file may be larger: what goes beyond is not written, and an error.
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), limits[1]))
         try:
-            findings.add([finding])
+            findings.take_in(found)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     assert any("could not be written: [Errno 27]" in line for line in lines)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-    findings.add([finding])
-    assert json.loads(path.read_text())["counts"] == {"changed": 3}
+    findings.take_in(found)
+    written = json.loads(path.read_text())
+    assert written["counts"] == {"changed": 3}
+    assert (written["steps"], written["num_findings"]) == (27, 9)
 
 
+def test_a_line_a_minute_and_one_at_the_end_say_that_nothing_was_found(
+    tmp_path, monkeypatch
+):
+    """The file is as new as the last line."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0)
+    monkeypatch.setattr(audit_findings, "time", clock)
+    world = prefilled()
+    audit, outbox = world.runner.nwor_audit, world.audit.outbox
+    audit.findings = Findings(str(path := tmp_path / "findings.json"))
+    worker = SimpleNamespace(model_runner=world.runner)
+    with nwor_log() as lines:
+        for clock.now in (1059.0, 1060.0, 1061.0, 1119.0, 1120.0, 1121.0):
+            without_host(world, 300)
+            audit.report(world.runner, SimpleNamespace(), outbox.num_sent)
+            assert json.loads(path.read_text())["steps"] == (
+                0 if clock.now < 1060 else 600 if clock.now < 1120 else 1500
+            )
+        without_host(world, 2)
+        audit_runner._shutdown(lambda: lines.append("ended"), worker, (), {})
+    said = [f"INFO NWOR audit: {num} steps, 0 findings" for num in ("600", "1,500")]
+    assert lines == [*said, "INFO NWOR audit: 1,802 steps, 0 findings", "ended"]
+    assert json.loads(path.read_text())["steps"] == 1802
+
+
+class Slotted:
+    """An asynchronous output that takes no other get_output."""
+
+    __slots__ = ()
+
+    def get_output(self):
+        return None
+
+
+# What fails, with an audit and its runner: in a hook of a step, with the output, and
+# where a KV connector submits loads.
+FAILING = [
+    lambda audit, runner: audit.begin_step(runner, object()),  # no SchedulerOutput
+    lambda audit, runner: audit.attach(runner, Slotted()),
+    lambda audit, runner: audit.load(runner, object()),
+]
+
+
+@pytest.mark.parametrize("part", FAILING)
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
+def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict, part):
     runner = prefilled().runner
     audit = runner.nwor_state.audit = runner.nwor_audit
     audit.strict = strict
@@ -1473,13 +1642,25 @@ def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict):
         pytest.raises(AttributeError) if strict else nullcontext(),
     ):
         for _ in range(2):
-            audit.begin_step(runner, object())  # no SchedulerOutput
+            part(audit, runner)
     line = "ERROR NWOR audit: off from here on, because it failed"
     assert lines == ([] if strict else [line])
     left = audit if strict else None
     assert (runner.nwor_audit, runner.nwor_state.audit) == (left, left)
     # It lives on with the runner: what was launched before still writes to its memory.
     assert audit in vars(runner).values()
+
+
+def test_a_failure_of_an_earlier_audit_leaves_the_runners_own_alone():
+    """The caches may be bound anew while an output of before is read."""
+    runner = prefilled().runner
+    audit, own = runner.nwor_audit, object()
+    audit.strict = False
+    for of_runner in (None, SimpleNamespace(audit=own)):
+        runner.nwor_state, runner.nwor_audit = of_runner, own
+        audit.begin_step(runner, object())
+        assert runner.nwor_audit is own
+    assert runner.nwor_state.audit is own
 
 
 @pytest.mark.parametrize(

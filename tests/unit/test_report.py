@@ -8,19 +8,20 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, Strict
 from vllm_nwor.draft_manager import NworError, State
 from vllm_nwor.hooks import runner as hooks
-from vllm_nwor.hooks import runner_v2
+from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
 from vllm_nwor.report import MAX_UNREAD, NOTHING, Report
@@ -48,7 +49,7 @@ def test_the_groups_are_told_again_until_somebody_reads_them(travels, audit):
     for _ in range(3):
         payload = report.take_payload()
         for found in audit:
-            payload = payload.with_audit(found)
+            payload = payload.with_audit(lambda found=found: found)
 
     told = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
 
@@ -74,13 +75,43 @@ def test_news_come_with_a_steps_own_counts_or_alone_and_once():
     payload = report.take_payload()
     counts = *COUNTS[:4], 2 * COUNTS[4], *COUNTS[5:]
 
-    assert payload.with_audit({"steps": 9}).read() == (counts, {}, [], {"steps": 9})
+    audit = {"steps": 9}
+    assert payload.with_audit(audit.copy).read() == (counts, {}, [], audit)
     assert payload.read() == (counts,)  # a slot's payload serves many steps
-    assert NOTHING.with_audit({"steps": 9}).read() == (ZEROS, {}, [], {"steps": 9})
+    assert NOTHING.with_audit(audit.copy).read() == (ZEROS, {}, [], audit)
     world.manager.capacity = 2
     for _ in range(2):
         world.open()
         assert report.take_payload().read() == (ZEROS, {"over_capacity": 1}, [])
+    assert report.take_payload() is None
+
+
+def test_fallbacks_that_an_output_took_along_which_nobody_read_come_with_the_next():
+    """As those of vLLM's warm-up. Two outputs are in flight: what the first one brings
+    the second one, which was made before, does not bring again."""
+    world, report = reporting(False)
+    world.manager.capacity = 2
+    payloads = []
+    for _ in range(4):
+        world.open()
+        payloads.append(report.take_payload())
+    payloads.append(report.take_payload())
+
+    assert [payload.read()[1] for payload in payloads[2:]] == [
+        {"over_capacity": 3},
+        {"over_capacity": 1},
+        {},
+    ]
+    assert report.take_payload() is None
+
+
+def test_a_rank_whose_outputs_nobody_reads_takes_old_fallbacks_along_for_a_while_only():
+    world, report = reporting(False)
+    world.manager.fallbacks["over_capacity"] += 1
+    taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]
+    assert taken[-1] is None
+    world.manager.fallbacks["over_capacity"] += 1
+    assert report.take_payload().read() == (ZEROS, {"over_capacity": 2}, [])
     assert report.take_payload() is None
 
 
@@ -280,6 +311,75 @@ def test_the_audit_plans_before_shadow_blocks_are_there_and_resolves_behind_comm
     assert audit.seen == [*others[:2], resolved, others[2]]
     assert attached == "attach"
     assert (payload is not None) is (num_drafts > 0)
+
+
+class Vanishing:
+    """A runner's state from which the audit is gone when it is read again: it failed
+    meanwhile, on the thread that reads outputs."""
+
+    def __init__(self, state):
+        self.state, self.calls = state, 0
+
+    def __getattr__(self, name):
+        return getattr(self.state, name)
+
+    @property
+    def audit(self):
+        self.calls += 1
+        return Mock() if self.calls % 2 else None
+
+
+def hooks_of_a_step(is_v2):
+    """Each as a function of a runner."""
+    batch = SimpleNamespace(num_draft_tokens=0)
+    late = None, batch, None
+    step = [
+        lambda runner: hooks.execute_model(Mock(), runner, (Mock(),), {}),
+        lambda runner: hooks.sample_tokens(Mock(), runner, (), {}),
+    ]
+    if is_v2:
+        prepare, sample = runner_v2._prepare_attn, runner_v2._sample
+        two = Mock(return_value=(None, None))
+        step.append(lambda runner: prepare(two, runner, (batch,), {}))
+        step.append(lambda runner: sample(Mock(), runner, late, {}))
+    else:
+        step += [
+            lambda runner: runner_v1._calc_spec_decode_metadata(Mock(), runner, (), {}),
+            lambda runner: runner_v1._model_forward(Mock(), runner, (), {}),
+            lambda runner: runner_v1._sample(Mock(), runner, (None, None), {}),
+        ]
+    return step
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_an_audit_that_another_thread_ends_within_a_hook_ends_no_step(is_v2):
+    state = hooks.RunnerState(None, [], emits=False)
+    for hook in hooks_of_a_step(is_v2):
+        hook(SimpleNamespace(nwor_state=Vanishing(state)))
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_dummy_run_of_v2_is_no_step(is_staged):
+    """vLLM's passes execute_model alone. It comes where no step is open; what the step
+    before committed and reported stays, and the next one is like any other."""
+    dummy = SchedulerOutput.make_empty()
+    dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
+    runners = [Runner(is_staged), Runner(is_staged)]
+    for runner in runners:
+        first = runner.step()
+        if runner is runners[1]:
+            for _ in range(3):
+                arguments = (dummy,), {"dummy_run": True}
+                hooks.execute_model(lambda *_, **__: None, runner, *arguments)
+                assert runner.look() == REAL
+        second = runner.step()
+        assert second[0][:4] == first[0][:4] == COUNTS[:4]
+        runner.world.check(State.IDLE)
+    (plain, with_dummies) = (
+        [layer.kv_cache for group in runner.manager.groups for layer in group.layers]
+        for runner in runners
+    )
+    assert all(map(torch.equal, plain, with_dummies))
 
 
 @pytest.mark.parametrize(("max_num_reqs", "first"), [(2, 3), (3, 1)])

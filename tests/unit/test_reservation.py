@@ -286,11 +286,12 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(monkeypatch)
 
 
 def refused(workers, sentence, **found):
-    """Starts, is refused with that sentence, and leaves the scheduler all blocks."""
+    """Starts, is refused with that sentence, and leaves the scheduler all blocks, and
+    the tensors their sizes."""
     with nwor_log() as lines:
         scheduler = start(workers, **found)
 
-    assert scheduler.num_blocks == NUM_BLOCKS
+    assert scheduler == generate_scheduler_kv_cache_config(workers)
     assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
     assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
     return scheduler
@@ -325,9 +326,23 @@ def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks():
         worker.kv_cache_tensors[1].size = None
 
     told = "TypeError: unsupported operand type(s) for //: 'NoneType' and 'int'"
-    scheduler = refused(workers, f"the reservation failed: {told}")
+    refused(workers, f"the reservation failed: {told}")
 
-    assert scheduler.kv_cache_tensors[0].size == NUM_BLOCKS * PAGE_BYTES
+
+class Marked(kv.KVCacheConfig):
+    """A worker's configuration that takes no regions, perhaps once they are there."""
+
+    def __setattr__(self, name, value):
+        if name == "nwor_shadow" and not isinstance(value, str):
+            raise AttributeError("planted")
+        super().__setattr__(name, value)
+
+
+def test_a_worker_that_cannot_be_told_leaves_the_scheduler_all_blocks():
+    """Nor does the one that could be told keep its mark."""
+    workers = workers_of()
+    workers[1] = Marked(**vars(workers[1]))
+    refused(workers, "the reservation failed: AttributeError: planted")
 
 
 @pytest.mark.parametrize("name", ["off", "cow", "stage"])

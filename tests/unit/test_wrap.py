@@ -77,6 +77,8 @@ IS_DATA = "is no function in this vLLM"
     [
         ("Runner.finish", "self, token_ids", "has parameters (self, tokens);"),
         ("Runner.step", "self, flag", "has parameters (self, tokens, flag);"),
+        ("Runner.step", "self, flag?", "has parameters (self, tokens, flag);"),
+        ("Runner.step", "self, tokens, more", "has parameters (self, tokens, flag);"),
         ("Runner.gone", "self, tokens", IS_GONE),
         ("Gone.step", "self, tokens", IS_GONE),
         ("Runner.data", "self, tokens", IS_DATA),
@@ -94,6 +96,12 @@ def test_a_mismatch_is_named_and_nothing_is_wrapped(place, params, message):
 
         assert str(error.value) == f"host.{place} {message}{expects}"
         assert dict(vars(module.Runner)) == before
+
+
+def test_a_parameter_that_only_some_releases_have_is_no_other_one():
+    module = host()
+    for params in ("self tokens?", "self tokens flag more?", "self tokens flag?"):
+        install_all(module, {target(params=tuple(params.split())): doubling})
 
 
 def test_argument_is_found_by_position_or_by_name():

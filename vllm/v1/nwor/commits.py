@@ -41,7 +41,8 @@ class Commit(NamedTuple):
 
 
 Callback = Callable[[Sequence[Commit]], object]
-Pending = tuple[Any, Commit]  # vLLM's Request, and what it will have committed
+# vLLM's Request, how many tokens it has, and what it will have committed.
+Pending = tuple[Any, int, Commit]
 
 
 @dataclass(eq=False)
@@ -135,18 +136,38 @@ def pending(
             else ()
             for gid, group in enumerate(groups)
         )
-        found.append((request, Commit(request_id, start, end, num_rejected, blocks)))
+        commit = Commit(request_id, start, end, num_rejected, blocks)
+        found.append((request, request.num_tokens, commit))
     return found
 
 
-def publish(found: Sequence[Pending], block_sizes: Mapping[int, int]) -> None:
-    """Calls the callbacks, once vLLM took the step in; raises nothing of theirs."""
+def publish(
+    found: Sequence[Pending], engine_outputs: Any, block_sizes: Mapping[int, int]
+) -> None:
+    """Calls the callbacks, once vLLM took the step in; raises nothing of theirs.
+
+    engine_outputs: what update_from_output returned: EngineCoreOutputs by client.
+    """
+    # Of requests, and of turns of a streaming session, that ended in this step.
+    ended = {
+        output.request_id: output.new_token_ids
+        for of_client in engine_outputs.values()
+        for output in of_client.outputs
+        if output.finish_reason is not None
+    }
     commits = []
-    for request, commit in found:
-        if request.num_computed_tokens < commit.end:
+    for request, num_tokens, commit in found:
+        end, first = commit.end, commit.start
+        if new := ended.get(commit.request_id):
+            # It may have stopped within the accepted drafts. A Request says that no
+            # more: vLLM 0.33 takes them off num_computed_tokens, and a session's next
+            # turn may be in it already.
+            end = min(end, num_tokens + len(new))
+            if not request.is_finished():  # the turn's last token may be discarded
+                end = min(end, request.num_computed_tokens)
+        elif request.num_computed_tokens < end:
             continue  # it has to be computed again
-        if request.num_tokens < commit.end:  # it stopped within the accepted drafts
-            end, first = request.num_tokens, commit.start
+        if end < commit.end:
             blocks = tuple(
                 ids and ids[: -(-end // block_sizes[gid]) - first // block_sizes[gid]]
                 for gid, ids in enumerate(commit.block_ids)

@@ -13,8 +13,8 @@ output nobody reads (vLLM's warm-up requests) are not counted in the next one.
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # batch queue, which without pipeline parallelism has two places at most.
 MAX_IN_FLIGHT = 2
 
-# Outputs that take the infos along, at most: many more than a warm-up has. Nobody reads
-# those of other ranks than the first.
+# Outputs in a row that take the same news along and are not read, at most: many more
+# than a warm-up has. Nobody reads those of other ranks than the first.
 MAX_UNREAD = 1000
 
 _NUM_COUNTERS = len(COUNTER_COLUMNS)
@@ -39,19 +39,55 @@ _OF_ONE_LAUNCH = range(COUNTER_COLUMNS.index("restored_bytes"), _NUM_COUNTERS)
 _INVALID_SLOTS = COUNTER_COLUMNS.index("invalid_slots")
 
 
+class News:
+    """Counts that only rise. A step's output offers their totals, and whoever reads an
+    output gets by how much they rose since the one that was read before: what an output
+    that nobody reads took along comes with the next one. One thread offers, and another
+    one may read: each attribute has one thread that writes it.
+
+    num_offered: the offers made so far. num_read: the number of the one read last.
+    read: its totals.
+    """
+
+    def __init__(self) -> None:
+        self.num_offered = self.num_read = 0
+        self.read: Mapping[str, int] = {}
+
+    @property
+    def num_unread(self) -> int:
+        """Offers in a row that nobody has read."""
+        return self.num_offered - self.num_read
+
+    def offer(self, totals: Mapping[str, int]) -> Callable[[], dict[str, int]]:
+        """What gives the rise when the output is read. totals: not changed later."""
+        self.num_offered += 1
+        return partial(self._rise, self.num_offered, totals)
+
+    def _rise(self, number: int, totals: Mapping[str, int]) -> dict[str, int]:
+        before = self.read
+        rise = {
+            name: total - before.get(name, 0)
+            for name, total in totals.items()
+            if total > before.get(name, 0)
+        }
+        self.read = {**before, **{name: totals[name] for name in rise}}
+        self.num_read = number
+        return rise
+
+
 class StepPayload:
     """What a step reports to the scheduler, to be read once the step's output is there:
     what NworStats.add_step takes. Another process gets a plain tuple.
 
     slots: what the counters were and became, each [num_launches * 8] int64. The memory
         may be used again once the step's output was processed.
-    news: nothing, or fallbacks by reason and the list of infos, which reading empties:
-        vLLM throws the outputs of its warm-up away; and the audit's counts, if any.
+    news: nothing, or what gives, when it is called, new fallbacks by reason and the
+        infos; and the audit's counts, if any.
     """
 
     __slots__ = ("news", "slots")
 
-    def __init__(self, slots: Sequence[memoryview], *news: Any) -> None:
+    def __init__(self, slots: Sequence[memoryview], *news: Callable[[], Any]) -> None:
         self.slots = slots
         self.news = news
 
@@ -63,15 +99,14 @@ class StepPayload:
             rose = (*rose[: _OF_ONE_LAUNCH.start], *sums)
         if not self.news:
             return (rose,)
-        fallbacks, infos, *audit = self.news
+        fallbacks, *others = (take() for take in self.news)
         counts = list(rose)
         counts[_INVALID_SLOTS] += fallbacks.get(BEGIN_MISSED, 0)
-        rows = [tuple(info) for info in infos]
-        infos.clear()
-        return tuple(counts), fallbacks, rows, *audit
+        return tuple(counts), fallbacks, *others
 
-    def with_audit(self, counts: dict[str, int]) -> StepPayload:
-        return StepPayload(self.slots, *(self.news or ({}, [])), counts)
+    def with_audit(self, counts: Callable[[], dict[str, int]]) -> StepPayload:
+        """counts: as News.offer returns it."""
+        return StepPayload(self.slots, *(self.news or (dict, list)), counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (self.read(),)
@@ -110,24 +145,32 @@ class Report:
         self, infos: Sequence[GroupInfo], manager: DraftCommitManager | None
     ) -> None:
         self._infos = list(infos)
-        self._num_unread = 0
         self._manager = manager
-        self._fallbacks = Counter() if manager is None else manager.fallbacks
-        self._reported: dict[str, int] = {}  # of the fallbacks
+        self._fallbacks: Mapping[str, int] = getattr(manager, "fallbacks", {})
+        self._news = News()
+        self._offered: dict[str, int] = {}  # of the fallbacks, last
 
     def take_payload(self) -> StepPayload | None:
-        """What to report with this step's output; None for nothing. It is forgotten
-        here, but for infos that nobody has read (MAX_UNREAD)."""
+        """What to report with this step's output; None for nothing. The step's counts
+        are forgotten here; fallbacks and infos go along until somebody has read them
+        (MAX_UNREAD)."""
         counts = None
         if self._manager is not None:
             counts, self._manager.counts = self._manager.counts, None
-        reported = self._reported
-        if not self._infos and (not self._fallbacks or self._fallbacks == reported):
+        fallbacks, news = self._fallbacks, self._news
+        if not self._infos and (not fallbacks or fallbacks == news.read):
             return counts
-        self._reported = dict(self._fallbacks)
-        fallbacks = dict(self._fallbacks - Counter(reported))
-        payload = StepPayload((counts or NOTHING).slots, fallbacks, self._infos)
-        self._num_unread += 1
-        if self._num_unread == MAX_UNREAD:
-            self._infos = []
-        return payload
+        if fallbacks != self._offered:
+            self._offered = dict(fallbacks)
+        elif news.num_unread >= MAX_UNREAD:
+            return counts
+        take = news.offer(self._offered)
+        slots = (counts or NOTHING).slots
+        return StepPayload(slots, take, partial(_empty, self._infos))
+
+
+def _empty(infos: list[GroupInfo]) -> list[tuple[Any, ...]]:
+    """The infos, as plain tuples; they are read once."""
+    rows = [tuple(info) for info in infos]
+    infos.clear()
+    return rows

@@ -14,11 +14,13 @@ import json
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,6 +49,8 @@ NUM_SLOTS = 4
 # Findings that are kept, in memory and in the file, and lines logged a step.
 MAX_KEPT = 256
 MAX_LINES = 16
+# A line with the counts comes so often while there are steps; so does the file.
+LINE_SECONDS = 60.0
 
 
 class AuditError(RuntimeError):
@@ -198,31 +202,57 @@ class Outbox:
                 found.findings += [decode(row, group, self._name_of) for row in rows]
         return True
 
-    def take(self, through: int) -> Found:
+    def take(self, through: int, until: int | None = None) -> Found:
         """What has come since the last call. through: waits for what was sent by then,
-        as num_sent counts, and never for a later step, which may not have begun."""
+        as num_sent counts, and never for a later step, which may not have begun. until:
+        leaves what was sent later where it is; None: takes all that is there."""
         with self._lock:
             while waiting := len(self._on_their_way):
-                if not self._arrive(waits=self.num_sent - waiting < through):
+                num_taken = self.num_sent - waiting
+                if until is not None and num_taken >= until:
+                    break
+                if not self._arrive(waits=num_taken < through):
                     break
             found, self._found = self._found, Found()
         return found
 
 
 class Findings:
-    """Keeps, logs and writes down what was found.
+    """Keeps, logs and writes down what was found, and that nothing was.
 
-    last: the latest MAX_KEPT ones. counts: all, by class.
+    last: the latest MAX_KEPT ones. counts: all, by class. num_steps, num_unverified,
+    num_lost: sums of Found's. Two threads may bring something. The runner's does so
+    only where no other one reads, or where it reads itself: it waits for no write.
     """
 
-    def __init__(self, path: str = "") -> None:
-        """path: of the JSON file; empty for none."""
+    def __init__(self, path: str = "", about: Mapping[str, Any] | None = None) -> None:
+        """path: of the JSON file; empty for none. about: what it says first."""
         self.last: deque[Finding] = deque(maxlen=MAX_KEPT)
         self.counts: Counter[str] = Counter()
+        self.num_steps = self.num_unverified = self.num_lost = 0
         self._path = Path(path) if path else None
+        self._about = about or {}
+        self._lock = threading.Lock()
+        self._next_line = time.monotonic() + LINE_SECONDS
+        self._write()
 
-    def add(self, found: Sequence[Finding], num_lost: int = 0) -> None:
-        """Takes in the findings of a step. num_lost: that did not fit the table."""
+    def take_in(self, found: Found) -> None:
+        """Counts and logs what came from the device; about once a minute it says so."""
+        with self._lock:
+            self.num_steps += found.num_steps
+            self.num_unverified += found.num_unverified
+            self.num_lost += found.num_lost
+            if found.findings:
+                self._add(found.findings, found.num_lost)
+            now = time.monotonic()
+            is_due = now >= self._next_line
+            if is_due:
+                self._next_line = now + LINE_SECONDS
+                self._summarize()
+            if is_due or found.findings:
+                self._write()
+
+    def _add(self, found: Sequence[Finding], num_lost: int) -> None:
         self.last.extend(found)
         self.counts.update(finding.kind for finding in found)
         for finding in found[:MAX_LINES]:
@@ -230,13 +260,43 @@ class Findings:
         num_more = len(found) - MAX_LINES + num_lost
         if num_more > 0:
             logger.error("NWOR audit: %d more findings in this step", num_more)
-        if self._path is not None and found:
-            self._write(self._path)
 
-    def _write(self, path: Path) -> None:
+    def totals(self) -> dict[str, int]:
+        """What the counters vllm:nwor_audit_* are to show, by name or class."""
+        with self._lock:
+            found = {"steps": self.num_steps, "unverified": self.num_unverified}
+            return {**found, **self.counts}
+
+    def conclude(self) -> None:
+        """The last line, and the last state of the file."""
+        with self._lock:
+            self._summarize()
+            self._write()
+
+    @property
+    def num_findings(self) -> int:
+        return self.counts.total() + self.num_lost
+
+    def _summarize(self) -> None:
+        text = "NWOR audit: %s steps, %s findings%s"
+        more = f", {self.num_unverified:,} slots unverified"
+        counts = f"{self.num_steps:,}", f"{self.num_findings:,}"
+        logger.info(text, *counts, more if self.num_unverified else "")
+
+    def _write(self) -> None:
         """The file holds all of the last findings, or what it held before."""
-        findings = [asdict(finding) for finding in self.last]
-        content = {"counts": self.counts, "findings": findings}
+        path = self._path
+        if path is None:
+            return
+        content = {
+            **self._about,
+            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+            "steps": self.num_steps,
+            "unverified": self.num_unverified,
+            "num_findings": self.num_findings,
+            "counts": self.counts,
+            "findings": [asdict(finding) for finding in self.last],
+        }
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             try:

@@ -80,14 +80,15 @@ def _places(connector: Any, blocks: Any, chunks: Any) -> Blocks | None:
     return found
 
 
-def _hand_on(connector: Any, transfers: list[tuple[Any, Any]], fills: bool) -> None:
+def _hand_on(
+    runner: Any, connector: Any, transfers: list[tuple[Any, Any]], fills: bool
+) -> None:
     """transfers: the blocks of each, and the connector's chunks."""
-    for runner in list(_audited):
-        # A process may have several engines, each with its own configuration.
-        if runner.vllm_config is connector._vllm_config:
-            for blocks, chunks in transfers:
-                if (audit := runner.nwor_audit) is not None:
-                    audit.hand_on(runner, connector, blocks, chunks, fills)
+    # A process may have several engines, each with its own configuration.
+    if runner.vllm_config is connector._vllm_config:
+        for blocks, chunks in transfers:
+            if (audit := runner.nwor_audit) is not None:
+                audit.hand_on(runner, connector, blocks, chunks, fills)
 
 
 def read(
@@ -116,22 +117,30 @@ def read(
     return of_all(found), None if places is None else of_all(places)
 
 
-def begin_step(scheduled: Any) -> None:
+def begin_step(runner: Any, scheduled: Any) -> None:
     """The stores that a step submits. scheduled: vLLM's SchedulerOutput."""
     from vllm.distributed import kv_transfer
 
-    if kv_transfer.has_kv_transfer_group():  # vLLM warms up without
+    metadata = scheduled.kv_connector_metadata
+    # vLLM warms up without a connector, and a dummy run (V2) has its connector off.
+    if metadata is not None and kv_transfer.has_kv_transfer_group():
         connector: Any = kv_transfer.get_kv_transfer_group()
         waiting = connector.connector_worker._unsubmitted_store_jobs
-        metadata = scheduled.kv_connector_metadata
         jobs = [metadata.store_jobs.get(job) for job in metadata.jobs_to_flush or ()]
         stores = [(source, to) for _, source, to in waiting]
         stores += [(job.src_spec, job.dst_spec) for job in jobs if job is not None]
-        _hand_on(connector, stores, fills=False)
+        _hand_on(runner, connector, stores, fills=False)
+
+
+def load(runner: Any, connector: Any) -> None:
+    """The loads that a connector is about to submit."""
+    loads = connector._connector_metadata.load_jobs
+    filled = [(job.dst_spec, job.src_spec) for job in loads.values()]
+    _hand_on(runner, connector, filled, fills=True)
 
 
 def _loads(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:
-    loads = connector._connector_metadata.load_jobs
-    filled = [(job.dst_spec, job.src_spec) for job in loads.values()]
-    _hand_on(connector, filled, fills=True)
+    for runner in list(_audited):
+        if (audit := runner.nwor_audit) is not None:
+            audit.load(runner, connector)
     return wrapped(*args, **kwargs)

@@ -4,14 +4,19 @@ hooks/runner_v2.py) call.
 
 A failure of the audit ends the audit, with one line, and never the engine
 (VLLM_NWOR_STRICT=always raises).
+
+The runner's thread makes the steps; an asynchronous output is read by another one. What
+the two share: `Outbox` and `Findings`, each with a lock of its own, the counts of
+unread outputs, of which each thread writes its own (`RunnerAudit`), and
+`report.News`. Each hook reads `nwor_state.audit` once.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -22,10 +27,10 @@ from ..config import AuditMode, NworConfig, OnReject
 from ..draft_manager import NworError, State
 from ..hooks._wrap import HookTarget, Wrapped, argument, install_all
 from ..hooks.layers import error_text
-from ..report import MAX_IN_FLIGHT, NOTHING
+from ..report import MAX_IN_FLIGHT, NOTHING, News
 from ..window import Acceptance, NumRejected, SampledIds
 from . import offloading, startup
-from .findings import AuditError, Findings, Found
+from .findings import AuditError, Finding, Findings
 from .requests import Loads
 from .state import Audit, Batch
 
@@ -38,7 +43,14 @@ WAKE_UP = HookTarget(
     why="audit: the caches' content is another one",
     delete_when="vLLM notifies plugins that a KV cache lost its content",
 )
-LEDGER = (WAKE_UP,)
+SHUTDOWN = HookTarget(
+    "vllm.v1.worker.gpu_worker",
+    "Worker.shutdown",
+    ("self",),
+    why="audit: its last line, and the last state of its file",
+    delete_when="vLLM notifies plugins that a worker ends",
+)
+LEDGER = (WAKE_UP, SHUTDOWN)
 
 # As Audit.resolve: cu_num_logits and the acceptance.
 Kept = tuple[torch.Tensor | None, Acceptance | None]
@@ -49,7 +61,7 @@ REPORT_SECONDS = 1.0
 
 def install(module: ModuleType) -> None:
     """Wraps the worker in `module`. Raises HostMismatch if it is not as expected."""
-    install_all(module, {WAKE_UP: _wake_up})
+    install_all(module, {WAKE_UP: _wake_up, SHUTDOWN: _shutdown})
 
 
 def start(runner: Any, config: NworConfig) -> RunnerAudit | None:
@@ -84,10 +96,7 @@ def guarded(part: Callable[..., None]) -> Callable[..., None]:
         except Exception:
             if self.strict:
                 raise
-            runner.nwor_audit = runner.nwor_state.audit = None
-            # What was launched may still write to its pinned memory.
-            runner.nwor_ended_audit = self
-            logger.exception("NWOR audit: off from here on, because it failed")
+            self.end(runner)
 
     return run
 
@@ -99,24 +108,41 @@ class RunnerAudit:
     def __init__(self, audit: Audit, config: NworConfig, path: str) -> None:
         """path: as Findings."""
         self.audit = audit
-        self.findings = Findings(path)
+        about = {"audit": config.audit.value, **startup.about(audit)}
+        self.findings = Findings(path, about)
         self.raises = config.audit is AuditMode.RAISE
         self.strict = config.strict_steps
-        # Asynchronous outputs since one was read. vLLM reads those of one rank only.
-        self.num_unread = 0
-        # What no output has taken along yet, and when one took something.
-        self.unreported: Counter[str] = Counter()
-        self.reported_at = 0.0
+        # vLLM reads the asynchronous outputs of one rank only. num_attached: so many
+        # were given out, which the runner's thread counts; last_read: the number of
+        # the one read last, which the thread writes that reads.
+        self.num_attached = self.last_read = 0
+        # Of the last ones given out, the oldest first: as Outbox.take.
+        self._sent: deque[int] = deque(maxlen=MAX_IN_FLIGHT + 1)
+        self._news = News()
+        self._reported_at = 0.0
+
+    def end(self, runner: Any) -> None:
+        """The audit goes on no more. To be called while an exception is handled; any
+        thread may, and more than one."""
+        state = runner.__dict__.get("nwor_state")
+        if state is not None and state.audit is self:
+            state.audit = None
+        if runner.__dict__.get("nwor_audit") is self:
+            runner.nwor_audit = None
+            # What was launched may still write to its pinned memory.
+            runner.nwor_ended_audit = self
+            logger.exception("NWOR audit: off from here on, because it failed")
 
     @guarded
     def begin_step(self, runner: Any, scheduled: Any) -> None:
         """scheduled: vLLM's SchedulerOutput. What earlier steps found is logged here
-        where nobody reads this rank's outputs: it has nothing to keep from leaving."""
-        if self.num_unread > MAX_IN_FLIGHT:
-            self._take(0)
+        where nobody reads this rank's outputs: it has nothing to keep from leaving. The
+        findings of outputs that may still be read are left to these."""
+        if self.num_attached - self.last_read > MAX_IN_FLIGHT:
+            self._take(0, until=self._sent[0])
         self.audit.begin_step(scheduled)
         if self.audit.loads is Loads.KNOWN:
-            offloading.begin_step(scheduled)
+            offloading.begin_step(runner, scheduled)
 
     def _kept(self, runner: Any, sampled: Any, drafts: Any) -> Kept:
         raise NotImplementedError
@@ -139,6 +165,17 @@ class RunnerAudit:
         """The output of a step, which findings leave with, or which they keep from
         leaving; an asynchronous one has them when vLLM reads it. One without requests
         has none: what was found before belongs to an output that was not read yet."""
+        try:
+            return self._attach(runner, output)
+        except AuditError:
+            raise
+        except Exception:
+            if self.strict:
+                raise
+            self.end(runner)
+            return output
+
+    def _attach(self, runner: Any, output: Any) -> Any:
         through = self.audit.outbox.num_sent
 
         def reported(found: Any) -> Any:
@@ -150,14 +187,17 @@ class RunnerAudit:
         if get_output is None:
             return reported(output) if getattr(output, "req_ids", None) else output
 
+        number = self.num_attached + 1
+
         def read() -> Any:
-            self.num_unread = 0
+            self.last_read = number
             # The output refers to this function, and that to the output.
-            del output.get_output
+            vars(output).pop("get_output", None)
             return reported(get_output())
 
-        self.num_unread += 1
         output.get_output = read
+        self.num_attached = number
+        self._sent.append(through)
         return output
 
     @guarded
@@ -169,26 +209,32 @@ class RunnerAudit:
             AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
         """
         found = self._take(through)
-        if found.findings and self.raises:
-            first = found.findings[0].line()
-            raise AuditError(f"{len(found.findings)} findings, the first: {first}")
+        if found and self.raises:
+            raise AuditError(f"{len(found)} findings, the first: {found[0].line()}")
         now = time.monotonic()
-        is_due = found.findings or now >= self.reported_at + REPORT_SECONDS
+        is_due = found or now >= self._reported_at + REPORT_SECONDS
         if is_due and getattr(output, "req_ids", None):
             payload = getattr(output, "nwor_stats", NOTHING)
-            output.nwor_stats = payload.with_audit(dict(self.unreported))
-            self.unreported = Counter()
-            self.reported_at = now
+            totals = self.findings.totals()
+            output.nwor_stats = payload.with_audit(self._news.offer(totals))
+            self._reported_at = now
 
-    def _take(self, through: int) -> Found:
-        """As Outbox.take; it is counted and logged."""
-        found = self.audit.outbox.take(through)
-        self.unreported["steps"] += found.num_steps
-        self.unreported["unverified"] += found.num_unverified
-        if found.findings:
-            self.unreported.update(finding.kind for finding in found.findings)
-            self.findings.add(found.findings, found.num_lost)
-        return found
+    def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
+        """As Outbox.take; it is counted, logged and written down."""
+        found = self.audit.outbox.take(through, until)
+        self.findings.take_in(found)
+        return found.findings
+
+    @guarded
+    def shut_down(self, runner: Any) -> None:
+        """The worker ends. It waits for nothing."""
+        self._take(0)
+        self.findings.conclude()
+
+    @guarded
+    def load(self, runner: Any, connector: Any) -> None:
+        """A KV connector is about to submit loads (offloading.py)."""
+        offloading.load(runner, connector)
 
     @guarded
     def hand_on(
@@ -290,3 +336,11 @@ def _wake_up(wrapped: Wrapped, worker: Any, args: Any, kwargs: Any) -> Any:
     if audit is not None and (tags is None or "kv_cache" in tags):
         audit.forget_cache(runner)
     return result
+
+
+def _shutdown(wrapped: Wrapped, worker: Any, args: Any, kwargs: Any) -> Any:
+    runner = getattr(worker, "model_runner", None)
+    audit = getattr(runner, "nwor_audit", None)
+    if audit is not None:
+        audit.shut_down(runner)
+    return wrapped(*args, **kwargs)

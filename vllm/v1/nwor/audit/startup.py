@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from vllm.v1 import kv_cache_interface as kv
 
-from .. import ops
+from .. import __version__, ops
 from ..config import AUDIT_FILE, NworConfig, NworConfigError
 from ..hooks.engine_core import parallel_refusal
 from ..hooks.layers import entry_tokens, sleeps, target_layers
@@ -160,6 +161,13 @@ def build(runner: Any, config: NworConfig) -> Audit | str:
         else "not compared",
     )
     return audit
+
+
+def about(audit: Audit) -> dict[str, Any]:
+    """What the file says of versions and of the groups that are audited."""
+    versions = {"nwor": __version__, "vllm": vllm.__version__}
+    groups = {str(of.shape.group_id): f"{len(of.layers)} layers" for of in audit.groups}
+    return {**versions, "torch": torch.__version__, "groups": groups}
 
 
 def path_of(runner: Any, config: NworConfig) -> str:

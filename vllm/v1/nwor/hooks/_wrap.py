@@ -35,7 +35,8 @@ class HookTarget:
 
     module, qualname: where it is, e.g. "GPUModelRunner._sample".
     params: its first parameters, in order, `self` included: those that the wrapper
-        reads. Further ones are passed through unseen.
+        reads. Further ones are passed through unseen. "name?": releases may have none
+        there, but no other one.
     why, delete_when: for the people who maintain this.
     """
 
@@ -52,7 +53,10 @@ class HookTarget:
     def matches(self, found: tuple[str, ...]) -> str | None:
         """None if a function with the parameters `found` has those that are relied on,
         or a sentence that says otherwise."""
-        if found[: len(self.params)] == self.params:
+        names = tuple(name.removesuffix("?") for name in self.params)
+        num_needed = sum(not name.endswith("?") for name in self.params)
+        first = found[: len(names)]
+        if first == names[: len(first)] and len(first) >= num_needed:
             return None
         return (
             f"{self.name} has parameters ({', '.join(found)}); "

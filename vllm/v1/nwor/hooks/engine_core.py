@@ -4,12 +4,14 @@
 The workers allocate all blocks; the scheduler gets fewer. What lies between is
 described on the workers' configs (their attribute `nwor_shadow`), and that mark is the
 handshake: a worker without it cannot know which blocks are free of requests, and uses
-the undo log. The scheduler's number is lowered first and the mark made last, so that a
-fault in between costs blocks and never correctness.
+the undo log. The scheduler gets a lowered copy of vLLM's config once all workers have
+the mark; after any fault it gets vLLM's own, and no worker keeps one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -191,25 +193,29 @@ def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     num_blocks = scheduler_config.num_blocks
     found: Reservation
     try:
+        # After a refusal the scheduler has vLLM's own, untouched.
+        lowered = copy.deepcopy(scheduler_config)
         layers = [layer for of_worker in specs for layer in of_worker.items()]
         marked = ((name, getattr(spec, VERDICT, None)) for name, spec in layers)
         verdicts = {name: verdict for name, verdict in marked if verdict is not None}
         found = plan(vllm_config, workers[0], config, verdicts)
         if not isinstance(found, str):
-            _lower(scheduler_config, sum(r.num_blocks for r in found.values()))
+            _lower(lowered, sum(region.num_blocks for region in found.values()))
+        for worker in workers:
+            worker.nwor_shadow = found
     except Exception as error:
-        scheduler_config.num_blocks = num_blocks
         found = f"the reservation failed: {type(error).__name__}: {error}"
+        for worker in workers:
+            with contextlib.suppress(Exception):  # without a mark it has none either
+                worker.nwor_shadow = found
     if isinstance(found, str):
         logger.info("NWOR: no shadow blocks: %s", found)
-    else:
-        text = "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests"
-        reserved = num_blocks - scheduler_config.num_blocks
-        num_seats = min(region.num_seats for region in found.values())
-        logger.info(text, reserved, num_blocks, num_seats)
-    for worker in workers:
-        worker.nwor_shadow = found
-    return scheduler_config
+        return scheduler_config
+    text = "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests"
+    reserved = num_blocks - lowered.num_blocks
+    num_seats = min(region.num_seats for region in found.values())
+    logger.info(text, reserved, num_blocks, num_seats)
+    return lowered
 
 
 def plan(
@@ -286,7 +292,7 @@ def block_sizes(groups: Sequence[Any]) -> dict[int, int]:
 
 
 def _lower(scheduler_config: Any, num_shadow_blocks: int) -> None:
-    """Takes blocks from the scheduler's own copy of the configuration."""
+    """Takes blocks from a copy of the scheduler's configuration."""
     before = scheduler_config.num_blocks
     after = before - num_shadow_blocks
     tensors = scheduler_config.kv_cache_tensors

@@ -165,6 +165,7 @@ v1.core.kv_cache_utils:KVCacheBlock has block_id:int
 v1.outputs:ModelRunnerOutput
     has req_ids:list req_id_to_index:dict sampled_token_ids:list
 v1.engine:EngineCoreOutputs has outputs:list scheduler_stats
+v1.engine:EngineCoreOutput has request_id:str new_token_ids:list finish_reason
 v1.metrics.stats:SchedulerStats has spec_decoding_stats
 v1.spec_decode.metrics:SpecDecodingStats
     has num_drafts:int num_draft_tokens:int num_accepted_tokens:int

@@ -73,7 +73,7 @@ class RunnerState:
 
     manager: None if nothing is protected. infos: what became of each KV-cache group.
     audit: the RunnerAudit, None if nothing is audited; the runner's attribute
-        `nwor_audit`, too.
+        `nwor_audit`, too. Any thread that runs the audit may set it to None.
     emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS); those of `report`.
     num_states: requests that the runner has room for.
     first_seated: requests whose index in the request states is lower have no shadow
@@ -202,8 +202,9 @@ def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     if state is None:
         return wrapped(*args, **kwargs)
     scheduled = args[0] if args else kwargs["scheduler_output"]
-    if state.audit is not None:
-        state.audit.begin_step(runner, scheduled)
+    # Read once: vLLM's output thread may end the audit at any moment.
+    if (audit := state.audit) is not None:
+        audit.begin_step(runner, scheduled)
     manager = state.manager
     if manager is None:
         return wrapped(*args, **kwargs)
@@ -249,6 +250,6 @@ def sample_tokens(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     if state is not None:
         if state.emits:
             stats.attach(output, state.report.take_payload)
-        if state.audit is not None:
-            return state.audit.attach(runner, output)
+        if (audit := state.audit) is not None:
+            return audit.attach(runner, output)
     return output

@@ -64,8 +64,8 @@ def _calc_spec_decode_metadata(
     wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
 ) -> Any:
     state = runner.__dict__.get("nwor_state")
-    if state is not None and state.audit is not None:
-        state.audit.plan(runner)
+    if state is not None and (audit := state.audit) is not None:
+        audit.plan(runner)
     metadata = wrapped(*args, **kwargs)
     if state is not None and state.manager is not None:
         tables = runner.input_batch.block_table.block_tables
@@ -94,8 +94,8 @@ def _calc_spec_decode_metadata(
 def _model_forward(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is not None:
-        if state.audit is not None:
-            state.audit.plan(runner)
+        if (audit := state.audit) is not None:
+            audit.plan(runner)
         if state.windows is not None:
             assert state.manager is not None
             state.manager.begin(state.windows)
@@ -117,9 +117,9 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
         metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
         num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
         state.manager.end_unlogged(num_drafts)
-    if state.audit is not None:
+    if (audit := state.audit) is not None:
         metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
-        state.audit.resolve(runner, output, metadata, is_open)
+        audit.resolve(runner, output, metadata, is_open)
     return output
 
 

@@ -15,9 +15,11 @@ A step, and where the hooks sit:
                        the step's counts are attached to the output
 
 The slot ids are copied into the log by begin, because the drafter computes its own into
-the same buffer. Dummy runs and graph capture use other methods. vLLM's kernel warm-up
-sends made-up requests through the real ones: they are protected, and not counted,
-because nobody reads their output.
+the same buffer. Graph capture uses other methods. A dummy run passes execute_model, and
+no other hook: its SchedulerOutput has no request. What its step before left is dropped
+as in any other step, and the next step copies committed rows to shadow blocks again.
+vLLM's kernel warm-up sends made-up requests through all of them: they are protected,
+and not counted, because nobody reads their output.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from ._wrap import HookTarget, Wrapped, argument
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 
-COMMON = shared.common(MODULE, reuses_metadata=True)
+# vLLM 0.26 has no is_profiling here.
+COMMON = shared.common(MODULE, "is_profiling?", reuses_metadata=True)
 PREPARE = HookTarget(
     MODULE,
     "GPUModelRunner.prepare_attn",
@@ -58,8 +61,8 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is not None:
         batch = args[0] if args else kwargs["input_batch"]
-        if state.audit is not None:
-            state.audit.plan(runner, batch, *result)
+        if (audit := state.audit) is not None:
+            audit.plan(runner, batch, *result)
         if state.manager is not None and batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
             is_one, first = len(block_tables) == 1, state.first_seated
@@ -93,9 +96,9 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     elif state.manager is not None:
         batch = argument(SAMPLE, "input_batch", args, kwargs)
         state.manager.end_unlogged(batch.num_draft_tokens)
-    if state.audit is not None:
+    if (audit := state.audit) is not None:
         batch = argument(SAMPLE, "input_batch", args, kwargs)
-        state.audit.resolve(runner, result, batch, is_open)
+        audit.resolve(runner, result, batch, is_open)
     return result
 
 

@@ -179,7 +179,7 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
         _failed("report", error, stats)
     try:
         if committed:
-            commits.publish(committed, sizes)
+            commits.publish(committed, engine_outputs, sizes)
     except Exception as error:
         _failed("on_commit", error, stats)
     return engine_outputs

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming sessions: one request of the engine core that gets more input, turn by
+turn. vLLM's LLMEngine has none; AsyncLLM makes them of an iterator of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from tests.helpers.drafters import ScriptedDrafter, no_drafts
+from tests.helpers.engine import NUM_DRAFTS, Engine, threads
+
+Turn = tuple[Sequence[int], int]  # its input, and how many tokens it may have
+
+
+def add_turn(engine: Engine, name: str, turn: Turn | None) -> None:
+    """Queues a session's next input, or begins one; None ends it."""
+    tokens, max_tokens = turn or ([0], 1)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    request = EngineCoreRequest(
+        request_id=f"{name}-0",
+        prompt_token_ids=list(tokens),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        resumable=turn is not None,
+    )
+    engine.core.add_request(*engine.core.preprocess_add_request(request))
+
+
+def play(
+    engine: Engine, sessions: dict[str, Sequence[Turn]]
+) -> dict[str, list[list[int]]]:
+    """Plays sessions whose inputs are all queued from the start; the tokens of each
+    turn."""
+    found: dict[str, list[list[int]]] = {name: [[]] for name in sessions}
+    for name, turns in sessions.items():
+        for turn in (*turns, None):
+            add_turn(engine, name, turn)
+    with threads(1):
+        while engine.core.scheduler.has_requests():
+            outputs, has_run = engine.core.step()
+            engine.core.post_step(has_run)  # it fetches the drafts
+            for output in (one for of in outputs.values() for one in of.outputs):
+                turns_of = found[output.request_id.rpartition("-")[0]]
+                turns_of[-1] += output.new_token_ids
+                if output.finish_reason is not None:
+                    turns_of.append([])
+    return {name: turns[:-1] for name, turns in found.items()}
+
+
+def draft_rightly(engine: Engine, turns: Mapping[str, tuple[Turn, int]]) -> None:
+    """Has so many drafts of each window be right in these sessions' first turns; what
+    comes later has no drafts."""
+    ScriptedDrafter({}, no_drafts).attach(engine.runner)
+    alone = {
+        name: [(tokens, max_tokens + NUM_DRAFTS)]
+        for name, ((tokens, max_tokens), _) in turns.items()
+    }
+    written = play(engine, alone)
+    truth = {name: [*alone[name][0][0], *written[name][0]] for name in turns}
+
+    def plan(name: str, num_tokens: int) -> tuple[int, int]:
+        (tokens, max_tokens), num_right = turns[name]
+        is_first = num_tokens < len(tokens) + max_tokens
+        return (num_right, num_right) if is_first else (0, 0)
+
+    ScriptedDrafter(truth, plan).attach(engine.runner)
