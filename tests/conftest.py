@@ -5,6 +5,7 @@ of a file end with it."""
 from __future__ import annotations
 
 import ast
+import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ import pytest
 from tests.helpers import environment
 
 environment.prepare()
+
+
+def pytest_unconfigure() -> None:
+    """The first engine ends at exit, and logs; the stream that pytest gave vLLM's
+    handler is closed by then."""
+    logging.raiseExceptions = False
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tests.helpers.drafters import ScriptedDrafter, no_drafts
 from tests.helpers.engine import NUM_DRAFTS, Engine, threads
+from tests.helpers.player import MAX_STEPS
 
 Turn = tuple[Sequence[int], int]  # its input, and how many tokens it may have
 
@@ -35,16 +36,22 @@ def add_turn(engine: Engine, name: str, turn: Turn | None) -> None:
 
 
 def play(
-    engine: Engine, sessions: dict[str, Sequence[Turn]]
+    engine: Engine, sessions: Mapping[str, Sequence[Turn]]
 ) -> dict[str, list[list[int]]]:
-    """Plays sessions whose inputs are all queued from the start; the tokens of each
-    turn."""
+    """Plays sessions whose inputs are all queued from the start, as many at a time as
+    the engine runs: between turns they keep their blocks. The tokens of each turn."""
     found: dict[str, list[list[int]]] = {name: [[]] for name in sessions}
-    for name, turns in sessions.items():
-        for turn in (*turns, None):
-            add_turn(engine, name, turn)
+    waiting = list(sessions.items())
+    size = engine.core.vllm_config.scheduler_config.max_num_seqs
     with threads(1):
-        while engine.core.scheduler.has_requests():
+        for _ in range(MAX_STEPS):
+            if not engine.core.scheduler.has_requests():
+                batch, waiting = waiting[:size], waiting[size:]
+                if not batch:
+                    break
+                for name, turns in batch:
+                    for turn in (*turns, None):
+                        add_turn(engine, name, turn)
             outputs, has_run = engine.core.step()
             engine.core.post_step(has_run)  # it fetches the drafts
             for output in (one for of in outputs.values() for one in of.outputs):
@@ -52,6 +59,8 @@ def play(
                 turns_of[-1] += output.new_token_ids
                 if output.finish_reason is not None:
                     turns_of.append([])
+        else:
+            raise AssertionError("a session does not end")
     return {name: turns[:-1] for name, turns in found.items()}
 
 
