@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "shadow.h"
 #include "table.h"
 #include "window.h"
 
@@ -29,6 +30,7 @@ enum SlotState : int32_t {
   kSlotCommitted,
   kSlotRejected,
   kSlotLoaded,  // a KV connector fills it
+  kSlotUndone,  // of a row of a plan: a rejected draft's, which holds what it held before
 };
 
 // What is known of a slot's bytes. Replaced: the checksums are of what a load should
@@ -86,7 +88,7 @@ struct PlanRow {
   uint64_t hash;
   int64_t position;
   int32_t token;
-  int32_t state;  // kSlotPlanned, then kSlotCommitted or kSlotRejected
+  int32_t state;  // kSlotPlanned, then kSlotCommitted, kSlotRejected or kSlotUndone
   int64_t seat;
   // Of a row that is kept: layers whose checksums did not change when they should have,
   // and the first one's column of `contents`; -1: its bytes are not recorded.
@@ -242,7 +244,10 @@ struct AuditHit {
 
 struct AuditResolveArgs : AuditStep {
   static constexpr const char* kOp = "audit_resolve";
-  bool is_undone;          // rejected slots hold what they held before the step
+  // Rejected slots hold what they held before the step: those of all windows or, where
+  // `staged` has data, of the windows that are staged there.
+  bool is_undone;
+  SavedWindows staged;
   const AuditPart* parts;  // on the host
   // Blocks of the batch whose bytes are compared, and of each hit.
   int64_t num_scanned;
@@ -252,6 +257,10 @@ struct AuditResolveArgs : AuditStep {
   Acceptance acceptance{};
   const AuditHit* hits = nullptr;  // on the host
   int64_t num_hits = 0;
+
+  NWOR_HOST_DEVICE bool is_window_undone(int64_t r) const {
+    return is_undone && (staged.data == nullptr || is_staged(staged, r));
+  }
 };
 
 struct AuditSeatArgs : AuditGroup {

@@ -43,11 +43,17 @@ Call call_of(const char* op, const Tensor& tables) {
           group, reinterpret_cast<const AuditPart*>(columns + kGroupColumns)};
 }
 
+constexpr int64_t kMaxValue = 2147483647;
+
 AuditStep step_of(const Call& call, const Tensor& row_seats,
                   const Tensor& query_start_loc, const Tensor& block_table,
                   int64_t num_reqs, int64_t num_tokens, int64_t step) {
   const auto* const starts = call.values<int32_t>("query_start_loc", query_start_loc);
+  const IndexArray seats = call.indices("row_seats", row_seats);
   call.array_of("block_table", block_table, ScalarType::Int, 2);
+  NWOR_CHECK(block_table.size(1) <= 1 || block_table.stride(1) == 1, call.op(),
+             "block_table has stride ", block_table.stride(1),
+             " in dimension 1; must be 1");
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= row_seats.size(0) &&
                  num_reqs < query_start_loc.size(0) && num_reqs <= block_table.size(0),
              call.op(), "num_reqs is ", num_reqs,
@@ -57,7 +63,7 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
              "num_tokens is ", num_tokens, "; must be between 0 and ",
              call.group.max_tokens, ", the rows of plan");
   return {call.group,
-          call.indices("row_seats", row_seats),
+          seats,
           starts,
           num_reqs,
           static_cast<const int32_t*>(block_table.data_ptr()),
@@ -72,6 +78,7 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
 void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
                 int64_t seed, bool opaque, int64_t loads, Tensor features) {
   const Call call = call_of("audit_seat", tables);
+  const auto* const of_hit = call.values<int32_t>("tokens", tokens);
   const int64_t length = tokens.size(0);
   NWOR_CHECK(seat >= 0 && seat < call.group.num_seats, call.op(), "seat is ", seat,
              "; must be between 0 and ", call.group.num_seats - 1);
@@ -84,7 +91,7 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
              " rows; must have at most ", kMaxFeatures + 0);
   call.size_is("features", features, 1, sizeof(Feature) / 8, "a feature");
   AuditSeatArgs args{call.group,
-                     call.values<int32_t>("tokens", tokens),
+                     of_hit,
                      seat,
                      {0, 0, generation, opaque ? 1 : 0, length, loads,
                       static_cast<uint64_t>(seed), num_features},
@@ -116,7 +123,8 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    Tensor block_table, int64_t num_reqs, int64_t num_tokens,
                    int64_t step, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, bool is_undone, OptionalTensor hits,
+                   OptionalTensor num_rejected, bool is_undone, OptionalTensor staged,
+                   OptionalTensor state_indices, int64_t num_states, OptionalTensor hits,
                    int64_t num_blocks, int64_t num_hit_blocks, Tensor findings_to) {
   const Call call = call_of("audit_resolve", tables);
   const char* const op = call.op();
@@ -126,6 +134,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   AuditResolveArgs args{step_of(call, row_seats, query_start_loc, block_table, num_reqs,
                                 num_tokens, step),
                         is_undone,
+                        {},
                         call.parts,
                         num_blocks,
                         num_hit_blocks,
@@ -137,6 +146,11 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
         cu_num_logits->size(0) >= num_reqs && args.acceptance.num_reqs >= num_reqs, op,
         "cu_num_logits has ", cu_num_logits->size(0), " entries and the acceptance ",
         args.acceptance.num_reqs, " rows; must have ", num_reqs, ", num_reqs");
+  }
+  if (staged.has_value()) {
+    args.staged = call.saved(*staged);
+    args.staged.state_indices = call.state_indices(state_indices, num_reqs);
+    args.staged.num_states = num_states;
   }
   if (hits.has_value()) {
     args.hits =
@@ -166,9 +180,16 @@ void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
   const auto* const of_values = on_host<int64_t>(op, "values", values);
   const int64_t count = blocks.size(0);
   call.size_is("values", values, 0, count, "as blocks");
+  NWOR_CHECK(event >= kGiven && event <= kStored, op, "event is ", event,
+             "; must be between ", kGiven + 0, " and ", kStored + 0);
+  // Numbers of stores, which need room where they are kept; or generations.
+  const int64_t most = event == kGiven || group.num_stored > 0 ? kMaxValue : 0;
   for (int64_t i = 0; i < count; ++i) {
     NWOR_CHECK(of_blocks[i] >= 0 && of_blocks[i] < group.num_blocks, op, "blocks[", i,
                "] is ", of_blocks[i], "; must be between 0 and ", group.num_blocks - 1);
+    NWOR_CHECK(of_values[i] >= 0 && of_values[i] <= most, op, "values[", i, "] is ",
+               of_values[i], "; must be between 0 and ", most,
+               most == 0 ? ", because the group keeps no stored blocks" : "");
   }
   AuditBlocksArgs args{group, static_cast<BlockEvent>(event), step, 0, {}, {}};
   for (int64_t first = 0; first < count; first += args.num_events) {

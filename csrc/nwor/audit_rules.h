@@ -343,6 +343,7 @@ struct KeepRequests : AuditResolveArgs {
   NWOR_RULE void operator()(Team& team) const {
     each_request(team, *this, [&](const Rows& rows) {
       const int64_t r = rows.request;
+      const bool is_undone = is_window_undone(r);
       int64_t kept_end = rows.end;
       if (cu_num_logits != nullptr) {
         const int64_t num_drafts =
@@ -354,23 +355,27 @@ struct KeepRequests : AuditResolveArgs {
         }
       }
       for (int64_t i = rows.begin + team.index(); i < rows.end; i += team.size()) {
-        keep_row(rows.seat, i, i < kept_end, i == kept_end - 1);
+        const SlotState state = i < kept_end ? kSlotCommitted
+                                : is_undone  ? kSlotUndone
+                                             : kSlotRejected;
+        keep_row(rows.seat, i, state, i == kept_end - 1);
       }
       team.sync();
     });
   }
 
   // Row i is kept, or was a draft that is rejected. is_end: the last one that is kept.
-  NWOR_RULE void keep_row(int64_t seat_index, int64_t i, bool is_kept,
+  NWOR_RULE void keep_row(int64_t seat_index, int64_t i, SlotState state,
                           bool is_end) const {
     Seat& seat = seats[seat_index];
     PlanRow& row = plan[i];
-    row.state = is_kept ? kSlotCommitted : kSlotRejected;
+    const bool is_kept = state == kSlotCommitted;
+    row.state = state;
     if (row.slot >= 0) {
       SlotRecord& record = records[row.slot];
       if (record.state != kSlotPlanned || record.hash != row.hash) {
         // Another row of this step went to the same slot.
-      } else if (!is_kept && is_undone) {
+      } else if (state == kSlotUndone) {
         record = row.old;
       } else {
         record.state = seat.opaque && is_kept ? kSlotUnknown : row.state;
@@ -639,7 +644,10 @@ struct RecordRows : OfBytes<AuditResolveArgs> {
   NWOR_RULE void judge(PlanRow& row, const Compared& compared) const {
     const Seat& seat = seats[row.seat];
     if (row.state == kSlotRejected) {
-      if (is_undone && !is_all(compared)) {
+      return;
+    }
+    if (row.state == kSlotUndone) {
+      if (!is_all(compared)) {
         Finding finding =
             other_bytes(row.slot, row.position, seat.generation, compared);
         finding.writer = seat.generation;

@@ -96,7 +96,8 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    Tensor block_table, int64_t num_reqs, int64_t num_tokens,
                    int64_t step, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
-                   OptionalTensor num_rejected, bool is_undone, OptionalTensor hits,
+                   OptionalTensor num_rejected, bool is_undone, OptionalTensor staged,
+                   OptionalTensor state_indices, int64_t num_states, OptionalTensor hits,
                    int64_t num_blocks, int64_t num_hit_blocks, Tensor findings_to);
 void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
                   int64_t step);

@@ -100,6 +100,11 @@ NWOR_HOST_DEVICE inline StagedWindow load_window(const int32_t* saved) {
           saved[kSavedSeqLen], saved[kSavedFirstBlock], saved[kSavedNumBlocks]};
 }
 
+// Whether the last step that was staged has the window of row r in shadow blocks.
+NWOR_HOST_DEVICE inline bool is_staged(const SavedWindows& windows, int64_t r) {
+  return windows.has_seat(r) && windows.row(r)[kSavedDrafts] > 0;
+}
+
 // The window as the step of that number stages it; until its commit nothing in its
 // shadow counts as present.
 NWOR_HOST_DEVICE inline void save_window(int32_t* saved, const StagedWindow& window,

@@ -101,8 +101,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc, "
       "Tensor block_table, int num_reqs, int num_tokens, int step, Tensor? "
       "cu_num_logits, Tensor? sampled_token_ids, int vocab_size, Tensor? "
-      "num_rejected, bool is_undone, Tensor? hits, int num_blocks, int "
-      "num_hit_blocks, Tensor(a!) findings_to) -> ()");
+      "num_rejected, bool is_undone, Tensor? staged, Tensor? state_indices, int "
+      "num_states, Tensor? hits, int num_blocks, int num_hit_blocks, Tensor(a!) "
+      "findings_to) -> ()");
   ops.def(
       "audit_blocks(Tensor tables, int event, Tensor blocks, Tensor values, int step) "
       "-> ()");

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock, patch
 
 import pytest
@@ -44,11 +44,10 @@ from vllm_nwor.audit.requests import MAX_FEATURES, Loads
 from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
-from vllm_nwor.config import AuditMode, OnReject
-from vllm_nwor.draft_manager import State
+from vllm_nwor.config import AuditMode
 from vllm_nwor.kv_layout import packed_layout, row_layout
 from vllm_nwor.layer_tables import DeviceMemory, LayerCache
-from vllm_nwor.window import SampledIds
+from vllm_nwor.window import SampledIds, Undone
 
 N = 4  # slots a block
 NUM_BLOCKS = 16
@@ -93,7 +92,9 @@ class Work(NamedTuple):
 
 @dataclass
 class World:
-    """is_undone: rejected slots are restored, as in mode cow. On the CPU the last of
+    """is_undone: rejected slots are restored, as in mode cow; staged: the rest of what
+    is said of them; restored: the requests of which that is true, None for what
+    is_undone says. On the CPU the last of
     several layers is packed (its slots are columns of a block). is_v2: the V2 runner's
     hooks see its steps, and its requests have numbers, which are seats. slot_size:
     heads, and bytes of each.
@@ -105,6 +106,8 @@ class World:
     is_v2: ClassVar[bool]
     budget: int = EVERYTHING
     is_undone: bool = False
+    staged: tuple[Any, ...] = ()
+    restored: set[str] | None = None
     window: int = 0
     loads: Loads = Loads.NONE
     num_groups: int = 1
@@ -141,8 +144,7 @@ class World:
         self.requests, self.numbers, self.local = {}, {}, {}
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
         config = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
-        of_manager = SimpleNamespace(on_reject=OnReject.RESTORE)
-        manager = SimpleNamespace(state=State.IDLE, config=of_manager)
+        manager = SimpleNamespace(undone=self.undone)
         self.texts = torch.zeros(4, self.max_tokens, dtype=torch.int32).to(self.device)
         self.runner = SimpleNamespace(
             nwor_audit=RunnerAuditV2(self.audit, config, ""),
@@ -229,7 +231,10 @@ class World:
         for row, (name, work) in enumerate(works.items()):
             request, kept = self.requests[name], work.num + work.accepted
             rejected = mapping[starts[row] + kept : starts[row + 1]].tolist()
-            for slot in rejected if self.is_undone and restores else ():
+            restored = (
+                self.is_undone if self.restored is None else name in self.restored
+            )
+            for slot in rejected if restored and restores else ():
                 for layer in range(self.num_layers):
                     self.slot(layer, slot)[:] = self.slot(layer, slot, before)
             if work.accepted:
@@ -238,6 +243,10 @@ class World:
             request.computed += kept
         self._resolve(batch, list(works.values()), self._int32(cu_logits))
         return self.found()
+
+    def undone(self, group_id):
+        """As DraftCommitManager.undone."""
+        return Undone(self.is_undone, *self.staged)
 
     def _int32(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -285,7 +294,7 @@ class World:
             sampled = [[9] * (1 + w.accepted) + [-1] * (7 - w.accepted) for w in works]
             ids = self._int32(sampled).view(len(works), 8)
             accepted = SampledIds(ids, 100)
-            self.audit.resolve(cu_num_logits[1:], accepted, self.is_undone)
+            self.audit.resolve(cu_num_logits[1:], accepted, self.undone)
             return
         num_rejected = self._int32([len(w.drafts) - w.accepted for w in works])
         self.v2_batch.cu_num_logits = cu_num_logits
@@ -394,6 +403,43 @@ def test_drafts_accepted_and_rejected_are_no_findings(is_undone):
         world.requests["a"].text.append(30 + accepted)
         assert world.step(a=Work(1, (31, 32), accepted)) == []
     # What was proposed and rejected is written after all, then another token.
+    assert decode(world) == []
+
+
+# Places of two requests among four, and of each seat its drafts: negative if they were
+# left alone.
+@pytest.mark.parametrize(
+    ("indices", "saved", "undone"),
+    [
+        (None, [2, 2], "ab"),
+        (None, [2, -2], "a"),
+        (None, [-2, 2], "b"),
+        (None, [2], "a"),  # b has no seat
+        ([2, 3], [2, -2], "b"),
+        ([3, 0], [2, 2], "a"),
+        ([0, 1], [2, 2], ""),
+    ],
+)
+@pytest.mark.parametrize("spoilt", ["", "a", "b"])
+def test_rejected_drafts_are_undone_window_by_window(indices, saved, undone, spoilt):
+    """Where a window was not staged, nothing is said of its rejected slots, and what
+    they hold is noticed by the next write alone. A window that was has changed where
+    its bytes are others."""
+    world = World(is_undone=True)
+    for number, name in enumerate("ab"):
+        world.add(name, TEXT[:4], [1 + 2 * number, 2 + 2 * number])
+    assert world.step(a=4, b=4) == []
+    rows = torch.zeros((len(saved), ops.SAVED_COLUMNS + 4), dtype=torch.int32)
+    rows[:, 0] = torch.tensor(saved)
+    places = None if indices is None else world._int32(indices)
+    world.staged = rows.to(world.device), places, 4
+    world.restored = set(undone) - {spoilt}
+    for request in world.requests.values():
+        request.text.append(30)
+    found = world.step(a=Work(1, (31, 32), 0), b=Work(1, (31, 32), 0))
+    kinds = {("changed", name) for name in {spoilt} & set(undone)}
+    assert set(fields(found, "kind writer")) == kinds
+    world.staged, world.restored = (), None
     assert decode(world) == []
 
 
@@ -1453,19 +1499,26 @@ def test_what_is_counted_while_an_output_takes_the_counts_along_is_not_lost():
     assert [count["steps"] for count in counts] == [4, 3]
 
 
+def every_second(tensor):
+    """The same values, not contiguous."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
 # An op's argument, by number; what becomes of it, and what is said.
 REFUSED = [
     ("resolve", 1, lambda t: torch.full_like(t, 4), "row_seats[0] is 4; must be betwe"),
     ("resolve", 2, lambda t: torch.full_like(t, 9), "query_start_loc[0] is 9; must"),
-    (
-        "resolve",
-        12,
-        lambda _: torch.tensor([[2, 0, 0]]),
-        "hits[0] is of row 2; must be",
-    ),
-    ("resolve", 12, lambda _: torch.tensor([[0, 0]]), "hits"),
+    ("resolve", 3, every_second, "block_table has stride 2 in dimension 1; must be 1"),
+    ("resolve", 1, torch.max, "row_seats has shape []; must have 1 dim"),
+    ("resolve", 2, torch.max, "query_start_loc has shape []; must have 1 dim"),
+    ("plan", 3, torch.max, "block_table has shape []; must have 2 dimensions"),
+    ("resolve", 15, lambda _: torch.tensor([[2, 0, 0]]), "hits[0] is of row 2; must"),
+    ("resolve", 15, lambda _: torch.tensor([[0, 0]]), "hits"),
     ("blocks", 2, lambda t: t - 2, "blocks[1] is -1; must be between"),
     ("blocks", 2, lambda t: t + 14, f"blocks[0] is {NUM_BLOCKS}; must be between"),
+    ("blocks", 1, lambda _: 3, "event is 3; must be between 0 and 2"),
+    ("blocks", 3, lambda t: t + 1, "values[0] is 1; must be between 0 and 0, because"),
+    ("blocks", 3, lambda t: t - 1, "values[0] is -1; must be between 0 and 0, because"),
     ("snapshot", 0, lambda t: t[:-1].clone(), "for each table of layers"),
     ("snapshot", 0, torch.Tensor.int, "tables has dtype Int; must be Long"),
 ]
@@ -1482,7 +1535,8 @@ def test_what_makes_no_sense_is_refused(device, op, number, change, said):
 
     setattr(world.audit._ops, f"audit_{op}", spoiled)
     # On CUDA the host knows no value of what is there: it is left alone.
-    is_known = device.type == "cpu" or number not in (1, 2) or op == "blocks"
+    is_value = said.startswith(("row_seats[", "query_start_loc["))
+    is_known = device.type == "cpu" or not is_value
     refused = pytest.raises(RuntimeError, match=re.escape(said))
     with refused if is_known else nullcontext():
         world.audit.snapshot()

@@ -87,7 +87,7 @@ from .metrics import (
 from .report import MAX_IN_FLIGHT, StepPayload, counter_ring
 from .shadow_blocks import BlockTableLost, ShadowBlocks, StagedGroup
 from .undo_log import GroupLog, UndoLog, fitting_capacity
-from .window import Acceptance, VerificationWindows
+from .window import Acceptance, Undone, VerificationWindows
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -197,6 +197,8 @@ class DraftCommitManager:
         # In a staged step: what logs the rest of it, and whether that failed.
         self._rest_log: UndoLog | None = None
         self._has_rest_failed = False
+        # What the last commit did.
+        self._was_staged = self._was_restored = False
         of_staged = [group for group in self.groups if group.group_id in staged]
         others = self.groups[len(of_staged) :]
         num_staged = sum(len(group.tables) for group in of_staged)
@@ -405,7 +407,9 @@ class DraftCommitManager:
             self._slot = slot
         self._is_counted = False
         log: UndoLog | None = self.undo_log
-        if self.state is _STAGED:
+        self._was_restored = False
+        self._was_staged = self.state is _STAGED
+        if self._was_staged:
             shadow, log = self.shadow, self._rest_log
             assert shadow is not None
             try:
@@ -437,6 +441,7 @@ class DraftCommitManager:
                         )
                     except Exception as error:
                         failure = error
+                self._was_restored = failure is None
                 if failure is not None:
                     slot, self.state = -1, _FAILED
                     what = f"restore_rejected_drafts: {failure}"
@@ -446,6 +451,20 @@ class DraftCommitManager:
             self.counts = self._payloads[slot]
         if self._debug_sync:
             self.check_state()
+
+    def undone(self, group_id: int) -> Undone:
+        """What the last commit undid in this KV-cache group. To be asked between that
+        commit and the next step's start."""
+        is_protected = any(group.group_id == group_id for group in self.groups)
+        if not is_protected or self.config.on_reject is not OnReject.RESTORE:
+            return Undone()
+        shadow = self.shadow
+        if not self._was_staged or shadow is None or group_id not in shadow.groups:
+            return Undone(self._was_restored)
+        if self._was_restored and self._rest_log is self.undo_log:
+            return Undone(True)
+        indices = None if shadow.held is None else shadow.held.state_indices
+        return Undone(True, shadow.saved[group_id], indices, shadow.num_states)
 
     def _publish(self) -> bool:
         """Enqueues a copy of the counters to the slot, where no op of the last commit

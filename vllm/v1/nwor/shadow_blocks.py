@@ -181,6 +181,7 @@ class ShadowBlocks:
         them. ops: what has StagedLayers. num_states: as in ops.stage."""
         self.num_seats = min(group.region.num_seats for _, group, _ in groups)
         self.groups = {gid: group for gid, group, _ in groups}
+        self.num_states = num_states
         self.saved: dict[int, torch.Tensor] = {}
         self.step = 1
         self.num_drafts = 0

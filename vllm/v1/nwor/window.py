@@ -12,7 +12,7 @@ draft rows are entries 1, 2 (request 0) and 5 (request 2) of `logits_indices`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -54,6 +54,21 @@ class VerificationWindows(Struct, frozen=True, gc=False):
     seq_lens: torch.Tensor | None = None
     state_indices: torch.Tensor | None = None
     lacks_seats: bool = False
+
+
+class Undone(NamedTuple):
+    """Whether the rejected drafts of a step, in one KV-cache group, left the bytes that
+    were there before.
+
+    is_undone: those of all windows; if there is `staged`, those of the windows that it
+        has in shadow blocks. staged: as `saved` of ops.stage, behind that step's commit.
+    state_indices: as in VerificationWindows. num_states: as in ops.stage.
+    """
+
+    is_undone: bool = False
+    staged: torch.Tensor | None = None
+    state_indices: torch.Tensor | None = None
+    num_states: int = 0
 
 
 class SampledIds(Struct, frozen=True, gc=False):

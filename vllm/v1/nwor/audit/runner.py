@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from ..config import AuditMode, NworConfig, OnReject
-from ..draft_manager import NworError, State
+from ..config import AuditMode, NworConfig
+from ..draft_manager import NworError
 from ..hooks._wrap import HookTarget, Wrapped, argument, install_all
 from ..hooks.layers import error_text
 from ..report import MAX_IN_FLIGHT, NOTHING, News
-from ..window import Acceptance, NumRejected, SampledIds
+from ..window import Acceptance, NumRejected, SampledIds, Undone
 from . import offloading, startup
 from .findings import AuditError, Finding, Findings
 from .requests import Loads
@@ -101,6 +101,11 @@ def guarded(part: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _nothing_undone(group_id: int) -> Undone:
+    """As DraftCommitManager.undone, of a step without a commit."""
+    return Undone()
+
+
 class RunnerAudit:
     """What the audit keeps on a runner, as its attribute `nwor_audit`. What begins with
     `runner` is called by hooks, and only while there is an audit."""
@@ -153,13 +158,8 @@ class RunnerAudit:
         out. drafts: where it says which rows are drafts. was_open: NWOR had
         windows."""
         if self.audit.is_open:
-            manager = runner.nwor_state.manager
-            is_undone = (
-                was_open
-                and manager.state is State.IDLE
-                and manager.config.on_reject is OnReject.RESTORE
-            )
-            self.audit.resolve(*self._kept(runner, sampled, drafts), is_undone)
+            undone = runner.nwor_state.manager.undone if was_open else _nothing_undone
+            self.audit.resolve(*self._kept(runner, sampled, drafts), undone)
 
     def attach(self, runner: Any, output: Any) -> Any:
         """The output of a step, which findings leave with, or which they keep from

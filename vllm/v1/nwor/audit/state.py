@@ -26,7 +26,7 @@ import torch
 
 from .. import ops
 from ..layer_tables import DeviceMemory
-from ..window import Acceptance
+from ..window import Acceptance, Undone
 from .findings import Outbox
 from .requests import NO_FEATURES, Loads, Request, Requests, features_of, seed_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
@@ -361,13 +361,13 @@ class Audit:
         self,
         cu_num_logits: torch.Tensor | None,
         acceptance: Acceptance | None,
-        is_undone: bool,
+        undone: Callable[[int], Undone],
     ) -> None:
         """Call after sampling and commit, before anything else writes to the caches.
 
         cu_num_logits: [num_reqs] int32, as in VerificationWindows; None without drafts,
-        as acceptance. is_undone: whether rejected slots hold what they held before the
-        step. What was found is sent to the host at the end.
+        as acceptance. undone: asked for each KV-cache group, by its id. What was found
+        is sent to the host at the end.
         """
         batch, self._open = self._open, None
         fresh, self._fresh = self._fresh, {}
@@ -384,7 +384,8 @@ class Audit:
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
             rows = self._rows(group, batch)
-            how = cu_num_logits, *kept, is_undone, hits, *budgets
+            of_drafts = undone(group.shape.group_id)
+            how = cu_num_logits, *kept, *of_drafts, hits, *budgets
             self._ops.audit_resolve(*rows, *how, findings_to)
         self.outbox.sent()
 
