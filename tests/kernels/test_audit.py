@@ -99,13 +99,14 @@ class World:
     hooks see its steps, and its requests have numbers, which are seats. slot_size:
     heads, and bytes of each.
 
-    local: of what a request found, the tokens that the scheduler knows to have been in
-    the cache. copied: pairs of blocks. preempted: requests."""
+    can_say: whether the scheduler's hook works. local: of what a request found, the
+    tokens that the scheduler knows to have been in the cache. copied: pairs of blocks. preempted: requests."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
     budget: int = EVERYTHING
     is_undone: bool = False
+    can_say: bool = True
     staged: tuple[Any, ...] = ()
     restored: set[str] | None = None
     window: int = 0
@@ -265,7 +266,7 @@ class World:
         scheduled.preempted_req_ids = self.preempted
         scheduled.kv_cache_block_copies = self.copied
         known = {name: (None, num, True) for name, num in self.local.items()}
-        scheduled.nwor_audit = known
+        scheduled.nwor_audit = known if self.can_say else None
         scheduled.scheduled_spec_decode_tokens = has_drafts
         self.runner.nwor_audit.begin_step(self.runner, scheduled)
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
@@ -468,6 +469,14 @@ def test_a_hit_in_the_step_that_writes_it_is_no_finding():
     assert world.step(a=10, b=1) == []
     assert world.step(b=0) == []
     assert world.counts("unverified") == (0,)
+
+
+def test_a_request_of_which_the_scheduler_could_say_nothing_is_unknown():
+    """Its salt may be another one: what it finds is no finding, and is counted."""
+    world = prefilled(can_say=False)
+    world.add("b", OTHER[:4] + TEXT[4:9], [1, 2, 6], hit=8)
+    assert world.step(b=1) == []
+    assert world.counts("unverified") == (8,)
 
 
 def test_a_preempted_request_gives_up_its_seat():

@@ -12,6 +12,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 
+from tests.helpers.logs import nwor_log
+from vllm_nwor import metrics
 from vllm_nwor.audit.requests import MAX_FEATURES, features_of, hash_of, seed_of
 from vllm_nwor.audit.stats import _schedule
 
@@ -163,3 +165,22 @@ def test_a_request_that_vllm_has_dropped_is_not_known():
     scheduler = Scheduler()
     scheduler.requests = {}
     assert scheduler.schedule() == (None, None, False)
+
+
+@pytest.mark.parametrize("strict", ["0", "always"])
+def test_a_failure_in_the_scheduler_ends_no_step(strict, monkeypatch):
+    """Workers take the requests of that step for unknown ones."""
+    monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
+    monkeypatch.setattr(metrics, "_logged", set())
+    output = SimpleNamespace(scheduled_new_reqs=[object()], scheduled_cached_reqs=None)
+    scheduler = SimpleNamespace(requests={})
+    if strict == "always":
+        with pytest.raises(AttributeError):
+            _schedule(lambda: output, scheduler, (), {})
+        return
+    with nwor_log() as lines:
+        for _ in range(2):
+            assert _schedule(lambda: output, scheduler, (), {}) is output
+    assert output.nwor_audit is None
+    (line,) = lines
+    assert line.startswith("ERROR NWOR audit: requests are not verified from here on: ")

@@ -20,7 +20,7 @@ from vllm_nwor.kv_layout import packed_layout, row_layout
 from vllm_nwor.layer_tables import LayerCache
 from vllm_nwor.shadow_blocks import ShadowRegion, StagedGroup, blocks_per_seat
 from vllm_nwor.undo_log import num_bytes
-from vllm_nwor.window import NumRejected, VerificationWindows
+from vllm_nwor.window import NumRejected, Undone, VerificationWindows
 
 # Blocks of requests and, behind them, shadow blocks: two for each of two seats.
 BLOCKS, SHADOW_BLOCKS, HEADS, SLOTS, DIM = 6, 4, 2, 4, 8
@@ -163,6 +163,41 @@ def test_what_is_staged_lives_until_the_next_step_starts():
     world.commit()
     world.manager.start_step()
     assert all(life() is None for life in lives)
+
+
+# --- what a commit has undone ---------------------------------------------------------
+
+# Of groups 0 and 1, of which the first is staged, the second is logged, and a third
+# that is not protected: what is said where this happens.
+UNDONE = {
+    "all is well": ({}, "none", ["windows", "all", "none"]),
+    "a window without a seat": ({"num_seats": 1}, "none", ["all", "all", "none"]),
+    "the log fails": ({}, "log", ["windows", "none", "none"]),
+    "the rest is not logged": ({"num_seats": 1}, "log", ["windows", "none", "none"]),
+    "the restore fails": ({}, "restore", ["windows", "none", "none"]),
+    "the stage fails": ({}, "stage", ["all", "all", "none"]),
+}
+
+
+@pytest.mark.parametrize("what", UNDONE)
+def test_what_is_undone_is_said_of_each_group(what):
+    settings, fails, expected = UNDONE[what]
+    world = World(True, False, fails=fails, strictness=Strict.NEVER, **settings)
+    world.run()
+    found = [world.manager.undone(gid) for gid in range(3)]
+    assert [
+        "windows" if of.staged is not None else "all" if of.is_undone else "none"
+        for of in found
+    ] == expected
+    if found[0].staged is not None:
+        assert found[0].is_undone
+        assert found[0].staged is world.manager.shadow.saved[0]
+
+
+def test_nothing_is_undone_where_rejected_slots_are_poisoned():
+    world = World(False, on_reject=OnReject.POISON)
+    world.run()
+    assert world.manager.undone(0) == Undone()
 
 
 # --- what raises, and what is published -----------------------------------------------

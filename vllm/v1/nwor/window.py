@@ -61,7 +61,7 @@ class Undone(NamedTuple):
     were there before.
 
     is_undone: those of all windows; if there is `staged`, those of the windows that it
-        has in shadow blocks. staged: as `saved` of ops.stage, behind that step's commit.
+        has in shadow blocks. staged: as `saved` of ops.stage, after that step's commit.
     state_indices: as in VerificationWindows. num_states: as in ops.stage.
     """
 

@@ -155,10 +155,12 @@ class Audit:
             for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
                 group.copy_block(*copy)
         owners: Owners = [{} for _ in self.groups]
+        # None: the scheduler could not say (stats.py), and nothing is compared.
         known = getattr(scheduled, "nwor_audit", {})
         for new in scheduled.scheduled_new_reqs:
-            salt, *source = known.get(new.req_id, (None, None, False))
-            identity = seed_of(new, salt), features_of(new)
+            salt, *source = (known or {}).get(new.req_id, (None, None, False))
+            features = None if known is None else features_of(new)
+            identity = seed_of(new, salt), features
             about = new.num_computed_tokens, *source, *identity
             self._add(owners, new.req_id, new.block_ids, *about)
         cached = scheduled.scheduled_cached_reqs

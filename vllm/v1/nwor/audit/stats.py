@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ..config import NworConfig
 from ..hooks._wrap import HookTarget, Wrapped, install_all
 from ..hooks.stats import SCHEDULER
-from ..metrics import create
+from ..metrics import create, log_once
 from .findings import CLASSES
 
 # Beside findings; the names are those of a payload, behind vllm:nwor_audit_.
@@ -43,6 +44,19 @@ def install(module: ModuleType) -> None:
 def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     loaded = set(getattr(scheduler, "finished_recving_kv_req_ids", ()))
     output = wrapped(*args, **kwargs)
+    try:
+        _inform_workers(scheduler, output, loaded)
+    except Exception as error:
+        if NworConfig.from_env().strict_steps:
+            raise
+        # The workers take the requests that are new in this step for unknown ones.
+        output.nwor_audit = None
+        log_once("audit: requests are not verified from here on", repr(error))
+    return output
+
+
+def _inform_workers(scheduler: Any, output: Any, loaded: set[str]) -> None:
+    """What workers need to know of this step's requests goes with its output."""
     if output.scheduled_new_reqs:
         output.nwor_audit = {
             new.req_id: (
@@ -53,7 +67,6 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
         }
     for name in output.scheduled_cached_reqs.resumed_req_ids:
         _has_blocks(scheduler.requests.get(name))
-    return output
 
 
 def _known_of(request: Any, new: Any) -> tuple[str | None, int | None]:
