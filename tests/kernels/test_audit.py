@@ -100,7 +100,8 @@ class World:
     heads, and bytes of each.
 
     can_say: whether the scheduler's hook works. local: of what a request found, the
-    tokens that the scheduler knows to have been in the cache. copied: pairs of blocks. preempted: requests."""
+    tokens that the scheduler knows to have been in the cache. copied: pairs of blocks.
+    preempted: requests."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
