@@ -40,8 +40,8 @@ class Step:
     preempted: requests. new_blocks: those that requests get, of all KV-cache
     groups. slots: [num_tokens] int64 for each layer, as the
     forward saw them, -1 for padding. rejected_rows, rejected_seats: of the batch, the
-    rows of rejected drafts, and of each its request's seat. graph: vLLM's mode of CUDA graph. contradictions: where V2's own numbers do
-    not agree.
+    rows of rejected drafts, and of each its request's seat. graph: vLLM's mode of CUDA
+    graph. contradictions: where V2's own numbers do not agree.
     """
 
     scheduled: dict[str, int]

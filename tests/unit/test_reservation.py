@@ -311,7 +311,9 @@ def test_the_line_says_who_has_shadow_blocks_and_how_more_get_some(
     (line,) = lines
     num_seats = config.nwor_shadow[0].num_seats
     assert ends in line
-    rest = " of max_num_seqs=8 requests; the others use the undo log (" * (num_seats < 8)
+    rest = " of max_num_seqs=8 requests; the others use the undo log (" * (
+        num_seats < 8
+    )
     assert f" KV blocks reserved as shadow blocks, for {num_seats}{rest}" in line
     if told := re.search(r"BLOCKS=(\d+) is enough for (\w+)", line):
         enough, wanted = int(told[1]), NUM_SEQS if told[2] == "all" else int(told[2])
