@@ -8,13 +8,16 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import numpy
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
@@ -346,6 +349,35 @@ def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
 
     assert [(it.num_drafts, it.lacks_seats) for it in seen] == [(sum(drafts), lacks)]
     assert runner.nwor_state.windows is seen[0]  # to be logged
+
+
+def test_vllm_gives_out_the_places_with_seats_first_and_nobody_loses_one():
+    """In vLLM's own request states (V2) and batch (V1), while requests run and others
+    come and go. A row that becomes free is the last request's."""
+    states = MagicMock(free_indices=list(range(8)), req_id_to_index={})
+    batch = InputBatch(8, 16, 16, torch.device("cpu"), 9, [4], [4])
+
+    def seats():
+        of_v2 = {name: 7 - index for name, index in states.req_id_to_index.items()}
+        return of_v2, dict(batch.req_id_to_index)
+
+    def add(name):
+        RequestState.add_request(states, name, 1, [1], 0, 9)
+        about = name, [1], [], SamplingParams(), None, ([1],), 0, []
+        batch.add_request(CachedRequestState(*about))
+
+    for name in "abcd":
+        add(name)
+    assert seats() == (dict(zip("abcd", range(4), strict=True)),) * 2
+    for one in (RequestState.remove_request(states, "b"), batch.remove_request("b")):
+        assert one is not None
+    batch.condense()
+    assert seats() == ({"a": 0, "c": 2, "d": 3}, {"a": 0, "d": 1, "c": 2})
+    add("e")
+    assert seats() == (
+        {"a": 0, "c": 2, "d": 3, "e": 1},
+        {"a": 0, "d": 1, "c": 2, "e": 3},
+    )
 
 
 class Stopped(BaseException):
