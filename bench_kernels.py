@@ -135,7 +135,7 @@ class Case:
             copied = random_bytes(self.num_bytes)
         metadata = (mapping.to(device), rows, cumulative.int().to(device))
         rejected = (None, 0, num_rejected.int().to(device), self.counters)
-        of_log = (self.table, None, *metadata, *log, drafts)
+        of_log = (self.table, None, *metadata, *log, drafts, ops.NO_SHADOW)
         of_restore = (self.table, None, *log, *rejected, drafts)
         calls = {
             "copy": partial(torch.zeros_like(copied).copy_, copied),

@@ -168,7 +168,7 @@ def _num_blocks(config: Any) -> int:
 
 
 def _counters(manager: DraftCommitManager) -> dict[str, int]:
-    """The manager's [num_tables, 8] counters by column name."""
+    """The manager's [num_tables, 9] counters by column name."""
     from vllm_nwor.ops import COUNTER_COLUMNS
 
     first, totals = manager.counters[0].tolist(), manager.counters.sum(0).tolist()

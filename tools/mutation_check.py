@@ -16,7 +16,8 @@ a mutation that does not compile) is an error, not a catch. Exit status: 0 all c
 1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
 missed because that check was removed; in the file, a result in the result.
 
---cuda: what only the kernels of shadow blocks have. `build` makes a library for each,
+--cuda: what only the kernels of shadow blocks have, and of the log's what it leaves to
+them. `build` makes a library for each,
 `run` tries those on a GPU (tools/gpu/README.md). Not covered: all other CUDA kernels.
 """
 
@@ -55,10 +56,11 @@ TESTS = (
     "tests/kernels/test_large_offsets.py",
     "tests/kernels/test_audit.py",
     "tests/simulation",
+    "tests/unit/test_report.py",
 )
 SELFTEST = ("-m vllm_nwor.audit --selftest",)
 CUDA_TESTS = ("tests/kernels/test_validation.py", "tests/kernels/test_transaction.py")
-CUDA_TESTS += ("-k", "cuda and (a_seat or stage)")
+CUDA_TESTS += ("-k", "cuda and (seat or stage)")
 TIMEOUT_SECONDS = 900
 
 

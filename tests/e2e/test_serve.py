@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,7 +117,9 @@ def test_metrics_are_exposed(server: Server, used: dict[str, float]) -> None:
         [s.labels for s in samples if s.name == f"vllm:{name}_total"]
         for name in ("spec_decode_num_drafts", "nwor_windows")
     )
-    assert windows == drafted, "counters of one engine carry the labels of vLLM's own"
+    modes = [labels.pop("mode") for labels in windows]
+    assert modes == ["stage", "cow"]
+    assert windows == drafted * 2, "counters of an engine carry the labels of vLLM's"
     labels = {"requested": "stage", "resolved": "stage", "group": "0", "engine": "0"}
     assert info.labels.items() >= (labels | drafted[0]).items()
 
@@ -214,7 +217,11 @@ ENGINE = "{{model_name}}, engine {{engine}}"
 ABOVE_0 = {
     *(("Draft tokens by outcome", one) for one in ("staged", "committed", "rejected")),
     *(("Restored bytes", f"{ENGINE}, {one} shadow blocks") for one in ("to", "from")),
-    *(("Acceptance rate", "NWOR"), ("Windows", "NWOR"), ("Throughput", "answer")),
+    *(
+        ("Acceptance rate", "NWOR"),
+        ("Windows", "NWOR, stage"),
+        ("Throughput", "answer"),
+    ),
     *(("vLLM's draft tokens", "drafted"), ("Audited steps", ENGINE)),
 }
 
@@ -248,7 +255,7 @@ def test_prometheus_has_the_servers_own_counts(watched: Watched) -> None:
         assert time.monotonic() < deadline, (seen, expected)
         time.sleep(SCRAPE_SECONDS)
         for name in expected:
-            series = watched.prometheus.query(f"{name}_total")
+            series = watched.prometheus.query(f"sum({name}_total)")
             seen[name] = [float(one["value"][1]) for one in series]
     (row,) = watched.prometheus.query("vllm:nwor_info == 1")
     assert (row["metric"]["requested"], row["metric"]["resolved"]) == ("stage", "stage")
@@ -329,7 +336,9 @@ def texts_of_each(server: Server) -> list[list[str]]:
 def check_engine(server: Server, engine: str, mode: str) -> None:
     """Guarantee 7 for one engine of several, none of whose requests was dropped."""
     of_engine = [s for s in server.samples() if s.labels.get("engine") == engine]
-    found = {sample.name.removesuffix("_total"): sample.value for sample in of_engine}
+    found: Counter[str] = Counter()  # summed over other labels
+    for sample in of_engine:
+        found[sample.name.removesuffix("_total")] += sample.value
     check_identities(found)
     assert found["vllm:nwor_windows"] == found["vllm:spec_decode_num_drafts"]
     assert found["vllm:nwor_dropped_drafts"] == 0 < found["vllm:nwor_rejected_tokens"]

@@ -56,8 +56,8 @@ class EngineSpec:
     executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
     windows: layers of the model have a sliding window, and a KV-cache group of their
     own.
-    seats: in mode stage, how many requests have shadow blocks; 0 for all. A step with
-    more is expected to be logged and counted, as no_seat.
+    seats: in mode stage, how many requests have shadow blocks; 0 for all. The windows
+    of others are logged in the same step.
     """
 
     name: str

@@ -98,6 +98,7 @@ class GpuTestExtension(OracleExtension):
             "protected": manager
             and {
                 "log_bytes_per_draft": manager.log_bytes_per_draft,
+                "num_seats": getattr(manager.shadow, "num_seats", 0),
                 "layers": [layer.name for g in manager.groups for layer in g.layers],
             },
             "resolved": [info.resolved for info in state.infos] if state else [],

@@ -249,6 +249,7 @@ class Watch(SnapshotOracle):
     """Watches a model runner in any process, V1 or V2, from `start` to `stop`.
 
     num_present: rows of shadow blocks that were compared, over all layers.
+    num_shadow_windows: windows of requests that have a seat.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -261,7 +262,7 @@ class Watch(SnapshotOracle):
             for table in block_tables(self.probe.runner):
                 table.zero_()  # V2's warm-up leaves what it made up
         self.reset()
-        self.num_present = 0
+        self.num_present = self.num_shadow_windows = 0
         self.probe.observers, self.probe.steps = [self], []
         self.steps: list[dict[str, Any]] = []
         self.digests: list[tuple[int, int, int]] = []
@@ -298,6 +299,7 @@ class Watch(SnapshotOracle):
             "num_staged_slots": self.num_staged,
             "num_logged_slots": self.num_logged,
             "num_present_rows": self.num_present,
+            "num_shadow_windows": self.num_shadow_windows,
             "layers": len(self.targets),
         }
 
@@ -305,6 +307,8 @@ class Watch(SnapshotOracle):
         for text in step.contradictions:
             self._violation("contradiction", text, [-1])
         super().committed(step)
+        seats = step.seats.values()
+        self.num_shadow_windows += sum(seat < self.num_seats for seat in seats)
         if self.num_blocks:
             self._check_seats(step)
         slots = self.final_slots(step)

@@ -63,14 +63,18 @@ def test_verdict_of_a_healthy_engine(runs, mode, monkeypatch):
     assert not verdict["facts"].keys() & {"targets", "protected"}
 
 
-def test_verdict_where_some_steps_lack_a_seat(runs, monkeypatch):
+def test_verdict_where_some_windows_lack_a_seat(runs, monkeypatch):
     monkeypatch.setattr(compare, "ON", STAGE)
     few, all_have = ({OFF: runs[OFF], STAGE: runs[name]} for name in (FEW.name, STAGE))
     assert failing(few, FEW) == set(), compare.judge(FEW, few)
     for runs_of_other, spec in ((few, CPU), (all_have, FEW)):
         assert failing(runs_of_other, spec) == {"bytes", "counters"}
     seen = few[STAGE].report["watched"][ROW]
-    assert 0 < seen["fallbacks"]["no_seat"] < len(seen["watch"][0]["steps"])
+    counts = seen["device_counters"]
+    assert counts["shadow_windows"] == seen["watch"][0]["num_shadow_windows"]
+    assert 0 < counts["shadow_windows"] < counts["windows"]
+    assert counts["restored_bytes"] > 0 < counts["committed_bytes"]
+    assert not any(seen["fallbacks"].values())
 
 
 def change(found: Any, *path: Any) -> None:
@@ -123,7 +127,12 @@ TROUBLE: dict[str, tuple[list[tuple[Any, ...]], set[str]]] = {
     ),
     "restored": ([(*DEVICE, "restored_bytes", one_more)], {"counters"}),
     "windows": ([(*DEVICE, "windows", one_more)], {"counters"}),
-    "no seat": ([(ON, *WATCHED, "fallbacks", {"no_seat": 1})], {"counters"}),
+    "mode": ([(*DEVICE, "shadow_windows", one_more)], {"counters"}),
+    "mode in metrics": (
+        [(ON, *PLAIN, "counters", "nwor_windows/cow", lambda num: num - 1)],
+        {"counters"},
+    ),
+    "worker's fallback": ([(ON, *WATCHED, "fallbacks", {"a": 1})], {"counters"}),
     "gauge": ([(ON, "info", ["native"])], {"counters"}),
     "runner": ([(OFF, "facts", "runner", V2)], {"rows"}),
     "order": ([(ON, "facts", "async_scheduling", True)], {"rows"}),

@@ -78,6 +78,7 @@ def check_metrics(engine: Engine, result: Result, rise: dict[str, int]) -> None:
     assert 0 < result.num_accepted < result.num_drafted
     num_rejected = result.num_drafted - result.num_accepted
     assert result.num_drafted - drafted == result.steps[9].drafted["gone"] > 0
+    assert (rise["nwor_windows/stage"], rise["nwor_windows/cow"] > 0) == (0, True)
     assert {name: rise[f"nwor_{name}"] for name in COUNTERS} == {
         "windows": sum(len(step.drafted) for step in result.steps),
         "tokens_staged": result.num_drafted,

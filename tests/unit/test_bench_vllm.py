@@ -316,7 +316,7 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     monkeypatch.setattr(_wrap, "rehook", lambda: None)
     manager = Mock(is_open=False, fallbacks={}, **{"stage.return_value": False})
-    counters = [[2, 6, 4, 2, 100, 0, 7, 9], [2, 6, 4, 2, 50, 1, 3, 1]]
+    counters = [[2, 6, 4, 2, 1, 100, 0, 7, 9], [2, 6, 4, 2, 1, 50, 1, 3, 1]]
     manager.counters, shadow = torch.tensor(counters), manager.shadow
     worker, state = NworWorkerExtension(), SimpleNamespace(manager=manager, infos=())
     config = SimpleNamespace(num_blocks=64)
@@ -334,7 +334,7 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
     assert (found["begin_ns"], found["commit_ns"]) == ([110, 70], [1000])
     assert found["counters"] == {
         **{"windows": 2, "staged": 6, "committed": 4, "rejected": 2},
-        **{"restored_bytes": 150, "invalid_slots": 1},
+        **{"shadow_windows": 1, "restored_bytes": 150, "invalid_slots": 1},
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
     # Untimed it is the manager itself, as it was but for the shadow blocks.

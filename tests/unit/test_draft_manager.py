@@ -50,6 +50,7 @@ class World:
         fails="none",
         capacity=3,
         num_seats=2,
+        num_states=2,
         storage=None,
         has_builtins=False,
         has_packed=False,
@@ -83,6 +84,7 @@ class World:
             None if has_builtins else self.ops,
             {gid: StagedGroup(region, SLOTS) for gid, it in enumerate(is_staged) if it},
             max_in_flight,
+            num_states,
         )
         self.step = VerificationWindows(
             num_drafts=3,

@@ -123,7 +123,9 @@ class Runner:
             num_draft_tokens=3,
             logits_indices=torch.arange(4),
             cu_num_logits=torch.tensor([0, 4]),
+            idx_mapping=torch.tensor([0]),
         )
+        self.max_num_reqs = 1
         tables = [torch.zeros(1, 3, dtype=torch.int32)]
         self.block_tables = SimpleNamespace(input_block_tables=tables)
         graphs = {"run_fullgraph": self.forward, "run_pw_graph": None}
@@ -219,7 +221,7 @@ def test_oracle_reports_a_write_that_nobody_ordered(runner, when, layer, slot, k
     ("kind", "verified", "written"),
     [
         ("early write", [5, 17, 18, 19, -1], [5, 6, 18, 19]),
-        ("not staged", [5, 6, 7, 8, -1], [5]),
+        ("not staged", [5, 17, 7, 18, -1], [5]),
         ("stray write", [5, 17, 18, 19, -1], [5, 17]),
     ],
 )

@@ -28,12 +28,13 @@ import vllm_nwor.metrics as metrics
 from vllm_nwor import commits
 from vllm_nwor.hooks import stats
 from vllm_nwor.hooks._wrap import HostMismatch
-from vllm_nwor.metrics import COUNTERS, FALLBACKS, GroupInfo, NworPrometheus
+from vllm_nwor.metrics import COUNTERS, FALLBACKS, SERIES, GroupInfo, NworPrometheus
 from vllm_nwor.report import StepPayload
 
 BONUS = 7
 COUNTED = ("counted", "stops")
-ZEROS = (0,) * 8
+ZEROS = (0,) * 9
+NAMES = ["_".join(series) for series in SERIES]
 INFO = [GroupInfo(0, "stage", "cow", "no path")]
 OTHER_INFO = [INFO[0]._replace(resolved="off")]
 
@@ -56,8 +57,8 @@ def _fresh(monkeypatch):
 def test_an_output_carries_counts_that_are_read_when_it_is(name, caplog):
     """Where they cannot be had, or there are none, it stays as it was: that loses no
     token."""
-    memory = array.array("q", [0] * 8)
-    before, after = memoryview(array.array("q", range(8))), memoryview(memory)
+    memory = array.array("q", [0] * 9)
+    before, after = memoryview(array.array("q", range(9))), memoryview(memory)
     output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     result = SimpleNamespace(**{name: output}) if name else output
     for take_payload, num_logged in ((lambda: None, 0), (lambda: 1 // 0, 1)):
@@ -67,9 +68,9 @@ def test_an_output_carries_counts_that_are_read_when_it_is(name, caplog):
         assert caplog.text.count(text) == num_logged
 
     stats.attach(result, lambda: StepPayload((before, after)))
-    memory[:] = array.array("q", range(10, 90, 10))
+    memory[:] = array.array("q", range(10, 100, 10))
 
-    risen = (10, 19, 28, 37, 46, 55, 64, 73)
+    risen = (10, 19, 28, 37, 46, 55, 64, 73, 82)
     assert output.nwor_stats.read() == (risen,)
     assert pickle.loads(pickle.dumps(output)).nwor_stats == (risen,)
 
@@ -85,11 +86,14 @@ def test_the_shared_empty_output_is_never_touched_and_nothing_is_lost(result):
 # --- a scheduler's steps --------------------------------------------------------------
 
 
-def counts(windows, staged, accepted, *, rejected=None, restored=0, invalid=0):
+def counts(
+    windows, staged, accepted, *, rejected=None, in_shadow=None, restored=0, invalid=0
+):
     """Of a step, as the worker counts. Each column that nobody names has a number of
     its own, so that no two can be mixed up."""
     rejected = staged - accepted if rejected is None else rejected
-    return windows, staged, accepted, rejected, restored, invalid, 96, 48
+    in_shadow = min(windows, 1) if in_shadow is None else in_shadow
+    return windows, staged, accepted, rejected, in_shadow, restored, invalid, 96, 48
 
 
 class Step:
@@ -200,9 +204,9 @@ def run(scheduler, step, payload="truth", invalid=None, **more_drafts):
     if found is None or found.nwor_report is None:
         return None
     report = {"fallbacks": {}} | found.nwor_report
-    report |= dict(zip(COUNTERS, report.pop("counts"), strict=True))
+    report |= dict(zip(NAMES, report.pop("counts"), strict=True))
     parts = ("committed_tokens", "rejected_tokens", "dropped_drafts")
-    assert all(report[name] >= 0 for name in COUNTERS)
+    assert all(report[name] >= 0 for name in NAMES)
     assert report["tokens_staged"] == sum(report[part] for part in parts)
     return report
 
@@ -240,6 +244,9 @@ TRIMMED = Step(a=(4, 1, "counted"), b=(4, 0, "counted"))
         (ONE_GONE, counts(2, 4, 1), ["drafts", "accepted"], "ngram"),
         (ONE_GONE, counts(1, 4, 1), ["windows", "drafts", "accepted"], "ngram"),
         (BOTH_COUNTED, counts(2, 7, 3, invalid=2), ["worker"], "ngram"),
+        *((BOTH_COUNTED, counts(2, 7, 3, in_shadow=n), [], "ngram") for n in range(3)),
+        (BOTH_COUNTED, counts(2, 7, 3, in_shadow=3), ["modes"], "ngram"),
+        (ONE_GONE, counts(1, 7, 3, in_shadow=2), ["modes", "windows"], "ngram"),
         *((ONE_CLEARED, counts(2, 7, num), [], "ngram") for num in (1, 4)),
         *((ONE_CLEARED, counts(2, 7, num), ["accepted"], "ngram") for num in (0, 5)),
         (TRIMMED, counts(1, 5, 1), ["windows", "drafts"], "ngram"),
@@ -257,6 +264,9 @@ def test_each_identity_that_fails_is_a_breach_by_name(step, found, kinds, method
     drafts, accepted = step.counted
     assert report["committed_tokens"] == accepted
     assert report["dropped_drafts"] == max(found[1], step.counts[1]) - drafts
+    num_windows, in_shadow = found[0], min(found[4], found[0])
+    assert report["windows_stage"] == in_shadow
+    assert report["windows_cow"] == num_windows - in_shadow
 
 
 # --- the scheduler's hooks ------------------------------------------------------------
@@ -295,7 +305,8 @@ def test_a_failure_around_on_commit_costs_no_counts(part, monkeypatch):
         ({"has_unfinished_requests": None}, "truth", 5),
         ({}, "counters", 4),
         ({}, (ZEROS[1:],), 4),
-        ({}, ((1, 4, 2, 2, 0, 0, -64, 0),), 4),
+        ({}, ((1, 4, 2, 2, 1, 0, 0, -64, 0),), 4),
+        ({}, ((1, 4, 2, 2, -1, 0, 0, 64, 0),), 4),
     ],
 )
 def test_what_fails_here_is_a_breach_and_loses_no_output(
@@ -316,7 +327,7 @@ def test_what_fails_here_is_a_breach_and_loses_no_output(
     report = run(scheduler, MIXED)
 
     assert report["breaches"] == 1
-    assert report["windows"] == num_windows
+    assert report["windows_stage"] + report["windows_cow"] == num_windows
     assert metrics._logged == {"breach of the report identity"}
     assert len([r for r in caplog.records if "breach" in r.message]) == 1
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
@@ -327,17 +338,17 @@ def test_what_fails_here_is_a_breach_and_loses_no_output(
 @pytest.mark.parametrize(
     ("name", "payload", "news", "twice"),
     [
-        ("fallbacks", (ZEROS, {"no_seat": 2}), {"no_seat": 2}, {"no_seat": 4}),
+        ("fallbacks", (ZEROS, {"stale_log": 2}), {"stale_log": 2}, {"stale_log": 4}),
         ("audit", (ZEROS, {}, [], {"steps": 9}), {"steps": 9}, {"steps": 18}),
         ("info", (ZEROS, {}, INFO), INFO, INFO),
-        ("breaches", ((*ZEROS[:5], 1, 0, 0),), 1, 2),
+        ("breaches", ((*ZEROS[:6], 1, 0, 0),), 1, 2),
     ],
 )
 def test_news_leave_with_the_step_that_has_them_and_once(name, payload, news, twice):
     """A step that ran as vanilla, whose windows are no breach, but for a slot. Or with
     the next one that has outputs, added up."""
     scheduler = hooked_scheduler()
-    nothing = {**dict.fromkeys(COUNTERS, 0), "fallbacks": {}}
+    nothing = {**dict.fromkeys(NAMES, 0), "fallbacks": {}}
 
     assert run(scheduler, MIXED, payload) == nothing | {name: news}
     assert run(scheduler, IDLE, None) is None
@@ -391,11 +402,13 @@ def test_whatever_is_aborted_the_totals_add_up(steps):
         report = run(scheduler, step, payload, invalid if forbids else None)
         if not vanilla:
             drafts, accepted = step.counted
-            num_windows, staged, _, _, restored, _, shadow_copied, kept = step.counts
+            num_windows, staged, _, _, in_shadow, *others = step.counts
+            restored, _, shadow_copied, kept = others
+            modes = in_shadow, num_windows - in_shadow
             parts = accepted, drafts - accepted, staged - drafts
-            rises = num_windows, staged, *parts, restored, shadow_copied, kept, 0
-            expected.update(dict(zip(COUNTERS, rises, strict=True)))
-        found.update({name: report[name] for name in COUNTERS if report})
+            rises = *modes, staged, *parts, restored, shadow_copied, kept, 0
+            expected.update(dict(zip(NAMES, rises, strict=True)))
+        found.update({name: report[name] for name in NAMES if report})
 
     assert "make_spec_decoding_stats" not in vars(scheduler)
     assert found == expected
@@ -404,7 +417,7 @@ def test_whatever_is_aborted_the_totals_add_up(steps):
 @settings(deadline=None)
 @given(
     WINDOWS.filter(lambda windows: any(window[0] for window in windows.values())),
-    st.integers(0, 7),
+    st.integers(0, 8),
     st.integers(-2, 2),
 )
 def test_one_wrong_number_of_the_worker_never_passes(windows, column, error):
@@ -413,7 +426,8 @@ def test_one_wrong_number_of_the_worker_never_passes(windows, column, error):
     step = Step(**windows, z=(0, 0, "counted"))
     wrong = list(step.counts)
     wrong[column] = max(wrong[column] + error, 0)  # zero less one is zero
-    is_wrong = tuple(wrong) != step.counts and column in (0, 1, 2, 3, 5)
+    is_wrong = tuple(wrong) != step.counts and column in (0, 1, 2, 3, 6)
+    is_wrong |= wrong[4] > wrong[0]
 
     reports = [
         run(hooked_scheduler(), step, (tuple(wrong),), **more)
@@ -436,7 +450,7 @@ def test_a_report_is_a_field_that_a_front_end_without_nwor_skips():
     decode(encode(extended(2, [3])), type=extended)
     for cls in (extended, SchedulerStats) * 2:
         stats.extend(cls)
-    for report in (None, {"counts": [1, 2], "fallbacks": {"no_seat": 3}}):
+    for report in (None, {"counts": [1, 2], "fallbacks": {"stale_log": 3}}):
         sent = extended(2, [3])
         if report:
             sent.nwor_report = report
@@ -481,7 +495,7 @@ class FrontEnd:
     def record(self, engine=0, news=(), **counts):
         """A SchedulerStats with such a report; vLLM's logger gets it, too."""
         found = SchedulerStats()
-        found.nwor_report = {"counts": [counts.get(name, 0) for name in COUNTERS]}
+        found.nwor_report = {"counts": [counts.get(name, 0) for name in NAMES]}
         found.nwor_report |= news
         self.logger.record(found, None, mm_cache_stats=None, engine_idx=engine)
         assert self.logger.recorded.pop() is found
@@ -502,27 +516,29 @@ def test_a_report_is_counted_for_its_engine(audit, monkeypatch):
     nothing else."""
     monkeypatch.setenv("VLLM_NWOR_AUDIT", audit)
     front = FrontEnd(0, 1)
-    for name in COUNTERS:
-        assert front.value(f"{name}_total", 1) == 0
+    for name, *mode in SERIES:
+        labels = dict(zip(["mode"], mode, strict=False))
+        assert front.value(f"{name}_total", 1, **labels) == 0
     shown = [front.value("fallbacks_total", 1, reason=reason) for reason in FALLBACKS]
     assert shown == [0] * len(FALLBACKS)
 
     for _ in range(2):
         news = {"fallbacks": {"over_capacity": 3}, "audit": {"steps": 7}}
-        front.record(1, news, windows=2, restored_bytes=10)
+        front.record(1, news, windows_stage=2, windows_cow=1, restored_bytes=10)
         for found in (SchedulerStats(), None):
             front.logger.record(found, None, None)
 
-    assert front.value("windows_total", 1) == 4
+    assert front.value("windows_total", 1, mode="stage") == 4
+    assert front.value("windows_total", 1, mode="cow") == 2
     assert front.value("restored_bytes_total", 1) == 20
-    assert front.value("windows_total", 0) == 0
+    assert front.value("windows_total", 0, mode="stage") == 0
     assert front.value("fallbacks_total", 1, reason="over_capacity") == 6
     assert front.value("audit_steps_total", 1) == (14 if audit == "log" else None)
-    front.record(9, windows=1)
+    front.record(9, windows_cow=1)
     assert metrics._logged == {"a report was lost"}
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises(KeyError):
-        front.record(9, windows=1)
+        front.record(9, windows_cow=1)
 
 
 def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch, tmp_path):
@@ -530,14 +546,14 @@ def test_counts_that_nobody_collects_do_not_pile_up(monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "MAX_WAITING", 5)
     front = FrontEnd()
     for _ in range(20):
-        front.record(windows=1)
+        front.record(windows_cow=1)
         assert len(front.logger.nwor_prometheus[0]._waiting[0]) <= 5
-    assert front.value("windows_total") == 20
-    assert front.value("windows_total") == 20
+    assert front.value("windows_total", mode="cow") == 20
+    assert front.value("windows_total", mode="cow") == 20
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     front.start()
-    front.record(windows=1)
+    front.record(windows_cow=1)
     assert not front.logger.nwor_prometheus[0]._waiting[0]
 
 
@@ -545,16 +561,16 @@ def test_info_is_shown_once_for_each_group_and_by_loggers_created_anew():
     """What was shown before goes to zero, as counters of new loggers do."""
     front = FrontEnd()
     front.record(news={"info": INFO})
-    front.record(windows=5)
+    front.record(windows_cow=5)
     assert front.info() == [1, None]
     front.record(news={"info": OTHER_INFO})
     assert front.info() == [0, 1]
 
     for news, shown in (({}, [None, 1]), ({"info": INFO}, [1, None])):
         front.start()
-        assert front.value("windows_total") == 0
-        front.record(news=news, windows=1)
-        assert front.value("windows_total") == 1
+        assert front.value("windows_total", mode="cow") == 0
+        front.record(news=news, windows_cow=1)
+        assert front.value("windows_total", mode="cow") == 1
         assert front.info() == shown
 
 
@@ -564,7 +580,7 @@ def test_emit_metrics_0_counts_and_creates_nothing(monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "0")
 
     front.start()
-    front.record(windows=1)
+    front.record(windows_cow=1)
 
     assert list(front.registry.collect()) == []
     assert run(hooked_scheduler(), MIXED) is None

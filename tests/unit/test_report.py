@@ -8,13 +8,17 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
+import numpy
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
@@ -28,9 +32,9 @@ from vllm_nwor.report import MAX_UNREAD, NOTHING, Report
 from vllm_nwor.window import NumRejected
 
 INFOS = [GroupInfo(0, "stage", "cow", "because")]
-ZEROS = (0,) * 8
+ZEROS = (0,) * 9
 # Of a step of World's, all drafts rejected: two windows, three drafts.
-COUNTS = (2, 3, 0, 3, 3 * ROW_BYTES, 0, 0, 0)
+COUNTS = (2, 3, 0, 3, 0, 3 * ROW_BYTES, 0, 0, 0)
 
 
 def reporting(*is_staged, **more):
@@ -73,7 +77,7 @@ def test_news_come_with_a_steps_own_counts_or_alone_and_once():
     world, report = reporting(False, False)
     world.run()
     payload = report.take_payload()
-    counts = *COUNTS[:4], 2 * COUNTS[4], *COUNTS[5:]
+    counts = *COUNTS[:5], 2 * COUNTS[5], *COUNTS[6:]
 
     audit = {"steps": 9}
     assert payload.with_audit(audit.copy).read() == (counts, {}, [], audit)
@@ -170,19 +174,19 @@ class Runner:
     """What V2's hooks of a step need, around a World's manager and step; its sampler
     rejects all drafts. V1 is what all engines here run."""
 
-    def __init__(self, *is_staged, max_num_reqs=2, **world):
-        self.world = World(*is_staged, **world)
+    def __init__(self, *is_staged, num_states=2, indices=(1, 0), **world):
+        self.world = World(*is_staged, num_states=num_states, **world)
         self.manager, step = self.world.manager, self.world.step
-        self.nwor_state = hooks.RunnerState(self.manager, [], max_num_reqs=max_num_reqs)
+        self.nwor_state = hooks.RunnerState(self.manager, [], num_states=num_states)
         self.tables, self.slots = step.block_tables, torch.stack(step.slot_mappings)
         self.batch = SimpleNamespace(
             num_draft_tokens=step.num_drafts,
-            num_reqs=step.num_reqs,
             logits_indices=step.logits_indices,
             cu_num_logits=int32(0, *step.cu_num_logits),
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
-            idx_mapping=torch.tensor([0, 1]),
+            idx_mapping=torch.tensor(indices),
+            idx_mapping_np=numpy.array(indices),
         )
 
     def look(self, gid=0):
@@ -221,7 +225,7 @@ class Runner:
         return self.sample_tokens(self.sample)[0]
 
 
-STAGED = (*COUNTS[:4], 0, 0)
+STAGED = (*COUNTS[:4], 2, 0, 0)
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -236,7 +240,7 @@ def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
         assert runner.manager.state is (State.STAGED if is_staged else State.LOGGED)
         ((counts,), _) = runner.sample_tokens(runner.sample)
         assert runner.look() == REAL
-        assert counts[:6] == (STAGED if is_staged else COUNTS[:6])
+        assert counts[:7] == (STAGED if is_staged else COUNTS[:7])
     runner.nwor_state.emits = False
     assert runner.step() is None
     assert runner.manager.counters[0, 1] == 9
@@ -382,15 +386,98 @@ def test_a_dummy_run_of_v2_is_no_step(is_staged):
     assert all(map(torch.equal, plain, with_dummies))
 
 
-@pytest.mark.parametrize(("max_num_reqs", "first"), [(2, 3), (3, 1)])
-def test_v2s_seats_are_the_request_states_if_there_are_as_many(max_num_reqs, first):
-    """Else those of the batch's rows."""
-    runner = Runner(True, max_num_reqs=max_num_reqs)
-    runner.batch.idx_mapping = torch.tensor([1, 0])
+STAGES, LOGS = {"stage": 1, "commit": 1}, {"log": 1, "restore": 1}
 
-    runner.prepare()
 
-    assert runner.tables[0][0, 1] == BLOCKS + first
+@pytest.mark.parametrize(
+    ("num_states", "indices", "entries", "num_logged"),
+    [
+        (2, (1, 0), (BLOCKS + 1, BLOCKS + 2), 0),
+        (2, (0, 1), (BLOCKS + 3, BLOCKS), 0),
+        (5, (4, 3), (BLOCKS + 1, BLOCKS + 2), 0),
+        (5, (2, 4), (1, BLOCKS), 2),
+        (5, (3, 0), (BLOCKS + 3, 4), 1),
+        (5, (0, 1), (1, 4), 3),
+    ],
+)
+def test_v2_seats_those_whose_request_states_are_last(
+    num_states, indices, entries, num_logged
+):
+    """They are given out first, and kept. There are two seats; drafts of others are
+    logged in the same step."""
+    runner = Runner(True, num_states=num_states, indices=indices)
+    runner.execute(runner.prepare)
+    assert (runner.tables[0][0, 1], runner.tables[0][1, 0]) == entries
+
+    ((counts,), _) = runner.sample_tokens(runner.sample)
+
+    in_shadow = sum(entry >= BLOCKS for entry in entries)
+    assert counts[:6] == (*COUNTS[:4], in_shadow, num_logged * ROW_BYTES)
+    assert runner.look() == REAL
+    assert runner.world.ops.calls == STAGES | (LOGS if num_logged else {})
+    runner.world.check(State.IDLE)
+
+
+@pytest.mark.parametrize(
+    ("num_seats", "drafts", "lacks"),
+    [
+        (2, [2, 1], False),
+        (1, [2, 1], True),
+        (1, [2, 0], False),
+        (1, [0, 1], True),
+        (2, [0, 1, 0], False),
+        (2, [0, 0, 1], True),
+    ],
+)
+def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
+    """Rows behind them that have no drafts lack nothing."""
+    seen, gpu = [], SimpleNamespace(gpu=None)
+    manager = SimpleNamespace(shadow=SimpleNamespace(num_seats=num_seats))
+    manager.stage = seen.append
+    table = SimpleNamespace(slot_mapping=gpu, block_table=gpu)
+    runner = SimpleNamespace(
+        nwor_state=SimpleNamespace(manager=manager, audit=None),
+        input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
+        query_start_loc=gpu,
+        seq_lens=None,
+    )
+    metadata = SimpleNamespace(
+        num_draft_tokens=drafts, logits_indices=None, cu_num_sampled_tokens=None
+    )
+
+    runner_v1._calc_spec_decode_metadata(lambda: metadata, runner, (), {})
+
+    assert [(it.num_drafts, it.lacks_seats) for it in seen] == [(sum(drafts), lacks)]
+    assert runner.nwor_state.windows is seen[0]  # to be logged
+
+
+def test_vllm_gives_out_the_places_with_seats_first_and_nobody_loses_one():
+    """In vLLM's own request states (V2) and batch (V1), while requests run and others
+    come and go. A row that becomes free is the last request's."""
+    states = MagicMock(free_indices=list(range(8)), req_id_to_index={})
+    batch = InputBatch(8, 16, 16, torch.device("cpu"), 9, [4], [4])
+
+    def seats():
+        of_v2 = {name: 7 - index for name, index in states.req_id_to_index.items()}
+        return of_v2, dict(batch.req_id_to_index)
+
+    def add(name):
+        RequestState.add_request(states, name, 1, [1], 0, 9)
+        about = name, [1], [], SamplingParams(), None, ([1],), 0, []
+        batch.add_request(CachedRequestState(*about))
+
+    for name in "abcd":
+        add(name)
+    assert seats() == (dict(zip("abcd", range(4), strict=True)),) * 2
+    for one in (RequestState.remove_request(states, "b"), batch.remove_request("b")):
+        assert one is not None
+    batch.condense()
+    assert seats() == ({"a": 0, "c": 2, "d": 3}, {"a": 0, "d": 1, "c": 2})
+    add("e")
+    assert seats() == (
+        {"a": 0, "c": 2, "d": 3, "e": 1},
+        {"a": 0, "d": 1, "c": 2, "e": 3},
+    )
 
 
 class Stopped(BaseException):
@@ -460,7 +547,7 @@ def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, erro
     assert looks == [REAL]
     told = told or runner.sample_tokens(lambda: None)[0]
     runner.world.check(State.IDLE, **fallbacks)
-    counts = [0] * 8
+    counts = [0] * 9
     counts[COUNTER_COLUMNS.index("invalid_slots")] = fallbacks.get("begin_missed", 0)
     assert told == ((tuple(counts), fallbacks, []) if fallbacks else None)
 

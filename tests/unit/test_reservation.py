@@ -4,6 +4,7 @@ which, or why there are none. vLLM's configurations are real ones."""
 
 import copy
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -272,7 +273,9 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(monkeypatch)
     assert workers == before
     assert not hasattr(scheduler, "nwor_shadow")
     assert lines == [
-        "INFO NWOR: 20 of 1000 KV blocks reserved as shadow blocks, for 5 requests"
+        "INFO NWOR: 20 of 1000 KV blocks reserved as shadow blocks, for 5 of "
+        "max_num_seqs=8 requests; the others use the undo log "
+        "(VLLM_NWOR_SHADOW_BLOCKS=32 is enough for all)"
     ]
     expected = {
         0: ShadowRegion(980, 5, 2, 980, BLOCK),
@@ -283,6 +286,39 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(monkeypatch)
     for received in (workers, *sent):
         assert [worker.nwor_shadow for worker in received] == [expected] * 2
         assert isinstance(received[0].nwor_shadow[0], ShadowRegion)
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_blocks", "allowed", "ends"),
+    [
+        # One request of 256 tokens needs 16 blocks, 9 in a sliding window, and block 0.
+        ([FULL], NUM_BLOCKS, 16, "for 8 requests"),
+        ([FULL], NUM_BLOCKS, 15, "(VLLM_NWOR_SHADOW_BLOCKS=16 is enough for all)"),
+        ([FULL, SLIDING], NUM_BLOCKS, 31, "_SHADOW_BLOCKS=32 is enough for all)"),
+        ([FULL], 17 + 11, 4, "(VLLM_NWOR_SHADOW_BLOCKS=10 is enough for 5)"),
+        ([FULL, SLIDING], 26 + 11, 4, "(VLLM_NWOR_SHADOW_BLOCKS=8 is enough for 2)"),
+        ([FULL], 17 + 5, 99, "(a request of the longest length needs the other KV bl"),
+    ],
+)
+def test_the_line_says_who_has_shadow_blocks_and_how_more_get_some(
+    specs, num_blocks, allowed, ends, monkeypatch
+):
+    """The number that it gives is enough, and one block less is not."""
+    config = kv_cache_config(*specs, num_blocks=num_blocks)
+    monkeypatch.setenv("VLLM_NWOR_SHADOW_BLOCKS", str(allowed))
+    with nwor_log() as lines:
+        start([config])
+    (line,) = lines
+    num_seats = config.nwor_shadow[0].num_seats
+    assert ends in line
+    rest = " of max_num_seqs=8 requests; the others use the undo log (" * (
+        num_seats < 8
+    )
+    assert f" KV blocks reserved as shadow blocks, for {num_seats}{rest}" in line
+    if told := re.search(r"BLOCKS=(\d+) is enough for (\w+)", line):
+        enough, wanted = int(told[1]), NUM_SEQS if told[2] == "all" else int(told[2])
+        for allowed, num_seats in ((enough, wanted), (enough - 1, wanted - 1)):
+            assert plan(vllm_config(), config, allowed)[0].num_seats == num_seats
 
 
 def refused(workers, sentence, **found):

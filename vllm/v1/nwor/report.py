@@ -79,7 +79,7 @@ class StepPayload:
     """What a step reports to the scheduler, to be read once the step's output is there:
     what NworStats.add_step takes. Another process gets a plain tuple.
 
-    slots: what the counters were and became, each [num_launches * 8] int64. The memory
+    slots: what the counters were and became, each [num_launches * 9] int64. The memory
         may be used again once the step's output was processed.
     news: nothing, or what gives, when it is called, new fallbacks by reason and the
         infos; and the audit's counts, if any.
@@ -121,10 +121,10 @@ def counter_ring(
     """Where the commits of steps write the counters, one after another: a slot for each
     step in flight, and one for what the oldest compares with.
 
-    counters: [num_launches, 8] int64, zeros.
+    counters: [num_launches, 9] int64, zeros.
 
     Returns:
-        [slots, num_launches, 8] int64, cpu, pinned if the counters are on a device; and
+        [slots, num_launches, 9] int64, cpu, pinned if the counters are on a device; and
         by slot the payload of a step that wrote to it.
     """
     ring = torch.zeros(

@@ -211,10 +211,9 @@ def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(found, str):
         logger.info("NWOR: no shadow blocks: %s", found)
         return scheduler_config
-    text = "NWOR: %d of %d KV blocks reserved as shadow blocks, for %d requests"
-    reserved = num_blocks - lowered.num_blocks
-    num_seats = min(region.num_seats for region in found.values())
-    logger.info(text, reserved, num_blocks, num_seats)
+    text = "NWOR: %d of %d KV blocks reserved as shadow blocks, for %s"
+    whom = _seated(vllm_config, workers[0], found)
+    logger.info(text, num_blocks - lowered.num_blocks, num_blocks, whom)
     return lowered
 
 
@@ -251,11 +250,7 @@ def plan(
     num_blocks, budget = kv_cache_config.num_blocks, config.max_shadow_blocks
     if budget is None:
         budget = int(num_blocks * DEFAULT_SHARE)
-    # Block 0 is the scheduler's null block.
-    of_one_request = 1 + sum(
-        -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
-        for spec in (group.kv_cache_spec for group in groups)
-    )
+    of_one_request = _blocks_of_one_request(vllm_config, groups)
     a_seat = {gid: blocks_per_seat(num_drafts, size) for gid, size in sizes.items()}
     of_all = sum(a_seat.values())
     available = min(budget, num_blocks - of_one_request)
@@ -274,6 +269,36 @@ def plan(
         regions[gid] = ShadowRegion(first, num_seats, a_seat[gid], num_real, size)
         first += regions[gid].num_blocks
     return regions
+
+
+def _blocks_of_one_request(vllm_config: Any, groups: Sequence[Any]) -> int:
+    """What one of max_model_len needs, and block 0, the scheduler's null block."""
+    return 1 + sum(
+        -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        for spec in (group.kv_cache_spec for group in groups)
+    )
+
+
+def _seated(
+    vllm_config: Any, kv_cache_config: Any, regions: Mapping[int, ShadowRegion]
+) -> str:
+    """How many requests have shadow blocks; if not all, how more can have some."""
+    num_seats = min(region.num_seats for region in regions.values())
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    if num_seats >= max_num_seqs:
+        return f"{num_seats} requests"
+    a_seat = sum(region.num_blocks // region.num_seats for region in regions.values())
+    groups = kv_cache_config.kv_cache_groups
+    num_free = kv_cache_config.num_blocks - _blocks_of_one_request(vllm_config, groups)
+    most = min(max_num_seqs, num_free // a_seat)
+    hint = f"VLLM_NWOR_SHADOW_BLOCKS={most * a_seat} is enough for "
+    hint += "all" if most == max_num_seqs else f"{most}"
+    if most == num_seats:
+        hint = "a request of the longest length needs the other KV blocks"
+    return (
+        f"{num_seats} of max_num_seqs={max_num_seqs} requests; the others use the undo "
+        f"log ({hint})"
+    )
 
 
 def block_sizes(groups: Sequence[Any]) -> dict[int, int]:
