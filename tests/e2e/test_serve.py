@@ -24,16 +24,20 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from prometheus_client.samples import Sample
 
 from tests.helpers import monitoring, reach
 from tests.helpers.environment import REPO, model_path, subprocess_env
 from tests.helpers.player import check_identities
 from tests.helpers.server import ARGUMENTS, Server, serve
 from tools.soak.server import SERVE, free_port, running
+from vllm_nwor.metrics import COUNTERS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_API_SERVERS = 2
+# What the server of the fixture shows before its first request.
+FIRST_SCRAPE: list[Sample] = []
 PROMPTS = (
     "List the months of the year, then list the months of the year again.",
     "The cat sat on the mat. The dog sat on the mat. The cow sat on",
@@ -48,6 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = (*ARGUMENTS, "--api-server-count", str(NUM_API_SERVERS))
     audit = {"VLLM_NWOR_AUDIT": "log"}
     with serve(folder, "stage", "smollm2-135m", *arguments, **audit) as running:
+        FIRST_SCRAPE[:] = running.samples()
         yield running
 
 
@@ -92,6 +97,16 @@ def test_two_lines_say_what_stage_takes(server: Server) -> None:
         r"32 drafts, \d+\.\d MiB; shadow blocks: 8 seats, 11\.2 MiB$",
         lines[1],
     )
+
+
+def test_the_first_scrape_says_what_runs(server: Server) -> None:
+    """Before the first request; and every series of counters, with 0."""
+    (info,) = [s for s in FIRST_SCRAPE if s.name == "vllm:nwor_info"]
+    assert info.value == 1
+    labels = {"requested": "stage", "resolved": "stage", "group": "0", "engine": "0"}
+    assert info.labels.items() >= labels.items()
+    found = {s.name.removeprefix("vllm:nwor_"): s.value for s in FIRST_SCRAPE}
+    assert [found[f"{name}_total"] for name in COUNTERS] == [0] * len(COUNTERS)
 
 
 def test_metrics_are_exposed(server: Server, used: dict[str, float]) -> None:
