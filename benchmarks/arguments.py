@@ -180,7 +180,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     is_random = (options.model or "").startswith("shape:")
     of_compare = f"it is for --mode {COMPARE}, and the mode is {options.mode}"
     given = (name for name in COMPARE_ONLY if getattr(options, name) is not None)
-    refuse(options, **{name: not compares and of_compare for name in given})
+    refuse(options, **dict.fromkeys(given, not compares and of_compare))
     has_default = method == "draft_model" and options.model is None
     lacks_drafter = method in METHODS_WITH_MODEL and not (has_drafter or has_default)
     options.against = options.against or "nwor"

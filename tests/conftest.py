@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings for all tests: engines run in process, offline, and NWOR starts off; those
-of a file end with it. Where there is no GPU, tests that need one are deselected, and the
-summary says how many they are."""
+of a file end with it. Where there is no GPU, tests that need one are deselected, and
+the summary says how many they are."""
 
 from __future__ import annotations
 

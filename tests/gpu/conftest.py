@@ -15,6 +15,7 @@ from tests.gpu.pool import OFF, ON, Pool, Runs
 
 HERE = Path(__file__).parent
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:

@@ -247,7 +247,9 @@ def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, capsys):
 
 def test_a_conclusion_says_cost_and_noise():
     ratio = {"median": 0.989, "low": 0.969, "high": 0.997}
-    said = "nwor costs 1.1 % of the throughput (0.3 to 3.1); noise of this machine 1.6 %"
+    said = (
+        "nwor costs 1.1 % of the throughput (0.3 to 3.1); noise of this machine 1.6 %"
+    )
     noisy = {"low": 0.984, "high": 1.004}
     assert summary.conclusion("nwor", ratio, {"low": 0.995, "high": 1.016}) == said
     said += ": no difference was resolved from it"

@@ -384,8 +384,7 @@ def test_a_step_is_kept_with_how_it_ended_and_what_pytest_counted(
 # -- where there is no GPU -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize(("processes", "has_gpu"), [(0, False), (0, True), (2, False)])
 def test_without_a_gpu_one_line_says_how_many_tests_need_one(
     processes, has_gpu, tmp_path
 ):
