@@ -275,7 +275,8 @@ def test_a_model_that_is_not_there_is_named_before_vllm_is_loaded(option, value,
 
 
 def test_the_process_without_nwor_gets_no_argument_of_compare_alone():
-    argv = "--against cow --pairs-until-ci=0.01 --no-true-off --batch-size 2".split()
+    argv = ["--against", "cow", "--pairs-until-ci=0.01", "--no-true-off"]
+    argv += ["--batch-size", "2"]
     found = bench_vllm.true_off_arguments([*argv, "--against=stage"], Path("a.json"))
     assert found[:2] == ["--batch-size", "2"]
     assert parse(found).against == "nwor"

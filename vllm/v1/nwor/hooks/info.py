@@ -36,7 +36,7 @@ CACHES = HookTarget(
     CORE,
     "EngineCore._initialize_kv_caches",
     ("self", "vllm_config"),
-    why="the workers' KV caches are bound: they are asked for what became of each group",
+    why="the workers' KV caches are bound: they say what became of each group",
     delete_when=HAS_FIELDS,
 )
 READY = HookTarget(
@@ -57,7 +57,7 @@ def install(module: ModuleType) -> None:
         return
     try:
         if module.__name__ == CORE:
-            _extend_response(getattr(import_module(ENGINE), "EngineCoreReadyResponse"))
+            _extend_response(import_module(ENGINE).EngineCoreReadyResponse)
         install_all(module, LEDGER)
     except (AttributeError, HostMismatch) as error:
         if config.strict:
