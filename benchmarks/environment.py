@@ -77,8 +77,9 @@ def cpu_model() -> str:
     return found[1] if found else platform.processor() or "unknown"
 
 
-def warnings(device: str) -> list[str]:
-    """Sentences about this machine that a reader of the numbers should know."""
+def warnings(device: str, advice: str = "") -> list[str]:
+    """Sentences about this machine that a reader of the numbers should know. advice:
+    what to do about a CPU that varies, where something can be done."""
     found = []
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 4:
@@ -87,9 +88,8 @@ def warnings(device: str) -> list[str]:
             "other processes share them, or did until lately"
         )
     if device == "cpu":
-        found.append(
-            "a CPU's clock and neighbours vary: read each ratio beside its control"
-        )
+        text = "a CPU's clock and neighbours vary"
+        found.append(f"{text}: {advice}" if advice else text)
     return found
 
 

@@ -298,7 +298,7 @@ def everything(result: Result) -> str:
 
 def short(result: Result) -> str:
     """Four of the lines that bench_vllm.py printed: of the check of the outputs, both
-    ratios of a comparison, and its last one, of host time."""
+    ratios of a comparison, and its last one, the conclusion."""
     lines = text(result).splitlines()
     check, ratios = lines.index("check") + 1, lines.index("tokens/s, ratio") + 2
     shown = [lines[check].strip(), *lines[ratios : ratios + 2], lines[-1].strip()]

@@ -58,12 +58,17 @@ class Model:
 
 def find_model(argument: str, value: str | None, default: str) -> Model:
     """The model that `value` names; None names `default` in the cache folder. What is
-    neither a shape nor a model's directory is for vLLM to find.
+    neither a shape nor a path is for vLLM to find.
 
-    argument: the option's name, for the message. Raises BadArgument: the default was
-    not made yet.
+    argument: the option's name, for the message. Raises BadArgument: there is no such
+    shape or folder, or the default was not made yet.
     """
     name = (value or "").removeprefix(SHAPE)
+    if name != value and value is not None and name not in SHAPES:
+        raise BadArgument(
+            f"argument {argument}: {value!r} cannot be used; allowed shapes: "
+            f"{', '.join(SHAPE + shape for shape in SHAPES)}"
+        )
     if name != value and name in SHAPES:
         directory = cache_dir() / "shapes" / name
         write_json(directory / "config.json", SHAPES[name])
@@ -77,6 +82,13 @@ def find_model(argument: str, value: str | None, default: str) -> Model:
             f"argument {argument}: the default model {default} is not in the cache "
             f"folder; make it with `python tools/setup/make_models.py --only {default}`"
             ", or name another model"
+        )
+    if value.startswith(("/", ".", "~")) or value.count("/") > 1 or path.is_dir():
+        # No name of a model on a hub.
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        raise BadArgument(
+            f"argument {argument}: {value!r} cannot be used; that folder {what}; "
+            "allowed: a model's folder, a Hugging Face name, or shape:NAME"
         )
     return Model(value, value, random_weights=False)
 

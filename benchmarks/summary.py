@@ -153,6 +153,18 @@ def tested(result: dict[str, Any]) -> list[str]:
     return [name for name in result["summary"]["ratio"] if name != CONTROL]
 
 
+def conclusion(name: str, ratio: dict[str, float], control: dict[str, float]) -> str:
+    """What a comparison says in one sentence: the share of throughput that an arm costs
+    (less than nothing: it is faster), and how far the control's interval, of the same
+    code on both sides, reaches from 1."""
+    cost, low, high = (1 - ratio[key] for key in ("median", "high", "low"))
+    noise = max(abs(control["low"] - 1), abs(control["high"] - 1))
+    text = f"{name} costs {cost * 100:.1f} % of the throughput ({low * 100:.1f} to "
+    text += f"{high * 100:.1f}); noise of this machine {noise * 100:.1f} %"
+    within = control["low"] <= ratio["median"] <= control["high"]
+    return f"{text}: no difference was resolved from it" if within else text
+
+
 def verdict(ratio: dict[str, float], control: dict[str, float]) -> str:
     """Whether a ratio is within RATIO_BUDGET, which goes by the low end of its
     interval, lowered by as much as the control's interval is away from 1: a run that is

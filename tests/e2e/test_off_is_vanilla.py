@@ -32,6 +32,7 @@ HOSTS = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.metrics.loggers",
     "vllm.v1.engine.core",
+    "vllm.v1.engine.core_client",
 )
 import vllm.envs, vllm.plugins
 from vllm.platforms import current_platform
@@ -131,8 +132,9 @@ result["alias"] = {
 os.environ["VLLM_NWOR_MODE"] = "cow"
 entry.load()()
 result["cow"] = look()
-from vllm_nwor.hooks import engine_core, runner_v1, runner_v2, stats
-rows = [*runner_v1.LEDGER, *runner_v2.LEDGER, *stats.LEDGER, *engine_core.LEDGER]
+from vllm_nwor.hooks import engine_core, info, runner_v1, runner_v2, stats
+files = (runner_v1, runner_v2, stats, engine_core, info)
+rows = [row for file in files for row in file.LEDGER]
 result["ledger"] = sorted(row.name for row in rows)
 result["seen"] = sorted(set(result["ledger"]) & set(before))
 

@@ -2,7 +2,8 @@
 """A real server with worker processes, mode stage: what it says and what it counts;
 the dashboard and the alerts against it and a real Prometheus, under a short soak.
 
-One engine behind two API servers, whose counters are summed. Its requests end in every
+One engine behind two API servers, whose counters are summed, with the arguments of
+README's example. Its requests end in every
 way: at their length, at a stop string (found by the front end, which then aborts the
 request in the engine core), by a client that hangs up. Guarantee 7 must hold over all
 of them. Not covered: asynchronous scheduling (the CPU platform switches it off);
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -25,16 +27,20 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from prometheus_client.samples import Sample
 
 from tests.helpers import monitoring, reach
 from tests.helpers.environment import REPO, model_path, subprocess_env
 from tests.helpers.player import check_identities
 from tests.helpers.server import ARGUMENTS, Server, serve
 from tools.soak.server import SERVE, free_port, running
+from vllm_nwor.metrics import COUNTERS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_API_SERVERS = 2
+# What the server of the fixture shows before its first request.
+FIRST_SCRAPE: list[Sample] = []
 PROMPTS = (
     "List the months of the year, then list the months of the year again.",
     "The cat sat on the mat. The dog sat on the mat. The cow sat on",
@@ -43,16 +49,30 @@ PROMPTS = (
 )
 
 
+def documented(word: str) -> list[list[str]]:
+    """The commands of README's example that has `word`, as a shell splits them."""
+    text = (REPO / "README.md").read_text()
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if word in block)
+    lines = block.replace("\\\n", "").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+*INSTALL, EXAMPLE, COMPLETION, METRICS = documented("api_server")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """It ends with the audit's last line, and the last state of its file, if vLLM does
     not kill its processes at once."""
     folder = tmp_path_factory.mktemp("server")
-    arguments = (*ARGUMENTS, "--api-server-count", str(NUM_API_SERVERS))
+    shown = EXAMPLE[EXAMPLE.index("--served-model-name") :]
+    arguments = (*ARGUMENTS, *shown, "--api-server-count", str(NUM_API_SERVERS))
     arguments += ("--shutdown-timeout", "20")
     file = folder / "audit.json"
     audit = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_FILE": str(file)}
     with serve(folder, "stage", "smollm2-135m", *arguments, **audit) as running:
+        FIRST_SCRAPE[:] = running.samples()
         assert json.loads(file.read_text())["steps"] == 0
         yield running
     found = re.findall(
@@ -104,6 +124,48 @@ def test_two_lines_say_what_stage_takes(server: Server) -> None:
         r"32 drafts, \d+\.\d MiB; shadow blocks: 8 seats, 11\.2 MiB$",
         lines[1],
     )
+
+
+def test_the_first_scrape_says_what_runs(server: Server) -> None:
+    """Before the first request; and every series of counters, with 0."""
+    (info,) = [s for s in FIRST_SCRAPE if s.name == "vllm:nwor_info"]
+    assert info.value == 1
+    labels = {"requested": "stage", "resolved": "stage", "group": "0", "engine": "0"}
+    assert info.labels.items() >= labels.items()
+    found = {s.name.removeprefix("vllm:nwor_"): s.value for s in FIRST_SCRAPE}
+    assert [found[f"{name}_total"] for name in COUNTERS] == [0] * len(COUNTERS)
+
+
+def test_the_documented_requests_give_what_is_documented(server: Server) -> None:
+    """The other words of the commands: the program is the one that `make serve` runs;
+    what is installed is pinned."""
+    mode, space, *program = EXAMPLE[: EXAMPLE.index("--model")]
+    assert (mode, space) == ("VLLM_NWOR_MODE=stage", "VLLM_CPU_KVCACHE_SPACE=1")
+    assert program == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert " ".join(program[1:]) in (REPO / "Makefile").read_text()
+    of_gpu = documented("vllm serve")[-1]
+    assert of_gpu[:3] == [mode, "vllm", "serve"]
+    assert of_gpu[of_gpu.index("--speculative-config") :] == EXAMPLE[-2:]
+    files = [word for words in INSTALL for word in words if "requirements/" in word]
+    assert len(files) == 3
+    assert all((REPO / name).is_file() for name in files)
+    pins = (REPO / "requirements" / "cpu.txt").read_text().splitlines()
+    assert {word for words in INSTALL for word in words if "==" in word} < set(pins)
+
+    curl, quiet, place, *_, body = COMPLETION
+    assert (curl, quiet, place) == ("curl", "-s", "localhost:8000/v1/completions")
+    answer = httpx.post(f"{server.url}/v1/completions", json=json.loads(body))
+    assert answer.raise_for_status().json()["choices"][0]["text"]
+    *_, pattern = METRICS
+    assert METRICS[:3] == ["curl", "-s", "localhost:8000/metrics"]
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    lines = [line for line in text.splitlines() if re.search(pattern, line)]
+    shown = {re.split("[{ ]", line)[0].removeprefix("vllm:nwor_") for line in lines}
+    named = {f"{name}_total" for name in ("windows", "committed_tokens", "fallbacks")}
+    assert shown == named | {"breaches_total", "info"}
+    assert all('resolved="stage"' in line for line in lines if "nwor_info" in line)
+    values = {line.partition("{")[0]: float(line.split()[-1]) for line in lines}
+    assert values["vllm:nwor_windows_total"] > 0 == values["vllm:nwor_breaches_total"]
 
 
 def test_metrics_are_exposed(server: Server, used: dict[str, float]) -> None:

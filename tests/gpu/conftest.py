@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skips this folder as a whole where there is no GPU; starts the engines' processes."""
+"""Marks this folder as a whole, so that it is deselected where there is no GPU
+(tests/conftest.py); starts the engines' processes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import torch
 from tests.gpu.pool import OFF, ON, Pool, Runs
 
 HERE = Path(__file__).parent
-REASON = "needs an NVIDIA GPU that torch can use (make gpu-test)"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,11 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.skipif(num_gpus == 0, reason=REASON))
             if "two_ranks" in item.name:
-                item.add_marker(
-                    pytest.mark.skipif(num_gpus < 2, reason="needs two GPUs")
-                )
+                reason = "needs two NVIDIA GPUs"
+                item.add_marker(pytest.mark.skipif(num_gpus < 2, reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -524,6 +524,6 @@ def test_a_file_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> No
     assert path_of(runner, NworConfig(audit_file=str(there))) == f"{there}.1"
 
     for path in (missing, tmp_path):
-        said = f"^VLLM_NWOR_AUDIT_FILE='{path}' is not allowed; allowed values: empty o"
+        said = rf"^VLLM_NWOR_AUDIT_FILE='{path}' is not allowed \(.*; allowed values: e"
         with pytest.raises(NworConfigError, match=said):
             start(runner, NworConfig(audit_file=str(path)))

@@ -57,6 +57,9 @@ def test_counters_are_vllms_own_and_leave_no_series_to_the_next_engine():
     for mode, emits in (*modes, ("cow", "0")):
         engine = Engine(mode, {"EMIT_METRICS": emits}, disable_log_stats=False)
         before = counters(engine)
+        metrics = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
+        shown = [m.labels["resolved"] for m in metrics if m.value == 1]
+        assert shown == [mode] * (mode != "off" and emits == "1"), "before it runs"
         if not found:
             assert {before[f"nwor_{name}"] for name in COUNTERS} == {0}
             ScriptedDrafter(truth_of(engine, REQUESTS), mixture).attach(engine.runner)

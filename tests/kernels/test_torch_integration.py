@@ -235,7 +235,7 @@ class TestOnCuda:
         stream.synchronize()
         assert (calls.undo_log[:3, :256] == 42).all()
 
-    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
     def test_on_a_device_that_is_not_current(self):
         calls = calls_on(torch.device("cuda:1"))
         with torch.cuda.device(0):

@@ -38,10 +38,7 @@ from tests.kernels.transaction import (
 from vllm_nwor import ops
 
 TABLES, PAGED = (LOG, RESTORE, STAGE, COMMIT), (STAGE, COMMIT, UNSTAGE)
-ON_CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+ON_CUDA = pytest.mark.gpu
 
 
 def int32(values, device=CPU):

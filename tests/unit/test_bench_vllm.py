@@ -22,7 +22,7 @@ import pytest
 import torch
 from benchmarks import ab, files, settings, summary
 from benchmarks.ab import NworDone, Run
-from benchmarks.arguments import parse
+from benchmarks.arguments import BadArgument, parse
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.worker_extension import NworWorkerExtension
 
@@ -219,13 +219,17 @@ def test_ratios_are_to_both_runs_of_the_baseline_and_host_times_of_other_runs(
     host = did["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
     printed = capsys.readouterr().out
+    last = "nwor costs 50.0 % of the throughput (50.0 to 50.0); noise of this machine"
+    assert printed.splitlines()[-1] == f"  {last} 66.7 %"
+    assert "read each ratio together with its control" in printed
     assert "outputs identical in all 28 runs" in printed
     assert "unhooked / off (own process)  1.0000  0.5000 to 2.0000" in printed
     assert "KV blocks that NWOR costs: 6" in printed
 
 
-def test_a_single_modes_speed_is_of_runs_without_the_clock(engine):
-    """Two tokens are a second in those with it."""
+def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, capsys):
+    """Two tokens are a second in those with it. No control is spoken of that is not
+    there, and drafts that no log holds are not called logged."""
     engine.run.side_effect = lambda arm, times=False: make_run(
         arm.hooked, 3.5 if times else 1.0
     )
@@ -234,6 +238,49 @@ def test_a_single_modes_speed_is_of_runs_without_the_clock(engine):
     found = result["summary"]
     assert found["speed"]["stage"]["step_us"] == [500_000] * 2
     assert found["nwor"]["stage"]["host"]["step_us_median"] == 1.75e6
+    printed = capsys.readouterr().out
+    assert "vary: --mode compare runs both sides in turns, with a control" in printed
+    assert "its control" not in printed
+    assert "drafts protected" in printed
+    assert "drafts logged" not in printed
+
+
+def test_a_conclusion_says_cost_and_noise():
+    ratio = {"median": 0.989, "low": 0.969, "high": 0.997}
+    said = (
+        "nwor costs 1.1 % of the throughput (0.3 to 3.1); noise of this machine 1.6 %"
+    )
+    noisy = {"low": 0.984, "high": 1.004}
+    assert summary.conclusion("nwor", ratio, {"low": 0.995, "high": 1.016}) == said
+    said += ": no difference was resolved from it"
+    assert summary.conclusion("nwor", ratio, noisy) == said
+
+
+@pytest.mark.parametrize("option", ["--model", "--draft-model"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("/nonexistent/model", "that folder does not exist; allowed: a model's fo"),
+        ("models/a/b", "that folder does not exist"),
+        (".", "that folder has no config.json"),
+        ("shape:tyni", "allowed shapes: shape:llama-8b"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_before_vllm_is_loaded(option, value, said):
+    with pytest.raises(BadArgument) as error:
+        settings.find_model(option, value, "default")
+    assert str(error.value).startswith(f"argument {option}: '{value}' cannot be used; ")
+    assert said in str(error.value)
+    assert settings.find_model(option, "owner/name", "default").label == "owner/name"
+
+
+def test_the_process_without_nwor_gets_no_argument_of_compare_alone():
+    argv = ["--against", "cow", "--pairs-until-ci=0.01", "--no-true-off"]
+    argv += ["--batch-size", "2"]
+    found = bench_vllm.true_off_arguments([*argv, "--against=stage"], Path("a.json"))
+    assert found[:2] == ["--batch-size", "2"]
+    assert parse(found).against == "nwor"
+    assert parse(argv).against == "cow"
 
 
 FINE = make_run(True)
@@ -260,6 +307,14 @@ NO_RESULT = [
     ),
     ("--mode cow", [EngineFailed("not active: why")], 1, "not active: why"),
     ("--repeats 6", [], 2, "argument --repeats: '6'"),
+    (
+        *("--mode nwor --against cow", [], 2),
+        "argument --against: 'cow' cannot be used; it is for --mode compare, and the",
+    ),
+    ("--mode off --pairs-until-ci 0.1", [], 2, "argument --pairs-until-ci: '0.1' can"),
+    ("--mode off --no-true-off", [], 2, "argument --true-off: 'False' cannot be used"),
+    ("--model shape:tiny --prompts a", [], 2, "argument --prompts: 'a' cannot be use"),
+    ("--json .", [], 2, "argument --json: '.' cannot be used; it is a folder; allowed"),
     ("--method eagle", [], 2, "argument --draft-model: 'None' cannot be used; needed"),
 ]
 
@@ -269,7 +324,7 @@ def test_no_speed_without_equal_outputs(
     words, runs, status, said, engine, capsys, tmp_path
 ):
     engine.run.side_effect = runs
-    assert bench_vllm.main([*words.split(), "--json", "a.json"]) == status
+    assert bench_vllm.main(["--json", "a.json", *words.split()]) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1].startswith(f"bench_vllm.py: {said}")

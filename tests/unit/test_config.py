@@ -72,6 +72,7 @@ MIB = "empty (32) or a whole number of MiB a step, at least 0"
         ("VLLM_NWOR_ON_REJECT", "nan", "restore, poison"),
         ("VLLM_NWOR_AUDIT", "on", "off, log, raise"),
         ("VLLM_NWOR_AUDIT_MIB", "1.5", MIB),
+        ("VLLM_NWOR_AUDIT_MIB", "9" * 5000, MIB),
     ],
 )
 def test_a_bad_value_names_variable_value_and_allowed_ones(name, value, allowed):
@@ -89,6 +90,41 @@ def test_poison_is_for_the_undo_log_alone():
         sentence = "poison' is for VLLM_NWOR_MODE='cow' alone, and the mode is"
         with pytest.raises(NworConfigError, match=f"'{sentence} '{mode}'$"):
             NworConfig.from_env(poison | {"VLLM_NWOR_MODE": mode})
+
+
+def test_every_bad_value_is_named_once():
+    """A combination is judged where both of its values are allowed."""
+    env = {"MODE": "STAGE", "SHADOW_BLOCKS": "-3", "AUDIT": "yes"}
+    env |= {"ON_REJECT": "poison", "STRICT": "1"}
+    with pytest.raises(NworConfigError) as error:
+        NworConfig.from_env({f"VLLM_NWOR_{name}": value for name, value in env.items()})
+    problems = error.value.problems
+    names = ["VLLM_NWOR_MODE", "VLLM_NWOR_SHADOW_BLOCKS", "VLLM_NWOR_AUDIT"]
+    assert [problem.partition("=")[0] for problem in problems] == names
+    assert str(error.value) == "; ".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", "it is a folder"),
+        ("missing/a.json", "there is no folder '{}/missing'"),
+        ("file/a.json", "there is no folder '{}/file'"),
+    ],
+)
+def test_a_file_of_the_audit_that_cannot_be_written_is_a_bad_value(name, why, tmp_path):
+    """Where the audit is on, and before an engine starts: not in one that runs."""
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/{name}"
+    env = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_FILE": path}
+    said = f"VLLM_NWOR_AUDIT_FILE={path!r} is not allowed ({why.format(tmp_path)}); "
+    with pytest.raises(NworConfigError, match=f"^{re.escape(said)}allowed values: em"):
+        NworConfig.from_env(env, looks_at_files=True)
+    assert NworConfig.from_env(env).audit_file == path
+    off = env | {"VLLM_NWOR_AUDIT": "off"}
+    assert NworConfig.from_env(off, looks_at_files=True).audit_file == path
+    fine = env | {"VLLM_NWOR_AUDIT_FILE": str(tmp_path / "new.json")}
+    assert NworConfig.from_env(fine, looks_at_files=True)
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/variables.md"])

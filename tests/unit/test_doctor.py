@@ -6,6 +6,7 @@ An environment without vLLM, or with a broken one, is in test_packaging.py.
 
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -52,11 +53,11 @@ def test_where_all_is_in_order(monkeypatch):
         "torch": torch.__version__,
         "wrapt": "",
         "python": "",
-        "library": f"for cpu; {'CUDA' if ops.has_cuda() else 'without CUDA'}",
+        "library": f"loads for cpu; built with{'' if ops.has_cuda() else 'out'} CUDA",
         "variable": "VLLM_NWOR_STRICT=1",
-        "plugin": "loaded by vLLM",
-        "mode": "cow in front end, engine core and workers",
-        "hooks": f"{[*FACTS][-1]}: all that is relied on is there",
+        "plugin": "vLLM loads it in each of its processes",
+        "mode": "cow, in all processes of a vLLM that is started from here",
+        "hooks": f"{[*FACTS][-1]}: vLLM has every function and attribute that",
     }
     last = {line[2:].split()[0]: line[13:] for line in lines}
     assert list(last) == list(wanted)
@@ -65,19 +66,55 @@ def test_where_all_is_in_order(monkeypatch):
 
 
 def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch):
-    """vLLM's processes do not start with a bad value, and the doctor does."""
+    """Each problem once. vLLM's processes do not start with a bad value, and the
+    doctor does; it starts none to see that."""
+
+    def start(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(doctor.subprocess, "run", start)
     misspelt = {"VLLM_NVOR_MODE": "cow", "VLLM_NWOR_": "", "VLLM_NWOR_STRIKT": "1"}
-    status, lines = told(monkeypatch, VLLM_NWOR_MODE="on", **misspelt)
-    said = "VLLM_NWOR_MODE='on' is not allowed; allowed values: off, stage, cow"
+    values = {"MODE": "STAGE", "SHADOW_BLOCKS": "-3", "AUDIT": "yes", "DEBUG_SYNC": "1"}
+    values["AUDIT_FILE"] = "/missing/a.json"
+    bad_values = {f"VLLM_NWOR_{name}": value for name, value in values.items()}
+    status, lines = told(monkeypatch, **bad_values, **misspelt)
+    said = "is not allowed; allowed values:"
+    blocks = "empty (5 % of the blocks) or a whole number of KV blocks, at least 0"
+    why = "is not allowed (there is no folder '/missing'); allowed values: empty or a "
+    why += "path in a folder that exists and that this process can write to"
     assert [line for line in lines if line.startswith("!")] == [
-        f"! variable   {said}",
-        "! variable   VLLM_NVOR_MODE is none of NWOR's; VLLM_NWOR_MODE was meant?",
-        "! variable   VLLM_NWOR_ is none of NWOR's",
-        "! variable   VLLM_NWOR_STRIKT is none of NWOR's; VLLM_NWOR_STRICT was meant?",
-        "! plugin     a process of vLLM does not start: vllm_nwor.config."
-        f"NworConfigError: {said}",
+        f"! variable   VLLM_NWOR_MODE='STAGE' {said} off, stage, cow",
+        f"! variable   VLLM_NWOR_SHADOW_BLOCKS='-3' {said} {blocks}",
+        f"! variable   VLLM_NWOR_AUDIT='yes' {said} off, log, raise",
+        f"! variable   VLLM_NWOR_AUDIT_FILE='/missing/a.json' {why}",
+        "! variable   VLLM_NVOR_MODE is no variable of NWOR; did you mean "
+        "VLLM_NWOR_MODE?",
+        "! variable   VLLM_NWOR_ is no variable of NWOR",
+        "! variable   VLLM_NWOR_STRIKT is no variable of NWOR; did you mean "
+        "VLLM_NWOR_STRICT?",
     ]
-    assert (status, lines[-1]) == (1, "problems: 5")
+    shown = [line for line in lines if line.startswith("  variable")]
+    assert shown == ["  variable   VLLM_NWOR_DEBUG_SYNC=1"]
+    not_tried = "not tried: with the values above vLLM does not start"
+    assert f"  plugin     {not_tried}" in lines
+    assert (status, lines[-1]) == (1, "problems: 7")
+    assert 'Lines that begin with "!"' in lines[-2]
+
+
+def test_a_vllm_that_does_not_answer_is_ended(monkeypatch):
+    """At the limit, whatever processes it has started itself."""
+    child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)"
+    monkeypatch.setattr(doctor, "CHILD", child)
+    started = time.monotonic()
+    assert list(doctor.processes(0.5)) == [
+        (
+            False,
+            "plugin",
+            "a process that imports vLLM and loads its plugins took 0.5 s and was "
+            "ended; --timeout sets the limit",
+        )
+    ]
+    assert time.monotonic() - started < 30
 
 
 def test_a_plugin_that_vllm_leaves_out(monkeypatch):
@@ -86,14 +123,15 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
     for mode, audit, is_fine in (
-        *(("cow", "off", False), ("cwo", "off", False)),
-        *(("off", "log", False), ("off", "off", True)),
+        ("cow", "off", False),
+        ("off", "log", False),
+        ("off", "off", True),
     ):
         monkeypatch.setenv("VLLM_NWOR_MODE", mode)
         monkeypatch.setenv("VLLM_NWOR_AUDIT", audit)
         assert list(doctor.processes()) == [
             (is_fine, "plugin", "not loaded by vLLM: VLLM_PLUGINS='other'"),
-            (is_fine, "mode", f"off everywhere ({mode} is set)"),
+            (is_fine, "mode", f"off in all processes, because of that ({mode} is set)"),
         ]
 
 

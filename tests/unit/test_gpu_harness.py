@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from benchmarks import environment
 from tests.gpu import engines, results
 from tests.gpu.pool import Pool
 from tests.gpu.rows import hits_at_once
+from tests.helpers.environment import REPO, subprocess_env
 from tests.helpers.oracle import Watch
 from tests.helpers.player import Player, Request
 from vllm_nwor.ops import SAVED_COLUMNS
@@ -379,3 +381,38 @@ def test_a_step_is_kept_with_how_it_ended_and_what_pytest_counted(
     assert entry["exit_status"] == {"a": 1, "b": 137}
     assert entry["tests"]["a"] == {"failed": 2, "passed": 3, "skipped": 4}
     assert set(entry["tests"]["b"].values()) == {0}
+
+
+# -- where there is no GPU -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "has_gpu"), [(0, False), (0, True), (2, False)])
+def test_without_a_gpu_one_line_says_how_many_tests_need_one(
+    processes, has_gpu, tmp_path
+):
+    """Also where pytest-xdist runs them, whose processes all collect the same; those
+    that -m leaves out are not counted."""
+    cuda = f"cuda = type('', (), {{'is_available': lambda: {has_gpu}}})"
+    (tmp_path / "torch.py").write_text(f"{cuda}\n")
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n\ndef test_here(): ...\n\n"
+        "@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(3))\n"
+        "def test_there(n): ...\n\n"
+        "@pytest.mark.gpu\n@pytest.mark.nightly\ndef test_at_night(): ...\n"
+    )
+    marks = ["-o", "markers=gpu\nnightly", "-m", "not nightly", "-c", "/dev/null"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", *marks]
+    done = subprocess.run(
+        [*command, *(["-n", str(processes)] if processes else []), str(tmp_path)],
+        env=subprocess_env(PYTHONPATH=f"{tmp_path}:{REPO}"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = "GPU tests: 3 deselected, there is no NVIDIA GPU that torch can use; on a"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU tests")]
+    assert [line.startswith(said) for line in lines] == [True] * (not has_gpu)
+    assert f"{1 + 3 * has_gpu} passed" in done.stdout
+    assert "skipped" not in done.stdout
+    assert done.stdout.count("collecting: each process imports torch and vLLM") == 1

@@ -26,7 +26,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 import vllm_nwor.metrics as metrics
 from vllm_nwor import commits
-from vllm_nwor.hooks import stats
+from vllm_nwor.hooks import info, stats
 from vllm_nwor.hooks._wrap import HostMismatch
 from vllm_nwor.metrics import COUNTERS, FALLBACKS, SERIES, GroupInfo, NworPrometheus
 from vllm_nwor.report import StepPayload
@@ -449,7 +449,7 @@ def test_a_report_is_a_field_that_a_front_end_without_nwor_skips():
     # A decoder that was made before, as of an engine without NWOR.
     decode(encode(extended(2, [3])), type=extended)
     for cls in (extended, SchedulerStats) * 2:
-        stats.extend(cls)
+        stats.extend(cls, "here", "nwor_report")
     for report in (None, {"counts": [1, 2], "fallbacks": {"stale_log": 3}}):
         sent = extended(2, [3])
         if report:
@@ -459,7 +459,7 @@ def test_a_report_is_a_field_that_a_front_end_without_nwor_skips():
     dataclasses.replace(extended(2, [3]))
     assert SchedulerStats(3).nwor_report is None
     with pytest.raises(HostMismatch, match="SchedulerStats is not a dataclass"):
-        stats.extend(None)
+        stats.extend(None, "vllm.v1.metrics.stats.SchedulerStats", "nwor_report")
 
 
 class FrontEnd:
@@ -566,7 +566,7 @@ def test_info_is_shown_once_for_each_group_and_by_loggers_created_anew():
     front.record(news={"info": OTHER_INFO})
     assert front.info() == [0, 1]
 
-    for news, shown in (({}, [None, 1]), ({"info": INFO}, [1, None])):
+    for news, shown in (({}, [None, 1]), ({"info": INFO}, [1, 0])):
         front.start()
         assert front.value("windows_total", mode="cow") == 0
         front.record(news=news, windows_cow=1)
@@ -603,3 +603,35 @@ def test_objects_need_nothing_but_classes_like_prometheus_clients():
     assert sorted(names) == sorted(
         f"vllm:nwor_{name}" for name in [*COUNTERS, "fallbacks", "info"]
     )
+
+
+def test_rows_of_info_come_with_the_message_that_an_engine_is_ready(monkeypatch):
+    """A logger that is created afterwards shows them; no message, an empty one and one
+    of an engine without NWOR change nothing. A worker may have no rows."""
+    fields = [("max_model_len", int), ("engine", int, dataclasses.field(default=0))]
+    ready = dataclasses.make_dataclass("Ready", fields)
+    for _ in range(2):
+        info._extend_response(ready)
+    bare = msgspec.msgpack.encode({"max_model_len": 3})
+    runner = SimpleNamespace(nwor_state=SimpleNamespace(infos=INFO))
+    workers = [SimpleNamespace(model_runner=of) for of in (runner, SimpleNamespace())]
+    rpc = SimpleNamespace(collective_rpc=lambda method: list(map(method, workers)))
+    core = SimpleNamespace(model_executor=rpc, engine_index=1)
+    assert info._initialize_kv_caches(lambda config: "done", core, (3,), {}) == "done"
+    sent = msgspec.msgpack.encode(ready(7))
+    monkeypatch.setattr(metrics, "_info", {})
+    for payload in (b"", bare, sent):
+        assert metrics.known_info() == {}
+        info._apply_ready_response(lambda payload: None, None, (payload,), {})
+    assert msgspec.msgpack.decode(sent, type=ready).max_model_len == 7
+    gauge = Mock()
+    names = {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    NworPrometheus(Mock(), Mock(return_value=gauge), names)
+    gauge.labels.assert_called_once_with("tiny", "1", *map(str, INFO[0]))
+    gauge.labels().set.assert_called_once_with(1)
+
+
+def test_an_engine_starts_where_its_workers_cannot_be_asked(caplog):
+    core = SimpleNamespace(model_executor=None)
+    assert info._initialize_kv_caches(lambda config: "done", core, (3,), {}) == "done"
+    assert "no vllm:nwor_info before the first request" in caplog.text

@@ -4,6 +4,7 @@ whole process: tests/e2e/test_off_is_vanilla.py; a vLLM with another signature:
 tests/e2e/test_fault_points.py."""
 
 import contextlib
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -12,6 +13,7 @@ import vllm
 import wrapt
 from vllm import envs
 
+from tests.helpers.environment import subprocess_env
 from tests.helpers.logs import nwor_log
 from vllm_nwor import plugin
 from vllm_nwor.config import ENV_NAMES, NworConfigError
@@ -34,7 +36,7 @@ def pending(monkeypatch):
 
 RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 CORE, SCHEDULER = "vllm.v1.engine.core", "vllm.v1.core.sched.scheduler"
-OURS = [*RUNNERS, CORE, SCHEDULER, "vllm.v1.metrics.loggers"]
+OURS = [*RUNNERS, CORE, f"{CORE}_client", SCHEDULER, "vllm.v1.metrics.loggers"]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,33 @@ def test_a_bad_value_stops_the_start_in_any_mode(pending, monkeypatch):
         plugin.register()
 
     assert pending == []
+
+
+def test_a_bad_value_costs_a_command_one_line():
+    """As `vllm serve` loads plugins: first of all, before it starts a process."""
+    code = "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+    code += "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser\n"
+    code += "AsyncEngineArgs.add_cli_args(Parser())"
+    file = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_FILE": "/missing/a.json"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=subprocess_env(**file, VLLM_NWOR_STRICT="yes", VLLM_LOGGING_LEVEL="ERROR"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    *before, last = done.stderr.splitlines()
+    assert not [line for line in before if "Traceback" in line or "nwor" in line]
+    assert last.startswith("vllm-nwor: VLLM_NWOR_STRICT='yes' is not allowed; allowed")
+    assert "; VLLM_NWOR_AUDIT_FILE='/missing/a.json' is not allowed (there is" in last
+
+
+def test_other_errors_keep_their_tracebacks():
+    seen = []
+    plugin._without_traceback(lambda *of: seen.append(of), KeyError, KeyError(1), None)
+    ((kind, *_),) = seen
+    assert kind is KeyError
 
 
 def test_a_version_nobody_has_tried_gets_one_warning(pending, monkeypatch):

@@ -45,8 +45,8 @@ def test_a_block_is_rendered_checked_and_named(tmp_path, capsys):
     assert readme.read_text() == text
     assert render.main(arguments) == 0
     text = readme.read_text()
-    assert text.count("drafts logged  ") == 1
-    readme.write_text(text.replace("drafts logged  ", "drafts logged  1"))
+    assert text.count("drafts protected  ") == 1
+    readme.write_text(text.replace("drafts protected  ", "drafts protected  1"))
     capsys.readouterr()
     assert render.main([*arguments, "--check"]) == 1
     said = "README.md is not what results/ says: block 'bench_cpu.json all'; run: "

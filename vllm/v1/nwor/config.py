@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworConfig: the only reader of the `VLLM_NWOR_*` environment variables.
 
-A value that is not allowed raises `NworConfigError`, which names the variable, the
-value and what is allowed; it never silently means the default. Empty does: templates of
-containers leave it where nothing was chosen.
+Values that are not allowed raise `NworConfigError`, which names for each the variable,
+the value and what is allowed; none silently means the default. An empty value means the
+default: templates of containers leave it where nothing was chosen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import enum
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class Mode(enum.StrEnum):
@@ -64,7 +65,14 @@ class AuditMode(enum.StrEnum):
 
 
 class NworConfigError(ValueError):
-    """A `VLLM_NWOR_*` variable holds a value that is not allowed."""
+    """`VLLM_NWOR_*` variables hold values that are not allowed.
+
+    problems: a sentence for each.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 ENV_NAMES = (
@@ -82,6 +90,8 @@ ENV_NAMES = (
 SWITCH = ("0", "1")
 # MiB of cache whose bytes the audit compares in a step, unless AUDIT_MIB says.
 DEFAULT_AUDIT_MIB = 32
+# Longer numbers are typing errors, and too many for int64.
+MAX_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -110,55 +120,92 @@ class NworConfig:
         return self.strictness is Strict.ALWAYS
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> NworConfig:
+    def from_env(
+        cls, env: Mapping[str, str] | None = None, looks_at_files: bool = False
+    ) -> NworConfig:
         """Reads `env` (default: this process's environment).
 
+        looks_at_files: whether the audit's file must be one that this process can
+            write. Not in a running engine, which does not end because of a file.
+
         Raises:
-            NworConfigError: naming the variable, its value and the allowed ones.
+            NworConfigError: naming each variable, its value and the allowed ones.
         """
-        env = os.environ if env is None else env
+        read = _Reader(os.environ if env is None else env)
         blocks = "5 % of the blocks", "KV blocks"
-        audit_mib = _number(env, AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", 0)
+        audit_mib = read.number(AUDIT_MIB, f"{DEFAULT_AUDIT_MIB}", "MiB a step", 0)
         config = cls(
-            mode=Mode(_choice(env, MODE, Mode, "off")),
-            emit_metrics=_choice(env, EMIT_METRICS, SWITCH, "1") == "1",
-            strictness=Strict(_choice(env, STRICT, Strict, "0")),
-            debug_sync=_choice(env, DEBUG_SYNC, SWITCH, "0") == "1",
-            max_log_rows=_number(env, MAX_LOG_ROWS, "no cap", "rows", 1),
-            max_shadow_blocks=_number(env, SHADOW_BLOCKS, *blocks, 0),
-            audit=AuditMode(_choice(env, AUDIT, AuditMode, "off")),
+            mode=Mode(read.choice(MODE, Mode, "off")),
+            emit_metrics=read.choice(EMIT_METRICS, SWITCH, "1") == "1",
+            strictness=Strict(read.choice(STRICT, Strict, "0")),
+            debug_sync=read.choice(DEBUG_SYNC, SWITCH, "0") == "1",
+            max_log_rows=read.number(MAX_LOG_ROWS, "no cap", "rows", 1),
+            max_shadow_blocks=read.number(SHADOW_BLOCKS, *blocks, 0),
+            audit=AuditMode(read.choice(AUDIT, AuditMode, "off")),
             audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
-            audit_file=env.get(AUDIT_FILE, ""),
-            on_reject=OnReject(_choice(env, ON_REJECT, OnReject, "restore")),
+            audit_file=read.env.get(AUDIT_FILE, ""),
+            on_reject=OnReject(read.choice(ON_REJECT, OnReject, "restore")),
         )
-        if config.on_reject is OnReject.POISON and config.mode is not Mode.COW:
-            raise NworConfigError(
+        is_poison = config.on_reject is OnReject.POISON
+        if is_poison and config.mode is not Mode.COW and MODE not in read.bad:
+            read.bad[ON_REJECT] = (
                 f"{ON_REJECT}='poison' is for {MODE}='cow' alone, and the mode is "
                 f"{config.mode.value!r}"
             )
+        is_audited = config.audit is not AuditMode.OFF or AUDIT in read.bad
+        if looks_at_files and is_audited:
+            read.bad[AUDIT_FILE] = audit_file_problem(config.audit_file)
+        if problems := [problem for problem in read.bad.values() if problem]:
+            raise NworConfigError(*problems)
         return config
 
 
-def _choice(
-    env: Mapping[str, str], name: str, choices: Iterable[str], default: str
-) -> str:
-    value = env.get(name) or default
-    if value not in list(choices):
-        raise _not_allowed(name, value, ", ".join(choices))
-    return value
+class _Reader:
+    """Reads single variables; a bad value counts as the default.
 
+    bad: a sentence for each bad value, by the variable's name.
+    """
 
-def _number(
-    env: Mapping[str, str], name: str, empty: str, unit: str, least: int
-) -> int | None:
-    if not (value := env.get(name)):
-        return None
-    if not (value.isascii() and value.isdigit() and int(value) >= least):
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+        self.bad: dict[str, str] = {}
+
+    def choice(self, name: str, choices: Iterable[str], default: str) -> str:
+        value = self.env.get(name) or default
+        if value in list(choices):
+            return value
+        self.bad[name] = _not_allowed(name, value, ", ".join(choices))
+        return default
+
+    def number(self, name: str, empty: str, unit: str, least: int) -> int | None:
+        if not (value := self.env.get(name)):
+            return None
+        is_number = value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS
+        if is_number and int(value) >= least:
+            return int(value)
         allowed = f"empty ({empty}) or a whole number of {unit}, at least {least}"
-        raise _not_allowed(name, value, allowed)
-    return int(value)
+        self.bad[name] = _not_allowed(name, value, allowed)
+        return None
 
 
-def _not_allowed(name: str, value: str, allowed: str) -> NworConfigError:
-    text = f"{name}={value!r} is not allowed; allowed values: {allowed}"
-    return NworConfigError(text)
+def audit_file_problem(value: str) -> str:
+    """Why this process cannot write VLLM_NWOR_AUDIT_FILE=`value`, a sentence; empty if
+    it can, or if there is no such file to write. The file is replaced as a whole, so
+    that it is the folder which counts."""
+    path = Path(value)
+    if not value:
+        return ""
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {str(path.parent)!r}"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        why = f"this process cannot write to the folder {str(path.parent)!r}"
+    else:
+        return ""
+    allowed = "empty or a path in a folder that exists and that this process can write"
+    return _not_allowed(AUDIT_FILE, value, f"{allowed} to", f" ({why})")
+
+
+def _not_allowed(name: str, value: str, allowed: str, why: str = "") -> str:
+    return f"{name}={value!r} is not allowed{why}; allowed values: {allowed}"

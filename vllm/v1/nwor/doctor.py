@@ -3,7 +3,8 @@
 
 vLLM's version and what is relied on in it are read from its source. It is imported only
 by a process of its own, which loads plugins as each of vLLM's processes does, so that a
-vLLM that is absent or broken is named like everything else. CUDA is not started.
+vLLM that is absent or broken is named like everything else. That process has --timeout
+seconds; nothing else here waits for anything. CUDA is not started.
 
 Exit status: 1 if something would not work; those lines begin with "!".
 """
@@ -35,6 +36,8 @@ RUNNERS = {
     "runner_v1": "vllm/v1/worker/gpu_model_runner.py",
     "runner_v2": "vllm/v1/worker/gpu/model_runner.py",
 }
+# For a process that imports vLLM; on a busy machine that takes a minute.
+TIMEOUT_S = 300
 # register() makes the variables known to vLLM, in every mode.
 NOT_LOADED = "not loaded"
 CHILD = f"""
@@ -78,45 +81,67 @@ def library(device: str | None) -> Iterator[Line]:
         has_gpu = Path("/dev/nvidiactl").exists() and torch.version.cuda
         device = device or ("cuda" if has_gpu else "cpu")
         loaded = ops.load(device)
-        built = "without CUDA"
+        built = "without CUDA code"
         if ops.has_cuda():
             version, archs = loaded.cuda_build.split()
-            built = f"CUDA {int(version) // 1000}.{int(version) % 1000 // 10}, {archs}"
+            release = f"{int(version) // 1000}.{int(version) % 1000 // 10}"
+            built = f"with CUDA {release} for {archs}"
     except (ImportError, OSError, RuntimeError) as error:
         yield False, "library", str(error)
         return
-    yield True, "library", f"for {device}; {built}, {ops.LIBRARY}"
+    yield True, "library", f"loads for {device}; built {built}, {ops.LIBRARY}"
+
+
+def bad_values() -> tuple[str, ...]:
+    """A sentence for each variable whose value stops vLLM."""
+    try:
+        NworConfig.from_env(looks_at_files=True)
+    except NworConfigError as error:
+        return error.problems
+    return ()
 
 
 def variables() -> Iterator[Line]:
-    try:
-        NworConfig.from_env()
-    except NworConfigError as error:
-        yield False, "variable", str(error)
+    bad = bad_values()
+    yield from ((False, "variable", problem) for problem in bad)
     for name in sorted(os.environ):
         meant = difflib.get_close_matches(name, ENV_NAMES, 1, 0.85)
         if name in ENV_NAMES:
-            yield True, "variable", f"{name}={os.environ[name]}"
+            if not any(problem.startswith(f"{name}=") for problem in bad):
+                yield True, "variable", f"{name}={os.environ[name]}"
         elif meant or name.startswith("VLLM_NWOR"):
-            hint = f"; {meant[0]} was meant?" if meant else ""
-            yield False, "variable", f"{name} is none of NWOR's{hint}"
+            hint = f"; did you mean {meant[0]}?" if meant else ""
+            yield False, "variable", f"{name} is no variable of NWOR{hint}"
 
 
-def processes() -> Iterator[Line]:
+def processes(timeout_s: float = TIMEOUT_S) -> Iterator[Line]:
     """What vLLM's processes will see: one is started that does as they do."""
+    if bad_values():
+        yield True, "plugin", "not tried: with the values above vLLM does not start"
+        return
     command = [sys.executable, "-P", "-c", CHILD]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        text = f"a process that imports vLLM and loads its plugins took {timeout_s:g} s"
+        yield False, "plugin", f"{text} and was ended; --timeout sets the limit"
+        return
     *output, last = done.stdout.splitlines() or ["without output"]
     if done.returncode != 0:
         yield False, "plugin", f"a process of vLLM does not start: {last}"
         return
     if last != NOT_LOADED:
-        yield True, "plugin", "loaded by vLLM"
-        where = "in front end, engine core and workers, which inherit it"
-        others = "other nodes (Ray, headless) have their variables"
-        yield True, "mode", f"{last} {where}; {others}"
+        yield True, "plugin", "vLLM loads it in each of its processes"
+        where = "in all processes of a vLLM that is started from here"
+        others = "other nodes (Ray, headless) read variables of their own"
+        yield True, "mode", f"{last}, {where}; {others}"
         return
     if not metadata.entry_points(group="vllm.general_plugins", name="nwor"):
         reason = "its entry point is not installed"
@@ -128,7 +153,7 @@ def processes() -> Iterator[Line]:
     mode, audit = (os.environ.get(name) or "off" for name in (MODE, AUDIT))
     is_fine = mode == audit == "off"
     yield is_fine, "plugin", f"{NOT_LOADED} by vLLM: {reason}"
-    yield is_fine, "mode", f"off everywhere ({mode} is set)"
+    yield is_fine, "mode", f"off in all processes, because of that ({mode} is set)"
 
 
 def hooks(vllm: Path) -> Iterator[Line]:
@@ -140,11 +165,13 @@ def hooks(vllm: Path) -> Iterator[Line]:
         for module in FACTS:
             problems = mismatches(module, tree)
             if gone == [module]:  # the other one is enough
-                yield True, "hooks", f"{module}: there is no {RUNNERS[module]}"
+                text = "not needed: this vLLM does not have that model runner"
+                yield True, "hooks", f"{module}: {text}"
             elif problems:
                 yield from ((False, "hooks", f"{module}: {line}") for line in problems)
             else:
-                yield True, "hooks", f"{module}: all that is relied on is there"
+                text = "vLLM has every function and attribute that this part uses"
+                yield True, "hooks", f"{module}: {text}"
     except (ImportError, OSError, ValueError, SyntaxError) as error:
         yield False, "hooks", f"vLLM's source cannot be compared: {error}"
 
@@ -154,15 +181,20 @@ def main() -> int:
         return int(import_module(f"{used}.doctor").main())
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.doctor")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a guess")
+    text = f"seconds for the process that imports vLLM ({TIMEOUT_S})"
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help=text)
+    options = parser.parse_args()
     spec = importlib.util.find_spec("vllm")
     vllm = Path(spec.origin).parent if spec is not None and spec.origin else None
-    parts = [versions(vllm), library(parser.parse_args().device), variables()]
+    parts = [versions(vllm), library(options.device), variables()]
     if vllm is not None:
-        parts += [processes(), hooks(vllm)]
+        parts += [processes(options.timeout), hooks(vllm)]
     num_problems = 0
     for is_fine, topic, text in itertools.chain(*parts):
         print(f"{' ' if is_fine else '!'} {topic:<10} {text}", flush=True)
         num_problems += not is_fine
+    if num_problems:
+        print('Lines that begin with "!" say what has to change before NWOR works.')
     print(f"problems: {num_problems}")
     return 1 if num_problems else 0
 

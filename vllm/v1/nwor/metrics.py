@@ -240,9 +240,20 @@ def log_once(what: str, found: str) -> None:
         logger.error("NWOR %s: %s (logged once)", what, found, exc_info=handling)
 
 
-# Engine index -> rows of vllm:nwor_info that came last. An engine sends them once, but
-# loggers are created anew while it runs (elastic expert parallelism).
+# Engine index -> rows of vllm:nwor_info that came last. An engine sends them when it is
+# ready, before loggers are created, and with its first step. Loggers are created anew
+# while it runs (elastic expert parallelism).
 _info: dict[int, Sequence[Sequence[Any]]] = {}
+
+
+def keep_info(engine: int, rows: Sequence[Sequence[Any]]) -> None:
+    """Keeps the rows of an engine that has started, for loggers that are created."""
+    _info[engine] = rows
+
+
+def known_info() -> dict[str, Sequence[Sequence[Any]]]:
+    """What this process knows of engines, by index as text."""
+    return {str(engine): rows for engine, rows in _info.items()}
 
 
 def create(cls: Any, name: str, text: str, *labels: str, **more: str) -> Any:
@@ -289,6 +300,9 @@ class NworPrometheus:
         self._max_waiting = MAX_WAITING * is_collected
         for counter in counters.values() if is_collected else ():
             counter.collect = partial(self._collect, counter.collect)
+        for engine in label_values:
+            if engine in _info:
+                self._show(engine, _info[engine])
 
     def add(self, report: Mapping[str, Any], engine: int) -> None:
         """Adds the increments of `NworStats.report` for engine index `engine`. Counts
@@ -303,8 +317,11 @@ class NworPrometheus:
         for reason, num in report.get("fallbacks", {}).items():
             if reason in self._fallbacks[engine]:  # or another version counted it
                 self._fallbacks[engine][reason].inc(num)
-        rows = _info[engine] = report.get("info") or _info.get(engine, ())
-        # What was shown before goes to 0.
+        _info[engine] = report.get("info") or _info.get(engine, ())
+        self._show(engine, _info[engine])
+
+    def _show(self, engine: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Sets the rows of vllm:nwor_info to 1; what was shown before goes to 0."""
         for value, shown in ((0, self._shown.get(engine, ())), (1, rows)):
             for row in shown:
                 labels = *self._label_values[engine], *map(str, row)

@@ -14,15 +14,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from .config import ENV_NAMES, AuditMode, Mode, NworConfig
+from .config import ENV_NAMES, AuditMode, Mode, NworConfig, NworConfigError
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -34,6 +35,7 @@ HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1",
     "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2",
     "vllm.v1.engine.core": ".hooks.engine_core",
+    "vllm.v1.engine.core_client": ".hooks.info",
     "vllm.v1.core.sched.scheduler": ".hooks.stats",
     "vllm.v1.metrics.loggers": ".hooks.stats",
 }
@@ -65,13 +67,13 @@ def register() -> None:
     Where vLLM carries this package itself, that one's register() does it, so that there
     is one copy, and nothing is wrapped twice.
 
-    Idempotent. Raises NworConfigError on a bad `VLLM_NWOR_*` value, in any mode: vLLM
-    passes it on and does not start.
+    Idempotent. Raises NworConfigError on bad `VLLM_NWOR_*` values, in any mode: vLLM
+    does not start, and a command ends with that sentence as its only line.
     """
     if (used := used_package()) != __package__:
         import_module(f"{used}.plugin").register()
         return
-    config = NworConfig.from_env()
+    config = _checked_config()
     wanted = [hooks for hooks in hooks_of(config) if hooks not in _registered]
     if wanted:
         _check_host()
@@ -88,6 +90,27 @@ def register() -> None:
         _registered.append(hooks)
 
 
+def _checked_config() -> NworConfig:
+    """What the environment says, also of files, before an engine starts."""
+    try:
+        return NworConfig.from_env(looks_at_files=True)
+    except NworConfigError:
+        if getattr(sys.excepthook, "func", None) is not _without_traceback:
+            sys.excepthook = partial(_without_traceback, sys.excepthook)
+        raise
+
+
+def _without_traceback(
+    other: Callable[..., None], kind: type[BaseException], error: Any, trace: Any
+) -> None:
+    """As sys.excepthook: where calls of vLLM's led to the reader of a bad value says
+    nothing to who set it. `other` takes what is not such an error."""
+    if isinstance(error, NworConfigError):
+        print(f"vllm-nwor: {error}", file=sys.stderr)
+    else:
+        other(kind, error, trace)
+
+
 def hook_module(name: str) -> None:
     """Hooks a module of vLLM as register() would, now: a fork that carries this package
     calls it at the end of each (tools/apply_to_vllm.py), and needs no plugin.
@@ -95,7 +118,7 @@ def hook_module(name: str) -> None:
     While the modes are off nothing but their reader is imported. Raises
     NworConfigError, as register(); HostMismatch under VLLM_NWOR_STRICT.
     """
-    for hooks in hooks_of(NworConfig.from_env()):
+    for hooks in hooks_of(_checked_config()):
         if name in hooks:
             _check_host()
             _guarded(hooks[name])(sys.modules[name])

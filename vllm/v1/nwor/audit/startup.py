@@ -9,8 +9,6 @@ engine never profiles, when the caches are bound.
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import vllm
 from vllm.v1 import kv_cache_interface as kv
 
 from .. import __version__, ops
-from ..config import AUDIT_FILE, NworConfig, NworConfigError
+from ..config import NworConfig, NworConfigError, audit_file_problem
 from ..hooks.engine_core import parallel_refusal
 from ..hooks.layers import entry_tokens, sleeps, target_layers
 from ..layer_tables import DeviceMemory, LayerCache
@@ -173,13 +171,8 @@ def about(audit: Audit) -> dict[str, Any]:
 def path_of(runner: Any, config: NworConfig) -> str:
     """Of the JSON file, which each rank has for itself; empty for none. Raises
     NworConfigError if this process cannot write there."""
-    path = Path(config.audit_file)
-    can_write = os.access(path.parent, os.W_OK | os.X_OK) and not path.is_dir()
-    if config.audit_file and not can_write:
-        raise NworConfigError(
-            f"{AUDIT_FILE}={config.audit_file!r} is not allowed; allowed values: empty "
-            "or a path in a folder that exists and that this process can write to"
-        )
+    if problem := audit_file_problem(config.audit_file):
+        raise NworConfigError(problem)
     parallel = runner.vllm_config.parallel_config
     if config.audit_file and parallel.world_size > 1:
         return f"{config.audit_file}.{parallel.rank}"

@@ -106,7 +106,10 @@ def copies_refusal(copying: Iterable[str]) -> str:
 
 def install(module: ModuleType) -> None:
     """Wraps the engine core in `module`. Raises HostMismatch."""
+    from . import info  # imports this module
+
     install_all(module, LEDGER)
+    info.install(module)
 
 
 def config_refusal(vllm_config: Any) -> str | None:

@@ -146,6 +146,14 @@ v1.kv_cache_interface:KVCacheTensor has size:int
 v1.kv_cache_interface:KVCacheSpec has page_size_bytes max_memory_usage_bytes
 config.model:ModelConfig has original_max_model_len
 """,
+    "info": """
+v1.engine.core does EngineCoreReadyResponse()
+v1.engine.core:EngineCoreProc does engine_index
+v1.engine.core:EngineCore
+._initialize_kv_caches does self.model_executor.initialize_from_config()
+v1.engine.core_client:MPClient does self._apply_ready_response()
+v1.worker.worker_base:WorkerWrapperBase has __getattr__ worker
+""",
     "stats": """
 v1.core.sched.scheduler:Scheduler
     has vllm_config log_stats num_sampled_tokens_per_step has_unfinished_requests

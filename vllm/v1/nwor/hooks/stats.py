@@ -71,20 +71,18 @@ def install(module: ModuleType) -> None:
     SchedulerStats its field. Raises HostMismatch if it is not as expected; nothing was
     wrapped then."""
     if NworConfig.from_env().emit_metrics:
-        extend(getattr(import_module(STATS), "SchedulerStats", None))
+        cls = getattr(import_module(STATS), "SchedulerStats", None)
+        extend(cls, f"{STATS}.SchedulerStats", "nwor_report")
         install_all(module, LEDGER)
 
 
-def extend(cls: Any) -> None:
-    """Adds the field `nwor_report`, NworStats.report, to a dataclass, whose own
+def extend(cls: Any, place: str, name: str) -> None:
+    """Adds the field `name`, a dict or None, to the dataclass at `place`, whose own
     __init__ does not take it; decoders that were made before do not know it. Raises
     HostMismatch if it cannot have one more."""
     if not dataclasses.is_dataclass(cls) or "__slots__" in vars(cls):
-        raise HostMismatch(
-            f"{STATS}.SchedulerStats is not a dataclass without slots in this vLLM"
-        )
-    name, kind = "nwor_report", dict[str, Any] | None
-    field = dataclasses.field(default=None, init=False)
+        raise HostMismatch(f"{place} is not a dataclass without slots in this vLLM")
+    kind, field = dict[str, Any] | None, dataclasses.field(default=None, init=False)
     (field,) = dataclasses.fields(
         dataclasses.make_dataclass("_", [(name, kind, field)])
     )

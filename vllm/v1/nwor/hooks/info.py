@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of vllm:nwor_info reach the front end when an engine has started, before
+its first request.
+
+    engine core  once the KV caches are bound: one call to the workers for what became
+                 of each KV-cache group; the message that the engine is ready carries it
+    front end    keeps it until its metrics are created, which is later
+
+A front end without NWOR ignores the field. Afterwards a step's report carries the rows
+too (`stats`), which also covers what this file cannot: a runner whose hooks were
+refused. A failure here is logged, and the rows come with the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from .. import metrics
+from ..config import Mode, NworConfig
+from ._wrap import HookTarget, HostMismatch, argument, install_all
+from .stats import extend
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+CORE = "vllm.v1.engine.core"
+CLIENT = "vllm.v1.engine.core_client"
+ENGINE = "vllm.v1.engine"
+FIELD = "nwor_info"
+HAS_FIELDS = "EngineCoreReadyResponse has a field for extensions"
+
+CACHES = HookTarget(
+    CORE,
+    "EngineCore._initialize_kv_caches",
+    ("self", "vllm_config"),
+    why="the workers' KV caches are bound: they say what became of each group",
+    delete_when=HAS_FIELDS,
+)
+READY = HookTarget(
+    CLIENT,
+    "MPClient._apply_ready_response",
+    ("self", "payload"),
+    why="what the engine core says when it is ready, before metrics are created",
+    delete_when=HAS_FIELDS,
+)
+
+
+def install(module: ModuleType) -> None:
+    """Wraps what LEDGER has of `module`, unless VLLM_NWOR_EMIT_METRICS is 0 or the mode
+    is off. Raises HostMismatch only under VLLM_NWOR_STRICT: the rest of NWOR does not
+    need this."""
+    config = NworConfig.from_env()
+    if not config.emit_metrics or config.mode is Mode.OFF:
+        return
+    try:
+        if module.__name__ == CORE:
+            _extend_response(import_module(ENGINE).EngineCoreReadyResponse)
+        install_all(module, LEDGER)
+    except (AttributeError, HostMismatch) as error:
+        if config.strict:
+            raise
+        text = "NWOR: vllm:nwor_info has no samples before the first request: %s"
+        logger.warning(text, error)
+
+
+def _extend_response(cls: Any) -> None:
+    """Has each response carry what this process knows of its engines."""
+    if FIELD in getattr(cls, "__dataclass_fields__", ()):
+        return
+    extend(cls, f"{ENGINE}.EngineCoreReadyResponse", FIELD)
+    initialize = cls.__init__
+
+    @functools.wraps(initialize)
+    def with_info(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        self.nwor_info = metrics.known_info()
+
+    cls.__init__ = with_info
+
+
+def rows_of(worker: Any) -> list[tuple[Any, ...]]:
+    """Runs in a worker: its rows of vllm:nwor_info, as plain data."""
+    state = getattr(worker.model_runner, "nwor_state", None)
+    return [tuple(info) for info in state.infos] if state is not None else []
+
+
+def _initialize_kv_caches(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    try:
+        # All ranks have the same groups. An engine core that shares the front end's
+        # process has no index: it is the only one.
+        rows, *_ = core.model_executor.collective_rpc(rows_of)
+        metrics.keep_info(getattr(core, "engine_index", 0), rows)
+    except Exception as error:
+        _failed(error)
+    return result
+
+
+def _apply_ready_response(wrapped: Any, client: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    try:
+        import msgspec
+
+        if payload := argument(READY, "payload", args, kwargs):
+            found = msgspec.msgpack.decode(payload).get(FIELD) or {}
+            for engine, rows in found.items():
+                metrics.keep_info(int(engine), rows)
+    except Exception as error:
+        _failed(error)
+    return result
+
+
+def _failed(error: Exception) -> None:
+    if NworConfig.from_env().strict_steps:
+        raise error
+    metrics.log_once("no vllm:nwor_info before the first request", repr(error))
+
+
+LEDGER = {CACHES: _initialize_kv_caches, READY: _apply_ready_response}
